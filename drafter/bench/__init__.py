@@ -1,0 +1,1 @@
+"""Measurements: methods against each other, reports, plots, and the tuning of speculation."""

@@ -1,0 +1,1 @@
+"""Training data: chat rows, loss masks, batches, answers by the target."""

@@ -1,0 +1,1 @@
+"""Propose, verify, accept: the engine that decodes with a drafter and never changes the answer."""

@@ -1,0 +1,1 @@
+"""What the drafter is: its configuration, its cell and the recurrent head."""

@@ -1,0 +1,1 @@
+"""The frozen language model: the only room that knows Hugging Face internals."""

@@ -1,0 +1,1 @@
+"""Training of the recurrent drafter on a frozen target's hidden states."""

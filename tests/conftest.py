@@ -1,0 +1,7 @@
+"""Shared test settings: no network, one thread (many tiny tensors), deterministic seeds."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("WANDB_MODE", "offline")
