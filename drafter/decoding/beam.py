@@ -1,0 +1,132 @@
+"""BeamProposer: the recurrent drafter searches a beam, and what it searched is the tree.
+
+Shapes: B rows · W beam width (1 at the first step) · L draft length · R draft vocabulary · V target vocabulary ·
+D hidden size · C context size · M = L * W drafted nodes.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from drafter.decoding.candidates import Candidates, RowState, StatelessRows, pack_nodes
+from drafter.decoding.sampling import Warp, warp_logits
+from drafter.model.recurrent import RecurrentDrafter
+from drafter.target.adapter import Target
+
+
+class BeamSearch:
+    """Beam search of a recurrent drafter: L steps, each keeps the W best of all (parent, token) pairs.
+
+    Children are ranked by the log of softmax((log q / temperature + noise) / tau): with the target's coming noise known
+    this is how likely the child is the target's next pick; without noise and with tau = 1 it is log q. Temperature 0
+    counts as 1 here, and has no noise. (ReDrafter, arXiv 2403.09919, section 3; noise: docs/sampling.md.)
+    """
+
+    def __init__(self, drafter: RecurrentDrafter, target: Target, beam_width: int, draft_length: int, tau: float) -> None:
+        self.drafter = drafter.bind(target)
+        self._embed = target.embed
+        self._token_R = drafter.draft_token_ids_R
+        self.width = beam_width
+        self.length = draft_length
+        self.tau = tau
+        num_draft_tokens = self._token_R.shape[0]
+        if beam_width > num_draft_tokens:
+            raise ValueError(
+                f"--beam-width {beam_width} exceeds the drafter's vocabulary of {num_draft_tokens} tokens: lower it"
+            )
+
+    def search(self, rows: RowState, noise_BLV: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """All nodes of the search, step after step.
+
+        Args:
+            rows: the running rows.
+            noise_BLV: noise of the picks by depth [B, >= L, V] to rank with, or None.
+
+        Returns:
+            token int64, parent int64 (index into the list, -1 = root), cumulative score float32; each [B, L * W].
+        """
+        width = self.width
+        dtype = self.drafter.dtype
+        context_B1C = rows.context_BC[:, None].to(dtype)
+        state_BWD = self.drafter.init_state(context_B1C)
+        token_BW = rows.root_B[:, None]
+        total_BW = torch.zeros_like(token_BW, dtype=torch.float32)
+        tokens, parents, scores = [], [], []
+        for step in range(self.length):
+            context_BWC = context_B1C.expand(-1, token_BW.shape[1], -1)
+            state_BWD = self.drafter.step(context_BWC, state_BWD, self._embed(token_BW).to(dtype))
+            logits_BWR = self.drafter.logits(context_BWC, state_BWD)
+            noise_BR = None if noise_BLV is None else noise_BLV[:, step].index_select(1, self._token_R)
+            value_BWK, index_BWK = self._rank_children(logits_BWR, noise_BR, rows.warp)
+            # W children of each parent are enough: no parent can have more among the W best of all.
+            total_BM = (total_BW[:, :, None] + value_BWK).flatten(1)
+            total_BW, best_BW = total_BM.topk(width, dim=1)
+            beam_BW = best_BW // width
+            token_BW = self._token_R[index_BWK.flatten(1).gather(1, best_BW)]
+            state_BWD = state_BWD.gather(1, beam_BW[:, :, None].expand(-1, -1, state_BWD.shape[2]))
+            tokens.append(token_BW)
+            parents.append(beam_BW + (step - 1) * width if step else torch.full_like(beam_BW, -1))
+            scores.append(total_BW)
+        return torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1)
+
+    def _rank_children(self, logits_BWR: Tensor, noise_BR: Tensor | None, warp: Warp) -> tuple[Tensor, Tensor]:
+        """The W best children of every beam: log-probabilities and draft indices, each [B, W, W]."""
+        rank_BWR = warp_logits(logits_BWR, warp) if warp.flags.has_noise else logits_BWR.float()
+        if noise_BR is not None:
+            is_sampled_B11 = (warp.temperature_B > 0).float()[:, None, None]
+            rank_BWR = rank_BWR + noise_BR[:, None] * is_sampled_B11
+        if self.tau != 1.0:
+            rank_BWR = rank_BWR / self.tau
+        value_BWK, index_BWK = rank_BWR.topk(self.width, dim=2)
+        return value_BWK - rank_BWR.logsumexp(dim=2, keepdim=True), index_BWK
+
+
+class BeamProposer(StatelessRows):
+    """The recurrent drafter as a proposer.
+
+    ``all-nodes``: the N - 1 likeliest nodes of all steps, dead beams included. ``final-beams``: the published policy,
+    the W final beams with shared prefixes merged, 1 + W * L nodes of which the unused ones are padding.
+    """
+
+    def __init__(
+        self, search: BeamSearch, num_nodes: int, policy: Literal["all-nodes", "final-beams"], *, coupled: bool = True
+    ) -> None:
+        self._search = search
+        self._policy = policy
+        self._coupled = coupled
+        self.num_nodes = num_nodes
+        self.max_depth = min(search.length, num_nodes - 1)
+
+    def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
+        """Search a beam for every row and pack its nodes (see :class:`drafter.decoding.candidates.Proposer`)."""
+        token_BM, parent_BM, score_BM = self._search.search(rows, noise_BLV if self._coupled else None)
+        width, length = self._search.width, self._search.length
+        if self._policy == "final-beams":
+            score_BM = keep_final_beams(parent_BM, score_BM, width)
+        depth_M = torch.arange(1, length + 1, device=token_BM.device).repeat_interleave(width)
+        return pack_nodes(rows.root_B, token_BM, parent_BM, depth_M.expand_as(token_BM), score_BM, self.num_nodes)
+
+
+def keep_final_beams(parent_BM: Tensor, score_BM: Tensor, width: int) -> Tensor:
+    """Scores of the nodes on a path to one of the last ``width`` nodes; -inf for all others.
+
+    With W = 2, L = 2 and parents [-1, -1, 0, 0], node 1 has no final beam and is dropped.
+
+    Args:
+        parent_BM: int64 [B, M], M = L * W nodes step after step.
+        score_BM: float [B, M].
+        width: W.
+
+    Returns:
+        float [B, M].
+    """
+    num_drafted = parent_BM.shape[1]
+    is_kept_BM = torch.zeros_like(parent_BM, dtype=torch.bool)
+    is_kept_BM[:, -width:] = score_BM[:, -width:] > -torch.inf
+    for start in range(num_drafted - width, 0, -width):
+        step_BW = parent_BM[:, start : start + width]
+        is_kept_BM |= torch.zeros_like(is_kept_BM).scatter_reduce(
+            1, step_BW, is_kept_BM[:, start : start + width], reduce="amax", include_self=True
+        )
+    return score_BM.masked_fill(~is_kept_BM, -torch.inf)

@@ -1,0 +1,195 @@
+"""Candidates: a packed tree of draft tokens per row, and the protocol of whatever proposes them.
+
+Shapes: B rows · N tree nodes (node 0 is the root, parents stand before their children) · L draft length ·
+V target vocabulary · D hidden size · C context size · S slots.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from drafter.decoding.sampling import Warp
+
+
+class Candidates(NamedTuple):
+    """A tree of N nodes per row, packed by depth: a parent always has a smaller index than its children.
+
+    The tree ``root -> (7 -> 9), 8`` in N = 5 nodes, the last one padding::
+
+        token    [root, 7, 8, 9, 0]
+        parent   [   0, 0, 0, 1, 4]     the root and padding are their own parents
+        depth    [   0, 1, 1, 2, 0]
+        is_node  [   1, 1, 1, 1, 0]
+
+    No two children of one node hold the same token.
+    """
+
+    token_BN: Tensor
+    parent_BN: Tensor
+    depth_BN: Tensor
+    is_node_BN: Tensor
+    # Draft distributions of the nodes' tokens, [B, N - 1, V]: only for drafts that are samples (two-model chain).
+    log_q_BNV: Tensor | None = None
+
+    def ancestors(self, max_depth: int) -> Tensor:
+        """[b, i, j] is True where j is i or an ancestor of i; ``max_depth`` gathers climb the whole tree.
+
+        Returns:
+            bool [B, N, N].
+        """
+        num_rows, num_nodes = self.token_BN.shape
+        node_N = torch.arange(num_nodes, device=self.token_BN.device)
+        climber_BN = node_N.expand(num_rows, num_nodes)
+        ancestor_BNN = (climber_BN[:, :, None] == node_N).clone()
+        for _ in range(max_depth):
+            climber_BN = self.parent_BN.gather(1, climber_BN)
+            ancestor_BNN |= climber_BN[:, :, None] == node_N
+        return ancestor_BNN
+
+
+class RowState(NamedTuple):
+    """What is known of the running rows when a step begins; tensors stay on the device.
+
+    Attributes:
+        root_B: last chosen token, not yet in the cache, int64 [B].
+        length_B: committed slots = absolute position of the root, int64 [B].
+        context_BC: the target's hidden state(s) at the last committed token [B, C].
+        history_BS: token ids by absolute position, root included; zeros behind, int64 [B, S].
+        seed_B: int64 [B].
+        warp: per-row temperature and filters, with flags of what any row uses.
+    """
+
+    root_B: Tensor
+    length_B: Tensor
+    context_BC: Tensor
+    history_BS: Tensor
+    seed_B: Tensor
+    warp: Warp
+
+
+class StepOutcome(NamedTuple):
+    """What a step found out, for proposers that learn from it.
+
+    Attributes:
+        candidates: the verified tree.
+        logits_BNV: the target's logits at every node.
+        pick_BN: the target's own pick at every node, int64.
+        path_BL: node index at each depth 0 .. L of the accepted path (deeper entries repeat the last), int64 [B, L+1].
+        num_accepted_B: accepted draft tokens, root excluded, int64 [B].
+        bonus_B: the pick after the last accepted node: the next root, int64 [B].
+    """
+
+    candidates: Candidates
+    logits_BNV: Tensor
+    pick_BN: Tensor
+    path_BL: Tensor
+    num_accepted_B: Tensor
+    bonus_B: Tensor
+
+
+class Proposer(Protocol):
+    """Whatever proposes candidates. A proposer can change how many tokens a step keeps, never which ones.
+
+    Rows are numbered 0 .. B-1 within a step; a proposer with state per row keeps it for ``max_rows`` rows and is told
+    when a row starts, moves or is released. All tensors live on the target's device; no method may wait for the device.
+    """
+
+    @property
+    def num_nodes(self) -> int:
+        """N of the candidates it makes."""
+        ...
+
+    @property
+    def max_depth(self) -> int:
+        """L, the greatest depth of a node."""
+        ...
+
+    def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
+        """Draft a tree for every row.
+
+        Args:
+            rows: state of the B running rows.
+            noise_BLV: keyed Gumbel noise of the picks at depth 0 .. L, [B, L + 1, V]; None when every row is greedy.
+        """
+        ...
+
+    def observe(self, rows: RowState, outcome: StepOutcome) -> None:
+        """Learn from a verified step (``rows`` is the state before it)."""
+        ...
+
+    def admit(self, row: int, prompt_ids: list[int]) -> None:
+        """A request starts in ``row``; called before its prefill."""
+        ...
+
+    def move(self, source: int, destination: int) -> None:
+        """The request of row ``source`` goes on in row ``destination``."""
+        ...
+
+
+class StatelessRows:
+    """The part of the protocol that proposers without state per row share: nothing to do."""
+
+    def observe(self, rows: RowState, outcome: StepOutcome) -> None:
+        """Nothing is learnt."""
+
+    def admit(self, row: int, prompt_ids: list[int]) -> None:
+        """No state to start."""
+
+    def move(self, source: int, destination: int) -> None:
+        """No state to move."""
+
+
+class RootOnly(StatelessRows):
+    """Autoregressive decoding: the tree is its root."""
+
+    num_nodes = 1
+    max_depth = 0
+
+    def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
+        """A tree of one node per row."""
+        token_BN = rows.root_B[:, None]
+        zero_BN = torch.zeros_like(token_BN)
+        return Candidates(token_BN, zero_BN, zero_BN, torch.ones_like(token_BN, dtype=torch.bool))
+
+
+def pack_nodes(
+    root_B: Tensor, token_BM: Tensor, parent_BM: Tensor, depth_BM: Tensor, score_BM: Tensor, num_nodes: int
+) -> Candidates:
+    """Keep the ``num_nodes - 1`` best of M drafted nodes and pack them behind the root.
+
+    Drafted nodes are listed by depth; ``parent`` holds indices into the same list, or -1 for children of the root. A
+    score is a cumulative log-probability, so no child scores above its parent; the sort is stable and parents stand
+    first, so that ties keep the parent too and what is kept is a tree. Nodes with score -inf become padding.
+
+    Args:
+        root_B: int64 [B].
+        token_BM, parent_BM, depth_BM: int64 [B, M].
+        score_BM: float [B, M].
+        num_nodes: N; at most M + 1.
+
+    Returns:
+        Candidates with N nodes.
+    """
+    num_rows, num_drafted = token_BM.shape
+    assert num_nodes - 1 <= num_drafted, (num_nodes, num_drafted)
+    device = token_BM.device
+    best_BM = torch.sort(score_BM, dim=1, descending=True, stable=True).indices[:, : num_nodes - 1]
+    kept_BK = best_BM.sort(dim=1).values  # back into order of depth
+    # Where each drafted node ends up in the packed tree; index M stands for "the root".
+    place_BM = torch.zeros(num_rows, num_drafted + 1, dtype=torch.int64, device=device)
+    node_K = torch.arange(1, num_nodes, device=device)
+    place_BM.scatter_(1, kept_BK, node_K.expand(num_rows, -1))
+    parent_BK = parent_BM.gather(1, kept_BK)
+    parent_BK = place_BM.gather(1, torch.where(parent_BK < 0, num_drafted, parent_BK))
+    is_node_BK = score_BM.gather(1, kept_BK) > -torch.inf
+    parent_BK = torch.where(is_node_BK, parent_BK, node_K)
+    depth_BK = torch.where(is_node_BK, depth_BM.gather(1, kept_BK), 0)
+    token_BK = torch.where(is_node_BK, token_BM.gather(1, kept_BK), 0)
+    zero_B1 = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)
+    return Candidates(
+        token_BN=torch.cat([root_B[:, None], token_BK], dim=1),
+        parent_BN=torch.cat([zero_B1, parent_BK], dim=1),
+        depth_BN=torch.cat([zero_B1, depth_BK], dim=1),
+        is_node_BN=torch.cat([torch.ones_like(zero_B1, dtype=torch.bool), is_node_BK], dim=1),
+    )

@@ -1,0 +1,338 @@
+"""Engine: prompts in, answers out. ``step`` = schedule rows, prefill, propose, verify, accept, commit, hand out tokens."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+from drafter.decoding.beam import BeamProposer, BeamSearch
+from drafter.decoding.candidates import Proposer, RootOnly
+from drafter.decoding.params import EngineConfig, SamplingParams
+from drafter.decoding.runner import PrefillRow, Runner
+from drafter.decoding.scheduler import PrefillChunk, Scheduler
+from drafter.decoding.sequence import FinishReason
+from drafter.decoding.sequence import Sequence as TokenSequence
+from drafter.decoding.text import IncrementalText
+from drafter.model.recurrent import RecurrentDrafter
+from drafter.target.adapter import Target
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+_LARGEST_BUCKET = 64  # above, the number of rows is rounded up to a multiple of this
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer.
+
+    Attributes:
+        index: place of its prompt in the call.
+        prompt_ids: the prompt's token ids.
+        token_ids: generated tokens, a produced stop token included.
+        text: text of the answer, without stop token and stop string.
+        finish_reason: ``stop`` or ``length`` (``abort`` only when taken back).
+        num_target_forwards: forwards of the target that generated tokens (prefill not counted).
+        tokens_per_step: len(token_ids) / num_target_forwards.
+        seconds: from the start of its prefill to its end.
+        num_accepted: drafted tokens kept by each step.
+    """
+
+    index: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    num_target_forwards: int
+    tokens_per_step: float
+    seconds: float
+    num_accepted: list[int] = field(repr=False)
+
+
+class StreamEvent(NamedTuple):
+    """News of one prompt: tokens of a step, the text that became certain, and at the end the whole answer."""
+
+    index: int
+    token_ids: list[int]
+    text: str
+    completion: Completion | None
+
+
+class Update(NamedTuple):
+    """News of one request after a step."""
+
+    sequence: TokenSequence
+    token_ids: list[int]
+
+
+class Engine:
+    """Decodes batches of prompts with a target and, if given, a drafter.
+
+    The tokens are those of autoregressive decoding whatever the configuration; that only decides how fast they come.
+
+    Args:
+        target: the model whose answers are wanted.
+        drafter: a trained drafter; needed for ``method="redrafter"``.
+        config: settings.
+
+    Raises:
+        ValueError: the method lacks what it needs, or the drafter belongs to another target.
+    """
+
+    def __init__(self, target: Target, drafter: RecurrentDrafter | None = None, config: EngineConfig | None = None) -> None:
+        self.target = target
+        self.config = config or EngineConfig(method="autoregressive" if drafter is None else "redrafter")
+        self._context_layers: tuple[int, ...] = ()
+        self.proposer = self._make_proposer(drafter)
+        self._scheduler = Scheduler(self.config.max_rows)
+        self._runner: Runner | None = None
+        self._ids = count()
+
+    # -- whole calls -----------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        raw: bool = False,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Answer prompts.
+
+        Args:
+            prompts: texts (one user message each, or raw text), message lists, or token id lists.
+            params: for all, or one for each.
+            raw: texts go to the model as they are, without chat template.
+            progress: show a bar.
+
+        Returns:
+            Completions in the order of the prompts.
+
+        Raises:
+            ValueError: an empty or too long prompt, or parameters the target cannot meet.
+        """
+        done: list[Completion | None] = [None] * len(prompts)
+        with tqdm(total=len(prompts), desc="Decoding", unit="prompt", disable=not progress) as bar:
+            num_tokens = 0
+            for event in self.stream(prompts, params, raw=raw):
+                num_tokens += len(event.token_ids)
+                if event.completion is not None:
+                    done[event.index] = event.completion
+                    bar.update()
+                    elapsed = bar.format_dict["elapsed"]
+                    bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s" if elapsed else "")
+        return [completion for completion in done if completion is not None]
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        raw: bool = False,
+    ) -> Iterator[StreamEvent]:
+        """Answer prompts, yielding what each step brings. Arguments as of :meth:`generate`."""
+        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts: give one, or one for each")
+        encoded = [self.encode(prompt, raw=raw) for prompt in prompts]
+        self.reserve(max((self._num_slots_of(len(ids), p) for ids, p in zip(encoded, each, strict=True)), default=0))
+        index_of = {self.add(ids, p).request_id: index for index, (ids, p) in enumerate(zip(encoded, each, strict=True))}
+        try:
+            while self.has_work:
+                for update in self.step():
+                    yield _event(index_of[update.sequence.request_id], update)
+        finally:
+            # A caller that stops listening leaves no row behind.
+            for request_id in index_of:
+                self.abort(request_id)
+
+    # -- the core, for servers -------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Something waits or runs."""
+        return self._scheduler.has_work
+
+    @property
+    def num_running(self) -> int:
+        """Rows in use."""
+        return sum(not sequence.is_finished for sequence in self._scheduler.rows)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row."""
+        return sum(not sequence.is_finished for sequence in self._scheduler.waiting)
+
+    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
+        """Token ids of a prompt in any of its forms."""
+        if isinstance(prompt, str):
+            return self.target.encode(prompt) if raw else self.target.encode_chat([{"role": "user", "content": prompt}])
+        if prompt and isinstance(prompt[0], Mapping):
+            return self.target.encode_chat([item for item in prompt if isinstance(item, Mapping)])
+        return [token for token in prompt if isinstance(token, int)]
+
+    def reserve(self, num_slots: int) -> None:
+        """Make sure that rows have at least so many slots; the cache is allocated anew when they have fewer.
+
+        Raises:
+            ValueError: more than ``max_length`` allows, or the cache is in use.
+        """
+        if self._runner is not None and self._runner.num_slots >= num_slots:
+            return
+        if self.has_work:
+            raise ValueError(
+                f"a request needs {num_slots} slots but the running rows have {self._runner and self._runner.num_slots}: "
+                "set --max-length to the longest prompt and answer together"
+            )
+        num_slots = -(-num_slots // 64) * 64
+        self._scheduler = Scheduler(self.config.max_rows)
+        self._runner = None  # the old cache is freed before the new one is made
+        self._runner = Runner(
+            self.target,
+            self.config.max_rows,
+            num_slots,
+            context_layers=self._context_layers,
+            is_rejection=self.config.verify == "rejection",
+        )
+
+    def add(self, prompt_ids: Sequence[int], params: SamplingParams, *, want_text: bool = True) -> TokenSequence:
+        """Queue a request; it starts at a step when a row is free.
+
+        Raises:
+            ValueError: the prompt is empty, holds an unknown id, or leaves no room for an answer.
+        """
+        limit = self._limit_of(prompt_ids, params)
+        self.reserve(self._num_slots_of(len(prompt_ids), params))
+        own_stops = () if params.ignore_eos else self.target.eos_token_ids
+        text = None
+        if want_text and self.target.tokenizer is not None:
+            text = IncrementalText(self.target.decode, params.stop)
+        elif params.stop:
+            raise ValueError(f"stop strings {params.stop} need a tokenizer, which target {self.target.name!r} lacks")
+        stop_ids = frozenset((*own_stops, *params.stop_token_ids))
+        sequence = TokenSequence(next(self._ids), list(prompt_ids), params, limit, stop_ids, text)
+        self._scheduler.add(sequence)
+        return sequence
+
+    def abort(self, request_id: int) -> None:
+        """Take a request back; its row is free at the next step. Unknown and finished ones are left alone."""
+        sequence = self._scheduler.find(request_id)
+        if sequence is not None and not sequence.is_finished:
+            sequence.finish("abort")
+
+    def step(self) -> list[Update]:
+        """One step of all rows; returns the news of those that decoded."""
+        runner = self._runner
+        assert runner is not None, "step without a request"
+        started, moves = self._scheduler.schedule()
+        rows = self._scheduler.rows
+        for source, destination in moves:
+            runner.move(source, destination, rows[destination].num_committed)
+            self.proposer.move(source, destination)
+        for sequence in started:
+            runner.admit(sequence.row, sequence.prompt_ids, sequence.params)
+            self.proposer.admit(sequence.row, sequence.prompt_ids)
+            sequence.start()
+        runner.vacate(len(rows))
+        self._prefill(runner)
+        is_active = [sequence.is_prefilled for sequence in rows]
+        if not any(is_active):
+            return []
+        padding = min(_bucket(len(rows)), self.config.max_rows) - len(rows)
+        longest = max(sequence.num_committed for sequence in rows)
+        emitted = runner.step(self.proposer, is_active + [False] * padding, longest)
+        return [
+            Update(sequence, sequence.extend(tokens))
+            for sequence, tokens in zip(list(rows), emitted, strict=False)
+            if sequence.is_prefilled
+        ]
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _prefill(self, runner: Runner) -> None:
+        for run in _neighbours(self._scheduler.prefill_chunks(self.config.prefill_chunk)):
+            runner.prefill([PrefillRow(c.sequence.row, c.start, c.sequence.prompt_ids[c.start : c.stop]) for c in run])
+            for chunk in run:
+                chunk.sequence.num_prefilled = chunk.stop
+
+    def _make_proposer(self, drafter: RecurrentDrafter | None) -> Proposer:
+        config = self.config
+        if config.method == "autoregressive":
+            return RootOnly()
+        if config.method == "redrafter":
+            if drafter is None:
+                raise ValueError("--method redrafter needs a drafter: give --drafter DIR, or --method autoregressive")
+            self._context_layers = tuple(drafter.config.context_layers)
+            search = BeamSearch(drafter, self.target, config.beam_width, config.draft_length, config.tau)
+            if config.num_nodes == 1:
+                return RootOnly()
+            return BeamProposer(search, config.num_nodes, config.tree_policy, coupled=config.coupled)
+        raise ValueError(f"--method {config.method} is not available")
+
+    def _limit_of(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+        """How many tokens may be generated after this prompt."""
+        if not prompt_ids:
+            raise ValueError("a prompt is empty: every prompt needs at least one token")
+        bad = next((token for token in prompt_ids if not 0 <= token < self.target.vocab_size), None)
+        if bad is not None:
+            raise ValueError(f"token id {bad} is not in the vocabulary of {self.target.vocab_size} tokens")
+        room = self._max_length - len(prompt_ids)
+        if room < 1:
+            raise ValueError(
+                f"a prompt has {len(prompt_ids)} tokens but the context is {self._max_length}: shorten it"
+                + (" or raise --max-length" if self._max_length < self.target.max_length else "")
+            )
+        return min(params.max_new_tokens, room)
+
+    @property
+    def _max_length(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return min(self.config.max_length or self.target.max_length, self.target.max_length)
+
+    def _num_slots_of(self, prompt_length: int, params: SamplingParams) -> int:
+        """Slots a request needs: everything up to its last root, and one tree."""
+        length = min(prompt_length + params.max_new_tokens, self._max_length)
+        self.target.check_length(length)
+        if self.config.max_length is not None:
+            length = self._max_length  # one size for all requests: a server's cache is allocated once
+        return length + self.proposer.num_nodes
+
+
+def _bucket(num_rows: int) -> int:
+    """1, 2, 4, ..., 64, then multiples of 64: few shapes for any number of rows."""
+    if num_rows > _LARGEST_BUCKET:
+        return -(-num_rows // _LARGEST_BUCKET) * _LARGEST_BUCKET
+    return 1 << (num_rows - 1).bit_length()
+
+
+def _neighbours(chunks: list[PrefillChunk]) -> Iterator[list[PrefillChunk]]:
+    """Runs of chunks in consecutive rows and of similar length, so that padding wastes less than half."""
+    run: list[PrefillChunk] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.sequence.row):
+        sizes = [item.stop - item.start for item in (*run, chunk)]
+        if run and (chunk.sequence.row != run[-1].sequence.row + 1 or max(sizes) > 2 * min(sizes)):
+            yield run
+            run = []
+        run.append(chunk)
+    if run:
+        yield run
+
+
+def _event(index: int, update: Update) -> StreamEvent:
+    sequence = update.sequence
+    completion = None
+    if sequence.finish_reason is not None:
+        completion = Completion(
+            index=index,
+            prompt_ids=sequence.prompt_ids,
+            token_ids=list(sequence.token_ids),
+            text=sequence.text.text if sequence.text is not None else "",
+            finish_reason=sequence.finish_reason,
+            num_target_forwards=sequence.num_forwards,
+            tokens_per_step=sequence.tokens_per_step,
+            seconds=sequence.seconds,
+            num_accepted=sequence.num_accepted,
+        )
+    return StreamEvent(index, update.token_ids, sequence.text.take() if sequence.text is not None else "", completion)

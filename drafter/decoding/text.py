@@ -1,0 +1,78 @@
+"""From token ids to text while they come: whole characters only, and nothing of a stop string. No torch here."""
+
+from collections.abc import Callable, Sequence
+
+_REPLACEMENT = "\ufffd"  # what a decoder makes of an unfinished UTF-8 character
+
+
+class IncrementalText:
+    """Text of a growing list of token ids.
+
+    A tokenizer's text of a list is not the sum of the texts of its tokens (spaces, byte pieces), so a short window of
+    earlier tokens is decoded with the new ones and the difference is what came. Text that may still become part of a
+    stop string, or that ends within a character, is held back.
+
+    Attributes:
+        text: all text that is certain.
+        is_stopped: a stop string was found; ``text`` ends before it.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
+        self._decode = decode
+        self._stop = tuple(stop)
+        self._token_ids: list[int] = []
+        self._window_start = 0  # tokens before it are done with
+        self._window_end = 0  # tokens up to here are in the text
+        self._seen = ""  # everything decoded
+        self._num_given = 0
+        self.is_stopped = False
+
+    @property
+    def text(self) -> str:
+        """All text that may be shown; the held back rest comes with later tokens or :meth:`finish`."""
+        return self._seen[: self._num_safe()]
+
+    def push(self, token_id: int) -> None:
+        """Add one token."""
+        self._token_ids.append(token_id)
+        self._advance(is_last=False)
+        if self._stop and not self.is_stopped:
+            found = [position for position in (self._seen.find(stop) for stop in self._stop) if position >= 0]
+            if found:
+                self._seen = self._seen[: min(found)]
+                self.is_stopped = True
+
+    def finish(self) -> None:
+        """No more tokens come: an unfinished character is shown as the decoder shows it."""
+        if not self.is_stopped:
+            self._advance(is_last=True)
+            self._stop = ()
+
+    def take(self) -> str:
+        """The text that became certain since the last call."""
+        safe = self._num_safe()
+        fresh = self._seen[self._num_given : safe]
+        self._num_given = max(self._num_given, safe)
+        return fresh
+
+    def _advance(self, *, is_last: bool) -> None:
+        before = self._decode(self._token_ids[self._window_start : self._window_end])
+        window = self._decode(self._token_ids[self._window_start :])
+        if not is_last and window.endswith(_REPLACEMENT):
+            return
+        if len(window) > len(before):
+            self._seen += window[len(before) :]
+            self._window_start = self._window_end
+            self._window_end = len(self._token_ids)
+
+    def _num_safe(self) -> int:
+        """Characters that no later stop string can reach back into."""
+        if self.is_stopped or not self._stop:
+            return len(self._seen)
+        held = 0
+        for stop in self._stop:
+            for size in range(min(len(stop) - 1, len(self._seen)), held, -1):
+                if self._seen.endswith(stop[:size]):
+                    held = size
+                    break
+        return len(self._seen) - held

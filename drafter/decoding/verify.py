@@ -1,0 +1,114 @@
+"""Accept: which of the verified nodes would the target have produced itself? Pure tensors in, tensors out.
+
+Shapes: B rows · N tree nodes · L draft length (paths have L + 1 entries, depth 0 is the root) · V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from drafter.decoding.candidates import Candidates
+from drafter.decoding.sampling import STREAM_ACCEPT, uniform_noise
+
+
+class Accepted(NamedTuple):
+    """The accepted path of each row.
+
+    Attributes:
+        path_BL: node index at depth 0 .. L; beyond the accepted depth the last accepted node is repeated, int64 [B, L+1].
+        num_accepted_B: depth of the last accepted node (the root not counted), int64 [B].
+        bonus_B: the token after the path: the target's own, no node of the tree, int64 [B].
+    """
+
+    path_BL: Tensor
+    num_accepted_B: Tensor
+    bonus_B: Tensor
+
+    def emitted(self, candidates: Candidates) -> Tensor:
+        """Tokens that the step emits: the accepted path without its root, then the bonus token, then repeats.
+
+        Returns:
+            int64 [B, L + 1]; the first ``num_accepted + 1`` entries of a row count.
+        """
+        depth_L = torch.arange(self.path_BL.shape[1], device=self.path_BL.device)
+        token_BL = candidates.token_BN.gather(1, self.path_BL)
+        shifted_BL = torch.cat([token_BL[:, 1:], self.bonus_B[:, None]], dim=1)
+        return torch.where(depth_L < self.num_accepted_B[:, None], shifted_BL, self.bonus_B[:, None])
+
+
+def accept_picks(candidates: Candidates, pick_BN: Tensor, ancestor_BNN: Tensor, max_depth: int) -> Accepted:
+    """Walk from the root while the target's pick at a node is one of its children.
+
+    A node is on the walk when it, and every ancestor of it, holds what the target picked at its parent. Siblings hold
+    different tokens, so the nodes on the walk form one path; its deepest node is the last accepted one.
+
+    Args:
+        candidates: the verified tree.
+        pick_BN: the target's own pick at each node, int64 [B, N].
+        ancestor_BNN: :meth:`Candidates.ancestors`.
+        max_depth: L.
+
+    Returns:
+        The accepted path.
+    """
+    agrees_BN = (candidates.token_BN == pick_BN.gather(1, candidates.parent_BN)) & candidates.is_node_BN
+    agrees_BN[:, 0] = True  # the root is chosen already
+    on_walk_BN = (agrees_BN[:, None, :] | ~ancestor_BNN).all(dim=2) & candidates.is_node_BN
+    return _path_to_last(candidates, on_walk_BN, pick_BN, max_depth)
+
+
+def _path_to_last(candidates: Candidates, on_walk_BN: Tensor, pick_BN: Tensor, max_depth: int) -> Accepted:
+    num_accepted_B, last_B = torch.where(on_walk_BN, candidates.depth_BN, -1).max(dim=1)
+    # Climb from the last accepted node: its ancestor at every smaller depth.
+    node_B = last_B
+    path = [last_B] * (max_depth + 1)
+    for depth in range(max_depth, -1, -1):
+        above_B = candidates.parent_BN.gather(1, node_B[:, None])[:, 0]
+        node_B = torch.where(candidates.depth_BN.gather(1, node_B[:, None])[:, 0] > depth, above_B, node_B)
+        path[depth] = node_B
+    return Accepted(torch.stack(path, dim=1), num_accepted_B, pick_BN.gather(1, last_B[:, None])[:, 0])
+
+
+def accept_samples(
+    candidates: Candidates,
+    log_p_BNV: Tensor,
+    seed_B: Tensor,
+    position_BN: Tensor,
+    residual_noise_BNV: Tensor,
+) -> Accepted:
+    """The rule of two-model speculative decoding for a chain of drafts that are samples of q.
+
+    Draft token x at depth d is accepted with probability min(1, p(x) / q(x)); at the first rejection a token is drawn
+    from the normalised positive part of p - q; when all are accepted, one more token is drawn from p. All draws are
+    keyed. (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318.)
+
+    Args:
+        candidates: chains, node i's parent is node i - 1; ``log_q_BNV`` [B, N - 1, V] must be there: q that node i was
+            drawn from stands at i - 1. Padding nodes are rejected with certainty and draw from p alone.
+        log_p_BNV: the target's warped log-probabilities at each node, [B, N, V].
+        seed_B: int64 [B].
+        position_BN: absolute position of the token that is picked after each node, int64 [B, N].
+        residual_noise_BNV: Gumbel noise, independent of what the drafts were drawn with, [B, N, V].
+
+    Returns:
+        The accepted path.
+    """
+    assert candidates.log_q_BNV is not None
+    num_nodes = candidates.token_BN.shape[1]
+    draft_BG = candidates.token_BN[:, 1:]
+    p_BNV, q_BGV = log_p_BNV.exp(), candidates.log_q_BNV.exp()
+    p_BG = p_BNV[:, :-1].gather(2, draft_BG[:, :, None])[:, :, 0]
+    q_BG = q_BGV.gather(2, draft_BG[:, :, None])[:, :, 0]
+    coin_BG = uniform_noise(seed_B, position_BN[:, :-1], stream=STREAM_ACCEPT)
+    is_accepted_BG = (coin_BG * q_BG < p_BG) & candidates.is_node_BN[:, 1:]
+    num_accepted_B = is_accepted_BG.long().cumprod(dim=1).sum(dim=1)
+    # At the last node, and before padding, there is no draft to subtract: the residual is p itself.
+    has_draft_BG1 = candidates.is_node_BN[:, 1:, None]
+    residual_BNV = torch.cat([(p_BNV[:, :-1] - q_BGV * has_draft_BG1).clamp_min(0), p_BNV[:, -1:]], dim=1)
+    # p <= q everywhere means p = q up to rounding: then nothing can be rejected, but rounding may; fall back to p.
+    residual_BNV = torch.where(residual_BNV.sum(dim=2, keepdim=True) > 0, residual_BNV, p_BNV)
+    bonus_BN = (residual_BNV.log() + residual_noise_BNV).argmax(dim=2)
+    depth_L = torch.arange(num_nodes, device=num_accepted_B.device)
+    path_BL = torch.minimum(depth_L, num_accepted_B[:, None])
+    return Accepted(path_BL, num_accepted_B, bonus_BN.gather(1, num_accepted_B[:, None])[:, 0])

@@ -1,0 +1,271 @@
+"""Target: an unpatched Hugging Face causal language model, seen the way the rest of the house needs it.
+
+Shapes: B rows · T tokens of a forward · S visible cache slots · V vocabulary · D hidden size · C context size
+(D, or D times the number of selected layers).
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from drafter.target.cache import CacheShape, SlotCache
+from drafter.target.catalog import resolve
+from drafter.target.checks import (
+    check_architecture,
+    fingerprint_of,
+    probe_cache_shape,
+    probe_logit_map,
+    sliding_window_of,
+)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class TargetOutput(NamedTuple):
+    """One forward: the final hidden states (after the last norm) and what a drafter takes as context."""
+
+    hidden_BTD: Tensor
+    context_BTC: Tensor
+
+
+def resolve_device(device: str) -> torch.device:
+    """Turn ``auto``, ``cpu``, ``cuda`` or ``cuda:1`` into a device; ValueError for anything this machine lacks."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"--device {device!r} is no device: use auto, cpu, cuda or cuda:N") from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {device!r} is not supported: use auto, cpu, cuda or cuda:N")
+    if resolved.type == "cuda":
+        count = torch.cuda.device_count()
+        if count == 0:
+            raise ValueError(f"--device {device!r}: no CUDA device here; use --device cpu or auto")
+        if (resolved.index or 0) >= count:
+            raise ValueError(f"--device {device!r}: this machine has {count} CUDA device(s), numbered from 0")
+    return resolved
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """Turn ``float32``, ``bfloat16``, ``float16`` or ``auto`` (bfloat16 on CUDA, else float32) into a torch dtype."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype!r} is unknown: use auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+class Target:
+    """A frozen decoder-only causal language model with plain key/value attention.
+
+    Attributes:
+        model: the Hugging Face model, in eval mode, without gradients.
+        tokenizer: its tokenizer, or None.
+        name: what the user called it.
+        revision: hub revision, or None.
+        vocab_size: V, rows of the output matrix.
+        hidden_size: D.
+        num_layers: decoder layers.
+        max_length: context window in tokens.
+        eos_token_ids: the tokens that end an answer.
+        fingerprint: short sketch of the output matrix (see :func:`drafter.target.checks.fingerprint_of`).
+        cache_shape: what one token's keys and values take.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        name: str,
+        revision: str | None = None,
+    ) -> None:
+        check_architecture(model, name)
+        model.eval().requires_grad_(False)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.name = name
+        self.revision = revision
+        config = model.config.get_text_config(decoder=True)
+        output = model.get_output_embeddings()
+        self.output_weight_VD: Tensor = output.weight.detach()
+        bias = getattr(output, "bias", None)
+        self.output_bias_V: Tensor | None = None if bias is None else bias.detach()
+        self.embedding_weight_VD: Tensor = model.get_input_embeddings().weight.detach()
+        self.vocab_size, self.hidden_size = self.output_weight_VD.shape
+        self.num_layers = int(config.num_hidden_layers)
+        self.max_length = int(getattr(config, "max_position_embeddings", 0) or 0) or 2**31 - 1
+        self.eos_token_ids = _eos_token_ids(model, tokenizer)
+        self.fingerprint = fingerprint_of(self.output_weight_VD)
+        self.cache_shape: CacheShape = probe_cache_shape(model, name)
+        self._logit_map = probe_logit_map(model, name)
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        *,
+        dtype: str = "float32",
+        device: str = "auto",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> "Target":
+        """Load a target by alias, hub id, local folder or ``.gguf`` file.
+
+        Args:
+            name: for instance ``smollm2-135m``, ``meta-llama/Llama-3.1-8B-Instruct``, ``./my-model``, ``model.gguf``.
+            dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (bfloat16 on CUDA, float32 on CPU).
+            device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``.
+            revision: hub revision.
+            trust_remote_code: run code that comes with the model; never done unless asked for.
+
+        Raises:
+            ValueError: unknown name, dtype or device, unreadable files, or a model that cannot be a target.
+        """
+        torch_device = resolve_device(device)
+        torch_dtype = resolve_dtype(dtype, torch_device)
+        place = resolve(name)
+        shared: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                place, dtype=torch_dtype, attn_implementation="sdpa", use_safetensors=True, **shared
+            )
+            tokenizer = AutoTokenizer.from_pretrained(place, **shared) if _has_tokenizer(place) else None
+        except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+            raise ValueError(f"--target {name!r} cannot be loaded: {_first_line(error)}") from error
+        except Exception as error:
+            # safetensors' own error type derives from Exception alone; anything else is a bug and goes on.
+            if type(error).__name__ != "SafetensorError":
+                raise
+            raise ValueError(f"--target {name!r}: a weight file is damaged ({_first_line(error)})") from error
+        return cls(model.to(torch_device), tokenizer, name=name, revision=revision)
+
+    @classmethod
+    def from_model(
+        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, name: str = ""
+    ) -> "Target":
+        """Wrap a model that is already in memory; it is put in eval mode and frozen."""
+        return cls(model, tokenizer, name=name or getattr(model, "name_or_path", "") or type(model).__name__)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the input embeddings, where token ids go."""
+        return self.embedding_weight_VD.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating point type of the weights."""
+        return self.embedding_weight_VD.dtype
+
+    def embed(self, token_BT: Tensor) -> Tensor:
+        """Input embeddings as the model's first layer gets them: int64 [..., T] -> [..., T, D]."""
+        return self.model.get_input_embeddings()(token_BT)
+
+    def forward(
+        self,
+        token_BT: Tensor,
+        *,
+        position_BT: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: SlotCache | None = None,
+        context_layers: Sequence[int] = (),
+    ) -> TargetOutput:
+        """Run the decoder without its output matrix.
+
+        Args:
+            token_BT: int64 [B, T].
+            position_BT: absolute positions, int64 [B, T]; 0 .. T-1 when None.
+            mask: bool [B, 1, T, S], True = may be seen; None means causal (padding on the right is then harmless).
+            cache: where keys and values go; :meth:`SlotCache.plan` says which slots.
+            context_layers: indices into the hidden states (0 = embeddings, i = after layer i) that the drafter takes as
+                context instead of the final hidden state.
+
+        Returns:
+            hidden [B, T, D] and context [B, T, C].
+        """
+        assert cache is None or mask is not None, "a forward over a slot cache needs its mask"
+        output = self.model.base_model(
+            input_ids=token_BT,
+            attention_mask=mask,
+            position_ids=position_BT,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            output_hidden_states=bool(context_layers),
+            return_dict=True,
+        )
+        hidden_BTD = output.last_hidden_state
+        if not context_layers:
+            return TargetOutput(hidden_BTD, hidden_BTD)
+        return TargetOutput(hidden_BTD, torch.cat([output.hidden_states[i] for i in context_layers], dim=-1))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Output logits [..., V] of final hidden states [..., D], with the model's own scaling or soft cap."""
+        return self._logit_map(self.model.get_output_embeddings()(hidden))
+
+    def new_cache(self, num_rows: int, num_slots: int) -> SlotCache:
+        """An empty :class:`SlotCache` of ``num_rows`` rows and ``num_slots`` slots in this target's dtype and device."""
+        return SlotCache(self.cache_shape, num_rows, num_slots, dtype=self.dtype, device=self.device)
+
+    def check_length(self, num_tokens: int) -> None:
+        """Refuse contexts that the sliding window of some layers would cut (a tree mask cannot slide)."""
+        window = sliding_window_of(self.model)
+        if window is not None and num_tokens > window:
+            raise ValueError(
+                f"target {self.name!r} has layers with a sliding window of {window} tokens, shorter than the context of "
+                f"{num_tokens} tokens asked for: use shorter prompts, fewer new tokens, or --max-length {window}"
+            )
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of raw text, with the special tokens the tokenizer adds by itself."""
+        return list(self._tokenizer()(text)["input_ids"])
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation up to the opening of the assistant's turn, by the tokenizer's own template."""
+        tokenizer = self._tokenizer()
+        if not tokenizer.chat_template:
+            raise ValueError(f"target {self.name!r} has no chat template: use raw text (--raw)")
+        try:
+            encoded = tokenizer.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        except Exception as error:
+            # Templates raise jinja2's TemplateError (its own hierarchy) for turns they do not accept.
+            if not type(error).__module__.startswith("jinja2"):
+                raise
+            raise ValueError(f"the chat template of {self.name!r} refuses these messages: {error}") from error
+        return list(encoded["input_ids"])
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        return str(self._tokenizer().decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def _tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise ValueError(f"target {self.name!r} has no tokenizer: give token ids")
+        return self.tokenizer
+
+
+def _has_tokenizer(place: Path | str) -> bool:
+    """A local folder without any tokenizer file is a bare model (tests, research); a hub id always has one."""
+    if not isinstance(place, Path):
+        return True
+    return any((place / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Stop tokens: of the generation config, else of the config, else of the tokenizer."""
+    for owner in (model.generation_config, model.config, tokenizer):
+        found = getattr(owner, "eos_token_id", None)
+        if found is not None:
+            return (int(found),) if isinstance(found, int) else tuple(int(token) for token in found)
+    return ()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
