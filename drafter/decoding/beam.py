@@ -96,7 +96,7 @@ class BeamProposer(StatelessRows):
         self._policy = policy
         self._coupled = coupled
         self.num_nodes = num_nodes
-        self.max_depth = min(search.length, num_nodes - 1)
+        self.max_depth = search.length
 
     def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
         """Search a beam for every row and pack its nodes (see :class:`drafter.decoding.candidates.Proposer`)."""

@@ -265,9 +265,11 @@ class Engine:
             if drafter is None:
                 raise ValueError("--method redrafter needs a drafter: give --drafter DIR, or --method autoregressive")
             self._context_layers = tuple(drafter.config.context_layers)
-            search = BeamSearch(drafter, self.target, config.beam_width, config.draft_length, config.tau)
             if config.num_nodes == 1:
                 return RootOnly()
+            # A tree of N nodes is at most N - 1 deep.
+            length = min(config.draft_length, config.num_nodes - 1)
+            search = BeamSearch(drafter, self.target, config.beam_width, length, config.tau)
             return BeamProposer(search, config.num_nodes, config.tree_policy, coupled=config.coupled)
         raise ValueError(f"--method {config.method} is not available")
 
