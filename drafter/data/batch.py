@@ -1,0 +1,107 @@
+"""Batches of conversations: what a training step gets, and which rows go together.
+
+Shapes: B rows · T tokens of the longest row · D target hidden size · C context size.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from drafter.data.store import TokenStore
+
+# Rows are sorted by length inside pools of so many, so that a batch has little padding and an epoch is still shuffled.
+_POOL_ROWS = 8192
+
+
+class ChatBatch(NamedTuple):
+    """Rows padded on the right with token 0.
+
+    Attributes:
+        token_BT: int64.
+        loss_mask_BT: bool, True where the token at this position is trained on (an answer's token, never padding).
+        length_B: int64, tokens of each row without padding.
+        hidden_BTD: the target's final hidden states of these tokens, when they come from a cache; None otherwise.
+        context_BTC: what the drafter takes as context, when that is not ``hidden_BTD`` and comes from a cache.
+    """
+
+    token_BT: Tensor
+    loss_mask_BT: Tensor
+    length_B: Tensor
+    hidden_BTD: Tensor | None = None
+    context_BTC: Tensor | None = None
+
+
+def collate(rows: Sequence[tuple[Tensor, Tensor]], *, pad_multiple: int = 1) -> ChatBatch:
+    """Stack (token_T, loss_mask_T) rows of different lengths; T is rounded up to a multiple of ``pad_multiple``.
+
+    >>> batch = collate([(torch.tensor([5, 6, 7]), torch.tensor([False, True, True])),
+    ...                  (torch.tensor([8]), torch.tensor([True]))])
+    >>> batch.token_BT.tolist(), batch.loss_mask_BT.tolist(), batch.length_B.tolist()
+    ([[5, 6, 7], [8, 0, 0]], [[False, True, True], [True, False, False]], [3, 1])
+    """
+    assert rows, "a batch needs at least one row"
+    lengths = [len(token_T) for token_T, _ in rows]
+    width = -(-max(lengths) // pad_multiple) * pad_multiple
+    token_BT = torch.zeros(len(rows), width, dtype=torch.int64)
+    loss_mask_BT = torch.zeros(len(rows), width, dtype=torch.bool)
+    for row, (token_T, loss_mask_T) in enumerate(rows):
+        token_BT[row, : lengths[row]] = token_T
+        loss_mask_BT[row, : lengths[row]] = loss_mask_T
+    return ChatBatch(token_BT, loss_mask_BT, torch.tensor(lengths, dtype=torch.int64))
+
+
+def pad_states(states: Sequence[Tensor], width: int) -> Tensor:
+    """Stack states [T_row, D] into [B, width, D], zeros on the right."""
+    out_BTD = states[0].new_zeros(len(states), width, states[0].shape[-1])
+    for row, state_TD in enumerate(states):
+        out_BTD[row, : len(state_TD)] = state_TD
+    return out_BTD
+
+
+def keyed_generator(*key: int | str) -> torch.Generator:
+    """A generator seeded by the whole key, so that neighbouring keys do not share their streams."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def plan_epoch(length_R: Tensor, *, batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+    """Which rows form each batch of an epoch: every row once, shuffled by (seed, epoch) alone.
+
+    A batch holds as many rows of similar length as fit ``rows x longest row <= batch_tokens`` (one row if it alone is
+    longer). Batches come in random order.
+    """
+    generator = keyed_generator("epoch", seed, epoch)
+    order_R = torch.randperm(len(length_R), generator=generator)
+    batches: list[list[int]] = []
+    for pool_R in order_R.split(_POOL_ROWS):
+        pool_R = pool_R[length_R[pool_R].argsort(stable=True)]
+        batches += _cut(pool_R.tolist(), length_R[pool_R].tolist(), batch_tokens)
+    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+def plan_in_order(length_R: Tensor, *, batch_tokens: int) -> list[list[int]]:
+    """Batches for validation: rows sorted by length, the same ones every time."""
+    order_R = length_R.argsort(stable=True)
+    return _cut(order_R.tolist(), length_R[order_R].tolist(), batch_tokens)
+
+
+def _cut(rows: list[int], lengths: list[int], batch_tokens: int) -> list[list[int]]:
+    """Cut rows of ascending length into batches under the budget."""
+    batches: list[list[int]] = []
+    batch: list[int] = []
+    for row, length in zip(rows, lengths, strict=True):
+        if batch and (len(batch) + 1) * length > batch_tokens:
+            batches.append(batch)
+            batch = []
+        batch.append(row)
+    if batch:
+        batches.append(batch)
+    return batches
+
+
+def gather(store: TokenStore, rows: Sequence[int], *, pad_multiple: int = 1) -> ChatBatch:
+    """The batch of these rows of a store."""
+    return collate([store.row(row) for row in rows], pad_multiple=pad_multiple)

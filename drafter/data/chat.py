@@ -1,0 +1,252 @@
+"""Rows of any known format as messages.
+
+Formats are recognised by a row's keys, in this order (or named with ``--format``):
+
+=========== ============================================= =====================================
+format      keys                                          becomes
+=========== ============================================= =====================================
+messages    messages [{role, content}]                    the conversation (OpenAI)
+sharegpt    conversations [{from, value}]                 the conversation
+alpaca      instruction, input (optional), output         user turn, assistant turn
+prompt      prompt, completion / response / text (opt.)   user turn, assistant turn if given
+text        text                                          plain text, every token trained on
+=========== ============================================= =====================================
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drafter.data.files import Record, read_records
+
+FORMATS = ("messages", "sharegpt", "alpaca", "prompt", "text")
+_ANSWER_KEYS = ("completion", "response", "text")
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+}
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: ``messages`` (system*, then user and assistant in turn), or plain ``text``.
+
+    Attributes:
+        messages: the conversation; empty for plain text.
+        text: the plain text, or None.
+        id: the row's own id as text, or None.
+        source: where the row says it comes from, or None.
+        where: file and line, for error messages.
+        is_cut: the last answer ended at a length limit, so that its end-of-turn token was never generated.
+    """
+
+    messages: tuple[Message, ...] = ()
+    text: str | None = None
+    id: str | None = None
+    source: str | None = None
+    where: str = ""
+    is_cut: bool = False
+
+    @property
+    def prompt(self) -> tuple[Message, ...]:
+        """The messages up to and including the last user turn: what an answer is asked for."""
+        last = max((i for i, message in enumerate(self.messages) if message["role"] == "user"), default=-1)
+        return self.messages[: last + 1]
+
+
+@dataclass
+class ReadReport:
+    """What reading met: rows read, and rows that were invalid and skipped because the caller asked for that."""
+
+    num_rows: int = 0
+    num_invalid: int = 0
+    first_invalid: str = ""
+    sources: dict[str, int] = field(default_factory=dict)
+
+
+def read_rows(
+    name: str | Path,
+    *,
+    format: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    skip_invalid: bool = False,
+    report: ReadReport | None = None,
+) -> Iterator[Row]:
+    """Yield the rows of a file (.jsonl, .json, both also .gz, .parquet) or hub data set as messages or text.
+
+    Args:
+        name: path, or ``owner/name[:split]`` of a hub data set.
+        format: one of FORMATS; None recognises each row by its keys.
+        columns: our key -> the file's key, such as ``{"prompt": "question"}``.
+        skip_invalid: count rows that are no valid conversation in ``report`` and go on, instead of stopping.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: what is wrong, with file and line.
+    """
+    if format is not None and format not in FORMATS:
+        raise ValueError(f"--format {format!r} is unknown: use one of {', '.join(FORMATS)}")
+    report = report if report is not None else ReadReport()
+    for record in read_records(name):
+        report.num_rows += 1
+        try:
+            row = parse_row(record, format=format, columns=columns)
+        except ValueError as error:
+            if not skip_invalid:
+                raise
+            report.num_invalid += 1
+            report.first_invalid = report.first_invalid or str(error)
+            continue
+        yield row
+
+
+def parse_row(record: Record, *, format: str | None = None, columns: Mapping[str, str] | None = None) -> Row:
+    """One record as a row; ValueError with its place if it has no known keys or its turns are out of order."""
+    fields = dict(record.fields)
+    for ours, theirs in (columns or {}).items():
+        if theirs not in fields:
+            raise ValueError(f"{record.where}: no key {theirs!r}, which --columns names for {ours!r}{_keys(fields)}")
+        fields[ours] = fields[theirs]
+    kind = format or recognise(fields)
+    if kind is None:
+        raise ValueError(
+            f"{record.where}: no known keys{_keys(fields)}; known are messages, conversations, instruction + output, "
+            "prompt, text (map others with --columns)"
+        )
+    common: dict[str, Any] = {
+        "id": _text_or_none(fields.get("id", fields.get("question_id"))),
+        "source": _text_or_none(fields.get("source")),
+        "where": record.where,
+        "is_cut": fields.get("finish_reason") == "length",
+    }
+    if kind == "text":
+        return Row(text=_text(fields, "text", record.where), **common)
+    messages = _READERS[kind](fields, record.where)
+    check_turns(messages, record.where)
+    return Row(messages=tuple(messages), **common)
+
+
+def recognise(fields: Mapping[str, Any]) -> str | None:
+    """The format that a row's keys show, or None."""
+    if isinstance(fields.get("messages"), Sequence) and not isinstance(fields["messages"], str):
+        return "messages"
+    if isinstance(fields.get("conversations"), Sequence) and not isinstance(fields["conversations"], str):
+        return "sharegpt"
+    if "instruction" in fields:
+        return "alpaca"
+    if "prompt" in fields:
+        return "prompt"
+    return "text" if "text" in fields else None
+
+
+def check_turns(messages: Sequence[Message], where: str) -> None:
+    """Refuse a conversation whose turns are not: system (optional), then user and assistant in turn."""
+    wanted = "user"
+    for number, message in enumerate(messages, start=1):
+        role = message["role"]
+        if role == "system" and number == 1:
+            continue
+        if role != wanted:
+            raise ValueError(
+                f"{where}: turns out of order: turn {number} is {role!r} where {wanted!r} is due; "
+                "a conversation is system (optional), then user and assistant in turn"
+            )
+        wanted = "assistant" if wanted == "user" else "user"
+    if not any(message["role"] == "user" for message in messages):
+        raise ValueError(f"{where}: the conversation has no user turn")
+
+
+def _read_messages(fields: Mapping[str, Any], where: str) -> list[Message]:
+    return _read_turns(fields, where, "messages", (("role",), ("content",)))
+
+
+def _read_sharegpt(fields: Mapping[str, Any], where: str) -> list[Message]:
+    return _read_turns(fields, where, "conversations", (("from", "role"), ("value", "content", "text")))
+
+
+def _read_turns(
+    fields: Mapping[str, Any], where: str, key: str, names: tuple[tuple[str, ...], tuple[str, ...]]
+) -> list[Message]:
+    turns = fields.get(key)
+    if not isinstance(turns, Sequence) or isinstance(turns, str):
+        raise ValueError(f"{where}: {key} must be an array of turns{_keys(fields)}")
+    messages = []
+    for number, turn in enumerate(turns, start=1):
+        if not isinstance(turn, Mapping):
+            raise ValueError(f"{where}: turn {number} of {key} must be an object, not {type(turn).__name__}")
+        role, content = (next((turn[name] for name in group if name in turn), None) for group in names)
+        if role not in _ROLES:
+            raise ValueError(f"{where}: turn {number} has the role {role!r}; known are {', '.join(_ROLES)}")
+        messages.append({"role": _ROLES[role], "content": _content(content, f"{where}: turn {number}")})
+    if not messages:
+        raise ValueError(f"{where}: {key} is empty")
+    return messages
+
+
+def _content(value: Any, where: str) -> str:
+    """A turn's text; OpenAI's list of parts is joined when all of them are text."""
+    if isinstance(value, str):
+        return _encodable(value, where)
+    if isinstance(value, Sequence) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in value):
+        return _encodable("".join(part["text"] for part in value), where)
+    raise ValueError(f"{where} has no text ({type(value).__name__}): only text turns can be used")
+
+
+def _read_alpaca(fields: Mapping[str, Any], where: str) -> list[Message]:
+    question = _text(fields, "instruction", where)
+    extra = fields.get("input")
+    if isinstance(extra, str) and extra.strip():
+        question += "\n\n" + extra
+    messages = [{"role": "user", "content": question}]
+    if fields.get("output") is not None:
+        messages.append({"role": "assistant", "content": _text(fields, "output", where)})
+    return messages
+
+
+def _read_prompt(fields: Mapping[str, Any], where: str) -> list[Message]:
+    messages = [{"role": "user", "content": _text(fields, "prompt", where)}]
+    answer = next((key for key in _ANSWER_KEYS if fields.get(key) is not None), None)
+    if answer is not None:
+        messages.append({"role": "assistant", "content": _text(fields, answer, where)})
+    return messages
+
+
+_READERS = {"messages": _read_messages, "sharegpt": _read_sharegpt, "alpaca": _read_alpaca, "prompt": _read_prompt}
+
+
+def _text(fields: Mapping[str, Any], key: str, where: str) -> str:
+    value = fields.get(key)
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: {key} must be text, not {type(value).__name__}{_keys(fields)}")
+    if key in ("instruction", "prompt", "text") and not value.strip():
+        raise ValueError(f"{where}: {key} is empty")
+    return _encodable(value, f"{where}: {key}")
+
+
+def _encodable(value: str, where: str) -> str:
+    """JSON may escape half a surrogate pair; no tokenizer takes it."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} holds half a surrogate pair at character {error.start}: it is no text") from error
+    return value
+
+
+def _text_or_none(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def _keys(fields: Mapping[str, Any]) -> str:
+    names = [repr(str(key)) for key in fields]
+    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return f" (the row has {shown})" if names else " (the row is empty)"

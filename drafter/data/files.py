@@ -1,0 +1,156 @@
+"""Records from files: JSONL, JSON, Parquet (plain or .gz for the first two) and hub data sets, each with its place.
+
+JSONL is split at the line feed only: U+2028 and its kin are legal inside a JSON string.
+"""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+_JSONL = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
+_JSON = (".json", ".json.gz")
+_KNOWN = "*.jsonl, *.json (both also .gz), *.parquet, or a hub data set (owner/name or owner/name:split)"
+
+
+class Record(NamedTuple):
+    """One record and where it stood: ``where`` is what an error message shows, ``number`` the line or row from 1 on."""
+
+    fields: dict[str, Any]
+    where: str
+    number: int
+
+
+def read_records(name: str | Path) -> Iterator[Record]:
+    """Yield the records of a file or hub data set.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: empty file, unknown kind of file, broken JSON, UTF-8, gzip or Parquet (with the line).
+    """
+    path = Path(name).expanduser()
+    if not path.exists():
+        if is_hub_name(str(name)):
+            yield from _checked(_read_hub(str(name)), str(name))
+            return
+        raise FileNotFoundError(f"{name}: there is no such file")
+    if path.is_dir():
+        raise ValueError(f"{name} is a folder: name the files in it ({_KNOWN})")
+    lowered = path.name.lower()
+    if lowered.endswith(_JSONL):
+        yield from _checked(_read_jsonl(path), str(name))
+    elif lowered.endswith(_JSON):
+        yield from _checked(_read_json(path), str(name))
+    elif lowered.endswith(".parquet"):
+        yield from _checked(_read_parquet(path), str(name))
+    else:
+        raise ValueError(f"{name}: unknown kind of file; known are {_KNOWN}")
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether ``name`` has the form ``owner/name`` or ``owner/name:split`` of a hub data set."""
+    owner, slash, rest = name.partition("/")
+    is_file_like = name.lower().endswith((*_JSONL, *_JSON, ".parquet"))
+    return bool(slash and owner and rest and "/" not in rest and owner[0] not in ".~" and not is_file_like)
+
+
+def _checked(records: Iterator[Record], name: str) -> Iterator[Record]:
+    empty = True
+    for record in records:
+        empty = False
+        yield record
+    if empty:
+        raise ValueError(f"{name} holds no rows")
+
+
+def _open(path: Path) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path, "rb")) if path.name.lower().endswith(".gz") else path.open("rb")
+
+
+def _read_jsonl(path: Path) -> Iterator[Record]:
+    number = 0
+    with _open(path) as stream:
+        try:
+            for number, line in enumerate(stream, start=1):  # a binary file's lines end at b"\n" and nothing else
+                where = f"{path}, line {number}"
+                if not line.strip():
+                    continue
+                yield Record(_as_record(_parse(line, where, is_first=number == 1), where), where, number)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"{path}: damaged gzip file after line {number} ({error})") from error
+
+
+def _parse(data: bytes, where: str, *, is_first: bool) -> Any:
+    try:
+        return json.loads(data.decode("utf-8-sig" if is_first else "utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}): convert the file") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: broken JSON ({error.msg}, column {error.colno})") from error
+    except RecursionError as error:
+        raise ValueError(f"{where}: broken JSON (nested too deeply)") from error
+
+
+def _as_record(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: a row must be an object with keys, not {type(value).__name__}")
+    return value
+
+
+def _read_json(path: Path) -> Iterator[Record]:
+    """A JSON array of objects, or an object with one array of objects (such as ``{"data": [...]}``)."""
+    try:
+        with _open(path) as stream:
+            data = stream.read()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path}: damaged gzip file ({error})") from error
+    if not data.strip():
+        return
+    value = _parse(data, str(path), is_first=True)
+    if isinstance(value, dict):
+        arrays = [item for item in value.values() if isinstance(item, list) and item and isinstance(item[0], dict)]
+        is_one_row = len(arrays) != 1 or any(key in value for key in ("messages", "conversations"))
+        value = [value] if is_one_row else arrays[0]
+    if not isinstance(value, list):
+        raise ValueError(f"{path}: the file must hold an array of objects, not {type(value).__name__}")
+    for number, item in enumerate(value, start=1):
+        where = f"{path}, row {number}"
+        yield Record(_as_record(item, where), where, number)
+
+
+def _read_parquet(path: Path) -> Iterator[Record]:
+    import pyarrow
+    from pyarrow import parquet
+
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=256):
+                for item in batch.to_pylist():
+                    number += 1
+                    yield Record(item, f"{path}, row {number}", number)
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path}: damaged Parquet file ({_first_line(error)})") from error
+
+
+def load_hub(name: str) -> Any:
+    """Open ``owner/name`` or ``owner/name:split`` (default split ``train``) through ``datasets``."""
+    import datasets
+
+    base, _, split = name.partition(":")
+    try:
+        return datasets.load_dataset(base, split=split or "train")
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(f"data set {name!r} cannot be loaded from the hub: {_first_line(error)}") from error
+
+
+def _read_hub(name: str) -> Iterator[Record]:
+    for number, item in enumerate(load_hub(name), start=1):
+        yield Record(dict(item), f"{name}, row {number}", number)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,112 @@
+"""Iterables of batches for the trainer: deterministic, and resumable at the exact batch."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from drafter.data.batch import ChatBatch, plan_epoch, plan_in_order
+from drafter.data.store import TokenStore
+
+# Makes a batch of row numbers of a store.
+Gather = Callable[[Sequence[int]], ChatBatch]
+
+
+class TrainLoader:
+    """An endless stream of batches, handed out one epoch's worth per ``iter``.
+
+    The order depends on (seed, epoch) and the data alone. Under data parallelism rank r takes every ``world_size``-th
+    batch from the r-th on; the last batches of an epoch that do not go round are left out, so that all ranks make as
+    many steps. ``state_dict`` after k batches, loaded into a new loader, continues with batch k + 1. An ``iter`` that
+    is left early goes on where it stopped at the next one: no data is skipped by shortened epochs.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        gather: Gather,
+        *,
+        batch_tokens: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        fingerprint: str = "",
+    ) -> None:
+        self._store = store
+        self._gather = gather
+        self._batch_tokens = batch_tokens
+        self._seed = seed
+        self._rank = rank
+        self._world_size = world_size
+        self._fingerprint = fingerprint
+        self._epoch = 0
+        self._position = 0  # batches of this rank handed out in this epoch
+        self._planned: tuple[int, list[list[int]]] | None = None
+        self._length = len(self._plan(0)) // world_size
+        if self._length == 0:
+            raise ValueError(
+                f"the training data make {len(self._plan(0))} batch(es), fewer than the {world_size} devices: "
+                f"lower --data.batch_tokens {batch_tokens} or give more rows"
+            )
+
+    def __len__(self) -> int:
+        """Batches of this rank in the first epoch; every ``iter`` hands out so many."""
+        return self._length
+
+    def __iter__(self) -> Iterator[ChatBatch]:
+        for _ in range(self._length):
+            if (self._position + 1) * self._world_size > len(self._plan(self._epoch)):
+                self._epoch, self._position = self._epoch + 1, 0
+            rows = self._plan(self._epoch)[self._position * self._world_size + self._rank]
+            self._position += 1
+            yield self._gather(rows)
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the data that are complete."""
+        return self._epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands, and over which data."""
+        return {"epoch": self._epoch, "position": self._position, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue there; ValueError when the checkpoint's stream was another."""
+        for name, value in self._identity().items():
+            if state.get(name) != value:
+                what = {"fingerprint": "training data", "world_size": "number of devices"}.get(name, f"--data.{name}")
+                shown = "" if name == "fingerprint" else f" ({state.get(name)} then, {value} now)"
+                raise ValueError(
+                    f"the checkpoint was written with another {what}{shown}, so its position in the data means nothing "
+                    "here: restore it to resume, or start a new run from the checkpoint's weights"
+                )
+        self._epoch, self._position = int(state["epoch"]), int(state["position"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "fingerprint": self._fingerprint,
+            "batch_tokens": self._batch_tokens,
+            "seed": self._seed,
+            "world_size": self._world_size,
+        }
+
+    def _plan(self, epoch: int) -> list[list[int]]:
+        if self._planned is None or self._planned[0] != epoch:
+            length_R = self._store.length_R
+            plan = plan_epoch(length_R, batch_tokens=self._batch_tokens, seed=self._seed, epoch=epoch)
+            self._planned = epoch, plan
+        return self._planned[1]
+
+
+class ValLoader:
+    """The same batches in the same order at every ``iter``; rank r takes every ``world_size``-th."""
+
+    def __init__(
+        self, store: TokenStore, gather: Gather, *, batch_tokens: int, rank: int = 0, world_size: int = 1
+    ) -> None:
+        self._gather = gather
+        self._batches = plan_in_order(store.length_R, batch_tokens=batch_tokens)[rank::world_size]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[ChatBatch]:
+        return map(self._gather, self._batches)

@@ -1,0 +1,229 @@
+"""ChatDataModule: files in, batches out, for Lightning."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from drafter.data.batch import ChatBatch, gather
+from drafter.data.loader import TrainLoader, ValLoader
+from drafter.data.prepare import TokenizeOptions, load_stores, split_by_prompt
+from drafter.data.store import TokenStore
+from drafter.data.tokenize import load_tokenizer
+
+
+class ChatDataModule(LightningDataModule):
+    """Batches of tokenised conversations in a deterministic order that a checkpoint can resume.
+
+    Rows of similar length share a batch of at most ``batch_tokens`` tokens, padding included. The position in the
+    data is saved in the trainer's checkpoint by the loader itself (``state_dict`` of a dataloader, Lightning >= 2.6).
+    """
+
+    def __init__(
+        self,
+        train: str | list[str],
+        target: str,
+        val: float | str | list[str] = 0.02,
+        max_length: int = 1024,
+        batch_tokens: int = 8192,
+        train_on: Literal["answers", "everything"] = "answers",
+        seed: int = 0,
+        format: str | None = None,
+        columns: dict[str, str] | None = None,
+        strip_suffixes: list[str] | None = None,
+        strip_special_suffixes: bool = True,
+        skip_invalid: bool = False,
+        pad_multiple: int = 8,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        use_token_cache: bool = True,
+        progress: bool = True,
+    ) -> None:
+        """
+        Args:
+            train: files (.jsonl, .json, both also .gz; .parquet) or hub data sets (owner/name:split).
+            target: whose tokenizer and chat template are used: alias, hub id, folder or .gguf file.
+            val: share of the prompts that is held out of ``train`` (with all their answers), or files of their own.
+            max_length: rows are cut after so many tokens.
+            batch_tokens: rows x longest row of a batch, at most.
+            train_on: ``answers`` only, or ``everything``: prompts and template too (ready text, with a loss that
+                compares
+                with the target's own distribution). Validation is on answers either way.
+            seed: of the order of the rows.
+            format: messages, sharegpt, alpaca, prompt or text; None recognises rows by their keys.
+            columns: our key to the files' key, such as {"prompt": "question"}.
+            strip_suffixes: texts to take off the end of every answer.
+            strip_special_suffixes: take special tokens of the tokenizer, written out at the end of an answer, off too.
+            skip_invalid: count and skip rows that are no valid conversation, instead of stopping at the first.
+            pad_multiple: batches are padded to a multiple of so many tokens.
+            revision: of the target on the hub.
+            trust_remote_code: run the target's own tokenizer code.
+            use_token_cache: keep tokenised files in $DRAFTER_HOME/cache/tokens.
+            progress: show progress bars.
+        """
+        super().__init__()
+        if max_length < 2 or batch_tokens < max_length:
+            raise ValueError(
+                f"--data.batch_tokens {batch_tokens} must be at least --data.max_length {max_length}, "
+                "and that at least 2: raise one or lower the other"
+            )
+        if isinstance(val, float | int) and not 0 < val < 1:
+            raise ValueError(f"--data.val {val} must be a share above 0 and below 1, or files to validate on")
+        if train_on not in ("answers", "everything"):
+            raise ValueError(f"--data.train_on {train_on!r} must be answers or everything")
+        if pad_multiple < 1:
+            raise ValueError(f"--data.pad_multiple {pad_multiple} must be at least 1")
+        self._train_names = [train] if isinstance(train, str) else list(train)
+        if not self._train_names:
+            raise ValueError("--data.train names no file")
+        self._val_share = float(val) if isinstance(val, float | int) else None
+        self._val_names = [val] if isinstance(val, str) else list(val) if isinstance(val, list) else []
+        self._target_name = target
+        self._options = TokenizeOptions(
+            max_length,
+            format,
+            columns,
+            tuple(strip_suffixes or ()),
+            strip_special_suffixes,
+            skip_invalid,
+            keep_unanswered=train_on == "everything",
+        )
+        self._batch_tokens = batch_tokens
+        self._train_on = train_on
+        self._seed = seed
+        self._pad_multiple = pad_multiple
+        self._revision = revision
+        self._trust_remote_code = trust_remote_code
+        self._use_token_cache = use_token_cache
+        self._progress = progress
+        self._tokenizer: Any = None
+        self._stores: tuple[TokenStore, TokenStore] | None = None
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's tokenizer."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(
+                self._target_name, revision=self._revision, trust_remote_code=self._trust_remote_code
+            )
+        return self._tokenizer
+
+    @property
+    def train_store(self) -> TokenStore:
+        """All rows trained on, with the answers' loss mask."""
+        return self._load()[0]
+
+    @property
+    def val_store(self) -> TokenStore:
+        """All held-out rows."""
+        return self._load()[1]
+
+    def prepare_data(self) -> None:
+        """Fill the token cache, in one process only."""
+        if self._use_token_cache:
+            self._load()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read the rows (from the cache)."""
+        self._load()
+
+    def train_dataloader(self) -> TrainLoader:
+        store = self.train_store
+        if self._train_on == "everything":
+            store = _everything(store)
+        rank, world_size = self._rank_and_world_size()
+        return TrainLoader(
+            store,
+            lambda rows: self._gather(store, rows),
+            batch_tokens=self._batch_tokens,
+            seed=self._seed,
+            rank=rank,
+            world_size=world_size,
+            fingerprint=store.digest(),
+        )
+
+    def val_dataloader(self) -> ValLoader:
+        store = self.val_store
+        rank, world_size = self._rank_and_world_size()
+        return ValLoader(
+            store,
+            lambda rows: self._gather(store, rows),
+            batch_tokens=self._batch_tokens,
+            rank=rank,
+            world_size=world_size,
+        )
+
+    def val_prompts(self, num: int) -> list[list[int]]:
+        """Token ids of the first ``num`` different held-out prompts, up to the opening of the first answer."""
+        store = self.val_store
+        prompts: dict[tuple[int, ...], None] = {}
+        for row in range(len(store)):
+            if len(prompts) == num:
+                break
+            prompt = store.prompt_ids(row)
+            if len(prompt) > 1:
+                prompts[tuple(prompt)] = None
+        return [list(prompt) for prompt in prompts]
+
+    def token_counts(self, vocab_size: int | None = None) -> Tensor:
+        """How often each token is trained on as an answer's, int64 [vocab_size] (default: the tokenizer's size).
+
+        ValueError when a token is not below ``vocab_size``: tokenizer and model do not belong together.
+        """
+        store = self.train_store
+        size = len(self.tokenizer) if vocab_size is None else vocab_size
+        counts = torch.bincount(store.token_N[store.loss_mask_N].long(), minlength=size)
+        if len(counts) > size:
+            raise ValueError(
+                f"the training data hold token {len(counts) - 1}, but the target has {size}: "
+                f"{self._target_name!r} is not the target's tokenizer"
+            )
+        return counts
+
+    def _rank_and_world_size(self) -> tuple[int, int]:
+        trainer = self.trainer
+        return (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
+
+    def _gather(self, store: TokenStore, rows: Sequence[int]) -> ChatBatch:
+        return gather(store, rows, pad_multiple=self._pad_multiple)
+
+    def _load(self) -> tuple[TokenStore, TokenStore]:
+        if self._stores is None:
+            train = self._read(self._train_names, "train")
+            if self._val_share is None:
+                self._stores = train, _answered(self._read(self._val_names, "val"))
+            else:
+                kept, held_out = split_by_prompt(train, self._val_share)
+                self._stores = train.select(kept), _answered(train.select(held_out))
+        return self._stores
+
+    def _read(self, names: list[str], what: str) -> TokenStore:
+        store, report = load_stores(
+            names,
+            self.tokenizer,
+            self._options,
+            target_name=self._target_name,
+            use_cache=self._use_token_cache,
+            progress=self._progress,
+        )
+        for line in report.lines():
+            rank_zero_info(f"{what}: {line}")
+        return store
+
+
+def _everything(store: TokenStore) -> TokenStore:
+    """The same rows, trained on from their second token on."""
+    loss_mask_N = torch.ones_like(store.loss_mask_N)
+    loss_mask_N[store.offset_R1[:-1]] = False
+    return TokenStore(store.token_N, loss_mask_N, store.offset_R1)
+
+
+def _answered(store: TokenStore) -> TokenStore:
+    """The rows with at least one token that is trained on."""
+    rows = [row for row in range(len(store)) if bool(store.row(row)[1].any())]
+    if not rows:
+        raise ValueError("no held-out row has an answer to validate on: raise --data.val or name files for it")
+    return store if len(rows) == len(store) else store.select(rows)
