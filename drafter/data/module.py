@@ -12,7 +12,7 @@ from drafter.data.batch import ChatBatch, gather
 from drafter.data.loader import TrainLoader, ValLoader
 from drafter.data.prepare import TokenizeOptions, load_stores, split_by_prompt
 from drafter.data.store import TokenStore
-from drafter.data.tokenize import load_tokenizer
+from drafter.target.catalog import load_tokenizer
 
 
 class ChatDataModule(LightningDataModule):

@@ -18,10 +18,9 @@ from drafter.data.tokenize import (
     ENCODING_VERSION,
     ConversationEncoder,
     EncodeReport,
-    load_tokenizer,
     tokenizer_fingerprint,
 )
-from drafter.target.catalog import home_folder
+from drafter.target.catalog import home_folder, load_tokenizer
 
 
 @dataclass(frozen=True)

@@ -106,20 +106,6 @@ class EncodeReport:
             raise ValueError(f"{name}: nothing to train on: {details}.{hint}")
 
 
-def load_tokenizer(target: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a target (alias, hub id, folder, .gguf), without its weights."""
-    from transformers import AutoTokenizer
-
-    from drafter.target.catalog import resolve
-
-    place = resolve(target)
-    try:
-        return AutoTokenizer.from_pretrained(place, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"--target {target}: its tokenizer cannot be loaded ({line})") from error
-
-
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """A hash of what decides about ids: vocabulary, merges, added tokens, chat template."""
     state = json.loads(_backend(tokenizer).to_str())

