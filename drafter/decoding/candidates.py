@@ -57,7 +57,10 @@ class RowState(NamedTuple):
         context_BC: the target's hidden state(s) at the last committed token [B, C].
         history_BS: token ids by absolute position, root included; zeros behind, int64 [B, S].
         seed_B: int64 [B].
+        is_active_B: rows that decode; the others (in prefill, or padding) only keep the shape, bool [B].
         warp: per-row temperature and filters, with flags of what any row uses.
+        num_visible: slots that the longest row may use in this step, its tree included: known to the host and rounded
+            up, so that few values occur. No row has history from there on.
     """
 
     root_B: Tensor
@@ -65,7 +68,9 @@ class RowState(NamedTuple):
     context_BC: Tensor
     history_BS: Tensor
     seed_B: Tensor
+    is_active_B: Tensor
     warp: Warp
+    num_visible: int
 
 
 class StepOutcome(NamedTuple):
@@ -118,6 +123,10 @@ class Proposer(Protocol):
         """Learn from a verified step (``rows`` is the state before it)."""
         ...
 
+    def reserve(self, num_rows: int, num_slots: int) -> None:
+        """Make room for rows 0 .. ``num_rows`` - 1 of ``num_slots`` slots; what was known of earlier rows is void."""
+        ...
+
     def admit(self, row: int, prompt_ids: list[int]) -> None:
         """A request starts in ``row``; called before its prefill."""
         ...
@@ -132,6 +141,9 @@ class StatelessRows:
 
     def observe(self, rows: RowState, outcome: StepOutcome) -> None:
         """Nothing is learnt."""
+
+    def reserve(self, num_rows: int, num_slots: int) -> None:
+        """No state to make room for."""
 
     def admit(self, row: int, prompt_ids: list[int]) -> None:
         """No state to start."""

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from drafter.decoding.beam import BeamProposer, BeamSearch
-from drafter.decoding.candidates import Proposer, RootOnly
+from drafter.decoding.factory import context_layers_of, make_proposer
 from drafter.decoding.params import EngineConfig, SamplingParams
 from drafter.decoding.runner import PrefillRow, Runner
 from drafter.decoding.scheduler import PrefillChunk, Scheduler
@@ -75,16 +74,24 @@ class Engine:
         target: the model whose answers are wanted.
         drafter: a trained drafter; needed for ``method="redrafter"``.
         config: settings.
+        draft_model: a smaller model of the same tokenizer; needed for ``method="draft-model"``.
 
     Raises:
         ValueError: the method lacks what it needs, or the drafter belongs to another target.
     """
 
-    def __init__(self, target: Target, drafter: RecurrentDrafter | None = None, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafter: RecurrentDrafter | None = None,
+        config: EngineConfig | None = None,
+        *,
+        draft_model: Target | None = None,
+    ) -> None:
         self.target = target
         self.config = config or EngineConfig(method="autoregressive" if drafter is None else "redrafter")
-        self._context_layers: tuple[int, ...] = ()
-        self.proposer = self._make_proposer(drafter)
+        self.proposer = make_proposer(self.config, target, drafter, draft_model)
+        self._context_layers = context_layers_of(self.config, drafter)
         self._scheduler = Scheduler(self.config.max_rows)
         self._runner: Runner | None = None
         self._ids = count()
@@ -196,6 +203,7 @@ class Engine:
             context_layers=self._context_layers,
             is_rejection=self.config.verify == "rejection",
         )
+        self.proposer.reserve(self.config.max_rows, num_slots)
 
     def add(self, prompt_ids: Sequence[int], params: SamplingParams, *, want_text: bool = True) -> TokenSequence:
         """Queue a request; it starts at a step when a row is free.
@@ -256,22 +264,6 @@ class Engine:
             runner.prefill([PrefillRow(c.sequence.row, c.start, c.sequence.prompt_ids[c.start : c.stop]) for c in run])
             for chunk in run:
                 chunk.sequence.num_prefilled = chunk.stop
-
-    def _make_proposer(self, drafter: RecurrentDrafter | None) -> Proposer:
-        config = self.config
-        if config.method == "autoregressive":
-            return RootOnly()
-        if config.method == "redrafter":
-            if drafter is None:
-                raise ValueError("--method redrafter needs a drafter: give --drafter DIR, or --method autoregressive")
-            self._context_layers = tuple(drafter.config.context_layers)
-            if config.num_nodes == 1:
-                return RootOnly()
-            # A tree of N nodes is at most N - 1 deep.
-            length = min(config.draft_length, config.num_nodes - 1)
-            search = BeamSearch(drafter, self.target, config.beam_width, length, config.tau)
-            return BeamProposer(search, config.num_nodes, config.tree_policy, coupled=config.coupled)
-        raise ValueError(f"--method {config.method} is not available")
 
     def _limit_of(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         """How many tokens may be generated after this prompt."""

@@ -139,15 +139,15 @@ class Runner:
         """
         num_rows = len(is_active)
         warp = self._warp(num_rows)
-        rows = self._row_state(num_rows, warp)
-        noise_BLV = self._noise(rows, proposer.max_depth) if warp.flags.has_noise else None
+        active_B = torch.tensor(is_active, device=self.target.device)
+        rows = self._row_state(active_B, warp, self.visible_slots(max_committed + proposer.num_nodes))
+        has_noise = warp.flags.has_noise and not self._is_rejection  # that rule draws its own
+        noise_BLV = self._noise(rows, proposer.max_depth) if has_noise else None
         candidates = proposer.propose(rows, noise_BLV)
-        num_visible = self.visible_slots(max_committed + candidates.token_BN.shape[1])
-        accepted, outcome, context_BNC = self._verify(rows, candidates, noise_BLV, proposer.max_depth, num_visible)
+        accepted, outcome, context_BNC = self._verify(rows, candidates, noise_BLV, proposer.max_depth)
         proposer.observe(rows, outcome)
         emitted_BL = accepted.emitted(candidates)
-        active_B = torch.tensor(is_active, device=self.target.device)
-        self._commit(rows, accepted, emitted_BL, context_BNC, active_B)
+        self._commit(rows, accepted, emitted_BL, context_BNC)
         # The one wait for the device: tokens and their count leave together.
         counted = torch.cat([accepted.num_accepted_B[:, None] + 1, emitted_BL], dim=1).tolist()
         return [line[1 : 1 + line[0]] if active else [] for line, active in zip(counted, is_active, strict=True)]
@@ -157,14 +157,17 @@ class Runner:
             self._warps[num_rows] = make_warp(self._params[:num_rows], self.target.device)
         return self._warps[num_rows]
 
-    def _row_state(self, num_rows: int, warp: Warp) -> RowState:
+    def _row_state(self, active_B: Tensor, warp: Warp, num_visible: int) -> RowState:
+        num_rows = active_B.shape[0]
         return RowState(
             root_B=self._root_B[:num_rows],
             length_B=self._length_B[:num_rows],
             context_BC=self._context_BC[:num_rows],
             history_BS=self._history_BS[:num_rows],
             seed_B=self._seed_B[:num_rows],
+            is_active_B=active_B,
             warp=warp,
+            num_visible=num_visible,
         )
 
     def _noise(self, rows: RowState, max_depth: int, **stream: int) -> Tensor:
@@ -173,18 +176,18 @@ class Runner:
         return gumbel_noise(rows.seed_B, position_BL, self._token_V, **stream)
 
     def _verify(
-        self, rows: RowState, candidates: Candidates, noise_BLV: Tensor | None, max_depth: int, num_visible: int
+        self, rows: RowState, candidates: Candidates, noise_BLV: Tensor | None, max_depth: int
     ) -> tuple[Accepted, StepOutcome, Tensor]:
         """The target's forward over the trees, and what it accepts."""
         ancestor_BNN = candidates.ancestors(max_depth)
         num_nodes = candidates.token_BN.shape[1]
         slot_BN = rows.length_B[:, None] + torch.arange(num_nodes, device=rows.length_B.device)
-        self.cache.plan(slot_BN, num_visible=num_visible)
+        self.cache.plan(slot_BN, num_visible=rows.num_visible)
         output = self.target.forward(
             candidates.token_BN,
             # Nodes past the end of the context only fill the shape; no token behind the end is ever kept.
             position_BT=(rows.length_B[:, None] + candidates.depth_BN).clamp_max(self.target.max_length - 1),
-            mask=tree_mask(rows.length_B, ancestor_BNN, num_visible),
+            mask=tree_mask(rows.length_B, ancestor_BNN, rows.num_visible),
             cache=self.cache,
             context_layers=self._context_layers,
         )
@@ -201,11 +204,10 @@ class Runner:
         outcome = StepOutcome(candidates, logits_BNV, pick_BN, *accepted)
         return accepted, outcome, output.context_BTC
 
-    def _commit(
-        self, rows: RowState, accepted: Accepted, emitted_BL: Tensor, context_BNC: Tensor, active_B: Tensor
-    ) -> None:
+    def _commit(self, rows: RowState, accepted: Accepted, emitted_BL: Tensor, context_BNC: Tensor) -> None:
         """Move the accepted slots together, and go on from the bonus token; rows that are not active stay as they are."""
         num_rows, num_emitted = emitted_BL.shape
+        active_B = rows.is_active_B
         step_L = torch.arange(1, num_emitted, device=emitted_BL.device)
         if num_emitted > 1:
             # Depth d of the path goes to slot length + d. Behind the accepted ones the last is copied again: those slots

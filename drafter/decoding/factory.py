@@ -1,0 +1,45 @@
+"""Which proposer a configuration asks for."""
+
+from drafter.decoding.beam import BeamProposer, BeamSearch
+from drafter.decoding.candidates import Proposer, RootOnly
+from drafter.decoding.params import EngineConfig
+from drafter.model.recurrent import RecurrentDrafter
+from drafter.target.adapter import Target
+
+
+def make_proposer(
+    config: EngineConfig, target: Target, drafter: RecurrentDrafter | None, draft_model: Target | None
+) -> Proposer:
+    """The proposer of ``config.method``.
+
+    Args:
+        config: settings.
+        target: the model whose answers are wanted.
+        drafter: a trained drafter; ``redrafter`` needs one.
+        draft_model: a smaller model of the same tokenizer; ``draft-model`` needs one.
+
+    Raises:
+        ValueError: what the method needs is missing or does not fit the target.
+    """
+    if config.method == "autoregressive":
+        return RootOnly()
+    if config.method == "redrafter":
+        if drafter is None:
+            raise ValueError("--method redrafter needs a drafter: give --drafter DIR, or --method autoregressive")
+        if config.num_nodes == 1:
+            return RootOnly()
+        search = _beam_search(config, target, drafter)
+        return BeamProposer(search, config.num_nodes, config.tree_policy, coupled=config.coupled)
+    raise ValueError(f"--method {config.method} is not available")
+
+
+def context_layers_of(config: EngineConfig, drafter: RecurrentDrafter | None) -> tuple[int, ...]:
+    """Hidden states of the target that the proposer takes as context; empty is the final one."""
+    reads_context = config.method in ("redrafter", "hybrid") and drafter is not None
+    return tuple(drafter.config.context_layers) if reads_context and drafter is not None else ()
+
+
+def _beam_search(config: EngineConfig, target: Target, drafter: RecurrentDrafter) -> BeamSearch:
+    # A tree of N nodes is at most N - 1 deep.
+    length = min(config.draft_length, config.num_nodes - 1)
+    return BeamSearch(drafter, target, config.beam_width, length, config.tau)
