@@ -1,0 +1,150 @@
+"""Batches: padding, token budget, determinism, resumption."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafter.data.batch import collate, gather, pad_states, plan_epoch, plan_in_order
+from drafter.data.loader import TrainLoader, ValLoader
+from drafter.data.store import TokenStore, build_store, concat, load_store, save_store
+
+LENGTHS = [3, 9, 1, 4, 4, 7, 2, 8, 5, 6, 1, 9, 3]
+
+
+def store_of(lengths: list[int]) -> TokenStore:
+    """Row r holds the token r + 1, trained on from its second place."""
+    return build_store(([row + 1] * n, [i > 0 for i in range(n)]) for row, n in enumerate(lengths))
+
+
+def loader_of(lengths: list[int] = LENGTHS, **options) -> TrainLoader:
+    store = store_of(lengths)
+    settings = {"batch_tokens": 12, "seed": 5, **options}
+    return TrainLoader(store, lambda rows: gather(store, rows), **settings)
+
+
+def rows_of(batch) -> list[int]:
+    return (batch.token_BT[:, 0] - 1).tolist()
+
+
+def test_collate_pads_on_the_right() -> None:
+    batch = collate(
+        [
+            (torch.tensor([5, 6, 7]), torch.tensor([False, True, True])),
+            (torch.tensor([8]), torch.tensor([True])),
+        ]
+    )
+    assert batch.token_BT.tolist() == [[5, 6, 7], [8, 0, 0]]
+    assert batch.loss_mask_BT.tolist() == [[False, True, True], [True, False, False]]
+    assert batch.length_B.tolist() == [3, 1]
+    assert batch.token_BT.dtype == torch.int64 and batch.hidden_BTD is None
+
+
+def test_collate_rounds_the_width_up() -> None:
+    row = torch.tensor([1, 2, 3]), torch.tensor([True] * 3)
+    assert collate([row], pad_multiple=4).token_BT.tolist() == [[1, 2, 3, 0]]
+
+
+def test_pad_states() -> None:
+    padded_BTD = pad_states([torch.ones(1, 2), torch.ones(2, 2)], 3)
+    assert padded_BTD[..., 0].tolist() == [[1, 0, 0], [1, 1, 0]]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(30, 90), st.integers(0, 9), st.integers(0, 3))
+def test_an_epoch_holds_every_row_once_under_the_budget(lengths: list[int], budget: int, seed: int, epoch: int) -> None:
+    length_R = torch.tensor(lengths)
+    plan = plan_epoch(length_R, batch_tokens=budget, seed=seed, epoch=epoch)
+    assert sorted(row for rows in plan for row in rows) == list(range(len(lengths)))
+    assert all(len(rows) * max(lengths[row] for row in rows) <= budget for rows in plan)
+    assert plan == plan_epoch(length_R, batch_tokens=budget, seed=seed, epoch=epoch)
+
+
+def test_seed_and_epoch_change_the_order() -> None:
+    length_R = torch.tensor(LENGTHS * 4)
+    plans = [plan_epoch(length_R, batch_tokens=20, seed=s, epoch=e) for s, e in ((0, 0), (0, 1), (1, 0))]
+    assert plans[0] != plans[1] != plans[2] != plans[0]
+
+
+def test_validation_batches_are_sorted_by_length() -> None:
+    assert plan_in_order(torch.tensor([3, 1, 2, 4]), batch_tokens=6) == [[1, 2], [0], [3]]
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 4, 9, 25])
+def test_resumption_continues_at_the_same_batch(num_before: int) -> None:
+    def take(loader: TrainLoader, count: int) -> list[list[int]]:
+        taken: list[list[int]] = []
+        while len(taken) < count:
+            for batch in loader:
+                taken.append(rows_of(batch))
+                if len(taken) == count:
+                    break
+        return taken
+
+    whole = take(loader_of(), 40)
+    first = loader_of()
+    before = take(first, num_before)
+    second = loader_of()
+    second.load_state_dict(first.state_dict())
+    assert before + take(second, 40 - num_before) == whole
+
+
+def test_a_stream_passes_over_all_data_in_every_epoch() -> None:
+    loader = loader_of()
+    seen: list[int] = []
+    while loader.epoch < 3:
+        for batch in loader:
+            seen += rows_of(batch)
+    full = len(LENGTHS) * 3
+    assert sorted(seen[:full]) == sorted(list(range(len(LENGTHS))) * 3)
+    assert len(loader) == sum(1 for _ in loader)
+
+
+def test_ranks_share_an_epoch() -> None:
+    loaders = [loader_of(rank=rank, world_size=2) for rank in range(2)]
+    taken = [[rows_of(batch) for batch in loader] for loader in loaders]
+    assert len(taken[0]) == len(taken[1]) == len(loaders[0])
+    rows = [row for rank in taken for batch in rank for row in batch]
+    assert len(rows) == len(set(rows)) and len(rows) >= len(LENGTHS) - 4
+    with pytest.raises(ValueError, match="fewer than the 64 devices"):
+        loader_of(world_size=64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch_tokens": 20}, r"another --data.batch_tokens \(12 then, 20 now\)"),
+        ({"seed": 6}, r"another --data.seed"),
+        ({"fingerprint": "b"}, "another training data, so"),
+        ({"world_size": 2}, "another number of devices"),
+    ],
+)
+def test_a_position_in_another_stream_is_refused(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        loader_of(**change).load_state_dict(loader_of().state_dict())
+
+
+def test_val_loader_repeats_itself_and_is_shared_by_ranks() -> None:
+    store = store_of(LENGTHS)
+    loaders = [
+        ValLoader(store, lambda rows: gather(store, rows), batch_tokens=12, rank=rank, world_size=2) for rank in (0, 1)
+    ]
+    first, again = ([rows_of(batch) for loader in loaders for batch in loader] for _ in range(2))
+    assert first == again and sorted(sum(first, [])) == list(range(len(LENGTHS)))
+    assert sum(len(loader) for loader in loaders) == len(first)
+
+
+def test_stores(tmp_path) -> None:
+    store = concat([store_of([2, 1]), store_of([3])])
+    assert store.length_R.tolist() == [2, 1, 3] and store.num_trained_tokens == 3
+    assert store.row(2)[0].tolist() == [1, 1, 1] and store.prompt_ids(2) == [1]
+    assert store.select([2, 0]).token_N.tolist() == [1, 1, 1, 1, 1] and len(store.select([])) == 0
+    assert store.digest() != store.select([0, 2, 1]).digest()
+    path = tmp_path / "deep" / "a.safetensors"
+    assert load_store(path) is None
+    save_store(store, path, {"num_rows": 3})
+    loaded = load_store(path)
+    assert loaded is not None and loaded[0].digest() == store.digest() and loaded[1] == {"num_rows": 3}
+    path.write_bytes(path.read_bytes()[:-4])
+    assert load_store(path) is None
+    assert [file.name for file in path.parent.iterdir()] == ["a.safetensors"]

@@ -1,0 +1,178 @@
+"""ChatDataModule: caching, splitting, and a trainer that is interrupted."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from drafter.data import prepare
+from drafter.data.module import ChatDataModule
+from drafter.data.prepare import split_by_prompt
+from tests.data.tiny import FORGETFUL_TEMPLATE, chat, save_tiny_target, write_jsonl
+
+QUIET = {"progress": False, "pad_multiple": 1}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    (tmp_path / "target").mkdir()
+    return save_tiny_target(tmp_path / "target")
+
+
+def write_chats(path: Path, num_rows: int = 40, num_prompts: int = 20) -> str:
+    rows = [{"messages": chat(f"question {i % num_prompts}", "and " * (1 + i % 7) + str(i))} for i in range(num_rows)]
+    return write_jsonl(path, rows)
+
+
+def module_of(tmp_path: Path, target: str, **options) -> ChatDataModule:
+    settings = {"val": 0.2, "max_length": 128, "batch_tokens": 140, **QUIET, **options}
+    return ChatDataModule(train=write_chats(tmp_path / "train.jsonl"), target=target, **settings)
+
+
+def test_held_out_prompts_keep_all_their_answers(tmp_path: Path, target: str) -> None:
+    data = module_of(tmp_path, target)
+    data.setup()
+    prompts = [{tuple(s.prompt_ids(row)) for row in range(len(s))} for s in (data.train_store, data.val_store)]
+    assert not prompts[0] & prompts[1] and len(prompts[1]) == 4
+    assert len(data.train_store) == 32 and len(data.val_store) == 8
+    shuffled, _ = split_by_prompt(data.train_store.select(list(range(31, -1, -1))), 0.1)
+    assert len(shuffled) == 32 - 4
+
+
+def test_val_prompts_are_ready_to_be_answered(tmp_path: Path, target: str) -> None:
+    data = module_of(tmp_path, target)
+    prompts = data.val_prompts(3)
+    assert len(prompts) == 3 and len({tuple(prompt) for prompt in prompts}) == 3
+    for prompt in prompts:
+        text = data.tokenizer.decode(prompt)
+        assert text.startswith("<s><|user|>\nquestion ") and text.endswith("<|end|>\n<|bot|>\n")
+    assert len(data.val_prompts(99)) == 4
+
+
+def test_token_counts_are_of_answers(tmp_path: Path, target: str) -> None:
+    data = module_of(tmp_path, target)
+    counts_V = data.token_counts(300)
+    tokenizer = data.tokenizer
+    assert counts_V.shape == (300,) and int(counts_V.sum()) == data.train_store.num_trained_tokens
+    assert int(counts_V[tokenizer.convert_tokens_to_ids("<|end|>")]) == 32
+    assert int(counts_V[tokenizer.convert_tokens_to_ids("<|bot|>")]) == 0
+    assert len(data.token_counts()) == len(tokenizer)
+    with pytest.raises(ValueError, match="not the target's tokenizer"):
+        data.token_counts(50)
+
+
+def test_files_are_tokenised_once(tmp_path: Path, target: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = module_of(tmp_path, target).train_store
+    (cached,) = (home / "cache" / "tokens").iterdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(prepare, "read_rows", lambda *args, **kwargs: pytest.fail("tokenised again"))
+        assert module_of(tmp_path, target).train_store.digest() == first.digest()
+    assert module_of(tmp_path, target, max_length=64).train_store is not None
+    assert len(list((home / "cache" / "tokens").iterdir())) == 2
+    cached.write_bytes(b"torn")
+    assert module_of(tmp_path, target).train_store.digest() == first.digest()
+
+
+def test_everything_is_trained_on_when_asked(tmp_path: Path, target: str) -> None:
+    data = module_of(tmp_path, target, train_on="everything", max_length=20)
+    data.setup()
+    for batch in data.train_dataloader():
+        in_row_BT = torch.arange(batch.token_BT.shape[1])[None] < batch.length_B[:, None]
+        in_row_BT[:, 0] = False
+        assert torch.equal(batch.loss_mask_BT, in_row_BT)
+    (batch, *_) = data.val_dataloader()
+    assert not batch.loss_mask_BT[:, :8].any()
+
+
+def test_val_files_of_their_own(tmp_path: Path, target: str) -> None:
+    val = write_jsonl(tmp_path / "val.jsonl", [{"messages": chat("other", "answer")}])
+    data = module_of(tmp_path, target, val=[val])
+    assert len(data.train_store) == 40 and len(data.val_store) == 1
+    assert sum(len(batch.length_B) for batch in data.val_dataloader()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"val": 0.0}, "--data.val 0.0 must be a share"),
+        ({"val": 2}, "--data.val 2 must be a share"),
+        ({"max_length": 300}, "--data.batch_tokens 140 must be at least --data.max_length 300"),
+        ({"train_on": "prompts"}, "--data.train_on 'prompts' must be"),
+        ({"pad_multiple": 0}, "--data.pad_multiple 0"),
+    ],
+)
+def test_bad_options(tmp_path: Path, target: str, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        module_of(tmp_path, target, **options)
+
+
+def test_bad_data(tmp_path: Path, target: str) -> None:
+    with pytest.raises(ValueError, match="names no file"):
+        ChatDataModule(train=[], target=target)
+    with pytest.raises(FileNotFoundError, match="no.jsonl: there is no such file"):
+        ChatDataModule(train="no.jsonl", target=target, **QUIET).setup()
+    one = write_jsonl(tmp_path / "one.jsonl", [{"messages": chat("a", "b")}])
+    with pytest.raises(ValueError, match="one prompt only"):
+        ChatDataModule(train=one, target=target, **QUIET).setup()
+    save_tiny_target(tmp_path / "target", FORGETFUL_TEMPLATE)
+    with pytest.raises(ValueError, match="cannot be used for a loss mask"):
+        ChatDataModule(train=one, target=target, **QUIET).setup()
+    with pytest.raises(ValueError, match="its tokenizer cannot be loaded"):
+        (tmp_path / "target" / "tokenizer.json").write_text("{")
+        ChatDataModule(train=one, target=target, **QUIET).setup()
+
+
+class Recorder(LightningModule):
+    """Learns nothing; its weight after training depends on the order of the batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch, index: int) -> torch.Tensor:
+        self.seen.append(batch.token_BT.sum(-1).tolist())
+        return (self.weight - batch.token_BT.float().mean() / 100).square().sum()
+
+    def validation_step(self, batch, index: int) -> None:
+        assert len(batch.length_B) > 0
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(tmp_path: Path, target: str, name: str, *, max_steps: int, ckpt: str | None = None) -> Recorder:
+    model = Recorder()
+    trainer = Trainer(
+        max_steps=max_steps,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[ModelCheckpoint(tmp_path / name, save_last=True, every_n_train_steps=1)],
+        val_check_interval=5,
+    )
+    trainer.fit(model, datamodule=module_of(tmp_path, target), ckpt_path=ckpt)
+    return model
+
+
+@pytest.mark.parametrize("stop_in_epoch", ["middle", "end", "second"])
+@pytest.mark.filterwarnings("ignore")
+def test_an_interrupted_run_sees_the_same_batches(tmp_path: Path, target: str, stop_in_epoch: str) -> None:
+    num_batches = len(module_of(tmp_path, target).train_dataloader())
+    assert num_batches > 5
+    stop = {"middle": 3, "end": num_batches, "second": num_batches + 2}[stop_in_epoch]
+    total = 2 * num_batches + 3
+    whole = fit(tmp_path, target, "whole", max_steps=total)
+    first = fit(tmp_path, target, "parts", max_steps=stop)
+    second = fit(tmp_path, target, "parts", max_steps=total, ckpt=str(tmp_path / "parts" / "last.ckpt"))
+    assert first.seen + second.seen == whole.seen
+    assert torch.equal(second.weight, whole.weight)

@@ -1,0 +1,74 @@
+"""A byte-level BPE tokenizer of a few hundred tokens, built in memory, and small chat templates for it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+BOS, USER, ANSWER, END = "<s>", "<|user|>", "<|bot|>", "<|end|>"
+
+# A turn: header, newline, content, end mark, newline.
+CHAT_TEMPLATE = (
+    "{{ '<s>' }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '<|user|>\n' + m['content'] + '<|end|>\n' }}"
+    "{% elif m['role'] == 'system' %}{{ m['content'] + '\n' }}"
+    "{% else %}{{ '<|bot|>\n' + m['content'] + '<|end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|bot|>\n' }}{% endif %}"
+)
+# Shows the last question and answer only.
+FORGETFUL_TEMPLATE = CHAT_TEMPLATE.replace("for m in messages", "for m in messages[-2:]")
+# Writes the number of turns first, so that what stands before an answer changes with the answer.
+COUNTING_TEMPLATE = "{{ messages | length }}" + CHAT_TEMPLATE
+# Opens the assistant's turn otherwise than it shows answers.
+OTHER_OPENING_TEMPLATE = CHAT_TEMPLATE.replace("{{ '<|bot|>\n' }}{% endif %}", "{{ '<|bot|>Well, ' }}{% endif %}")
+# Trims answers, and puts an empty reasoning block before the last one.
+TRIMMING_TEMPLATE = CHAT_TEMPLATE.replace(
+    "'<|bot|>\n' + m['content'] + '<|end|>\n'",
+    "'<|bot|>\n' + ('[none]\n' if loop.last else '') + (m['content'] | trim) + '<|end|>\n'",
+)
+UPPERCASE_TEMPLATE = CHAT_TEMPLATE.replace(
+    "'<|bot|>\n' + m['content'] + '<|end|>\n'", "'<|bot|>\n' + (m['content'] | upper) + '<|end|>\n'"
+)
+
+# Merges that join whatever stands next to each other, header and answer too: a newline pair is one token.
+_MERGES = [("Ċ", "Ċ"), ("t", "h"), ("th", "e"), ("Ġ", "the"), ("a", "n"), ("an", "d"), ("Ġ", "and")]
+
+
+def tiny_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+    """Every byte is a token, and a few pairs are; specials ``<s> <|user|> <|bot|> <|end|>`` are ids 0 to 3."""
+    specials = [BOS, USER, ANSWER, END]
+    tokens = specials + sorted(pre_tokenizers.ByteLevel.alphabet()) + [a + b for a, b in _MERGES]
+    backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=_MERGES))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\n+| ?[^\s]+|\s"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(specials)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=BOS,
+        eos_token=END,
+        chat_template=chat_template,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def save_tiny_target(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> str:
+    """A folder that ``--target`` takes, as far as the tokenizer goes."""
+    tiny_tokenizer(chat_template).save_pretrained(folder)
+    (folder / "config.json").write_text("{}")
+    return str(folder)
+
+
+def chat(*turns: str) -> list[dict[str, str]]:
+    """Turns of user and assistant in alternation."""
+    return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
