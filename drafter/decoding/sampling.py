@@ -1,0 +1,241 @@
+"""Sampling as a pure function of (logits, seed, position): keyed noise, logit warpers, and the pick.
+
+Every random number is a hash of what it is for, so nothing about it depends on how decoding is organised: which
+rows share the batch, how the draft tree looks, in which order nodes are verified. Autoregressive decoding with the
+same seed calls the same functions on the same arguments and is therefore the oracle that speculative decoding is
+compared with.
+
+The pick at a position is the Gumbel-max trick: argmax over tokens of (warped logits + Gumbel noise) is a draw from
+softmax(warped logits) when the noise of different tokens is independent.
+
+The generator is SplitMix64 (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) read
+by random access: draw number i of the stream that starts at state s is mix64(s + (i + 1) * GAMMA). A (seed,
+position, stream) triple is hashed by the same mix64 into the start state of its own stream, and the token id is the
+number of the draw. It costs three xor-shifts and two multiplications per token.
+
+What is the same on every device, batch and vocabulary subset, bit for bit: the 64-bit integers, and the uniform
+numbers made of their top 52 bits, (k + 1/2) / 2^52, which are exact in float64 and never 0 or 1. The two logarithms
+are taken in float64 and the result is rounded to float32; math libraries differ in the last place of a float64
+logarithm, which survives that rounding about once in 2^28 numbers. 52 bits are also what exactness wants: the
+largest Gumbel number is 36.7, and replacing the continuous law by the grid moves some V * 2^-53 of probability at
+most (5e-12 for V = 49152); 24-bit uniforms could move V * 2^-25 (1e-3).
+
+Shapes: B rows · T positions · N tree nodes · V vocabulary · M listed token ids (M = V or a subset) · K listed best
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+# Streams keep draws for different purposes at one position independent of each other.
+STREAM_TARGET = 0  # the pick; coupled drafting uses it too, on purpose
+STREAM_DRAFT = 1  # drafts sampled from q for the rejection rule
+STREAM_ACCEPT = 2  # the uniform number that is compared with p / q
+STREAM_RESIDUAL = 3  # the token drawn after a rejection, or after a chain accepted whole
+
+_TOP_P_SHORTLIST = 256  # tokens looked at before a CPU row is sorted whole
+
+
+def _signed(word: int) -> int:
+    """The int64 with the bits of an unsigned 64-bit word."""
+    return word - (1 << 64) if word >= 1 << 63 else word
+
+
+_GAMMA = _signed(0x9E3779B97F4A7C15)
+_STREAM_STEP = 0xD1B54A32D192ED03  # any odd constant that is not GAMMA
+_MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = _signed(0x94D049BB133111EB)
+
+
+def _logical_shift(word: Tensor, bits: int) -> Tensor:
+    """word >>> bits: torch's >> copies the sign bit of an int64, the mask removes the copies."""
+    return (word >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def mix64(word: Tensor) -> Tensor:
+    """[...] int64 -> [...] int64. SplitMix64's finaliser, a bijection of 64-bit words; products wrap modulo 2^64."""
+    word = word ^ _logical_shift(word, 30)
+    word *= _MULTIPLIER_1
+    word ^= _logical_shift(word, 27)
+    word *= _MULTIPLIER_2
+    word ^= _logical_shift(word, 31)
+    return word
+
+
+def _stream_start_BT(seed_B: Tensor, position_BT: Tensor, stream: int) -> Tensor:
+    """[B], [B, T] -> [B, T]: start states. Hashing twice keeps (seed, position) and (seed + 1, position - 1) apart."""
+    seed_key_B = mix64(mix64(seed_B.long()) + _signed((stream + 1) * _STREAM_STEP % (1 << 64)))
+    return mix64(seed_key_B[:, None] + (position_BT.long() + 1) * _GAMMA)
+
+
+def _uniform(word: Tensor) -> Tensor:
+    """[...] int64 -> [...] float64, (k + 1/2) / 2^52 for the top 52 bits k: exact, in [2^-53, 1 - 2^-53]."""
+    return _logical_shift(word, 12).to(torch.float64).add_(0.5).mul_(2.0**-52)
+
+
+def random_bits(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, *, stream: int = STREAM_TARGET) -> Tensor:
+    """[B] int64, [B, T] int64, [M] int64 -> [B, T, M] int64: 64 random bits for each (seed, position, token id).
+
+    Within one (seed, position) the bits of different tokens differ always (mix64 is a bijection). When compiled,
+    token_ids has to be an input of the graph, not an arange inside it: inductor would fold the product with GAMMA
+    into an index expression.
+    """
+    start_BT = _stream_start_BT(seed_B, position_BT, stream)
+    return mix64(start_BT[:, :, None] + (token_ids.long() + 1) * _GAMMA)
+
+
+def gumbel_noise(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, *, stream: int = STREAM_TARGET) -> Tensor:
+    """[B] int64, [B, T] int64, [M] int64 -> [B, T, M] float32 standard Gumbel noise, in (-3.7, 36.8).
+
+    position is the absolute position of the token that is being picked. token_ids may list any subset of the
+    vocabulary in any order: the result is the same columns of the full noise. Gumbel-max: Maddison, Tarlow, Minka,
+    "A* Sampling", 2014.
+    """
+    noise_BTM = _uniform(random_bits(seed_B, position_BT, token_ids, stream=stream))
+    return noise_BTM.log_().neg_().log_().neg_().float()
+
+
+def uniform_noise(seed_B: Tensor, position_BT: Tensor, stream: int) -> Tensor:
+    """[B] int64, [B, T] int64 -> [B, T] float32 in (0, 1): one uniform number for each (seed, position, stream)."""
+    word_BT = mix64(_stream_start_BT(seed_B, position_BT, stream) + _GAMMA)
+    # Rounding to float32 may reach 1, which would reject a draft that has p = q.
+    return _uniform(word_BT).float().clamp_(max=1.0 - 2.0**-24)
+
+
+class WarpParams(Protocol):
+    """What make_warp reads of a row's sampling parameters."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class WarpFlags:
+    """What the host knows about the rows of a Warp: unused filters cost nothing, and nobody reads tensors to find
+    out."""
+
+    has_noise: bool = True  # any row with temperature > 0
+    max_top_k: int = 0  # largest top_k of all rows; 0 = no row has one
+    has_top_p: bool = False
+    has_min_p: bool = False
+
+
+class Warp(NamedTuple):
+    """Sampling parameters of B rows. Build it with make_warp, which keeps tensors and flags in step."""
+
+    temperature_B: Tensor  # float32; 0 = greedy
+    top_k_B: Tensor  # int64; 0 = off
+    top_p_B: Tensor  # float32; 1 = off
+    min_p_B: Tensor  # float32; 0 = off
+    flags: WarpFlags
+
+
+def make_warp(params: Iterable[WarpParams], device: torch.device | str = "cpu") -> Warp:
+    """B sampling parameters -> Warp on device. A greedy row's filters are dropped: they cannot change its argmax."""
+    rows = [(p.temperature, p.top_k, p.top_p, p.min_p) if p.temperature > 0 else (0.0, 0, 1.0, 0.0) for p in params]
+    temperature, top_k, top_p, min_p = ([row[i] for row in rows] for i in range(4))
+    return Warp(
+        torch.tensor(temperature, dtype=torch.float32, device=device),
+        torch.tensor(top_k, dtype=torch.int64, device=device),
+        torch.tensor(top_p, dtype=torch.float32, device=device),
+        torch.tensor(min_p, dtype=torch.float32, device=device),
+        WarpFlags(any(temperature), int(max(top_k, default=0)), any(p < 1 for p in top_p), any(p > 0 for p in min_p)),
+    )
+
+
+def warp_logits(logits_BNV: Tensor, warp: Warp) -> Tensor:
+    """[B, N, V] -> [B, N, V] float32: logits / temperature (greedy rows unchanged), filtered entries -inf.
+
+    Filters apply in the order top-k, top-p, min-p, each to what the one before it left; each is a threshold on the
+    value, so equal logits share their fate, the best token always survives, and the result for a row does not
+    depend on the other rows. Static shapes; no host sync on an accelerator.
+    """
+    temperature_B = warp.temperature_B
+    scale_B = temperature_B.where(temperature_B > 0, 1.0)
+    warped_BNV = logits_BNV.float() / scale_B[:, None, None]
+    if warp.flags.max_top_k > 0:
+        threshold_BN = _top_k_threshold(warped_BNV, warp)
+        warped_BNV.masked_fill_(warped_BNV < threshold_BN[:, :, None], -torch.inf)
+    if warp.flags.has_top_p:
+        threshold_BN = _top_p_threshold(warped_BNV, warp.top_p_B)
+        warped_BNV.masked_fill_(warped_BNV < threshold_BN[:, :, None], -torch.inf)
+    if warp.flags.has_min_p:
+        threshold_BN = warped_BNV.amax(-1) + warp.min_p_B.log()[:, None]  # log 0 = -inf keeps all
+        warped_BNV.masked_fill_(warped_BNV < threshold_BN[:, :, None], -torch.inf)
+    return warped_BNV
+
+
+def _top_k_threshold(warped_BNV: Tensor, warp: Warp) -> Tensor:
+    """[B, N, V] -> [B, N]: the k-th largest value of each row, -inf where top-k is off."""
+    B, N, V = warped_BNV.shape
+    best_BNK = warped_BNV.topk(min(warp.flags.max_top_k, V)).values
+    rank_B11 = (warp.top_k_B.clamp(1, best_BNK.shape[-1]) - 1)[:, None, None]
+    threshold_BN = best_BNK.gather(-1, rank_B11.expand(B, N, 1)).squeeze(-1)
+    return threshold_BN.where(warp.top_k_B[:, None] > 0, -torch.inf)
+
+
+def _top_p_threshold(warped_BNV: Tensor, top_p_B: Tensor) -> Tensor:
+    """[B, N, V] -> [B, N]: the smallest value of the nucleus, -inf where top-p is off (Holtzman et al. 1904.09751).
+
+    A token is in the nucleus when the tokens ranked above it hold less than top_p of the mass. Sums run in float64:
+    whether a token sits on the edge must not hang on the order of summation.
+    """
+    B, N, V = warped_BNV.shape
+    largest_BN1 = warped_BNV.amax(-1, keepdim=True)
+    total_BN1 = (warped_BNV - largest_BN1).exp_().sum(-1, keepdim=True, dtype=torch.float64)
+    mass_BN1 = top_p_B.double()[:, None, None] * total_BN1
+
+    def threshold(sorted_XK: Tensor, largest_X1: Tensor, mass_X1: Tensor) -> tuple[Tensor, Tensor]:
+        weight_XK = (sorted_XK - largest_X1).exp_().double()
+        above_XK = weight_XK.cumsum(-1) - weight_XK
+        num_kept_X1 = (above_XK < mass_X1).sum(-1, keepdim=True).clamp_(min=1)
+        return sorted_XK.gather(-1, num_kept_X1 - 1), num_kept_X1
+
+    if warped_BNV.device.type != "cpu" or torch.compiler.is_compiling() or V <= _TOP_P_SHORTLIST:
+        threshold_BN1, _ = threshold(warped_BNV.sort(-1, descending=True).values, largest_BN1, mass_BN1)
+    else:
+        # A CPU needs 3 ms to sort 49152 numbers. The nucleus nearly always ends within a short list of the best;
+        # only the nodes where it does not are sorted whole, with the same sums in the same order.
+        best_BNK = warped_BNV.topk(_TOP_P_SHORTLIST).values
+        threshold_BN1, num_kept_BN1 = threshold(best_BNK, largest_BN1, mass_BN1)
+        long_BN = (num_kept_BN1[:, :, 0] == _TOP_P_SHORTLIST) & (top_p_B < 1)[:, None]
+        if bool(long_BN.any()):
+            sorted_XV = warped_BNV[long_BN].sort(-1, descending=True).values
+            threshold_BN1[long_BN], _ = threshold(sorted_XV, largest_BN1[long_BN], mass_BN1[long_BN])
+    return threshold_BN1.squeeze(-1).where(top_p_B[:, None] < 1, -torch.inf)
+
+
+def warped_log_probs(logits_BNV: Tensor, warp: Warp) -> Tensor:
+    """[B, N, V] -> [B, N, V] float32: log of the distribution that pick draws from.
+
+    A greedy row has all its mass on the argmax.
+    """
+    log_prob_BNV = warp_logits(logits_BNV, warp).log_softmax(-1)
+    best_BN1 = logits_BNV.argmax(-1, keepdim=True)
+    greedy_BNV = torch.full_like(log_prob_BNV, -torch.inf).scatter_(-1, best_BN1, 0.0)
+    return log_prob_BNV.where((warp.temperature_B > 0)[:, None, None], greedy_BNV)
+
+
+def pick(logits_BNV: Tensor, noise_BNV: Tensor | None, warp: Warp) -> Tensor:
+    """[B, N, V], [B, N, V] -> [B, N] int64: argmax(warped logits + noise), the lowest id among equals.
+
+    Greedy rows ignore the noise. It may have N = 1 or B = 1 and is broadcast. None means that no row samples
+    (warp.flags.has_noise is False).
+    """
+    if noise_BNV is None:
+        assert not warp.flags.has_noise, "a row with temperature > 0 needs noise"
+        return logits_BNV.argmax(-1)
+    is_sampled_B11 = (warp.temperature_B > 0).float()[:, None, None]
+    return warp_logits(logits_BNV, warp).addcmul_(noise_BNV, is_sampled_B11).argmax(-1)
