@@ -20,7 +20,7 @@ from drafter.data.tokenize import (
     EncodeReport,
     tokenizer_fingerprint,
 )
-from drafter.target.catalog import home_folder, load_tokenizer
+from drafter.target.catalog import home_folder
 
 
 @dataclass(frozen=True)
@@ -156,14 +156,3 @@ def load_stores(
         stores.append(store)
         total.add(report)
     return concat(stores), total
-
-
-__all__ = [
-    "TokenizeOptions",
-    "cache_path",
-    "content_digest",
-    "load_stores",
-    "load_tokenizer",
-    "split_by_prompt",
-    "tokenize_file",
-]
