@@ -6,6 +6,7 @@ and gives other tools a `model.safetensors`. float32 keeps what the file says ex
 """
 
 import logging
+import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ _MAGIC = b"GGUF"
 
 # What transformers' and gguf's parsing of the bytes raises on a damaged or unknown file.
 _READ_ERRORS = (
+    struct.error,
+    OSError,
     ValueError,
     KeyError,
     IndexError,
