@@ -46,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no error
     try:
-        return _dispatch(words)
+        code = _dispatch(words)
+        sys.stdout.flush()  # here, where a closed pipe is caught
+        return code
     except KeyboardInterrupt:
         print("drafter: interrupted", file=sys.stderr)
         return _EXIT_INTERRUPT
