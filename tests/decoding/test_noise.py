@@ -1,0 +1,206 @@
+"""Keyed noise: the published generator, the same bits for any batch and vocabulary subset, and statistical quality.
+
+Every statistical test has a stated threshold; the noise is a fixed function, so a pass today is a pass for ever.
+"""
+
+import math
+
+import pytest
+import torch
+from scipy import stats
+
+from drafter.decoding import sampling
+from drafter.decoding.sampling import gumbel_noise, mix64, random_bits, uniform_noise
+from tests.reference import hashing
+
+GAMMA = hashing.GAMMA - hashing.WORD
+ALPHA = 1e-6
+
+
+def uniforms_BTM(seeds, positions, num_tokens, stream=0):
+    bits = random_bits(torch.tensor(seeds), torch.tensor(positions), torch.arange(num_tokens), stream=stream)
+    return sampling._uniform(bits)
+
+
+def unsigned(word: int) -> int:
+    return word % hashing.WORD
+
+
+def test_mix64_is_the_published_generator():
+    # First outputs of SplitMix64 from state 1234567, as its authors' reference implementation prints them.
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    assert hashing.splitmix64(1234567, 4) == published
+    state = 1234567 + torch.arange(1, 5) * torch.tensor(GAMMA)
+    assert [unsigned(w) for w in mix64(state).tolist()] == published
+
+
+@pytest.mark.parametrize("bits", [12, 27, 30, 31])
+def test_logical_shift_fills_with_zeros(bits):
+    words = [-1, -(2**63), 2**63 - 1, 0, -12345678901234567]
+    shifted = sampling._logical_shift(torch.tensor(words), bits).tolist()
+    assert shifted == [unsigned(w) >> bits for w in words]
+
+
+def test_bits_and_noise_equal_the_python_twin():
+    seeds = [0, 1, -1, 2**63 - 1, -(2**63)]
+    positions = [[0, 1, 131071]] * len(seeds)
+    tokens = [0, 1, 5, 49151, 262143]
+    for stream in range(4):
+        args = torch.tensor(seeds), torch.tensor(positions), torch.tensor(tokens)
+        words = random_bits(*args, stream=stream).tolist()
+        noise = gumbel_noise(*args, stream=stream)
+        for b, seed in enumerate(seeds):
+            for t, position in enumerate(positions[b]):
+                for m, token in enumerate(tokens):
+                    assert unsigned(words[b][t][m]) == hashing.random_word(seed, position, token, stream)
+                    expected = hashing.gumbel(seed, position, token, stream)
+                    assert noise[b, t, m].item() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_extreme_words_give_finite_noise():
+    words = torch.tensor([0, -1, 2**63 - 1, -(2**63)])
+    uniform = sampling._uniform(words)
+    assert uniform.tolist() == [2.0**-53, 1 - 2.0**-53, 0.5 - 2.0**-53, 0.5 + 2.0**-53]
+    noise = -(-uniform.log()).log()
+    assert noise.isfinite().all() and noise.min() > -3.7 and noise.max() < 36.8
+
+
+def test_rows_do_not_depend_on_the_batch():
+    seed_B = torch.tensor([3, -9, 2**40, 7, 3])
+    position_BT = torch.tensor([[4, 5], [0, 1], [99, 98], [7, 7], [4, 5]])
+    together = gumbel_noise(seed_B, position_BT, torch.arange(1003))
+    for b in [4, 2, 0, 1, 3]:
+        alone = gumbel_noise(seed_B[b : b + 1], position_BT[b : b + 1], torch.arange(1003))
+        assert torch.equal(together[b : b + 1], alone)
+    # One position at a time, as autoregressive decoding asks for it.
+    for t in range(2):
+        assert torch.equal(together[:, t : t + 1], gumbel_noise(seed_B, position_BT[:, t : t + 1], torch.arange(1003)))
+    assert torch.equal(together[0], together[4]) and torch.equal(together[3, 0], together[3, 1])
+    assert not torch.equal(together[0], together[1])
+
+
+def test_a_vocabulary_subset_is_a_gather_of_the_full_noise():
+    generator = torch.Generator().manual_seed(0)
+    seed_B, position_BT = torch.tensor([5, 6]), torch.tensor([[10, 11, 12], [20, 21, 22]])
+    full = gumbel_noise(seed_B, position_BT, torch.arange(4099))
+    for size in [1, 2, 17, 1000, 4099]:
+        ids = torch.randperm(4099, generator=generator)[:size]
+        assert torch.equal(gumbel_noise(seed_B, position_BT, ids), full[:, :, ids])
+
+
+def test_integer_types_of_the_arguments_do_not_matter():
+    args = torch.tensor([5]), torch.tensor([[10, 11]]), torch.arange(7)
+    assert torch.equal(gumbel_noise(*args), gumbel_noise(*(a.to(torch.int32) for a in args)))
+
+
+@pytest.mark.parametrize(
+    "name,sample",
+    [
+        ("tokens", lambda: uniforms_BTM([11], [[0]], 1 << 17)),
+        ("positions", lambda: uniforms_BTM([11], [list(range(1 << 17))], 1)),
+        ("seeds", lambda: uniforms_BTM(list(range(1 << 17)), [[3]] * (1 << 17), 1)),
+        ("negative seeds", lambda: uniforms_BTM(list(range(-(1 << 16), 1 << 16)), [[0]] * (1 << 17), 1, stream=2)),
+    ],
+)
+def test_uniformity(name, sample):
+    """Kolmogorov-Smirnov along each axis of the key, and the low bits of the words by chi-square."""
+    values = sample().flatten()
+    assert stats.kstest(values.numpy(), "uniform").pvalue > ALPHA, name
+    low = (values * 2.0**52).long() & 255
+    assert stats.chisquare(torch.bincount(low, minlength=256).numpy()).pvalue > ALPHA, name
+
+
+PAIRS = {
+    "neighbouring tokens": ((0, 0, 0), (0, 0, 1)),
+    "neighbouring positions": ((0, 0, 0), (0, 1, 0)),
+    "neighbouring seeds": ((0, 0, 0), (1, 0, 0)),
+    "next token of the position before": ((0, 1, 0), (0, 0, 1)),
+    "next seed, position before": ((0, 1, 0), (1, 0, 0)),
+    "far tokens": ((0, 0, 0), (0, 0, 32)),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_are_independent(name):
+    """Chi-square of pairs in a 16 x 16 table, over 2^17 keys; each pair of keys differs in what the name says."""
+    grid = uniforms_BTM(list(range(33)), [list(range(65))] * 33, 33 + 62)
+    (seed_0, position_0, token_0), (seed_1, position_1, token_1) = PAIRS[name]
+    first = grid[seed_0 : seed_0 + 32, position_0 : position_0 + 64, token_0 : token_0 + 62]
+    second = grid[seed_1 : seed_1 + 32, position_1 : position_1 + 64, token_1 : token_1 + 62]
+    cell = ((first * 16).long() * 16 + (second * 16).long()).flatten()
+    assert stats.chisquare(torch.bincount(cell, minlength=256).numpy()).pvalue > ALPHA
+    correlation = torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1].item()
+    assert abs(correlation) < 5 / math.sqrt(cell.numel())
+
+
+def test_streams_are_independent():
+    streams = [uniforms_BTM([4], [[9]], 1 << 16, stream=stream).flatten() for stream in range(4)]
+    correlation = torch.corrcoef(torch.stack(streams)).fill_diagonal_(0).abs().max().item()
+    assert correlation < 5 / math.sqrt(1 << 16)
+
+
+@pytest.mark.parametrize(
+    "seeds,positions,num_tokens",
+    [([0], [[0]], 1 << 20), ([1], [list(range(1 << 10))], 1 << 10), (list(range(1 << 10)), [[7]] * (1 << 10), 1 << 10)],
+)
+def test_no_collisions(seeds, positions, num_tokens):
+    """2^20 words are all different (64 random bits: chance of one collision 3e-8), and so are the numbers made of them."""
+    words = random_bits(torch.tensor(seeds), torch.tensor(positions), torch.arange(num_tokens)).flatten()
+    assert words.numel() == 1 << 20 and words.unique().numel() == words.numel()
+    # 52 bits: 1.2e-4 for one collision.
+    assert sampling._uniform(words).unique().numel() == words.numel()
+
+
+def test_every_input_bit_flips_half_of_the_output_bits():
+    generator = torch.Generator().manual_seed(1)
+    token = torch.randint(0, 1 << 18, (2000,), generator=generator)
+    base = random_bits(torch.tensor([77]), torch.tensor([[5]]), token).flatten()
+    for bit in range(18):
+        flipped = base ^ random_bits(torch.tensor([77]), torch.tensor([[5]]), token ^ (1 << bit)).flatten()
+        count_64 = torch.stack([(flipped >> b) & 1 for b in range(64)]).double().mean(dim=1)
+        # 64 * 18 means of 2000 coins, standard deviation 0.0112: six of them.
+        assert (count_64 - 0.5).abs().max() < 6 * 0.0112
+
+
+def test_noise_is_gumbel():
+    noise = gumbel_noise(torch.tensor([123]), torch.tensor([[0, 1]]), torch.arange(1 << 16)).flatten().double()
+    assert stats.kstest(noise.numpy(), "gumbel_r").pvalue > ALPHA
+    assert noise.mean().item() == pytest.approx(0.5772, abs=0.02)
+
+
+def test_the_largest_noise_reaches_as_far_as_it_should():
+    """Maxima of 4096 Gumbel numbers minus log 4096 are Gumbel again: the tail that decides picks is right."""
+    maxima = gumbel_noise(torch.tensor([9]), torch.arange(2000)[None], torch.arange(4096)).amax(-1).flatten()
+    assert stats.kstest(maxima.double().numpy() - math.log(4096), "gumbel_r").pvalue > ALPHA
+
+
+def test_uniform_noise_is_uniform_and_keyed():
+    seed_B, position_BT = torch.arange(400), torch.arange(250).expand(400, 250)
+    values = uniform_noise(seed_B, position_BT, stream=sampling.STREAM_ACCEPT)
+    assert values.dtype == torch.float32 and values.shape == (400, 250)
+    assert (values > 0).all() and (values < 1).all()
+    assert stats.kstest(values.flatten().double().numpy(), "uniform").pvalue > ALPHA
+    assert torch.equal(values[7:9, 3:5], uniform_noise(seed_B[7:9], position_BT[7:9, 3:5], sampling.STREAM_ACCEPT))
+    other = uniform_noise(seed_B, position_BT, stream=sampling.STREAM_RESIDUAL)
+    assert torch.corrcoef(torch.stack([values.flatten(), other.flatten()]))[0, 1].abs() < 5 / math.sqrt(1e5)
+    expected = hashing.uniform(hashing.mix64((hashing.stream_start(7, 3, 2) + hashing.GAMMA) % hashing.WORD))
+    assert values[7, 3].item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_compiled_noise_has_the_same_bits():
+    args = torch.tensor([5, -6]), torch.tensor([[10, 11], [0, 1]]), torch.arange(1001)
+    assert torch.equal(torch.compile(random_bits, fullgraph=True)(*args), random_bits(*args))
+    compiled = torch.compile(gumbel_noise, fullgraph=True)(*args)
+    assert (compiled - gumbel_noise(*args)).abs().max() < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_has_the_same_bits():
+    args = torch.tensor([5, -6]), torch.tensor([[10, 11], [0, 2**31]]), torch.arange(49152)
+    on_gpu = [a.cuda() for a in args]
+    assert torch.equal(random_bits(*on_gpu).cpu(), random_bits(*args))
+    assert torch.equal(sampling._uniform(random_bits(*on_gpu)).cpu(), sampling._uniform(random_bits(*args)))
+    difference = (gumbel_noise(*on_gpu).cpu() - gumbel_noise(*args)).abs()
+    assert (difference > 0).float().mean() < 1e-6 and difference.max() < 1e-5

@@ -1,0 +1,223 @@
+"""Warpers and the pick: against loop twins, against transformers' own warpers, against the exact distribution."""
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from scipy import stats
+
+from drafter.decoding import sampling
+from drafter.decoding.sampling import gumbel_noise, make_warp, pick, warp_logits, warped_log_probs
+from tests.reference import warpers
+
+ALPHA = 1e-6
+MINUS_INF = -math.inf
+
+
+@dataclass(frozen=True)
+class Params:
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+MIXED = [
+    Params(0.0),
+    Params(1.0),
+    Params(0.7, top_k=5),
+    Params(1.3, top_p=0.9),
+    Params(1.0, min_p=0.1),
+    Params(0.6, top_k=20, top_p=0.8, min_p=0.02),
+    Params(2.0, top_k=1),
+    Params(0.0, top_k=3, top_p=0.1, min_p=0.5),
+    Params(1.0, top_k=10_000, top_p=1e-6),
+    Params(0.01, top_p=0.999),
+]
+
+
+def random_logits(*shape, seed=0, scale=3.0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def finite_logit_tokens(warped):
+    return (warped > MINUS_INF).nonzero().flatten().tolist()
+
+
+def test_worked_example():
+    """Probabilities 0.5, 0.3, 0.15, 0.05 at temperature 1."""
+    logits_BNV = torch.tensor([[[0.5, 0.15, 0.3, 0.05]]]).log()
+    kept = {
+        Params(): [0, 1, 2, 3],
+        Params(top_k=2): [0, 2],
+        Params(top_p=0.5): [0],
+        Params(top_p=0.51): [0, 2],
+        Params(top_p=0.81): [0, 1, 2],
+        Params(min_p=0.2): [0, 1, 2],
+        Params(top_k=3, top_p=0.85): [0, 1, 2],  # 0.8 of the 0.95 that top-k leaves falls short of 0.85
+        Params(top_k=2, min_p=0.7): [0],
+    }
+    for params, tokens in kept.items():
+        warped = warp_logits(logits_BNV, make_warp([params]))[0, 0]
+        assert finite_logit_tokens(warped) == tokens, params
+        assert torch.equal(warped[tokens], logits_BNV[0, 0, tokens])
+
+
+@pytest.mark.parametrize("num_tokens", [2, 50, 601])
+def test_warp_and_pick_equal_the_loop_twins(num_tokens):
+    num_nodes = 4
+    logits_BNV = random_logits(len(MIXED), num_nodes, num_tokens, seed=num_tokens)
+    seed_B = torch.arange(len(MIXED))
+    noise_BNV = gumbel_noise(seed_B, torch.arange(num_nodes).expand(len(MIXED), -1), torch.arange(num_tokens))
+    warp = make_warp(MIXED)
+    warped_BNV = warp_logits(logits_BNV, warp)
+    pick_BN = pick(logits_BNV, noise_BNV, warp)
+    for b, params in enumerate(MIXED):
+        fields = (params.temperature, params.top_k, params.top_p, params.min_p)
+        for n in range(num_nodes):
+            logits = logits_BNV[b, n].tolist()
+            expected = warpers.warp(logits, *fields)
+            assert finite_logit_tokens(warped_BNV[b, n]) == finite_logit_tokens(torch.tensor(expected)), params
+            torch.testing.assert_close(warped_BNV[b, n], torch.tensor(expected), rtol=1e-5, atol=1e-6)
+            assert pick_BN[b, n].item() == warpers.pick(logits, noise_BNV[b, n].tolist(), *fields)
+
+
+@pytest.mark.parametrize("scale", [0.01, 2.0, 8.0])
+@pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.99])
+def test_short_list_equals_the_whole_sort(monkeypatch, scale, top_p):
+    """Nearly flat logits need the whole sort, peaked ones do not; which one ran cannot be seen in the result."""
+    logits_BNV = random_logits(3, 4, 3000, seed=1, scale=scale)
+    warp = make_warp([Params(top_p=top_p), Params(), Params(top_k=300, top_p=top_p)])
+    short = warp_logits(logits_BNV, warp)
+    monkeypatch.setattr(sampling, "_TOP_P_SHORTLIST", 3000)
+    assert torch.equal(short, warp_logits(logits_BNV, warp))
+    assert torch.equal(short[1], logits_BNV[1])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        Params(0.7),
+        Params(1.0, top_k=1),
+        Params(1.3, top_k=40),
+        Params(1.0, top_k=500),
+        Params(1.0, top_p=0.3),
+        Params(0.8, top_p=0.95),
+        Params(1.0, min_p=0.05),
+        Params(0.6, top_k=50, top_p=0.9),
+        Params(1.5, top_k=100, top_p=0.8, min_p=0.01),
+    ],
+)
+def test_same_as_transformers(params):
+    """The warpers that `generate` applies, in its order. A token on the edge of the nucleus may fall either way."""
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits_BNV = random_logits(1, 16, 400, seed=2)
+    scores = TemperatureLogitsWarper(params.temperature)(None, logits_BNV[0])
+    before_top_p = TopKLogitsWarper(params.top_k)(None, scores) if params.top_k else scores
+    expected = before_top_p
+    if params.top_p < 1:
+        expected = TopPLogitsWarper(params.top_p)(None, expected)
+    if params.min_p > 0:
+        expected = MinPLogitsWarper(params.min_p)(None, expected)
+    warped = warp_logits(logits_BNV, make_warp([params]))[0]
+    probs, order = before_top_p.double().softmax(-1).sort(-1, descending=True)
+    above = torch.zeros_like(probs).scatter_(-1, order, probs.cumsum(-1) - probs)
+    is_edge = (above - params.top_p).abs() < 1e-5
+    assert is_edge.float().mean() < 0.01 or params.top_p == 1
+    is_checked = ~is_edge if params.top_p < 1 else torch.ones_like(is_edge)
+    torch.testing.assert_close(warped[is_checked], expected[is_checked])
+
+
+def test_rows_do_not_depend_on_the_batch():
+    """Alone, a row has its own flags (no filter of the neighbours runs); the result is the same, bit for bit."""
+    logits_BNV = random_logits(len(MIXED), 5, 700, seed=3)
+    noise_BNV = gumbel_noise(torch.arange(len(MIXED)), torch.arange(5).expand(len(MIXED), -1), torch.arange(700))
+    warp = make_warp(MIXED)
+    warped_BNV, pick_BN = warp_logits(logits_BNV, warp), pick(logits_BNV, noise_BNV, warp)
+    for b, params in enumerate(MIXED):
+        alone = make_warp([params])
+        row = slice(b, b + 1)
+        assert torch.equal(warp_logits(logits_BNV[row], alone), warped_BNV[row])
+        noise = noise_BNV[row] if alone.flags.has_noise else None
+        assert torch.equal(pick(logits_BNV[row], noise, alone), pick_BN[row])
+        for n in range(5):
+            node = slice(n, n + 1)
+            noise = noise_BNV[row, node] if alone.flags.has_noise else None
+            assert torch.equal(pick(logits_BNV[row, node], noise, alone), pick_BN[row, node])
+
+
+def test_equal_logits_share_their_fate():
+    logits_BNV = torch.tensor([[[2.0, 1.0, 1.0, 1.0, 0.0]]])
+    for params in [Params(top_k=2), Params(top_p=0.6), Params(min_p=0.3)]:
+        assert finite_logit_tokens(warp_logits(logits_BNV, make_warp([params]))[0, 0]) == [0, 1, 2, 3]
+
+
+def test_low_precision_logits_are_warped_in_float32():
+    logits_BNV = random_logits(2, 3, 100, seed=4).bfloat16()
+    warp = make_warp([Params(0.7, top_p=0.9), Params(0.0)])
+    warped_BNV = warp_logits(logits_BNV, warp)
+    assert warped_BNV.dtype == torch.float32
+    assert torch.equal(warped_BNV, warp_logits(logits_BNV.float(), warp))
+
+
+def test_inputs_stay_as_they_are():
+    logits_BNV, noise_BNV = random_logits(1, 2, 50), random_logits(1, 2, 50, seed=5)
+    copies = logits_BNV.clone(), noise_BNV.clone()
+    pick(logits_BNV, noise_BNV, make_warp([Params(1.0, 5, 0.9, 0.1)]))
+    assert torch.equal(logits_BNV, copies[0]) and torch.equal(noise_BNV, copies[1])
+
+
+def test_flags_say_what_any_row_uses():
+    assert make_warp([Params(0.0, top_k=7, top_p=0.5, min_p=0.5)]).flags == sampling.WarpFlags(False, 0, False, False)
+    assert make_warp([Params(1.0, top_k=7), Params(0.5, top_k=9)]).flags == sampling.WarpFlags(True, 9, False, False)
+    assert make_warp([Params(0.0), Params(1.0, top_p=0.5, min_p=0.1)]).flags == sampling.WarpFlags(True, 0, True, True)
+
+
+def test_greedy_takes_the_lowest_of_equal_logits():
+    logits_BNV = torch.tensor([[[0.0, 5.0, 5.0]]])
+    assert pick(logits_BNV, None, make_warp([Params(0.0)])).item() == 1
+    noise_BNV = torch.tensor([[[0.0, -1.0, 9.0]]])
+    both = pick(logits_BNV.expand(2, 1, 3), noise_BNV, make_warp([Params(0.0), Params(1.0)]))
+    assert both.tolist() == [[1], [2]]
+
+
+@pytest.mark.parametrize(
+    "params", [Params(), Params(0.7), Params(1.3, top_k=4), Params(0.9, top_p=0.8), Params(min_p=0.2), Params(0.0)]
+)
+def test_picks_follow_the_distribution(params):
+    """Chi-square of 200,000 picks, one seed each, against warped_log_probs; false alarms below 1e-6."""
+    num_seeds = 200_000
+    logits_BNV = random_logits(1, 1, 8, seed=6, scale=1.0)
+    noise_BNV = gumbel_noise(torch.arange(num_seeds), torch.full((num_seeds, 1), 17), torch.arange(8))
+    warp = make_warp([params])
+    counts = torch.bincount(pick(logits_BNV.expand(1, num_seeds, 8), noise_BNV.transpose(0, 1), warp)[0], minlength=8)
+    probs = warped_log_probs(logits_BNV, warp)[0, 0].double().exp()
+    assert probs.sum().item() == pytest.approx(1.0)
+    assert (counts[probs == 0] == 0).all()
+    expected = probs[probs > 0] / probs.sum() * num_seeds
+    if expected.numel() > 1:
+        assert stats.chisquare(counts[probs > 0].numpy(), expected.numpy()).pvalue > ALPHA
+    # The test has teeth: the distribution at another temperature is told apart.
+    wrong = warped_log_probs(logits_BNV, make_warp([replace(params, temperature=params.temperature * 1.1)]))
+    wrong_expected = wrong[0, 0].double().exp()[probs > 0] * num_seeds
+    if params.temperature > 0:
+        wrong_expected *= num_seeds / wrong_expected.sum()
+        assert stats.chisquare(counts[probs > 0].numpy(), wrong_expected.numpy()).pvalue < ALPHA
+
+
+def test_log_probs_of_greedy_rows_have_all_mass_on_the_argmax():
+    log_prob_BNV = warped_log_probs(torch.tensor([[[1.0, 3.0, 3.0]]]).expand(2, 1, 3), make_warp([Params(0), Params()]))
+    assert log_prob_BNV[0, 0].tolist() == [MINUS_INF, 0.0, MINUS_INF]
+    assert log_prob_BNV[1, 0].exp().sum().item() == pytest.approx(1.0)
+
+
+@pytest.mark.slow
+def test_compiled_pick_is_the_same():
+    logits_BNV = random_logits(2, 4, 600, seed=7)
+    noise_BNV = gumbel_noise(torch.arange(2), torch.arange(4).expand(2, -1), torch.arange(600))
+    warp = make_warp([Params(0.7, top_k=50, top_p=0.9, min_p=0.01), Params(0.0)])
+    assert torch.equal(
+        torch.compile(pick, fullgraph=True)(logits_BNV, noise_BNV, warp), pick(logits_BNV, noise_BNV, warp)
+    )
