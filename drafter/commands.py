@@ -43,7 +43,7 @@ def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
     place = str(folder) if folder.is_dir() else name
     try:
         drafter = RecurrentDrafter.from_pretrained(place, use_safetensors=True)
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"--drafter {name} cannot be read: {reason}") from error
     module: Module = drafter  # whose `to` has its signature; transformers hides it behind a decorator

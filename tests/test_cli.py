@@ -13,6 +13,7 @@ import pytest
 
 from drafter import cli
 from drafter.cli import COMMANDS, build_parser, main
+from tests.tiny_files import make_drafter, make_target
 
 HELP_OF_ALL = """
 import sys, time
@@ -192,28 +193,15 @@ def test_closed_pipe_is_quiet() -> None:
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A tiny target with a tokenizer and a chat template, as a folder."""
-    from drafter.target.catalog import resolve
-    from tests.target.tiny_gguf import write_gguf
-
-    folder = tmp_path_factory.mktemp("target")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DRAFTER_HOME", str(folder / "home"))
-        yield str(resolve(str(write_gguf(folder / "tiny.gguf"))))
+        patch.setenv("DRAFTER_HOME", str(tmp_path_factory.mktemp("home")))
+        yield make_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
 def drafter(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """An untrained drafter for it."""
-    from drafter import DrafterConfig, RecurrentDrafter, Target
-
-    loaded = Target.load(target, device="cpu")
-    config = DrafterConfig(
-        vocab_size=loaded.vocab_size, hidden_size=loaded.hidden_size, head="full", target_name="tiny",
-        target_fingerprint=loaded.fingerprint,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("drafter")
-    RecurrentDrafter(config).save_pretrained(folder)
-    return str(folder)
+    return make_drafter(target, tmp_path_factory.mktemp("drafter"))
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
