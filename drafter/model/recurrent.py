@@ -132,16 +132,28 @@ class RecurrentDrafter(PreTrainedModel):
             self.output_rows_RD = rows_RD.detach().to(self.device, self.dtype).contiguous()
         return self
 
+    def set_scales(self, hidden_scale: float, embedding_scale: float) -> Self:
+        """Set the constants that bring h and e to rms 1 (see DrafterConfig)."""
+        self.config.hidden_scale = hidden_scale
+        self.config.embedding_scale = self.cell.embedding_scale = embedding_scale
+        return self
+
     def set_draft_token_ids(self, token_ids_R: Tensor) -> Self:
         """Set the draft vocabulary: int64 [R] target token ids, ascending, each once."""
         assert token_ids_R.shape == self.draft_token_ids_R.shape and bool((token_ids_R.diff() > 0).all())
         self.draft_token_ids_R.copy_(token_ids_R)
         return self
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype that linear layers give: the parameters', or autocast's where that is on (training)."""
+        device_type = self.device.type
+        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else self.dtype
+
     def init_state(self, context_XC: Tensor) -> Tensor:
         """State before the root: zeros [..., D] for contexts [..., C]."""
         shape = (*context_XC.shape[:-1], self.config.hidden_size)
-        return context_XC.new_zeros(shape, dtype=self.dtype)
+        return context_XC.new_zeros(shape, dtype=self.compute_dtype)
 
     def step(self, context_XC: Tensor, state_XD: Tensor, embedding_XD: Tensor) -> Tensor:
         """Feed one token: contexts [..., C], states [..., D], input embeddings [..., D] -> next states [..., D]."""
@@ -158,7 +170,7 @@ class RecurrentDrafter(PreTrainedModel):
 
     def fuse(self, context_XC: Tensor) -> Tensor:
         """What of the context the head reads: [..., C] -> [..., D]."""
-        context_XC = context_XC.to(self.dtype)
+        context_XC = context_XC.to(self.compute_dtype)
         return context_XC if self.fuse_context is None else self.fuse_context(context_XC)
 
     def features(self, hidden_XD: Tensor, state_XD: Tensor) -> Tensor:

@@ -1,0 +1,115 @@
+"""Make the drafter of a run: shape from the options, draft vocabulary and constants from the data and the target."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from drafter.model.config import DrafterConfig
+from drafter.model.recurrent import RecurrentDrafter
+from drafter.target.adapter import Target
+from drafter.training.checkpoint import load_drafter
+from drafter.training.options import DrafterOptions
+from drafter.training.teacher import measure_scales
+from drafter.training.vocabulary import choose_draft_vocabulary, coverage, read_token_counts
+
+_NUM_SCALE_PROMPTS = 8
+# What two configs must share for one's weights to fit the other.
+_SHAPE = (
+    "vocab_size",
+    "hidden_size",
+    "cell",
+    "context",
+    "context_layers",
+    "head",
+    "num_res_blocks",
+    "draft_vocab_size",
+)
+
+
+class Built(NamedTuple):
+    """A drafter and what there is to say about how it came to be."""
+
+    drafter: RecurrentDrafter
+    notes: list[str]
+
+
+def build_drafter(target: Target, data: Any, options: DrafterOptions, init_from: str | None) -> Built:
+    """A new drafter for ``target``, or the one of ``init_from``.
+
+    Args:
+        target: the frozen model.
+        data: a ChatDataModule (``token_counts`` and ``val_prompts`` are used).
+        options: shape.
+        init_from: exported folder or checkpoint to take weights, constants and draft vocabulary from.
+
+    Raises:
+        ValueError: ``init_from`` has another shape or target, or the draft vocabulary is larger than the target's.
+    """
+    size = options.draft_vocab_size
+    if size is not None and size > target.vocab_size:
+        raise ValueError(
+            f"--model.drafter.draft_vocab_size {size} exceeds the {target.vocab_size} tokens of {target.name!r}: "
+            "lower it"
+        )
+    config = DrafterConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        cell=options.cell,
+        context=options.context,
+        context_layers=options.context_layers,
+        head=options.head,
+        num_res_blocks=options.num_res_blocks,
+        draft_vocab_size=None if size == target.vocab_size else size,
+        draft_length=options.draft_length,
+        target_name=target.name,
+        target_revision=target.revision,
+        target_fingerprint=target.fingerprint,
+    )
+    if init_from is not None:
+        return _continued(target, config, init_from)
+    drafter = RecurrentDrafter(config)
+    notes = []
+    if config.draft_vocab_size is not None:
+        if options.token_counts is not None:
+            count_V = read_token_counts(options.token_counts, target.vocab_size)
+        else:
+            count_V = data.token_counts(target.vocab_size)
+        ids_R = choose_draft_vocabulary(count_V, config.num_outputs, always=target.eos_token_ids)
+        drafter.set_draft_token_ids(ids_R)
+        notes.append(f"draft vocabulary: {len(ids_R):,} tokens cover {coverage(count_V, ids_R):.2%} of the answers")
+    drafter.set_scales(*measure_scales(target, data.val_prompts(_NUM_SCALE_PROMPTS)))
+    return Built(drafter.bind(target), notes)
+
+
+def expect_same_shape(config: DrafterConfig, saved: dict[str, Any]) -> None:
+    """ValueError, naming the first field, when weights saved with ``saved`` do not fit ``config``."""
+    for name in _SHAPE:
+        mine, theirs = getattr(config, name), saved.get(name)
+        if name == "context_layers":
+            mine, theirs = list(mine), list(theirs or ())
+        if mine != theirs:
+            raise ValueError(
+                f"the saved drafter has {name} {theirs!r}, but this run asks for {mine!r}: "
+                "use the options it was trained with, or train from new weights"
+            )
+
+
+def describe(drafter: RecurrentDrafter) -> Iterator[str]:
+    """Parameters of each part and the size of the exported weights (bfloat16)."""
+    parts = drafter.num_parameters_by_part()
+    total = sum(parts.values())
+    listed = ", ".join(f"{name} {count:,}" for name, count in parts.items())
+    yield f"drafter: {total:,} parameters ({listed})"
+    num_bytes = 2 * total + 8 * len(drafter.draft_token_ids_R)
+    yield f"exported checkpoint: {num_bytes / 1e6:,.1f} MB in bfloat16"
+    config = drafter.config
+    yield f"input scales: hidden {config.hidden_scale:g}, embedding {config.embedding_scale:g}"
+
+
+def _continued(target: Target, config: DrafterConfig, init_from: str) -> Built:
+    drafter = load_drafter(init_from).float()
+    expect_same_shape(config, drafter.config.to_dict())
+    drafter.bind(target)
+    drafter.config.draft_length = config.draft_length
+    drafter.config.target_name = config.target_name
+    drafter.train()
+    return Built(drafter, [f"weights start from {init_from}"])

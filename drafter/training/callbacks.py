@@ -1,0 +1,86 @@
+"""Callbacks of a training run: real decoding as a validation metric, and checkpoints when a run is told to stop."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from drafter.decoding.engine import Engine
+from drafter.decoding.params import EngineConfig, SamplingParams
+
+
+class TokensPerStep(Callback):
+    """Decodes held-out prompts with the real engine after each validation and logs ``val/tokens_per_step``.
+
+    Greedy decoding, so the figure depends on the drafter alone. Runs on the first process.
+    """
+
+    def __init__(
+        self,
+        num_prompts: int = 8,
+        max_new_tokens: int = 64,
+        beam_width: int = 8,
+        draft_length: int = 4,
+        tree_size: int = 24,
+        every_n_validations: int = 1,
+    ) -> None:
+        """
+        Args:
+            num_prompts: held-out prompts to decode.
+            max_new_tokens: tokens for each.
+            beam_width: W of the engine.
+            draft_length: L of the engine.
+            tree_size: N of the engine.
+            every_n_validations: decode after every so many validations, and not in the sanity check.
+        """
+        if num_prompts < 1 or every_n_validations < 1:
+            raise ValueError("TokensPerStep: num_prompts and every_n_validations must be at least 1")
+        self._num_prompts = num_prompts
+        self._every = every_n_validations
+        self._params = SamplingParams(max_new_tokens=max_new_tokens)
+        self._config = EngineConfig(
+            max_rows=num_prompts, beam_width=beam_width, draft_length=draft_length, tree_size=tree_size
+        )
+        self._num_validations = 0
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
+        self._num_validations += 1
+        if self._num_validations % self._every:
+            return
+        value = torch.zeros((), device=pl_module.device)
+        if trainer.is_global_zero:
+            value = value + self._measure(trainer, pl_module)
+        pl_module.log("val/tokens_per_step", trainer.strategy.broadcast(value), prog_bar=True, rank_zero_only=False)
+
+    def _measure(self, trainer: Trainer, pl_module: Any) -> float:
+        """Tokens over target forwards of all prompts together."""
+        data: Any = getattr(trainer, "datamodule", None)
+        prompts = data.val_prompts(self._num_prompts)
+        target = pl_module.teacher.target
+        # A copy in the target's dtype: the drafter that is being trained keeps its own.
+        drafter = copy.deepcopy(pl_module.drafter).to(target.device, target.dtype).eval()
+        engine = Engine(target, drafter, self._config)
+        with torch.inference_mode(), torch.autocast(target.device.type, enabled=False):
+            completions = engine.generate(prompts, self._params)
+        return sum(len(c.token_ids) for c in completions) / sum(c.num_target_forwards for c in completions)
+
+
+class SaveWhenStopped(Callback):
+    """Writes ``last.ckpt`` when the run is stopped by Ctrl-C or SIGTERM, so that ``--ckpt_path last`` loses nothing.
+
+    A run that fails by itself saves nothing here: its weights may be what failed, and the last good checkpoint stays.
+    """
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        folder = getattr(trainer.checkpoint_callback, "dirpath", None)
+        if not isinstance(exception, KeyboardInterrupt | SIGTERMException) or not folder or not trainer.global_step:
+            return
+        path = Path(folder) / "last.ckpt"
+        trainer.save_checkpoint(path)
+        rank_zero_warn(f"stopped at step {trainer.global_step}; saved {path}. Go on with --ckpt_path last")

@@ -1,0 +1,62 @@
+"""The model card that stands beside exported weights."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from drafter.model.recurrent import RecurrentDrafter
+
+_TEMPLATE = """---
+library_name: drafter
+pipeline_tag: text-generation
+tags: [speculative-decoding, recurrent-drafter]
+---
+# Recurrent drafter for {target}
+
+A small recurrent head that drafts tokens for `{target}`{revision}. The target checks every draft, so its answers stay
+exactly as they are; they only come in fewer steps.
+
+```
+drafter decode --target {target} --drafter THIS_FOLDER --prompt "What is a prime number?"
+```
+
+| | |
+|---|---|
+| parameters | {num_parameters:,} ({parts}) |
+| cell, context, head | {cell}, {context}, {head} |
+| residual blocks | {num_res_blocks} |
+| draft vocabulary | {num_outputs:,} of {vocab_size:,} tokens |
+| trained to depth | {draft_length} |
+| trained positions | {trained_positions:,} in {steps:,} steps |
+
+It works with this target only; another is refused by a fingerprint of the output matrix. `run.json` says how this
+folder was made.
+
+## Training
+```json
+{training}
+```
+"""
+
+
+def model_card(drafter: RecurrentDrafter, facts: Mapping[str, Any]) -> str:
+    """Markdown; ``facts``: trained_positions, steps, and the settings under training and data."""
+    config = drafter.config
+    parts = drafter.num_parameters_by_part()
+    training = {"model": facts["training"], "data": facts["data"]}
+    return _TEMPLATE.format(
+        target=config.target_name or "an unnamed target",
+        revision=f" (revision `{config.target_revision}`)" if config.target_revision else "",
+        num_parameters=sum(parts.values()),
+        parts=", ".join(f"{name} {count:,}" for name, count in parts.items()),
+        cell=config.cell,
+        context=config.context,
+        head=config.head,
+        num_res_blocks=config.num_res_blocks,
+        num_outputs=config.num_outputs,
+        vocab_size=config.vocab_size,
+        draft_length=config.draft_length,
+        trained_positions=facts["trained_positions"],
+        steps=facts["steps"],
+        training=json.dumps(training, indent=2, default=str),
+    )

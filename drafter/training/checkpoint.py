@@ -1,0 +1,123 @@
+"""From a trainer's checkpoint to a drafter, and to the folder that users load. Nothing is unpickled but plain data."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafter.model.config import DrafterConfig
+from drafter.model.recurrent import RecurrentDrafter
+from drafter.training.card import model_card
+
+# Prefix of the drafter's tensors in the state dict of DrafterModule.
+PREFIX = "drafter."
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """A trainer's checkpoint, tensors and plain data only.
+
+    Raises:
+        ValueError: missing, damaged, not written by ``drafter train``, or holding pickled objects.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"checkpoint {str(path)!r} does not exist: give a .ckpt file that `drafter train` wrote")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        # torch.load raises pickle, zip, runtime and key errors of many types for damaged files.
+        raise ValueError(
+            f"checkpoint {str(path)!r} cannot be read: it is damaged or no checkpoint ({_line(error)})"
+        ) from error
+    if not isinstance(checkpoint, dict) or "drafter_config" not in checkpoint or "state_dict" not in checkpoint:
+        raise ValueError(f"checkpoint {str(path)!r} holds no drafter: give a .ckpt file that `drafter train` wrote")
+    return checkpoint
+
+
+def drafter_from_checkpoint(checkpoint: dict[str, Any]) -> RecurrentDrafter:
+    """The drafter of :func:`read_checkpoint`'s result."""
+    config = DrafterConfig.from_dict(dict(checkpoint["drafter_config"]))
+    drafter = RecurrentDrafter(config)
+    state: dict[str, Tensor] = {
+        name.removeprefix(PREFIX): value for name, value in checkpoint["state_dict"].items() if name.startswith(PREFIX)
+    }
+    drafter.load_state_dict(state)
+    return drafter.eval()
+
+
+def load_drafter(path: str | Path) -> RecurrentDrafter:
+    """A drafter from an exported folder or a trainer's checkpoint; ValueError when it is neither."""
+    if Path(path).is_dir():
+        try:
+            return RecurrentDrafter.from_pretrained(path)
+        except OSError as error:
+            raise ValueError(f"{str(path)!r} is no exported drafter: {_line(error)}") from error
+    return drafter_from_checkpoint(read_checkpoint(path))
+
+
+def export_checkpoint(checkpoint: str | Path, out: str | Path, *, dtype: str = "bfloat16") -> Path:
+    """Write the drafter of a trainer's checkpoint as a folder: config.json, model.safetensors, README.md, run.json.
+
+    The folder is written beside its place and then renamed, so an interrupted export leaves nothing that looks whole.
+    An exported drafter that stands there already is replaced; any other folder is refused.
+
+    Args:
+        checkpoint: a .ckpt file of ``drafter train``.
+        out: the folder.
+        dtype: ``bfloat16`` or ``float32`` weights.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: unreadable checkpoint, unknown dtype, or ``out`` is in use.
+        OSError: the disk is full or not writable.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype!r} must be one of {', '.join(DTYPES)}")
+    out = Path(out)
+    if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or _is_drafter(out))):
+        raise ValueError(f"--out {str(out)!r} exists and is no exported drafter: choose another folder or remove it")
+    read = read_checkpoint(checkpoint)
+    drafter = drafter_from_checkpoint(read)
+    torch.nn.Module.to(drafter, DTYPES[dtype])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        _write(drafter, read, scratch)
+        if out.exists():
+            shutil.rmtree(out)
+        scratch.rename(out)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return out
+
+
+def _write(drafter: RecurrentDrafter, checkpoint: dict[str, Any], folder: Path) -> None:
+    from drafter.provenance import write_run_record
+
+    drafter.config.dtype = drafter.dtype
+    drafter.save_pretrained(folder)
+    facts = {
+        "trained_positions": checkpoint.get("num_positions", 0),
+        "steps": checkpoint.get("global_step", 0),
+        "epochs": checkpoint.get("epoch", 0),
+        "training": checkpoint.get("hyper_parameters", {}),
+        "data": checkpoint.get("datamodule_hyper_parameters", {}),
+    }
+    (folder / "README.md").write_text(model_card(drafter, facts), encoding="utf-8")
+    write_run_record(folder, settings=facts)
+
+
+def _is_drafter(folder: Path) -> bool:
+    config = folder / "config.json"
+    return config.is_file() and DrafterConfig.model_type in config.read_text(encoding="utf-8", errors="replace")
+
+
+def _line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

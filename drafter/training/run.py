@@ -1,0 +1,130 @@
+"""``drafter train``: Lightning's command line over DrafterModule and ChatDataModule."""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from drafter.data.module import ChatDataModule
+from drafter.training.callbacks import SaveWhenStopped
+from drafter.training.checkpoint import export_checkpoint
+from drafter.training.lit import DrafterModule
+
+__all__ = ["export_checkpoint", "main_train"]
+
+_DEFAULT_FOLDER = "runs/drafter"
+
+
+class TrainCLI(LightningCLI):
+    """The parser of a training run: model, data, trainer, checkpoint, and where to resume."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--ckpt_path",
+            type=str | None,
+            default=None,
+            help="resume from this checkpoint; 'last': from the newest of this run's folder, or from the start if none",
+        )
+        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
+        parser.set_defaults(
+            {
+                "checkpoint.filename": "best",
+                "checkpoint.monitor": "val/loss",
+                "checkpoint.save_last": True,
+                "checkpoint.enable_version_counter": False,
+                "checkpoint.auto_insert_metric_name": False,
+            }
+        )
+        parser.link_arguments("model.target", "data.target")
+        parser.link_arguments("model.revision", "data.revision")
+        parser.link_arguments("model.trust_remote_code", "data.trust_remote_code")
+
+    def before_instantiate_classes(self) -> None:
+        """Put everything of a run into one folder: ``trainer.default_root_dir``."""
+        config: Any = self.config
+        root = config.trainer.default_root_dir or _DEFAULT_FOLDER
+        config.trainer.default_root_dir = root
+        if config.checkpoint.dirpath is None:
+            config.checkpoint.dirpath = str(Path(root) / "checkpoints")
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """CSV files by default; another logger by one line of YAML."""
+        config: Any = self.config_init
+        if config.trainer.logger is None or config.trainer.logger is True:
+            config.trainer.logger = CSVLogger(config.trainer.default_root_dir, name="logs")
+        return super().instantiate_trainer(**kwargs)
+
+
+def main_train(args: Sequence[str]) -> int:
+    """Run ``drafter train`` with command line words ``args``.
+
+    Returns:
+        Exit code.
+
+    Raises:
+        ValueError: what a user can mend: unknown options, bad values, unreadable files, divergence.
+        KeyboardInterrupt: stopped by Ctrl-C, after the checkpoint was saved.
+        SystemExit: 143 after SIGTERM, when the checkpoint was saved.
+    """
+    torch.set_float32_matmul_precision("high")
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    warnings.filterwarnings("ignore", ".*LightningCLI's args parameter.*")
+    warnings.filterwarnings("ignore", ".*Checkpoint directory .* exists and is not empty.*")
+    # Lightning warns when arguments are given beside sys.argv; these are the only ones here.
+    argv, sys.argv = sys.argv, sys.argv[:1]
+    try:
+        cli = _parse(list(args))
+    finally:
+        sys.argv = argv
+    trainer: Any = cli.trainer
+    ckpt_path = _resume_path(cli.config.ckpt_path, str(trainer.checkpoint_callback.dirpath))
+    try:
+        trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path, weights_only=True)
+    except SIGTERMException as error:
+        raise SystemExit(143) from error
+    except SystemExit as error:
+        if trainer.interrupted:
+            raise KeyboardInterrupt from error
+        raise
+    best, last = trainer.checkpoint_callback.best_model_path, trainer.checkpoint_callback.last_model_path
+    if trainer.is_global_zero:
+        print(f"done: {trainer.global_step} steps; best {best or 'none'}, last {last or 'none'}")
+    return 0
+
+
+def _parse(args: list[str]) -> TrainCLI:
+    return TrainCLI(
+        DrafterModule,
+        ChatDataModule,
+        args=args,
+        run=False,
+        seed_everything_default=0,
+        save_config_kwargs={"overwrite": True},
+        trainer_defaults={"callbacks": [SaveWhenStopped()]},
+        auto_configure_optimizers=False,
+        load_from_checkpoint_support=False,
+        parser_kwargs={"prog": "drafter train", "description": "Train a recurrent drafter for a frozen target."},
+    )
+
+
+def _resume_path(ckpt_path: str | None, folder: str) -> str | None:
+    """``last`` becomes the folder's ``last.ckpt`` (None if there is none yet); other names must exist."""
+    if ckpt_path is None:
+        return None
+    if ckpt_path == "last":
+        path = Path(folder) / "last.ckpt"
+        if not path.is_file():
+            print(f"no checkpoint in {folder} yet: starting from the beginning", file=sys.stderr)
+            return None
+        return str(path)
+    if not Path(ckpt_path).is_file():
+        raise ValueError(f"--ckpt_path {ckpt_path!r} does not exist: give a .ckpt file, or last")
+    return ckpt_path
