@@ -16,6 +16,8 @@ from drafter.target.cache import CacheShape, SlotCache
 from drafter.target.catalog import resolve
 from drafter.target.checks import (
     check_architecture,
+    check_tree_forward,
+    decoder_of,
     fingerprint_of,
     probe_cache_shape,
     probe_logit_map,
@@ -92,11 +94,12 @@ class Target:
         self.name = name
         self.revision = revision
         config = model.config.get_text_config(decoder=True)
-        output = model.get_output_embeddings()
+        output: Any = model.get_output_embeddings()
         self.output_weight_VD: Tensor = output.weight.detach()
         bias = getattr(output, "bias", None)
         self.output_bias_V: Tensor | None = None if bias is None else bias.detach()
-        self.embedding_weight_VD: Tensor = model.get_input_embeddings().weight.detach()
+        embedding: Any = model.get_input_embeddings()
+        self.embedding_weight_VD: Tensor = embedding.weight.detach()
         self.vocab_size, self.hidden_size = self.output_weight_VD.shape
         self.num_layers = int(config.num_hidden_layers)
         self.max_length = int(getattr(config, "max_position_embeddings", 0) or 0) or 2**31 - 1
@@ -104,6 +107,8 @@ class Target:
         self.fingerprint = fingerprint_of(self.output_weight_VD)
         self.cache_shape: CacheShape = probe_cache_shape(model, name)
         self._logit_map = probe_logit_map(model, name)
+        self._decoder = decoder_of(model)
+        check_tree_forward(self)
 
     @classmethod
     def load(
@@ -132,9 +137,7 @@ class Target:
         place = resolve(name)
         shared: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                place, dtype=torch_dtype, attn_implementation="sdpa", use_safetensors=True, **shared
-            )
+            model: Any = _load_model(place, torch_dtype, shared)
             tokenizer = AutoTokenizer.from_pretrained(place, **shared) if _has_tokenizer(place) else None
         except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
             raise ValueError(f"--target {name!r} cannot be loaded: {_first_line(error)}") from error
@@ -189,9 +192,9 @@ class Target:
             hidden [B, T, D] and context [B, T, C].
         """
         assert cache is None or mask is not None, "a forward over a slot cache needs its mask"
-        output = self.model.base_model(
+        output = self._decoder(
             input_ids=token_BT,
-            attention_mask=mask,
+            attention_mask=self._own_mask(mask),
             position_ids=position_BT,
             past_key_values=cache,
             use_cache=cache is not None,
@@ -208,7 +211,7 @@ class Target:
         return self._logit_map(self.model.get_output_embeddings()(hidden))
 
     def new_cache(self, num_rows: int, num_slots: int) -> SlotCache:
-        """An empty :class:`SlotCache` of ``num_rows`` rows and ``num_slots`` slots in this target's dtype and device."""
+        """An empty :class:`SlotCache` of ``num_rows`` rows and ``num_slots`` slots for this target."""
         return SlotCache(self.cache_shape, num_rows, num_slots, dtype=self.dtype, device=self.device)
 
     def check_length(self, num_tokens: int) -> None:
@@ -216,8 +219,8 @@ class Target:
         window = sliding_window_of(self.model)
         if window is not None and num_tokens > window:
             raise ValueError(
-                f"target {self.name!r} has layers with a sliding window of {window} tokens, shorter than the context of "
-                f"{num_tokens} tokens asked for: use shorter prompts, fewer new tokens, or --max-length {window}"
+                f"target {self.name!r} has layers with a sliding window of {window} tokens, shorter than the context "
+                f"of {num_tokens} tokens asked for: use shorter prompts, fewer new tokens, or --max-length {window}"
             )
 
     def encode(self, text: str) -> list[int]:
@@ -244,10 +247,27 @@ class Target:
         """Text of token ids."""
         return str(self._tokenizer().decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
+    def _own_mask(self, mask: Tensor | None) -> Tensor | None:
+        """The mask as the model's attention reads a ready 4-D mask: eager attention adds it to the scores."""
+        if mask is None or self.model.config._attn_implementation != "eager":
+            return mask
+        return torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, torch.finfo(self.dtype).min)
+
     def _tokenizer(self) -> Any:
         if self.tokenizer is None:
             raise ValueError(f"target {self.name!r} has no tokenizer: give token ids")
         return self.tokenizer
+
+
+def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -> PreTrainedModel:
+    """SDPA attention where the model has it; else (soft-capped scores, attention sinks) its own plain formulas."""
+    arguments = {"dtype": dtype, "use_safetensors": True, **shared}
+    try:
+        return AutoModelForCausalLM.from_pretrained(place, attn_implementation="sdpa", **arguments)
+    except ValueError as error:
+        if "attn_implementation" not in str(error):
+            raise
+        return AutoModelForCausalLM.from_pretrained(place, attn_implementation="eager", **arguments)
 
 
 def _has_tokenizer(place: Path | str) -> bool:

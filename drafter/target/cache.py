@@ -22,7 +22,7 @@ class CacheShape(NamedTuple):
     value_dim: int
 
     def num_bytes(self, num_rows: int, num_slots: int, dtype: torch.dtype) -> int:
-        """Bytes of a cache of ``num_rows`` rows and ``num_slots`` usable slots (one spare slot is added to each row)."""
+        """Bytes of a cache of ``num_rows`` rows and ``num_slots`` usable slots (each row gets a spare one)."""
         per_slot = self.num_layers * self.num_heads * (self.key_dim + self.value_dim) * dtype.itemsize
         return per_slot * num_rows * (num_slots + 1)
 

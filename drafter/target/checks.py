@@ -1,25 +1,35 @@
 """Which models can be a target: asked of the model itself, by small probes, rather than of a list of names.
 
-Shapes: B rows · T tokens · V vocabulary · D hidden size.
+Shapes: B rows · T tokens · N tree nodes · V vocabulary · D hidden size.
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from drafter.target.cache import CacheShape
+from drafter.target.mask import chunk_mask, tree_mask
+
+if TYPE_CHECKING:
+    from drafter.target.adapter import Target
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+_MASKABLE = ("sdpa", "eager")  # attention implementations that take any mask as a tensor
 _NUM_SKETCH_VALUES = 32
+
+# What models raise that cannot do with a 4-D mask, positions or a foreign cache.
+_FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
 
 
 def check_architecture(model: PreTrainedModel, name: str) -> None:
     """Refuse, with the reason, models whose state a tree of tokens cannot use.
 
     Raises:
-        ValueError: encoder-decoder, linear-attention or recurrent layers, no output matrix.
+        ValueError: encoder-decoder, linear-attention or recurrent layers, no output matrix, an attention kernel
+            without masks.
     """
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
@@ -32,8 +42,32 @@ def check_architecture(model: PreTrainedModel, name: str) -> None:
             f"target {name!r} has layers of kind {what}: their state cannot branch into a tree or be rolled back; "
             "only plain key/value attention works"
         )
-    if model.get_output_embeddings() is None or model.base_model is model:
+    if "local" in (getattr(text, "attention_layers", None) or ()):
+        raise ValueError(
+            f"target {name!r} has local attention layers that count their window from the end of the cache, not from "
+            "the position of a token: a tree of tokens cannot use them"
+        )
+    if model.get_output_embeddings() is None or decoder_of(model) is model:
         raise ValueError(f"target {name!r} is no causal LM: it has no output matrix over the vocabulary")
+    kernel = getattr(config, "_attn_implementation", None) or "eager"
+    if kernel not in _MASKABLE:
+        raise ValueError(
+            f"target {name!r} runs with attention {kernel!r}, which takes no tree mask: "
+            "load the model with attn_implementation='sdpa'"
+        )
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without its output matrix: token ids in, final hidden states (after the last norm) out."""
+    # Llama 4 names a base that it does not have, and then says that it is its own decoder.
+    found: tuple[Any, ...] = (model.base_model, model.get_decoder(), getattr(model, "model", model))
+    return next((decoder for decoder in found if decoder is not model), model)
+
+
+def _embedding_of(model: PreTrainedModel) -> Tensor:
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight
 
 
 def sliding_window_of(model: PreTrainedModel) -> int | None:
@@ -56,16 +90,18 @@ def probe_cache_shape(model: PreTrainedModel, name: str) -> CacheShape:
         ValueError: a layer stores something else than one key and one value per head and token, or layers differ.
     """
     cache = DynamicCache()
-    token_BT = torch.zeros(1, 2, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
-    model.base_model(input_ids=token_BT, past_key_values=cache, use_cache=True)
+    token_BT = torch.zeros(1, 2, dtype=torch.int64, device=_embedding_of(model).device)
+    decoder_of(model)(input_ids=token_BT, past_key_values=cache, use_cache=True)
     shapes = set()
     for layer in cache.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or keys.ndim != 4 or keys.shape[2] != 2 or values.shape[2] != 2:
-            raise ValueError(f"target {name!r} keeps a state other than keys and values per token; it cannot be drafted for")
+            raise ValueError(
+                f"target {name!r} keeps a state other than keys and values per token; it cannot be drafted for"
+            )
         shapes.add((keys.shape[1], keys.shape[3], values.shape[3]))
     if len(shapes) != 1:
-        raise ValueError(f"target {name!r}: layers store keys of different shapes {sorted(shapes)}; this is not supported")
+        raise ValueError(f"target {name!r} has layers with keys of different shapes {sorted(shapes)}: not supported")
     num_heads, key_dim, value_dim = shapes.pop()
     return CacheShape(len(cache.layers), num_heads, key_dim, value_dim)
 
@@ -81,11 +117,12 @@ def probe_logit_map(model: PreTrainedModel, name: str) -> Callable[[Tensor], Ten
         ValueError: none does, so that picks from our logits would not be the model's.
     """
     config = model.config.get_text_config(decoder=True)
-    device = model.get_input_embeddings().weight.device
-    token_BT = torch.arange(1, 4, device=device)[None] % model.get_input_embeddings().weight.shape[0]
+    embedding_VD = _embedding_of(model)
+    token_BT = torch.arange(1, 4, device=embedding_VD.device)[None] % embedding_VD.shape[0]
     wanted_BTV = model(input_ids=token_BT, use_cache=False).logits.float()
-    raw_BTV = model.get_output_embeddings()(model.base_model(input_ids=token_BT, use_cache=False).last_hidden_state)
-    maps: list[Callable[[Tensor], Tensor]] = [_identity]
+    raw_BTV = model.get_output_embeddings()(decoder_of(model)(input_ids=token_BT, use_cache=False).last_hidden_state)
+    # What the configuration names comes first: on small logits a soft cap looks like nothing.
+    maps: list[Callable[[Tensor], Tensor]] = []
     scales = [getattr(config, "logit_scale", None)]
     divisor = getattr(config, "logits_scaling", None)
     scales.append(1.0 / divisor if divisor else None)
@@ -93,12 +130,85 @@ def probe_logit_map(model: PreTrainedModel, name: str) -> Callable[[Tensor], Ten
     cap = getattr(config, "final_logit_softcapping", None)
     if cap:
         maps.append(_soft_cap(float(cap)))
+    maps.append(_identity)
     tolerance = 1e-4 if raw_BTV.dtype == torch.float32 else 2e-2
     for logit_map in maps:
         got_BTV = logit_map(raw_BTV).float()
         if torch.allclose(got_BTV, wanted_BTV, rtol=tolerance, atol=tolerance):
             return logit_map
     raise ValueError(f"target {name!r} computes its logits from the last hidden state in a way that is not known here")
+
+
+@torch.no_grad()
+def check_tree_forward(target: "Target") -> None:
+    """Run a small tree the way decoding does and compare every node with a plain forward over its path.
+
+    Two rows with prefixes of different length share a forward over five nodes::
+
+        root -> a -> c
+             -> b -> d
+
+    A model that takes positions from somewhere else (ALiBi biases by slot, counts of a 2-D mask), or does not honour
+    the mask, gives b, c and d other hidden states than their paths do. The yardstick is how far those three are from
+    what a plain causal forward over the packed nodes gives, that is from ignoring the tree.
+
+    Raises:
+        ValueError: the model cannot run a tree, or runs it wrong.
+    """
+    target.check_length(10)
+    try:
+        tree_XD, path_XD, chain_XD = _run_small_tree(target)
+    except torch.OutOfMemoryError:
+        raise
+    except _FORWARD_ERRORS as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"target {target.name!r} cannot run a tree of tokens, which brings its own mask and positions (models with "
+            f"ALiBi want to make both themselves): {reason}"
+        ) from error
+    distance = (tree_XD - path_XD).norm().item()
+    yardstick = (chain_XD - path_XD).norm().item()
+    # Rounding: a few units in the last place; in 16 bits that is most of what can be told.
+    rounding = 16 * torch.finfo(target.dtype).eps * path_XD.norm().item()
+    if not distance <= 0.01 * yardstick + rounding:
+        raise ValueError(
+            f"target {target.name!r} gives tokens of a tree other hidden states than the same tokens in a row "
+            f"(off by {distance:.2g}, ignoring the tree by {yardstick:.2g}): its attention does not heed the mask, or "
+            "takes positions from elsewhere than the position argument (ALiBi does)"
+        )
+
+
+def _run_small_tree(target: "Target") -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states float32 [6, D] of the nodes b, c, d of both rows: as a tree, by paths, and as a plain chain."""
+    device, num_slots = target.device, 12
+    sizes = (3, 5)
+    token_BT = (torch.arange(1, 21, device=device).view(2, 10) * 7919) % target.vocab_size
+    prefix_BT, tree_BN = token_BT[:, :5], token_BT[:, 5:]
+    depth_N = torch.tensor([0, 1, 1, 2, 2], device=device)
+    ancestor_NN = torch.eye(5, dtype=torch.bool, device=device)
+    for node, ancestor in ((1, 0), (2, 0), (3, 0), (3, 1), (4, 0), (4, 2)):
+        ancestor_NN[node, ancestor] = True
+    cache = target.new_cache(2, num_slots)
+    length_B = torch.tensor(sizes, device=device)
+    position_T = torch.arange(5, device=device)
+    cache.plan(torch.where(position_T < length_B[:, None], position_T, cache.spare_slot), num_visible=num_slots)
+    mask = chunk_mask(torch.zeros_like(length_B), 5, num_slots)
+    target.forward(prefix_BT, position_BT=position_T.expand(2, -1), mask=mask, cache=cache)
+    cache.plan(length_B[:, None] + position_T, num_visible=num_slots)
+    mask = tree_mask(length_B, ancestor_NN.expand(2, -1, -1), num_slots)
+    hidden_BND = target.forward(tree_BN, position_BT=length_B[:, None] + depth_N, mask=mask, cache=cache).hidden_BTD
+
+    # Rows of plain causal forwards, padded on the right: root a c, root b d, and all five in a row.
+    orders = ([0, 1, 3], [0, 2, 4], [0, 1, 2, 3, 4])
+    plain_XT = torch.zeros(6, 10, dtype=torch.int64, device=device)
+    for row, size in enumerate(sizes):
+        for order, nodes in enumerate(orders):
+            line_T = torch.cat([prefix_BT[row, :size], tree_BN[row, nodes]])
+            plain_XT[3 * row + order, : len(line_T)] = line_T
+    plain_XTD = target.forward(plain_XT).hidden_BTD
+    path = [plain_XTD[3 * row + o, size + i] for row, size in enumerate(sizes) for o, i in ((1, 1), (0, 2), (1, 2))]
+    chain = [plain_XTD[3 * row + 2, size + i] for row, size in enumerate(sizes) for i in (2, 3, 4)]
+    return hidden_BND[:, 2:].flatten(0, 1).float(), torch.stack(path).float(), torch.stack(chain).float()
 
 
 def _identity(logits: Tensor) -> Tensor:
