@@ -1,0 +1,135 @@
+"""A JSONL file that a run appends to and a later run continues, whatever happened in between.
+
+Every row is one ``write`` that ends with a line feed. A killed process can tear the last line only; what follows the
+last line feed is cut off when the file is opened again. The settings that decide about the rows stand beside the file
+and must be the same ones.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+_BLOCK = 1 << 20
+
+
+class Journal:
+    """Append-only rows under ``path``, settings under ``path + ".settings.json"``.
+
+    Attributes:
+        rows: what the file held when it was opened, in order.
+        num_torn_bytes: length of the torn last line that was cut off.
+
+    Raises:
+        ValueError: the file was begun with other settings or is damaged in the middle; another run is writing it.
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, path: str | Path, settings: Mapping[str, Any]) -> None:
+        self.path = Path(path).expanduser()
+        if self.path.suffix == ".gz":
+            raise ValueError(
+                f"--out {path}: rows are appended one by one, so the file cannot be compressed; use .jsonl"
+            )
+        if self.path.is_dir():
+            raise ValueError(f"--out {path} is a folder: give the name of a .jsonl file")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.settings_path = self.path.with_name(self.path.name + ".settings.json")
+        # Unbuffered: a row is with the operating system, and so survives this process, when `append` returns.
+        self._file = self.path.open("ab+", buffering=0)
+        try:
+            self._lock()
+            self._check_settings(json.loads(json.dumps(settings)))
+            self.num_torn_bytes = self._cut_torn_line()
+            self.rows = list(self._read())
+        except BaseException:
+            self._file.close()
+            raise
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one row; OSError when the disk is full (the torn line is cut off at the next start)."""
+        data = (json.dumps(row, ensure_ascii=False) + "\n").encode()
+        num_written = self._file.write(data)
+        if num_written != len(data):
+            raise OSError(f"{self.path}: the disk is full; finished rows are kept, run again to continue")
+
+    def close(self) -> None:
+        """Force the rows to the disk and give the file back."""
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"--out {self.path}: another run is writing this file; give each run its own") from error
+
+    def _check_settings(self, settings: dict[str, Any]) -> None:
+        is_new = self._file.seek(0, os.SEEK_END) == 0
+        if self.settings_path.is_file() and not is_new:
+            recorded = self._recorded_settings()
+            for name in sorted(settings.keys() | recorded.keys()):
+                if settings.get(name) != recorded.get(name):
+                    raise ValueError(
+                        f"--out {self.path} was begun with {name} = {recorded.get(name)!r}, now it is "
+                        f"{settings.get(name)!r}: use the same settings to continue, or another --out"
+                    )
+        elif not is_new:
+            raise ValueError(
+                f"--out {self.path} holds rows but no {self.settings_path.name} lies beside it, so it cannot be "
+                "continued: give another --out"
+            )
+        else:
+            beside = self.settings_path.with_name(f".{self.settings_path.name}.tmp-{os.getpid()}")
+            try:
+                beside.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+                beside.replace(self.settings_path)
+            finally:
+                beside.unlink(missing_ok=True)
+
+    def _recorded_settings(self) -> dict[str, Any]:
+        try:
+            return dict(json.loads(self.settings_path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{self.settings_path} is damaged: give another --out, or restore it") from error
+
+    def _cut_torn_line(self) -> int:
+        """Cut what follows the last line feed; how many bytes that was."""
+        size = self._file.seek(0, os.SEEK_END)
+        end = size
+        while end > 0:
+            start = max(0, end - _BLOCK)
+            self._file.seek(start)
+            found = self._file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                end = start + found + 1
+                break
+            end = start
+        if end < size:
+            self._file.truncate(end)
+        return size - end
+
+    def _read(self) -> Iterator[dict[str, Any]]:
+        with self.path.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise ValueError(
+                        f"{self.path}, line {number}: damaged ({error}); remove the line to go on"
+                    ) from error
+                if not isinstance(row, dict):
+                    raise ValueError(f"{self.path}, line {number}: no row of this program; give another --out")
+                yield row
