@@ -2,6 +2,7 @@
 
 from drafter.decoding.beam import BeamProposer, BeamSearch
 from drafter.decoding.candidates import Proposer, RootOnly
+from drafter.decoding.lookup import LookupSource, PromptLookupProposer
 from drafter.decoding.params import EngineConfig
 from drafter.model.recurrent import RecurrentDrafter
 from drafter.target.adapter import Target
@@ -21,15 +22,15 @@ def make_proposer(
     Raises:
         ValueError: what the method needs is missing or does not fit the target.
     """
-    if config.method == "autoregressive":
+    if config.method == "autoregressive" or config.num_nodes == 1:
         return RootOnly()
     if config.method == "redrafter":
         if drafter is None:
             raise ValueError("--method redrafter needs a drafter: give --drafter DIR, or --method autoregressive")
-        if config.num_nodes == 1:
-            return RootOnly()
         search = _beam_search(config, target, drafter)
         return BeamProposer(search, config.num_nodes, config.tree_policy, coupled=config.coupled)
+    if config.method == "lookup":
+        return PromptLookupProposer(_lookup(config, target), config.num_nodes)
     raise ValueError(f"--method {config.method} is not available")
 
 
@@ -43,3 +44,8 @@ def _beam_search(config: EngineConfig, target: Target, drafter: RecurrentDrafter
     # A tree of N nodes is at most N - 1 deep.
     length = min(config.draft_length, config.num_nodes - 1)
     return BeamSearch(drafter, target, config.beam_width, length, config.tau)
+
+
+def _lookup(config: EngineConfig, target: Target) -> LookupSource:
+    length = min(config.lookup_length, config.num_nodes - 1)
+    return LookupSource(config.beam_width, length, config.max_ngram, target.device)

@@ -63,6 +63,26 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class RequestOptions:
+    """What a caller wants to know of one request and how its tokens may come. None of it changes a token.
+
+    Attributes:
+        speculate: False: its drafts are not looked at, so that its tokens come one per target forward; a step in which
+            no row speculates is plain decoding.
+        num_logprobs: log-probabilities of its tokens, and of so many likeliest tokens at each position; None: no.
+        want_tree: each update brings the tree of its step.
+    """
+
+    speculate: bool = True
+    num_logprobs: int | None = None
+    want_tree: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_logprobs is not None:
+            _require_int("num_logprobs", self.num_logprobs, low=0)
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Settings of one engine.
 
@@ -70,7 +90,7 @@ class EngineConfig:
         method: what proposes; ``autoregressive`` proposes nothing (N = 1).
         max_rows: B, rows that decode at the same time.
         max_length: slots of a row (prompt + answer + tree); None takes what the prompts of a call need.
-        beam_width: W, beams kept at each drafting step (for lookup and recycling: branches of a node).
+        beam_width: W, beams kept at each drafting step (for lookup: matches that are followed).
         draft_length: L, drafting steps, the greatest depth of a tree.
         tree_size: N, nodes that the target verifies in one forward, root included; None: 24, or all that W and L can
             draft if that is less.
@@ -81,7 +101,10 @@ class EngineConfig:
         verify: ``coupled`` picks by keyed noise; ``rejection`` is the rule of two-model speculative decoding
             (draft-model only).
         num_draft_tokens: gamma, tokens that a draft model proposes.
+        max_ngram: longest match that lookup tells from longer ones.
+        lookup_length: tokens that a match proposes.
         prefill_chunk: prompt tokens per forward.
+        reuse_prefixes: a prompt that begins like what a row of the cache holds takes keys and values from there.
         compile: compile the step (torch.compile).
     """
 
@@ -96,7 +119,10 @@ class EngineConfig:
     tau: float = 1.0
     verify: Verification = "coupled"
     num_draft_tokens: int = 5
+    max_ngram: int = 8
+    lookup_length: int = 10
     prefill_chunk: int = 256
+    reuse_prefixes: bool = False
     compile: bool = False
 
     def __post_init__(self) -> None:
@@ -112,6 +138,8 @@ class EngineConfig:
             _require_int("tree_size", self.tree_size, low=1, high=1024)
         _require_number("tau", self.tau, above=0.0)
         _require_int("num_draft_tokens", self.num_draft_tokens, low=1, high=64, flag="gamma")
+        _require_int("max_ngram", self.max_ngram, low=1, high=32)
+        _require_int("lookup_length", self.lookup_length, low=1, high=64)
         _require_int("prefill_chunk", self.prefill_chunk, low=1)
         if self.verify == "rejection" and self.method != "draft-model":
             raise ValueError(

@@ -1,0 +1,106 @@
+"""Lists of drafted nodes from any number of sources, made into one tree: equal nodes become one.
+
+Shapes: B rows · M nodes of a list, level after level · X nodes of one level · N tree nodes.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from drafter.decoding.candidates import Candidates, pack_nodes
+
+
+class NodeList(NamedTuple):
+    """Drafted nodes without their root, all of depth 1 first, then all of depth 2, and so on.
+
+    Attributes:
+        token_BM: int64 [B, M].
+        parent_BM: index into the list, a node of the level above; -1 = the root. int64 [B, M].
+        score_BM: log of the (estimated) probability that the node is accepted, never above its parent's; -inf for
+            places that hold no node. float32 [B, M].
+        level_sizes: number of places at depth 1, 2, ...; they sum to M. The same for all rows, known to the host.
+    """
+
+    token_BM: Tensor
+    parent_BM: Tensor
+    score_BM: Tensor
+    level_sizes: tuple[int, ...]
+
+    @property
+    def depth_M(self) -> Tensor:
+        """Depth of every place, int64 [M]."""
+        size_L = torch.tensor(self.level_sizes)
+        depth_M = torch.arange(1, len(self.level_sizes) + 1).repeat_interleave(size_L)
+        return depth_M.to(self.token_BM.device)
+
+    def pack(self, root_B: Tensor, num_nodes: int) -> Candidates:
+        """The ``num_nodes - 1`` best nodes behind their root (see :func:`pack_nodes`); no two may be equal."""
+        depth_BM = self.depth_M.expand_as(self.token_BM)
+        return pack_nodes(root_B, self.token_BM, self.parent_BM, depth_BM, self.score_BM, num_nodes)
+
+
+def concatenate(lists: Sequence[NodeList]) -> NodeList:
+    """One list of all nodes; equal ones stay side by side.
+
+    Two sources with levels of sizes (1, 1) and (2,) become levels (3, 1): the nodes of depth 1 of both, then those of
+    depth 2, and parents are renumbered.
+    """
+    num_levels = max(len(item.level_sizes) for item in lists)
+    sizes = [[*item.level_sizes, *[0] * (num_levels - len(item.level_sizes))] for item in lists]
+    starts = [[0, *accumulate(size)] for size in sizes]
+    level_sizes = tuple(sum(level) for level in zip(*sizes, strict=True))
+    tokens, parents, scores = [], [], []
+    above = 0  # where the level above starts in the new list
+    below = 0
+    for level in range(num_levels):
+        offset = above
+        for item, size, start in zip(lists, sizes, starts, strict=True):
+            span = slice(start[level], start[level + 1])
+            tokens.append(item.token_BM[:, span])
+            scores.append(item.score_BM[:, span])
+            parent_BX = item.parent_BM[:, span]
+            parents.append(parent_BX if level == 0 else parent_BX - start[level - 1] + offset)
+            if level:
+                offset += size[level - 1]
+        above, below = below, below + level_sizes[level]
+    return NodeList(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), level_sizes)
+
+
+def merge_equal(nodes: NodeList) -> NodeList:
+    """Keep one of several nodes that hold the same token under the same parent.
+
+    The first of the list stays, with the highest score of them all, and takes over their children; the others become
+    places without a node. The list (7 -> 9), (7 -> 8), written level by level::
+
+        token  [7, 7, 9, 8]    parent [-1, -1, 0, 1]    score [-2, -1, -4, -3]     becomes
+        token  [7, 7, 9, 8]    parent [-1, -1, 0, 0]    score [-1, -inf, -4, -3]
+
+    Scores still never rise from parent to child: the best of equal children has a parent that scores at least as high,
+    and that parent is merged into the one that stays.
+
+    Args:
+        nodes: any list.
+
+    Returns:
+        A list of the same shape.
+    """
+    place_BM = torch.empty_like(nodes.parent_BM)  # which node stands for each
+    parents, scores = [], []
+    start = 0
+    for level, size in enumerate(nodes.level_sizes):
+        span = slice(start, start + size)
+        token_BX, score_BX, parent_BX = nodes.token_BM[:, span], nodes.score_BM[:, span], nodes.parent_BM[:, span]
+        if level:
+            parent_BX = place_BM.gather(1, parent_BX)
+        same_BXX = (token_BX[:, :, None] == token_BX[:, None, :]) & (parent_BX[:, :, None] == parent_BX[:, None, :])
+        first_BX = same_BXX.int().argmax(dim=2)  # of several largest the first
+        best_BX = torch.where(same_BXX, score_BX[:, None, :], -torch.inf).amax(dim=2)
+        is_first_BX = first_BX == torch.arange(size, device=first_BX.device)
+        place_BM[:, span] = first_BX + start
+        parents.append(parent_BX)
+        scores.append(torch.where(is_first_BX, best_BX, -torch.inf))
+        start += size
+    return nodes._replace(parent_BM=torch.cat(parents, 1), score_BM=torch.cat(scores, 1))

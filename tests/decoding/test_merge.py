@@ -1,0 +1,101 @@
+"""Node lists: concatenated and merged like sets of paths, and packed into trees that the verification can trust."""
+
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafter.decoding.candidates import Candidates
+from drafter.decoding.merge import NodeList, concatenate, merge_equal
+from tests.reference.merge_loop import Node, merge_loop, paths_of
+
+
+def random_list(generator: random.Random, num_rows: int) -> NodeList:
+    """Levels of random sizes over an alphabet of three tokens, with places that hold no node."""
+    sizes = tuple(generator.randint(1, 4) for _ in range(generator.randint(1, 4)))
+    rows = []
+    for _ in range(num_rows):
+        tokens: list[int] = []
+        parents: list[int] = []
+        scores: list[float] = []
+        start = 0
+        for level, size in enumerate(sizes):
+            above = range(start - sizes[level - 1], start) if level else range(-1, 0)
+            start += size
+            for _ in range(size):
+                parents.append(generator.choice(above))
+                tokens.append(generator.randrange(3))
+                top = scores[parents[-1]] if level else 0.0
+                scores.append(-math.inf if generator.random() < 0.2 else top - generator.choice((0.0, 0.5, 1.25)))
+        rows.append((tokens, parents, scores))
+    token_BM, parent_BM, score_BM = (torch.tensor([row[i] for row in rows]) for i in range(3))
+    return NodeList(token_BM, parent_BM, score_BM.float(), sizes)
+
+
+def nodes_of(nodes: NodeList, row: int) -> list[Node]:
+    return paths_of(nodes.token_BM[row].tolist(), nodes.parent_BM[row].tolist(), nodes.score_BM[row].tolist())
+
+
+def assert_tree(tree: Candidates) -> None:
+    """Parents first and one level above, real parents of real nodes, no two equal children, padding on its own."""
+    num_nodes = tree.token_BN.shape[1]
+    for token, parent, depth, is_node in zip(*(item.tolist() for item in tree[:4]), strict=True):
+        assert is_node[0] and depth[0] == 0 and parent[0] == 0
+        for node in range(1, num_nodes):
+            if is_node[node]:
+                assert parent[node] < node and is_node[parent[node]] and depth[node] == depth[parent[node]] + 1
+            else:
+                assert parent[node] == node
+        edges = [(parent[node], token[node]) for node in range(1, num_nodes) if is_node[node]]
+        assert len(set(edges)) == len(edges)
+
+
+def test_worked_example() -> None:
+    inf = math.inf
+    nodes = NodeList(
+        torch.tensor([[7, 7, 9, 8]]), torch.tensor([[-1, -1, 0, 1]]), torch.tensor([[-2.0, -1, -4, -3]]), (2, 2)
+    )
+    merged = merge_equal(nodes)
+    assert merged.token_BM.tolist() == [[7, 7, 9, 8]]
+    assert merged.parent_BM.tolist() == [[-1, -1, 0, 0]]
+    assert merged.score_BM.tolist() == [[-1, -inf, -4, -3]]
+
+
+def test_concatenation_example() -> None:
+    one = NodeList(torch.tensor([[1, 2]]), torch.tensor([[-1, 0]]), torch.tensor([[-1.0, -2.0]]), (1, 1))
+    other = NodeList(torch.tensor([[3, 4]]), torch.tensor([[-1, -1]]), torch.tensor([[-3.0, -4.0]]), (2,))
+    both = concatenate([other, one])
+    assert both.level_sizes == (3, 1) and both.depth_M.tolist() == [1, 1, 1, 2]
+    assert both.token_BM.tolist() == [[3, 4, 1, 2]]
+    assert both.parent_BM.tolist() == [[-1, -1, -1, 2]]
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 10**6), num_sources=st.integers(1, 3))
+def test_merging_equals_the_loop(seed: int, num_sources: int) -> None:
+    generator = random.Random(seed)
+    sources = [random_list(generator, 2) for _ in range(num_sources)]
+    both = concatenate(sources)
+    merged = merge_equal(both)
+    for row in range(2):
+        listed = [node for source in sources for node in nodes_of(source, row)]
+        assert sorted(nodes_of(both, row)) == sorted(listed)
+        found = nodes_of(merged, row)
+        assert len({node.path for node in found}) == len(found)
+        assert {node.path: pytest.approx(node.score) for node in found} == merge_loop(listed)
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 10**6), num_nodes=st.integers(1, 12))
+def test_what_is_packed_is_a_tree_of_the_best(seed: int, num_nodes: int) -> None:
+    generator = random.Random(seed)
+    merged = merge_equal(concatenate([random_list(generator, 3) for _ in range(2)]))
+    num_nodes = min(num_nodes, 1 + merged.token_BM.shape[1])
+    tree = merged.pack(torch.tensor([0, 1, 2]), num_nodes)
+    assert_tree(tree)
+    for row in range(3):
+        num_real = min(num_nodes - 1, len(nodes_of(merged, row)))
+        assert int(tree.is_node_BN[row].sum()) == 1 + num_real
