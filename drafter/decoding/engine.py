@@ -1,17 +1,17 @@
-"""Engine: prompts in, answers out. ``step`` = schedule rows, prefill, propose, verify, accept, commit, hand out tokens."""
+"""Engine: prompts in, answers out. ``step`` = schedule, prefill, propose, verify, accept, commit, hand out tokens."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple
 
 from tqdm import tqdm
 
+from drafter.decoding.candidates import Proposer, RootOnly, StatelessRows
 from drafter.decoding.factory import context_layers_of, make_proposer
-from drafter.decoding.params import EngineConfig, SamplingParams
-from drafter.decoding.runner import PrefillRow, Runner
+from drafter.decoding.params import EngineConfig, RequestOptions, SamplingParams
+from drafter.decoding.prefix import PrefixIndex
+from drafter.decoding.results import Completion, StreamEvent, Update, event_of
+from drafter.decoding.runner import PrefillRow, Runner, StepResult, StepWants
 from drafter.decoding.scheduler import PrefillChunk, Scheduler
-from drafter.decoding.sequence import FinishReason
 from drafter.decoding.sequence import Sequence as TokenSequence
 from drafter.decoding.text import IncrementalText
 from drafter.model.recurrent import RecurrentDrafter
@@ -20,49 +20,6 @@ from drafter.target.adapter import Target
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 _LARGEST_BUCKET = 64  # above, the number of rows is rounded up to a multiple of this
-
-
-@dataclass(frozen=True)
-class Completion:
-    """An answer.
-
-    Attributes:
-        index: place of its prompt in the call.
-        prompt_ids: the prompt's token ids.
-        token_ids: generated tokens, a produced stop token included.
-        text: text of the answer, without stop token and stop string.
-        finish_reason: ``stop`` or ``length`` (``abort`` only when taken back).
-        num_target_forwards: forwards of the target that generated tokens (prefill not counted).
-        tokens_per_step: len(token_ids) / num_target_forwards.
-        seconds: from the start of its prefill to its end.
-        num_accepted: drafted tokens kept by each step.
-    """
-
-    index: int
-    prompt_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: FinishReason
-    num_target_forwards: int
-    tokens_per_step: float
-    seconds: float
-    num_accepted: list[int] = field(repr=False)
-
-
-class StreamEvent(NamedTuple):
-    """News of one prompt: tokens of a step, the text that became certain, and at the end the whole answer."""
-
-    index: int
-    token_ids: list[int]
-    text: str
-    completion: Completion | None
-
-
-class Update(NamedTuple):
-    """News of one request after a step."""
-
-    sequence: TokenSequence
-    token_ids: list[int]
 
 
 class Engine:
@@ -95,6 +52,9 @@ class Engine:
         self._scheduler = Scheduler(self.config.max_rows)
         self._runner: Runner | None = None
         self._ids = count()
+        self._plain = RootOnly()
+        self._prefixes = PrefixIndex()
+        self._is_arranged = True
 
     # -- whole calls -----------------------------------------------------------------------------------------------
 
@@ -145,11 +105,13 @@ class Engine:
             raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts: give one, or one for each")
         encoded = [self.encode(prompt, raw=raw) for prompt in prompts]
         self.reserve(max((self._num_slots_of(len(ids), p) for ids, p in zip(encoded, each, strict=True)), default=0))
-        index_of = {self.add(ids, p).request_id: index for index, (ids, p) in enumerate(zip(encoded, each, strict=True))}
+        index_of = {
+            self.add(ids, p).request_id: index for index, (ids, p) in enumerate(zip(encoded, each, strict=True))
+        }
         try:
             while self.has_work:
                 for update in self.step():
-                    yield _event(index_of[update.sequence.request_id], update)
+                    yield event_of(index_of[update.sequence.request_id], update)
         finally:
             # A caller that stops listening leaves no row behind.
             for request_id in index_of:
@@ -190,11 +152,12 @@ class Engine:
             return
         if self.has_work:
             raise ValueError(
-                f"a request needs {num_slots} slots but the running rows have {self._runner and self._runner.num_slots}: "
+                f"a request needs {num_slots} slots but running rows have {self._runner and self._runner.num_slots}: "
                 "set --max-length to the longest prompt and answer together"
             )
         num_slots = -(-num_slots // 64) * 64
         self._scheduler = Scheduler(self.config.max_rows)
+        self._prefixes.clear()
         self._runner = None  # the old cache is freed before the new one is made
         self._runner = Runner(
             self.target,
@@ -205,7 +168,14 @@ class Engine:
         )
         self.proposer.reserve(self.config.max_rows, num_slots)
 
-    def add(self, prompt_ids: Sequence[int], params: SamplingParams, *, want_text: bool = True) -> TokenSequence:
+    def add(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        options: RequestOptions | None = None,
+        *,
+        want_text: bool = True,
+    ) -> TokenSequence:
         """Queue a request; it starts at a step when a row is free.
 
         Raises:
@@ -220,7 +190,8 @@ class Engine:
         elif params.stop:
             raise ValueError(f"stop strings {params.stop} need a tokenizer, which target {self.target.name!r} lacks")
         stop_ids = frozenset((*own_stops, *params.stop_token_ids))
-        sequence = TokenSequence(next(self._ids), list(prompt_ids), params, limit, stop_ids, text)
+        options = options or RequestOptions()
+        sequence = TokenSequence(next(self._ids), list(prompt_ids), params, limit, stop_ids, text, options)
         self._scheduler.add(sequence)
         return sequence
 
@@ -234,30 +205,100 @@ class Engine:
         """One step of all rows; returns the news of those that decoded."""
         runner = self._runner
         assert runner is not None, "step without a request"
-        started, moves = self._scheduler.schedule()
+        self._arrange(runner)
         rows = self._scheduler.rows
-        for source, destination in moves:
-            runner.move(source, destination, rows[destination].num_committed)
-            self.proposer.move(source, destination)
-        for sequence in started:
-            runner.admit(sequence.row, sequence.prompt_ids, sequence.params)
-            self.proposer.admit(sequence.row, sequence.prompt_ids)
-            sequence.start()
-        runner.vacate(len(rows))
         self._prefill(runner)
         is_active = [sequence.is_prefilled for sequence in rows]
         if not any(is_active):
             return []
         padding = min(_bucket(len(rows)), self.config.max_rows) - len(rows)
         longest = max(sequence.num_committed for sequence in rows)
-        emitted = runner.step(self.proposer, is_active + [False] * padding, longest)
-        return [
-            Update(sequence, sequence.extend(tokens))
-            for sequence, tokens in zip(list(rows), emitted, strict=False)
-            if sequence.is_prefilled
-        ]
+        proposer, wants = self._wants([sequence for sequence in rows if sequence.is_prefilled])
+        result = runner.step(proposer, is_active + [False] * padding, longest, wants)
+        return [self._update(sequence, result) for sequence in list(rows) if sequence.is_prefilled]
+
+    def drop(self, keep: int = 0) -> list[TokenSequence]:
+        """After a step that raised: take back running requests, the latest first, until ``keep`` are left.
+
+        Those that are left go on as if the step had not been. None can be left when it failed while rows were set up.
+        Waiting requests stay.
+
+        Returns:
+            The requests taken back.
+        """
+        running = sorted(
+            (item for item in self._scheduler.rows if not item.is_finished), key=lambda item: item.request_id
+        )
+        dropped = running[keep:] if self._is_arranged else running
+        for sequence in dropped:
+            sequence.finish("abort")
+        if len(dropped) == len(running):
+            self._scheduler.rows.clear()  # what their slots hold is in doubt
+        self._is_arranged = True
+        self._prefixes.clear()
+        return dropped
+
+    def limit_rows(self, num_rows: int) -> None:
+        """Run at most so many rows from now on (never more than ``max_rows``); running requests are not interrupted."""
+        self._scheduler.row_limit = max(1, min(num_rows, self.config.max_rows))
 
     # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _arrange(self, runner: Runner) -> None:
+        """Free finished rows, start waiting requests, close gaps."""
+        self._is_arranged = False
+        scheduler = self._scheduler
+        if self.config.reuse_prefixes:
+            # Running rows are looked at only when someone may take from them.
+            self._prefixes.note(item for item in scheduler.rows if item.is_finished or scheduler.waiting)
+        started, moves = scheduler.schedule()
+        for source, destination in moves:
+            runner.move(source, destination, scheduler.rows[destination].num_committed)
+            self.proposer.move(source, destination)
+            self._prefixes.copy(source, destination)
+        for sequence in started:
+            runner.admit(sequence.row, sequence.prompt_ids, sequence.params)
+            self.proposer.admit(sequence.row, sequence.prompt_ids)
+            self._share_prefix(runner, sequence)
+            sequence.start()
+        runner.vacate(len(scheduler.rows))
+        self._is_arranged = True
+
+    def _share_prefix(self, runner: Runner, sequence: TokenSequence) -> None:
+        """Give a row that was just admitted the slots that another row has already, and save what the row held."""
+        row, prefixes = sequence.row, self._prefixes
+        shared = prefixes.find(sequence.prompt_ids)
+        refuge = prefixes.refuge(row, shared, range(len(self._scheduler.rows), self.config.max_rows))
+        if refuge is not None:
+            runner.cache.copy_row(row, refuge, prefixes.length(row))
+            prefixes.copy(row, refuge)
+        if shared is not None:
+            runner.share(shared.row, row, shared.num_tokens)
+            sequence.num_prefilled = sequence.num_shared = shared.num_tokens
+        prefixes.hold(row, sequence.prompt_ids[: sequence.num_prefilled])
+
+    def _wants(self, active: list[TokenSequence]) -> tuple[Proposer, StepWants | None]:
+        """Who drafts this step, and what the rows that decode ask for."""
+        mute_rows = [item.row for item in active if not item.options.speculate]
+        wanted = [item.options.num_logprobs for item in active if item.options.num_logprobs is not None]
+        wants = StepWants(
+            mute_rows,
+            [item.row for item in active if item.options.num_logprobs is not None],
+            max(wanted, default=0),
+            [item.row for item in active if item.options.want_tree],
+        )
+        if len(mute_rows) == len(active) and isinstance(self.proposer, StatelessRows):
+            return self._plain, wants._replace(mute_rows=[])
+        return self.proposer, wants if any(wants) else None
+
+    def _update(self, sequence: TokenSequence, result: StepResult) -> Update:
+        row = sequence.row
+        taken = sequence.extend(result.emitted[row])
+        logprobs = result.logprobs.get(row)
+        if logprobs is not None:
+            num_top = sequence.options.num_logprobs
+            logprobs = [item._replace(top=item.top[:num_top]) for item in logprobs[: len(taken)]]
+        return Update(sequence, taken, logprobs, result.trees.get(row))
 
     def _prefill(self, runner: Runner) -> None:
         for run in _neighbours(self._scheduler.prefill_chunks(self.config.prefill_chunk)):
@@ -312,21 +353,3 @@ def _neighbours(chunks: list[PrefillChunk]) -> Iterator[list[PrefillChunk]]:
         run.append(chunk)
     if run:
         yield run
-
-
-def _event(index: int, update: Update) -> StreamEvent:
-    sequence = update.sequence
-    completion = None
-    if sequence.finish_reason is not None:
-        completion = Completion(
-            index=index,
-            prompt_ids=sequence.prompt_ids,
-            token_ids=list(sequence.token_ids),
-            text=sequence.text.text if sequence.text is not None else "",
-            finish_reason=sequence.finish_reason,
-            num_target_forwards=sequence.num_forwards,
-            tokens_per_step=sequence.tokens_per_step,
-            seconds=sequence.seconds,
-            num_accepted=sequence.num_accepted,
-        )
-    return StreamEvent(index, update.token_ids, sequence.text.take() if sequence.text is not None else "", completion)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from drafter.decoding.candidates import Candidates, Proposer, RowState, StepOutcome
 from drafter.decoding.params import SamplingParams
+from drafter.decoding.report import StepTree, TokenLogprob, read_logprobs, read_trees
 from drafter.decoding.sampling import STREAM_RESIDUAL, Warp, gumbel_noise, make_warp, pick, warped_log_probs
 from drafter.decoding.verify import Accepted, accept_picks, accept_samples
 from drafter.target.adapter import Target
@@ -26,6 +27,29 @@ class PrefillRow(NamedTuple):
     row: int
     start: int
     token_ids: list[int]
+
+
+class StepWants(NamedTuple):
+    """What a step's caller asks for besides the tokens; rows are indices.
+
+    Attributes:
+        mute_rows: rows whose drafts are not looked at, so that they emit one token.
+        logprob_rows: rows whose tokens' log-probabilities are wanted, ``num_logprobs`` alternatives with each.
+        tree_rows: rows whose trees are wanted.
+    """
+
+    mute_rows: list[int]
+    logprob_rows: list[int]
+    num_logprobs: int
+    tree_rows: list[int]
+
+
+class StepResult(NamedTuple):
+    """Emitted tokens of each row, uncut, empty for rows that are not active; and by row what else was asked for."""
+
+    emitted: list[list[int]]
+    logprobs: dict[int, list[TokenLogprob]]
+    trees: dict[int, StepTree]
 
 
 class Runner:
@@ -80,6 +104,12 @@ class Runner:
         self._params[row] = params
         self._warps.clear()
 
+    def share(self, source: int, row: int, num_tokens: int) -> None:
+        """Begin an admitted row with the first ``num_tokens`` slots of ``source``, which hold the same tokens."""
+        if source != row:
+            self.cache.copy_row(source, row, num_tokens)
+        self._length_B[row] = num_tokens
+
     def vacate(self, first_row: int) -> None:
         """Rows from ``first_row`` on are empty: as padding of a bucket they must stay within their slots."""
         self._length_B[first_row:] = 0
@@ -126,16 +156,19 @@ class Runner:
         self._length_B[span] = start_B + size_B
 
     @torch.inference_mode()
-    def step(self, proposer: Proposer, is_active: Sequence[bool], max_committed: int) -> list[list[int]]:
+    def step(
+        self, proposer: Proposer, is_active: Sequence[bool], max_committed: int, wants: StepWants | None = None
+    ) -> StepResult:
         """Propose, verify, accept, commit for the rows 0 .. len(is_active)-1.
 
         Args:
             proposer: drafts the trees.
             is_active: rows that decode; the others (still in prefill, or padding of a bucket) only keep the shape.
             max_committed: the longest row's committed slots, known to the host.
+            wants: what else is asked for.
 
         Returns:
-            The emitted tokens of each row, uncut; empty for rows that are not active.
+            Tokens, and what was asked for.
         """
         num_rows = len(is_active)
         warp = self._warp(num_rows)
@@ -144,13 +177,31 @@ class Runner:
         has_noise = warp.flags.has_noise and not self._is_rejection  # that rule draws its own
         noise_BLV = self._noise(rows, proposer.max_depth) if has_noise else None
         candidates = proposer.propose(rows, noise_BLV)
+        if wants is not None and wants.mute_rows:
+            candidates = self._mute(candidates, wants.mute_rows)
         accepted, outcome, context_BNC = self._verify(rows, candidates, noise_BLV, proposer.max_depth)
         proposer.observe(rows, outcome)
         emitted_BL = accepted.emitted(candidates)
+        counted_BL = torch.cat([accepted.num_accepted_B[:, None] + 1, emitted_BL], dim=1)
+        logprobs: dict[int, list[TokenLogprob]] = {}
+        trees: dict[int, StepTree] = {}
+        if wants is not None and wants.logprob_rows:
+            logits_BNV = outcome.logits_BNV
+            logprobs = read_logprobs(logits_BNV, accepted, emitted_BL, wants.logprob_rows, wants.num_logprobs)
+        if wants is not None and wants.tree_rows:
+            trees = read_trees(candidates, accepted, wants.tree_rows)
         self._commit(rows, accepted, emitted_BL, context_BNC)
         # The one wait for the device: tokens and their count leave together.
-        counted = torch.cat([accepted.num_accepted_B[:, None] + 1, emitted_BL], dim=1).tolist()
-        return [line[1 : 1 + line[0]] if active else [] for line, active in zip(counted, is_active, strict=True)]
+        emitted = [
+            line[1 : 1 + line[0]] if active else [] for line, active in zip(counted_BL.tolist(), is_active, strict=True)
+        ]
+        return StepResult(emitted, logprobs, trees)
+
+    def _mute(self, candidates: Candidates, rows: list[int]) -> Candidates:
+        """Turn all drafted nodes of some rows into padding, so that the root's own pick is all they emit."""
+        is_node_BN = candidates.is_node_BN.clone()
+        is_node_BN[torch.tensor(rows, device=is_node_BN.device), 1:] = False
+        return candidates._replace(is_node_BN=is_node_BN)
 
     def _warp(self, num_rows: int) -> Warp:
         if num_rows not in self._warps:
@@ -182,6 +233,8 @@ class Runner:
         ancestor_BNN = candidates.ancestors(max_depth)
         num_nodes = candidates.token_BN.shape[1]
         slot_BN = rows.length_B[:, None] + torch.arange(num_nodes, device=rows.length_B.device)
+        # Rows that do not decode keep their slots as they are, also when they are only what a finished request left.
+        slot_BN = torch.where(rows.is_active_B[:, None], slot_BN, self.cache.spare_slot)
         self.cache.plan(slot_BN, num_visible=rows.num_visible)
         output = self.target.forward(
             candidates.token_BN,
@@ -205,23 +258,29 @@ class Runner:
         return accepted, outcome, output.context_BTC
 
     def _commit(self, rows: RowState, accepted: Accepted, emitted_BL: Tensor, context_BNC: Tensor) -> None:
-        """Move the accepted slots together, and go on from the bonus token; rows that are not active stay as they are."""
+        """Move the accepted slots together, go on from the bonus token; rows that are not active stay as they are."""
         num_rows, num_emitted = emitted_BL.shape
         active_B = rows.is_active_B
         step_L = torch.arange(1, num_emitted, device=emitted_BL.device)
         if num_emitted > 1:
-            # Depth d of the path goes to slot length + d. Behind the accepted ones the last is copied again: those slots
-            # are not committed and the next tree overwrites them. (Rows in prefill: likewise behind their length.)
-            self.cache.move_slots(rows.length_B[:, None] + accepted.path_BL[:, 1:], rows.length_B[:, None] + step_L)
+            # Depth d of the path goes to slot length + d. Behind the accepted ones the last is copied again: those
+            # slots are not committed and the next tree overwrites them. Rows that are not active move nothing.
+            from_BL = torch.where(active_B[:, None], rows.length_B[:, None] + accepted.path_BL[:, 1:], 0)
+            to_BL = torch.where(active_B[:, None], rows.length_B[:, None] + step_L, 0)
+            self.cache.move_slots(from_BL, to_BL)
         last_B1 = accepted.path_BL[:, -1:]
         context_BC = context_BNC.gather(1, last_B1[:, :, None].expand(-1, -1, context_BNC.shape[2]))[:, 0]
         # Tokens behind the committed length mean nothing, so rows that are not active may be written there as well.
         place_BL = rows.length_B[:, None] + torch.arange(1, num_emitted + 1, device=emitted_BL.device)
         kept_BL = torch.where(active_B[:, None], emitted_BL, self._history_BS[:num_rows].gather(1, place_BL))
         self._history_BS[:num_rows].scatter_(1, place_BL, kept_BL)
-        self._context_BC[:num_rows] = torch.where(active_B[:, None], context_BC, rows.context_BC)
-        self._root_B[:num_rows] = torch.where(active_B, accepted.bonus_B, rows.root_B)
-        self._length_B[:num_rows] = rows.length_B + (accepted.num_accepted_B + 1) * active_B
+        context_BC = torch.where(active_B[:, None], context_BC, rows.context_BC)
+        root_B = torch.where(active_B, accepted.bonus_B, rows.root_B)
+        length_B = rows.length_B + (accepted.num_accepted_B + 1) * active_B
+        # Only now, when no allocation can fail any more, the rows go on: a step that ran out of memory changed nothing.
+        self._context_BC[:num_rows] = context_BC
+        self._root_B[:num_rows] = root_B
+        self._length_B[:num_rows] = length_B
 
 
 def _by_depth(noise_BLV: Tensor | None, candidates: Candidates) -> Tensor | None:
@@ -229,5 +288,3 @@ def _by_depth(noise_BLV: Tensor | None, candidates: Candidates) -> Tensor | None
     if noise_BLV is None or candidates.token_BN.shape[1] == 1:
         return noise_BLV
     return noise_BLV.gather(1, candidates.depth_BN[:, :, None].expand(-1, -1, noise_BLV.shape[2]))
-
-

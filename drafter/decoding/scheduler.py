@@ -26,12 +26,15 @@ class Scheduler:
 
     Rows in use are kept at the front, so that a step runs over rows 0 .. n-1: a finished row is taken by a waiting
     request, or else by the last row in use, which moves.
+
+    Attributes:
+        row_limit: most rows in use; lowered when memory is short, it takes effect as rows finish.
     """
 
     def __init__(self, num_rows: int) -> None:
         self.waiting: deque[Sequence] = deque()
         self.rows: list[Sequence] = []
-        self._num_rows = num_rows
+        self.row_limit = num_rows
 
     @property
     def has_work(self) -> bool:
@@ -54,7 +57,7 @@ class Scheduler:
         while row < len(self.rows):
             if not self.rows[row].is_finished:
                 row += 1
-            elif self.waiting:
+            elif self.waiting and len(self.rows) <= self.row_limit:
                 self._release(row)
                 started.append(self._start(row))
             elif self.rows[-1].is_finished:
@@ -66,7 +69,7 @@ class Scheduler:
                 moves.append((last.row, row))
                 last.row = row
                 self.rows[row] = last
-        while self.waiting and len(self.rows) < self._num_rows:
+        while self.waiting and len(self.rows) < self.row_limit:
             self.rows.append(self.waiting[0])
             started.append(self._start(len(self.rows) - 1))
         return Schedule(started, moves)
@@ -82,7 +85,8 @@ class Scheduler:
 
     def prefill_chunks(self, chunk: int) -> list[PrefillChunk]:
         """Prompt parts for this step: one ``chunk`` of tokens in all while others decode, else one for every row."""
-        pending = [sequence for sequence in self.rows if not sequence.is_prefilled]
+        # In order of arrival: by row, newcomers in the first rows could starve a prompt in the last.
+        pending = sorted((item for item in self.rows if not item.is_prefilled), key=lambda item: item.request_id)
         is_decoding = len(pending) < len(self.rows)
         budget = chunk if is_decoding else chunk * len(pending)
         chunks = []

@@ -5,7 +5,7 @@ from collections.abc import Sequence as ABCSequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from drafter.decoding.params import SamplingParams
+from drafter.decoding.params import RequestOptions, SamplingParams
 from drafter.decoding.text import IncrementalText
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -22,9 +22,11 @@ class Sequence:
         limit: most tokens it may generate (``max_new_tokens``, or less where the context ends).
         stop_ids: tokens that end it.
         text: incremental text, or None where nobody wants text.
+        options: what the caller wants to know besides.
         token_ids: generated tokens.
         num_accepted: for each step, how many of its tokens were drafted.
-        num_prefilled: prompt tokens in the cache so far; the last prompt token is never prefilled, it is the first root.
+        num_prefilled: prompt tokens in the cache so far; the last one is never prefilled, it is the first root.
+        num_shared: of them, those whose keys and values were copied from another row.
         num_forwards: target forwards that generated tokens (prefill not counted).
         finish_reason: None while running.
     """
@@ -35,10 +37,12 @@ class Sequence:
     limit: int
     stop_ids: frozenset[int]
     text: IncrementalText | None = None
+    options: RequestOptions = field(default_factory=RequestOptions)
     row: int = -1
     token_ids: list[int] = field(default_factory=list)
     num_accepted: list[int] = field(default_factory=list)
     num_prefilled: int = 0
+    num_shared: int = 0
     num_forwards: int = 0
     finish_reason: FinishReason | None = None
     created: float = field(default_factory=time.perf_counter)

@@ -15,6 +15,8 @@ class IncrementalText:
     Attributes:
         text: all text that is certain.
         is_stopped: a stop string was found; ``text`` ends before it.
+        ends: for every token, where the text ended after it; a token in the middle of a character adds nothing, the one
+            that completes it all of it.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
@@ -25,6 +27,7 @@ class IncrementalText:
         self._window_end = 0  # tokens up to here are in the text
         self._seen = ""  # everything decoded
         self._num_given = 0
+        self.ends: list[int] = []
         self.is_stopped = False
 
     @property
@@ -36,6 +39,7 @@ class IncrementalText:
         """Add one token."""
         self._token_ids.append(token_id)
         self._advance(is_last=False)
+        self.ends.append(len(self._seen))
         if self._stop and not self.is_stopped:
             found = [position for position in (self._seen.find(stop) for stop in self._stop) if position >= 0]
             if found:
@@ -47,6 +51,7 @@ class IncrementalText:
         if not self.is_stopped:
             self._advance(is_last=True)
             self._stop = ()
+            self.ends[-1:] = [len(self._seen)] if self.ends else []
 
     def take(self) -> str:
         """The text that became certain since the last call."""

@@ -1,0 +1,60 @@
+"""A tiny random target with a byte-level tokenizer and chat template, and an untrained drafter for it, in memory."""
+
+from functools import cache
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from drafter.decoding.engine import Engine
+from drafter.decoding.params import EngineConfig
+from drafter.model.config import DrafterConfig
+from drafter.model.recurrent import RecurrentDrafter
+from drafter.target.adapter import Target
+from tests.data.tiny import END, tiny_tokenizer
+
+CONTEXT = 512  # tokens
+
+
+@cache
+def tiny_target() -> Target:
+    """A Llama of two layers whose every token is a byte or a few; peaked enough that rounding decides nothing."""
+    tokenizer = tiny_tokenizer()
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.convert_tokens_to_ids(END),
+    )
+    return Target.from_model(LlamaForCausalLM(config), tokenizer, name="tiny")
+
+
+@cache
+def tiny_drafter() -> RecurrentDrafter:
+    """An untrained drafter: wide beams make some of its drafts right."""
+    target = tiny_target()
+    torch.manual_seed(8)
+    config = DrafterConfig(vocab_size=target.vocab_size, hidden_size=target.hidden_size, num_res_blocks=0)
+    return RecurrentDrafter(config).eval()
+
+
+def tiny_engine(**settings: object) -> Engine:
+    """An engine as a server uses it: one size of rows, prefixes reused, a wide tree."""
+    fields: dict[str, object] = {
+        "max_rows": 4,
+        "max_length": 256,
+        "beam_width": 64,
+        "draft_length": 2,
+        "tree_size": 96,
+        "prefill_chunk": 32,
+        "reuse_prefixes": True,
+    }
+    config = EngineConfig(**(fields | settings))  # type: ignore[arg-type]
+    return Engine(tiny_target(), tiny_drafter() if config.method == "redrafter" else None, config)
