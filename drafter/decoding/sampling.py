@@ -123,8 +123,7 @@ class WarpParams(Protocol):
 
 @dataclass(frozen=True)
 class WarpFlags:
-    """What the host knows about the rows of a Warp: unused filters cost nothing, and nobody reads tensors to find
-    out."""
+    """What the host knows about the rows of a Warp, so that filters that no row uses cost nothing."""
 
     has_noise: bool = True  # any row with temperature > 0
     max_top_k: int = 0  # largest top_k of all rows; 0 = no row has one

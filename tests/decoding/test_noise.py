@@ -144,7 +144,7 @@ def test_streams_are_independent():
     [([0], [[0]], 1 << 20), ([1], [list(range(1 << 10))], 1 << 10), (list(range(1 << 10)), [[7]] * (1 << 10), 1 << 10)],
 )
 def test_no_collisions(seeds, positions, num_tokens):
-    """2^20 words are all different (64 random bits: chance of one collision 3e-8), and so are the numbers made of them."""
+    """2^20 words are all different (64 random bits: chance of one collision 3e-8), so are the numbers made of them."""
     words = random_bits(torch.tensor(seeds), torch.tensor(positions), torch.arange(num_tokens)).flatten()
     assert words.numel() == 1 << 20 and words.unique().numel() == words.numel()
     # 52 bits: 1.2e-4 for one collision.

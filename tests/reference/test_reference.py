@@ -1,0 +1,271 @@
+"""The readable reference: the toy drafter by its numbers, vmap for beams and batch, acceptance rules, whole answers."""
+
+from functools import partial
+
+import pytest
+import torch
+from scipy import stats
+from torch.func import vmap
+
+from drafter import reference
+from drafter.reference import Draws, Node, sample_sequence
+
+ALPHA = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def toy_step(llm_state, rnn_state, token):
+    """[d], [h], [] -> [h], []: rnn_state' = rnn_state + token, token' = token + sum(rnn_state')."""
+    return with_next_token(rnn_state + token, token)
+
+
+def with_next_token(rnn_state, token):
+    """[h], [] -> [h], []."""
+    return rnn_state, token + rnn_state.sum()
+
+
+def simple_step(llm_state, rnn_state, token):
+    """[d], [h], [] -> [h], []: rnn_state' = 2 rnn_state, token' = token + 1."""
+    return 2 * rnn_state, token + 1
+
+
+D, H, L = 8, 4, 3
+CHAINS = [[0, 0, 0, 0], [100, 500, 2900, 16900], [200, 1000, 5800, 33800]]
+
+
+chain = partial(sample_sequence, toy_step, L, H)
+beams = vmap(chain, in_dims=(None, 0))
+batch = vmap(beams, in_dims=(0, 0))
+
+
+class TestToyDrafter:
+    def test_one_step(self):
+        """[d], [h], [] -> [h], []."""
+        rnn_state, token = toy_step(torch.zeros(D), torch.zeros(H), torch.tensor(100.0))
+        assert rnn_state.tolist() == [100.0] * H and token.item() == 500.0
+        rnn_state, token = toy_step(torch.zeros(D), rnn_state, token)
+        assert rnn_state.tolist() == [600.0] * H and token.item() == 2900.0
+
+    def test_one_sequence(self):
+        """[d], [] -> [l + 1]."""
+        assert chain(torch.zeros(D), torch.tensor(100.0)).tolist() == CHAINS[1]
+        assert chain(torch.zeros(D, dtype=torch.int64), torch.tensor(100)).tolist() == CHAINS[1]
+
+    def test_beams(self):
+        """[d], [w] -> [w, l + 1]: in_dims (None, 0), all beams read the same llm_state."""
+        assert beams(torch.zeros(D), torch.tensor([0.0, 100.0, 200.0])).tolist() == CHAINS
+
+    def test_batch(self):
+        """[b, d], [b, w] -> [b, w, l + 1]: in_dims (0, 0), every row has its own llm_state."""
+        tokens = torch.tensor([0.0, 100.0, 200.0]).repeat(2, 1)
+        assert batch(torch.zeros(2, D), tokens).tolist() == [CHAINS, CHAINS]
+
+    def test_length_zero_is_the_token_itself(self):
+        assert sample_sequence(toy_step, 0, H, torch.zeros(D), torch.tensor(7.0)).tolist() == [7.0]
+
+
+def test_simple_variant():
+    """rnn_state' = 2 rnn_state, token' = token + 1: from 100 on it counts, for beams and rows alike."""
+    simple_chain = partial(sample_sequence, simple_step, L, H)
+    simple_batch = vmap(vmap(simple_chain, in_dims=(None, 0)), in_dims=(0, 0))
+    assert simple_chain(torch.zeros(D), torch.tensor(100.0)).tolist() == [100, 101, 102, 103]
+    expected = [[0, 1, 2, 3], [100, 101, 102, 103], [200, 201, 202, 203]]
+    assert simple_batch(torch.zeros(2, D), torch.tensor([[0.0, 100.0, 200.0]] * 2)).tolist() == [expected] * 2
+    state, _ = simple_step(torch.zeros(D), torch.full((H,), 3.0), torch.tensor(0.0))
+    assert state.tolist() == [6.0] * H
+
+
+def random_weights(v=11, d=5, h=6, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(v, d), (h, d), (h, h), (h,), (v, d + h)]
+    return reference.Weights(*(torch.randn(*shape, generator=generator) for shape in shapes))
+
+
+def test_rnn_step_is_the_formula():
+    weights, llm_state, rnn_state = random_weights(), torch.randn(5), torch.randn(6)
+    state, token = reference.rnn_step(weights, llm_state, rnn_state, torch.tensor(3))
+    before = weights.w @ weights.embedding[3] + weights.u @ rnn_state + weights.b
+    torch.testing.assert_close(state, before / (1 + (-before).exp()))
+    logits = weights.head[:, :5] @ llm_state + weights.head[:, 5:] @ state
+    assert token.item() == logits.argmax().item()
+
+
+def test_vmap_of_a_real_drafter_equals_a_loop():
+    step = partial(reference.rnn_step, random_weights())
+    drafts = partial(sample_sequence, step, 4, 6)
+    llm_state, token = torch.randn(3, 5), torch.randint(11, (3, 4))
+    batched = vmap(vmap(drafts, in_dims=(None, 0)), in_dims=(0, 0))(llm_state, token)
+    assert batched.shape == (3, 4, 5)
+    for b in range(3):
+        for w in range(4):
+            assert batched[b, w].tolist() == drafts(llm_state[b], token[b, w]).tolist()
+
+
+def test_max_fn_worked_example():
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
+    torch.testing.assert_close(reference.max_fn(p - q), torch.tensor([0.75, 0.25, 0.0]))
+
+
+P = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.2, 0.2, 0.6]])
+Q = torch.tensor([[0.2, 0.2, 0.6], [0.1, 0.6, 0.3]])
+
+
+@pytest.mark.parametrize(
+    "draft,coin,num_accepted,bonus",
+    [
+        ([0, 1], [0.99, 0.99], 2, [0.2, 0.2, 0.6]),  # p >= q at both: kept whatever the coins; then p itself
+        ([2, 1], [0.32, 0.0], 2, [0.2, 0.2, 0.6]),  # p / q = 1/3 at the first
+        ([2, 1], [0.34, 0.0], 0, [0.75, 0.25, 0.0]),  # rejected: nothing after it counts, the residual of row 0
+    ],
+)
+def test_accept_chain_worked_example(draft, coin, num_accepted, bonus):
+    accepted = reference.accept_chain(P, Q, torch.tensor(draft), torch.tensor(coin))
+    assert accepted.item() == num_accepted
+    torch.testing.assert_close(reference.bonus_distribution(P, Q, accepted), torch.tensor(bonus))
+
+
+def test_accept_chain_batches_by_vmap():
+    """[b, l + 1, v], [b, l, v], [b, l], [b, l] -> [b], and the bonus distributions [b, v]."""
+    draft = torch.tensor([[0, 1], [2, 1], [2, 1]])
+    coin = torch.tensor([[0.99, 0.99], [0.32, 0.0], [0.34, 0.0]])
+    p, q = P.expand(3, -1, -1), Q.expand(3, -1, -1)
+    accepted = vmap(reference.accept_chain)(p, q, draft, coin)
+    assert accepted.tolist() == [2, 2, 0]
+    bonus = vmap(reference.bonus_distribution)(p, q, accepted)
+    torch.testing.assert_close(bonus, torch.tensor([[0.2, 0.2, 0.6], [0.2, 0.2, 0.6], [0.75, 0.25, 0.0]]))
+
+
+# The tree of docs/reference.md: root -> (7 -> 9 -> 5, 2), 8 -> 9
+NODES = [
+    Node(1, 0, 0, 0.0),
+    Node(7, 0, 1, -0.2),
+    Node(8, 0, 1, -1.6),
+    Node(9, 1, 2, -0.5),
+    Node(2, 1, 2, -1.9),
+    Node(9, 2, 2, -2.0),
+    Node(5, 3, 3, -0.9),
+]
+
+
+def test_tree_worked_example():
+    assert reference.path_to(NODES, 6) == [0, 1, 3, 6]
+    parent = torch.tensor([node.parent for node in NODES])
+    expected = [
+        [1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0],
+        [1, 0, 1, 0, 0, 0, 0],
+        [1, 1, 0, 1, 0, 0, 0],
+        [1, 1, 0, 0, 1, 0, 0],
+        [1, 0, 1, 0, 0, 1, 0],
+        [1, 1, 0, 1, 0, 0, 1],
+    ]
+    assert reference.ancestors(parent, 3).int().tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "picks,emitted,last",
+    [
+        ([7, 9, 0, 5, 0, 0, 4], [7, 9, 5, 4], 6),
+        ([7, 9, 0, 6, 0, 0, 4], [7, 9, 6], 3),
+        ([8, 9, 9, 5, 5, 3, 4], [8, 9, 3], 5),
+        ([6, 7, 9, 9, 9, 9, 9], [6], 0),
+    ],
+)
+def test_walk_worked_example(picks, emitted, last):
+    """The walk in words, and without a loop; picks[i] is what the target picks after node i."""
+
+    def pick(text):
+        drafted = text[2:]
+        paths = {tuple(NODES[j].token for j in reference.path_to(NODES, i)[1:]): i for i in range(len(NODES))}
+        return picks[paths[tuple(drafted)]]
+
+    assert reference.walk(NODES, pick, [0, 1]) == emitted
+    token, parent, depth = (torch.tensor([node[k] for node in NODES]) for k in range(3))
+    arguments = token, parent, depth, torch.tensor(picks)
+    assert reference.accept_tree(*arguments, 3).item() == last
+    batched = vmap(partial(reference.accept_tree, max_depth=3))(*(a.expand(2, -1) for a in arguments))
+    assert batched.tolist() == [last, last]
+
+
+def rank_by_log_prob(depth, logits):
+    return logits.double().log_softmax(-1)
+
+
+def test_draft_tree_by_hand():
+    """A drafter that knows only its last token: P(next | token) from a table; width 2, two steps."""
+    table = torch.tensor([[0.1, 0.6, 0.3], [0.8, 0.1, 0.1], [0.25, 0.25, 0.5]]).log()
+
+    def expand(llm_state, rnn_state, token):
+        return rnn_state, table[token]
+
+    nodes = reference.draft_tree(expand, rank_by_log_prob, 2, 2, 1, torch.zeros(1), 0)
+    assert [(n.token, n.parent, n.depth) for n in nodes] == [(0, 0, 0), (1, 0, 1), (2, 0, 1), (0, 1, 2), (2, 2, 2)]
+    assert [round(2.718281828**n.score, 4) for n in nodes] == [1.0, 0.6, 0.3, 0.48, 0.15]
+    assert [n.token for n in reference.keep_best_nodes(nodes, 3)] == [0, 1, 0]
+    assert [(n.token, n.parent) for n in reference.keep_best_nodes(nodes, 4)] == [(0, 0), (1, 0), (2, 0), (0, 1)]
+    assert reference.keep_final_beams(nodes, 2) == nodes
+
+
+def test_final_beams_drop_what_died():
+    """Beam 2 has no child among the final beams."""
+    nodes = [Node(0, 0, 0, 0.0), Node(1, 0, 1, -0.1), Node(2, 0, 1, -3.0), Node(1, 1, 2, -0.3), Node(2, 1, 2, -1.0)]
+    kept = reference.keep_final_beams(nodes, 2)
+    assert [(n.token, n.parent) for n in kept] == [(0, 0), (1, 0), (1, 1), (2, 1)]
+
+
+@pytest.mark.parametrize("policy", ["all-nodes", "final-beams"])
+def test_any_drafter_gives_the_autoregressive_tokens(policy):
+    """A target that hashes its text: no drafter can know it, and none can change it."""
+    weights = random_weights(v=4, seed=3)
+    expand = partial(reference.rnn_logits, weights)
+
+    def pick(text):
+        return (text[-1] * 7 + len(text) ** 2 + sum(text)) % 4
+
+    def propose(text):
+        nodes = reference.draft_tree(expand, rank_by_log_prob, 3, 3, 6, torch.randn(5), text[-1])
+        return reference.keep_best_nodes(nodes, 7) if policy == "all-nodes" else reference.keep_final_beams(nodes, 3)
+
+    prompt = [1, 2, 3]
+    expected = reference.autoregressive(pick, prompt, 40)
+    assert len(expected) == 40
+    assert reference.speculative(pick, propose, prompt, 40) == expected
+    assert reference.speculative(pick, lambda text: [Node(text[-1], 0, 0, 0.0)], prompt, 40) == expected
+
+
+def test_two_model_chain_has_the_targets_distribution():
+    """6000 answers of two tokens over a vocabulary of 3; chi-square with false alarms below 1e-6."""
+    generator = torch.Generator().manual_seed(0)
+    p_table, q_table = torch.rand(3, 3, generator=generator), torch.rand(3, 3, generator=generator)
+    p_table, q_table = p_table / p_table.sum(1, keepdim=True), q_table / q_table.sum(1, keepdim=True)
+
+    def noise():
+        return -(-torch.rand(3, generator=generator).log()).log()
+
+    draws = Draws(lambda i: noise(), lambda i: noise(), lambda i: torch.rand((), generator=generator))
+    counts = torch.zeros(3, 3)
+    for _ in range(6000):
+        first, second = reference.two_model(lambda t: p_table[t[-1]], lambda t: q_table[t[-1]], draws, 3, [1], 2)
+        counts[first, second] += 1
+    expected = (p_table[1, :, None] * p_table).double().flatten()
+    expected *= 6000 / expected.sum()
+    assert stats.chisquare(counts.flatten().double(), expected).pvalue > ALPHA
+
+
+def test_two_model_accepts_more_when_the_models_agree():
+    p = torch.tensor([0.6, 0.3, 0.1])
+    generator = torch.Generator().manual_seed(0)
+    draws = Draws(
+        lambda i: -(-torch.rand(3, generator=generator).log()).log(),
+        lambda i: -(-torch.rand(3, generator=generator).log()).log(),
+        lambda i: torch.rand((), generator=generator),
+    )
+    same = [
+        reference.chain_round(lambda t: p, lambda t: p, draws, [0], reference.draft_chain(lambda t: p, draws, [0], 3))
+        for _ in range(20)
+    ]
+    assert all(len(tokens) == 4 for tokens in same)
