@@ -1,0 +1,178 @@
+"""Loop twins of drafting and acceptance: one row, Python lists and floats, no tensors and no state carried along.
+
+Drafted nodes are listed as production lists them: step after step, `parent` an index into the list, -1 = the root.
+Packed trees have the root at index 0, and the root and padding are their own parents.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tests.reference.warpers import softmax, warp
+
+
+class Drafted(NamedTuple):
+    """A node of a beam search."""
+
+    token: int
+    parent: int
+    depth: int
+    score: float
+
+
+class Packed(NamedTuple):
+    """A packed tree of N nodes."""
+
+    token: list[int]
+    parent: list[int]
+    depth: list[int]
+    is_node: list[bool]
+
+
+def rank_children(
+    logits: list[float],
+    noise: list[float] | None,
+    tau: float,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+) -> list[float]:
+    """Log-probability of every child: log softmax((warped logits + noise) / tau), no noise at temperature 0."""
+    ranks = warp(logits, temperature, top_k, top_p, min_p)
+    if noise is not None and temperature > 0:
+        ranks = [x + g for x, g in zip(ranks, noise, strict=True)]
+    probs = softmax([x / tau for x in ranks])
+    return [math.log(p) if p > 0 else -math.inf for p in probs]
+
+
+def beam_search(score_children: Callable[[list[int]], list[float]], width: int, length: int) -> list[Drafted]:
+    """Each step keeps the `width` best of all (beam, token) pairs.
+
+    score_children(path) gives the log-probability of every token after the drafted tokens `path`; it starts from the
+    root each time. Children of probability 0 are never drafted.
+    """
+    drafted: list[Drafted] = []
+    beams: list[tuple[int, list[int], float]] = [(-1, [], 0.0)]
+    for depth in range(1, length + 1):
+        pairs = []
+        for number, path, total in beams:
+            for token, score in enumerate(score_children(path)):
+                if score > -math.inf:
+                    pairs.append((total + score, number, path, token))
+        pairs.sort(key=lambda pair: -pair[0])
+        beams = []
+        for total, number, path, token in pairs[:width]:
+            beams.append((len(drafted), [*path, token], total))
+            drafted.append(Drafted(token, number, depth, total))
+    return drafted
+
+
+def drafted_path(drafted: list[Drafted], number: int) -> list[int]:
+    """Tokens from the root's child down to a node."""
+    path: list[int] = []
+    while number >= 0:
+        path.insert(0, drafted[number].token)
+        number = drafted[number].parent
+    return path
+
+
+def pack(root: int, drafted: list[Drafted], kept: list[int], num_nodes: int) -> Packed:
+    """The kept nodes in their order behind the root, and padding up to `num_nodes`."""
+    place = {-1: 0, **{number: i + 1 for i, number in enumerate(kept)}}
+    token, parent, depth, is_node = [root], [0], [0], [True]
+    for number in kept:
+        node = drafted[number]
+        token.append(node.token)
+        parent.append(place[node.parent])
+        depth.append(node.depth)
+        is_node.append(True)
+    for i in range(len(token), num_nodes):
+        token.append(0)
+        parent.append(i)
+        depth.append(0)
+        is_node.append(False)
+    return Packed(token, parent, depth, is_node)
+
+
+def pack_all_nodes(root: int, drafted: list[Drafted], num_nodes: int) -> Packed:
+    """Policy all-nodes: the num_nodes - 1 nodes of highest cumulative score; the first listed among equals."""
+    order = sorted(range(len(drafted)), key=lambda number: -drafted[number].score)  # stable
+    return pack(root, drafted, sorted(order[: num_nodes - 1]), num_nodes)
+
+
+def final_beams(drafted: list[Drafted], length: int) -> list[list[int]]:
+    """Policy final-beams: the beams of full length as token lists, not merged."""
+    return [drafted_path(drafted, i) for i, node in enumerate(drafted) if node.depth == length]
+
+
+def merge_prefixes(beams: list[list[int]]) -> set[tuple[int, ...]]:
+    """All prefixes of all beams, each once."""
+    prefixes = set()
+    for beam in beams:
+        for size in range(1, len(beam) + 1):
+            prefixes.add(tuple(beam[:size]))
+    return prefixes
+
+
+def packed_paths(packed: Packed) -> set[tuple[int, ...]]:
+    """The tree as a set of token paths from the root's child to each node."""
+    paths = set()
+    for i in range(1, len(packed.token)):
+        path, node = [], i
+        while packed.is_node[i] and node != 0:
+            path.insert(0, packed.token[node])
+            node = packed.parent[node]
+        if path:
+            paths.add(tuple(path))
+    return paths
+
+
+def ancestor_mask(parent: list[int]) -> list[list[bool]]:
+    """Row i: True at i and at every ancestor of i."""
+    rows = []
+    for i in range(len(parent)):
+        row = [False] * len(parent)
+        node = i
+        row[node] = True
+        while parent[node] != node:
+            node = parent[node]
+            row[node] = True
+        rows.append(row)
+    return rows
+
+
+def walk(packed: Packed, pick: list[int]) -> tuple[list[int], int]:
+    """Nodes from the root on, as long as the target's pick is a child; and the pick that is none."""
+    path = [0]
+    while True:
+        here = path[-1]
+        children = [
+            i
+            for i in range(1, len(packed.token))
+            if packed.is_node[i] and packed.parent[i] == here and packed.token[i] == pick[here]
+        ]
+        if not children:
+            return path, pick[here]
+        assert len(children) == 1, "siblings hold different tokens"
+        path.append(children[0])
+
+
+def reject_chain(
+    p: list[list[float]], q: list[list[float]], draft: list[int], coins: list[float], noise: list[list[float]]
+) -> tuple[int, int]:
+    """Leviathan's rule: how many drafted tokens stay, and the token after them.
+
+    Token i stays when coin < p / q; at the first that does not, the residual max(0, p - q) is sampled by Gumbel-max,
+    and p itself behind the last.
+    """
+    for i, token in enumerate(draft):
+        if coins[i] * q[i][token] >= p[i][token]:
+            weights = [max(0.0, a - b) for a, b in zip(p[i], q[i], strict=True)]
+            return i, _sample(weights, noise[i])
+    return len(draft), _sample(p[len(draft)], noise[len(draft)])
+
+
+def _sample(weights: list[float], noise: list[float]) -> int:
+    keys = [math.log(w) + g if w > 0 else -math.inf for w, g in zip(weights, noise, strict=True)]
+    return keys.index(max(keys))
