@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
+from operator import index
 
 from tqdm import tqdm
 
@@ -105,15 +106,15 @@ class Engine:
             raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts: give one, or one for each")
         encoded = [self.encode(prompt, raw=raw) for prompt in prompts]
         self.reserve(max((self._num_slots_of(len(ids), p) for ids, p in zip(encoded, each, strict=True)), default=0))
-        index_of = {
-            self.add(ids, p).request_id: index for index, (ids, p) in enumerate(zip(encoded, each, strict=True))
-        }
+        index_of: dict[int, int] = {}
         try:
+            for place, (ids, p) in enumerate(zip(encoded, each, strict=True)):
+                index_of[self.add(ids, p).request_id] = place
             while self.has_work:
                 for update in self.step():
                     yield event_of(index_of[update.sequence.request_id], update)
         finally:
-            # A caller that stops listening leaves no row behind.
+            # Neither a caller that stops listening nor a prompt that is refused leaves a row behind.
             for request_id in index_of:
                 self.abort(request_id)
 
@@ -135,12 +136,15 @@ class Engine:
         return sum(not sequence.is_finished for sequence in self._scheduler.waiting)
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
-        """Token ids of a prompt in any of its forms."""
+        """Token ids of a prompt in any of its forms; ValueError for a list of anything but messages or token ids."""
         if isinstance(prompt, str):
             return self.target.encode(prompt) if raw else self.target.encode_chat([{"role": "user", "content": prompt}])
-        if prompt and isinstance(prompt[0], Mapping):
-            return self.target.encode_chat([item for item in prompt if isinstance(item, Mapping)])
-        return [token for token in prompt if isinstance(token, int)]
+        if len(prompt) > 0 and isinstance(prompt[0], Mapping):
+            messages = [item for item in prompt if isinstance(item, Mapping)]
+            if len(messages) < len(prompt):
+                raise ValueError(f"a prompt mixes messages and other things: {prompt!r}")
+            return self.target.encode_chat(messages)
+        return [_token_id(token) for token in prompt]
 
     def reserve(self, num_slots: int) -> None:
         """Make sure that rows have at least so many slots; the cache is allocated anew when they have fewer.
@@ -333,6 +337,14 @@ class Engine:
         if self.config.max_length is not None:
             length = self._max_length  # one size for all requests: a server's cache is allocated once
         return length + self.proposer.num_nodes
+
+
+def _token_id(token: object) -> int:
+    """A token id as an int, whatever library's integer it is."""
+    try:
+        return index(token)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ValueError(f"{token!r} is no token id: a prompt is text, messages, or a list of integers") from error
 
 
 def _bucket(num_rows: int) -> int:

@@ -39,7 +39,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Something waits or runs."""
-        return bool(self.waiting) or any(not sequence.is_finished for sequence in self.rows)
+        return any(not sequence.is_finished for sequence in (*self.waiting, *self.rows))
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request."""
