@@ -1,0 +1,350 @@
+"""What comes in: the OpenAI API's requests as this server takes them, and the API's shape of an error. No torch here.
+
+Three kinds of fields. Those declared here are honoured. Those in ``REFUSED`` would change the answer in a way that the
+engine does not offer: they are refused by name, unless they hold a value that asks for nothing. All others (``user``,
+``metadata``, ``store``, ...) change nothing and are accepted, as the API does.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic_core import PydanticCustomError
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 256  # characters; longer ones would make the search for beginnings of stop strings costly
+MAX_TOP_LOGPROBS = 20
+GREEDY_BELOW = 1e-5  # smaller temperatures overflow when logits are divided by them
+
+# Field -> values besides null that ask for nothing.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "use_beam_search": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "echo": (False,),
+    "prompt_logprobs": (),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "moderation": (),
+    "thinking": (),
+    "grammar": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "min_tokens": (0,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "typical_p": (1,),
+    "tfs": (1,),
+    "top_a": (0,),
+    "xtc_probability": (0,),
+    "dry_multiplier": (0,),
+    "mirostat": (0,),
+}
+
+_REFUSED_MESSAGE_FIELDS: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "function_call": (), "audio": ()}
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Attributes:
+        status: HTTP status.
+        message: what is wrong and how to mend it.
+        kind: the ``type`` of OpenAI's error object.
+        param: the offending field, if one is.
+        code: short name for programs.
+        retry_after: seconds after which trying again makes sense.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object that clients of the OpenAI API expect."""
+        # A client's own text may hold half a surrogate pair, which no answer can carry.
+        message = self.message.encode("utf-8", "replace").decode()
+        param = None if self.param is None else self.param.encode("utf-8", "replace").decode()
+        return {"error": {"message": message, "type": self.kind, "param": param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers that belong to it."""
+        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+
+
+class ErrorDetail(BaseModel):
+    """The inner object of an error answer."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """An error answer."""
+
+    error: ErrorDetail
+
+
+def _same(given: Any, neutral: Any) -> bool:
+    """Equal, and no mixing of booleans and numbers (1 == True)."""
+    return given == neutral and isinstance(given, bool) == isinstance(neutral, bool)
+
+
+def _refuse(data: Any, refused: Mapping[str, tuple[Any, ...]]) -> Any:
+    if isinstance(data, dict):
+        for name in refused.keys() & data.keys():
+            value = data[name]
+            if value is not None and not any(_same(value, neutral) for neutral in refused[name]):
+                raise PydanticCustomError(
+                    "unsupported_parameter", "'{name}' is not supported by this server: leave it out", {"name": name}
+                )
+    return data
+
+
+class TextPart(BaseModel):
+    """A piece of a message's content."""
+
+    type: Literal["text"]
+    text: StrictStr
+
+
+class Message(BaseModel):
+    """A turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[StrictStr | list[TextPart], BeforeValidator(lambda value: _content(value))]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_fields(cls, data: Any) -> Any:
+        return _refuse(data, _REFUSED_MESSAGE_FIELDS)
+
+    @property
+    def plain(self) -> dict[str, str]:
+        """The turn as chat templates take it; parts of the content are joined by newlines."""
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        for part in value:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise PydanticCustomError("content", "every part of a content must be {{type: text, text: ...}}")
+        return value
+    raise PydanticCustomError("content", "content must be a string or a list of text parts")
+
+
+def _prompt(value: Any) -> Any:
+    items = value if isinstance(value, list) else []
+    is_ids = all(_is_id(item) for item in items)
+    is_texts = all(isinstance(item, str) for item in items)
+    is_id_lists = all(isinstance(item, list) and all(_is_id(token) for token in item) for item in items)
+    if isinstance(value, str) or (items and (is_ids or is_texts or is_id_lists)):
+        return value
+    raise PydanticCustomError(
+        "prompt", "prompt must be a string, a list of strings, a list of token ids, or a list of token id lists"
+    )
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _stop(value: Any) -> Any:
+    texts = [value] if isinstance(value, str) else value
+    if texts is None:
+        return None
+    is_list = isinstance(texts, list) and len(texts) <= MAX_STOPS
+    if not is_list or not all(isinstance(text, str) and 1 <= len(text) <= MAX_STOP_LENGTH for text in texts):
+        raise PydanticCustomError(
+            "stop", f"stop must be a string or a list of at most {MAX_STOPS}, each of 1 to {MAX_STOP_LENGTH} characters"
+        )
+    return value
+
+
+class StreamOptions(BaseModel):
+    """How a stream is dressed."""
+
+    include_usage: StrictBool | None = None
+
+
+_Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
+_Seed = Annotated[StrictInt, Field(ge=-(2**63), le=2**64 - 1)]
+_StopText = Annotated[StrictStr, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+
+
+class Generation(BaseModel):
+    """The fields that both kinds of requests share; null means the default, as in the API."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: StrictStr
+    max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    temperature: Annotated[_Number, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[_Number, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[StrictInt, Field(ge=-1, le=2**31)] | None = None
+    min_p: Annotated[_Number, Field(ge=0, le=1)] | None = None
+    seed: _Seed | None = None
+    stop: Annotated[
+        _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOPS)] | None, BeforeValidator(_stop)
+    ] = None
+    stop_token_ids: Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(max_length=64)] | None = None
+    n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: StrictBool | None = None
+    speculation: StrictBool | None = Field(
+        default=None, description="false: one token per target forward; the tokens are the same"
+    )
+    details: StrictBool | None = Field(
+        default=None, description="tell of every token whether it was drafted, and show the tree of the last step"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_fields(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("best_of") is not None and data.get("best_of") == data.get("n"):
+            data = {name: value for name, value in data.items() if name != "best_of"}
+        return _refuse(data, REFUSED)
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> "Generation":
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError(
+                "stream_options", "stream_options is only for streams: set stream to true", {"name": "stream_options"}
+            )
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def wants_usage(self) -> bool:
+        """A stream ends with a chunk of usage counts."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class ChatRequest(Generation):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError(
+                "logprobs", "top_logprobs needs logprobs: set logprobs to true", {"name": "top_logprobs"}
+            )
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives listed with each token; None: no log-probabilities at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens to generate; None: up to the end of the context."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+class CompletionRequest(Generation):
+    """Body of ``POST /v1/completions``."""
+
+    prompt: Annotated[StrictStr | list[StrictStr] | list[StrictInt] | list[list[StrictInt]], BeforeValidator(_prompt)]
+    logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives listed with each token; None: no log-probabilities at all."""
+        return self.logprobs
+
+    @property
+    def limit(self) -> int:
+        """Most tokens to generate; the API's default is 16."""
+        return self.max_tokens or 16
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts one by one."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        ids = [item for item in self.prompt if isinstance(item, int)]
+        return [ids] if ids else [item for item in self.prompt if not isinstance(item, int)]
+
+
+def error_of(errors: list[Any]) -> ApiError:
+    """The API's error for what pydantic found wrong with a body; the first finding stands for all."""
+    first = errors[0]
+    context = first.get("ctx") or {}
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {context.get('error', first['msg'])}", code="invalid_json")
+    # Places look like ("body", "messages", 0, "content", "list[TextPart]"): names of types are no fields.
+    places = [part for part in first["loc"] if part not in ("body", "query", "path")]
+    path = ""
+    for part in places:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int"):
+            path += f".{part}" if path else part
+    name = context.get("name")
+    param = ".".join(filter(None, (path, name))) or None
+    message = first["msg"] if name or not param else f"{param}: {first['msg']}"
+    code = "unsupported_parameter" if first["type"] == "unsupported_parameter" else None
+    return ApiError(400, message, param=param, code=code)

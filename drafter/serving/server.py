@@ -1,0 +1,247 @@
+"""Server: from the API's requests to the engine's jobs, and from its news to the API's answers."""
+
+import asyncio
+import copy
+import hashlib
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from drafter.decoding.engine import Engine
+from drafter.decoding.params import RequestOptions, SamplingParams
+from drafter.serving.answers import Answer, ChatAnswer, CompletionAnswer, Model
+from drafter.serving.calls import Call, Job
+from drafter.serving.guard import CLOSED_BY_CLIENT, OUTCOME
+from drafter.serving.metrics import Metrics
+from drafter.serving.names import TokenNames
+from drafter.serving.protocol import GREEDY_BELOW, ApiError, ChatRequest, CompletionRequest, Generation
+from drafter.serving.stream import DONE, KEEP_ALIVE, EventStream, event, hung_up
+from drafter.serving.worker import Worker
+from drafter.target.adapter import Target
+
+_KEEP_ALIVE_SECONDS = 15.0
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # odd: the seeds of all choices of one request differ
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What the application may do; the engine's own settings are its own.
+
+    Attributes:
+        model_name: what clients call the model.
+        max_queue: answers that may wait for a row.
+        request_timeout: seconds that a request may take.
+        max_body_bytes: largest body.
+        api_keys: any of them opens ``/v1``; none: no key is needed.
+        cors_origins: web sites whose pages may call this server; ``*``: all.
+    """
+
+    model_name: str
+    max_queue: int = 64
+    request_timeout: float = 600.0
+    max_body_bytes: int = 2 * 2**20
+    api_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, low in (("max_queue", 0), ("max_body_bytes", 1)):
+            if getattr(self, name) < low:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)} but must be at least {low}")
+        if not self.request_timeout > 0:
+            raise ValueError(f"--request-timeout is {self.request_timeout} but must be above 0 seconds")
+        if not all(key and key.isprintable() and " " not in key for key in self.api_keys):
+            raise ValueError("an API key is empty or holds blanks: give printable characters")
+
+
+class Encoder:
+    """Prompts to token ids, on a thread and with a copy of the tokenizer of its own: neither loop nor engine waits."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = copy.copy(target)
+        self._target.tokenizer = copy.deepcopy(target.tokenizer)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    async def chat(self, request: ChatRequest) -> list[int]:
+        """Token ids of a conversation; ApiError when the chat template refuses it."""
+        return await self._run("messages", partial(self._target.encode_chat, [turn.plain for turn in request.messages]))
+
+    async def prompt(self, prompt: str | list[int]) -> list[int]:
+        """Token ids of a raw prompt; lists are taken as they are."""
+        return prompt if isinstance(prompt, list) else await self._run("prompt", partial(self._target.encode, prompt))
+
+    async def _run(self, param: str, encode: partial[list[int]]) -> list[int]:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, encode)
+        except ValueError as error:
+            raise ApiError(400, str(error), param=param) from error
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class Server:
+    """What the endpoints share."""
+
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        target = engine.target
+        if target.tokenizer is None:
+            raise ValueError(f"target {target.name!r} has no tokenizer: a server needs one")
+        if engine.config.max_length is None:
+            raise ValueError("a server's rows have one size: set max_length (--max-length)")
+        self.settings = settings
+        self.metrics = Metrics()
+        self.worker = Worker(engine, max_queue=settings.max_queue, metrics=self.metrics)
+        self.encoder = Encoder(target)
+        fingerprint = "fp_" + hashlib.sha256(target.fingerprint.encode()).hexdigest()[:12]
+        self.model = Model(settings.model_name, fingerprint, TokenNames(target.tokenizer))
+        self.max_length = min(engine.config.max_length, target.max_length)
+        self.model_card = {
+            "id": settings.model_name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "drafter",
+            "max_length": self.max_length,
+            "max_rows": engine.config.max_rows,
+            "speculation": engine.proposer.num_nodes > 1,
+        }
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        num_choices = self._check(body, 1)
+        jobs = self._jobs(body, await self.encoder.chat(body), body.limit, body.num_logprobs, num_choices)
+        return await self._answer(ChatAnswer, body, request, jobs, num_choices)
+
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+        """Continue texts."""
+        num_choices = self._check(body, len(body.prompts))
+        jobs = []
+        for prompt in body.prompts:
+            prompt_ids = await self.encoder.prompt(prompt)
+            jobs += self._jobs(body, prompt_ids, body.limit, body.num_logprobs, num_choices)
+        return await self._answer(CompletionAnswer, body, request, jobs, num_choices)
+
+    def _check(self, body: Generation, num_prompts: int) -> int:
+        """How many choices; ApiError for a model that is not here, or when there is no room anyway."""
+        if body.model != self.settings.model_name:
+            raise ApiError(
+                404,
+                f"model {body.model!r} is not served here: use {self.settings.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+        num_choices = body.n or 1
+        self.worker.check(num_prompts * num_choices)
+        return num_choices
+
+    def _jobs(
+        self, body: Generation, prompt_ids: list[int], limit: int | None, num_logprobs: int | None, num_choices: int
+    ) -> list[Job]:
+        """One job for each choice of a prompt."""
+        temperature = 1.0 if body.temperature is None else body.temperature
+        options = RequestOptions(
+            speculate=body.speculation is not False,
+            num_logprobs=num_logprobs,
+            want_tree=bool(body.details and body.stream),
+        )
+        jobs = []
+        for choice in range(num_choices):
+            seed = secrets.randbits(64) if body.seed is None else (body.seed + choice * _SEED_STRIDE) % 2**64
+            params = SamplingParams(
+                max_new_tokens=min(limit or self.max_length, self.max_length),
+                temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+                top_k=max(0, body.top_k or 0),
+                # 0 keeps the likeliest token alone, like any value below its probability.
+                top_p=1.0 if body.top_p is None else max(body.top_p, 1e-9),
+                min_p=body.min_p or 0.0,
+                seed=seed,
+                stop=body.stops,
+                stop_token_ids=tuple(body.stop_token_ids or ()),
+                ignore_eos=bool(body.ignore_eos),
+            )
+            wants_pieces = bool(body.details) or num_logprobs is not None
+            jobs.append(Job(prompt_ids, params, options, wants_pieces))
+        return jobs
+
+    async def _answer(
+        self, kind: type[Answer], body: Generation, request: Request, jobs: list[Job], num_choices: int
+    ) -> Response:
+        deadline = asyncio.get_running_loop().time() + self.settings.request_timeout
+        answer = kind(
+            self.model,
+            [len(job.prompt_ids) for job in jobs[::num_choices]],
+            num_choices,
+            wants_logprobs=jobs[0].options.num_logprobs is not None,
+            wants_details=bool(body.details),
+            wants_usage=body.wants_usage,
+        )
+        call = self.worker.submit(jobs)
+        if not body.stream:
+            return await self._whole(answer, call, request, deadline)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await call.accepted()
+        except BaseException:
+            self.worker.abandon(call)
+            raise
+        return EventStream(
+            self._events(answer, call, request),
+            deadline=deadline,
+            on_timeout=partial(self._end_stream, request, "timed_out", self._timeout_error()),
+            on_hang_up=partial(request.scope.__setitem__, OUTCOME, "hung_up"),
+        )
+
+    async def _whole(self, answer: Answer, call: Call, request: Request, deadline: float) -> Response:
+        async def collect() -> None:
+            async for delta in call.deltas():
+                if delta is not None:
+                    answer.collect(delta)
+
+        collecting = asyncio.create_task(collect())
+        watching = asyncio.create_task(hung_up(request.receive))
+        try:
+            timeout = max(0.0, deadline - asyncio.get_running_loop().time())
+            await asyncio.wait({collecting, watching}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if collecting.done():
+                collecting.result()
+                return JSONResponse(answer.whole())
+            if watching.done():
+                return Response(status_code=CLOSED_BY_CLIENT)
+            raise self._timeout_error()
+        finally:
+            collecting.cancel()
+            watching.cancel()
+            self.worker.abandon(call)
+
+    async def _events(self, answer: Answer, call: Call, request: Request) -> AsyncGenerator[bytes, None]:
+        try:
+            for chunk in answer.opening():
+                yield event(chunk)
+            async for delta in call.deltas(_KEEP_ALIVE_SECONDS):
+                if delta is None:
+                    yield KEEP_ALIVE
+                    continue
+                for chunk in answer.chunks(delta):
+                    yield event(chunk)
+            for chunk in answer.closing():
+                yield event(chunk)
+            yield DONE
+        except ApiError as error:
+            yield self._end_stream(request, "overloaded" if error.status == 503 else "failed", error)
+        finally:
+            self.worker.abandon(call)
+
+    def _end_stream(self, request: Request, outcome: str, error: ApiError) -> bytes:
+        """The status has gone out long ago: the error is the last event."""
+        request.scope[OUTCOME] = outcome
+        return event(error.body)
+
+    def _timeout_error(self) -> ApiError:
+        seconds = self.settings.request_timeout
+        return ApiError(504, f"the answer took longer than {seconds:g} seconds", kind="server_error", code="timeout")

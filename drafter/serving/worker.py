@@ -1,0 +1,355 @@
+"""Worker: the engine on its own thread. Jobs join and leave between steps; news go back to the event loop.
+
+Only the engine's thread touches the engine. The event loop sends commands through a queue and counts what is open; the
+engine's thread posts all news of a step in one callback.
+"""
+
+import asyncio
+import gc
+import logging
+import math
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from drafter.decoding.engine import Engine
+from drafter.decoding.params import SamplingParams
+from drafter.decoding.results import Update
+from drafter.decoding.sequence import Sequence
+from drafter.serving.calls import Accepted, Call, Delta, Failure, Job, News
+from drafter.serving.metrics import Metrics
+from drafter.serving.pieces import PieceFeed, Release
+from drafter.serving.protocol import ApiError
+
+State = Literal["starting", "ready", "draining", "dead"]
+
+_log = logging.getLogger("drafter.serving")
+_RECOVERY_SECONDS = 30.0  # after running out of memory, so long until twice the rows are tried again
+_WARM_UP = SamplingParams(max_new_tokens=4, ignore_eos=True)
+
+
+@dataclass
+class _Ticket:
+    """A job that the engine works on."""
+
+    call: Call
+    place: int
+    sequence: Sequence
+    feed: PieceFeed | None
+    arrived: float
+
+
+@dataclass(frozen=True)
+class _Add:
+    call: Call
+    arrived: float = field(default_factory=time.perf_counter)
+
+
+@dataclass(frozen=True)
+class _Abandon:
+    call: Call
+
+
+@dataclass(frozen=True)
+class _Stop:
+    """End the thread; what is still open fails with this error."""
+
+    error: ApiError
+
+
+class Worker:
+    """Runs an engine for many clients.
+
+    Args:
+        engine: nobody else may use it.
+        max_queue: answers that may wait for a row; more are turned away.
+        metrics: where to count.
+
+    Attributes:
+        state: ``starting`` until the engine has made its first tokens, ``draining`` when no new calls are taken,
+            ``dead`` when its thread has ended by an error.
+        ended: set when the thread has ended.
+    """
+
+    def __init__(self, engine: Engine, *, max_queue: int, metrics: Metrics) -> None:
+        self.engine = engine
+        self.state: State = "starting"
+        self.capacity = engine.config.max_rows + max_queue
+        self._metrics = metrics
+        self._commands: queue.SimpleQueue[_Add | _Abandon | _Stop] = queue.SimpleQueue()
+        self._tickets: dict[int, _Ticket] = {}
+        self._num_open = 0  # event loop only
+        self._durations: deque[float] = deque(maxlen=32)  # seconds of the last answers
+        self._num_rows_allowed = engine.config.max_rows
+        self._retry_rows_at = math.inf
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.ended = asyncio.Event()
+
+    # -- on the event loop -----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread; news go to the loop that calls this."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def num_open(self) -> int:
+        """Answers promised and not finished."""
+        return self._num_open
+
+    def submit(self, jobs: list[Job]) -> Call:
+        """Take a call, whole or not at all.
+
+        Raises:
+            ApiError: see :meth:`check`.
+        """
+        self.check(len(jobs))
+        self._num_open += len(jobs)
+        call = Call(jobs)
+        self._commands.put(_Add(call))
+        return call
+
+    def check(self, num_jobs: int) -> None:
+        """Find out whether a call of so many answers would be taken now.
+
+        Raises:
+            ApiError: 429 when the queue is full, 503 when the server is about to stop or broken, 400 when the call
+                alone is larger than the queue.
+        """
+        if self.state in ("draining", "dead"):
+            what = "is shutting down" if self.state == "draining" else "has lost its engine"
+            raise ApiError(503, f"the server {what}: try again later", kind="server_error", retry_after=5)
+        if num_jobs > self.capacity:
+            raise ApiError(
+                400, f"{num_jobs} answers were asked for at once, this server takes {self.capacity}", param="n"
+            )
+        if self._num_open + num_jobs > self.capacity:
+            raise ApiError(
+                429,
+                "all rows are busy and the queue is full: try again later",
+                kind="rate_limit_error",
+                code="queue_full",
+                retry_after=self._seconds_to_wait(),
+            )
+
+    def abandon(self, call: Call) -> None:
+        """Nobody listens any more: free its rows. Does nothing for a call that is finished."""
+        if call.num_open:
+            self._num_open -= call.num_open
+            call.num_open = 0
+            self._commands.put(_Abandon(call))
+
+    def drain(self) -> None:
+        """Take no new calls; open ones go on."""
+        if self.state in ("starting", "ready"):
+            self.state = "draining"
+
+    async def stop(self) -> None:
+        """End the thread; open calls fail."""
+        if self.state != "dead":
+            self.state = "draining"
+        error = ApiError(503, "the server was shut down before the answer was finished", kind="server_error")
+        self._commands.put(_Stop(error))
+        await asyncio.to_thread(self._thread.join)
+
+    def _seconds_to_wait(self) -> int:
+        """When a place may be free: the mean time of the last answers, shared among the rows; 1 to 60."""
+        mean = sum(self._durations) / len(self._durations) if self._durations else 1.0
+        return max(1, min(60, math.ceil(mean / self.engine.config.max_rows)))
+
+    def _deliver(self, batch: list[tuple[Call, News]]) -> None:
+        for call, news in batch:
+            is_last = isinstance(news, Failure) or (isinstance(news, Delta) and news.finish_reason is not None)
+            if call.num_open:  # else abandoned: nobody listens
+                if is_last:
+                    call.num_open -= 1
+                    self._num_open -= 1
+                call.put(news)
+
+    def _end(self, error: ApiError) -> None:
+        """The thread has ended: whoever still waits, in the engine or in the queue, gets an answer.
+
+        The state was set before this was posted, so that no call can come behind it.
+        """
+        news: list[tuple[Call, News]] = [(item.call, Failure(item.place, error)) for item in self._tickets.values()]
+        self._tickets.clear()
+        while not self._commands.empty():
+            command = self._commands.get()
+            if isinstance(command, _Add):
+                news += [(command.call, Failure(place, error)) for place in range(len(command.call.jobs))]
+        self._deliver(news)
+        self.ended.set()
+
+    # -- on the engine's thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        stop = None
+        try:
+            # One whole answer allocates the cache and loads every kernel before the first client waits for it.
+            self.engine.generate([[0]], _WARM_UP)
+            if self.state == "starting":
+                self.state = "ready"
+            while stop is None:
+                stop = self._obey()
+                if stop is None and self.engine.has_work:
+                    self._step()
+                self._count_rows()
+        finally:
+            if stop is None:
+                self.state = "dead"
+            broken = ApiError(500, "the engine has ended by an error", kind="server_error")
+            self._post_end(stop.error if stop else broken)
+
+    def _obey(self) -> _Stop | None:
+        """Carry out the commands that have come; wait for one when there is nothing else to do."""
+        is_idle = not self.engine.has_work
+        while is_idle or not self._commands.empty():
+            command = self._commands.get()
+            if isinstance(command, _Stop):
+                return command
+            if isinstance(command, _Add):
+                self._add(command)
+            else:
+                self._drop_call(command.call)
+            is_idle = False
+        return None
+
+    def _add(self, command: _Add) -> None:
+        call = command.call
+        added: list[Sequence] = []
+        try:
+            for job in call.jobs:
+                added.append(self.engine.add(job.prompt_ids, job.params, job.options))
+        except ValueError as error:
+            for sequence in added:
+                self.engine.abort(sequence.request_id)
+            refusal = ApiError(400, str(error), code=_code_of(error))
+            self._post([(call, Failure(place, refusal)) for place in range(len(call.jobs))])
+            return
+        for place, (job, sequence) in enumerate(zip(call.jobs, added, strict=True)):
+            feed = PieceFeed(sequence.text) if job.wants_pieces and sequence.text is not None else None
+            self._tickets[sequence.request_id] = _Ticket(call, place, sequence, feed, command.arrived)
+        self._post([(call, Accepted(place)) for place in range(len(added))])
+
+    def _drop_call(self, call: Call) -> None:
+        for request_id in [key for key, ticket in self._tickets.items() if ticket.call is call]:
+            self.engine.abort(request_id)
+            del self._tickets[request_id]
+
+    def _step(self) -> None:
+        started = time.perf_counter()
+        if started >= self._retry_rows_at:
+            self._allow_rows(self._num_rows_allowed * 2)
+        try:
+            updates = self.engine.step()
+            news = [self._news(update) for update in updates]
+        except Exception as error:
+            # The one place where any error is caught: whatever a step trips over, only its own requests may fail.
+            self._recover(error)
+            return
+        self._metrics.steps.inc()
+        self._metrics.step_seconds.observe(time.perf_counter() - started)
+        self._post(news)
+
+    def _news(self, update: Update) -> tuple[Call, News]:
+        """What to tell the client of an update."""
+        sequence = update.sequence
+        ticket = self._tickets[sequence.request_id]
+        if ticket.feed is not None:
+            release = ticket.feed.take(update)
+        else:
+            release = Release(sequence.text.take() if sequence.text is not None else "", [])
+        self._count(ticket, update)
+        reason = sequence.finish_reason
+        assert reason != "abort"
+        if reason is not None:
+            del self._tickets[sequence.request_id]
+        numbers = len(sequence.token_ids), sequence.num_forwards, sequence.num_shared
+        return ticket.call, Delta(ticket.place, release.text, release.pieces, update.tree, reason, *numbers)
+
+    def _recover(self, error: Exception) -> None:
+        """Fail the requests of a broken step, or the later half of them when memory ran out, and go on."""
+        is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        num_running = self.engine.num_running
+        keep = num_running // 2 if is_memory else 0
+        if is_memory:
+            _log.warning("out of memory with %d rows; going on with %d", num_running, max(keep, 1), exc_info=error)
+            failure = ApiError(
+                503,
+                "the server ran out of memory: try again later",
+                kind="server_error",
+                code="out_of_memory",
+                retry_after=5,
+            )
+        else:
+            _log.error("a step with %d rows failed", num_running, exc_info=error)
+            failure = ApiError(500, "an internal error ended this answer", kind="server_error")
+        self._metrics.failed_steps.labels("memory" if is_memory else "error").inc()
+        news: list[tuple[Call, News]] = []
+        for sequence in self.engine.drop(keep):
+            ticket = self._tickets.pop(sequence.request_id, None)
+            if ticket is not None:
+                news.append((ticket.call, Failure(ticket.place, failure)))
+        self._post(news)
+        if is_memory:
+            self._allow_rows(max(keep, 1))
+            # The traceback holds the frames of the step and with them its tensors.
+            error.__traceback__ = None
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def _allow_rows(self, num_rows: int) -> None:
+        """Bound the rows in use; a bound is doubled after a while until it is none any more."""
+        most = self.engine.config.max_rows
+        self._num_rows_allowed = min(num_rows, most)
+        self.engine.limit_rows(self._num_rows_allowed)
+        is_bound = self._num_rows_allowed < most
+        self._retry_rows_at = time.perf_counter() + _RECOVERY_SECONDS if is_bound else math.inf
+
+    def _post(self, batch: list[tuple[Call, News]]) -> None:
+        assert self._loop is not None
+        if batch and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._deliver, batch)
+
+    def _post_end(self, error: ApiError) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._end, error)
+
+    # -- counting --------------------------------------------------------------------------------------------------
+
+    def _count(self, ticket: _Ticket, update: Update) -> None:
+        metrics, sequence = self._metrics, update.sequence
+        num_tokens = len(update.token_ids)
+        metrics.target_forwards.inc()
+        metrics.tokens.inc(num_tokens)
+        metrics.tokens_per_step.observe(num_tokens)
+        metrics.drafted_tokens.inc(sequence.num_accepted[-1])
+        now = time.perf_counter()
+        if sequence.num_forwards == 1:
+            metrics.first_token_seconds.observe(now - ticket.arrived)
+            metrics.prompt_tokens.inc(len(sequence.prompt_ids))
+            metrics.shared_tokens.inc(sequence.num_shared)
+        if sequence.finish_reason is not None:
+            metrics.answers.labels(sequence.finish_reason).inc()
+            metrics.answer_seconds.observe(now - ticket.arrived)
+            self._durations.append(sequence.seconds)
+            num_further = len(sequence.token_ids) - num_tokens
+            if sequence.first_token is not None and num_further > 0:
+                metrics.token_seconds.observe((now - sequence.first_token) / num_further)
+
+    def _count_rows(self) -> None:
+        self._metrics.active_rows.set(self.engine.num_running)
+        self._metrics.queue_depth.set(self.engine.num_waiting)
+
+
+def _code_of(error: ValueError) -> str | None:
+    """The API's code for a prompt that does not fit."""
+    return "context_length_exceeded" if "context" in str(error) else None

@@ -1,0 +1,92 @@
+"""A server with the tiny target, live on a loopback port, and clients for it."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import uvicorn
+
+from drafter.decoding.engine import Engine
+from drafter.decoding.params import SamplingParams
+from drafter.serving.app import create_app
+from drafter.serving.server import Server, ServerSettings
+from tests.serving.tiny import tiny_engine
+
+MODEL = "tiny"
+
+
+class Live:
+    """A running server.
+
+    Attributes:
+        url: its root.
+        server: its insides.
+    """
+
+    def __init__(self, url: str, server: Server) -> None:
+        self.url = url
+        self.server = server
+        self._client: openai.OpenAI | None = None
+
+    @property
+    def engine(self) -> Engine:
+        return self.server.worker.engine
+
+    @property
+    def client(self) -> openai.OpenAI:
+        """One for all: making one takes longer than most answers."""
+        self._client = self._client or self.new_client()
+        return self._client
+
+    def new_client(self, **options: Any) -> openai.OpenAI:
+        fields = {"api_key": "none", "max_retries": 0, "timeout": 60} | options
+        return openai.OpenAI(base_url=self.url + "/v1", **fields)
+
+    def http(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, **({"timeout": 60} | options))
+
+    def metric(self, name: str, **labels: str) -> float:
+        value = self.server.metrics.registry.get_sample_value(f"drafter_{name}", labels)
+        return 0.0 if value is None else value
+
+    def wait_until(self, condition: Any, seconds: float = 10.0) -> None:
+        """Until it is true; AssertionError when it stays false."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, "waited in vain"
+            time.sleep(0.005)
+
+    def wait_until_idle(self) -> None:
+        """No open answers, no rows in use."""
+        self.wait_until(lambda: self.server.worker.num_open == 0 and self.metric("active_rows") == 0)
+
+
+@contextmanager
+def live_server(engine: Engine | None = None, **settings: Any) -> Iterator[Live]:
+    """Start a server, and stop it at the end."""
+    app = create_app(engine or tiny_engine(), ServerSettings(MODEL, **settings))
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=2)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        live = Live("", app.state.server)
+        live.wait_until(lambda: server.started and live.server.worker.state == "ready", 30)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        live.url = f"http://127.0.0.1:{port}"
+        yield live
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive(), "the server did not stop"
+
+
+def offline(messages: list[dict[str, str]] | str, **params: Any) -> Any:
+    """The answer that plain decoding gives, without server or drafter."""
+    engine = tiny_engine(method="autoregressive", tree_size=None)
+    fields = {"max_new_tokens": 24} | params
+    return engine.generate([messages], SamplingParams(**fields), raw=isinstance(messages, str))[0]

@@ -1,0 +1,302 @@
+"""The official openai client against a live server."""
+
+import math
+
+import openai
+import pytest
+import torch
+
+from tests.serving.live import MODEL, Live, offline
+from tests.serving.tiny import tiny_target
+
+MESSAGES = [{"role": "user", "content": "Name a colour."}]
+GREEDY = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 24}
+
+
+def test_models(idle: Live) -> None:
+    client = idle.client
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("other/model")
+    assert caught.value.code == "model_not_found"
+
+
+def test_chat_is_the_targets_own_answer(idle: Live) -> None:
+    answer = idle.client.chat.completions.create(**GREEDY)
+    wanted = offline(MESSAGES)
+    choice = answer.choices[0]
+    assert choice.message.content == wanted.text
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason == wanted.finish_reason
+    assert answer.model == MODEL and answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(wanted.prompt_ids)
+    assert answer.usage.completion_tokens == len(wanted.token_ids) == 24
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_chat_streams_the_same(idle: Live) -> None:
+    stream = idle.client.chat.completions.create(**GREEDY, stream=True)
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == offline(MESSAGES).text
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_stream_ends_with_usage_if_asked(idle: Live) -> None:
+    stream = idle.client.chat.completions.create(**GREEDY, stream=True, stream_options={"include_usage": True})
+    *others, last = list(stream)
+    assert all(chunk.usage is None for chunk in others)
+    assert last.choices == [] and last.usage is not None
+    assert last.usage.completion_tokens == 24
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_completions(idle: Live, as_ids: bool) -> None:
+    text = "Once upon a time"
+    prompt = tiny_target().encode(text) if as_ids else text
+    client = idle.client
+    fields = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 20}
+    answer = client.completions.create(**fields)
+    wanted = offline(text, max_new_tokens=20)
+    assert answer.choices[0].text == wanted.text
+    assert answer.object == "text_completion" and answer.id.startswith("cmpl-")
+    streamed = client.completions.create(**fields, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == wanted.text
+
+
+def test_several_prompts_and_choices_in_order(idle: Live) -> None:
+    prompts = ["one two", "three four", "five six"]
+    fields = {"model": MODEL, "prompt": prompts, "max_tokens": 10, "temperature": 0.9, "seed": 5, "n": 2}
+    answer = idle.client.completions.create(**fields)
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    for place, prompt in enumerate(prompts):
+        assert answer.choices[2 * place].text == offline(prompt, max_new_tokens=10, temperature=0.9, seed=5).text
+        assert answer.choices[2 * place].text != answer.choices[2 * place + 1].text
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == sum(len(tiny_target().encode(prompt)) for prompt in prompts)
+    texts = [""] * 6
+    reasons: list[str | None] = [None] * 6
+    for chunk in idle.client.completions.create(**fields, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+        reasons[chunk.choices[0].index] = chunk.choices[0].finish_reason
+    assert texts == [choice.text for choice in answer.choices]
+    assert reasons == [choice.finish_reason for choice in answer.choices]
+
+
+def test_token_limit_defaults(idle: Live) -> None:
+    client = idle.client
+    completion = client.completions.create(model=MODEL, prompt="a", extra_body={"ignore_eos": True})
+    assert completion.usage is not None and completion.usage.completion_tokens == 16
+    chat = client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body={"ignore_eos": True})
+    assert chat.usage is not None and chat.usage.total_tokens == 256, "up to the end of the row"
+    fields = GREEDY | {"max_completion_tokens": 3}
+    assert client.chat.completions.create(**fields).usage.completion_tokens == 3  # type: ignore[union-attr]
+
+
+def test_seeds(idle: Live) -> None:
+    client = idle.client
+    fields = GREEDY | {"temperature": 1.0, "max_tokens": 16}
+    first, second = (client.chat.completions.create(**fields, seed=11).choices[0].message.content for _ in range(2))
+    wanted = offline(MESSAGES, temperature=1.0, seed=11, max_new_tokens=16)
+    assert first == second == wanted.text
+    assert client.chat.completions.create(**fields, seed=2**64 - 1).choices[0].message.content != first
+    unseeded = {client.chat.completions.create(**fields).choices[0].message.content for _ in range(3)}
+    assert len(unseeded) == 3, "without a seed each answer is drawn anew"
+
+
+def test_sampling_filters_reach_the_engine(idle: Live) -> None:
+    fields = GREEDY | {"temperature": 1.3, "max_tokens": 16, "seed": 3, "top_p": 0.8}
+    extra = {"top_k": 20, "min_p": 0.02, "ignore_eos": True}
+    answer = idle.client.chat.completions.create(**fields, extra_body=extra)
+    wanted = offline(MESSAGES, temperature=1.3, max_new_tokens=16, seed=3, top_p=0.8, **extra)
+    assert answer.choices[0].message.content == wanted.text
+
+
+@pytest.mark.parametrize("fields", [{"top_p": 0}, {"top_k": 1}, {"temperature": 1e-30}])
+def test_extreme_values_mean_greedy(idle: Live, fields: dict[str, float]) -> None:
+    top_k = {"top_k": fields["top_k"]} if "top_k" in fields else {}
+    body = GREEDY | {"temperature": 1.0} | {name: value for name, value in fields.items() if name != "top_k"}
+    answer = idle.client.chat.completions.create(**body, extra_body=top_k)
+    assert answer.choices[0].message.content == offline(MESSAGES).text
+
+
+def test_text_parts_and_developer_role(idle: Live) -> None:
+    client = idle.client
+    parts = [{"type": "text", "text": "Name a"}, {"type": "text", "text": "colour."}]
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
+    answer = client.chat.completions.create(**(GREEDY | {"messages": messages}))
+    plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a\ncolour."}]
+    assert answer.choices[0].message.content == offline(plain).text
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_stop_strings(idle: Live, is_stream: bool) -> None:
+    text = offline("Once upon", max_new_tokens=40, ignore_eos=True).text
+    stop = text[12:15]
+    cut = text[: text.index(stop)]
+    fields = {"model": MODEL, "prompt": "Once upon", "max_tokens": 40, "temperature": 0, "stop": ["\0never", stop]}
+    extra = {"ignore_eos": True}
+    if is_stream:
+        chunks = list(idle.client.completions.create(**fields, stream=True, extra_body=extra))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == cut
+        assert chunks[-1].choices[0].finish_reason == "stop"
+    else:
+        choice = idle.client.completions.create(**fields, extra_body=extra).choices[0]
+        assert (choice.text, choice.finish_reason) == (cut, "stop")
+
+
+def test_stop_tokens_end_with_reason_stop(idle: Live) -> None:
+    wanted = offline("Once upon", max_new_tokens=40, ignore_eos=True)
+    token = wanted.token_ids[7]
+    extra = {"stop_token_ids": [token], "ignore_eos": True}
+    fields = {"model": MODEL, "prompt": "Once upon", "max_tokens": 40, "temperature": 0}
+    answer = idle.client.completions.create(**fields, extra_body=extra)
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == wanted.token_ids.index(token) + 1, "the stop token counts"
+    assert wanted.text.startswith(answer.choices[0].text)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_chat_logprobs(idle: Live, is_stream: bool) -> None:
+    fields = GREEDY | {"temperature": 0.7, "seed": 4, "logprobs": True, "top_logprobs": 2}
+    extra = {"ignore_eos": True}
+    client = idle.client
+    if is_stream:
+        chunks = list(client.chat.completions.create(**fields, stream=True, extra_body=extra))
+        content = [item for chunk in chunks[1:] for item in chunk.choices[0].logprobs.content]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    else:
+        choice = client.chat.completions.create(**fields, extra_body=extra).choices[0]
+        content, text = choice.logprobs.content, choice.message.content
+    wanted = offline(MESSAGES, temperature=0.7, seed=4, ignore_eos=True)
+    assert b"".join(bytes(item.bytes) for item in content).decode("utf-8", "replace") == text or "<" in text
+    assert len(content) == len(wanted.token_ids) == 24
+    with torch.no_grad():
+        logits_TV = tiny_target().model(torch.tensor([[*wanted.prompt_ids, *wanted.token_ids]])).logits[0]
+    logprob_TV = logits_TV.log_softmax(-1)[len(wanted.prompt_ids) - 1 :]
+    for place, (token, item) in enumerate(zip(wanted.token_ids, content, strict=True)):
+        assert math.isclose(item.logprob, logprob_TV[place, token].item(), abs_tol=1e-4)
+        assert len(item.top_logprobs) == 2
+        assert math.isclose(item.top_logprobs[0].logprob, logprob_TV[place].max().item(), abs_tol=1e-4)
+
+
+def test_completion_logprobs(idle: Live) -> None:
+    fields = {"model": MODEL, "prompt": "Once upon", "max_tokens": 12, "temperature": 0, "logprobs": 3}
+    choice = idle.client.completions.create(**fields, extra_body={"ignore_eos": True}).choices[0]
+    logprobs = choice.logprobs
+    assert logprobs is not None
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset) == 12
+    for token, value, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert len(top) == 3 and max(top.values()) == value == top[token], "greedy takes the likeliest"
+    assert logprobs.text_offset[0] == 0 and logprobs.text_offset == sorted(logprobs.text_offset)
+
+
+def test_details_tell_where_tokens_came_from(idle: Live) -> None:
+    extra = {"details": True, "ignore_eos": True}
+    choice = idle.client.chat.completions.create(**GREEDY, extra_body=extra).choices[0]
+    details = choice.details
+    assert "".join(text for text, _ in details["tokens"]) == choice.message.content
+    num_own = sum(not is_drafted for _, is_drafted in details["tokens"])
+    assert details["num_tokens"] == 24 and num_own <= details["num_target_forwards"] < 24
+    chunks = list(idle.client.chat.completions.create(**GREEDY, stream=True, extra_body=extra))[1:]
+    assert [piece for chunk in chunks for piece in chunk.choices[0].details["tokens"]] == details["tokens"]
+    tree = chunks[-1].choices[0].details["tree"]
+    assert len(tree["tokens"]) == len(tree["parents"]) == 96 and tree["path"][0] == 0
+
+
+def test_speculation_off(idle: Live) -> None:
+    before = idle.metric("accepted_draft_tokens_total")
+    extra = {"speculation": False, "details": True}
+    choice = idle.client.chat.completions.create(**GREEDY, extra_body=extra).choices[0]
+    assert choice.message.content == offline(MESSAGES).text
+    assert not any(is_drafted for _, is_drafted in choice.details["tokens"])
+    assert choice.details["num_target_forwards"] == choice.details["num_tokens"]
+    assert idle.metric("accepted_draft_tokens_total") == before
+
+
+def test_repeated_prompt_counts_cached_tokens(idle: Live) -> None:
+    messages = [{"role": "user", "content": "A question that no other test asks, long enough to share."}]
+    counts = []
+    for _ in range(2):
+        answer = idle.client.chat.completions.create(**(GREEDY | {"messages": messages}))
+        counts.append(answer.usage.prompt_tokens_details.cached_tokens)
+    assert counts[1] == answer.usage.prompt_tokens - 2 > counts[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logit_bias": {"5": 10}}, "logit_bias"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": -1}, "frequency_penalty"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 2}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"n": 0}, "n"),
+        ({"seed": 2**64}, "seed"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ],
+)
+def test_refusals_name_the_field(idle: Live, fields: dict[str, object], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        idle.client.chat.completions.create(**(GREEDY | fields))
+    assert caught.value.param == param
+    assert caught.value.type == "invalid_request_error"
+    assert param.rpartition(".")[2].partition("[")[0] in caught.value.message
+
+
+def test_fields_that_ask_for_nothing_are_accepted(idle: Live) -> None:
+    neutral = {
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "logit_bias": {},
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "parallel_tool_calls": False,
+        "stop": None,
+        "seed": None,
+        "logprobs": None,
+        "n": None,
+        "stream": None,
+        "some_new_field": 1,
+    }
+    answer = idle.client.chat.completions.create(**GREEDY, extra_body=neutral)
+    assert answer.choices[0].message.content == offline(MESSAGES).text
+
+
+def test_prompts_that_do_not_fit(idle: Live) -> None:
+    client = idle.client
+    for is_stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model=MODEL, prompt="word " * 200, stream=is_stream)
+        assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="not in the vocabulary"):
+        client.completions.create(model=MODEL, prompt=[1, 10**30])
+    with pytest.raises(openai.BadRequestError, match="empty"):
+        client.completions.create(model=MODEL, prompt="")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=MODEL, prompt="x", n=100)
+    assert caught.value.param == "n"
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="gpt-4", prompt="x")
+    assert missing.value.param == "model"
