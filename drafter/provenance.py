@@ -112,7 +112,7 @@ def _git_revision() -> str | None:
 def _machine() -> dict[str, Any]:
     machine: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": _memory_gib(),
     }
@@ -122,7 +122,8 @@ def _machine() -> dict[str, Any]:
     return machine
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor's name as its maker writes it; empty where the system does not say."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):

@@ -14,6 +14,7 @@ from drafter.decoding.results import Completion, StreamEvent, Update, event_of
 from drafter.decoding.runner import PrefillRow, Runner, StepResult, StepWants
 from drafter.decoding.scheduler import PrefillChunk, Scheduler
 from drafter.decoding.sequence import Sequence as TokenSequence
+from drafter.decoding.sized import SizedProposers
 from drafter.decoding.text import IncrementalText
 from drafter.model.recurrent import RecurrentDrafter
 from drafter.target.adapter import Target
@@ -48,7 +49,12 @@ class Engine:
     ) -> None:
         self.target = target
         self.config = config or EngineConfig(method="autoregressive" if drafter is None else "redrafter")
-        self.proposer = make_proposer(self.config, target, drafter, draft_model)
+        self._sized: SizedProposers | None = None
+        if self.config.speculation is None:
+            self.proposer = make_proposer(self.config, target, drafter, draft_model)
+        else:
+            self._sized = SizedProposers(self.config, target, lambda c: make_proposer(c, target, drafter, draft_model))
+            self.proposer = self._sized.largest
         self._context_layers = context_layers_of(self.config, drafter)
         self._scheduler = Scheduler(self.config.max_rows)
         self._runner: Runner | None = None
@@ -219,6 +225,10 @@ class Engine:
         longest = max(sequence.num_committed for sequence in rows)
         proposer, wants = self._wants([sequence for sequence in rows if sequence.is_prefilled])
         result = runner.step(proposer, is_active + [False] * padding, longest, wants)
+        if self._sized is not None and proposer is not self._plain:
+            self._sized.observe(
+                [len(result.emitted[item.row]) - 1 for item in rows if item.is_prefilled and item.options.speculate]
+            )
         return [self._update(sequence, result) for sequence in list(rows) if sequence.is_prefilled]
 
     def drop(self, keep: int = 0) -> list[TokenSequence]:
@@ -293,7 +303,8 @@ class Engine:
         )
         if len(mute_rows) == len(active) and isinstance(self.proposer, StatelessRows):
             return self._plain, wants._replace(mute_rows=[])
-        return self.proposer, wants if any(wants) else None
+        proposer = self.proposer if self._sized is None else self._sized.choose(len(self._scheduler.rows))
+        return proposer, wants if any(wants) else None
 
     def _update(self, sequence: TokenSequence, result: StepResult) -> Update:
         row = sequence.row

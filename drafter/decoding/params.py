@@ -106,6 +106,8 @@ class EngineConfig:
         prefill_chunk: prompt tokens per forward.
         reuse_prefixes: a prompt that begins like what a row of the cache holds takes keys and values from there.
         compile: compile the step (torch.compile).
+        speculation: file that `drafter tune` wrote: W, L and N follow the number of running rows and the acceptance of
+            late (redrafter only); None keeps the tree as it is set here.
     """
 
     method: Method = "redrafter"
@@ -124,6 +126,7 @@ class EngineConfig:
     prefill_chunk: int = 256
     reuse_prefixes: bool = False
     compile: bool = False
+    speculation: str | None = None
 
     def __post_init__(self) -> None:
         _require_choice("method", self.method, get_args(Method))
@@ -145,6 +148,13 @@ class EngineConfig:
             raise ValueError(
                 f"--verify rejection needs drafts that are samples of q, which --method {self.method} does not make: "
                 "use --method draft-model or --verify coupled"
+            )
+        if self.speculation is not None and (
+            self.method != "redrafter" or self.tree_size is not None or self.tree_policy != "all-nodes"
+        ):
+            raise ValueError(
+                "--speculation sizes the trees of --method redrafter: it goes with no other method, "
+                "and without --tree-size and --tree-policy"
             )
         largest = 1 + self.beam_width * self.draft_length
         if self.method == "redrafter" and self.tree_size is not None and self.tree_size > largest:
