@@ -70,6 +70,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "mirostat": (0,),
 }
 
+_OWN_ERRORS = ("unsupported_parameter", "unicode", "content", "prompt", "stop", "stream_options", "logprobs")
+
 _REFUSED_MESSAGE_FIELDS: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "function_call": (), "audio": ()}
 
 
@@ -148,18 +150,36 @@ def _refuse(data: Any, refused: Mapping[str, tuple[Any, ...]]) -> Any:
     return data
 
 
+def _whole_text(value: Any) -> Any:
+    """Refuse text with half a surrogate pair (JSON can say "\\ud83d"): it is no Unicode, so no tokenizer takes it."""
+    if isinstance(value, str) and not _is_encodable(value):
+        raise PydanticCustomError("unicode", "the text holds half a surrogate pair, which is no character")
+    return value
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+_Text = Annotated[StrictStr, BeforeValidator(_whole_text)]
+
+
 class TextPart(BaseModel):
     """A piece of a message's content."""
 
     type: Literal["text"]
-    text: StrictStr
+    text: _Text
 
 
 class Message(BaseModel):
     """A turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[StrictStr | list[TextPart], BeforeValidator(lambda value: _content(value))]
+    content: Annotated[_Text | list[TextPart], BeforeValidator(lambda value: _content(value))]
 
     @model_validator(mode="before")
     @classmethod
@@ -221,7 +241,7 @@ class StreamOptions(BaseModel):
 
 _Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 _Seed = Annotated[StrictInt, Field(ge=-(2**63), le=2**64 - 1)]
-_StopText = Annotated[StrictStr, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+_StopText = Annotated[_Text, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
 class Generation(BaseModel):
@@ -307,7 +327,7 @@ class ChatRequest(Generation):
 class CompletionRequest(Generation):
     """Body of ``POST /v1/completions``."""
 
-    prompt: Annotated[StrictStr | list[StrictStr] | list[StrictInt] | list[list[StrictInt]], BeforeValidator(_prompt)]
+    prompt: Annotated[_Text | list[_Text] | list[StrictInt] | list[list[StrictInt]], BeforeValidator(_prompt)]
     logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @property
@@ -330,8 +350,8 @@ class CompletionRequest(Generation):
 
 
 def error_of(errors: list[Any]) -> ApiError:
-    """The API's error for what pydantic found wrong with a body; the first finding stands for all."""
-    first = errors[0]
+    """The API's error for what pydantic found wrong with a body; one finding stands for all, our own wording first."""
+    first = next((error for error in errors if error["type"] in _OWN_ERRORS), errors[0])
     context = first.get("ctx") or {}
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {context.get('error', first['msg'])}", code="invalid_json")

@@ -1,0 +1,130 @@
+"""Tokens are shown with their text, never before it."""
+
+import random
+
+import pytest
+
+from drafter.decoding.params import SamplingParams
+from drafter.decoding.results import Update
+from drafter.decoding.sequence import Sequence
+from drafter.decoding.text import IncrementalText
+from drafter.serving.names import TokenNames
+from drafter.serving.pieces import Piece, PieceFeed
+from tests.data.tiny import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+EOS = TOKENIZER.eos_token_id
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+def run(steps: list[list[int]], *, stop: tuple[str, ...] = (), limit: int = 100) -> list[tuple[str, list[Piece]]]:
+    """Feed an answer step by step; what was released after each."""
+    text = IncrementalText(lambda tokens: TOKENIZER.decode(tokens, skip_special_tokens=True), stop)
+    sequence = Sequence(0, [1], SamplingParams(stop=stop), limit, frozenset([EOS]), text)
+    feed = PieceFeed(text)
+    released = []
+    for emitted in steps:
+        if sequence.is_finished:
+            break
+        release = feed.take(Update(sequence, sequence.extend(emitted)))
+        released.append((release.text, release.pieces))
+    return released
+
+
+def test_pieces_carry_their_text_and_origin() -> None:
+    first, second = run([ids("abc"), [*ids("d"), EOS]])
+    assert first[0] == "abc"
+    assert [(piece.text, piece.is_drafted) for piece in first[1]] == [("a", True), ("b", True), ("c", False)]
+    assert [(piece.text, piece.is_drafted) for piece in second[1]] == [("d", True)], "a stop token is no text"
+
+
+def test_a_character_of_several_tokens_comes_with_its_last() -> None:
+    tokens = ids("x\u20acy")  # the euro sign is three bytes
+    assert len(tokens) == 5
+    released = run([[token] for token in tokens], limit=5)
+    assert [text for text, _ in released] == ["x", "", "", "\u20ac", "y"]
+    assert [len(pieces) for _, pieces in released] == [1, 0, 0, 3, 1]
+    assert [piece.text for piece in released[3][1]] == ["", "", "\u20ac"]
+
+
+def test_held_text_holds_its_tokens() -> None:
+    released = run([[token] for token in ids("xENx")], stop=("END",), limit=4)
+    assert [text for text, _ in released] == ["x", "", "", "ENx"]
+    assert [len(pieces) for _, pieces in released] == [1, 0, 0, 3]
+
+
+def test_tokens_of_a_stop_string_are_never_shown() -> None:
+    released = run([[token] for token in ids("ab\u20ac")], stop=("\u20ac",))
+    assert [text for text, _ in released] == ["a", "b", "", "", ""]
+    assert [[piece.text for piece in pieces] for _, pieces in released] == [["a"], ["b"], [], [], []]
+    whole = run([ids("abENDcd")], stop=("END",))
+    assert whole == [("ab", whole[0][1])]
+    assert [piece.text for piece in whole[0][1]] == ["a", "b"]
+
+
+def test_a_token_cut_by_a_stop_string_shows_what_is_left_of_it() -> None:
+    the = TOKENIZER.convert_tokens_to_ids("the")
+    ((text, pieces),) = run([[the]], stop=("e",))
+    assert text == "th" and [piece.text for piece in pieces] == ["th"]
+
+
+def test_unfinished_character_at_the_end_shows_as_the_decoder_shows_it() -> None:
+    tokens = ids("a\u20ac")[:-1]
+    released = run([[token] for token in tokens], limit=3)
+    assert "".join(text for text, _ in released) == "a\ufffd"
+    assert sum(len(pieces) for _, pieces in released) == 3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_text_and_pieces_agree_however_the_steps_are_cut(seed: int) -> None:
+    chance = random.Random(seed)
+    text = "".join(
+        chance.choice(["a", "the", " and", "\u20ac", "\U0001f600", "E", "EN", "END", "\n"]) for _ in range(30)
+    )
+    stop = ("END", "\u20ac\u20ac") if seed % 2 else ()
+    tokens = ids(text)
+    steps = []
+    while tokens:
+        size = chance.randint(1, 5)
+        steps.append(tokens[:size])
+        tokens = tokens[size:]
+    cuts = [place for place in (text.find(item) for item in stop) if place >= 0]
+    wanted = text[: min(cuts)] if cuts else text
+    shown_text = shown_pieces = ""
+    for fresh, pieces in run([*steps, [EOS]], stop=stop, limit=1000):
+        shown_text += fresh
+        shown_pieces += "".join(piece.text for piece in pieces)
+        assert wanted.startswith(shown_text), "nothing of a stop string, no broken character"
+        assert shown_text.startswith(shown_pieces), "tokens never run ahead of the text"
+    assert shown_text == shown_pieces == wanted
+
+
+def test_names_and_bytes_of_tokens() -> None:
+    names = TokenNames(TOKENIZER)
+    raw = "na\u00efve \u20ac \U0001f600\n\x00 the and"
+    assert b"".join(names.bytes_of(token) for token in ids(raw)).decode() == raw
+    assert names.name_of(TOKENIZER.convert_tokens_to_ids("\u0120the")) == " the"
+    assert names.name_of(ids("\u20ac")[0]) == "bytes:\\xe2"
+    assert names.name_of(EOS) == TOKENIZER.eos_token
+    assert names.bytes_of(EOS) == TOKENIZER.eos_token.encode()
+    assert names.bytes_of(10**6) == b"", "an id that the tokenizer does not know"
+
+
+class PieceTokenizer:
+    """The part of a SentencePiece tokenizer that names read."""
+
+    pieces = ["\u2581the", "<0xE2>", "er", "\u2581"]
+
+    def convert_ids_to_tokens(self, token_id: int) -> str:
+        return self.pieces[token_id]
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        return ["the", "\ufffd", "er", ""][token_ids[0]]
+
+
+def test_names_of_sentence_pieces() -> None:
+    names = TokenNames(PieceTokenizer())
+    assert [names.bytes_of(token) for token in range(4)] == [b" the", b"\xe2", b"er", b" "]
