@@ -115,13 +115,13 @@ def parse_row(record: Record, *, format: str | None = None, columns: Mapping[str
     fields = dict(record.fields)
     for ours, theirs in (columns or {}).items():
         if theirs not in fields:
-            raise ValueError(f"{record.where}: no key {theirs!r}, which --columns names for {ours!r}{_keys(fields)}")
+            raise ValueError(f"{record.where}: no key {theirs!r}, which --column names for {ours!r}{_keys(fields)}")
         fields[ours] = fields[theirs]
     kind = format or recognise(fields)
     if kind is None:
         raise ValueError(
             f"{record.where}: no known keys{_keys(fields)}; known are messages, conversations, instruction + output, "
-            "prompt, text (map others with --columns)"
+            "prompt, text (name others with --column)"
         )
     common: dict[str, Any] = {
         "id": _text_or_none(fields.get("id", fields.get("question_id"))),

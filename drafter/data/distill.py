@@ -55,7 +55,7 @@ class DistillReport:
         for count, what in (
             (self.num_torn_bytes, "bytes of a torn last line cut off"),
             (self.num_cut, "new answers cut at --max-new-tokens"),
-            (self.num_too_long, "prompts left out that leave no room for an answer"),
+            (self.num_too_long, "answers left out whose prompt leaves no room for them"),
             (self.num_refused, "prompts refused by the server"),
             (self.num_duplicates, "repeated prompts left out"),
             (self.num_excluded, "prompts left out that are on the excluded list"),

@@ -80,7 +80,7 @@ class Journal:
         is_new = self._file.seek(0, os.SEEK_END) == 0
         if self.settings_path.is_file() and not is_new:
             recorded = self._recorded_settings()
-            for name in sorted(settings.keys() | recorded.keys()):
+            for name in {**settings, **recorded}:
                 if settings.get(name) != recorded.get(name):
                     raise ValueError(
                         f"--out {self.path} was begun with {name} = {recorded.get(name)!r}, now it is "

@@ -119,7 +119,7 @@ def read_prompts(
         if limit is not None and len(found) == limit:
             break
         if row.text is not None:
-            raise ValueError(f"{row.where}: plain text is no prompt; name the key with --columns, such as prompt=text")
+            raise ValueError(f"{row.where}: plain text is no prompt; name the key with --column, such as prompt=text")
         digest = hashlib.blake2b(json.dumps(row.prompt).encode(), digest_size=8).hexdigest()
         if digest in seen:
             num_duplicates += 1

@@ -92,7 +92,7 @@ def test_columns_rename_keys(tmp_path: Path) -> None:
     name = write_jsonl(tmp_path / "a.jsonl", [{"question": "Why?", "reply": "So."}])
     (row,) = read_rows(name, columns={"prompt": "question", "completion": "reply"})
     assert list(row.messages) == chat("Why?", "So.")
-    with pytest.raises(ValueError, match=r"line 1: no key 'q', which --columns names for 'prompt'"):
+    with pytest.raises(ValueError, match=r"line 1: no key 'q', which --column names for 'prompt'"):
         list(read_rows(name, columns={"prompt": "q"}))
 
 

@@ -72,3 +72,28 @@ def chat(*turns: str) -> list[dict[str, str]]:
 def write_jsonl(path: Path, rows: list[Any]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def tiny_target(**changes: int):
+    """A random Llama of 2 layers over the tiny tokenizer's vocabulary; the same weights every time."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from drafter.target.adapter import Target
+
+    tokenizer = tiny_tokenizer()
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 128,
+        "eos_token_id": tokenizer.eos_token_id,
+        **changes,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
+    return Target.from_model(model, tokenizer, name="tiny")
