@@ -26,8 +26,8 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 COMMANDS: dict[str, str] = {
     "target fetch": "drafter.commands:target_fetch",
-    "distill": "drafter.commands:distill",
-    "data inspect": "drafter.commands:data_inspect",
+    "distill": "drafter.commands_data:distill",
+    "data inspect": "drafter.commands_data:data_inspect",
     "train": "drafter.commands:train",
     "export": "drafter.commands:export",
     "decode": "drafter.commands_decode:decode",
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output went away (`drafter ... | head`): also keep the interpreter's last flush quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_PIPE
-    except (ValueError, OSError, argparse.ArgumentError) as error:
+    except (ValueError, OSError) as error:
         return _fail(error, _one_line(error))
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "drafter":
@@ -191,7 +191,8 @@ def _add_argument(parser: argparse.ArgumentParser, parameter: inspect.Parameter,
         return
     options = _value_options(hint, _is_named(parameter))
     is_silent = is_required or default is None or default == () or default == ""
-    options["help"] = _escape(help_text + ("" if is_silent else f" (default: {default})"))
+    shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+    options["help"] = _escape(help_text + ("" if is_silent else f" (default: {shown})"))
     if _is_named(parameter):
         parser.add_argument(flag, dest=name, required=is_required, default=None if is_required else default, **options)
     elif is_required:

@@ -3,7 +3,6 @@
 Everything heavy is imported inside the functions, so that `--help` does not wait for torch.
 """
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -70,19 +69,24 @@ def train(*args: str) -> int | None:
     """Train a drafter.
 
     drafter train --config configs/train/smollm2-135m-quick.yaml
-    drafter train --config FILE.yaml --trainer.max_steps 100 --data.batch_size 8
+    drafter train --config FILE.yaml --trainer.max_steps 100 --data.batch_tokens 4096
     drafter train --config FILE.yaml --ckpt_path last          go on where a run was broken off
     drafter train --config FILE.yaml --print_config            every setting with its value
     drafter train --help-all                                   every setting explained
 
-    A setting of the file is a flag of the same name. Write `drafter export CHECKPOINT --out DIR` afterwards.
+    A setting of the file is a flag of the same name. Afterwards: drafter export CHECKPOINT --out DIR
     """
+    import argparse
+
     from drafter.training.run import main_train
 
-    return main_train(["--help" if arg == "--help-all" else arg for arg in args])
+    try:
+        return main_train(["--help" if arg == "--help-all" else arg for arg in args])
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error} (drafter train --help-all explains every setting)") from error
 
 
-def export(checkpoint: Path, *, out: Path) -> None:
+def export(checkpoint: Path, *, out: Path, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> None:
     """Turn a training checkpoint into a drafter folder.
 
     The folder holds config.json, model.safetensors, run.json and a model card. It is complete or not there at all.
@@ -90,54 +94,8 @@ def export(checkpoint: Path, *, out: Path) -> None:
     Args:
         checkpoint: a .ckpt file that `drafter train` wrote
         out: folder to write
+        dtype: number format of the weights
     """
-    from drafter.training.run import export_checkpoint
+    from drafter.training.checkpoint import export_checkpoint
 
-    export_checkpoint(checkpoint, out)
-    print(out)
-
-
-def distill(
-    *,
-    target: str,
-    prompts: str,
-    out: Path,
-    num_prompts: int | None = None,
-    max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    batch_size: int = 32,
-    seed: int = 0,
-    dtype: Dtype = "auto",
-    device: str = "auto",
-) -> None:
-    """Let the target answer prompts: training data for its drafter.
-
-    Answers are appended to --out as they are finished; started again, the command goes on where it was broken off.
-
-    Args:
-        target: alias, hub id, folder or .gguf file of the language model
-        prompts: file of prompts, hub data set, `default` (about 100 that come with the package), or `magpie`: the
-            target makes up its own
-        out: .jsonl file of the answers
-        num_prompts: how many prompts magpie makes up, or at most so many of the file
-        max_new_tokens: longest answer in tokens
-        temperature: 0 is greedy
-        batch_size: prompts answered at the same time
-        seed: of sampling
-        dtype: number format of the model (auto: bfloat16 on CUDA, else float32)
-        device: auto, cpu, cuda or cuda:1
-    """
-    raise SystemExit(
-        f"{target}{prompts}{out}{num_prompts}{max_new_tokens}{temperature}{batch_size}{seed}{dtype}{device}"
-    )
-
-
-def data_inspect(file: str, *, target: str, num_rows: int = 3) -> None:
-    """Show which tokens of a data file are trained on.
-
-    Args:
-        file: rows of conversations (.jsonl, .json, .parquet) or hub data set
-        target: alias, hub id, folder or .gguf file of the language model
-        num_rows: conversations to show
-    """
-    print(file, target, num_rows, file=sys.stderr)
+    print(export_checkpoint(checkpoint, out, dtype=dtype))

@@ -28,12 +28,12 @@ RULES = {
     "data": Rule(
         ("target",),
         ("torch", "datasets", "lightning"),
-        only_in=(("decoding", "distill.py"), ("lightning", "module.py")),
+        only_in=(("decoding", "distill.py"), ("model", "distill.py"), ("lightning", "module.py")),
     ),
     "training": Rule(
         ("model", "target", "data"),
         ("torch", "transformers", "lightning", "wandb"),
-        only_in=(("decoding", "acceptance.py"),),
+        only_in=(("decoding", "callbacks.py"),),
     ),
     "serving": Rule(("decoding", "target", "model"), ("torch", "fastapi", "ray")),
     "bench": Rule(

@@ -111,7 +111,11 @@ def _parse(args: list[str]) -> TrainCLI:
         trainer_defaults={"callbacks": [SaveWhenStopped()]},
         auto_configure_optimizers=False,
         load_from_checkpoint_support=False,
-        parser_kwargs={"prog": "drafter train", "description": "Train a recurrent drafter for a frozen target."},
+        parser_kwargs={
+            "prog": "drafter train",
+            "description": "Train a recurrent drafter for a frozen target.",
+            "exit_on_error": False,  # errors are raised: the command shows them in one line
+        },
     )
 
 

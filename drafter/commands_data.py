@@ -1,0 +1,196 @@
+"""`drafter distill` and `drafter data inspect`: training data made, and looked at. Wiring and print-out only."""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drafter.commands import Dtype, load_drafter, load_target
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from drafter.data.endpoint import Endpoint
+    from drafter.data.tokenize import Encoded
+
+
+def distill(
+    *,
+    out: Path,
+    target: str | None = None,
+    prompts: str | None = None,
+    num_prompts: int | None = None,
+    max_new_tokens: int = 256,
+    temperature: tuple[float, ...] = (0.0,),
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    num_answers: int = 1,
+    seed: int = 0,
+    shard: str = "1/1",
+    format: str | None = None,
+    column: list[str] | None = None,
+    exclude: str | None = None,
+    drafter: str | None = None,
+    batch_size: int = 64,
+    batch_tokens: int = 65536,
+    endpoint: str | None = None,
+    model: str | None = None,
+    concurrency: int = 16,
+    retries: int = 6,
+    dtype: Dtype = "auto",
+    device: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> None:
+    """Let the target answer prompts: training data for its drafter.
+
+    Answers are appended to --out as they are finished; started again, the command goes on where it was broken off.
+
+    Args:
+        out: .jsonl file of the answers
+        target: alias, hub id, folder or .gguf file of the language model
+        prompts: file of prompts, hub data set, or `magpie`: the target invents its own (default: about 100 prompts
+            that come with the package)
+        num_prompts: how many prompts magpie invents, or at most so many of the file
+        max_new_tokens: longest answer in tokens
+        temperature: 0 is greedy; several, such as 0,0.7, are used in turn
+        top_k: sample among the k likeliest tokens; 0 is off
+        top_p: sample among the likeliest tokens that make up this probability; 1 is off
+        min_p: sample among tokens at least this likely relative to the likeliest; 0 is off
+        num_answers: answers to each prompt
+        seed: of sampling
+        shard: which part of the prompts to answer, such as 3/8; every part needs its own --out
+        format: messages, sharegpt, alpaca, prompt or text (default: recognised by a row's keys)
+        column: OURS=THEIRS, such as prompt=question, where a file calls a key otherwise; may be repeated
+        exclude: file of prompts that must not be answered: an evaluation's own
+        drafter: folder of an exported drafter; the same answers, sooner
+        batch_size: prompts answered at the same time
+        batch_tokens: most cached tokens at the same time: long prompts are answered in smaller batches
+        endpoint: address of an OpenAI-compatible server that serves the target, instead of running it here
+        model: name of the target on that server; its key is read from OPENAI_API_KEY
+        concurrency: requests at the same time
+        retries: further attempts after a request that failed
+        dtype: number format of the model (auto: bfloat16 on CUDA, else float32)
+        device: auto, cpu, cuda or cuda:1
+        revision: hub revision of the target
+        trust_remote_code: run code that a hub model brings along
+    """
+    server = _endpoint(endpoint, model, concurrency, retries)
+    if target is None and server is None:
+        raise ValueError("who is to answer? Give --target, or --endpoint with --model")
+    if drafter is not None and target is None:
+        raise ValueError("--drafter needs --target: with --endpoint it is the server that decodes")
+
+    from drafter.data.distill import distill as run
+    from drafter.provenance import write_run_record
+
+    loaded, head = None, None
+    if target is not None:
+        loaded = load_target(target, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code)
+        head = load_drafter(drafter, loaded) if drafter is not None else None
+    out.parent.mkdir(parents=True, exist_ok=True)
+    report = run(
+        loaded, prompts, out, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+        min_p=min_p, num_answers=num_answers, seed=seed, shard=shard, num_prompts=num_prompts, format=format,
+        columns=_columns(column), exclude=exclude, drafter=head, batch_size=batch_size, batch_tokens=batch_tokens,
+        endpoint=server,
+    )  # fmt: skip
+    if report.num_new:
+        write_run_record(out, seed=seed, settings=vars(report))
+    for line in report.lines():
+        print(line)
+
+
+def _endpoint(url: str | None, model: str | None, concurrency: int, retries: int) -> "Endpoint | None":
+    if url is None:
+        return None
+    from drafter.data.endpoint import Endpoint
+
+    return Endpoint(url, model or "", concurrency=concurrency, retries=retries)
+
+
+def _columns(pairs: Sequence[str] | None) -> Mapping[str, str] | None:
+    """["prompt=question"] -> {"prompt": "question"}."""
+    if not pairs:
+        return None
+    split = [pair.partition("=") for pair in pairs]
+    for pair, (ours, _, theirs) in zip(pairs, split, strict=True):
+        if not ours or not theirs:
+            raise ValueError(f"--column {pair} must be OURS=THEIRS, such as prompt=question")
+    return {ours: theirs for ours, _, theirs in split}
+
+
+def data_inspect(
+    file: str,
+    *,
+    target: str,
+    num_rows: int = 3,
+    max_length: int | None = None,
+    format: str | None = None,
+    column: list[str] | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> None:
+    """Show which tokens of a data file are trained on.
+
+    The first rows are printed with their trained tokens in colour, or between ⟦ and ⟧ where there is none; then the
+    counts of the whole file.
+
+    Args:
+        file: rows of conversations (.jsonl, .json, .parquet) or hub data set
+        target: alias, hub id, folder or .gguf file of the language model
+        num_rows: conversations to show
+        max_length: cut rows after so many tokens, as training does
+        format: messages, sharegpt, alpaca, prompt or text (default: recognised by a row's keys)
+        column: OURS=THEIRS, such as prompt=question, where a file calls a key otherwise; may be repeated
+        revision: hub revision of the target
+        trust_remote_code: run code that a hub model brings along
+    """
+    if num_rows < 0:
+        raise ValueError(f"--num-rows {num_rows} must be at least 0")
+    from rich.console import Console
+    from tqdm import tqdm
+
+    from drafter.data.chat import read_rows
+    from drafter.data.tokenize import ConversationEncoder
+    from drafter.target.catalog import load_tokenizer
+
+    tokenizer = load_tokenizer(target, revision=revision, trust_remote_code=trust_remote_code)
+    encoder = ConversationEncoder(tokenizer, name=target, max_length=max_length)
+    console = Console(highlight=False)
+    rows = tqdm(read_rows(file, format=format, columns=_columns(column)), desc="reading", unit="row", file=sys.stderr)
+    shown: list[Encoded] = []
+    for encoded in encoder.encode(rows):
+        if len(shown) < num_rows:
+            shown.append(encoded)
+    for number, encoded in enumerate(shown, start=1):
+        num_trained, num_tokens = sum(encoded.loss_mask), len(encoded.token_ids)
+        console.rule(f"row {number}: {num_trained} of {num_tokens} tokens are trained on")
+        console.print(_painted(tokenizer, encoded, has_colour=console.color_system is not None))
+    console.rule()
+    for line in encoder.report.lines():
+        print(line)
+    encoder.report.check(file)
+
+
+def _painted(tokenizer: Any, encoded: "Encoded", *, has_colour: bool) -> "Text":
+    from rich.text import Text
+
+    text = Text()
+    for is_trained, ids in _runs(encoded):
+        piece = tokenizer.decode(ids)
+        if has_colour:
+            text.append(piece, style="black on green" if is_trained else "dim")
+        else:
+            text.append(f"⟦{piece}⟧" if is_trained else piece)
+    return text
+
+
+def _runs(encoded: "Encoded") -> Iterator[tuple[bool, list[int]]]:
+    """Neighbouring tokens that are trained on, or not, together."""
+    start = 0
+    for end in range(1, len(encoded.token_ids) + 1):
+        if end == len(encoded.token_ids) or encoded.loss_mask[end] != encoded.loss_mask[start]:
+            yield encoded.loss_mask[start], encoded.token_ids[start:end]
+            start = end
