@@ -59,9 +59,12 @@ def trained_drafter(
     if head == "tied":
         drafter.set_draft_token_ids(torch.arange(7, VOCAB)).bind(target)
     prompts = prompts_for(16, seed=100)
-    text_BT = torch.tensor(
-        [(prompt + answer)[:49] for prompt, answer in zip(prompts, answers_of(target, prompts), strict=True)]
-    )
+    texts = [(prompt + answer)[:49] for prompt, answer in zip(prompts, answers_of(target, prompts), strict=True)]
+    return train_on_texts(drafter, target, torch.tensor(texts), num_steps)
+
+
+def train_on_texts(drafter: RecurrentDrafter, target: Target, text_BT: Tensor, num_steps: int) -> RecurrentDrafter:
+    """Overfit a drafter to a few texts of the same length: cross-entropy at every position and depth."""
     with torch.no_grad():
         context_BTC = target.forward(text_BT, context_layers=drafter.config.context_layers).context_BTC
         embedding_BTD = target.embed(text_BT)
@@ -79,6 +82,6 @@ def _loss(drafter: RecurrentDrafter, text_BT: Tensor, context_BTC: Tensor, embed
     window_BPLD = embedding_BTD[:, 1:-1].unfold(1, _UNROLL, 1).transpose(2, 3)[:, :num_positions]
     label_BPL = text_BT[:, 2:].unfold(1, _UNROLL, 1)[:, :num_positions]
     logits_BPLR = drafter(context_BTC[:, :num_positions], window_BPLD)
-    place_V = torch.full((VOCAB,), -100)
+    place_V = torch.full((drafter.config.vocab_size,), -100)
     place_V[drafter.draft_token_ids_R] = torch.arange(len(drafter.draft_token_ids_R))
     return F.cross_entropy(logits_BPLR.flatten(0, 2), place_V[label_BPL].flatten())

@@ -85,10 +85,10 @@ def test_any_tree_gives_the_oracles_tokens(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["all-nodes", "final-beams"])
-@pytest.mark.parametrize(("rows", "width", "length"), list(product((1, 2, 7, 16), (1, 2, 8, 32), (1, 2, 5, 9))))
+@pytest.mark.parametrize(("rows", "width", "length"), list(product((1, 5, 16), (1, 3, 32), (1, 4, 9))))
 def test_grid(rows: int, width: int, length: int, policy: TreePolicy) -> None:
     largest = 1 + width * length
-    for size in {2, min(7, largest), min(33, largest), largest} if policy == "all-nodes" else {None}:
+    for size in sorted({2, min(33, largest), largest}) if policy == "all-nodes" else [None]:
         engine = new_engine(
             max_rows=rows,
             beam_width=width,
@@ -97,7 +97,7 @@ def test_grid(rows: int, width: int, length: int, policy: TreePolicy) -> None:
             tree_policy=policy,
             prefill_chunk=1 + length,
         )
-        assert_lossless(engine, [(prompt, NO_EOS) for prompt in KNOWN] + requests(20, seed=rows))
+        assert_lossless(engine, [(prompt, NO_EOS) for prompt in KNOWN[:8]] + requests(10, seed=rows))
 
 
 @pytest.mark.parametrize(("cell", "context", "head"), [("gru", "last", "full"), ("rnn", "fused", "tied")])
