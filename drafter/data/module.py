@@ -1,6 +1,7 @@
 """ChatDataModule: files in, batches out, for Lightning."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -8,10 +9,12 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from drafter.data.batch import ChatBatch, gather
-from drafter.data.loader import TrainLoader, ValLoader
+from drafter.data.batch import ChatBatch, gather, pad_states
+from drafter.data.hidden_states import HiddenStates, build_states
+from drafter.data.loader import Gather, TrainLoader, ValLoader
 from drafter.data.prepare import TokenizeOptions, load_stores, split_by_prompt
 from drafter.data.store import TokenStore
+from drafter.target.adapter import Target
 from drafter.target.catalog import load_tokenizer
 
 
@@ -40,6 +43,7 @@ class ChatDataModule(LightningDataModule):
         revision: str | None = None,
         trust_remote_code: bool = False,
         use_token_cache: bool = True,
+        cache_hidden_states: str | None = None,
         progress: bool = True,
     ) -> None:
         """
@@ -62,6 +66,8 @@ class ChatDataModule(LightningDataModule):
             revision: of the target on the hub.
             trust_remote_code: run the target's own tokenizer code.
             use_token_cache: keep tokenised files in $DRAFTER_HOME/cache/tokens.
+            cache_hidden_states: folder for the target's hidden states: computed once, read in every epoch. Costs
+                2 bytes x hidden size per kept position on disk, and rounds the states to bfloat16.
             progress: show progress bars.
         """
         super().__init__()
@@ -98,6 +104,8 @@ class ChatDataModule(LightningDataModule):
         self._revision = revision
         self._trust_remote_code = trust_remote_code
         self._use_token_cache = use_token_cache
+        self._states_folder = cache_hidden_states
+        self._states: dict[str, HiddenStates] = {}
         self._progress = progress
         self._tokenizer: Any = None
         self._stores: tuple[TokenStore, TokenStore] | None = None
@@ -131,13 +139,11 @@ class ChatDataModule(LightningDataModule):
         self._load()
 
     def train_dataloader(self) -> TrainLoader:
-        store = self.train_store
-        if self._train_on == "everything":
-            store = _everything(store)
+        store, gather_rows = self._source("train")
         rank, world_size = self._rank_and_world_size()
         return TrainLoader(
             store,
-            lambda rows: self._gather(store, rows),
+            gather_rows,
             batch_tokens=self._batch_tokens,
             seed=self._seed,
             rank=rank,
@@ -146,15 +152,34 @@ class ChatDataModule(LightningDataModule):
         )
 
     def val_dataloader(self) -> ValLoader:
-        store = self.val_store
+        store, gather_rows = self._source("val")
         rank, world_size = self._rank_and_world_size()
         return ValLoader(
             store,
-            lambda rows: self._gather(store, rows),
+            gather_rows,
             batch_tokens=self._batch_tokens,
             rank=rank,
             world_size=world_size,
         )
+
+    def cache_states(self, target: Target, *, draft_length: int, context_layers: Sequence[int] = ()) -> None:
+        """Fill the hidden-state cache, if ``cache_hidden_states`` names a folder; to be called before the loaders.
+
+        Batches then carry ``hidden_BTD`` (and ``context_BTC`` with ``context_layers``) in the target's dtype, and their
+        rows begin ``draft_length + 1`` positions before the first token that is trained on.
+        """
+        if self._states_folder is None:
+            return
+        for part, store in (("train", self._trained_rows()), ("val", self.val_store)):
+            self._states[part] = build_states(
+                Path(self._states_folder) / part,
+                store,
+                target,
+                margin=draft_length + 1,
+                context_layers=context_layers,
+                batch_tokens=self._batch_tokens,
+                progress=self._progress,
+            )
 
     def val_prompts(self, num: int) -> list[list[int]]:
         """Token ids of the first ``num`` different held-out prompts, up to the opening of the first answer."""
@@ -187,8 +212,30 @@ class ChatDataModule(LightningDataModule):
         trainer = self.trainer
         return (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
 
-    def _gather(self, store: TokenStore, rows: Sequence[int]) -> ChatBatch:
-        return gather(store, rows, pad_multiple=self._pad_multiple)
+    def _trained_rows(self) -> TokenStore:
+        return _everything(self.train_store) if self._train_on == "everything" else self.train_store
+
+    def _source(self, part: str) -> tuple[TokenStore, Gather]:
+        """The rows of ``train`` or ``val``, and what makes batches of them."""
+        if self._states_folder is not None:
+            if part not in self._states:
+                raise ValueError(
+                    "--data.cache_hidden_states: the cache is not made yet; call cache_states(target) first"
+                )
+            states = self._states[part]
+            return states.store, lambda rows: self._gather_with_states(states, rows)
+        store = self._trained_rows() if part == "train" else self.val_store
+        return store, lambda rows: gather(store, rows, pad_multiple=self._pad_multiple)
+
+    def _gather_with_states(self, states: HiddenStates, rows: Sequence[int]) -> ChatBatch:
+        batch = gather(states.store, rows, pad_multiple=self._pad_multiple)
+        width = batch.token_BT.shape[1]
+        found = [states.row(row) for row in rows]
+        contexts = [state.context_TC for state in found if state.context_TC is not None]
+        return batch._replace(
+            hidden_BTD=pad_states([state.hidden_TD for state in found], width),
+            context_BTC=pad_states(contexts, width) if contexts else None,
+        )
 
     def _load(self) -> tuple[TokenStore, TokenStore]:
         if self._stores is None:

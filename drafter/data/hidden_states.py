@@ -1,0 +1,297 @@
+"""The target's hidden states of a data set on disk, so that several epochs cost one forward pass.
+
+Kept are bfloat16 states from shortly before the first token that is trained on to the end of each row: what stands
+before no drafter ever starts from. Shards are written beside and renamed; an interrupted run goes on with the next
+shard. Each shard holds the token ids its states belong to, and they are compared on every read.
+
+Shapes: N positions of a shard · T positions of a row · D target hidden size · C context size.
+"""
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from drafter.data.batch import plan_in_order
+from drafter.data.store import TokenStore
+from drafter.target.adapter import Target
+
+_SHARD_BYTES = 1 << 29
+_SPARE = 1.02  # headers, and what the file system takes for itself
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """What a cache belongs to; two caches of the same spec are interchangeable."""
+
+    target_fingerprint: str
+    data_digest: str
+    dtype: str
+    hidden_size: int
+    context_size: int
+    context_layers: tuple[int, ...]
+    margin: int
+    num_positions: int
+
+    @property
+    def bytes_per_position(self) -> int:
+        return 2 * (self.hidden_size + self.context_size) + 4
+
+    @property
+    def num_bytes(self) -> int:
+        """What the cache takes on disk."""
+        return self.num_positions * self.bytes_per_position
+
+
+class States(NamedTuple):
+    """Of one row, in the target's own dtype; ``context_TC`` is None when the context is the final hidden state."""
+
+    hidden_TD: Tensor
+    context_TC: Tensor | None
+
+
+class Crop(NamedTuple):
+    """Rows without the positions that no drafter starts from, and where each begins in the whole row."""
+
+    store: TokenStore
+    starts: list[int]
+    margin: int
+
+
+def crop_to_answers(store: TokenStore, margin: int) -> Crop:
+    """Drop what stands more than ``margin`` positions before the first trained token of each row.
+
+    A drafter that unrolls K tokens starts at most K + 1 positions before it.
+    """
+    starts = []
+    for row in range(len(store)):
+        trained = store.row(row)[1].nonzero()
+        starts.append(max(0, int(trained[0]) - margin) if len(trained) else 0)
+    offset_R = store.offset_R1[:-1] + torch.tensor(starts, dtype=torch.int64)
+    keep_N = torch.ones(len(store.token_N), dtype=torch.bool)
+    for row, start in enumerate(offset_R.tolist()):
+        keep_N[int(store.offset_R1[row]) : start] = False
+    lengths = store.offset_R1[1:] - offset_R
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    return Crop(TokenStore(store.token_N[keep_N], store.loss_mask_N[keep_N], offsets), starts, margin)
+
+
+def describe_cache(store: TokenStore, crop: Crop, target: Target, context_layers: Sequence[int]) -> StateSpec:
+    """The spec of the cache of these rows."""
+    context_size = target.hidden_size * len(context_layers)
+    return StateSpec(
+        target_fingerprint=target.fingerprint,
+        data_digest=store.digest(),
+        dtype=str(target.dtype).removeprefix("torch."),
+        hidden_size=target.hidden_size,
+        context_size=context_size,
+        context_layers=tuple(context_layers),
+        margin=crop.margin,
+        num_positions=len(crop.store.token_N),
+    )
+
+
+def build_states(
+    folder: str | Path,
+    store: TokenStore,
+    target: Target,
+    *,
+    margin: int,
+    context_layers: Sequence[int] = (),
+    batch_tokens: int = 8192,
+    progress: bool = True,
+) -> "HiddenStates":
+    """Fill ``folder`` with the states of all rows, unless it holds them already; a reader of it, whose rows
+    :func:`crop_to_answers` has cut.
+
+    The size is printed before anything is written. Two processes at once: the second waits and finds it done.
+
+    Raises:
+        OSError: the disk has no room for the cache.
+        ValueError: the folder holds the states of another target or other data.
+    """
+    from filelock import FileLock
+
+    folder = Path(folder).expanduser()
+    crop = crop_to_answers(store, margin)
+    spec = describe_cache(store, crop, target, context_layers)
+    shards = _plan_shards(crop.store, spec)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock"):
+        _check_spec(folder, spec)
+        missing = [number for number in range(len(shards)) if not _shard_path(folder, number).is_file()]
+        if not missing:
+            return HiddenStates(folder, crop, spec)
+        _check_room(folder, spec, sum(len(shards[number]) for number in missing) / max(1, len(store)))
+        _write_json(folder / "cache.json", {**asdict(spec), "num_shards": len(shards)})
+        with _progress_bar(sum(int(store.length_R[list(shards[n])].sum()) for n in missing), progress) as bar:
+            for number in missing:
+                tensors = _compute(store, crop, shards[number], target, spec, batch_tokens, bar)
+                _write_shard(_shard_path(folder, number), tensors)
+    return HiddenStates(folder, crop, spec)
+
+
+class HiddenStates:
+    """Reads a cache; every read is checked against the token ids that the caller trains on.
+
+    Attributes:
+        store: the rows, cut to the positions that have states.
+
+    Raises:
+        ValueError: the folder holds no whole cache of this target and these rows.
+    """
+
+    def __init__(self, folder: str | Path, crop: Crop, spec: StateSpec) -> None:
+        self._folder = Path(folder).expanduser()
+        self.store = crop.store
+        self._dtype = getattr(torch, spec.dtype)
+        _check_spec(self._folder, spec)
+        shards = _plan_shards(crop.store, spec)
+        self._place: list[tuple[int, int]] = []  # (shard, first position in it) of each row
+        for number, rows in enumerate(shards):
+            if not _shard_path(self._folder, number).is_file():
+                raise ValueError(f"{self._folder}: shard {number} of {len(shards)} is missing; make the cache again")
+            base = int(crop.store.offset_R1[rows.start])
+            self._place += [(number, int(crop.store.offset_R1[row]) - base) for row in rows]
+        self._stack = ExitStack()
+        self._open: dict[int, Any] = {}
+
+    def row(self, row: int) -> States:
+        """The states of a row's kept positions."""
+        shard, start = self._place[row]
+        token_T, _ = self.store.row(row)
+        file = self._shard(shard)
+        span = slice(start, start + len(token_T))
+        if not torch.equal(file.get_slice("token_N")[span], token_T):
+            raise ValueError(
+                f"{_shard_path(self._folder, shard)}: the states belong to other tokens than row {row}: "
+                "delete the folder"
+            )
+        hidden_TD = file.get_slice("hidden_ND")[span].to(self._dtype)
+        has_context = "context_NC" in file.keys()  # noqa: SIM118 - the file has no __contains__
+        return States(hidden_TD, file.get_slice("context_NC")[span].to(self._dtype) if has_context else None)
+
+    def close(self) -> None:
+        """Give the files back."""
+        self._stack.close()
+        self._open.clear()
+
+    def _shard(self, number: int) -> Any:
+        if number not in self._open:
+            path = _shard_path(self._folder, number)
+            try:
+                self._open[number] = self._stack.enter_context(safe_open(path, framework="pt"))
+            except SafetensorError as error:
+                raise ValueError(f"{path} is damaged ({error}); delete it, and it is made again") from error
+        return self._open[number]
+
+
+@torch.no_grad()
+def _compute(
+    store: TokenStore, crop: Crop, rows: range, target: Target, spec: StateSpec, batch_tokens: int, bar: Any
+) -> dict[str, Tensor]:
+    """The tensors of one shard: whole rows go through the target, kept positions are kept."""
+    base, end = int(crop.store.offset_R1[rows.start]), int(crop.store.offset_R1[rows.stop])
+    hidden_ND = torch.empty(end - base, spec.hidden_size, dtype=torch.bfloat16)
+    context_NC = torch.empty(end - base, spec.context_size, dtype=torch.bfloat16)
+    length_R = store.length_R[rows.start : rows.stop]
+    for batch in plan_in_order(length_R, batch_tokens=batch_tokens):
+        tokens = [store.row(rows.start + index)[0].long() for index in batch]
+        token_BT = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True).to(target.device)
+        output = target.forward(token_BT, context_layers=spec.context_layers)
+        for line, index in enumerate(batch):
+            row = rows.start + index
+            kept = slice(crop.starts[row], len(tokens[line]))
+            place = slice(int(crop.store.offset_R1[row]) - base, int(crop.store.offset_R1[row + 1]) - base)
+            hidden_ND[place] = output.hidden_BTD[line, kept].to(torch.bfloat16).cpu()
+            if spec.context_size:
+                context_NC[place] = output.context_BTC[line, kept].to(torch.bfloat16).cpu()
+            bar.update(len(tokens[line]))
+    tensors = {"hidden_ND": hidden_ND, "token_N": crop.store.token_N[base:end].clone()}
+    return tensors | ({"context_NC": context_NC} if spec.context_size else {})
+
+
+def _plan_shards(cropped: TokenStore, spec: StateSpec) -> list[range]:
+    """Neighbouring rows of about half a gigabyte together."""
+    limit = max(1, _SHARD_BYTES // spec.bytes_per_position)
+    offsets = cropped.offset_R1.tolist()
+    shards, start = [], 0
+    for row in range(1, len(cropped) + 1):
+        if row == len(cropped) or offsets[row + 1] - offsets[start] > limit:
+            shards.append(range(start, row))
+            start = row
+    return shards
+
+
+def _shard_path(folder: Path, number: int) -> Path:
+    return folder / f"states-{number:05d}.safetensors"
+
+
+def _check_spec(folder: Path, spec: StateSpec) -> None:
+    """ValueError if the folder holds something else; an empty folder may become anything."""
+    path = folder / "cache.json"
+    if not path.is_file():
+        if any(folder.glob("states-*")):
+            raise ValueError(f"{folder} holds states but no cache.json: delete the folder")
+        return
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: delete the folder") from error
+    wanted = json.loads(json.dumps(asdict(spec)))
+    for name, what in (("target_fingerprint", "another target"), ("data_digest", "other training data")):
+        if found.get(name) != wanted[name]:
+            raise ValueError(f"{folder} holds the hidden states of {what}: name another folder, or delete it")
+    for name, value in wanted.items():
+        if found.get(name) != value:
+            raise ValueError(f"{folder} was made with {name} {found.get(name)}, now it is {value}: name another folder")
+
+
+def _check_room(folder: Path, spec: StateSpec, share: float) -> None:
+    needed = int(spec.num_bytes * share * _SPARE)
+    free = shutil.disk_usage(folder).free
+    print(
+        f"hidden states of {spec.num_positions:,} positions: {spec.num_bytes / 1e9:.2f} GB in {folder} "
+        f"({free / 1e9:.1f} GB free)",
+        file=sys.stderr,
+    )
+    if free < needed:
+        raise OSError(
+            f"{folder} has {free / 1e9:.2f} GB free, the hidden states need {needed / 1e9:.2f} GB: make room, name a "
+            "folder on another disk, or train without --data.cache_hidden_states"
+        )
+
+
+def _write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
+    beside = path.with_name(f".{path.name}.tmp")
+    try:
+        save_file(tensors, beside)
+        beside.replace(path)
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written ({error}): is the disk full?") from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    beside = path.with_name(f".{path.name}.tmp")
+    try:
+        beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _progress_bar(total: int, progress: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="hidden states", unit="token", unit_scale=True, disable=not progress, file=sys.stderr)

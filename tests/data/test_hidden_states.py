@@ -1,0 +1,184 @@
+"""The cache of hidden states: the same numbers as a forward, and nobody else's."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from drafter.data import hidden_states
+from drafter.data.batch import collate
+from drafter.data.hidden_states import HiddenStates, build_states, crop_to_answers
+from drafter.data.module import ChatDataModule
+from drafter.data.store import TokenStore, build_store
+from tests.data.tiny import chat, save_tiny_target, tiny_target, write_jsonl
+
+MARGIN = 3
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+def store_of(num_rows: int = 7) -> TokenStore:
+    rows = []
+    for row in range(num_rows):
+        length = 6 + row
+        first = 2 + row // 2
+        tokens = [(7 * row + 3 * place) % 200 + 4 for place in range(length)]
+        rows.append((tokens, [place >= first for place in range(length)]))
+    return build_store(rows)
+
+
+def build(folder: Path, store: TokenStore, target, **options) -> HiddenStates:
+    return build_states(folder, store, target, **{"margin": MARGIN, "progress": False, "batch_tokens": 20, **options})
+
+
+def test_rows_are_cut_before_their_answers() -> None:
+    store = build_store([([1, 2, 3, 4, 5, 6], [False] * 4 + [True] * 2), ([7, 8], [False, True]), ([9], [False])])
+    crop = crop_to_answers(store, 2)
+    assert [crop.store.row(row)[0].tolist() for row in range(3)] == [[3, 4, 5, 6], [7, 8], [9]]
+    assert crop.store.row(0)[1].tolist() == [False, False, True, True] and crop.starts == [2, 0, 0]
+
+
+@pytest.mark.parametrize("context_layers", [(), (1, 2)])
+@pytest.mark.parametrize("shard_bytes", [1, 1000, 1 << 29])
+def test_states_are_those_of_a_forward(
+    target, tmp_path: Path, context_layers: tuple[int, ...], shard_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hidden_states, "_SHARD_BYTES", shard_bytes)
+    store = store_of()
+    states = build(tmp_path / "cache", store, target, context_layers=context_layers)
+    crop = crop_to_answers(store, MARGIN)
+    for row in range(len(store)):
+        whole_T = store.row(row)[0].long()
+        output = target.forward(whole_T[None], context_layers=context_layers)
+        found = states.row(row)
+        kept = slice(crop.starts[row], None)
+        assert found.hidden_TD.dtype == torch.float32
+        assert torch.allclose(found.hidden_TD, output.hidden_BTD[0, kept], rtol=1e-2, atol=1e-2)
+        if context_layers:
+            assert torch.allclose(found.context_TC, output.context_BTC[0, kept], rtol=1e-2, atol=1e-2)
+        else:
+            assert found.context_TC is None
+    num_shards = len(list((tmp_path / "cache").glob("states-*")))
+    assert num_shards == {1: 7, 1000: num_shards, 1 << 29: 1}[shard_bytes]
+    states.close()
+
+
+def test_a_cache_is_made_once_and_an_interrupted_one_completed(
+    target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hidden_states, "_SHARD_BYTES", 1)
+    store, folder = store_of(), tmp_path / "cache"
+    forward, calls = target.forward, []
+    monkeypatch.setattr(target, "forward", lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs))
+    first = build(folder, store, target)
+    assert len(calls) == 7
+    (folder / "states-00004.safetensors").unlink()
+    with pytest.raises(ValueError, match="shard 4 of 7 is missing"):
+        HiddenStates(folder, crop_to_answers(store, MARGIN), _spec(folder))
+    again = build(folder, store, target)
+    assert len(calls) == 8
+    assert all(torch.equal(first.row(row).hidden_TD, again.row(row).hidden_TD) for row in range(7))
+    build(folder, store, target)
+    assert len(calls) == 8
+
+
+def _spec(folder: Path) -> hidden_states.StateSpec:
+    fields = json.loads((folder / "cache.json").read_text())
+    del fields["num_shards"]
+    return hidden_states.StateSpec(**{**fields, "context_layers": tuple(fields["context_layers"])})
+
+
+def test_the_size_is_told_and_a_full_disk_refused_before_anything_is_written(
+    target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    crop = crop_to_answers(store_of(), MARGIN)
+    needed = len(crop.store.token_N) * (2 * 16 + 4)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
+    with pytest.raises(OSError, match="make room, name a folder on another disk, or train without"):
+        build(tmp_path / "cache", store_of(), target)
+    assert f"hidden states of {len(crop.store.token_N)} positions" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [".lock"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed * 2))
+    build(tmp_path / "cache", store_of(), target)
+    written = sum(path.stat().st_size for path in (tmp_path / "cache").glob("states-*"))
+    assert needed <= written < needed + 1000
+
+
+def test_other_targets_and_data_are_refused(target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "cache"
+    build(folder, store_of(), target)
+    with pytest.raises(ValueError, match="holds the hidden states of other training data"):
+        build(folder, store_of(6), target)
+    with pytest.raises(ValueError, match="made with margin 3, now it is 4"):
+        build(folder, store_of(), target, margin=4)
+    with pytest.raises(ValueError, match="made with context_size 0, now it is 16"):
+        build(folder, store_of(), target, context_layers=(1,))
+    monkeypatch.setattr(target, "fingerprint", "00")
+    with pytest.raises(ValueError, match="holds the hidden states of another target"):
+        build(folder, store_of(), target)
+    (folder / "cache.json").write_text("{")
+    with pytest.raises(ValueError, match=r"cache.json is damaged"):
+        build(folder, store_of(), target)
+    (folder / "cache.json").unlink()
+    with pytest.raises(ValueError, match="holds states but no cache.json"):
+        build(folder, store_of(), target)
+
+
+def test_states_of_other_tokens_and_damaged_shards_are_refused(target, tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    build(folder, store_of(), target).close()
+    spec, crop = _spec(folder), crop_to_answers(store_of(), MARGIN)
+    changed = crop.store.token_N.clone()
+    changed[-1] += 1
+    other = crop._replace(store=TokenStore(changed, crop.store.loss_mask_N, crop.store.offset_R1))
+    states = HiddenStates(folder, other, spec)
+    assert states.row(0).hidden_TD.shape[1] == 16
+    with pytest.raises(ValueError, match="belong to other tokens than row 6"):
+        states.row(6)
+    states.close()
+    shard = folder / "states-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(ValueError, match="is damaged"):
+        HiddenStates(folder, crop, spec).row(0)
+
+
+@pytest.mark.parametrize("train_on", ["answers", "everything"])
+def test_batches_of_the_data_module_carry_states(
+    target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train_on: str
+) -> None:
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+    (tmp_path / "target").mkdir()
+    rows = [{"messages": chat(f"a rather long question {i}?", "the answer " + "and " * i)} for i in range(12)]
+    data = ChatDataModule(
+        train=write_jsonl(tmp_path / "train.jsonl", rows),
+        target=save_tiny_target(tmp_path / "target"),
+        val=0.2,
+        max_length=64,
+        batch_tokens=200,
+        train_on=train_on,
+        pad_multiple=4,
+        cache_hidden_states=str(tmp_path / "states"),
+        progress=False,
+    )
+    with pytest.raises(ValueError, match="the cache is not made yet"):
+        data.train_dataloader()
+    data.cache_states(target, draft_length=4, context_layers=(1,))
+    num_rows = 0
+    for loader, part in ((data.train_dataloader(), "train"), (data.val_dataloader(), "val")):
+        for batch in loader:
+            assert batch.hidden_BTD.shape == (*batch.token_BT.shape, 16) == batch.context_BTC.shape
+            first_B = batch.loss_mask_BT.int().argmax(dim=1)
+            assert int(first_B.max()) == (1 if part == "train" and train_on == "everything" else 5)
+            assert not batch.hidden_BTD[batch.length_B[:, None] <= torch.arange(batch.token_BT.shape[1])].any()
+            num_rows += len(batch.length_B)
+    assert num_rows == 12
+    whole = collate([data.val_store.row(0)])
+    expected_TD = target.forward(whole.token_BT).hidden_BTD[0]
+    found_TD = data._states["val"].row(0).hidden_TD
+    assert torch.allclose(found_TD, expected_TD[-len(found_TD) :], rtol=1e-2, atol=1e-2)
