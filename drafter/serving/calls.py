@@ -107,7 +107,9 @@ class Call:
                 news: News = self._first.pop(0)
             else:
                 try:
-                    news = await asyncio.wait_for(self._news.get(), idle_seconds)
+                    # Not wait_for: before Python 3.12 it loses a cancellation that meets a result.
+                    async with asyncio.timeout(idle_seconds):
+                        news = await self._news.get()
                 except TimeoutError:
                     yield None
                     continue

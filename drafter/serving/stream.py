@@ -69,7 +69,8 @@ class EventStream(Response):
                 await _cancel(sending)
                 # A client that does not read would block this send as well: it gets a moment.
                 with contextlib.suppress(TimeoutError, OSError):
-                    await asyncio.wait_for(self._last_words(send), 1.0)
+                    async with asyncio.timeout(1.0):
+                        await send({"type": "http.response.body", "body": self._on_timeout(), "more_body": False})
         finally:
             await _cancel(sending)
             await _cancel(watching)
@@ -79,9 +80,6 @@ class EventStream(Response):
             async for chunk in events:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _last_words(self, send: Send) -> None:
-        await send({"type": "http.response.body", "body": self._on_timeout(), "more_body": False})
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -197,9 +197,9 @@ class Worker:
                 self.state = "ready"
             while stop is None:
                 stop = self._obey()
+                self._count_rows()
                 if stop is None and self.engine.has_work:
                     self._step()
-                self._count_rows()
         finally:
             if stop is None:
                 self.state = "dead"
@@ -255,6 +255,7 @@ class Worker:
             return
         self._metrics.steps.inc()
         self._metrics.step_seconds.observe(time.perf_counter() - started)
+        self._count_rows()
         self._post(news)
 
     def _news(self, update: Update) -> tuple[Call, News]:
@@ -291,12 +292,13 @@ class Worker:
             _log.error("a step with %d rows failed", num_running, exc_info=error)
             failure = ApiError(500, "an internal error ended this answer", kind="server_error")
         self._metrics.failed_steps.labels("memory" if is_memory else "error").inc()
-        news: list[tuple[Call, News]] = []
-        for sequence in self.engine.drop(keep):
-            ticket = self._tickets.pop(sequence.request_id, None)
-            if ticket is not None:
-                news.append((ticket.call, Failure(ticket.place, failure)))
-        self._post(news)
+        failed = {sequence.request_id for sequence in self.engine.drop(keep)}
+        if not failed:  # it broke before any row was touched: whoever waits would only break it again
+            failed = set(self._tickets)
+            for request_id in failed:
+                self.engine.abort(request_id)
+        tickets = [self._tickets.pop(request_id) for request_id in failed & self._tickets.keys()]
+        self._post([(ticket.call, Failure(ticket.place, failure)) for ticket in tickets])
         if is_memory:
             self._allow_rows(max(keep, 1))
             # The traceback holds the frames of the step and with them its tensors.

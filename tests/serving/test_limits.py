@@ -1,0 +1,293 @@
+"""What a server refuses, how it ends, and what hang-ups leave behind: nothing."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from drafter.serving.server import ServerSettings
+from tests.serving.live import MODEL, Live, live_server
+from tests.serving.tiny import tiny_engine
+
+CHAT = "/v1/chat/completions"
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 4}
+LONG = BODY | {"max_tokens": 230, "ignore_eos": True}
+SITE = "https://app.example"
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[Live]:
+    """Two rows, a queue of one, keys, small bodies, pages of one site."""
+    settings: dict[str, Any] = {
+        "max_queue": 1,
+        "api_keys": ("first-key", "second-key"),
+        "max_body_bytes": 20_000,
+        "cors_origins": (SITE,),
+    }
+    with live_server(tiny_engine(max_rows=2, method="autoregressive", tree_size=None), **settings) as server:
+        yield server
+
+
+def key(name: str = "first-key") -> dict[str, str]:
+    return {"Authorization": f"Bearer {name}"}
+
+
+def test_keys(strict: Live) -> None:
+    with strict.http() as http:
+        for headers in (
+            {},
+            key("wrong"),
+            {"Authorization": "Bearer"},
+            {"Authorization": "first-key"},
+            {"Authorization": "Basic first-key"},
+        ):
+            for answer in (http.post(CHAT, json=BODY, headers=headers), http.get("/v1/models", headers=headers)):
+                assert answer.status_code == 401
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+                assert answer.headers["www-authenticate"] == "Bearer"
+        assert http.post(CHAT, json=BODY, headers=key("second-key")).status_code == 200
+        assert http.post(CHAT, json=BODY, headers={"Authorization": "bearer first-key"}).status_code == 200
+        for path in ("/health", "/ready", "/metrics", "/"):
+            assert http.get(path).status_code == 200, "probes need no key"
+    with pytest.raises(openai.AuthenticationError):
+        strict.new_client(api_key="wrong").models.list()
+    assert strict.metric("requests_total", outcome="unauthorized") == 5
+
+
+def test_bodies_that_are_too_large_or_no_json(strict: Live) -> None:
+    with strict.http(headers=key()) as http:
+        large = BODY | {"user": "x" * 30_000}
+        assert http.post(CHAT, json=large).status_code == 413
+
+        def parts() -> Iterator[bytes]:
+            for _ in range(300):
+                yield b" " * 100
+
+        chunked = http.post(CHAT, content=parts(), headers={"Content-Type": "application/json"})
+        assert chunked.status_code == 413, "no length declared"
+        assert http.post(CHAT, content=json.dumps(BODY)).status_code == 415
+        form = http.post(CHAT, data={"model": MODEL})
+        assert form.status_code == 415
+        for body in (
+            b"",
+            b"{",
+            b"\xff\xfe",
+            b"[" * 9000,
+            b'{"model": NaN}',
+            b"null",
+            b'"x"',
+            b'{"n": 1' + b"0" * 5000 + b"}",
+        ):
+            answer = http.post(CHAT, content=body, headers={"Content-Type": "application/json"})
+            assert answer.status_code == 400, body[:20]
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_unknown_places_and_methods_answer_in_the_api_s_shape(strict: Live) -> None:
+    with strict.http(headers=key()) as http:
+        assert http.get("/v1/nothing").json()["error"]["type"] == "invalid_request_error"
+        assert http.get("/v1/nothing").status_code == 404
+        answer = http.get(CHAT)
+        assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+        assert http.get("/docs").status_code == 404, "no page that loads scripts from elsewhere"
+
+
+def test_pages_of_other_sites(strict: Live) -> None:
+    with strict.http() as http:
+        ask = {
+            "Origin": SITE,
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization",
+        }
+        assert http.options(CHAT, headers=ask).headers["access-control-allow-origin"] == SITE
+        assert (
+            "access-control-allow-origin"
+            not in http.options(CHAT, headers=ask | {"Origin": "https://x.example"}).headers
+        )
+        refused = http.post(CHAT, json=BODY, headers={"Origin": SITE})
+        assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == SITE
+
+
+def test_no_site_is_let_in_unless_told(idle: Live) -> None:
+    with idle.http() as http:
+        answer = http.post(CHAT, json=BODY, headers={"Origin": SITE})
+        assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
+
+
+def test_full_queue(strict: Live) -> None:
+    client = strict.new_client(api_key="first-key")
+    streams = [client.chat.completions.create(**_openai(LONG), stream=True) for _ in range(3)]
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.chat.completions.create(**_openai(BODY))
+    assert int(caught.value.response.headers["retry-after"]) >= 1
+    assert caught.value.code == "queue_full"
+    for stream in streams:
+        stream.close()
+    strict.wait_until_idle()
+    patient = strict.new_client(api_key="first-key", max_retries=2)
+    assert patient.chat.completions.create(**_openai(BODY)).choices[0].message.content is not None
+
+
+def _openai(body: dict[str, Any]) -> dict[str, Any]:
+    own = {name: body[name] for name in ("ignore_eos",) if name in body}
+    return {name: value for name, value in body.items() if name not in own} | {"extra_body": own}
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_hang_ups_free_their_rows(strict: Live, is_stream: bool) -> None:
+    before = strict.metric("requests_total", outcome="hung_up")
+    port = int(strict.url.rpartition(":")[2])
+    body = json.dumps(LONG | {"stream": is_stream}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first-key\r\nContent-Type: application/json\r\n"
+    sockets = []
+    for _ in range(3):  # two run, one waits
+        connection = socket.create_connection(("127.0.0.1", port))
+        connection.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        sockets.append(connection)
+    strict.wait_until(lambda: strict.metric("active_rows") == 2 and strict.metric("queue_depth") == 1)
+    for connection in sockets:
+        connection.close()
+    strict.wait_until_idle()
+    strict.wait_until(lambda: strict.metric("requests_total", outcome="hung_up") == before + 3)
+    num_tokens = strict.metric("generated_tokens_total")
+    time.sleep(0.05)
+    assert strict.metric("generated_tokens_total") == num_tokens
+
+
+def test_half_a_body_then_gone(strict: Live) -> None:
+    before = strict.metric("requests_total", outcome="hung_up")
+    connection = socket.create_connection(("127.0.0.1", int(strict.url.rpartition(":")[2])))
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first-key\r\nContent-Type: application/json\r\n"
+    connection.sendall(head.encode() + b"Content-Length: 500\r\n\r\n{")
+    connection.close()
+    strict.wait_until(lambda: strict.metric("requests_total", outcome="hung_up") == before + 1)
+
+
+def slow_engine(seconds: float) -> Any:
+    """An engine whose every step takes a while."""
+    engine = tiny_engine(max_rows=2, method="autoregressive", tree_size=None)
+    step = engine.step
+
+    def slow() -> Any:
+        time.sleep(seconds)
+        return step()
+
+    engine.step = slow  # type: ignore[method-assign]
+    return engine
+
+
+def test_requests_that_take_too_long() -> None:
+    with live_server(slow_engine(0.01), request_timeout=0.3) as server, server.http() as http:
+        answer = http.post(CHAT, json=LONG)
+        assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
+        lines = http.post(CHAT, json=LONG | {"stream": True}).text.strip().split("\n\n")
+        assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "timeout"
+        assert len(lines) > 2 and "[DONE]" not in lines[-1]
+        with pytest.raises(openai.APIError, match="longer than 0.3 seconds"):
+            list(server.client.chat.completions.create(**_openai(LONG), stream=True))
+        server.wait_until_idle()
+        assert server.metric("requests_total", outcome="timed_out") == 3
+
+
+def test_failed_step_is_a_500_for_its_requests_only() -> None:
+    engine = tiny_engine(max_rows=2)
+    with live_server(engine) as server, server.http() as http:
+        step = engine.step
+
+        def broken() -> Any:
+            engine.step = step  # type: ignore[method-assign]
+            raise RuntimeError("secret")
+
+        engine.step = broken  # type: ignore[method-assign]
+        answer = http.post(CHAT, json=BODY)
+        assert answer.status_code == 500 and "secret" not in answer.text
+        assert answer.json()["error"]["type"] == "server_error"
+        engine.step = broken  # type: ignore[method-assign]
+        events = http.post(CHAT, json=BODY | {"stream": True}).text
+        assert '"server_error"' in events and "[DONE]" not in events
+        assert http.post(CHAT, json=BODY).status_code == 200
+        assert http.get("/health").status_code == 200
+        assert server.metric("failed_steps_total", cause="error") == 2
+        assert server.metric("requests_total", outcome="failed") == 2
+
+
+def test_health_and_readiness() -> None:
+    engine = slow_engine(0.2)
+    with live_server(engine) as server, server.http() as http:
+        assert http.get("/ready").json() == {"status": "ready"}
+        results: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: results.append(http.post(CHAT, json=BODY)))
+        thread.start()
+        server.wait_until(lambda: server.server.worker.num_open == 1)
+        server.server.worker.drain()
+        with server.http() as other:
+            assert (other.get("/ready").status_code, other.get("/health").status_code) == (503, 200)
+            late = other.post(CHAT, json=BODY)
+            assert late.status_code == 503 and "retry-after" in late.headers
+        thread.join()
+        assert results[0].status_code == 200, "what runs is finished"
+
+
+def test_metrics(idle: Live) -> None:
+    with idle.http() as http:
+        http.post(CHAT, json=BODY)
+        idle.wait_until_idle()
+        text = http.get("/metrics").text
+    for name in (
+        "drafter_requests_total",
+        "drafter_queue_depth 0.0",
+        "drafter_active_rows 0.0",
+        "drafter_generated_tokens_total",
+        "drafter_target_forwards_total",
+        "drafter_tokens_per_step_bucket",
+        "drafter_time_to_first_token_seconds_count",
+        "drafter_time_per_output_token_seconds_count",
+        "process_resident_memory_bytes",
+    ):
+        assert name in text
+    assert idle.metric("generated_tokens_total") >= idle.metric("target_forwards_total") > 0
+
+
+def test_seeds_hold_among_neighbours(idle: Live) -> None:
+    client = idle.client
+    fields = _openai(BODY | {"temperature": 1.0, "seed": 77, "max_tokens": 40, "ignore_eos": True})
+    alone = client.chat.completions.create(**fields).choices[0].message.content
+    texts: dict[int, str | None] = {}
+
+    def ask(place: int) -> None:
+        seed = 77 if place == 5 else place
+        texts[place] = client.chat.completions.create(**(fields | {"seed": seed})).choices[0].message.content
+
+    threads = [threading.Thread(target=ask, args=(place,)) for place in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts[5] == alone
+    assert len(set(texts.values())) == 16
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_queue": -1},
+        {"request_timeout": 0.0},
+        {"request_timeout": float("nan")},
+        {"max_body_bytes": 0},
+        {"api_keys": ("",)},
+    ],
+)
+def test_bad_settings(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be|is empty"):
+        ServerSettings(MODEL, **fields)
+
+
+def test_engines_that_cannot_serve() -> None:
+    with pytest.raises(ValueError, match="--max-length"), live_server(tiny_engine(max_length=None)):
+        raise AssertionError

@@ -1,0 +1,295 @@
+"""The engine's thread: joining, leaving, failing, stopping. No network here."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from drafter.decoding.engine import Engine
+from drafter.decoding.params import SamplingParams
+from drafter.decoding.results import Update
+from drafter.serving.calls import Call, Delta, Job
+from drafter.serving.metrics import Metrics
+from drafter.serving.protocol import ApiError
+from drafter.serving.worker import Worker
+from tests.serving.tiny import tiny_engine, tiny_target
+
+LONG = SamplingParams(max_new_tokens=200, ignore_eos=True)
+
+
+def job(text: str, params: SamplingParams = LONG) -> Job:
+    return Job(tiny_target().encode(text), params)
+
+
+def run(test: Callable[[Worker], Coroutine[Any, Any, None]], engine: Engine | None = None, max_queue: int = 4) -> None:
+    """Run a test with a started worker in an event loop, and stop the worker."""
+
+    async def main() -> None:
+        worker = Worker(engine or tiny_engine(), max_queue=max_queue, metrics=Metrics())
+        worker.start()
+        async with asyncio.timeout(60):
+            while worker.state == "starting":
+                await asyncio.sleep(0.001)
+            await test(worker)
+            await worker.stop()
+
+    asyncio.run(main())
+
+
+async def collect(call: Call) -> list[str]:
+    texts = [""] * len(call.jobs)
+    async for delta in call.deltas():
+        assert delta is not None
+        texts[delta.place] += delta.text
+    return texts
+
+
+async def first_delta(call: Call) -> Delta:
+    async for delta in call.deltas():
+        assert delta is not None
+        return delta
+    raise AssertionError("no news")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+@cache
+def answer(text: str, params: SamplingParams) -> str:
+    return tiny_engine(method="autoregressive", tree_size=None).generate([text], params, raw=True)[0].text
+
+
+def gauge(worker: Worker, name: str) -> float | None:
+    return worker._metrics.registry.get_sample_value(f"drafter_{name}")
+
+
+def test_requests_join_and_leave_between_steps() -> None:
+    async def test(worker: Worker) -> None:
+        long = worker.submit([job("a long one")])
+        await first_delta(long)
+        short = [SamplingParams(max_new_tokens=5 + n, ignore_eos=True) for n in range(3)]
+        calls = [worker.submit([job(f"short {n}", params)]) for n, params in enumerate(short)]
+        texts = [(await collect(call))[0] for call in calls]
+        assert long.num_open == 1, "the long one still runs"
+        assert texts == [answer(f"short {n}", params) for n, params in enumerate(short)]
+        worker.abandon(long)
+
+    run(test)
+
+
+def test_first_come_first_served() -> None:
+    ended: list[int] = []
+
+    async def test(worker: Worker) -> None:
+        async def ask(number: int) -> None:
+            call = worker.submit([job(f"number {number}", SamplingParams(max_new_tokens=20, ignore_eos=True))])
+            await collect(call)
+            ended.append(number)
+
+        await asyncio.gather(*(ask(number) for number in range(5)))
+
+    run(test, tiny_engine(max_rows=1, method="autoregressive", tree_size=None))
+    assert ended == [0, 1, 2, 3, 4]
+
+
+def test_abandoned_call_frees_its_row_within_one_step() -> None:
+    engine = tiny_engine(max_rows=1)
+    worker_of: list[Worker] = []
+    running: list[list[int]] = []
+    step = engine.step
+
+    def spy() -> list[Update]:
+        if len(running) == 11:  # the twelfth step is under way when the client hangs up
+            asyncio.run_coroutine_threadsafe(hang_up(), loops[0]).result()
+        updates = step()
+        running.append([item.request_id for item in engine._scheduler.rows if not item.is_finished])
+        return updates
+
+    loops: list[asyncio.AbstractEventLoop] = []
+    calls: list[Call] = []
+
+    async def hang_up() -> None:
+        worker_of[0].abandon(calls[0])
+
+    async def test(worker: Worker) -> None:
+        loops.append(asyncio.get_running_loop())
+        worker_of.append(worker)
+        running.clear()
+        engine.step = spy  # type: ignore[method-assign]
+        calls.append(worker.submit([job("hangs up")]))
+        next_call = worker.submit([job("next", SamplingParams(max_new_tokens=3))])
+        await collect(next_call)
+
+    run(test, engine)
+    first = running[0][0]
+    assert running[11] == [first] and all(first not in rows for rows in running[12:])
+    assert 13 <= len(running) <= 12 + 4
+
+
+def test_nothing_runs_after_all_hang_up() -> None:
+    async def test(worker: Worker) -> None:
+        calls = [worker.submit([job(f"call {n}")]) for n in range(8)]
+        await first_delta(calls[0])
+        for call in calls:
+            worker.abandon(call)
+            worker.abandon(call)
+        assert worker.num_open == 0
+        await until(lambda: gauge(worker, "active_rows") == 0 == gauge(worker, "queue_depth"))
+        assert not worker.engine.has_work and not worker._tickets
+
+    run(test)
+
+
+def test_full_queue_turns_away_with_a_time_to_wait() -> None:
+    async def test(worker: Worker) -> None:
+        with pytest.raises(ApiError) as too_many:
+            worker.submit([job("x")] * 9)
+        assert (too_many.value.status, too_many.value.param) == (400, "n")
+        calls = [worker.submit([job("x")] * 4), worker.submit([job("y")] * 4)]
+        with pytest.raises(ApiError) as full:
+            worker.submit([job("z")])
+        assert full.value.status == 429 and 1 <= (full.value.retry_after or 0) <= 60
+        worker.abandon(calls[0])
+        worker.submit([job("z", SamplingParams(max_new_tokens=1))])
+        worker.abandon(calls[1])
+
+    run(test)
+
+
+def test_one_bad_job_refuses_its_call_alone() -> None:
+    async def test(worker: Worker) -> None:
+        good = worker.submit([job("good", SamplingParams(max_new_tokens=4, ignore_eos=True))])
+        bad = worker.submit([job("fine"), Job([1, 99999], LONG)])
+        with pytest.raises(ApiError, match="not in the vocabulary") as caught:
+            await bad.accepted()
+        assert caught.value.status == 400
+        await good.accepted()
+        await collect(good)
+        assert worker.num_open == 0 and not worker._tickets
+
+    run(test)
+
+
+def break_step(engine: Engine, error: Exception, *, at: int, times: int = 1) -> list[int]:
+    """The engine's step raises, from its ``at``-th call on, so many times; the number of rows at each failure."""
+    step, count = engine.step, [0]
+    failed: list[int] = []
+
+    def broken() -> list[Update]:
+        count[0] += 1
+        if at <= count[0] < at + times:
+            engine._arrange(engine._runner)  # type: ignore[arg-type]
+            failed.append(engine.num_running)
+            raise error
+        return step()
+
+    engine.step = broken  # type: ignore[method-assign]
+    return failed
+
+
+def test_failed_step_fails_its_requests_and_no_others(caplog: pytest.LogCaptureFixture) -> None:
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    engine = tiny_engine(max_rows=2)
+
+    async def test(worker: Worker) -> None:
+        break_step(engine, RuntimeError("the sky fell"), at=4)
+        calls = [worker.submit([job(f"call {n}", params)]) for n in range(4)]
+        results = await asyncio.gather(*(collect(call) for call in calls), return_exceptions=True)
+        for result in results[:2]:
+            assert isinstance(result, ApiError) and result.status == 500
+            assert "sky" not in result.message, "what broke is for the log, not for clients"
+        assert results[2:] == [[answer(f"call {n}", params)] for n in (2, 3)]
+        assert worker.state == "ready" and worker.num_open == 0
+
+    with caplog.at_level(logging.ERROR, "drafter.serving"):
+        run(test, engine)
+    assert [record.exc_info[1].args for record in caplog.records if record.exc_info] == [("the sky fell",)]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA"), MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: x")],
+)
+def test_out_of_memory_sheds_the_latest_half(error: Exception) -> None:
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    engine = tiny_engine(max_rows=4)
+
+    async def test(worker: Worker) -> None:
+        failed = break_step(engine, error, at=4)
+        calls = [worker.submit([job(f"call {n}", params)]) for n in range(6)]
+        results = await asyncio.gather(*(collect(call) for call in calls), return_exceptions=True)
+        assert failed == [4]
+        assert [getattr(result, "status", None) for result in results] == [None, None, 503, 503, None, None]
+        for n in (0, 1, 4, 5):
+            assert results[n] == [answer(f"call {n}", params)]
+        assert engine._scheduler.row_limit == 2
+        worker._retry_rows_at = 0.0
+        await collect(worker.submit([job("later", params)]))
+        assert engine._scheduler.row_limit == 4, "after a while all rows are tried again"
+
+    run(test, engine)
+
+
+def test_out_of_memory_with_one_row_fails_it_and_goes_on() -> None:
+    engine = tiny_engine(max_rows=2)
+
+    async def test(worker: Worker) -> None:
+        break_step(engine, MemoryError(), at=2, times=1)
+        with pytest.raises(ApiError) as caught:
+            await collect(worker.submit([job("alone")]))
+        assert caught.value.status == 503 and caught.value.code == "out_of_memory"
+        await collect(worker.submit([job("next", SamplingParams(max_new_tokens=4))]))
+
+    run(test, engine)
+
+
+def test_stop_fails_what_is_open_and_drain_lets_it_finish() -> None:
+    async def test(worker: Worker) -> None:
+        short = worker.submit([job("short", SamplingParams(max_new_tokens=8, ignore_eos=True))])
+        worker.drain()
+        with pytest.raises(ApiError) as refused:
+            worker.submit([job("late")])
+        assert refused.value.status == 503
+        assert (await collect(short))[0] == answer("short", SamplingParams(max_new_tokens=8, ignore_eos=True))
+
+    run(test)
+
+    async def stop_early(worker: Worker) -> None:
+        calls = [worker.submit([job(f"call {n}")]) for n in range(6)]
+        stopping = asyncio.create_task(worker.stop())
+        for call in calls:
+            with pytest.raises(ApiError) as caught:
+                await collect(call)
+            assert caught.value.status == 503
+        await stopping
+        assert worker.num_open == 0 and worker.ended.is_set()
+
+    run(stop_early)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_death_of_the_thread_leaves_nobody_waiting() -> None:
+    engine = tiny_engine()
+
+    async def test(worker: Worker) -> None:
+        def die() -> list[Update]:
+            raise SystemExit
+
+        engine.step = die  # type: ignore[method-assign]
+        call = worker.submit([job("x")])
+        with pytest.raises(ApiError) as caught:
+            await collect(call)
+        assert caught.value.status == 500
+        await worker.ended.wait()
+        assert worker.state == "dead"
+        with pytest.raises(ApiError) as refused:
+            worker.submit([job("y")])
+        assert refused.value.status == 503
+
+    run(test, engine)
