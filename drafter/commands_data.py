@@ -1,17 +1,13 @@
 """`drafter distill` and `drafter data inspect`: training data made, and looked at. Wiring and print-out only."""
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drafter.commands import Dtype, load_drafter, load_target
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
     from drafter.data.endpoint import Endpoint
-    from drafter.data.tokenize import Encoded
 
 
 def distill(
@@ -147,50 +143,13 @@ def data_inspect(
         revision: hub revision of the target
         trust_remote_code: run code that a hub model brings along
     """
-    if num_rows < 0:
-        raise ValueError(f"--num-rows {num_rows} must be at least 0")
     from rich.console import Console
-    from tqdm import tqdm
 
-    from drafter.data.chat import read_rows
-    from drafter.data.tokenize import ConversationEncoder
+    from drafter.data.inspect import inspect_file
     from drafter.target.catalog import load_tokenizer
 
-    tokenizer = load_tokenizer(target, revision=revision, trust_remote_code=trust_remote_code)
-    encoder = ConversationEncoder(tokenizer, name=target, max_length=max_length)
-    console = Console(highlight=False)
-    rows = tqdm(read_rows(file, format=format, columns=_columns(column)), desc="reading", unit="row", file=sys.stderr)
-    shown: list[Encoded] = []
-    for encoded in encoder.encode(rows):
-        if len(shown) < num_rows:
-            shown.append(encoded)
-    for number, encoded in enumerate(shown, start=1):
-        num_trained, num_tokens = sum(encoded.loss_mask), len(encoded.token_ids)
-        console.rule(f"row {number}: {num_trained} of {num_tokens} tokens are trained on")
-        console.print(_painted(tokenizer, encoded, has_colour=console.color_system is not None))
-    console.rule()
-    for line in encoder.report.lines():
-        print(line)
-    encoder.report.check(file)
-
-
-def _painted(tokenizer: Any, encoded: "Encoded", *, has_colour: bool) -> "Text":
-    from rich.text import Text
-
-    text = Text()
-    for is_trained, ids in _runs(encoded):
-        piece = tokenizer.decode(ids)
-        if has_colour:
-            text.append(piece, style="black on green" if is_trained else "dim")
-        else:
-            text.append(f"⟦{piece}⟧" if is_trained else piece)
-    return text
-
-
-def _runs(encoded: "Encoded") -> Iterator[tuple[bool, list[int]]]:
-    """Neighbouring tokens that are trained on, or not, together."""
-    start = 0
-    for end in range(1, len(encoded.token_ids) + 1):
-        if end == len(encoded.token_ids) or encoded.loss_mask[end] != encoded.loss_mask[start]:
-            yield encoded.loss_mask[start], encoded.token_ids[start:end]
-            start = end
+    report = inspect_file(
+        file, load_tokenizer(target, revision=revision, trust_remote_code=trust_remote_code), Console(highlight=False),
+        target_name=target, num_rows=num_rows, max_length=max_length, format=format, columns=_columns(column),
+    )  # fmt: skip
+    report.check(file)

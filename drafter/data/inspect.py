@@ -1,0 +1,110 @@
+"""A look at the loss mask: which tokens of a data file are trained on, in colour, and counts of the whole file."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from drafter.data.chat import ReadReport, read_rows
+from drafter.data.prepare import short_name, with_progress
+from drafter.data.tokenize import ConversationEncoder, Encoded, EncodeReport
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+# Trained tokens in two shades by turns, so that one sees where a token ends; where there is no colour, in brackets.
+_TRAINED_STYLES = ("black on green", "black on bright_green")
+_OTHER_STYLE = "dim"
+
+
+def inspect_file(
+    name: str,
+    tokenizer: Any,
+    console: "Console",
+    *,
+    target_name: str = "",
+    num_rows: int = 3,
+    max_length: int | None = None,
+    format: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    skip_invalid: bool = False,
+    progress: bool = True,
+) -> EncodeReport:
+    """Print the first ``num_rows`` rows with their loss mask, then the counts of all rows.
+
+    Returns:
+        The counts; whether they are good enough to train on, ``report.check(name)`` says.
+
+    Raises:
+        FileNotFoundError, ValueError: see :func:`drafter.data.chat.read_rows`; a chat template without usable prefixes.
+    """
+    if num_rows < 0:
+        raise ValueError(f"--num-rows {num_rows} must be at least 0")
+    encoder = ConversationEncoder(tokenizer, name=target_name, max_length=max_length)
+    read = ReadReport()
+    rows = read_rows(name, format=format, columns=columns, skip_invalid=skip_invalid, report=read)
+    lengths: list[tuple[int, int]] = []
+    shown: list[Encoded] = []
+    for encoded in encoder.encode(with_progress(rows, f"tokenising {short_name(name)}", progress)):
+        lengths.append((len(encoded.token_ids), sum(encoded.loss_mask)))
+        if len(shown) < num_rows:
+            shown.append(encoded)
+    report = encoder.report
+    report.num_invalid = read.num_invalid
+    for number, encoded in enumerate(shown, start=1):
+        console.rule(f"row {number}: {sum(encoded.loss_mask):,} of {len(encoded.token_ids):,} tokens are trained on")
+        console.print(paint(tokenizer, encoded, has_colour=console.color_system is not None), soft_wrap=True)
+    console.rule()
+    for line in [*report.lines(), *_length_lines(lengths)]:
+        console.print(line, markup=False, soft_wrap=True)
+    return report
+
+
+def paint(tokenizer: Any, encoded: Encoded, *, has_colour: bool) -> "Text":
+    """A row's text, trained tokens in colour, or between ⟦ and ⟧ where there is no colour."""
+    from rich.text import Text
+
+    text = Text()
+    if not has_colour:
+        for is_trained, ids in _runs(encoded):
+            piece = tokenizer.decode(ids)
+            text.append(f"⟦{piece}⟧" if is_trained else piece)
+        return text
+    num_trained = 0
+    for is_trained, piece in _pieces(tokenizer, encoded):
+        text.append(piece, style=_TRAINED_STYLES[num_trained % 2] if is_trained else _OTHER_STYLE)
+        num_trained += is_trained
+    return text
+
+
+def _runs(encoded: Encoded) -> Iterator[tuple[bool, list[int]]]:
+    """Neighbouring tokens that are trained on, or not, together."""
+    start = 0
+    for end in range(1, len(encoded.token_ids) + 1):
+        if end == len(encoded.token_ids) or encoded.loss_mask[end] != encoded.loss_mask[start]:
+            yield encoded.loss_mask[start], encoded.token_ids[start:end]
+            start = end
+
+
+def _pieces(tokenizer: Any, encoded: Encoded) -> Iterator[tuple[bool, str]]:
+    """The text that each token adds to its run; a character of several tokens comes with the last of them."""
+    for is_trained, ids in _runs(encoded):
+        shown = ""
+        start = 0  # the tokens that may still change how the next one is shown begin here
+        for end in range(1, len(ids) + 1):
+            piece = tokenizer.decode(ids[start:end])
+            if piece.endswith("\ufffd") and end < len(ids):
+                continue
+            yield is_trained, piece[len(shown) :]
+            start, shown = max(start, end - 1), tokenizer.decode(ids[end - 1 : end])
+            if not piece.endswith(shown):  # a last byte alone shows as nothing readable: begin anew behind it
+                start, shown = end, ""
+
+
+def _length_lines(lengths: list[tuple[int, int]]) -> list[str]:
+    """Least, middle and greatest length of rows, and of what is trained on in them."""
+    lines = []
+    for what, place in (("tokens in a row", 0), ("trained tokens in a row", 1)):
+        values = sorted(pair[place] for pair in lengths)
+        if values:
+            lines.append(f"{what}: {values[0]:,} at least, {values[len(values) // 2]:,} median, {values[-1]:,} at most")
+    return lines
