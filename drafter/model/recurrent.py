@@ -12,6 +12,7 @@ V target vocabulary · R draft vocabulary.
 """
 
 import math
+from pathlib import Path
 from typing import Protocol, Self
 
 import torch
@@ -99,6 +100,20 @@ class RecurrentDrafter(PreTrainedModel):
                 init.copy_(
                     module.fuse_context.weight, torch.eye(module.config.hidden_size).repeat(1, num_layers) / num_layers
                 )
+
+    @classmethod
+    def from_apple(cls, folder: str | Path) -> Self:
+        """Read a drafter in the published format (:mod:`drafter.model.apple`); ValueError for what has no counterpart.
+
+        It knows nothing of its target but the sizes: any target of these sizes is accepted.
+        """
+        from drafter.model.apple import read_folder
+
+        config, tensors = read_folder(folder)
+        drafter = cls(config)
+        torch.nn.Module.to(drafter, next(tensor.dtype for tensor in tensors.values()))
+        drafter.load_state_dict(tensors)
+        return drafter.eval()
 
     def bind(self, target: TargetLike) -> Self:
         """Check that this is the drafter's target and, for a tied head, take its output rows.

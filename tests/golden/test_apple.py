@@ -1,0 +1,163 @@
+"""The published format: a checkpoint that must load for ever, and a twin that says what its tensors mean."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafter.model.apple import config_from_apple, config_to_apple, from_apple, to_apple, write_folder
+from drafter.model.config import DrafterConfig
+from drafter.model.recurrent import RecurrentDrafter
+from tests.golden.apple_twin import FOLDER, NUM_LAYERS, SIZE, VOCAB, read_golden, twin_logits
+
+TOLERANCE = 1e-4
+
+
+class FakeTarget:
+    """As much of a target as a tied head wants."""
+
+    name, fingerprint, vocab_size, hidden_size = "fake", "", VOCAB, SIZE
+
+    def __init__(self) -> None:
+        self.output_weight_VD = torch.randn(VOCAB, SIZE, generator=torch.Generator().manual_seed(5))
+
+
+def random_drafter(**settings: object) -> RecurrentDrafter:
+    """All parameters random, biases too, so that each must arrive in its place."""
+    torch.manual_seed(1)
+    fields: dict[str, object] = {"vocab_size": VOCAB, "hidden_size": SIZE}
+    drafter = RecurrentDrafter(DrafterConfig(**(fields | settings))).eval()  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    return drafter
+
+
+def some_input(num_steps: int = 4) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(5, SIZE, generator=generator) * 3, torch.randn(5, num_steps, SIZE, generator=generator) / 3
+
+
+def test_golden_checkpoint_loads_and_gives_its_logits() -> None:
+    assert sum(file.stat().st_size for file in FOLDER.iterdir()) <= 50_000
+    tensors, expected = read_golden()
+    drafter = RecurrentDrafter.from_apple(FOLDER)
+    logits = drafter(expected["hidden"], expected["embedding"])
+    assert torch.allclose(logits, expected["logits"], atol=TOLERANCE, rtol=0)
+    twin = twin_logits(tensors, NUM_LAYERS, expected["hidden"], expected["embedding"])
+    assert torch.allclose(twin, expected["logits"], atol=TOLERANCE, rtol=0)
+
+
+def test_import_and_export_are_the_identity(tmp_path: Path) -> None:
+    tensors, _ = read_golden()
+    drafter = RecurrentDrafter.from_apple(FOLDER)
+    again = to_apple(drafter.config, drafter.state_dict())
+    assert again.keys() == tensors.keys() and all(torch.equal(again[name], tensors[name]) for name in tensors)
+    assert config_to_apple(drafter.config) == json.loads((FOLDER / "config.json").read_text())
+    write_folder(tmp_path, drafter.config, drafter.state_dict())
+    assert (tmp_path / "config.json").read_bytes() == (FOLDER / "config.json").read_bytes()
+    assert load_file(tmp_path / "model.safetensors").keys() == tensors.keys()
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+@pytest.mark.parametrize(("hidden_scale", "embedding_scale"), [(1.0, 1.0), (0.3, 7.0)])
+def test_exported_full_head_means_the_same(blocks: int, hidden_scale: float, embedding_scale: float) -> None:
+    drafter = random_drafter(num_res_blocks=blocks, hidden_scale=hidden_scale, embedding_scale=embedding_scale)
+    exported = to_apple(drafter.config, drafter.state_dict())
+    hidden, embedding = some_input()
+    wanted = drafter(hidden, embedding)
+    assert torch.allclose(twin_logits(exported, blocks, hidden, embedding), wanted, atol=TOLERANCE)
+    assert config_to_apple(drafter.config)["num_draft_layers"] == blocks
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 11])
+def test_tied_head_is_multiplied_out_over_the_whole_vocabulary(draft_vocab_size: int | None, tmp_path: Path) -> None:
+    drafter = random_drafter(head="tied", draft_vocab_size=draft_vocab_size, hidden_scale=0.4)
+    target = FakeTarget()
+    if draft_vocab_size:
+        drafter.set_draft_token_ids(torch.arange(0, 3 * draft_vocab_size, 3)[:draft_vocab_size] % VOCAB)
+    drafter.bind(target)
+    hidden, embedding = some_input()
+    exported = to_apple(drafter.config, drafter.state_dict(), target.output_weight_VD)
+    assert exported[f"lm_head.{drafter.config.num_res_blocks}.weight"].shape == (VOCAB, 2 * SIZE)
+    logits = twin_logits(exported, drafter.config.num_res_blocks, hidden, embedding)
+    assert torch.allclose(logits[..., drafter.draft_token_ids_R], drafter(hidden, embedding), atol=TOLERANCE)
+    write_folder(tmp_path, drafter.config, drafter.state_dict(), target.output_weight_VD)
+    assert torch.allclose(RecurrentDrafter.from_apple(tmp_path)(hidden, embedding), logits, atol=TOLERANCE)
+    with pytest.raises(ValueError, match="give --target"):
+        to_apple(drafter.config, drafter.state_dict())
+
+
+def test_sixteen_bit_weights_stay_sixteen_bit(tmp_path: Path) -> None:
+    drafter = torch.nn.Module.to(random_drafter(), torch.bfloat16)
+    write_folder(tmp_path, drafter.config, drafter.state_dict())
+    again = RecurrentDrafter.from_apple(tmp_path)
+    assert again.dtype == torch.bfloat16 and torch.equal(again.head.weight, drafter.head.weight)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"cell": "gru"}, "cell 'gru'"),
+        ({"context": "fused", "context_layers": (1, 2)}, "context 'fused'"),
+        ({"draft_vocab_size": 9}, "draft_vocab_size 9 with head 'full'"),
+    ],
+)
+def test_what_the_format_cannot_say_is_refused_by_field(settings: dict, match: str) -> None:
+    drafter = random_drafter(**settings)
+    with pytest.raises(ValueError, match=match):
+        to_apple(drafter.config, drafter.state_dict())
+    with pytest.raises(ValueError, match=match):
+        config_to_apple(drafter.config)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"rnn": False}, "rnn is False"),
+        ({"rnn": None}, "rnn is None"),
+        ({"exit_dim": 16}, "exit_dim is 16, not twice the hidden_size 16"),
+        ({"vocab_size": "32"}, "vocab_size is '32'"),
+        ({"num_draft_layers": -1}, "num_draft_layers is -1"),
+    ],
+)
+def test_configs_without_counterpart_are_refused_by_field(change: Mapping[str, object], match: str) -> None:
+    found = json.loads((FOLDER / "config.json").read_text()) | change
+    with pytest.raises(ValueError, match=match):
+        config_from_apple(found)
+
+
+def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
+    tensors, _ = read_golden()
+    config = config_from_apple(json.loads((FOLDER / "config.json").read_text()))
+    for change, match in (
+        ({"rnn_u.bias": None}, "'rnn_u.bias' is missing"),
+        ({"input_proj.weight": torch.zeros(1)}, "'input_proj.weight' is unknown"),
+        ({"rnn_w.weight": torch.zeros(SIZE, SIZE + 1)}, r"'rnn_w.weight' has shape \[16, 17\]"),
+    ):
+        wrong = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
+        with pytest.raises(ValueError, match=match):
+            from_apple(config, wrong)
+
+
+def test_damaged_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no config.json"):
+        RecurrentDrafter.from_apple(tmp_path)
+    shutil.copy(FOLDER / "config.json", tmp_path)
+    with pytest.raises(ValueError, match="holds no model.safetensors"):
+        RecurrentDrafter.from_apple(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    with pytest.raises(ValueError, match="model.safetensors is damaged"):
+        RecurrentDrafter.from_apple(tmp_path)
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="is missing"):
+        RecurrentDrafter.from_apple(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json is damaged"):
+        RecurrentDrafter.from_apple(tmp_path)
