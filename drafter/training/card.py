@@ -20,6 +20,12 @@ exactly as they are; they only come in fewer steps.
 drafter decode --target {target} --drafter THIS_FOLDER --prompt "What is a prime number?"
 ```
 
+With transformers alone in front (the package `drafter` installed; the folder's own script is run):
+
+```python
+model.generate(**inputs, max_new_tokens=128, custom_generate="THIS_FOLDER", trust_remote_code=True)
+```
+
 | | |
 |---|---|
 | parameters | {num_parameters:,} ({parts}) |
@@ -28,7 +34,7 @@ drafter decode --target {target} --drafter THIS_FOLDER --prompt "What is a prime
 | draft vocabulary | {num_outputs:,} of {vocab_size:,} tokens |
 | trained to depth | {draft_length} |
 | trained positions | {trained_positions:,} in {steps:,} steps |
-
+{measured}
 It works with this target only; another is refused by a fingerprint of the output matrix. `run.json` says how this
 folder was made.
 
@@ -40,10 +46,11 @@ folder was made.
 
 
 def model_card(drafter: RecurrentDrafter, facts: Mapping[str, Any]) -> str:
-    """Markdown; ``facts``: trained_positions, steps, and the settings under training and data."""
+    """Markdown; ``facts``: trained_positions, steps, and by name metrics and the settings of training and data."""
     config = drafter.config
     parts = drafter.num_parameters_by_part()
     training = {"model": facts["training"], "data": facts["data"]}
+    rate = facts.get("metrics", {}).get("val/tokens_per_step")
     return _TEMPLATE.format(
         target=config.target_name or "an unnamed target",
         revision=f" (revision `{config.target_revision}`)" if config.target_revision else "",
@@ -58,5 +65,6 @@ def model_card(drafter: RecurrentDrafter, facts: Mapping[str, Any]) -> str:
         draft_length=config.draft_length,
         trained_positions=facts["trained_positions"],
         steps=facts["steps"],
+        measured="" if rate is None else f"| tokens per step on held-out prompts, greedy | {rate:.2f} |\n",
         training=json.dumps(training, indent=2, default=str),
     )

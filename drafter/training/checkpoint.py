@@ -60,7 +60,8 @@ def load_drafter(path: str | Path) -> RecurrentDrafter:
 
 
 def export_checkpoint(checkpoint: str | Path, out: str | Path, *, dtype: str = "bfloat16") -> Path:
-    """Write the drafter of a trainer's checkpoint as a folder: config.json, model.safetensors, README.md, run.json.
+    """Write the drafter of a trainer's checkpoint as a folder: config.json, model.safetensors, README.md, run.json, and
+    what ``model.generate(custom_generate=...)`` of transformers runs.
 
     The folder is written beside its place and then renamed, so an interrupted export leaves nothing that looks whole.
     An exported drafter that stands there already is replaced; any other folder is refused.
@@ -99,6 +100,7 @@ def export_checkpoint(checkpoint: str | Path, out: str | Path, *, dtype: str = "
 
 def _write(drafter: RecurrentDrafter, checkpoint: dict[str, Any], folder: Path) -> None:
     from drafter.provenance import write_run_record
+    from drafter.publish import write_custom_generate
 
     drafter.config.dtype = drafter.dtype
     drafter.save_pretrained(folder)
@@ -106,11 +108,13 @@ def _write(drafter: RecurrentDrafter, checkpoint: dict[str, Any], folder: Path) 
         "trained_positions": checkpoint.get("num_positions", 0),
         "steps": checkpoint.get("global_step", 0),
         "epochs": checkpoint.get("epoch", 0),
+        "metrics": checkpoint.get("metrics", {}),
         "training": checkpoint.get("hyper_parameters", {}),
         "data": checkpoint.get("datamodule_hyper_parameters", {}),
     }
     (folder / "README.md").write_text(model_card(drafter, facts), encoding="utf-8")
     write_run_record(folder, settings=facts)
+    write_custom_generate(folder)
 
 
 def _is_drafter(folder: Path) -> bool:

@@ -147,9 +147,11 @@ class DrafterModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what export needs: the drafter's config and how much it has seen. Plain data only."""
+        """Add what export needs: the drafter's config, how much it has seen, how well it did. Plain data only."""
         checkpoint["drafter_config"] = self.drafter.config.to_dict()
         checkpoint["num_positions"] = self.num_positions
+        metrics = self.trainer.callback_metrics
+        checkpoint["metrics"] = {name: float(value) for name, value in metrics.items() if name.startswith("val/")}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the measured constants of the interrupted run; refuse a checkpoint of another shape."""
