@@ -84,18 +84,3 @@ def train(*args: str) -> int | None:
         return main_train(["--help" if arg == "--help-all" else arg for arg in args])
     except argparse.ArgumentError as error:
         raise ValueError(f"{error} (drafter train --help-all explains every setting)") from error
-
-
-def export(checkpoint: Path, *, out: Path, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> None:
-    """Turn a training checkpoint into a drafter folder.
-
-    The folder holds config.json, model.safetensors, run.json and a model card. It is complete or not there at all.
-
-    Args:
-        checkpoint: a .ckpt file that `drafter train` wrote
-        out: folder to write
-        dtype: number format of the weights
-    """
-    from drafter.training.checkpoint import export_checkpoint
-
-    print(export_checkpoint(checkpoint, out, dtype=dtype))

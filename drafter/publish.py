@@ -94,6 +94,8 @@ def export_apple(drafter: "RecurrentDrafter", out: Path, *, target: "Target | No
         name: tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
         for name, tensor in drafter.state_dict().items()
     }
+    if target is not None:
+        drafter.bind(target)  # refuses another target than the drafter's
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
