@@ -29,7 +29,7 @@ COMMANDS: dict[str, str] = {
     "distill": "drafter.commands_data:distill",
     "data inspect": "drafter.commands_data:data_inspect",
     "train": "drafter.commands:train",
-    "export": "drafter.commands:export",
+    "export": "drafter.commands_export:export",
     "decode": "drafter.commands_decode:decode",
 }
 
