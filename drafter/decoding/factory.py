@@ -4,6 +4,7 @@ from drafter.decoding.beam import BeamProposer, BeamSearch
 from drafter.decoding.candidates import Proposer, RootOnly
 from drafter.decoding.lookup import LookupSource, PromptLookupProposer
 from drafter.decoding.params import EngineConfig
+from drafter.decoding.two_model import DraftModelProposer
 from drafter.model.recurrent import RecurrentDrafter
 from drafter.target.adapter import Target
 
@@ -31,6 +32,17 @@ def make_proposer(
         return BeamProposer(search, config.num_nodes, config.tree_policy, coupled=config.coupled)
     if config.method == "lookup":
         return PromptLookupProposer(_lookup(config, target), config.num_nodes)
+    if config.method == "draft-model":
+        if draft_model is None:
+            raise ValueError("--method draft-model needs a draft model: give --draft-model NAME")
+        return DraftModelProposer(
+            draft_model,
+            target,
+            config.num_draft_tokens,
+            verify=config.verify,
+            coupled=config.coupled,
+            prefill_chunk=config.prefill_chunk,
+        )
     raise ValueError(f"--method {config.method} is not available")
 
 
