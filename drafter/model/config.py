@@ -19,6 +19,7 @@ _LIBRARY_KEYS = {
     "_name_or_path",
     "_commit_hash",
     "attn_implementation",
+    "output_attentions",
     "_attn_implementation_autoset",
 }
 
