@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -171,7 +172,7 @@ def sampling_params(config: GenerationConfig, prompt_length: int) -> SamplingPar
         if name in _HONOURED | _WITHOUT_EFFECT or name.startswith("_") or is_off:
             continue
         raise ValueError(
-            f"{name}={value!r} cannot be honoured with a drafter: switch it off, or generate without the drafter"
+            f"{name}={short(value)} cannot be honoured with a drafter: switch it off, or generate without the drafter"
         )
     max_new_tokens = config.max_new_tokens
     if max_new_tokens is None and config.max_length is not None:
@@ -203,7 +204,7 @@ def _merged(own: GenerationConfig | None, given: GenerationConfig | None, settin
         if hasattr(merged, name):
             setattr(merged, name, value)
         elif value is not None and value is not False and value != []:
-            raise ValueError(f"{name}={value!r} cannot be honoured with a drafter: leave it out")
+            raise ValueError(f"{name}={short(value)} cannot be honoured with a drafter: leave it out")
     return merged
 
 
