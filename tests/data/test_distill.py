@@ -204,7 +204,7 @@ def test_kill_9_in_the_middle(tmp_path: Path) -> None:
     subprocess.run([*command, str(tmp_path / "whole.jsonl")], check=True)
     out = tmp_path / "killed.jsonl"
     num_kills = 0
-    for wanted in (3, 20, 41):
+    for wanted in (3, 41):
         process = subprocess.Popen([*command, str(out)])
         while process.poll() is None and (not out.exists() or out.read_bytes().count(b"\n") < wanted):
             time.sleep(0.002)

@@ -69,7 +69,8 @@ class FakeServer:
 
 
 @pytest.fixture
-def server() -> Iterator[FakeServer]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
+    monkeypatch.setenv("NO_PROXY", "*")
     fake = FakeServer()
     yield fake
     fake.close()
