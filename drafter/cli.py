@@ -31,6 +31,11 @@ COMMANDS: dict[str, str] = {
     "train": "drafter.commands:train",
     "export": "drafter.commands_export:export",
     "decode": "drafter.commands_decode:decode",
+    "serve": "drafter.serving.command:serve",
+    "bench": "drafter.bench.command:bench",
+    "bench report": "drafter.bench.command:bench_report",
+    "bench sweep": "drafter.bench.command:bench_sweep",
+    "bench serve": "drafter.bench.command:bench_serve",
 }
 
 _EXIT_ERROR = 2
@@ -91,6 +96,9 @@ def _dispatch(words: list[str]) -> int:
         return _group(words)
     function = load_command(name)
     rest = words[len(name.split()) :]
+    has_positional = not all(_is_named(parameter) for parameter in inspect.signature(function).parameters.values())
+    if rest and not rest[0].startswith("-") and not has_positional and _below(name):
+        return _group(words)  # `bench reprot`: no argument of bench but a command misspelt
     if _takes_everything(function) and not any(word in _HELP for word in rest):
         return function(*rest) or 0
     parser = build_parser(name, function)
@@ -109,6 +117,11 @@ def _group(words: list[str]) -> int:
     given = " ".join(words[:2]) if members else words[0]
     known = list(members or COMMANDS)
     raise ValueError(f"unknown command {given!r}{_suggest(given, known)}. Commands: {', '.join(known)}")
+
+
+def _below(name: str) -> list[str]:
+    """The commands whose names go on where `name` ends."""
+    return [other for other in COMMANDS if other.startswith(name + " ")]
 
 
 def load_command(name: str) -> Callable[..., int | None]:
@@ -156,6 +169,7 @@ def build_parser(name: str, function: Callable[..., Any]) -> argparse.ArgumentPa
         prog=f"drafter {name}",
         usage=" ".join([f"drafter {name}", *needed, "[--flags]"]),
         description=_escape(description),
+        epilog=f"More: drafter {', drafter '.join(_below(name))}" if _below(name) else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         add_help=False,

@@ -1,0 +1,114 @@
+"""The arena: models loaded once, contestants made for one batch size at a time, conversations held with them."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from drafter.bench.compare import Transcript, Turn
+from drafter.bench.contest import Contestant, EngineContestant
+from drafter.bench.methods import MethodSpec
+from drafter.bench.workload import Item, Workload
+from drafter.decoding.engine import Engine
+from drafter.decoding.params import EngineConfig, SamplingParams
+from drafter.decoding.speculation import FILE_NAME
+from drafter.model.recurrent import RecurrentDrafter
+from drafter.target.adapter import Target
+
+_TEMPLATE_TOKENS = 64  # of a chat template, per turn, at most
+
+
+class Arena(NamedTuple):
+    """The models of a benchmark.
+
+    Attributes:
+        target: the language model.
+        drafter: for methods that need one.
+        drafter_name: what the results call it.
+        draft_model: for methods that need one.
+        speculation: file for tuned methods; None is the one beside the drafter.
+        compile: compile our own engine's step.
+    """
+
+    target: Target
+    drafter: RecurrentDrafter | None = None
+    drafter_name: str = ""
+    draft_model: Target | None = None
+    speculation: str | None = None
+    compile: bool = False
+
+    def contestant(self, spec: MethodSpec, batch_size: int) -> Contestant:
+        """One method, ready to answer ``batch_size`` prompts at a time.
+
+        Raises:
+            ValueError: a tuned method without its file, or what the engine refuses.
+        """
+        if spec.is_peer:
+            from drafter.bench.peers import GenerateContestant
+
+            return GenerateContestant(
+                self.target, spec, batch_size, self.draft_model if spec.needs_draft_model else None
+            )
+        drafter = self.drafter if spec.needs_drafter else None
+        engine = Engine(self.target, drafter, self.engine_config(spec, batch_size), draft_model=self.draft_model)
+        return EngineContestant(engine)
+
+    def engine_config(self, spec: MethodSpec, batch_size: int) -> EngineConfig:
+        """Settings of our engine for one method."""
+        speculation = self.speculation_file() if spec.is_tuned else None
+        return spec.engine_config(batch_size=batch_size, compile=self.compile, speculation=speculation)
+
+    def speculation_file(self) -> str:
+        """The file that tuned methods go by.
+
+        Raises:
+            ValueError: there is none.
+        """
+        path = Path(self.speculation) if self.speculation is not None else Path(self.drafter_name) / FILE_NAME
+        if not path.is_file():
+            raise ValueError(f"redrafter:tuned needs {path}: write it with `drafter tune`, or give --speculation FILE")
+        return str(path)
+
+    def encode(self, item: Item, answers: list[str]) -> list[int]:
+        """Token ids of a conversation up to the turn that comes after ``answers``."""
+        if item.is_raw:
+            return self.target.encode(item.turns[0])
+        return self.target.encode_chat(item.messages(answers))
+
+    def longest(self, workload: Workload, max_new_tokens: int) -> int:
+        """Tokens that the longest conversation may come to, its last answer included."""
+        lengths = []
+        for item in workload.items:
+            first = len(self.encode(item, []))
+            later = sum(len(self.target.encode(turn)) + _TEMPLATE_TOKENS for turn in item.turns[1:])
+            lengths.append(first + later + len(item.turns) * max_new_tokens)
+        return min(max(lengths), self.target.max_length)
+
+    def converse(
+        self, contestant: Contestant, workload: Workload, params: SamplingParams, on_answer: Callable[[], None]
+    ) -> "Conversations":
+        """Hold all conversations, all first turns first; each later turn follows the contestant's own answers.
+
+        The clock runs while the contestant answers, not while text is encoded or decoded.
+        """
+        transcript: Transcript = [[] for _ in workload.items]
+        texts: list[list[str]] = [[] for _ in workload.items]
+        seconds = 0.0
+        for turn in range(workload.num_turns):
+            asked = [index for index, item in enumerate(workload.items) if len(item.turns) > turn]
+            prompts = [self.encode(workload.items[index], texts[index]) for index in asked]
+            start = time.perf_counter()
+            answers = contestant.answer(prompts, params, on_answer)
+            seconds += time.perf_counter() - start
+            for index, prompt, answer in zip(asked, prompts, answers, strict=True):
+                transcript[index].append(Turn(prompt, answer))
+                if turn + 1 < len(workload.items[index].turns):
+                    texts[index].append(self.target.decode(answer.token_ids))
+        return Conversations(transcript, seconds)
+
+
+class Conversations(NamedTuple):
+    """What a contestant said, and the seconds it took for all of it."""
+
+    transcript: Transcript
+    seconds: float

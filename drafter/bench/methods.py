@@ -1,0 +1,152 @@
+"""Methods of a benchmark by their written form, such as `redrafter:W8:L4:N24`. No torch here."""
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from drafter.decoding.params import EngineConfig
+
+BASELINE = "autoregressive"
+PEER_BASELINE = "hf-generate"
+
+_TREE = ("W", "L", "N")
+# What may follow a method's name: letters take a number.
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    "autoregressive": (),
+    "redrafter": (*_TREE, "all-nodes", "final-beams", "uncoupled", "tuned"),
+    "hybrid": (*_TREE, "uncoupled"),
+    "recycling": _TREE,
+    "lookup": _TREE,
+    "draft-model": ("G", "rejection"),
+    "hf-generate": (),
+    "hf-static": (),
+    "hf-compile": (),
+    "hf-lookup": ("G",),
+    "hf-assistant": ("G",),
+}
+_ABOUT = {
+    "W": "beam width",
+    "L": "draft length",
+    "N": "tree size",
+    "G": "drafted tokens",
+}
+_NEEDS_DRAFTER = ("redrafter", "hybrid")
+_NEEDS_DRAFT_MODEL = ("draft-model", "hf-assistant")
+_ONE_AT_A_TIME = ("hf-lookup", "hf-assistant")  # transformers speculates for one sequence only
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """One contestant.
+
+    Attributes:
+        label: as written, and as the results call it.
+        name: the method.
+        numbers: options that take a number, by letter.
+        words: options that are words.
+    """
+
+    label: str
+    name: str
+    numbers: tuple[tuple[str, int], ...] = ()
+    words: tuple[str, ...] = ()
+
+    @property
+    def is_peer(self) -> bool:
+        """Not ours: decoded by transformers."""
+        return self.name.startswith("hf-")
+
+    @property
+    def is_tuned(self) -> bool:
+        """The tree's size comes from the file that `drafter tune` wrote."""
+        return "tuned" in self.words
+
+    @property
+    def needs_drafter(self) -> bool:
+        return self.name in _NEEDS_DRAFTER
+
+    @property
+    def needs_draft_model(self) -> bool:
+        return self.name in _NEEDS_DRAFT_MODEL
+
+    @property
+    def max_batch_size(self) -> int | None:
+        """Most prompts it answers at the same time; None is no limit."""
+        return 1 if self.name in _ONE_AT_A_TIME else None
+
+    def number(self, letter: str) -> int | None:
+        """The value of an option, or None."""
+        return dict(self.numbers).get(letter)
+
+    def engine_config(self, *, batch_size: int, compile: bool = False, speculation: str | None = None) -> EngineConfig:
+        """The engine's settings for one of our methods.
+
+        Raises:
+            ValueError: numbers that are out of range or do not go together.
+        """
+        assert not self.is_peer, self.label
+        fields: dict[str, Any] = {}
+        for letter, name in (("W", "beam_width"), ("L", "draft_length"), ("N", "tree_size"), ("G", "num_draft_tokens")):
+            value = self.number(letter)
+            if value is not None:
+                fields[name] = value
+        if self.name == "lookup" and "draft_length" in fields:
+            fields["lookup_length"] = fields.pop("draft_length")
+        if "final-beams" in self.words:
+            fields["tree_policy"] = "final-beams"
+        if "uncoupled" in self.words:
+            fields["coupled"] = False
+        if "rejection" in self.words:
+            fields["verify"] = "rejection"
+        if self.is_tuned:
+            fields["speculation"] = speculation
+        return EngineConfig(method=self.name, max_rows=batch_size, compile=compile, **fields)  # type: ignore[arg-type]
+
+
+def parse_method(text: str) -> MethodSpec:
+    """Read `NAME`, or `NAME:OPTION:...` with options such as W8, L4, N24, G5, final-beams, tuned.
+
+    Raises:
+        ValueError: an unknown name or option, an option given twice or one that its method does not take.
+    """
+    name, *options = text.split(":")
+    if name not in _OPTIONS:
+        raise ValueError(f"--methods: unknown method {name!r}{_suggest(name)}; methods are {', '.join(_OPTIONS)}")
+    numbers: dict[str, int] = {}
+    words: list[str] = []
+    for option in options:
+        found = re.fullmatch(r"([A-Z])([0-9]{1,4})", option)
+        key = found[1] if found else option
+        if key not in _OPTIONS[name] or (key in _ABOUT) != bool(found):
+            takes = ", ".join(f"{key}<{_ABOUT[key]}>" if key in _ABOUT else key for key in _OPTIONS[name])
+            raise ValueError(f"--methods {text}: {option!r} is no option of {name}, which takes {takes or 'none'}")
+        if key in numbers or key in words:
+            raise ValueError(f"--methods {text}: {key} is given twice")
+        if found:
+            numbers[key] = int(found[2])
+        else:
+            words.append(key)
+    if {"all-nodes", "final-beams"} <= set(words):
+        raise ValueError(f"--methods {text}: all-nodes and final-beams exclude each other")
+    if "tuned" in words and (numbers or "final-beams" in words):
+        raise ValueError(f"--methods {text}: tuned takes the tree's size from a file: leave the other options out")
+    spec = MethodSpec(text, name, tuple(numbers.items()), tuple(words))
+    if not spec.is_peer and not spec.is_tuned:
+        spec.engine_config(batch_size=1)  # its ranges
+    return spec
+
+
+def parse_methods(texts: tuple[str, ...]) -> tuple[MethodSpec, ...]:
+    """All methods of a benchmark, each once."""
+    if not texts:
+        raise ValueError(f"--methods is empty: give at least one of {', '.join(_OPTIONS)}")
+    for text in texts:
+        if texts.count(text) > 1:
+            raise ValueError(f"--methods: {text} is given twice")
+    return tuple(parse_method(text) for text in texts)
+
+
+def _suggest(name: str) -> str:
+    close = difflib.get_close_matches(name, list(_OPTIONS), n=2, cutoff=0.5)
+    return f" (did you mean {' or '.join(close)}?)" if close else ""

@@ -1,0 +1,163 @@
+"""Peers: what a user would run instead of this package, `generate` of transformers in its variants.
+
+Shapes: B rows of a batch · T prompt tokens, padded on the left.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import CompileConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from drafter.bench.contest import Answer
+from drafter.bench.methods import MethodSpec
+from drafter.decoding.params import SamplingParams
+from drafter.target.adapter import Target
+
+_LOOKUP_TOKENS = 10  # what transformers' documentation suggests for prompt lookup
+_CACHE_STEP = 64
+
+
+class GenerateContestant:
+    """`generate` in batches of fixed composition: a batch ends when its last answer does.
+
+    hf-generate is plain; hf-static has a static cache; hf-compile compiles over it; hf-lookup takes drafts from the
+    prompt; hf-assistant from a smaller model. Generation settings that came with the model are set aside, so that every
+    contestant follows the same rule.
+
+    Args:
+        target: the model; its own weights are used, no copy.
+        spec: which variant.
+        batch_size: prompts answered together.
+        assistant: the smaller model of hf-assistant.
+    """
+
+    def __init__(self, target: Target, spec: MethodSpec, batch_size: int, assistant: Target | None = None) -> None:
+        assert spec.is_peer and batch_size <= (spec.max_batch_size or batch_size)
+        self._target = target
+        self._spec = spec
+        self._batch_size = batch_size
+        self._assistant = assistant
+        self._is_speculative = spec.name in ("hf-lookup", "hf-assistant")
+        self._cache_length = 0
+        self._num_forwards = 0
+
+    def reserve(self, num_tokens: int) -> None:
+        """Fix the length of a static cache, so that it is made and compiled for once."""
+        self._cache_length = -(-num_tokens // _CACHE_STEP) * _CACHE_STEP
+
+    def answer(
+        self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], None]
+    ) -> list[Answer]:
+        """Answer all prompts (see :class:`drafter.bench.contest.Contestant`)."""
+        answers: list[Answer] = []
+        torch.manual_seed(params.signed_seed)
+        with torch.inference_mode(), self._own_settings_aside(), self._counted():
+            for start in range(0, len(prompts), self._batch_size):
+                batch = list(prompts[start : start + self._batch_size])
+                answers += self._generate(batch, params)
+                for _ in batch:
+                    on_answer()
+        return answers
+
+    def _generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Answer]:
+        device = self._target.device
+        width = max(map(len, prompts))
+        pad = self._target.eos_token_ids[0] if self._target.eos_token_ids else 0
+        token_BT = torch.tensor([[pad] * (width - len(ids)) + ids for ids in prompts], device=device)
+        mask_BT = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
+        eos = [] if params.ignore_eos else list(self._target.eos_token_ids)
+        config = self._config(params, min(params.max_new_tokens, self._target.max_length - width), eos, pad)
+        clock = _FirstToken(device)
+        self._num_forwards = 0
+        extra = {} if self._assistant is None else {"assistant_model": self._assistant.model}
+        start = time.perf_counter()
+        output_BT = self._model.generate(
+            token_BT,
+            attention_mask=mask_BT,
+            generation_config=config,
+            stopping_criteria=StoppingCriteriaList([clock]),
+            **extra,
+        )
+        rows = output_BT[:, width:].tolist()
+        seconds = time.perf_counter() - start
+        first = (clock.time or time.perf_counter()) - start
+        answers = []
+        for row in rows:
+            token_ids = _cut(row, eos)
+            num_forwards = self._num_forwards if self._is_speculative else len(token_ids)
+            answers.append(Answer(token_ids, seconds, first, num_forwards, None))
+        return answers
+
+    def _config(self, params: SamplingParams, num_tokens: int, eos: list[int], pad: int) -> GenerationConfig:
+        fields: dict[str, Any] = {"max_new_tokens": num_tokens, "eos_token_id": eos or None, "pad_token_id": pad}
+        if params.temperature > 0:
+            fields.update(do_sample=True, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
+        if self._spec.name in ("hf-static", "hf-compile"):
+            fields.update(cache_implementation="static", max_cache_len=self._cache_length or None)
+            fields["disable_compile"] = self._spec.name == "hf-static"
+        if self._spec.name == "hf-compile":
+            compilation: Any = CompileConfig(
+                mode="reduce-overhead" if self._target.device.type == "cuda" else "default"
+            )
+            compilation._compile_all_devices = True  # a CPU is left out unless told
+            fields["compile_config"] = compilation
+        if self._spec.name == "hf-lookup":
+            fields["prompt_lookup_num_tokens"] = self._spec.number("G") or _LOOKUP_TOKENS
+        return GenerationConfig(**fields)
+
+    @property
+    def _model(self) -> Any:
+        return self._target.model  # its `generate` comes from a mixin that types do not see
+
+    @contextmanager
+    def _own_settings_aside(self) -> Iterator[None]:
+        """Bare generation settings for the models: only what a call says counts."""
+        models: list[Any] = [self._model] if self._assistant is None else [self._model, self._assistant.model]
+        kept = [model.generation_config for model in models]
+        bare = GenerationConfig()
+        drafted = self._spec.number("G")
+        if drafted is not None and self._assistant is not None:
+            bare = GenerationConfig(num_assistant_tokens=drafted, num_assistant_tokens_schedule="constant")
+        try:
+            for model, settings in zip(models, (GenerationConfig(), bare), strict=False):
+                model.generation_config = settings
+            yield
+        finally:
+            for model, settings in zip(models, kept, strict=True):
+                model.generation_config = settings
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count the target's forwards where they are not the answer's tokens (a hook is in a compiler's way)."""
+        module: nn.Module = self._target.model
+        handle = module.register_forward_pre_hook(self._count) if self._is_speculative else nullcontext()
+        with handle:
+            yield
+
+    def _count(self, module: nn.Module, inputs: object) -> None:
+        self._num_forwards += 1
+
+
+class _FirstToken(StoppingCriteria):
+    """Stops nothing; notes when `generate` looks at its tokens for the first time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.time: float | None = None
+        self._device = device
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        if self.time is None:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self.time = time.perf_counter()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def _cut(token_ids: list[int], eos: list[int]) -> list[int]:
+    """Tokens up to the first stop token, that one included; behind it stands padding."""
+    end = next((index for index, token in enumerate(token_ids) if token in eos), len(token_ids) - 1)
+    return token_ids[: end + 1]

@@ -1,0 +1,193 @@
+"""The report: Markdown tables from records, the same bytes from the same records. No torch here."""
+
+from collections.abc import Iterable, Sequence
+
+from drafter.bench.figures import median
+from drafter.bench.methods import BASELINE
+from drafter.bench.records import Record
+from drafter.bench.summary import Corner, Span, Summary, Tables, summarise
+
+
+def report(records: Sequence[Record]) -> str:
+    """All records as Markdown: where and when, then a section for each corner of the grid, then load on servers."""
+    tables = summarise(records)
+    parts = ["# Benchmark results\n", _provenance(records)]
+    for corner, methods in tables.items():
+        parts += [f"## {_title(corner)}\n", _about(corner, methods), _main_table(methods)]
+        parts += _category_tables(methods)
+    parts += _batch_tables(tables)
+    loads = [record for record in records if record["kind"] == "load"]
+    parts += ["## Load on a server\n", load_table(loads)] if loads else []
+    return "\n".join(parts)
+
+
+def _provenance(records: Sequence[Record]) -> str:
+    dates = sorted({record["date"][:10] for record in records})
+    machines = _distinct(_machine(record) for record in records)
+    versions = _distinct(
+        ", ".join(
+            f"{name} {record['versions'][name]}" for name in ("torch", "transformers") if name in record["versions"]
+        )
+        for record in records
+    )
+    revisions = _distinct((record.get("git_revision") or "unknown")[:12] for record in records)
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return (
+        f"Measured {when} on {'; '.join(machines)}. {'; '.join(versions)}; revision {', '.join(revisions)}. "
+        "Speeds are medians over rounds, with the least and the greatest; speedups are ratios within a round.\n"
+    )
+
+
+def _machine(record: Record) -> str:
+    machine = record["machine"]
+    name = machine.get("device") or machine.get("cpu") or machine["system"]
+    memory = f", {machine['memory_gib']:g} GiB of memory" if machine.get("memory_gib") else ""
+    return f"{name} ({machine['num_cpus']} cores{memory})"
+
+
+def _title(corner: Corner) -> str:
+    kind = "greedy" if corner.temperature == 0 else f"temperature {corner.temperature:g}"
+    return f"{corner.prompts}, batch size {corner.batch_size}, {kind}"
+
+
+def _about(corner: Corner, methods: Sequence[Summary]) -> str:
+    size = corner.num_parameters / 1e6
+    parameters = f"{size / 1000:.1f} billion" if size >= 1000 else f"{size:.0f} million"
+    rounds = sorted({summary.num_rounds for summary in methods})
+    stops = "exactly" if corner.ignore_eos else "at most"
+    return (
+        f"{corner.target}, {corner.dtype}, {parameters} parameters; {corner.num_prompts} prompts, {corner.num_answers} "
+        f"answers of {stops} {corner.max_new_tokens} tokens; {' or '.join(map(str, rounds))} rounds; prompts "
+        f"{corner.digest}.\n"
+    )
+
+
+def _main_table(methods: Sequence[Summary]) -> str:
+    columns = [
+        "method", "tokens/s", "least to greatest", "over autoregressive", "over generate", "tokens per step",
+        "identical texts", "margin where they differ", "first token, ms", "answer, s", "peak GiB",
+    ]  # fmt: skip
+    rows = [
+        [
+            summary.label,
+            f"{summary.rate.middle:.1f}",
+            f"{summary.rate.low:.1f} to {summary.rate.high:.1f}",
+            _times_span(summary.speedup),
+            _times(summary.speedup_over_peer),
+            _or_dash(summary.tokens_per_step, "{:.2f}"),
+            "-" if summary.num_identical is None else f"{summary.num_identical}/{summary.num_prompts}",
+            _margins(summary.margins),
+            f"{1000 * summary.first_token_seconds:.0f}",
+            f"{summary.latency_seconds:.2f}",
+            f"{summary.peak_bytes / 2**30:.2f}",
+        ]
+        for summary in methods
+    ]
+    return table(columns, rows)
+
+
+def _category_tables(methods: Sequence[Summary]) -> list[str]:
+    """Speedup and tokens per step by category, for prompt sets that have categories."""
+    parts = []
+    speedups = [
+        (summary.label, summary.category_speedups)
+        for summary in methods
+        if summary.category_speedups and summary.name != BASELINE
+    ]
+    if speedups:
+        parts += ["### Speedup over autoregressive by category\n", _by_category(speedups, "{:.2f}x")]
+    steps = [
+        (summary.label, summary.category_tokens_per_step)
+        for summary in methods
+        if summary.category_tokens_per_step and summary.survival
+    ]
+    if steps:
+        parts += ["### Tokens per step by category\n", _by_category(steps, "{:.2f}")]
+    return parts
+
+
+def _by_category(found: Sequence[tuple[str, dict[str, float]]], form: str) -> str:
+    categories = _distinct(category for _, values in found for category in values)
+    rows = [[label, *(_or_dash(values.get(name), form) for name in categories)] for label, values in found]
+    return table(["method", *categories], rows)
+
+
+def _batch_tables(tables: Tables) -> list[str]:
+    """Where a grid has several batch sizes: speedup by method and batch size."""
+    grids: dict[Corner, dict[int, list[Summary]]] = {}
+    for corner, methods in tables.items():
+        grids.setdefault(corner._replace(batch_size=0), {})[corner.batch_size] = methods
+    parts = []
+    for corner, by_size in grids.items():
+        if len(by_size) < 2:
+            continue
+        sizes = sorted(by_size)
+        labels = _distinct(summary.label for size in sizes for summary in by_size[size])
+        cells = {(s.label, size): _times(s.speedup) for size in sizes for s in by_size[size]}
+        rows = [[label, *(cells.get((label, size), "-") for size in sizes)] for label in labels]
+        kind = "greedy" if corner.temperature == 0 else f"temperature {corner.temperature:g}"
+        parts += [
+            f"## Speedup over autoregressive by batch size: {corner.prompts}, {kind}\n",
+            table(["method", *(f"batch {size}" for size in sizes)], rows),
+        ]
+    return parts
+
+
+def load_table(loads: Sequence[Record]) -> str:
+    """One row for each stretch of load."""
+    columns = ["server", "load", "requests", "failed", "tokens/s"]
+    columns += [f"{what}, {share}" for what in ("first token ms", "ms per token", "answer s") for share in _SHARES]
+    rows = []
+    for load in loads:
+        asked = f"{load['concurrency']} at a time" if load["rate"] is None else f"{load['rate']:g} per second"
+        figures = [
+            f"{factor * load[key][share]:.{digits}f}"
+            for key, factor, digits in (
+                ("first_token_seconds", 1e3, 0),
+                ("token_seconds", 1e3, 1),
+                ("latency_seconds", 1, 2),
+            )
+            for share in ("median", "p95", "p99")
+        ]
+        rate = f"{load['num_tokens'] / load['seconds']:.1f}"
+        rows.append([load["model"], asked, str(load["num_requests"]), str(load["num_failed"]), rate, *figures])
+    return table(columns, rows)
+
+
+_SHARES = ("p50", "p95", "p99")
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table with aligned columns: the first to the left, the others to the right."""
+    shown = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    widths = [max(3, *(len(row[index]) for row in (columns, *shown))) for index in range(len(columns))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+        return "| " + " | ".join([cells[0].ljust(widths[0]), *padded]) + " |"
+
+    rule = "|" + "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]) + "|"
+    return "\n".join([line(columns), rule, *(line(row) for row in shown)]) + "\n"
+
+
+def _times(span: Span | None) -> str:
+    return "-" if span is None else f"{span.middle:.2f}x"
+
+
+def _times_span(span: Span | None) -> str:
+    return "-" if span is None else f"{span.middle:.2f}x ({span.low:.2f} to {span.high:.2f})"
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _margins(margins: Sequence[float]) -> str:
+    if not margins:
+        return "-"
+    sizes = [abs(margin) for margin in margins]
+    return f"{median(sizes):.3f} (max {max(sizes):.3f})"
+
+
+def _distinct(texts: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(texts))

@@ -1,0 +1,181 @@
+"""Load on a server: a small one that speaks the protocol, counts who is there at once, and refuses when told to."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafter.bench.load import LoadSettings, Stretch, run_load
+from drafter.bench.records import read_records
+from drafter.bench.workload import Item, Workload
+from drafter.cli import main
+
+WORKLOAD = Workload("mine", (Item("0", "", ("hello",)), Item("1", "", ("once",), is_raw=True)))
+NUM_PIECES, PIECE_SECONDS = 4, 0.01
+
+
+class Server(ThreadingHTTPServer):
+    """Two tokens a piece, a hundredth of a second a piece."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.lock = threading.Lock()
+        self.num_present = self.most_present = 0
+        self.bodies: list[tuple[str, dict[str, Any]]] = []
+        self.keys: set[str | None] = set()
+        self.failure = ""
+        self.has_usage = True
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Quiet."""
+
+    def do_GET(self) -> None:
+        self._start("application/json")
+        self.wfile.write(json.dumps({"data": [{"id": "tiny"}]}).encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.num_present += 1
+            self.server.most_present = max(self.server.most_present, self.server.num_present)
+            self.server.bodies.append((self.path, body))
+            self.server.keys.add(self.headers.get("Authorization"))
+        if self.server.failure == "status" or (self.server.failure == "some" and len(self.server.bodies) % 2):
+            self.send_error(503, "busy")
+        else:
+            self._start("text/event-stream")
+            self._stream("messages" in body)
+        with self.server.lock:
+            self.server.num_present -= 1
+
+    def _start(self, kind: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+
+    def _stream(self, is_chat: bool) -> None:
+        if self.server.failure == "event":
+            self._event({"error": {"message": "out of memory"}})
+            return
+        self._event({"choices": [{"delta": {"role": "assistant", "content": ""}}] if is_chat else []})
+        for _ in range(NUM_PIECES):
+            time.sleep(PIECE_SECONDS)
+            self._event({"choices": [{"delta": {"content": "ab"}} if is_chat else {"text": "ab"}]})
+        if self.server.has_usage:
+            self._event({"choices": [], "usage": {"completion_tokens": 2 * NUM_PIECES}})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _event(self, content: dict[str, Any]) -> None:
+        self.wfile.write(f"data: {json.dumps(content)}\n\n".encode())
+        self.wfile.flush()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join()
+
+
+def test_requests_under_way_are_as_many_as_asked_for(server: Server) -> None:
+    (record,) = run_load(LoadSettings(server.url, num_requests=9), WORKLOAD, [Stretch(concurrency=3)])
+    assert server.most_present == 3 and len(server.bodies) == 10  # the first one warms up
+    assert record["model"] == "tiny" and record["num_failed"] == 0
+    assert record["num_tokens"] == 9 * 2 * NUM_PIECES
+    assert record["first_token_seconds"]["median"] >= PIECE_SECONDS
+    # Three pieces come after the first, for seven tokens after the first.
+    assert record["token_seconds"]["median"] >= 3 * PIECE_SECONDS / (2 * NUM_PIECES - 1) * 0.9
+    assert record["latency_seconds"]["p99"] >= record["latency_seconds"]["median"] >= 4 * PIECE_SECONDS
+    assert record["seconds"] >= 3 * NUM_PIECES * PIECE_SECONDS
+
+
+def test_chats_and_raw_text_go_to_their_own_places(server: Server) -> None:
+    settings = LoadSettings(server.url + "/v1/", model="mine", num_requests=2, temperature=0.5, max_new_tokens=7)
+    run_load(settings, WORKLOAD, [Stretch(concurrency=1)])
+    (_, chat), (_, raw) = server.bodies[1:]
+    assert [path for path, _ in server.bodies[1:]] == ["/v1/chat/completions", "/v1/completions"]
+    assert chat["messages"] == [{"role": "user", "content": "hello"}] and raw["prompt"] == "once"
+    assert {key: chat[key] for key in ("model", "temperature", "max_tokens", "stream")} == {
+        "model": "mine",
+        "temperature": 0.5,
+        "max_tokens": 7,
+        "stream": True,
+    }
+
+
+def test_arrivals_do_not_wait_for_answers(server: Server) -> None:
+    (record,) = run_load(LoadSettings(server.url, num_requests=12), WORKLOAD, [Stretch(rate=500.0)])
+    assert server.most_present > 4 and record["rate"] == 500.0 and record["concurrency"] is None
+
+
+def test_without_usage_pieces_are_counted(server: Server) -> None:
+    server.has_usage = False
+    (record,) = run_load(LoadSettings(server.url, num_requests=2), WORKLOAD, [Stretch(concurrency=1)])
+    assert record["num_tokens"] == 2 * NUM_PIECES
+
+
+def test_failed_requests_are_counted_and_named(server: Server) -> None:
+    server.failure = "some"
+    (record,) = run_load(LoadSettings(server.url, num_requests=6), WORKLOAD, [Stretch(concurrency=1)])
+    assert record["num_failed"] == 3 and "503" in record["first_error"]
+
+
+@pytest.mark.parametrize(("failure", "reason"), [("status", "HTTP 503"), ("event", "out of memory")])
+def test_a_server_that_refuses_everything_is_an_error(server: Server, failure: str, reason: str) -> None:
+    server.failure = failure
+    with pytest.raises(ValueError, match=f"refused all 2 requests: .*{reason}"):
+        run_load(LoadSettings(server.url, num_requests=2), WORKLOAD, [Stretch(concurrency=2)])
+
+
+def test_a_server_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(ValueError, match="does not answer"):
+        run_load(LoadSettings("http://127.0.0.1:9", num_requests=1), WORKLOAD, [Stretch(concurrency=1)])
+
+
+def test_the_command_records_and_shows_the_table(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hello"}\n')
+    out = tmp_path / "load.jsonl"
+    words = ["bench", "serve", "--url", server.url, "--prompts", str(tmp_path / "p.jsonl"), "--num-requests", "4"]
+    assert main([*words, "--concurrency", "1,2", "--rate", "200", "--out", str(out)]) == 0
+    table = capsys.readouterr().out
+    assert "2 at a time" in table and "200 per second" in table
+    assert [record["concurrency"] for record in read_records([out])] == [1, 2, None]
+    assert server.keys == {"Bearer secret-key"} and "secret-key" not in out.read_text()
+    assert main(["bench", "report", str(out)]) == 0
+    assert "## Load on a server" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--url", "localhost:8000"], "--url is 'localhost:8000'"),
+        (["--concurrency", "0"], "--concurrency is 0"),
+        (["--rate", "0"], "--rate is 0.0"),
+        (["--num-requests", "0"], "--num-requests is 0"),
+        (["--max-new-tokens", "0"], "--max-new-tokens is 0"),
+    ],
+)
+def test_wrong_flags_are_refused(flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", "--url", "http://127.0.0.1:9", "--prompts", "p.jsonl", *flags]) == 2
+    assert reason in capsys.readouterr().err

@@ -1,0 +1,88 @@
+"""The variants of transformers' generate: same texts as our plain decoding, counts and times that can be."""
+
+import pytest
+from transformers import GenerationConfig
+
+from drafter.bench.contest import Answer, EngineContestant
+from drafter.bench.methods import parse_method
+from drafter.bench.peers import GenerateContestant
+from drafter.decoding.engine import Engine
+from drafter.decoding.params import EngineConfig, SamplingParams
+from tests.serving.tiny import tiny_target
+
+PROMPTS = [[0, 40, 41, 42, 40, 41], [0, 90], [0, 17, 18, 19, 20, 21, 22, 23, 24, 25]]
+PARAMS = SamplingParams(max_new_tokens=12)
+
+
+def ours(params: SamplingParams = PARAMS) -> list[Answer]:
+    contestant = EngineContestant(Engine(tiny_target(), config=EngineConfig(method="autoregressive", max_rows=3)))
+    contestant.reserve(64)
+    return contestant.answer(PROMPTS, params, lambda: None)
+
+
+def peer(name: str, batch_size: int, **options: object) -> GenerateContestant:
+    contestant = GenerateContestant(tiny_target(), parse_method(name), batch_size, **options)  # type: ignore[arg-type]
+    contestant.reserve(64)
+    return contestant
+
+
+@pytest.mark.parametrize(
+    ("name", "batch_size"),
+    [("hf-generate", 1), ("hf-generate", 2), ("hf-static", 3), ("hf-lookup", 1), ("hf-lookup:G3", 1)],
+)
+def test_greedy_texts_are_those_of_our_plain_decoding(name: str, batch_size: int) -> None:
+    finished: list[int] = []
+    answers = peer(name, batch_size).answer(PROMPTS, PARAMS, lambda: finished.append(1))
+    for expected, answer in zip(ours(), answers, strict=True):
+        assert answer.token_ids == expected.token_ids
+        assert 0 < answer.first_token_seconds <= answer.seconds
+        assert answer.num_forwards is not None and 0 < answer.num_forwards <= len(answer.token_ids)
+    assert len(finished) == 3
+
+
+def test_an_assistant_that_is_the_target_saves_forwards() -> None:
+    answers = peer("hf-assistant:G4", 1, assistant=tiny_target()).answer(PROMPTS, PARAMS, lambda: None)
+    for expected, answer in zip(ours(), answers, strict=True):
+        assert answer.token_ids == expected.token_ids
+    # The model assists itself; its own drafting counts as forwards too, since it is the same module.
+    assert all(answer.num_forwards for answer in answers)
+
+
+def test_settings_that_came_with_the_model_are_set_aside() -> None:
+    model = tiny_target().model
+    own = model.generation_config
+    model.generation_config = GenerationConfig(repetition_penalty=9.0, max_new_tokens=2, do_sample=True)
+    try:
+        answers = peer("hf-generate", 1).answer(PROMPTS, PARAMS, lambda: None)
+        assert model.generation_config.repetition_penalty == 9.0
+    finally:
+        model.generation_config = own
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in ours()]
+
+
+def test_stop_tokens_end_an_answer_unless_told_otherwise() -> None:
+    target = tiny_target()
+    stop = ours(SamplingParams(max_new_tokens=12, ignore_eos=True))[0].token_ids[3]
+    own = target.eos_token_ids
+    target.eos_token_ids = (stop,)
+    try:
+        for contestant in (peer("hf-generate", 3), peer("hf-lookup", 1)):
+            answers = contestant.answer(PROMPTS, PARAMS, lambda: None)
+            assert answers[0].token_ids[-1] == stop and len(answers[0].token_ids) <= 4
+            assert [a.token_ids for a in answers] == [a.token_ids for a in ours()]
+            free = contestant.answer(PROMPTS, SamplingParams(max_new_tokens=12, ignore_eos=True), lambda: None)
+            assert all(len(answer.token_ids) == 12 for answer in free)
+    finally:
+        target.eos_token_ids = own
+
+
+def test_sampling_is_repeatable() -> None:
+    params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
+    one, two = (peer("hf-generate", 2).answer(PROMPTS, params, lambda: None) for _ in range(2))
+    assert [a.token_ids for a in one] == [a.token_ids for a in two]
+
+
+@pytest.mark.slow
+def test_the_compiled_variant_agrees_where_a_compiler_is_there() -> None:
+    answers = peer("hf-compile", 1).answer(PROMPTS, PARAMS, lambda: None)
+    assert [a.token_ids for a in answers] == [a.token_ids for a in ours()]

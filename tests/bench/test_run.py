@@ -1,0 +1,191 @@
+"""Runs: who answers when, what is recorded, what is compared, what is not repeated."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafter.bench import run as run_module
+from drafter.bench.arena import Arena
+from drafter.bench.compare import Turn, compare, first_differences
+from drafter.bench.contest import Answer, EngineContestant
+from drafter.bench.memory import PeakMemory
+from drafter.bench.records import Record, read_records
+from drafter.bench.report import report
+from drafter.bench.run import run_benchmark
+from drafter.bench.settings import BenchSettings
+from drafter.bench.workload import Item, Workload
+from drafter.decoding.engine import Engine
+from drafter.decoding.params import EngineConfig
+from drafter.decoding.sized import device_name
+from drafter.decoding.speculation import PLAIN, Choice, RowPlan, Speculation, Tree
+from drafter.provenance import write_atomic
+from tests.serving.tiny import tiny_drafter, tiny_target
+
+ITEMS = (
+    Item("a", "math", ("What is one and one?", "And two?")),
+    Item("b", "writing", ("Write a word.",)),
+    Item("c", "math", ("Count.",)),
+)
+WORKLOAD = Workload("mine", ITEMS)
+SETTINGS = BenchSettings(
+    target="tiny",
+    prompts=("mine.jsonl",),
+    drafter="runs/drafter",
+    methods=("autoregressive", "redrafter:W16:L2:N24", "lookup", "hf-generate"),
+    max_new_tokens=10,
+    rounds=2,
+)
+
+
+@pytest.fixture
+def arena() -> Arena:
+    return Arena(tiny_target(), tiny_drafter().bind(tiny_target()), "runs/drafter")
+
+
+def records_of(out: Path) -> list[Record]:
+    return read_records([out])
+
+
+def test_methods_take_turns_and_agree_with_plain_decoding(tmp_path: Path, arena: Arena) -> None:
+    out = tmp_path / "r.jsonl"
+    assert run_benchmark(SETTINGS, arena, [WORKLOAD], out) == 8
+    records = records_of(out)
+    assert [record["method"] for record in records] == [*SETTINGS.methods, *SETTINGS.methods]
+    assert [record["round"] for record in records] == [0] * 4 + [1] * 4
+    for record in records:
+        assert record["identical"] == {"num_prompts": 3, "num_identical": 3, "first_positions": [], "margins": []}
+        assert 0 < record["num_tokens"] <= 40 and record["prompts"]["num_answers"] == 4
+        assert record["seconds"] > 0 and record["peak_memory_bytes"]["bytes"] > 2**20
+        assert 0 < record["first_token_seconds"]["median"] <= record["latency_seconds"]["median"] <= record["seconds"]
+        assert list(record["by_category"]) == ["math", "writing"]
+        assert sum(item["num_tokens"] for item in record["by_category"].values()) == record["num_tokens"]
+        assert record["by_category"]["math"]["num_answers"] == 3
+    plain, drafted, _, peer = records[:4]
+    assert plain["num_forwards"] == plain["num_tokens"] == peer["num_tokens"] == peer["num_forwards"]
+    assert plain["acceptance"] == [plain["num_tokens"]] and plain["settings"]["max_rows"] == 1
+    assert drafted["num_forwards"] < drafted["num_tokens"]
+    kept = sum(depth * count for depth, count in enumerate(drafted["acceptance"]))
+    assert sum(drafted["acceptance"]) == drafted["num_forwards"]
+    # A step gives what it kept and one token more; the last step of an answer may be cut.
+    assert 0 <= drafted["num_forwards"] + kept - drafted["num_tokens"] <= 4
+    assert peer["acceptance"] is None and peer["settings"] == {}
+
+
+def test_batches_and_temperatures_are_corners_of_a_grid(tmp_path: Path, arena: Arena) -> None:
+    out = tmp_path / "r.jsonl"
+    methods = ("autoregressive", "redrafter:W16:L2:N24", "hf-generate")
+    settings = replace(SETTINGS, methods=methods, batch_sizes=(1, 3), temperatures=(0.0, 0.7), rounds=1)
+    assert run_benchmark(settings, arena, [WORKLOAD], out) == 12
+    records = records_of(out)
+    corners = [(record["temperature"], record["batch_size"]) for record in records[::3]]
+    assert corners == [(0.0, 1), (0.0, 3), (0.7, 1), (0.7, 3)]
+    for record in records:
+        is_sampled_peer = record["method"] == "hf-generate" and record["temperature"] > 0
+        assert (record["identical"] is None) == is_sampled_peer
+        assert record["identical"] is None or record["identical"]["num_identical"] == 3
+        assert (record["by_category"]["math"]["seconds"] is None) == (record["batch_size"] > 1)
+    text = report(records)
+    assert "temperature 0.7" in text and "## Speedup over autoregressive by batch size" in text
+
+
+def test_what_is_done_is_not_repeated(tmp_path: Path, arena: Arena) -> None:
+    out = tmp_path / "r.jsonl"
+    settings = replace(SETTINGS, methods=("autoregressive", "lookup"), max_new_tokens=4, rounds=2)
+    assert run_benchmark(settings, arena, [WORKLOAD], out) == 4
+    lines = out.read_text().splitlines(keepends=True)
+    out.write_text("".join(lines[:2]) + lines[2][:40])  # broken off within the third run
+    assert run_benchmark(settings, arena, [WORKLOAD], out) == 2
+    assert [record["method"] for record in records_of(out)] == ["autoregressive", "lookup"] * 2
+    assert run_benchmark(settings, arena, [WORKLOAD], out) == 0
+    assert run_benchmark(replace(settings, max_new_tokens=3, rounds=1), arena, [WORKLOAD], out) == 2
+
+
+def test_a_method_that_takes_one_prompt_at_a_time_is_left_out_of_batches(
+    tmp_path: Path, arena: Arena, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = replace(SETTINGS, methods=("autoregressive", "hf-lookup"), batch_sizes=(2,), rounds=1)
+    assert run_benchmark(settings, arena, [WORKLOAD], tmp_path / "r.jsonl") == 1
+    assert "hf-lookup answers one prompt at a time: left out at batch size 2" in capsys.readouterr().err
+
+
+def test_more_rows_than_prompts_are_refused(tmp_path: Path, arena: Arena) -> None:
+    with pytest.raises(ValueError, match="--batch-sizes 4 exceeds the 3 prompts of mine"):
+        run_benchmark(replace(SETTINGS, batch_sizes=(1, 4)), arena, [WORKLOAD], tmp_path / "r.jsonl")
+
+
+def test_the_oracle_is_decoded_unmeasured_when_nobody_asked_for_it(tmp_path: Path, arena: Arena) -> None:
+    out = tmp_path / "r.jsonl"
+    assert run_benchmark(replace(SETTINGS, methods=("lookup",), rounds=1), arena, [WORKLOAD], out) == 1
+    (record,) = records_of(out)
+    assert record["identical"]["num_identical"] == 3
+
+
+def test_warm_up_runs_before_the_clock(tmp_path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    answer = EngineContestant.answer
+
+    def noted(self: EngineContestant, prompts: Any, params: Any, on_answer: Any) -> Any:
+        events.append(f"{len(prompts)} of {params.max_new_tokens}")
+        return answer(self, prompts, params, on_answer)
+
+    monkeypatch.setattr(EngineContestant, "answer", noted)
+    monkeypatch.setattr(run_module, "_WARM_UP_TOKENS", 2)
+    settings = replace(SETTINGS, methods=("autoregressive",), batch_sizes=(2,), rounds=2)
+    run_benchmark(settings, arena, [WORKLOAD], tmp_path / "r.jsonl")
+    assert events == ["2 of 2", "3 of 10", "1 of 10", "3 of 10", "1 of 10"]  # then two turns, twice
+
+
+def test_a_tuned_method_goes_by_its_file(tmp_path: Path, arena: Arena) -> None:
+    target = arena.target
+    plan = RowPlan(1, (Choice(PLAIN, 1.0, 1.0), Choice(Tree(16, 2, 24), 1.5, 1.1)))
+    content = Speculation(device_name(target.device), "float32", False, target.fingerprint, (plan,))
+    import json
+
+    write_atomic(tmp_path / "speculation.json", json.dumps(content.as_json()))
+    tuned = replace(SETTINGS, methods=("autoregressive", "redrafter:tuned"), rounds=1)
+    with pytest.raises(ValueError, match="redrafter:tuned needs runs/drafter/speculation.json"):
+        run_benchmark(tuned, arena, [WORKLOAD], tmp_path / "no.jsonl")
+    beside = arena._replace(drafter_name=str(tmp_path))
+    run_benchmark(tuned, beside, [WORKLOAD], tmp_path / "r.jsonl")
+    record = records_of(tmp_path / "r.jsonl")[1]
+    assert record["identical"]["num_identical"] == 3 and record["num_forwards"] < record["num_tokens"]
+    assert record["settings"]["speculation"] == str(tmp_path / "speculation.json")
+
+
+def _turn(prompt: list[int], token_ids: list[int]) -> Turn:
+    return Turn(prompt, Answer(token_ids, 1.0, 0.5, len(token_ids), None))
+
+
+def test_the_first_difference_of_a_conversation_counts() -> None:
+    oracle = [[_turn([1], [5, 6]), _turn([1, 5, 6, 2], [7])], [_turn([3], [8, 9])], [_turn([4], [1])]]
+    other = [[_turn([1], [5, 6]), _turn([1, 5, 6, 2], [9])], [_turn([3], [8])], [_turn([4], [1])]]
+    found = first_differences(oracle, other)
+    assert [tuple(difference) for difference in found] == [(0, 1, 0, (7, 9)), (1, 0, 1, (9, None))]
+
+
+def test_margins_are_the_targets_own_preference() -> None:
+    target = tiny_target()
+    prompt = [5, 9, 30]
+    (completion,) = Engine(target, config=EngineConfig(method="autoregressive")).generate([prompt])
+    right = completion.token_ids
+    wrong = [*right[:2], (right[2] + 1) % target.vocab_size, *right[3:]]
+    result = compare(target, [[_turn(prompt, right)]], [[_turn(prompt, wrong)]])
+    with torch.no_grad():
+        hidden = target.forward(torch.tensor([prompt + right[:2]])).hidden_BTD
+        logits = target.logits(hidden[:, -1])[0]
+    assert result["num_identical"] == 0 and result["first_positions"] == [2]
+    assert result["margins"] == [pytest.approx(float(logits[right[2]] - logits[wrong[2]]), abs=1e-5)]
+    assert result["margins"][0] > 0
+
+
+def test_peak_memory_sees_what_was_allocated_within() -> None:
+    with PeakMemory(torch.device("cpu")) as before:
+        pass
+    with PeakMemory(torch.device("cpu")) as after:
+        block = torch.ones(2**26, dtype=torch.uint8)
+        assert block[-1] == 1
+        del block
+    assert after.num_bytes - before.num_bytes > 2**25

@@ -1,0 +1,130 @@
+"""Settings and methods as they are written, and what is refused by name."""
+
+from pathlib import Path
+
+import pytest
+
+from drafter.bench.command import sweep_methods
+from drafter.bench.methods import parse_method, parse_methods
+from drafter.bench.settings import BenchSettings, merge_settings, read_settings
+from drafter.decoding.params import EngineConfig
+
+
+def test_options_become_the_engines_settings() -> None:
+    spec = parse_method("redrafter:W6:L3:N12:uncoupled")
+    assert spec.engine_config(batch_size=4) == EngineConfig(
+        max_rows=4, beam_width=6, draft_length=3, tree_size=12, coupled=False
+    )
+    published = parse_method("redrafter:W6:L3:final-beams").engine_config(batch_size=1)
+    assert published.tree_policy == "final-beams" and published.num_nodes == 19
+    assert parse_method("draft-model:G3:rejection").engine_config(batch_size=1).verify == "rejection"
+    assert parse_method("lookup:L6").engine_config(batch_size=1).lookup_length == 6
+    tuned = parse_method("redrafter:tuned").engine_config(batch_size=2, speculation="s.json")
+    assert tuned.speculation == "s.json"
+    assert parse_method("hf-lookup:G7").number("G") == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("redraftr", "unknown method 'redraftr'.*did you mean redrafter"),
+        ("redrafter:Z4", "'Z4' is no option of redrafter"),
+        ("redrafter:W", "'W' is no option"),
+        ("redrafter:W4:W5", "W is given twice"),
+        ("redrafter:tuned:W4", "leave the other options out"),
+        ("redrafter:all-nodes:final-beams", "exclude each other"),
+        ("redrafter:W2:L2:N99", "--tree-size 99"),
+        ("redrafter:W0", "--beam-width"),
+        ("autoregressive:W4", "takes none"),
+        ("hf-generate:G4", "no option"),
+        ("", "unknown method ''"),
+    ],
+)
+def test_wrong_methods_are_refused_by_name(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        parse_method(text)
+
+
+def test_methods_come_once() -> None:
+    with pytest.raises(ValueError, match="lookup is given twice"):
+        parse_methods(("lookup", "lookup"))
+    with pytest.raises(ValueError, match="--methods is empty"):
+        parse_methods(())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"prompts": ()}, "--prompts is empty"),
+        ({"prompts": ("a", "a")}, "twice"),
+        ({"batch_sizes": (0,)}, "--batch-sizes is 0"),
+        ({"batch_sizes": ()}, "--batch-sizes is empty"),
+        ({"rounds": 0}, "--rounds is 0"),
+        ({"num_prompts": 0}, "--num-prompts is 0"),
+        ({"temperatures": ()}, "--temperatures"),
+        ({"temperatures": (-1.0,)}, "--temperature"),
+        ({"max_new_tokens": 0}, "--max-new-tokens"),
+        ({"dtype": "int8"}, "--dtype"),
+        ({"methods": ("redrafter",)}, "redrafter needs a drafter: give --drafter"),
+        ({"methods": ("hf-assistant",)}, "hf-assistant needs a smaller model: give --draft-model"),
+    ],
+)
+def test_wrong_settings_are_refused_with_their_flag(changes: dict[str, object], reason: str) -> None:
+    fields: dict[str, object] = {"target": "t", "prompts": ("p",), "methods": ("autoregressive",), **changes}
+    with pytest.raises(ValueError, match=reason):
+        BenchSettings(**fields)  # type: ignore[arg-type]
+
+
+def test_flags_go_before_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "bench.yaml"
+    path.write_text(
+        "target: t\nprompts: p.jsonl\nmethods: [autoregressive, lookup]\nrounds: 5\ntemperatures: [0, 0.8]\n"
+    )
+    settings = merge_settings(path, {"rounds": 2, "drafter": None, "batch_sizes": (1, 4)})
+    assert settings == BenchSettings(
+        "t", ("p.jsonl",), methods=("autoregressive", "lookup"), rounds=2, temperatures=(0.0, 0.8), batch_sizes=(1, 4)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("targett: t\n", "unknown key 'targett'.*did you mean target"),
+        ("rounds: many\n", "rounds is 'many' but must be of type int"),
+        ("compile: 1\n", "must be of type bool"),
+        ("batch_sizes: [1, 2.5]\n", "batch_sizes is 2.5"),
+        ("- a\n", "keys with values"),
+        ("a: [\n", "broken YAML"),
+    ],
+)
+def test_wrong_files_are_refused_by_key(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "bench.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=reason):
+        read_settings(path)
+
+
+def test_target_and_prompts_are_needed() -> None:
+    with pytest.raises(ValueError, match="needs --target"):
+        merge_settings(None, {"prompts": ("p",)})
+    with pytest.raises(ValueError, match="needs --prompts"):
+        merge_settings(None, {"target": "t"})
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs/bench").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_settings_hold_together(path: Path) -> None:
+    settings = merge_settings(path, {"drafter": "runs/drafter", "draft_model": "other"})
+    assert settings.specs and settings.rounds >= 1
+
+
+def test_a_sweep_drafts_every_shape_that_can_be() -> None:
+    assert sweep_methods((1, 4), (2,), (), "all-nodes") == ("redrafter:W1:L2:N3", "redrafter:W4:L2:N9")
+    assert sweep_methods((1, 64), (4,), (4, 16), "all-nodes") == (
+        "redrafter:W1:L4:N4",
+        "redrafter:W64:L4:N4",
+        "redrafter:W64:L4:N16",
+    )
+    assert sweep_methods((64,), (4,), (), "all-nodes") == ("redrafter:W64:L4:N64",)
+    assert sweep_methods((2,), (3,), (), "final-beams") == ("redrafter:W2:L3:final-beams",)
+    with pytest.raises(ValueError, match="--tree-sizes"):
+        sweep_methods((1,), (1,), (50,), "all-nodes")
