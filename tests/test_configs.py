@@ -23,7 +23,14 @@ def parse_train(file: Path) -> None:
     assert isinstance(cli.model, DrafterModule) and isinstance(cli.datamodule, ChatDataModule)
 
 
-PARSERS: dict[str, Callable[[Path], None]] = {"train": parse_train}
+def parse_serve(file: Path) -> None:
+    """The options of `drafter serve`, which check themselves."""
+    from drafter.serving.options import read_options
+
+    assert read_options(file, {}).target
+
+
+PARSERS: dict[str, Callable[[Path], None]] = {"train": parse_train, "serve": parse_serve}
 
 
 def test_every_folder_has_a_parser() -> None:

@@ -1,6 +1,7 @@
 """A tiny random target with a byte-level tokenizer and chat template, and an untrained drafter for it, in memory."""
 
 from functools import cache
+from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -34,6 +35,14 @@ def tiny_target() -> Target:
         eos_token_id=tokenizer.convert_tokens_to_ids(END),
     )
     return Target.from_model(LlamaForCausalLM(config), tokenizer, name="tiny")
+
+
+def save_target(folder: Path) -> str:
+    """The tiny target as a folder that ``--target`` takes."""
+    target = tiny_target()
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 @cache

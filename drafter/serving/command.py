@@ -1,0 +1,143 @@
+"""``drafter serve``: load, listen, and end well. Wiring only."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from drafter.decoding.params import Method
+from drafter.serving.options import DEFAULT_CONTEXT, ServeOptions, read_options
+
+if TYPE_CHECKING:
+    from drafter.decoding.engine import Engine
+
+KEY_VARIABLE = "DRAFTER_API_KEY"
+
+
+def serve(
+    *,
+    config: Path | None = None,
+    target: str | None = None,
+    drafter: str | None = None,
+    draft_model: str | None = None,
+    method: Method | None = None,
+    beam_width: int | None = None,
+    draft_length: int | None = None,
+    tree_size: int | None = None,
+    speculation: str | None = None,
+    host: str | None = None,
+    port: int | None = None,
+    model_name: str | None = None,
+    max_rows: int | None = None,
+    max_length: int | None = None,
+    max_queue: int | None = None,
+    prefill_chunk: int | None = None,
+    reuse_prefixes: bool = True,
+    request_timeout: float | None = None,
+    drain_seconds: float | None = None,
+    max_body_bytes: int | None = None,
+    api_key: list[str] | None = None,
+    cors_origin: list[str] | None = None,
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None,
+    device: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    compile: bool = False,
+) -> int:
+    """Serve a target over HTTP as the OpenAI API does, with a page to try it.
+
+    Requests share the steps of one engine: they join and leave between steps, and no answer depends on its neighbours.
+    Settings come from the file of --config; flags go first. SIGTERM and Ctrl-C let running answers finish.
+
+    Args:
+        config: settings (.yaml), such as configs/serve/smollm2-135m.yaml
+        target: alias, hub id, folder or .gguf file of the language model
+        drafter: folder of an exported drafter
+        draft_model: smaller model of the same family, for --method draft-model
+        method: how tokens are proposed (default: redrafter with a drafter, else autoregressive)
+        beam_width: W, beams kept at each drafting step
+        draft_length: L, drafting steps
+        tree_size: N, drafted nodes that the target checks at once, root included
+        speculation: file of `drafter tune` (default: the one in the drafter's folder if it fits; `off`: none)
+        host: address to listen on (default: 127.0.0.1, this machine only)
+        port: port to listen on (default: 8000; 0: any)
+        model_name: what clients call the model (default: the target's name)
+        max_rows: answers made at the same time (default: 8)
+        max_length: tokens of a prompt and its answer (default: the target's context, at most 4096)
+        max_queue: answers that may wait; more are turned away (default: 64)
+        prefill_chunk: prompt tokens per step while others decode (default: 256)
+        reuse_prefixes: compute what prompts share with earlier ones again
+        request_timeout: seconds that a request may take (default: 600)
+        drain_seconds: seconds that running answers get at the end (default: 30)
+        max_body_bytes: largest request body (default: 2 MiB)
+        api_key: key that clients must send; may be repeated (better: the variable DRAFTER_API_KEY)
+        cors_origin: web site whose pages may call the server, * for all; may be repeated
+        dtype: number format of the model (default: auto, bfloat16 on CUDA, else float32)
+        device: auto, cpu, cuda or cuda:1
+        revision: hub revision of the target
+        trust_remote_code: run code that a hub model brings along
+        compile: compile the step (torch.compile)
+    """
+    flags = {name: value for name, value in locals().items() if name != "config"}
+    for name in ("api_key", "cors_origin"):
+        flags[name] = tuple(flags[name]) if flags[name] else None
+    options = read_options(config, flags)
+
+    from drafter.serving.listen import bind, listen
+
+    socket = bind(options.host, options.port)  # before the model is loaded: a taken port should not cost a minute
+    with socket:
+        engine = load_engine(options)
+        return listen(socket, engine, options, api_keys=_api_keys(options))
+
+
+def load_engine(options: ServeOptions) -> "Engine":
+    """The engine with its cache in place.
+
+    Raises:
+        ValueError: a model cannot be loaded, or the cache does not fit into memory.
+    """
+    from drafter.commands import load_drafter, load_target
+    from drafter.decoding.engine import Engine
+    from drafter.decoding.sized import file_beside
+
+    how = {"dtype": options.dtype, "device": options.device, "trust_remote_code": options.trust_remote_code}
+    target = load_target(options.target, revision=options.revision, **how)  # type: ignore[arg-type]
+    head = load_drafter(options.drafter, target) if options.drafter is not None else None
+    draft = load_target(options.draft_model, **how) if options.draft_model else None  # type: ignore[arg-type]
+    plan = None if options.speculation == "off" else options.speculation
+    may_look = options.speculation is None and not options.sizes_tree and options.method in (None, "redrafter")
+    if options.drafter is not None and may_look:
+        plan = file_beside(options.drafter, target, is_compiled=options.compile)
+    config = options.engine_config(plan, min(target.max_length, DEFAULT_CONTEXT))
+    engine = Engine(target, head, config, draft_model=draft)
+    num_slots = min(config.max_length or target.max_length, target.max_length) + engine.proposer.num_nodes
+    num_bytes = target.cache_shape.num_bytes(config.max_rows, num_slots, target.dtype)
+    free = _free_bytes(engine)
+    try:
+        if free is not None and num_bytes > free:  # Linux would promise the memory, and kill the process later
+            raise MemoryError
+        engine.reserve(num_slots)
+    except (RuntimeError, MemoryError) as error:
+        raise ValueError(
+            f"the cache of {config.max_rows} rows of {num_slots} slots takes {num_bytes / 2**30:.1f} GiB, "
+            f"{'more than there is' if free is None else f'of which {free / 2**30:.1f} GiB are free'}: "
+            "lower --max-rows or --max-length"
+        ) from error
+    return engine
+
+
+def _free_bytes(engine: "Engine") -> int | None:
+    """Memory that is left on the engine's device; None where nobody says."""
+    import torch
+
+    device = engine.target.device
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    lines = meminfo.read_text().splitlines() if meminfo.is_file() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _api_keys(options: ServeOptions) -> tuple[str, ...]:
+    variable = os.environ.get(KEY_VARIABLE, "").strip()
+    return (*options.api_key, *([variable] if variable else []))

@@ -1,0 +1,175 @@
+"""Options of ``drafter serve``: from flags and a YAML file, checked before anything is loaded. No torch here."""
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from drafter.decoding.params import EngineConfig, Method
+
+DEFAULT_CONTEXT = 4096  # tokens of a row, unless the target's own context is shorter
+_TREE_FIELDS = ("beam_width", "draft_length", "tree_size")
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What is served, to whom, and within what limits. A key of the YAML file is a field of the same name.
+
+    Attributes:
+        target: alias, hub id, folder or .gguf file.
+        drafter: folder of an exported drafter; None: plain decoding.
+        draft_model: smaller model, for method draft-model.
+        method: what proposes tokens; None: redrafter with a drafter, else autoregressive.
+        beam_width, draft_length, tree_size: the tree, as for the engine; None: its defaults.
+        speculation: file of `drafter tune`; None: the one in the drafter's folder if it fits; ``off``: none.
+        dtype, device, revision, trust_remote_code, compile: how the models are loaded and run.
+        host, port: where to listen.
+        model_name: what clients call the model; None: the target's name.
+        max_rows: answers made at the same time.
+        max_length: tokens of a prompt and its answer together; None: the target's context, at most 4096.
+        max_queue: answers that may wait for a row.
+        prefill_chunk: prompt tokens per step while others decode.
+        reuse_prefixes: prompts take what they share with others from the cache.
+        request_timeout: seconds that a request may take.
+        drain_seconds: seconds that running answers get when the server is told to stop.
+        max_body_bytes: largest request body.
+        api_key: keys of which clients need one; none: open.
+        cors_origin: web sites whose pages may call the server.
+
+    Raises:
+        ValueError: a value out of range, or values that do not go together.
+    """
+
+    target: str
+    drafter: str | None = None
+    draft_model: str | None = None
+    method: Method | None = None
+    beam_width: int | None = None
+    draft_length: int | None = None
+    tree_size: int | None = None
+    speculation: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    revision: str | None = None
+    trust_remote_code: bool = False
+    compile: bool = False
+    host: str = "127.0.0.1"
+    port: int = 8000
+    model_name: str | None = None
+    max_rows: int = 8
+    max_length: int | None = None
+    max_queue: int = 64
+    prefill_chunk: int = 256
+    reuse_prefixes: bool = True
+    request_timeout: float = 600.0
+    drain_seconds: float = 30.0
+    max_body_bytes: int = 2 * 2**20
+    api_key: tuple[str, ...] = ()
+    cors_origin: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"--dtype is {self.dtype!r} but must be one of {', '.join(_DTYPES)}")
+        for name, low, high in (
+            ("port", 0, 65535),
+            ("max_rows", 1, 1024),
+            ("max_queue", 0, 10**6),
+            ("max_body_bytes", 1, 2**31),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} is {value} but must be an integer from {low} to {high}")
+        for name in ("request_timeout", "drain_seconds"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0 and (value > 0 or name == "drain_seconds")):
+                raise ValueError(f"--{name.replace('_', '-')} is {value} but must be a number of seconds")
+        if self.method == "redrafter" and self.drafter is None:
+            raise ValueError("--method redrafter needs a drafter: give --drafter DIR, or --method autoregressive")
+        self.engine_config(None, 2)
+
+    @property
+    def sizes_tree(self) -> bool:
+        """The tree's shape was given, so that no measured plan may change it."""
+        return any(getattr(self, name) is not None for name in _TREE_FIELDS)
+
+    @property
+    def served_name(self) -> str:
+        """What clients call the model: for a folder or file its last part."""
+        is_path = Path(self.target).expanduser().exists() or self.target.startswith((".", "/", "~"))
+        return self.model_name or (Path(self.target).name if is_path else self.target) or self.target
+
+    def engine_config(self, speculation: str | None, max_length: int) -> EngineConfig:
+        """The engine's settings.
+
+        Args:
+            speculation: file of a measured plan, or None.
+            max_length: tokens of a row, once the target is known.
+        """
+        tree: dict[str, Any] = {name: getattr(self, name) for name in _TREE_FIELDS}
+        default: Method = "autoregressive" if self.drafter is None else "redrafter"
+        return EngineConfig(
+            method=self.method or default,
+            max_rows=self.max_rows,
+            max_length=self.max_length or max_length,
+            prefill_chunk=self.prefill_chunk,
+            reuse_prefixes=self.reuse_prefixes,
+            compile=self.compile,
+            speculation=speculation,
+            **{name: value for name, value in tree.items() if value is not None},
+        )
+
+
+def read_options(path: Path | None, flags: Mapping[str, Any]) -> ServeOptions:
+    """The options of a file, with the flags that were given on top (a flag at its default was not given).
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: broken YAML, an unknown key, a value of the wrong kind or out of range, or no target.
+    """
+    values = _read_yaml(path) if path is not None else {}
+    defaults = {name: field.default for name, field in ServeOptions.__dataclass_fields__.items()}
+    values.update({name: value for name, value in flags.items() if value is not None and value != defaults[name]})
+    if "target" not in values:
+        raise ValueError("a server needs a target: give --target, or `target:` in the file of --config")
+    return ServeOptions(**values)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: broken YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: a server's options are keys with values, such as `target: smollm2-135m`")
+    known = get_type_hints(ServeOptions)
+    for key, value in found.items():
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f", did you mean {close[0]}?" if close else ""
+            raise ValueError(f"{path}: unknown key {key!r}{hint}. Keys are {', '.join(known)}")
+        found[key] = _as_kind(value, known[key], f"{path}: {key}")
+    return found
+
+
+def _as_kind(value: Any, hint: Any, where: str) -> Any:
+    """A YAML value as a field's type; one text stands for a list of one."""
+    if get_origin(hint) in (Union, UnionType):
+        if value is None and NoneType in get_args(hint):
+            return None
+        hint = next(part for part in get_args(hint) if part is not NoneType)
+    if get_origin(hint) is tuple:
+        items = value if isinstance(value, list) else [value]
+        return tuple(_as_kind(item, str, where) for item in items)
+    kind = hint if isinstance(hint, type) else str  # a Literal is checked by its owner
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{where} is {value!r} but must be of type {kind.__name__}")
+    return value

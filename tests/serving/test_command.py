@@ -1,0 +1,161 @@
+"""``drafter serve``: options, refusals, and the process from its start to its exit code."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from drafter.cli import main
+from drafter.serving.listen import bind
+from drafter.serving.options import ServeOptions, read_options
+from tests.serving.test_limits import CHAT
+from tests.serving.tiny import save_target
+
+
+def test_flags_go_before_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("target: a\nport: 9000\nmax_rows: 3\napi_key: one\nrequest_timeout: 5\nreuse_prefixes: false\n")
+    options = read_options(file, {"port": 9001, "target": None, "max_rows": None, "reuse_prefixes": True})
+    assert (options.target, options.port, options.max_rows) == ("a", 9001, 3)
+    assert (options.api_key, options.request_timeout, options.reuse_prefixes) == (("one",), 5.0, False)
+    assert options.engine_config(None, 100).method == "autoregressive"
+    assert options.engine_config(None, 100).max_length == 100
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("target: a\nprot: 1", "unknown key 'prot', did you mean port?"),
+        ("target: a\nport: x", "port is 'x' but must be of type int"),
+        ("target: a\nport: true", "must be of type int"),
+        ("target: a\nport: 70000", "--port is 70000"),
+        ("target: a\nmax_rows: 0", "--max-rows is 0"),
+        ("target: a\nmax_queue: -1", "--max-queue is -1"),
+        ("target: a\nrequest_timeout: 0", "--request-timeout is 0.0"),
+        ("target: a\nrequest_timeout: .nan", "--request-timeout is nan"),
+        ("target: a\nmethod: redrafter", "needs a drafter"),
+        ("target: a\nmethod: magic", "--method is 'magic'"),
+        ("target: a\ndtype: int8", "--dtype is 'int8'"),
+        ("target: a\nbeam_width: 0", "--beam-width is 0"),
+        ("port: 1", "needs a target"),
+        ("- a", "keys with values"),
+        ("{", "broken YAML"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_options(file, {})
+
+
+def test_names_that_clients_see(tmp_path: Path) -> None:
+    assert ServeOptions(str(tmp_path)).served_name == tmp_path.name
+    assert ServeOptions("owner/model").served_name == "owner/model"
+    assert ServeOptions("./x/model.gguf").served_name == "model.gguf"
+    assert ServeOptions("a", model_name="b").served_name == "b"
+
+
+def test_taken_port_is_told_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with bind("127.0.0.1", 0) as socket:
+        socket.listen()
+        port = socket.getsockname()[1]
+        assert main(["serve", "--target", "no-such-target", "--port", str(port)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("drafter: error: cannot listen on 127.0.0.1") and "--port" in error
+    with pytest.raises(OSError, match="--host no.such.host.invalid"):
+        bind("no.such.host.invalid", 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max-rows", "1000", "--max-length", "100000000"], "lower --max-rows or --max-length"),
+        (["--drafter", "nowhere"], "--drafter nowhere"),
+        (["--method", "draft-model"], "--draft-model"),
+    ],
+)
+def test_servers_that_cannot_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    folder = save_target(tmp_path / "target")
+    if "--max-length" in flags:  # a context long enough to ask for too much
+        file = Path(folder) / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 10**9}))
+    capsys.readouterr()  # saving showed a bar
+    assert main(["serve", "--target", folder, "--port", "0", "--device", "cpu", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("drafter: error:") and message in error and error.count("\n") == 1
+
+
+@contextmanager
+def process(folder: str, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a process of its own, ready; the process and its address."""
+    command = [sys.executable, "-m", "drafter.cli", "serve", "--target", folder, "--port", "0", "--max-length", "200"]
+    environment = os.environ | {"DRAFTER_API_KEY": "from-environment", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True, env=environment) as server:
+        try:
+            assert server.stderr is not None
+            url = ""
+            for line in server.stderr:
+                found = re.search(r"http://127.0.0.1:\d+", line)
+                if found:
+                    url = found[0]
+                    break
+            deadline = time.monotonic() + 60
+            while not ready(url):
+                assert time.monotonic() < deadline and server.poll() is None
+                time.sleep(0.05)
+            yield server, url
+        finally:
+            server.kill()
+
+
+def ready(url: str) -> bool:
+    try:
+        return httpx.get(url + "/ready").status_code == 200
+    except httpx.ConnectError:
+        return False
+
+
+def ask(url: str, **fields: Any) -> Any:
+    body = {"model": "target", "messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "stream": True}
+    headers = {"Authorization": "Bearer from-environment"}
+    return httpx.stream("POST", url + CHAT, json=body | fields, headers=headers, timeout=30)
+
+
+@pytest.mark.slow
+def test_sigterm_lets_streams_finish_and_exits_with_zero(tmp_path: Path) -> None:
+    with process(save_target(tmp_path / "target")) as (server, url):
+        assert httpx.post(url + CHAT, json={}).status_code == 401, "the key of the environment counts"
+        with ask(url, max_tokens=150) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert rest[-2] == "data: [DONE]", "the running stream was finished"
+        assert server.wait(20) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(url + "/health")
+
+
+@pytest.mark.slow
+def test_streams_that_outlast_the_drain_are_told(tmp_path: Path) -> None:
+    with process(save_target(tmp_path / "target"), "--drain-seconds", "0") as (server, url):
+        with ask(url, max_tokens=190, n=8) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGINT)
+            rest = list(lines)
+        assert "shut down" in rest[-2] and "[DONE]" not in rest[-2]
+        assert server.wait(20) == 0

@@ -1,0 +1,157 @@
+"""Many clients at once: every answer right, no row lost, no memory kept. Minutes, so marked slow."""
+
+import asyncio
+import gc
+import json
+import os
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from drafter.decoding.params import SamplingParams
+from tests.serving.live import MODEL, Live, live_server
+from tests.serving.tiny import tiny_engine
+
+NUM_CLIENTS = 64
+NUM_ROWS = 16
+NUM_REQUESTS = 2000
+CHAT = "/v1/chat/completions"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request and the answer that decoding offline gives."""
+
+    body: dict[str, Any]
+    text: str
+    num_tokens: int
+    finish_reason: str
+
+
+@dataclass
+class Tally:
+    """What came back."""
+
+    right: int = 0
+    refused: int = 0
+    hung_up: int = 0
+    wrong: list[str] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
+
+
+def questions(count: int) -> list[Question]:
+    """Greedy and seeded requests of mixed lengths, some behind a shared system prompt, with their answers."""
+    chance = random.Random(5)
+    prompts, params = [], []
+    for number in range(count):
+        words = " ".join(
+            chance.choice(["red", "blue", "the", "river", "and", "why"]) for _ in range(chance.randint(1, 25))
+        )
+        turns = [{"role": "user", "content": f"{number} {words}"}]
+        if number % 3 == 0:
+            turns.insert(0, {"role": "system", "content": "You answer every question with a single short sentence."})
+        prompts.append(turns)
+        temperature = 0.0 if number % 4 else 0.8
+        params.append(
+            SamplingParams(max_new_tokens=chance.choice([1, 2, 5, 10, 30, 60]), temperature=temperature, seed=number)
+        )
+    engine = tiny_engine(method="autoregressive", tree_size=None, max_rows=NUM_ROWS, reuse_prefixes=False)
+    return [
+        Question(
+            {
+                "model": MODEL,
+                "messages": turns,
+                "max_tokens": param.max_new_tokens,
+                "temperature": param.temperature,
+                "seed": param.seed,
+            },
+            answer.text,
+            len(answer.token_ids),
+            answer.finish_reason,
+        )
+        for turns, param, answer in zip(prompts, params, engine.generate(prompts, params), strict=True)
+    ]
+
+
+async def ask(http: httpx.AsyncClient, question: Question, chance: random.Random, tally: Tally) -> None:
+    """One request of one client; a twentieth is bad, a twentieth hangs up midway."""
+    kind = chance.random()
+    is_stream = chance.random() < 0.5
+    if kind < 0.05:
+        bad = chance.choice(
+            [{"tools": [{}]}, {"temperature": -1}, {"messages": []}, {"model": "x"}, {"max_tokens": "no"}]
+        )
+        response = await http.post(CHAT, json=question.body | bad)
+        tally.refused += response.status_code in (400, 404)
+        return
+    if kind < 0.10:
+        body = question.body | {"stream": True, "max_tokens": 100, "ignore_eos": True}
+        async with http.stream("POST", CHAT, json=body) as response:
+            async for _ in response.aiter_lines():
+                if chance.random() < 0.3:
+                    break
+        tally.hung_up += 1
+        return
+    response = await http.post(CHAT, json=question.body | {"stream": is_stream, "details": chance.random() < 0.2})
+    text, finish_reason = read_answer(response, is_stream)
+    if (text, finish_reason) == (question.text, question.finish_reason):
+        tally.right += 1
+    else:
+        tally.wrong.append(f"{question.body}: {response.status_code} {text!r} {finish_reason}")
+
+
+def read_answer(response: httpx.Response, is_stream: bool) -> tuple[str, str | None]:
+    if response.status_code != 200:
+        return response.text, None
+    if not is_stream:
+        choice = response.json()["choices"][0]
+        return choice["message"]["content"], choice["finish_reason"]
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    text = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+    return text, events[-1]["choices"][0]["finish_reason"]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def crowd(server: Live, asked: list[Question]) -> Tally:
+    """All clients at once, until so many requests are through."""
+    tally = Tally()
+    left = iter(range(NUM_REQUESTS))
+
+    async def client(number: int) -> None:
+        chance = random.Random(number)
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
+            for count in left:
+                await ask(http, chance.choice(asked), chance, tally)
+                if count % 100 == 99:
+                    tally.memory.append(resident_bytes())
+
+    await asyncio.gather(*(client(number) for number in range(NUM_CLIENTS)))
+    return tally
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_crowd_of_clients() -> None:
+    asked = questions(60)
+    engine = tiny_engine(max_rows=NUM_ROWS, beam_width=16, tree_size=24)
+    with live_server(engine, max_queue=NUM_CLIENTS) as server:
+        tally = asyncio.run(crowd(server, asked))
+        server.wait_until_idle()
+        assert tally.wrong == []
+        assert tally.right + tally.refused + tally.hung_up == NUM_REQUESTS
+        assert tally.right > 0.85 * NUM_REQUESTS and tally.refused > 20 and tally.hung_up > 20
+        assert server.server.worker._tickets == {} and not engine.has_work
+        assert server.metric("failed_steps_total", cause="error") == 0
+        assert server.metric("accepted_draft_tokens_total") > 0 < server.metric("shared_prompt_tokens_total")
+        gc.collect()
+    # The first quarter warms everything up: allocator, caches of token names, connections.
+    start, end = max(tally.memory[3:6]), max(tally.memory[-3:])
+    print(f"resident memory in MB by hundreds: {[size // 2**20 for size in tally.memory]}")
+    assert end < start * 1.03, "memory stays flat"
