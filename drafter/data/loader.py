@@ -15,8 +15,9 @@ class TrainLoader:
 
     The order depends on (seed, epoch) and the data alone. Under data parallelism rank r takes every ``world_size``-th
     batch from the r-th on; the last batches of an epoch that do not go round are left out, so that all ranks make as
-    many steps. ``state_dict`` after k batches, loaded into a new loader, continues with batch k + 1. An ``iter`` that
-    is left early goes on where it stopped at the next one: no data is skipped by shortened epochs.
+    many steps. ``state_dict`` after k batches, loaded into a new loader, continues with batch k + 1, also with another
+    number of ranks (where k batches of all ranks do not divide, fewer than ``world_size`` are handed out again). An
+    ``iter`` that is left early goes on where it stopped at the next one: no data is skipped by shortened epochs.
     """
 
     def __init__(
@@ -66,26 +67,31 @@ class TrainLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands, and over which data."""
-        return {"epoch": self._epoch, "position": self._position, **self._identity()}
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "world_size": self._world_size,
+            **self._identity(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue there; ValueError when the checkpoint's stream was another."""
         for name, value in self._identity().items():
             if state.get(name) != value:
-                what = {"fingerprint": "training data", "world_size": "number of devices"}.get(name, f"--data.{name}")
+                what = "training data" if name == "fingerprint" else f"--data.{name}"
                 shown = "" if name == "fingerprint" else f" ({state.get(name)} then, {value} now)"
                 raise ValueError(
                     f"the checkpoint was written with another {what}{shown}, so its position in the data means nothing "
                     "here: restore it to resume, or start a new run from the checkpoint's weights"
                 )
-        self._epoch, self._position = int(state["epoch"]), int(state["position"])
+        num_taken = int(state["position"]) * int(state["world_size"])  # by all ranks together
+        self._epoch, self._position = int(state["epoch"]), num_taken // self._world_size
 
     def _identity(self) -> dict[str, Any]:
         return {
             "fingerprint": self._fingerprint,
             "batch_tokens": self._batch_tokens,
             "seed": self._seed,
-            "world_size": self._world_size,
         }
 
     def _plan(self, epoch: int) -> list[list[int]]:
@@ -97,16 +103,37 @@ class TrainLoader:
 
 
 class ValLoader:
-    """The same batches in the same order at every ``iter``; rank r takes every ``world_size``-th."""
+    """The same batches in the same order at every ``iter``; rank r takes every ``world_size``-th.
+
+    All ranks get the same number of batches, since they meet in every forward.
+    """
 
     def __init__(
         self, store: TokenStore, gather: Gather, *, batch_tokens: int, rank: int = 0, world_size: int = 1
     ) -> None:
         self._gather = gather
-        self._batches = plan_in_order(store.length_R, batch_tokens=batch_tokens)[rank::world_size]
+        plan = plan_in_order(store.length_R, batch_tokens=batch_tokens)
+        self._batches = _divisible(plan, world_size)[rank::world_size]
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[ChatBatch]:
         return map(self._gather, self._batches)
+
+
+def _divisible(batches: list[list[int]], num_ranks: int) -> list[list[int]]:
+    """The same rows in a number of batches that the ranks share evenly: the largest batches are cut in two.
+
+    Only where every batch is a single row, and still too few, are rows repeated.
+    """
+    batches = list(batches)
+    while len(batches) % num_ranks:
+        largest = max(range(len(batches)), key=lambda index: len(batches[index]))
+        rows = batches[largest]
+        if len(rows) == 1:
+            batches.append(batches[len(batches) % num_ranks - 1])
+            continue
+        half = len(rows) // 2
+        batches[largest : largest + 1] = [rows[:half], rows[half:]]
+    return batches
