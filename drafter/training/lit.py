@@ -4,6 +4,7 @@ Shapes: B rows · T tokens · K depths · N starts · P pairs · M teacher posit
 F feature size of the head.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -43,7 +44,8 @@ class DrafterModule(LightningModule):
     Attributes:
         drafter: what is trained; exists after ``configure_model``.
         teacher: the frozen target; likewise.
-        num_positions: text positions (starts of at least depth 1) trained on so far, by this process.
+        num_positions: text positions (starts of at least depth 1) trained on so far, by all processes, if each had as
+            many as this one.
     """
 
     drafter: RecurrentDrafter
@@ -150,8 +152,10 @@ class DrafterModule(LightningModule):
         """Add what export needs: the drafter's config, how much it has seen, how well it did. Plain data only."""
         checkpoint["drafter_config"] = self.drafter.config.to_dict()
         checkpoint["num_positions"] = self.num_positions
-        metrics = self.trainer.callback_metrics
-        checkpoint["metrics"] = {name: float(value) for name, value in metrics.items() if name.startswith("val/")}
+        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        checkpoint["metrics"] = {
+            name: value for name, value in metrics.items() if name.startswith("val/") and math.isfinite(value)
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the measured constants of the interrupted run; refuse a checkpoint of another shape."""
@@ -229,8 +233,8 @@ class DrafterModule(LightningModule):
         result = self.run_batch(batch, rates=self._rates, with_ranks=is_logged)
         if not torch.isfinite(result.loss):
             self._stop_not_finite(f"the loss became {float(result.loss)}")
-        self.num_positions += result.pairs.num_starts[0]
-        self._num_tokens += int(batch.length_B.sum())
+        self.num_positions += result.pairs.num_starts[0] * trainer.world_size
+        self._num_tokens += int(batch.length_B.sum()) * trainer.world_size
         self.log("train/loss", result.loss, prog_bar=True)
         if is_logged:
             self._log_details("train", result)
@@ -277,7 +281,7 @@ class DrafterModule(LightningModule):
             self.log(f"{stage}/loss_d{depth}", loss_P.sum() / num_valid)
 
     def _log_speed(self) -> None:
-        """Speed since the last logged step, by this process."""
+        """Speed since the last logged step, of all processes, if each has as many tokens as this one."""
         now = (time.perf_counter(), self._num_tokens, self.num_positions, self.teacher.seconds)
         seconds, tokens, positions, in_target = (new - old for new, old in zip(now, self._clock, strict=True))
         if self._clock[0] > 0:
