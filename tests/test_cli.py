@@ -116,6 +116,20 @@ def test_signature_becomes_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         assert message in capsys.readouterr().err
 
 
+def test_command_with_commands_below_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def toy(*, size: int = 1) -> int:
+        """Do it."""
+        return size
+
+    monkeypatch.setitem(COMMANDS, "toy report", "nowhere:report")
+    assert run_function(toy, ["--size", "3"], monkeypatch) == 3
+    assert run_function(toy, [], monkeypatch) == 1
+    assert run_function(toy, ["--help"], monkeypatch) == 0
+    assert "More: drafter toy report" in capsys.readouterr().out
+    assert run_function(toy, ["reprot", "x"], monkeypatch) == 2
+    assert "unknown command 'toy reprot' (did you mean toy report?)" in capsys.readouterr().err
+
+
 def test_pass_through_command_gets_every_word(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
@@ -269,3 +283,25 @@ def test_interrupted_decode_keeps_what_is_finished(
     assert main(["decode", "--target", target, "--device", "cpu", *words]) == 130
     assert not out.exists()
     assert [row["id"] for row in rows_of(tmp_path / "out.jsonl.partial")] == ["0"]
+
+
+def test_distill_then_inspect(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "new" / "answers.jsonl"
+    prompts.write_text('{"question": "one"}\n{"question": "two"}\n')
+    words = ["distill", "--target", target, "--prompts", str(prompts), "--out", str(out), "--device", "cpu"]
+    fails([*words, "--column", "prompt"], capsys, "--column prompt must be OURS=THEIRS")
+    words += ["--column", "prompt=question", "--max-new-tokens", "4", "--temperature", "0,0.8", "--num-answers", "2"]
+    assert main(words) == 0
+    assert "4 of 4 answers to 2 prompts" in capsys.readouterr().out
+    rows = rows_of(out)
+    assert len(rows) == 4 and {row["messages"][0]["content"] for row in rows} == {"one", "two"}
+    assert json.loads(out.with_suffix(".run.json").read_text())["settings"]["num_new"] == 4
+    assert main(words) == 0
+    assert rows_of(out) == rows
+    capsys.readouterr()
+    good = tmp_path / "good.jsonl"
+    good.write_text('{"prompt": "hi", "response": "hello"}\n')
+    assert main(["data", "inspect", str(good), "--target", target]) == 0
+    assert "⟦hello<|im_end|>⟧" in capsys.readouterr().out
+    fails(["distill", "--out", str(out)], capsys, "Give --target, or --endpoint with --model")
+    fails(["distill", "--out", str(out), "--endpoint", "http://h:1"], capsys, "--endpoint needs --model")

@@ -1,0 +1,60 @@
+"""The quickstart in small, on the real default target: fetch, answer, 30 training steps, export, decode, compare."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from drafter.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = "smollm2-135m"
+PROMPTS = ROOT / "scripts" / "quickstart-prompts.jsonl"
+
+
+def rows_of(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_reduced_quickstart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["target", "fetch", TARGET]) == 0
+    folder = Path(capsys.readouterr().out.strip().splitlines()[-1])
+    assert folder == tmp_path / "home" / "targets" / TARGET
+
+    distill = ["distill", "--target", TARGET, "--out", "answers.jsonl", "--num-prompts", "16", "--max-new-tokens", "48"]
+    assert main(distill) == 0
+    answers = rows_of(tmp_path / "answers.jsonl")
+    assert len(answers) == 16
+    assert main(distill) == 0  # nothing is done twice
+    assert rows_of(tmp_path / "answers.jsonl") == answers
+
+    config = yaml.safe_load((ROOT / "configs/train/smollm2-135m-quick.yaml").read_text())
+    config["data"] |= {"train": ["answers.jsonl"], "val": 0.1, "batch_tokens": 512, "max_length": 256}
+    config["trainer"] |= {"default_root_dir": "run", "max_steps": 30, "max_epochs": -1, "check_val_every_n_epoch": 100}
+    (tmp_path / "quick.yaml").write_text(yaml.safe_dump(config))
+    assert main(["train", "--config", "quick.yaml", "--ckpt_path", "last"]) == 0
+    assert main(["export", "run/checkpoints/last.ckpt", "--out", "drafter"]) == 0
+    names = {path.name for path in (tmp_path / "drafter").iterdir()}
+    assert names == {"config.json", "model.safetensors", "run.json", "README.md"}
+
+    decode = ["decode", "--target", TARGET, "--prompts", str(PROMPTS), "--max-new-tokens", "24"]
+    drafted, batched = ["--drafter", "drafter"], ["--drafter", "drafter", "--batch-size", "4", "--tree-size", "12"]
+    runs = {"plain": ["--method", "autoregressive"], "drafted": drafted, "batched": batched}
+    for name, words in runs.items():
+        assert main([*decode, *words, "--out", f"{name}.jsonl"]) == 0
+    plain, *others = [rows_of(tmp_path / f"{name}.jsonl") for name in runs]
+    assert len(plain) == 8
+    for other in others:
+        assert [row["token_ids"] for row in other] == [row["token_ids"] for row in plain]
+        assert [row["finish_reason"] for row in other] == [row["finish_reason"] for row in plain]
+    capsys.readouterr()
+    assert main([*decode[:-1], "8", *drafted, "--compare"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 11 and all(line.endswith("yes") for line in table[2:])
