@@ -30,7 +30,14 @@ def parse_serve(file: Path) -> None:
     assert read_options(file, {}).target
 
 
-PARSERS: dict[str, Callable[[Path], None]] = {"train": parse_train, "serve": parse_serve}
+def parse_bench(file: Path) -> None:
+    """What `drafter bench --config` makes of it, with the models that a user names on the command line."""
+    from drafter.bench.settings import merge_settings
+
+    assert merge_settings(file, {"drafter": "runs/drafter", "draft_model": "other"}).specs
+
+
+PARSERS: dict[str, Callable[[Path], None]] = {"train": parse_train, "serve": parse_serve, "bench": parse_bench}
 
 
 def test_every_folder_has_a_parser() -> None:
