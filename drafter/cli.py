@@ -36,6 +36,7 @@ COMMANDS: dict[str, str] = {
     "bench report": "drafter.bench.command:bench_report",
     "bench sweep": "drafter.bench.command:bench_sweep",
     "bench serve": "drafter.bench.command:bench_serve",
+    "tune": "drafter.bench.command:tune",
 }
 
 _EXIT_ERROR = 2

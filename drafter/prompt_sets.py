@@ -46,7 +46,7 @@ HUB_SETS = {
 
 
 def read_prompt_set(name: str, *, raw: bool = False) -> Workload:
-    """A prompt set by name (`HUB_SETS`), or a file or hub data set that `drafter decode --prompts` takes.
+    """A prompt set by name (`HUB_SETS`), a file or hub data set that `drafter decode --prompts` takes, or `default`.
 
     A row with `turns` is a conversation whose turns follow the method's own answers; a row with `category` belongs to
     that column of the results.
@@ -59,7 +59,9 @@ def read_prompt_set(name: str, *, raw: bool = False) -> Workload:
         items = tuple(_hub_items(name, HUB_SETS[name]))
         label = name
     else:
-        items = tuple(_file_items(name))
+        from drafter.data.prompts import builtin_prompts
+
+        items = tuple(_file_items(str(builtin_prompts()) if name == "default" else name))
         label = Path(name).name.partition(".")[0] or name
     return Workload(label, as_raw(items) if raw else items)
 

@@ -1,5 +1,6 @@
 """The commands of this room: `drafter bench`, `bench report`, `bench sweep`, `bench serve`, `tune`. Wiring only."""
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from drafter.bench.settings import BenchSettings, merge_settings
 
 if TYPE_CHECKING:
     from drafter.bench.arena import Arena
+    from drafter.bench.tune import TuneSettings
     from drafter.bench.workload import Workload
 
 _LARGEST_SWEPT_TREE = 64
@@ -227,6 +229,88 @@ def bench_serve(
         assert out is not None
         append_record(out, record)
     print(load_table(records))
+
+
+def tune(
+    *,
+    target: str,
+    drafter: str,
+    out: Path | None = None,
+    prompts: str = "default",
+    num_prompts: int = 12,
+    max_new_tokens: int = 64,
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8),
+    beam_widths: tuple[int, ...] = (1, 2, 4, 8, 16),
+    draft_lengths: tuple[int, ...] = (1, 2, 3, 4, 5, 6),
+    tree_sizes: tuple[int, ...] = (2, 4, 8, 12, 16, 24, 32, 48, 64),
+    seconds: float = 150.0,
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    device: str = "auto",
+    compile: bool = False,
+) -> None:
+    """Size speculation for this machine: measure step times and acceptance, choose a tree for each number of rows.
+
+    The file is found by later commands when it lies beside the drafter and was measured on the same device, in the same
+    number format, with the same target. Plain decoding is chosen where nothing is faster.
+
+    Args:
+        target: alias, hub id, folder or .gguf file of the language model
+        drafter: folder of an exported drafter
+        out: file to write (default: speculation.json in the drafter's folder)
+        prompts: prompts to calibrate with, a file, hub data set or name; `default` come with the package
+        num_prompts: at most so many of them
+        max_new_tokens: longest calibration answer in tokens
+        batch_sizes: numbers of rows to measure
+        beam_widths: W to choose from
+        draft_lengths: L to choose from
+        tree_sizes: N to choose from
+        seconds: about how long it may take
+        dtype: number format of the model
+        device: auto, cpu, cuda or cuda:1
+        compile: measure compiled steps
+    """
+    from drafter.bench.tune import TuneSettings
+    from drafter.commands_decode import check_writable
+    from drafter.decoding.speculation import FILE_NAME
+    from drafter.prompt_sets import read_prompt_set
+
+    settings = TuneSettings(
+        batch_sizes, beam_widths, draft_lengths, tree_sizes, max_new_tokens, seconds=seconds, compile=compile
+    )
+    place = out if out is not None else Path(drafter).expanduser() / FILE_NAME
+    if out is None and not place.parent.is_dir():
+        raise ValueError(f"--drafter {drafter} is no folder: say with --out where the file goes")
+    check_writable(place)
+    workload = read_prompt_set(prompts).take(num_prompts)
+    bench_settings = BenchSettings(target, (prompts,), drafter, methods=("redrafter",), dtype=dtype, device=device)
+    _tune_and_write(_with_drafter(_arena(bench_settings), bench_settings), workload, settings, place)
+
+
+def _tune_and_write(arena: "Arena", workload: "Workload", settings: "TuneSettings", place: Path) -> None:
+    from drafter.bench.report import table
+    from drafter.bench.tune import COLUMNS, table_rows
+    from drafter.bench.tune import tune as run_tune
+    from drafter.provenance import run_record, write_atomic
+
+    assert arena.drafter is not None
+    found = run_tune(arena.target, arena.drafter, [arena.encode(item, []) for item in workload.items], settings)
+    made_by = run_record()
+    content = {
+        **found.speculation.as_json(),
+        "target": arena.target.name,
+        "drafter": arena.drafter_name,
+        "calibration": {
+            "prompts": workload.name,
+            "digest": workload.digest,
+            "num_prompts": found.num_prompts,
+            "num_positions": found.num_positions,
+        },
+        "curves": found.curves,
+        **{key: made_by[key] for key in ("machine", "versions", "git_revision", "date")},
+    }
+    write_atomic(place, json.dumps(content) + "\n")
+    print(table(COLUMNS, table_rows(found.speculation)))
+    print(place, file=sys.stderr)
 
 
 def _check_out(out: Path) -> None:

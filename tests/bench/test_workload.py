@@ -133,3 +133,8 @@ def test_workloads_settings_records_and_reports_need_no_torch() -> None:
         "assert not {'torch', 'matplotlib', 'datasets', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_packages_own_prompts_have_a_name() -> None:
+    workload = read_prompt_set("default")
+    assert len(workload.items) > 20 and workload.name == "default"

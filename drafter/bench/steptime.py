@@ -1,0 +1,173 @@
+"""Step times: how long does a step of so many rows take with so many nodes, and how long does drafting take?
+
+Everything that is compared takes turns within one engine, so that a growing context and a warming machine are shared
+by all. Times are wall clock; a step ends when its tokens are on the host.
+"""
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
+
+import torch
+
+from drafter.bench.figures import median
+from drafter.decoding.candidates import Candidates, Proposer, RootOnly, RowState, StatelessRows
+from drafter.decoding.engine import Engine
+from drafter.decoding.params import EngineConfig, SamplingParams
+from drafter.model.recurrent import RecurrentDrafter
+from drafter.target.adapter import Target
+
+_MAX_DEPTH = 6
+Key = TypeVar("Key", bound=Hashable)
+
+
+class FixedTree(StatelessRows):
+    """Trees of ``num_nodes`` nodes that cost nothing to draft: chains, with tokens counted up from the root's.
+
+    Args:
+        num_nodes: N, at least 2.
+        vocab_size: V.
+        device: of the target.
+    """
+
+    def __init__(self, num_nodes: int, vocab_size: int, device: torch.device) -> None:
+        self.num_nodes = num_nodes
+        self._vocab_size = vocab_size
+        num_chains = -(-(num_nodes - 1) // _MAX_DEPTH)
+        self.max_depth = -(-(num_nodes - 1) // num_chains)
+        node_N = torch.arange(num_nodes, device=device)
+        # Level by level: the first num_chains nodes hang from the root, every other one from the node a level above.
+        self._parent_N = (node_N - num_chains).clamp_min(0)
+        self._depth_N = -(-node_N // num_chains)
+        self._offset_N = node_N
+        self._is_node_N = torch.ones_like(node_N, dtype=torch.bool)
+
+    def propose(self, rows: RowState, noise_BLV: object) -> Candidates:
+        """The same tree for every row."""
+        shape = (len(rows.root_B), self.num_nodes)
+        return Candidates(
+            token_BN=(rows.root_B[:, None] + self._offset_N) % self._vocab_size,
+            parent_BN=self._parent_N.expand(shape),
+            depth_BN=self._depth_N.expand(shape),
+            is_node_BN=self._is_node_N.expand(shape),
+        )
+
+
+class Timed(StatelessRows):
+    """A proposer whose drafting is timed, device included."""
+
+    def __init__(self, proposer: Proposer, device: torch.device) -> None:
+        self._proposer = proposer
+        self._device = device
+        self.seconds: list[float] = []
+
+    @property
+    def num_nodes(self) -> int:
+        return self._proposer.num_nodes
+
+    @property
+    def max_depth(self) -> int:
+        return self._proposer.max_depth
+
+    def propose(self, rows: RowState, noise_BLV: torch.Tensor | None) -> Candidates:
+        """What the proposer proposes, between two looks at the clock."""
+        synchronise(self._device)
+        start = time.perf_counter()
+        candidates = self._proposer.propose(rows, noise_BLV)
+        synchronise(self._device)
+        self.seconds.append(time.perf_counter() - start)
+        return candidates
+
+
+class Budget:
+    """Seconds that a measurement may take."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.perf_counter() + seconds
+
+    @property
+    def is_spent(self) -> bool:
+        return time.perf_counter() > self._end
+
+
+class StepClock:
+    """Times steps of ``num_rows`` rows that all decode.
+
+    Args:
+        target: the model.
+        drafter: taken along so that the engine keeps the context that the drafter reads; None without one.
+        num_rows: B.
+        context_length: tokens that rows hold when the first step begins.
+        largest: N of the largest tree.
+        num_steps: most steps that will be made, which is room that rows need.
+        compile: compile the steps.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: RecurrentDrafter | None,
+        num_rows: int,
+        *,
+        context_length: int,
+        largest: int,
+        num_steps: int,
+        compile: bool = False,
+    ) -> None:
+        self.num_rows = num_rows
+        config = EngineConfig(method="autoregressive", max_rows=num_rows, compile=compile)
+        if drafter is not None and largest > 1:
+            config = EngineConfig(
+                max_rows=num_rows, beam_width=largest, draft_length=1, tree_size=largest, compile=compile
+            )
+        self._engine = Engine(target, drafter, config)
+        self._engine.proposer = RootOnly()
+        room = target.max_length - context_length - largest
+        params = SamplingParams(max_new_tokens=max(1, min(room, num_steps * (_MAX_DEPTH + 1))), ignore_eos=True)
+        self._engine.reserve(context_length + params.max_new_tokens + largest)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(num_rows):
+            prompt = torch.randint(target.vocab_size, (context_length,), generator=generator).tolist()
+            self._engine.add(prompt, params, want_text=False)
+        for _ in range(-(-num_rows * context_length // config.prefill_chunk) + 1):
+            self.step(self._engine.proposer)  # prefill, and the first plain steps
+
+    def step(self, proposer: Proposer) -> float:
+        """Seconds of one step.
+
+        Raises:
+            ValueError: rows have no room for further steps.
+        """
+        if self._engine.num_running + self._engine.num_waiting < self.num_rows:
+            raise ValueError(
+                f"the context of target {self._engine.target.name!r}, {self._engine.target.max_length} tokens, is too "
+                "short for so many steps: measure fewer sizes (--tree-sizes, --beam-widths)"
+            )
+        self._engine.proposer = proposer
+        start = time.perf_counter()
+        self._engine.step()
+        return time.perf_counter() - start
+
+    def compare(
+        self, proposers: Mapping[Key, Proposer], num_rounds: int, budget: Budget, on_round: Callable[[], None]
+    ) -> dict[Key, float]:
+        """Median seconds of a step with each proposer; they take turns, after one round that does not count.
+
+        At least two rounds are made, further ones while the budget lasts.
+        """
+        seconds: dict[Key, list[float]] = {key: [] for key in proposers}
+        for number in range(num_rounds + 1):
+            if number > 2 and budget.is_spent:
+                break
+            for key, proposer in proposers.items():
+                elapsed = self.step(proposer)
+                if number:
+                    seconds[key].append(elapsed)
+            on_round()
+        return {key: median(values) for key, values in seconds.items()}
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,177 @@
+"""Tuning: fixed trees are trees, the plan follows the measured times, the file comes out and is picked up."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafter.bench.steptime import Budget, FixedTree, StepClock, Timed
+from drafter.bench.tune import COLUMNS, TuneSettings, _RowCurves, table_rows, tune
+from drafter.cli import main
+from drafter.decoding.candidates import RootOnly
+from drafter.decoding.engine import Engine
+from drafter.decoding.params import EngineConfig
+from drafter.decoding.speculation import PLAIN, Tree, read_speculation
+from tests.decoding.drafters import prompts_for, shared_target, trained_drafter
+from tests.decoding.oracle import assert_lossless, requests, rows_of
+from tests.tiny_files import make_drafter, make_target
+
+SETTINGS = TuneSettings(
+    batch_sizes=(2, 1),
+    beam_widths=(2, 4),
+    draft_lengths=(1, 3),
+    tree_sizes=(2, 4, 8),
+    max_new_tokens=24,
+    context_length=8,
+    num_rounds=2,
+    seconds=20,
+)
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 7, 8, 25, 64])
+def test_fixed_trees_are_trees(num_nodes: int) -> None:
+    proposer = FixedTree(num_nodes, 61, torch.device("cpu"))
+    candidates = proposer.propose(rows_of([[1, 2, 3], [4, 5]]), None)
+    parent, depth = candidates.parent_BN[0].tolist(), candidates.depth_BN[0].tolist()
+    assert candidates.token_BN.shape == (2, num_nodes) and candidates.token_BN[:, 0].tolist() == [3, 5]
+    assert parent[0] == depth[0] == 0 and max(depth) == proposer.max_depth <= 6
+    for node in range(1, num_nodes):
+        assert parent[node] < node and depth[node] == depth[parent[node]] + 1
+    children = list(zip(parent[1:], candidates.token_BN[0, 1:].tolist(), strict=True))
+    assert len(set(children)) == len(children)
+
+
+def test_fixed_trees_change_no_token() -> None:
+    engine = Engine(shared_target(), config=EngineConfig(method="lookup", max_rows=4, tree_size=16))
+    engine.proposer = FixedTree(16, 61, torch.device("cpu"))
+    assert_lossless(engine, requests(5))
+
+
+def test_proposers_take_turns_and_medians_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = StepClock(shared_target(), None, 2, context_length=8, largest=4, num_steps=30)
+    order: list[int] = []
+    durations = iter([9.0, 9.0, 1.0, 5.0, 3.0, 6.0, 2.0, 4.0])
+
+    def step(proposer: RootOnly) -> float:
+        order.append(proposer.num_nodes)
+        return next(durations)
+
+    monkeypatch.setattr(clock, "step", step)
+    tree = FixedTree(4, 61, torch.device("cpu"))
+    found = clock.compare({"plain": RootOnly(), "tree": tree}, 3, Budget(60), lambda: None)
+    assert order == [1, 4] * 4 and found == {"plain": 2.0, "tree": 5.0}
+
+
+def test_a_spent_budget_leaves_two_rounds() -> None:
+    clock = StepClock(shared_target(), None, 1, context_length=8, largest=1, num_steps=30)
+    rounds: list[int] = []
+    clock.compare({"plain": RootOnly()}, 9, Budget(0.0), lambda: rounds.append(1))
+    assert len(rounds) == 3  # the one that does not count is the first
+
+
+def test_drafting_is_timed_apart() -> None:
+    class Slow(RootOnly):
+        def propose(self, rows: object, noise_BLV: object) -> object:  # type: ignore[override]
+            time.sleep(0.01)
+            return super().propose(rows, noise_BLV)  # type: ignore[arg-type]
+
+    clock = StepClock(shared_target(), None, 1, context_length=8, largest=1, num_steps=9)
+    timed = Timed(Slow(), torch.device("cpu"))
+    whole = clock.step(timed)
+    assert 0.01 <= timed.seconds[0] <= whole
+
+
+def test_a_context_too_short_to_measure_in_is_said() -> None:
+    clock = StepClock(shared_target(), None, 1, context_length=240, largest=8, num_steps=100)
+    with pytest.raises(ValueError, match="too short for so many steps"):
+        for _ in range(40):
+            clock.step(RootOnly())
+
+
+def test_a_steps_time_is_predicted_from_its_parts() -> None:
+    curves = _RowCurves({1: 1.0, 8: 1.5}, {(4, 1): 0.1, (4, 5): 0.5, (2, 1): 0.1, (2, 5): 0.3})
+    assert curves.step_seconds(PLAIN) == 1.0
+    assert curves.step_seconds(Tree(4, 3, 8)) == pytest.approx(1.5 + 0.3)
+    assert curves.step_seconds(Tree(2, 5, 8)) == pytest.approx(1.5 + 0.3)
+
+
+def _scaled_steps(monkeypatch: pytest.MonkeyPatch, seconds_per_node: float) -> None:
+    """Steps that take 10 ms and so much more for every node and row: a machine whose costs are known."""
+    step = StepClock.step
+
+    def timed(self: StepClock, proposer: RootOnly) -> float:
+        step(self, proposer)
+        if isinstance(proposer, Timed):
+            proposer.seconds[-1] = 1e-4 * proposer.max_depth
+        return 0.01 + seconds_per_node * self.num_rows * proposer.num_nodes
+
+    monkeypatch.setattr(StepClock, "step", timed)
+
+
+def test_cheap_nodes_make_large_trees_and_dear_ones_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = prompts_for(6, seed=21)
+    _scaled_steps(monkeypatch, 1e-7)
+    cheap = tune(shared_target(), trained_drafter(), prompts, SETTINGS)
+    assert [plan.num_rows for plan in cheap.speculation.plans] == [1, 2]
+    for plan in cheap.speculation.plans:
+        best = plan.best()
+        assert best.tree.tree_size == 8 and best.tokens_per_step > 1.1
+        assert best.step_seconds == pytest.approx(0.01 + 1e-7 * plan.num_rows * 8)
+    monkeypatch.undo()
+    _scaled_steps(monkeypatch, 3e-2)
+    dear = tune(shared_target(), trained_drafter(), prompts, SETTINGS)
+    assert [plan.choices for plan in dear.speculation.plans] == [plan.choices[:1] for plan in dear.speculation.plans]
+    assert all(plan.best().tree == PLAIN for plan in dear.speculation.plans)
+    assert table_rows(dear.speculation)[0][:4] == ["1", "1", "-", "-"] and len(table_rows(dear.speculation)[0]) == len(
+        COLUMNS
+    )
+
+
+def test_curves_hold_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    _scaled_steps(monkeypatch, 1e-6)
+    found = tune(shared_target(), trained_drafter(), prompts_for(3, seed=4), SETTINGS)
+    assert [1, 8, pytest.approx(0.010008)] in found.curves["verify_seconds"]
+    assert [2, 4, 3, pytest.approx(3e-4)] in found.curves["draft_seconds"]
+    assert {tuple(row[:3]) for row in found.curves["tokens_per_step"]} == set(SETTINGS.trees())
+    assert found.num_prompts == 3 and found.num_positions <= 3 * 24
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"batch_sizes": ()}, "--batch-sizes is empty"),
+        ({"beam_widths": (0,)}, "--beam-widths is 0"),
+        ({"tree_sizes": (1,)}, "--tree-sizes is 1 but must be at least 2"),
+        ({"seconds": 0}, "--seconds"),
+    ],
+)
+def test_wrong_settings_are_refused(changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        TuneSettings(**changes)  # type: ignore[arg-type]
+
+
+def test_sizes_that_nothing_can_draft_are_refused() -> None:
+    with pytest.raises(ValueError, match="--tree-sizes hold none"):
+        tune(shared_target(), trained_drafter(), [[1]], TuneSettings(beam_widths=(1,), tree_sizes=(64,)))
+
+
+def test_the_command_writes_a_file_that_the_engine_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+    target = make_target(tmp_path)
+    drafter = make_drafter(target, tmp_path / "drafter")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    words = ["tune", "--target", target, "--drafter", drafter, "--prompts", str(tmp_path / "p.jsonl")]
+    words += ["--batch-sizes", "1", "--beam-widths", "4", "--draft-lengths", "1", "--tree-sizes", "4"]
+    assert main([*words, "--max-new-tokens", "8", "--seconds", "5"]) == 0
+    shown = capsys.readouterr()
+    path = tmp_path / "drafter" / "speculation.json"
+    assert str(path) in shown.err and "| rows |" in shown.out
+    content = json.loads(path.read_text())
+    assert content["calibration"]["num_prompts"] == 2 and content["curves"]["tokens_per_step"]
+    assert [plan.num_rows for plan in read_speculation(path).plans] == [1]
+    assert main([*words, "--drafter", "owner/name"]) == 2
+    assert "say with --out where the file goes" in capsys.readouterr().err
