@@ -4,9 +4,12 @@ from drafter.decoding.beam import BeamProposer, BeamSearch
 from drafter.decoding.candidates import Proposer, RootOnly
 from drafter.decoding.lookup import LookupSource, PromptLookupProposer
 from drafter.decoding.params import EngineConfig
+from drafter.decoding.recycling import MAX_DEPTH, NUM_FOLLOWERS, FollowerTable, RecyclingProposer, RecyclingSource
 from drafter.decoding.two_model import DraftModelProposer
 from drafter.model.recurrent import RecurrentDrafter
 from drafter.target.adapter import Target
+
+_SPARE_DRAFTS = 3
 
 
 def make_proposer(
@@ -32,6 +35,8 @@ def make_proposer(
         return BeamProposer(search, config.num_nodes, config.tree_policy, coupled=config.coupled)
     if config.method == "lookup":
         return PromptLookupProposer(_lookup(config, target), config.num_nodes)
+    if config.method == "recycling":
+        return RecyclingProposer(_recycling(config, target), config.num_nodes)
     if config.method == "draft-model":
         if draft_model is None:
             raise ValueError("--method draft-model needs a draft model: give --draft-model NAME")
@@ -61,3 +66,10 @@ def _beam_search(config: EngineConfig, target: Target, drafter: RecurrentDrafter
 def _lookup(config: EngineConfig, target: Target) -> LookupSource:
     length = min(config.lookup_length, config.num_nodes - 1)
     return LookupSource(config.beam_width, length, config.max_ngram, target.device)
+
+
+def _recycling(config: EngineConfig, target: Target) -> RecyclingSource:
+    table = FollowerTable(target.vocab_size, NUM_FOLLOWERS, target.device)
+    # What is likely depends on the stored logits too, so more is drafted than is kept.
+    num_drafted = _SPARE_DRAFTS * config.num_nodes
+    return RecyclingSource(table, num_drafted, min(MAX_DEPTH, config.num_nodes - 1), coupled=config.coupled)

@@ -94,7 +94,8 @@ class DraftModelProposer:
         hidden_BTD = self._forward(rows.history_BS.gather(1, place_BT), start_B, rows=rows)
         root_BTD = (rows.length_B - start_B)[:, None, None].expand(-1, 1, hidden_BTD.shape[2])
         hidden_BTD = hidden_BTD.gather(1, root_BTD)
-        drafts, log_qs = [], []
+        drafts: list[Tensor] = []
+        log_qs: list[Tensor] = []
         for step in range(self.max_depth):
             if step:
                 hidden_BTD = self._forward(drafts[-1], rows.length_B + step, rows=rows)
