@@ -19,6 +19,7 @@ from drafter.data.batch import ChatBatch
 from drafter.model.recurrent import RecurrentDrafter
 from drafter.target.adapter import Target, TargetOutput
 from drafter.training.build import build_drafter, describe, expect_same_shape
+from drafter.training.checkpoint import rescale_progress
 from drafter.training.losses import LossOutput, PairTargets, chunked_loss
 from drafter.training.metrics import DepthCounts
 from drafter.training.options import DrafterOptions, Objective, OptimOptions
@@ -159,6 +160,7 @@ class DrafterModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the measured constants of the interrupted run; refuse a checkpoint of another shape."""
+        rescale_progress(checkpoint, self.trainer.world_size)
         saved = checkpoint["drafter_config"]
         expect_same_shape(self.drafter.config, saved)
         self.drafter.set_scales(saved["hidden_scale"], saved["embedding_scale"])
@@ -241,11 +243,20 @@ class DrafterModule(LightningModule):
             self._log_speed()
         return result.loss
 
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Stop before a gradient that is not finite spoils the weights."""
-        grads = [p.grad for p in self.drafter.parameters() if p.grad is not None]
-        if not bool(torch.isfinite(torch.stack([grad.sum() for grad in grads])).all()):
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip by the global norm (Lightning refuses to for a fused optimizer, though bfloat16 needs no unscaling).
+
+        Called before every optimizer step, so a gradient that is not finite stops the run before it spoils the weights.
+        """
+        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), gradient_clip_val or float("inf"))
+        if not torch.isfinite(norm):
             self._stop_not_finite("a gradient is not finite")
+        self.log("train/grad_norm", norm)
 
     def validation_step(self, batch: ChatBatch, batch_idx: int) -> None:
         result = self.run_batch(batch, rates=(1.0,) * len(self._rates), with_ranks=True)
