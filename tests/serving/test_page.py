@@ -1,0 +1,137 @@
+"""The page at ``/``: self-contained, and alive in a browser."""
+
+import re
+from collections.abc import Iterator
+from importlib.resources import files
+
+import pytest
+
+from tests.serving.browser import Browser, browser, is_installed
+from tests.serving.live import MODEL, Live, live_server, offline
+from tests.serving.tiny import tiny_engine
+
+needs_browser = pytest.mark.skipif(not is_installed(), reason="chromium and chromedriver are not installed")
+
+
+def test_page_loads_nothing_from_elsewhere(idle: Live) -> None:
+    html = (files("drafter.serving") / "page.html").read_text(encoding="utf-8")
+    with idle.http() as http:
+        answer = http.get("/")
+    assert answer.text == html and answer.headers["content-type"].startswith("text/html")
+    assert not re.search(r"""(src|href|action)\s*=\s*["']?(https?:)?//""", html)
+    assert not re.search(r"@import|url\(|<script[^>]+src|<link[^>]+stylesheet", html)
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+
+
+@pytest.fixture(scope="module")
+def window() -> Iterator[Browser]:
+    with browser() as found:
+        found.size(1280, 800)
+        yield found
+
+
+def ask(window: Browser, text: str, max_tokens: int = 24) -> None:
+    window.run("document.getElementById('max-tokens').value = arguments[0]", max_tokens)
+    window.type("#input", text)
+    window.click("#send")
+
+
+@needs_browser
+@pytest.mark.slow
+def test_a_chat_in_the_browser(live: Live, window: Browser) -> None:
+    window.open(live.url)
+    window.wait(f"document.getElementById('model').textContent === '{MODEL}'")
+    assert window.count(".tries button") == 3
+    ask(window, "Name a colour.")
+    window.wait("document.querySelector('.again')")
+    wanted = offline([{"role": "user", "content": "Name a colour."}])
+    assert window.text(".answer .text") == wanted.text
+    assert window.count(".answer .text .d") > 0 < window.count(".answer .text .o")
+    assert "24 tokens" in window.text(".facts") and "drafter on" in window.text(".facts")
+    assert float(window.text("#per-step")) > 1
+    assert window.count("#tree .root") == 1 and window.count("#tree g") == 97
+    window.click(".again")
+    window.wait("document.querySelectorAll('.facts .tag').length === 3")
+    assert "the same text" in window.text("#log")
+    assert window.run("return document.getElementById('drafter').checked") is False
+    assert float(window.text("#per-step")) == 1 and window.count("#tree g") == 2
+    window.run("document.getElementById('drafter').click()")
+    ask(window, "And another one.")
+    window.wait("document.querySelectorAll('.answer:not(.live)').length === 3")
+    turns = [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": wanted.text}]
+    again = offline([*turns, {"role": "user", "content": "And another one."}])
+    assert window.run("return [...document.querySelectorAll('.answer .text')].at(-1).textContent") == again.text
+    window.click("#new")
+    window.wait("document.querySelector('.hello')")
+    assert window.errors() == []
+    live.wait_until_idle()
+
+
+@needs_browser
+@pytest.mark.slow
+def test_stopping_frees_the_row(live: Live, window: Browser) -> None:
+    window.open(live.url)
+    window.wait(f"document.getElementById('model').textContent === '{MODEL}'")
+    before = live.metric("requests_total", outcome="hung_up")
+    window.run("window.fetchBody = JSON.stringify; JSON.stringify = (v) => fetchBody({...v, ignore_eos: true})")
+    ask(window, "Talk without end.", 100_000)
+    window.wait("document.querySelectorAll('.answer .text span').length > 1")
+    window.click("#send")
+    window.wait("!document.querySelector('.answer.live')")
+    live.wait_until_idle()
+    finished = live.metric("requests_total", outcome="hung_up") == before + 1
+    assert finished or "stopped" not in window.text(".facts"), "stopped in time, or the answer was faster"
+
+
+@needs_browser
+@pytest.mark.slow
+def test_what_markup_a_model_writes_stays_text(live: Live, window: Browser) -> None:
+    window.open(live.url)
+    window.wait(f"document.getElementById('model').textContent === '{MODEL}'")
+    script = """
+        const tree = { tokens: ['a', '<b>x</b>', '"&'], parents: [0, 0, 1], path: [0, 1], bonus: '<i>' };
+        drawTree(tree);
+        return document.querySelectorAll('#tree b, #tree i').length;
+    """
+    assert window.run(script) == 0
+    assert "<b>x</b>" in window.text("#tree")
+    ask(window, "<img src=x onerror=alert(1)>", 2)
+    window.wait("!document.querySelector('.answer.live') && document.querySelector('.answer')")
+    assert window.count("#log img") == 0 and "<img" in window.text(".user")
+
+
+@needs_browser
+@pytest.mark.slow
+def test_page_of_a_server_that_wants_a_key_and_has_no_drafter(window: Browser) -> None:
+    engine = tiny_engine(method="autoregressive", tree_size=None)
+    with live_server(engine, api_keys=("open-sesame",)) as server:
+        window.open(server.url)
+        window.wait("document.getElementById('model').textContent.includes('API key')")
+        ask(window, "hello", 4)
+        window.wait("document.querySelector('.error')")
+        assert "API key" in window.text(".error")
+        window.click("#open-settings")
+        window.type("#key", "open-sesame")
+        window.click("#settings .row button")
+        window.wait(f"document.getElementById('model').textContent === '{MODEL}'")
+        assert window.run("return document.getElementById('drafter').disabled") is True
+        ask(window, "hello", 4)
+        window.wait("document.querySelector('.facts b')")
+        assert window.count(".answer .text .d") == 0
+
+
+@needs_browser
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [360, 768, 1280])
+def test_nothing_sticks_out(live: Live, window: Browser, width: int) -> None:
+    window.size(width, 740)
+    try:
+        window.open(live.url)
+        window.wait(f"document.getElementById('model').textContent === '{MODEL}'")
+        ask(window, "x" * 150, 8)
+        window.wait("document.querySelector('.facts b')")
+        assert window.run("return document.documentElement.scrollWidth") <= width
+        script = "return document.getElementById('send').getBoundingClientRect().bottom"
+        assert window.run(script) <= 740, "the way to answer is in view"
+    finally:
+        window.size(1280, 800)
