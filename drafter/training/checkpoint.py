@@ -38,6 +38,23 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     return checkpoint
 
 
+def rescale_progress(checkpoint: dict[str, Any], world_size: int) -> None:
+    """Turn the counts of batches in a trainer's checkpoint into those of another number of processes, in place.
+
+    Lightning counts what one process has seen, and collects gradients over a multiple of batches: a count
+    that no longer fits the position in the data would make the first step after resuming a short one.
+    """
+    fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    loaders = fit_loop.get("state_dict", {}).get("combined_loader") or []
+    before = loaders[0].get("world_size", world_size) if loaders else world_size
+    if before == world_size:
+        return
+    progress = fit_loop["epoch_loop.batch_progress"]
+    for counts in (progress["current"], progress["total"]):
+        for name, count in counts.items():
+            counts[name] = count * before // world_size
+
+
 def drafter_from_checkpoint(checkpoint: dict[str, Any]) -> RecurrentDrafter:
     """The drafter of :func:`read_checkpoint`'s result."""
     config = DrafterConfig.from_dict(dict(checkpoint["drafter_config"]))

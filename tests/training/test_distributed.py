@@ -1,0 +1,101 @@
+"""Two processes train what one trains with the same batches, and a run goes on with another number of processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.data.tiny import write_jsonl
+from tests.tiny_files import make_target
+
+pytestmark = pytest.mark.slow
+
+TOLERANCE = 1e-4
+# Validated every three steps: the interval counts the batches of one process.
+ONE = ["--trainer.devices", "1", "--trainer.accumulate_grad_batches", "2", "--trainer.val_check_interval", "6"]
+TWO = ["--trainer.devices", "2", "--trainer.strategy", "ddp", "--trainer.val_check_interval", "3"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target and conversations of many lengths."""
+    folder = tmp_path_factory.mktemp("distributed")
+    rows: list[Any] = [
+        {
+            "messages": [
+                {"role": "user", "content": f"Count on from {i}"},
+                {"role": "assistant", "content": " ".join(str(i + j) for j in range(2 + i % 9))},
+            ]
+        }
+        for i in range(90)
+    ]
+    write_jsonl(folder / "data.jsonl", rows)
+    target = folder / "target"
+    target.symlink_to(make_target(folder))
+    return folder
+
+
+def train(place: Path, run: str, num_steps: int, processes: list[str], *more: str) -> dict[str, Any]:
+    """Run ``drafter train`` as a user does; the last checkpoint."""
+    words = [
+        *("--model.target", "target", "--data.train", "data.jsonl", "--data.val", "0.1"),
+        *("--data.max_length", "64", "--data.batch_tokens", "128", "--data.progress", "false"),
+        *("--model.optim.lr", "0.01", "--model.optim.warmup_steps", "1", "--model.optim.schedule", "constant"),
+        *("--trainer.accelerator", "cpu", "--trainer.max_steps", str(num_steps), "--trainer.default_root_dir", run),
+        *("--trainer.gradient_clip_val", "1.0", "--trainer.log_every_n_steps", "1"),
+        *("--trainer.check_val_every_n_epoch", "null", "--trainer.num_sanity_val_steps", "0"),
+        *("--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"),
+        *("--trainer.callbacks+=drafter.training.callbacks.TokensPerStep", "--trainer.callbacks.num_prompts", "2"),
+        *("--trainer.callbacks.max_new_tokens", "8"),
+        *processes,
+        *more,
+    ]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "DRAFTER_HOME": str(place / "home")}
+    done = subprocess.run(
+        [sys.executable, "-m", "drafter.cli", "train", *words],
+        cwd=place,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(place / run / "checkpoints" / "last.ckpt", map_location="cpu", weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def alone(place: Path) -> dict[str, Any]:
+    """Six steps of one process, two batches each."""
+    return train(place, "alone", 6, ONE)
+
+
+def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found["global_step"] == wanted["global_step"] == 6
+    for name, tensor in wanted["state_dict"].items():
+        assert torch.allclose(found["state_dict"][name].float(), tensor.float(), atol=TOLERANCE, rtol=0), name
+    for name in ("val/loss", "val/top1_d1", "val/tokens_per_step"):
+        assert found["metrics"][name] == pytest.approx(wanted["metrics"][name], abs=TOLERANCE), name
+
+
+def test_two_processes_equal_one(place: Path, alone: dict[str, Any]) -> None:
+    together = train(place, "together", 6, TWO)
+    assert_same(together, alone)
+    start = train(place, "start", 1, ONE)
+    moved = (alone["state_dict"]["drafter.head.weight"] - start["state_dict"]["drafter.head.weight"]).abs().max()
+    assert moved > 0.01, "or the equality above says nothing"
+    shares = together["num_positions"] / alone["num_positions"]
+    assert 0.6 < shares < 1.6, "positions of both processes are counted"
+
+
+@pytest.mark.parametrize(("before", "after"), [(ONE, TWO), (TWO, ONE)])
+def test_run_goes_on_with_another_number_of_processes(
+    before: list[str], after: list[str], place: Path, alone: dict[str, Any]
+) -> None:
+    run = "from-one" if before is ONE else "from-two"
+    train(place, run, 3, before)
+    assert_same(train(place, run, 6, after, "--ckpt_path", "last"), alone)
