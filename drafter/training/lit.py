@@ -20,7 +20,6 @@ from drafter.model.recurrent import RecurrentDrafter
 from drafter.target.adapter import Target, TargetOutput
 from drafter.training.build import build_drafter, describe, expect_same_shape
 from drafter.training.checkpoint import rescale_progress
-from drafter.training.checkpoint import rescale_progress
 from drafter.training.losses import LossOutput, PairTargets, chunked_loss
 from drafter.training.metrics import DepthCounts
 from drafter.training.options import DrafterOptions, Objective, OptimOptions
@@ -161,7 +160,6 @@ class DrafterModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the measured constants of the interrupted run; refuse a checkpoint of another shape."""
-        rescale_progress(checkpoint, self.trainer.world_size)
         rescale_progress(checkpoint, self.trainer.world_size)
         saved = checkpoint["drafter_config"]
         expect_same_shape(self.drafter.config, saved)
