@@ -52,7 +52,7 @@ def to_apple(
         "rnn_u.bias": tensors["cell.u.bias"],
     }
     for block in range(config.num_res_blocks):
-        found[f"lm_head.{block}.linear.weight"] = _fold_hidden_scale(tensors[f"blocks.{block}.linear.weight"], config)
+        found[f"lm_head.{block}.linear.weight"] = _fold_hidden_scale(_block_weight(tensors, block), config)
         found[f"lm_head.{block}.linear.bias"] = tensors[f"blocks.{block}.linear.bias"]
     if config.head == "full":
         head = _fold_hidden_scale(tensors["head.weight"], config)
@@ -188,6 +188,12 @@ def _check_expressible(config: DrafterConfig) -> None:
         )
     if reason:
         raise ValueError(f"this drafter cannot be written in the published format: {reason}")
+
+
+def _block_weight(tensors: Mapping[str, Tensor], block: int) -> Tensor:
+    """The dense matrix of a residual block; the two narrow ones of a low-rank block are multiplied out in float32."""
+    weight, down = tensors[f"blocks.{block}.linear.weight"], tensors.get(f"blocks.{block}.down.weight")
+    return weight if down is None else (weight.float() @ down.float()).to(weight.dtype)
 
 
 def _input_scale(config: DrafterConfig, device: torch.device) -> Tensor:

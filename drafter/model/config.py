@@ -37,6 +37,7 @@ class DrafterConfig(PreTrainedConfig):
         head: ``full``: own R x 2D output matrix, as published; ``tied``: a 2D -> D projection before the target's own
             frozen output rows.
         num_res_blocks: residual blocks x + SiLU(linear(x)) between [h; s] and the head.
+        block_rank: rank of the residual blocks' matrices (each a product of two narrow ones); None: full matrices.
         draft_vocab_size: R, or None for the whole vocabulary.
         draft_length: the depth T it was trained to.
         hidden_scale: constant on the h half of whatever a linear layer reads; brings it to rms 1.
@@ -58,6 +59,7 @@ class DrafterConfig(PreTrainedConfig):
     context_layers: tuple[int, ...] | list[int] = ()
     head: str = "full"
     num_res_blocks: int = 2
+    block_rank: int | None = None
     draft_vocab_size: int | None = None
     draft_length: int = 4
     hidden_scale: float = 1.0
@@ -92,6 +94,9 @@ class DrafterConfig(PreTrainedConfig):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ValueError(f"drafter {name} is {value!r} but must be an integer of at least {low}")
+        rank = self.block_rank
+        if rank is not None and not 1 <= rank <= 2 * self.hidden_size:
+            raise ValueError(f"drafter block_rank is {rank} but must lie between 1 and {2 * self.hidden_size}")
         size = self.draft_vocab_size
         if size is not None and not 2 <= size <= self.vocab_size:
             raise ValueError(

@@ -41,15 +41,20 @@ class TargetLike(Protocol):
 
 
 class ResBlock(nn.Module):
-    """x + SiLU(linear(x)). The residual stays in the target's own units, the linear layer reads scaled input."""
+    """x + SiLU(linear(x)). The residual stays in the target's own units, the linear layer reads scaled input.
 
-    def __init__(self, size: int) -> None:
+    With a rank the matrix is a product of two narrow ones, which a reader of dense matrices gets multiplied out.
+    """
+
+    def __init__(self, size: int, rank: int | None) -> None:
         super().__init__()
-        self.linear = nn.Linear(size, size)
+        self.down = None if rank is None else nn.Linear(size, rank, bias=False)
+        self.linear = nn.Linear(size if rank is None else rank, size)
 
     def forward(self, x_XE: Tensor, scaled_XE: Tensor) -> Tensor:
         """The stream [..., E] and the same scaled for linear layers -> the stream [..., E]."""
-        return x_XE + F.silu(self.linear(scaled_XE))
+        narrow = scaled_XE if self.down is None else self.down(scaled_XE)
+        return x_XE + F.silu(self.linear(narrow))
 
 
 class RecurrentDrafter(PreTrainedModel):
@@ -70,7 +75,7 @@ class RecurrentDrafter(PreTrainedModel):
         size = config.hidden_size
         self.fuse_context = nn.Linear(config.context_size, size, bias=False) if config.context == "fused" else None
         self.cell = CELLS[config.cell](size, config.embedding_scale)
-        self.blocks = nn.ModuleList(ResBlock(2 * size) for _ in range(config.num_res_blocks))
+        self.blocks = nn.ModuleList(ResBlock(2 * size, config.block_rank) for _ in range(config.num_res_blocks))
         self.head = nn.Linear(2 * size, config.num_outputs if config.head == "full" else size, bias=False)
         self.register_buffer("draft_token_ids_R", torch.arange(config.num_outputs))
         self.draft_token_ids_R: Tensor
@@ -91,6 +96,8 @@ class RecurrentDrafter(PreTrainedModel):
         elif isinstance(module, ResBlock):
             init.normal_(module.linear.weight, std=1 / math.sqrt(module.linear.in_features))
             init.zeros_(module.linear.bias)
+            if module.down is not None:
+                init.normal_(module.down.weight, std=1 / math.sqrt(module.down.in_features))
         elif isinstance(module, RecurrentDrafter):
             init.normal_(module.head.weight, std=0.1 / math.sqrt(module.head.in_features))
             init.copy_(module.draft_token_ids_R, torch.arange(module.config.num_outputs))

@@ -21,6 +21,7 @@ _SHAPE = (
     "context_layers",
     "head",
     "num_res_blocks",
+    "block_rank",
     "draft_vocab_size",
 )
 
@@ -58,6 +59,7 @@ def build_drafter(target: Target, data: Any, options: DrafterOptions, init_from:
         context_layers=options.context_layers,
         head=options.head,
         num_res_blocks=options.num_res_blocks,
+        block_rank=options.block_rank,
         draft_vocab_size=None if size == target.vocab_size else size,
         draft_length=options.draft_length,
         target_name=target.name,

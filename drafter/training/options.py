@@ -16,6 +16,7 @@ class DrafterOptions:
         context_layers: indices into the target's hidden states, for ``fused`` (0 = embeddings).
         head: ``full`` (own output matrix, as published) or ``tied`` (a projection before the target's output rows).
         num_res_blocks: residual blocks before the head.
+        block_rank: rank of these blocks' matrices; None = full matrices. Keeps the drafter of a wide target small.
         draft_vocab_size: number of tokens that can be drafted, the most frequent in the training answers; None = all.
         draft_length: depth to which the drafter is trained.
         token_counts: JSON file {token id: count} to choose the draft vocabulary by, instead of the training data.
@@ -26,6 +27,7 @@ class DrafterOptions:
     context_layers: tuple[int, ...] = ()
     head: Literal["full", "tied"] = "tied"
     num_res_blocks: int = 2
+    block_rank: int | None = None
     draft_vocab_size: int | None = None
     draft_length: int = 4
     token_counts: str | None = None
