@@ -76,6 +76,7 @@ def test_missing_things(target: str, refused: Refusal, tmp_path: Path) -> None:
     refused(decode(target, "--out", "x.jsonl"), "need --prompt or --prompts")
     refused(decode(target, "--prompt", "hi", "--device", "gpu"), "--device 'gpu'")
     refused(["decode", "--target", target, "--prompt", "hi"], "--method redrafter needs --drafter DIR")
+    refused(["decode", "--target", target, "--prompt", "hi", "--method", "draft-model"], "needs --draft-model NAME")
     words = ["decode", "--target", target, "--prompt", "hi", "--drafter"]
     refused([*words, str(tmp_path / "none")], "there is no such folder")
     refused([*words, str(tmp_path)], "holds no config.json")
@@ -91,6 +92,8 @@ def test_missing_things(target: str, refused: Refusal, tmp_path: Path) -> None:
         ("--tree-size", "-3"),
         ("--tree-size", "34"),
         ("--batch-size", "0"),
+        ("--gamma", "0"),
+        ("--tau", "0"),
         ("--max-new-tokens", "0"),
         ("--temperature", "-0.5"),
         ("--temperature", "nan"),

@@ -244,6 +244,13 @@ def test_decode_writes_answers(target: str, drafter: str, tmp_path: Path, capsys
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["drafted.jsonl", "drafted.run.json"]
 
 
+def test_decode_with_a_draft_model_and_lookup(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["decode", "--target", target, "--device", "cpu", "--prompt", "one", "--max-new-tokens", "6", "--compare"]
+    assert main([*common, "--method", "draft-model", "--draft-model", target, "--gamma", "2"]) == 0
+    assert main([*common, "--method", "lookup", "--temperature", "0.8"]) == 0
+    assert capsys.readouterr().out.count("yes") == 4
+
+
 def test_decode_prints_and_chats(
     target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
