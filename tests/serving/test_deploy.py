@@ -1,0 +1,53 @@
+"""The image and the unit start the server with flags that it has."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from drafter.cli import COMMANDS, build_parser, load_command
+from drafter.serving.command import KEY_VARIABLE
+from drafter.serving.options import ServeOptions, read_options
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILE = (ROOT / "scripts/deploy/Dockerfile").read_text()
+UNIT = (ROOT / "scripts/deploy/drafter.service").read_text()
+
+
+def parse(words: list[str]) -> ServeOptions:
+    name, *rest = words
+    assert name in COMMANDS
+    flags = vars(build_parser(name, load_command(name)).parse_args(rest))
+    config = flags.pop("config")
+    if config is not None:  # the unit's comments say which file is put there
+        config = ROOT / "configs/serve/smollm2-135m.yaml"
+    return read_options(config, {key: value for key, value in flags.items() if value != []})
+
+
+def test_image_serves_on_the_port_that_it_exposes_and_probes() -> None:
+    found = re.search(r"^CMD (\[.*\])$", DOCKERFILE, re.MULTILINE)
+    assert found
+    options = parse(json.loads(found[1]))
+    assert options.host == "0.0.0.0"
+    assert f"EXPOSE {options.port}" in DOCKERFILE and f"127.0.0.1:{options.port}/health" in DOCKERFILE
+    for name in re.findall(r"^COPY ((?:[\w.]+ )+)\S+$", DOCKERFILE, re.MULTILINE):
+        assert all((ROOT / part).exists() for part in name.split())
+
+
+def test_unit_waits_longer_than_the_server_drains() -> None:
+    found = re.search(r"^ExecStart=/opt/drafter/bin/drafter (.*)$", UNIT, re.MULTILINE)
+    assert found
+    options = parse(shlex.split(found[1]))
+    stop = re.search(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)
+    assert stop and int(stop[1]) > options.drain_seconds
+
+
+@pytest.mark.parametrize("text", [DOCKERFILE, UNIT, (ROOT / "docs/serving.md").read_text()])
+def test_every_command_and_flag_that_is_named_exists(text: str) -> None:
+    assert KEY_VARIABLE in text
+    flags = {"--" + name.replace("_", "-") for name in ServeOptions.__dataclass_fields__} | {"--no-reuse-prefixes"}
+    foreign = {"--build-arg", "--gpus", "--rm", "--time", "--start-period", "--timeout", "--no-cache-dir", "--from"}
+    foreign |= {"--uid", "--create-home", "--system", "--home-dir", "--now", "--config", "--out", "--url", "--help"}
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= flags | foreign

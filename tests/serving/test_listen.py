@@ -1,0 +1,128 @@
+"""The process around the application: signals, draining, exit codes; here within the tests' own process."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from drafter.decoding.engine import Engine
+from drafter.serving.listen import bind, listen
+from drafter.serving.options import ServeOptions
+from tests.serving.live import MODEL
+from tests.serving.test_limits import CHAT, slow_engine
+from tests.serving.tiny import tiny_engine
+
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "ignore_eos": True, "stream": True}
+
+
+def serve(engine: Engine, client: Callable[[str], None], **options: Any) -> int:
+    """Serve on this thread while a client acts on another; the exit code."""
+    failures: list[BaseException] = []
+    socket = bind("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{socket.getsockname()[1]}"
+
+    def act() -> None:
+        try:
+            deadline = time.monotonic() + 20
+            while not is_ready(url):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            client(url)
+        except BaseException as error:
+            failures.append(error)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    with socket:
+        code = listen(socket, engine, ServeOptions(MODEL, **options), api_keys=())
+    thread.join(20)
+    assert not thread.is_alive()
+    if failures:
+        raise failures[0]
+    return code
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(url + "/ready").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def stream(url: str, max_tokens: int, *, then: Callable[[], None]) -> list[str]:
+    """The lines of an answer; something happens after the first."""
+    with httpx.stream("POST", url + CHAT, json=BODY | {"max_tokens": max_tokens}, timeout=30) as response:
+        lines = response.iter_lines()
+        first = next(lines)
+        then()
+        return [line for line in (first, *lines) if line]
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_running_streams_are_finished_and_nobody_new_comes_in() -> None:
+    found: list[str] = []
+
+    def client(url: str) -> None:
+        found.extend(stream(url, 60, then=terminate))
+        with pytest.raises(httpx.TransportError):
+            for _ in range(50):  # the socket closes within a tenth of a second
+                httpx.get(url + "/health")
+                time.sleep(0.02)
+
+    assert serve(slow_engine(0.005), client) == 0
+    assert found[-1] == "data: [DONE]"
+
+
+def test_what_outlasts_the_drain_is_told_so() -> None:
+    found: list[str] = []
+    started = time.monotonic()
+    engine = slow_engine(0.02)
+    assert serve(engine, lambda url: found.extend(stream(url, 240, then=terminate)), drain_seconds=0.3) == 0
+    assert "shut down" in found[-1] and len(found) > 3
+    assert time.monotonic() - started < 15
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    found: list[str] = []
+
+    def twice() -> None:
+        terminate()
+        time.sleep(0.3)
+        terminate()
+
+    assert serve(slow_engine(0.02), lambda url: found.extend(stream(url, 240, then=twice)), drain_seconds=300) == 0
+    assert "shut down" in found[-1]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_server_without_its_engine_ends_with_code_one() -> None:
+    engine = tiny_engine()
+    answers: list[int] = []
+
+    def client(url: str) -> None:
+        def die() -> Any:
+            raise SystemExit
+
+        engine.step = die  # type: ignore[method-assign]
+        answers.append(httpx.post(url + CHAT, json=BODY | {"stream": False}).status_code)
+
+    assert serve(engine, client) == 1
+    assert answers == [500]
+
+
+def test_reachable_without_a_key_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    socket = bind("0.0.0.0", 0)
+    timer = threading.Timer(0.5, terminate)
+    timer.start()
+    with socket, caplog.at_level("INFO", "drafter.serving"):
+        assert listen(socket, tiny_engine(), ServeOptions(MODEL), api_keys=()) == 0
+    assert "anybody who reaches 0.0.0.0" in caplog.text and "4 rows of 256 tokens" in caplog.text
