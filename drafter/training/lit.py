@@ -26,6 +26,7 @@ from drafter.training.options import DrafterOptions, Objective, OptimOptions
 from drafter.training.pairs import Pairs, draft_index_of, per_depth, select_pairs
 from drafter.training.schedule import learning_rate_factor
 from drafter.training.teacher import Teacher
+from drafter.training.watch import DivergenceWatch
 
 # Trees for which the expected tokens per step are logged: (W, L, N).
 TREES = ((8, 4, 24), (12, 5, 63))
@@ -105,6 +106,7 @@ class DrafterModule(LightningModule):
         self.num_positions = 0
         self._num_tokens = 0
         self._val_counts: DepthCounts | None = None
+        self._watch = DivergenceWatch()
         self._clock: tuple[float, int, int, float] = (0.0, 0, 0, 0.0)
 
     @classmethod
@@ -233,8 +235,9 @@ class DrafterModule(LightningModule):
         trainer: Any = self.trainer
         is_logged = (trainer.global_step + 1) % trainer.log_every_n_steps == 0
         result = self.run_batch(batch, rates=self._rates, with_ranks=is_logged)
-        if not torch.isfinite(result.loss):
-            self._stop_not_finite(f"the loss became {float(result.loss)}")
+        complaint = self._watch.complaint(float(result.loss))
+        if complaint is not None:
+            self._stop_diverged(complaint)
         self.num_positions += result.pairs.num_starts[0] * trainer.world_size
         self._num_tokens += int(batch.length_B.sum()) * trainer.world_size
         self.log("train/loss", result.loss, prog_bar=True)
@@ -255,7 +258,7 @@ class DrafterModule(LightningModule):
         """
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), gradient_clip_val or float("inf"))
         if not torch.isfinite(norm):
-            self._stop_not_finite("a gradient is not finite")
+            self._stop_diverged("a gradient is not finite")
         self.log("train/grad_norm", norm)
 
     def validation_step(self, batch: ChatBatch, batch_idx: int) -> None:
@@ -302,7 +305,7 @@ class DrafterModule(LightningModule):
         self._clock = now
         self.log("train/lr", float(self.trainer.optimizers[0].param_groups[0]["lr"]))
 
-    def _stop_not_finite(self, what: str) -> None:
+    def _stop_diverged(self, what: str) -> None:
         checkpoint: Any = self.trainer.checkpoint_callback
         last = getattr(checkpoint, "last_model_path", "") or getattr(checkpoint, "best_model_path", "")
         good = f"the last good checkpoint is {last}" if last else "no checkpoint was written yet"
