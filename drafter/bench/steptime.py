@@ -86,8 +86,9 @@ class Budget:
         self._end = time.perf_counter() + seconds
 
     @property
-    def is_spent(self) -> bool:
-        return time.perf_counter() > self._end
+    def left(self) -> float:
+        """Seconds left, never below 0."""
+        return max(0.0, self._end - time.perf_counter())
 
 
 class StepClock:
@@ -157,7 +158,7 @@ class StepClock:
         """
         seconds: dict[Key, list[float]] = {key: [] for key in proposers}
         for number in range(num_rounds + 1):
-            if number > 2 and budget.is_spent:
+            if number > 2 and not budget.left:
                 break
             for key, proposer in proposers.items():
                 elapsed = self.step(proposer)

@@ -122,15 +122,18 @@ def tune(target: Target, drafter: RecurrentDrafter, prompts: Sequence[list[int]]
     trees = [tree for tree in settings.trees() if tree.beam_width <= widest]
     if not trees:
         raise ValueError("--tree-sizes hold none that --beam-widths and --draft-lengths can draft: give smaller ones")
+    budget = Budget(settings.seconds)
     num_units = len(prompts) + len(settings.batch_sizes) * 3 * (settings.num_rounds + 1)
     with tqdm(total=num_units, desc="Tuning", unit="round", disable=None) as bar:
         bar.set_postfix_str("acceptance")
         acceptance = _record(target, drafter, prompts, settings, widest, bar)
         kept = {tree: acceptance.tokens_per_step(*tree) for tree in trees}
         plans, curves = [], {}
-        for num_rows in sorted(set(settings.batch_sizes)):
+        every = sorted(set(settings.batch_sizes))
+        for place, num_rows in enumerate(every):
             bar.set_postfix_str(f"step times of {num_rows} rows")
-            bench = _RowBench(target, drafter, settings, num_rows, kept, bar)
+            share = budget.left / (len(every) - place)
+            bench = _RowBench(target, drafter, settings, num_rows, kept, share, bar)
             curves[num_rows] = bench.curves()
             plans.append(bench.plan(curves[num_rows]))
         bar.update(num_units - bar.n)
@@ -156,10 +159,10 @@ def _record(
     drafts: list[Drafts] = []
     for start in range(0, len(prompts), _STEPS_PER_ROW_BLOCK):
         for completion in engine.generate(list(prompts[start : start + _STEPS_PER_ROW_BLOCK]), params):
-            if not drafts or not budget.is_spent:
+            if not drafts or budget.left:
                 drafts.append(draft_everywhere(target, search, completion.prompt_ids, completion.token_ids))
             bar.update()
-        if budget.is_spent:
+        if not budget.left:
             break
     return Acceptance(drafts)
 
@@ -174,8 +177,10 @@ class _RowBench:
         settings: TuneSettings,
         num_rows: int,
         kept: dict[Tree, float],
+        seconds: float,
         bar: "tqdm[Any]",
     ) -> None:
+        self._seconds = seconds
         self._target = target
         self._drafter = drafter
         self._settings = settings
@@ -219,7 +224,7 @@ class _RowBench:
     def plan(self, curves: _RowCurves) -> RowPlan:
         """Plain decoding and the trees that are best at some acceptance, each measured as it is."""
         predicted = [
-            Choice(tree, kept, curves.step_seconds(tree))
+            Choice(tree, kept, max(curves.step_seconds(tree), curves.verify[1]))
             for tree, kept in self._kept.items()
             if tree.tree_size in curves.verify
         ]
@@ -228,7 +233,8 @@ class _RowBench:
             ranked += sorted(predicted, key=lambda choice, ratio=ratio: -choice.rate(ratio))[:1]  # type: ignore[misc]
         trees = list(dict.fromkeys([PLAIN, *(choice.tree for choice in ranked)]))
         seconds = self._compare({tree: self._proposer(tree) for tree in trees})
-        choices = [Choice(tree, self._kept.get(tree, 1.0), seconds[tree]) for tree in trees]
+        # No tree is cheaper than none: what looks so is noise.
+        choices = [Choice(tree, self._kept.get(tree, 1.0), max(seconds[tree], seconds[PLAIN])) for tree in trees]
         worth = [choice for choice in choices[1:] if choice.rate() > _WORTH * choices[0].rate()]
         return RowPlan(self._num_rows, (choices[0], *_useful(worth)))
 
@@ -243,8 +249,7 @@ class _RowBench:
         return min(self._clock.step(proposer) for _ in range(2))
 
     def _compare(self, proposers: Any) -> Any:
-        share = self._settings.seconds * 2 / 3 / len(self._settings.batch_sizes) / 3
-        return self._clock.compare(proposers, self._num_rounds, Budget(share), self._tick)
+        return self._clock.compare(proposers, self._num_rounds, Budget(self._seconds / 3), self._tick)
 
     def _tick(self) -> None:
         self._bar.update()
