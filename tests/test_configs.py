@@ -24,9 +24,15 @@ def parse_train(file: Path) -> None:
 
 
 def parse_serve(file: Path) -> None:
-    """The options of `drafter serve`, which check themselves."""
+    """The options of `drafter serve`, which check themselves; under ray/, the arguments of our application."""
     from drafter.serving.options import read_options
+    from drafter.serving.ray_app import read_args
 
+    if file.parent.name == "ray":
+        (application,) = yaml.safe_load(file.read_text())["applications"]
+        assert application["import_path"] == "drafter.serving.ray_app:app"
+        assert read_args(application["args"])[0].target
+        return
     assert read_options(file, {}).target
 
 

@@ -87,7 +87,7 @@ def serve(
     socket = bind(options.host, options.port)  # before the model is loaded: a taken port should not cost a minute
     with socket:
         engine = load_engine(options)
-        return listen(socket, engine, options, api_keys=_api_keys(options))
+        return listen(socket, engine, options, api_keys=api_keys_of(options))
 
 
 def load_engine(options: ServeOptions) -> "Engine":
@@ -138,6 +138,7 @@ def _free_bytes(engine: "Engine") -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def _api_keys(options: ServeOptions) -> tuple[str, ...]:
+def api_keys_of(options: ServeOptions) -> tuple[str, ...]:
+    """The keys of the options, and the one of the environment."""
     variable = os.environ.get(KEY_VARIABLE, "").strip()
     return (*options.api_key, *([variable] if variable else []))

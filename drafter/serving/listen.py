@@ -43,11 +43,9 @@ def bind(host: str, port: int) -> sockets.socket:
     return socket
 
 
-def listen(socket: sockets.socket, engine: Engine, options: ServeOptions, *, api_keys: tuple[str, ...]) -> int:
-    """Serve until told to stop; the exit code: 0, or 1 when the engine broke."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    settings = ServerSettings(
+def settings_of(options: ServeOptions, api_keys: tuple[str, ...]) -> ServerSettings:
+    """The part of the options that the application goes by."""
+    return ServerSettings(
         model_name=options.served_name,
         max_queue=options.max_queue,
         request_timeout=options.request_timeout,
@@ -55,6 +53,13 @@ def listen(socket: sockets.socket, engine: Engine, options: ServeOptions, *, api
         api_keys=api_keys,
         cors_origins=options.cors_origin,
     )
+
+
+def listen(socket: sockets.socket, engine: Engine, options: ServeOptions, *, api_keys: tuple[str, ...]) -> int:
+    """Serve until told to stop; the exit code: 0, or 1 when the engine broke."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    settings = settings_of(options, api_keys)
     app = create_app(engine, settings)
     config = uvicorn.Config(app, log_config=None, access_log=False, log_level="warning", server_header=False)
     host, port = socket.getsockname()[:2]

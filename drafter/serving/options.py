@@ -148,14 +148,20 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: broken YAML ({' '.join(str(error).split())})") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path}: a server's options are keys with values, such as `target: smollm2-135m`")
+    return checked_values(found, str(path))
+
+
+def checked_values(found: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Keys and kinds of a file's values as ServeOptions has them; ValueError for an unknown key or a wrong kind."""
     known = get_type_hints(ServeOptions)
+    values = {}
     for key, value in found.items():
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1)
             hint = f", did you mean {close[0]}?" if close else ""
-            raise ValueError(f"{path}: unknown key {key!r}{hint}. Keys are {', '.join(known)}")
-        found[key] = _as_kind(value, known[key], f"{path}: {key}")
-    return found
+            raise ValueError(f"{where}: unknown key {key!r}{hint}. Keys are {', '.join(known)}")
+        values[key] = _as_kind(value, known[key], f"{where}: {key}")
+    return values
 
 
 def _as_kind(value: Any, hint: Any, where: str) -> Any:
