@@ -64,10 +64,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _EXIT_PIPE
     except (ValueError, OSError) as error:
         return _fail(error, _one_line(error))
+    except _file_errors() as error:
+        return _fail(error, f"a weight file cannot be read or written: {_one_line(error)}")
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "drafter":
             raise
         return _fail(error, f"{error.name} is not installed: install the extra that has it, pip install 'drafter[dev]'")
+
+
+def _file_errors() -> tuple[type[BaseException], ...]:
+    """The error of safetensors (a full disk, a damaged file), which is no OSError; nothing if nobody loaded it."""
+    safetensors = sys.modules.get("safetensors")
+    return () if safetensors is None else (safetensors.SafetensorError,)
 
 
 def _fail(error: BaseException, message: str) -> int:

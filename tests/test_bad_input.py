@@ -121,6 +121,32 @@ def test_damaged_weights(target: str, drafter: str, refused: Refusal, tmp_path: 
     refused(decode(str(tmp_path / "bad.gguf"), "--prompt", "hi"), "bad.gguf", "damaged")
 
 
+def test_full_disk_at_export(drafter: str, refused: Refusal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from safetensors import SafetensorError
+
+    from drafter import RecurrentDrafter
+
+    loaded = RecurrentDrafter.from_pretrained(drafter)
+    state = {f"drafter.{name}": value for name, value in loaded.state_dict().items()}
+    torch.save({"drafter_config": loaded.config.to_dict(), "state_dict": state}, tmp_path / "last.ckpt")
+    words = ["export", str(tmp_path / "last.ckpt"), "--out", str(tmp_path / "out")]
+    for error in (OSError(28, "No space left on device"), SafetensorError("No space left on device (os error 28)")):
+
+        def write_half(self: RecurrentDrafter, folder: Path, error: Exception = error) -> None:
+            folder.mkdir()
+            (folder / "config.json").write_text("{}")
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(RecurrentDrafter, "save_pretrained", write_half)
+            refused(words, "No space left on device")
+        assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+    assert main(words) == 0
+    (tmp_path / "last.ckpt").write_bytes((tmp_path / "last.ckpt").read_bytes()[:500])
+    refused(words, "last.ckpt", "damaged")
+
+
 def test_drafter_of_another_target_or_kind(target: str, drafter: str, refused: Refusal, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DRAFTER_HOME", str(tmp_path / "home"))

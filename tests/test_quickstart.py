@@ -58,3 +58,8 @@ def test_reduced_quickstart(
     assert main([*decode[:-1], "8", *drafted, "--compare"]) == 0
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 11 and all(line.endswith("yes") for line in table[2:])
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    example = readme.partition("```python\n")[2].partition("```")[0]
+    exec(example.replace("runs/quickstart/drafter", "drafter"), {})
+    assert capsys.readouterr().out.count("tokens for each forward pass") == 2
