@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+_BLOCK_BYTES = 2**20  # a MiB
+
 
 @dataclass(frozen=True)
 class LossMix:
@@ -163,7 +165,7 @@ def _chunks(
     used_P = targets.weight_P.nonzero().squeeze(1)
     order_P = used_P[targets.teacher_P[used_P].argsort(stable=True)]
     # Three blocks of logits live at a time: the drafter's, its softmax, the target's.
-    size = max(1, memory_mib * 2**20 // (3 * num_outputs * element_size))
+    size = max(1, memory_mib * _BLOCK_BYTES // (3 * num_outputs * element_size))
     teacher_P = targets.teacher_P[order_P]
     firsts = teacher_P[::size].tolist()
     lasts = [*teacher_P[size - 1 :: size].tolist(), *teacher_P[-1:].tolist()]

@@ -1,0 +1,112 @@
+"""A tiny target, its own greedy text, and a data module that hands it out."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
+
+from drafter.data.batch import ChatBatch, collate
+from drafter.target.adapter import Target
+from drafter.training.lit import DrafterModule
+from drafter.training.options import DrafterOptions, Objective, OptimOptions
+from tests.data.tiny import tiny_target
+
+PROMPT_LENGTH = 3
+
+
+class FakeData(LightningDataModule):
+    """Every batch holds all rows; loss on everything behind the prompt."""
+
+    def __init__(self, rows: Sequence[list[int]], num_batches: int) -> None:
+        super().__init__()
+        self.rows, self.num_batches = list(rows), num_batches
+        self.batch: ChatBatch = collate(
+            [(torch.tensor(row), torch.arange(len(row)) >= PROMPT_LENGTH) for row in self.rows]
+        )
+
+    def train_dataloader(self) -> Any:
+        return [self.batch] * self.num_batches
+
+    def val_dataloader(self) -> Any:
+        return [self.batch]
+
+    def token_counts(self, vocab_size: int) -> torch.Tensor:
+        return torch.bincount(self.batch.token_BT[self.batch.loss_mask_BT], minlength=vocab_size)
+
+    def val_prompts(self, num: int) -> list[list[int]]:
+        return [row[:PROMPT_LENGTH] for row in self.rows[:num]]
+
+
+@torch.no_grad()
+def greedy_rows(target: Target, num_rows: int = 12, length: int = 24) -> list[list[int]]:
+    """Random prompts, continued by the target's own picks."""
+    token_BT = torch.randint(
+        4, target.vocab_size, (num_rows, PROMPT_LENGTH), generator=torch.Generator().manual_seed(5)
+    )
+    while token_BT.shape[1] < length:
+        pick_B = target.logits(target.forward(token_BT).hidden_BTD[:, -1]).argmax(dim=-1)
+        token_BT = torch.cat([token_BT, pick_B[:, None]], dim=1)
+    rows: list[list[int]] = token_BT.tolist()
+    return rows
+
+
+def make_target() -> Target:
+    """Random weights, made larger so that the greedy text is varied."""
+    target = tiny_target(hidden_size=32)
+    with torch.no_grad():
+        for parameter in target.model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(8)
+    return Target.from_model(target.model, target.tokenizer, name="tiny")
+
+
+def make_module(target: Target, **changes: Any) -> DrafterModule:
+    """A module with small settings; ``drafter``, ``objective`` and ``optim`` take keyword dictionaries."""
+    drafter = {"head": "tied", "draft_length": 3, **changes.pop("drafter", {})}
+    objective = changes.pop("objective", {})
+    optim = {"lr": 0.01, "warmup_steps": 5, **changes.pop("optim", {})}
+    return DrafterModule.with_target(
+        target,
+        drafter=DrafterOptions(**drafter),
+        objective=Objective(**objective),
+        optim=OptimOptions(**optim),
+        **changes,
+    )
+
+
+def make_trainer(folder: Any, **changes: Any) -> Trainer:
+    """A silent trainer on the CPU that writes nothing unless told to."""
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "gradient_clip_val": 1.0,
+        "default_root_dir": str(folder),
+        **changes,
+    }
+    return Trainer(**settings)
+
+
+def fit(folder: Any, target: Target, num_steps: int, **changes: Any) -> DrafterModule:
+    """Train on the target's own greedy text for so many steps."""
+    trainer_changes = changes.pop("trainer", {})
+    module = make_module(target, **changes)
+    data = FakeData(greedy_rows(target), num_steps)
+    make_trainer(folder, max_steps=num_steps, limit_val_batches=0, **trainer_changes).fit(module, datamodule=data)
+    return module
+
+
+def depth_one_guesses(module: DrafterModule, rows: list[list[int]]) -> Iterator[tuple[int, int]]:
+    """(guess, right token) of every answer position but the first two, by the drafter's public methods."""
+    target, drafter = module.teacher.target, module.drafter
+    for row in rows:
+        hidden = target.forward(torch.tensor([row])).hidden_BTD[0]
+        for t in range(PROMPT_LENGTH - 2, len(row) - 2):
+            state = drafter.step(hidden[t], drafter.init_state(hidden[t]), target.embed(torch.tensor(row[t + 1])))
+            best = drafter.logits(hidden[t], state).argmax()
+            yield int(drafter.draft_token_ids_R[best]), row[t + 2]

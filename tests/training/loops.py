@@ -1,0 +1,58 @@
+"""Loop twins of the training room: one number at a time, plain Python."""
+
+import math
+from typing import NamedTuple
+
+
+class Pair(NamedTuple):
+    """Start and teacher as indices row * width + position; label as draft index; depth from 0."""
+
+    start: int
+    depth: int
+    teacher: int
+    label: int
+
+
+def list_pairs(tokens: list[list[int]], masks: list[list[bool]], draft_ids: list[int], num_depths: int) -> list[Pair]:
+    """Every pair (t, k) whose token x_{t+1+k} is trained on and can be drafted."""
+    pairs = []
+    width = len(tokens[0])
+    for row, (token_T, mask_T) in enumerate(zip(tokens, masks, strict=True)):
+        for t in range(width):
+            for k in range(1, num_depths + 1):
+                predicted = t + 1 + k
+                if predicted < width and mask_T[predicted] and token_T[predicted] in draft_ids:
+                    label = draft_ids.index(token_T[predicted])
+                    pairs.append(Pair(row * width + t, k - 1, row * width + t + k, label))
+    return pairs
+
+
+def losses(z: list[float], teacher: list[float], label: int, temperature: float) -> tuple[float, float, float]:
+    """Cross-entropy, forward KL and total variation of one pair."""
+    q, p = _softmax(z, temperature), _softmax(teacher, temperature)
+    kl = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    return -math.log(q[label]), kl, sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2
+
+
+def conditional_hits(ranks: list[list[int]], valid: list[list[bool]], depth: int, top: int) -> tuple[int, int]:
+    """Of the starts whose pairs before ``depth`` are all valid and hit: how many are valid there, how many hit."""
+    total = hits = 0
+    for rank, ok in zip(ranks, valid, strict=True):
+        if all(ok[d] and rank[d] < top for d in range(depth)) and ok[depth]:
+            total += 1
+            hits += rank[depth] < top
+    return total, hits
+
+
+def best_tree(shares: list[list[float]], num_nodes: int) -> float:
+    """Sum of the largest products of shares over all paths, by listing every node."""
+    nodes, layer = [], [1.0]
+    for share in shares:
+        layer = [parent * s for parent in layer for s in share]
+        nodes += layer
+    return sum(sorted(nodes, reverse=True)[:num_nodes])
+
+
+def _softmax(z: list[float], temperature: float) -> list[float]:
+    weights = [math.exp(x / temperature) for x in z]
+    return [w / sum(weights) for w in weights]

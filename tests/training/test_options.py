@@ -1,0 +1,82 @@
+import json
+import math
+
+import pytest
+import torch
+
+from drafter.training.options import DrafterOptions, Objective, OptimOptions
+from drafter.training.schedule import learning_rate_factor
+from drafter.training.vocabulary import choose_draft_vocabulary, coverage, read_token_counts
+from drafter.training.watch import DivergenceWatch
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_learning_rate_rises_then_falls_to_its_end(schedule: str) -> None:
+    factor = learning_rate_factor(OptimOptions(warmup_steps=10, schedule=schedule, final_share=0.1), 100)
+    values = [factor(step) for step in range(101)]
+    assert values[0] == pytest.approx(0.1) and values[9] == values[10] == 1
+    assert values[100] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+    assert all(a >= b for a, b in zip(values[10:], values[11:], strict=False))
+    assert learning_rate_factor(OptimOptions(warmup_steps=1000), 5)(4) <= 1
+
+
+def test_worked_example_of_the_schedule() -> None:
+    factor = learning_rate_factor(OptimOptions(warmup_steps=2, schedule="linear"), 6)
+    assert [factor(step) for step in range(6)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+
+
+def test_draft_vocabulary_worked_example() -> None:
+    counts = torch.tensor([5, 0, 9, 7, 0])
+    ids = choose_draft_vocabulary(counts, 3, always=[1])
+    assert ids.tolist() == [1, 2, 3] and coverage(counts, ids) == pytest.approx(16 / 21)
+    assert choose_draft_vocabulary(torch.tensor([1, 1, 1, 2]), 2).tolist() == [0, 3]
+
+
+def test_token_counts_are_read_and_checked(tmp_path) -> None:
+    file = tmp_path / "counts.json"
+    file.write_text(json.dumps({"3": 7, "0": 1}))
+    assert read_token_counts(str(file), 5).tolist() == [1, 0, 0, 7, 0]
+    with pytest.raises(ValueError, match="token 3"):
+        read_token_counts(str(file), 3)
+    for text in ("[1, 2]", "{", '{"a": 1}'):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="token_counts"):
+            read_token_counts(str(file), 5)
+    with pytest.raises(ValueError, match="missing.json"):
+        read_token_counts(str(tmp_path / "missing.json"), 5)
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda: Objective(kl=0.0), "weights"),
+        (lambda: Objective(temperature=0.0), "temperature"),
+        (lambda: Objective(feature=-1.0), "feature"),
+        (lambda: Objective(memory_mib=0), "memory_mib"),
+        (lambda: Objective(depth_weights=(0.0, 0.0)), "depth_weights"),
+        (lambda: Objective(depth_rates=(0.5, 0.7)), "depth_rates"),
+        (lambda: Objective(depth_rates=(1.0, 0.5)).rates(3), "draft_length is 3"),
+        (lambda: OptimOptions(lr=0.0), "lr"),
+        (lambda: OptimOptions(lr=math.nan), "lr"),
+        (lambda: OptimOptions(warmup_steps=-1), "warmup_steps"),
+        (lambda: OptimOptions(final_share=2.0), "final_share"),
+    ],
+)
+def test_bad_options_are_named(make, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        make()
+
+
+def test_depths_default_to_all_of_them() -> None:
+    assert Objective().rates(3) == (1.0, 1.0, 1.0) and Objective(depth_weights=(1.0, 0.5)).weights(2) == (1.0, 0.5)
+    assert DrafterOptions().draft_vocab_size is None
+
+
+def test_divergence_is_noticed_and_noise_is_not() -> None:
+    watch = DivergenceWatch()
+    noise = torch.rand(600, generator=torch.Generator().manual_seed(0)).tolist()
+    falling = [8 * math.exp(-step / 100) + 1.5 * noise[step] for step in range(600)]
+    assert not any(watch.complaint(loss) for loss in falling)
+    complaints = [watch.complaint(20.0) for _ in range(60)]
+    assert complaints[0] is None and "rose" in str(complaints[-1])
+    assert "nan" in str(DivergenceWatch().complaint(math.nan))

@@ -1,0 +1,78 @@
+import pytest
+import torch
+
+from drafter.training.pairs import Pairs, draft_index_of, per_depth, select_pairs
+from tests.training.loops import Pair, list_pairs
+
+V, R = 12, 8
+
+
+def valid_pairs(pairs: Pairs) -> list[Pair]:
+    start_P = torch.cat([pairs.start_N[:n] for n in pairs.num_starts])
+    columns = (start_P, pairs.depth_P, pairs.teacher_P, pairs.label_P)
+    rows = zip(*(column.tolist() for column in columns), pairs.is_valid_P.tolist(), strict=True)
+    return sorted(Pair(*row[:4]) for row in rows if row[4])
+
+
+def test_worked_example() -> None:
+    """Prompt 5 6, answer 7 8 9, padding 0. Depth 1 from position 0 predicts 7, which the target predicts at 1."""
+    tokens = torch.tensor([[5, 6, 7, 8, 9, 0]])
+    mask = torch.tensor([[False, False, True, True, True, False]])
+    pairs = select_pairs(tokens, mask, torch.arange(V), (1.0, 1.0))
+    # (start, depth, teacher, label): the context at 0 and tokens 6, 7 lead to 7 and 8, and so on.
+    assert valid_pairs(pairs) == [
+        Pair(0, 0, 1, 7),
+        Pair(0, 1, 2, 8),
+        Pair(1, 0, 2, 8),
+        Pair(1, 1, 3, 9),
+        Pair(2, 0, 3, 9),
+    ]
+    assert pairs.num_starts == (3, 2) and set(pairs.start_N[:2].tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_against_the_loop(seed: int) -> None:
+    """Random masks with holes, padding, and a draft vocabulary of two thirds."""
+    generator = torch.Generator().manual_seed(seed)
+    num_rows, width, num_depths = 1 + seed % 4, 2 + seed, 1 + seed % 5
+    tokens = torch.randint(0, V, (num_rows, width), generator=generator)
+    mask = torch.rand(num_rows, width, generator=generator) < 0.6
+    ids = torch.randperm(V, generator=generator)[:R].sort().values
+    pairs = select_pairs(tokens, mask, draft_index_of(ids, V), (1.0,) * num_depths)
+    assert valid_pairs(pairs) == sorted(list_pairs(tokens.tolist(), mask.tolist(), ids.tolist(), num_depths))
+    assert list(pairs.num_starts) == sorted(pairs.num_starts, reverse=True)
+    assert len(pairs.teacher_P) == sum(pairs.num_starts)
+
+
+def test_rates_thin_out_depths_and_stay_nested() -> None:
+    tokens = torch.randint(0, V, (4, 500))
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    rates = (0.9, 0.5, 0.2)
+
+    def select(seed: int) -> Pairs:
+        return select_pairs(tokens, mask, torch.arange(V), rates, torch.Generator().manual_seed(seed))
+
+    pairs = select(0)
+    for number, rate in zip(pairs.num_starts, rates, strict=True):
+        assert number / 2000 == pytest.approx(rate, abs=0.04)
+    chosen = valid_pairs(pairs)
+    every = set(valid_pairs(select_pairs(tokens, mask, torch.arange(V), (1.0,) * 3)))
+    assert set(chosen) < every
+    assert {(pair.start, pair.depth - 1) for pair in chosen if pair.depth} <= {(p.start, p.depth) for p in chosen}
+    assert valid_pairs(select(0)) == chosen != valid_pairs(select(1))
+
+
+def test_nothing_to_train_on() -> None:
+    tokens = torch.zeros(2, 5, dtype=torch.int64)
+    pairs = select_pairs(tokens, torch.zeros_like(tokens, dtype=torch.bool), torch.arange(V), (1.0, 1.0))
+    assert pairs.num_starts == (0, 0) and len(pairs.teacher_P) == 0
+    assert per_depth(pairs.depth_P, pairs.num_starts, 0).shape == (0, 2)
+
+
+def test_per_depth_lays_slices_side_by_side() -> None:
+    laid = per_depth(torch.tensor([1, 2, 3, 4, 5]), (3, 2), -1)
+    assert laid.tolist() == [[1, 4], [2, 5], [3, -1]]
+
+
+def test_draft_index_is_the_inverse() -> None:
+    assert draft_index_of(torch.tensor([1, 3]), 5).tolist() == [-1, 0, -1, 1, -1]
