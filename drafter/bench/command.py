@@ -29,6 +29,7 @@ def bench(
     batch_sizes: tuple[int, ...] | None = None,
     temperatures: tuple[float, ...] | None = None,
     num_prompts: int | None = None,
+    num_turns: int | None = None,
     max_new_tokens: int | None = None,
     rounds: int | None = None,
     seed: int | None = None,
@@ -60,6 +61,7 @@ def bench(
         batch_sizes: prompts answered at the same time (default: 1)
         temperatures: 0 is greedy (default: 0)
         num_prompts: at most so many prompts of each set, all categories alike
+        num_turns: at most so many turns of each conversation
         max_new_tokens: longest answer in tokens (default: 128)
         rounds: how often every method runs (default: 3)
         seed: of sampling (default: 0)
@@ -75,7 +77,8 @@ def bench(
         {
             "target": target, "drafter": drafter, "draft_model": draft_model, "speculation": speculation,
             "prompts": tuple(prompts) if prompts else None, "methods": methods, "batch_sizes": batch_sizes,
-            "temperatures": temperatures, "num_prompts": num_prompts, "max_new_tokens": max_new_tokens,
+            "temperatures": temperatures, "num_prompts": num_prompts, "num_turns": num_turns,
+            "max_new_tokens": max_new_tokens,
             "rounds": rounds, "seed": seed, "dtype": dtype, "device": device, "raw": raw or None,
             "ignore_eos": ignore_eos or None, "compile": compile or None,
         },
@@ -116,6 +119,7 @@ def bench_sweep(
     tree_sizes: tuple[int, ...] = (),
     tree_policy: Literal["all-nodes", "final-beams"] = "all-nodes",
     num_prompts: int | None = None,
+    num_turns: int = 1,
     max_new_tokens: int = 128,
     rounds: int = 1,
     temperature: float = 0.0,
@@ -140,6 +144,7 @@ def bench_sweep(
         tree_sizes: N; those larger than W and L can draft are left out (without: all that they draft, at most 64)
         tree_policy: keep the best nodes of all drafting steps, or only the final beams
         num_prompts: at most so many prompts of each set, all categories alike
+        num_turns: at most so many turns of each conversation
         max_new_tokens: longest answer in tokens
         rounds: how often every combination runs
         temperature: 0 is greedy
@@ -151,8 +156,8 @@ def bench_sweep(
     methods = ("autoregressive", *sweep_methods(beam_widths, draft_lengths, tree_sizes, tree_policy))
     first = BenchSettings(
         target=target, prompts=tuple(prompts), drafter=drafter[0], methods=methods, batch_sizes=batch_sizes,
-        temperatures=(temperature,), num_prompts=num_prompts, max_new_tokens=max_new_tokens, rounds=rounds,
-        dtype=dtype, device=device, compile=compile,
+        temperatures=(temperature,), num_prompts=num_prompts, num_turns=num_turns, max_new_tokens=max_new_tokens,
+        rounds=rounds, dtype=dtype, device=device, compile=compile,
     )  # fmt: skip
     _check_out(out)
     _measure([replace(first, drafter=name) for name in drafter], out)

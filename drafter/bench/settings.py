@@ -27,6 +27,7 @@ class BenchSettings:
         batch_sizes: prompts answered at the same time.
         temperatures: 0 is greedy.
         num_prompts: at most so many prompts of each set, all categories alike; None is all.
+        num_turns: at most so many turns of each conversation; None is all.
         max_new_tokens: longest answer in tokens.
         rounds: how often every method runs.
         seed: of sampling.
@@ -46,6 +47,7 @@ class BenchSettings:
     batch_sizes: tuple[int, ...] = (1,)
     temperatures: tuple[float, ...] = (0.0,)
     num_prompts: int | None = None
+    num_turns: int | None = None
     max_new_tokens: int = 128
     rounds: int = 3
     seed: int = 0
@@ -63,8 +65,9 @@ class BenchSettings:
         for name, values, low in (("batch-sizes", self.batch_sizes, 1), ("rounds", (self.rounds,), 1)):
             if not values or any(isinstance(v, bool) or not isinstance(v, int) or v < low for v in values):
                 raise ValueError(f"--{name} is {_shown(values)} but must be at least {low}")
-        if self.num_prompts is not None and self.num_prompts < 1:
-            raise ValueError(f"--num-prompts is {self.num_prompts} but must be at least 1")
+        for name, limit in (("num-prompts", self.num_prompts), ("num-turns", self.num_turns)):
+            if limit is not None and limit < 1:
+                raise ValueError(f"--{name} is {limit} but must be at least 1")
         if not self.temperatures:
             raise ValueError("--temperatures is empty: 0 is greedy")
         if self.dtype not in DTYPES:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Message = dict[str, str]
 
@@ -65,6 +65,12 @@ class Workload:
         """Sixteen hex digits that change with any prompt, its category or its order."""
         text = json.dumps([[i.category, i.turns, i.history, i.is_raw] for i in self.items], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def first_turns(self, num_turns: int | None) -> "Workload":
+        """The same conversations, each broken off after ``num_turns`` turns; all turns when None."""
+        if num_turns is None:
+            return self
+        return Workload(self.name, tuple(replace(item, turns=item.turns[:num_turns]) for item in self.items))
 
     def take(self, num_prompts: int | None) -> "Workload":
         """At most ``num_prompts`` conversations: one of each category in turn, so that all are there; all when None.

@@ -74,6 +74,12 @@ def test_fewer_prompts_come_from_all_categories() -> None:
     assert workload.take(None) is workload and workload.take(9) is workload
 
 
+def test_conversations_can_be_broken_off() -> None:
+    workload = Workload("w", (Item("0", "", ("x", "y", "z")), Item("1", "", ("x",))))
+    assert [item.turns for item in workload.first_turns(2).items] == [("x", "y"), ("x",)]
+    assert workload.first_turns(None) is workload and workload.first_turns(1).num_turns == 1
+
+
 def test_the_digest_changes_with_what_is_asked() -> None:
     one = Workload("w", (Item("0", "a", ("x", "y")),))
     assert one.digest == Workload("other", (Item("9", "a", ("x", "y")),)).digest
