@@ -1,13 +1,16 @@
 """`drafter distill` and `drafter data inspect`: training data made, and looked at. Wiring and print-out only."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drafter.commands import Dtype, load_drafter, load_target
 
 if TYPE_CHECKING:
+    from drafter.data.distill import EngineAnswerer
     from drafter.data.endpoint import Endpoint
+    from drafter.data.ray_answers import RayAnswerer
 
 
 def distill(
@@ -34,6 +37,10 @@ def distill(
     model: str | None = None,
     concurrency: int = 16,
     retries: int = 6,
+    ray: str | None = None,
+    ray_workers: int = 1,
+    ray_gpus: float = 0.0,
+    ray_cpus: float = 1.0,
     dtype: Dtype = "auto",
     device: str = "auto",
     revision: str | None = None,
@@ -67,6 +74,11 @@ def distill(
         model: name of the target on that server; its key is read from OPENAI_API_KEY
         concurrency: requests at the same time
         retries: further attempts after a request that failed
+        ray: answer on a Ray cluster: its address, `auto` for the one this machine belongs to, `local` for a new one
+            here; target and drafter must be found under the same names on every machine
+        ray_workers: engines on the cluster, one for each GPU say
+        ray_gpus: GPUs that each engine takes
+        ray_cpus: processor cores that each engine takes
         dtype: number format of the model (auto: bfloat16 on CUDA, else float32)
         device: auto, cpu, cuda or cuda:1
         revision: hub revision of the target
@@ -81,8 +93,16 @@ def distill(
     from drafter.data.distill import distill as run
     from drafter.provenance import write_run_record
 
-    loaded, head = None, None
-    if target is not None:
+    loaded, head, cluster = None, None, None
+    if ray is not None:
+        if target is None:
+            raise ValueError("--ray needs --target: it says where the target runs")
+        make = partial(
+            engine_answerer, target, drafter, dtype=dtype, device=device, revision=revision,
+            trust_remote_code=trust_remote_code, batch_size=batch_size, batch_tokens=batch_tokens,
+        )  # fmt: skip
+        cluster = _cluster(make, ray, ray_workers, ray_gpus, ray_cpus, batch_size)
+    elif target is not None:
         loaded = load_target(target, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code)
         head = load_drafter(drafter, loaded) if drafter is not None else None
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -90,12 +110,31 @@ def distill(
         loaded, prompts, out, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
         min_p=min_p, num_answers=num_answers, seed=seed, shard=shard, num_prompts=num_prompts, format=format,
         columns=_columns(column), exclude=exclude, drafter=head, batch_size=batch_size, batch_tokens=batch_tokens,
-        endpoint=server,
+        endpoint=server, answerer=cluster,
     )  # fmt: skip
     if report.num_new:
         write_run_record(out, seed=seed, settings=vars(report))
     for line in report.lines():
         print(line)
+
+
+def engine_answerer(
+    target: str, drafter: str | None, *, batch_size: int, batch_tokens: int, **how: Any
+) -> "EngineAnswerer":
+    """An engine of its own for each worker of a cluster; ``how``: as for :func:`load_target`."""
+    from drafter.data.distill import EngineAnswerer
+
+    loaded = load_target(target, **how)
+    head = load_drafter(drafter, loaded) if drafter is not None else None
+    return EngineAnswerer(loaded, head, batch_size=batch_size, batch_tokens=batch_tokens)
+
+
+def _cluster(
+    make: "Callable[[], EngineAnswerer]", address: str, workers: int, gpus: float, cpus: float, batch_size: int
+) -> "RayAnswerer":
+    from drafter.data.ray_answers import RayAnswerer, RayOptions
+
+    return RayAnswerer(make, RayOptions(address, workers, gpus, cpus, batch_size))
 
 
 def _endpoint(url: str | None, model: str | None, concurrency: int, retries: int) -> "Endpoint | None":

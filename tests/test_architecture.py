@@ -27,8 +27,13 @@ RULES = {
     "decoding": Rule(("model", "target"), ("torch",)),
     "data": Rule(
         ("target",),
-        ("torch", "datasets", "lightning"),
-        only_in=(("decoding", "distill.py"), ("model", "distill.py"), ("lightning", "module.py")),
+        ("torch", "datasets", "lightning", "ray"),
+        only_in=(
+            ("decoding", "distill.py"),
+            ("model", "distill.py"),
+            ("lightning", "module.py"),
+            ("ray", "ray_answers.py"),
+        ),
     ),
     "training": Rule(
         ("model", "target", "data"),

@@ -200,6 +200,7 @@ def distill(
     batch_size: int = 64,
     batch_tokens: int = 65536,
     endpoint: Endpoint | None = None,
+    answerer: Answerer | None = None,
     progress: bool = True,
 ) -> DistillReport:
     """Answer prompts and append the conversations to ``out``, one ``messages`` row each.
@@ -216,6 +217,7 @@ def distill(
         drafter: makes answering faster.
         batch_size, batch_tokens: see :class:`EngineAnswerer`.
         endpoint: a server to ask instead of running the target here.
+        answerer: whoever else answers, such as a cluster.
 
     Raises:
         ValueError: bad options or prompts, or ``out`` was begun with other settings.
@@ -225,7 +227,7 @@ def distill(
     settings = AnswerSettings(max_new_tokens, mix, top_k, top_p, min_p, num_answers, seed)
     if num_prompts is not None and num_prompts < 1:
         raise ValueError(f"--num-prompts {num_prompts} must be at least 1")
-    answerer = _choose_answerer(target, drafter, endpoint, batch_size, batch_tokens)
+    answerer = answerer or _choose_answerer(target, drafter, endpoint, batch_size, batch_tokens)
     report = DistillReport()
     part, unwanted = Shard.parse(shard), Exclusion.read(exclude)
     origin: dict[str, Any] = {"prompts": MAGPIE}
@@ -309,8 +311,8 @@ def _invented(
 ) -> list[Prompt]:
     if target is None or not isinstance(answerer, EngineAnswerer):
         raise ValueError(
-            "--prompts magpie needs --target: a server's chat endpoint cannot be given half a template. Invent the "
-            "prompts with --target first, then answer the .prompts.jsonl file with --endpoint"
+            "--prompts magpie needs --target, and that on this machine: a server's chat endpoint cannot be given half "
+            "a template. Invent the prompts first, then answer the .prompts.jsonl file with --endpoint or --ray"
         )
     if num_prompts is None:
         raise ValueError("--prompts magpie needs --num-prompts: how many prompts to invent")
