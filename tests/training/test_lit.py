@@ -1,0 +1,139 @@
+"""Training itself, on a tiny target's own greedy text."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from drafter.decoding.engine import Engine
+from drafter.decoding.params import EngineConfig, SamplingParams
+from drafter.training.lit import DrafterModule
+from tests.training.fakes import FakeData, depth_one_guesses, fit, greedy_rows, make_module, make_target, make_trainer
+
+
+def accuracy(module: DrafterModule, rows: list[list[int]]) -> float:
+    guesses = list(depth_one_guesses(module, rows))
+    return sum(guess == right for guess, right in guesses) / len(guesses)
+
+
+def test_overfits_the_targets_own_text(tmp_path) -> None:
+    """Wrong shifts or masks could not: the text is varied, and the guesses are made without the training code."""
+    target = make_target()
+    rows = greedy_rows(target)
+    assert len({token for row in rows for token in row[3:]}) > 30
+    module = fit(tmp_path, target, 100)
+    assert accuracy(module, rows) > 0.95
+    drafter = copy.deepcopy(module.drafter).eval()
+    engine = Engine(target, drafter, EngineConfig(beam_width=2, draft_length=3, tree_size=7))
+    answers = engine.generate([row[:3] for row in rows], SamplingParams(max_new_tokens=13, ignore_eos=True))
+    assert [a.token_ids for a in answers] == [row[3:16] for row in rows]
+    assert sum(len(a.token_ids) for a in answers) / sum(a.num_target_forwards for a in answers) > 2.5
+
+
+@pytest.mark.parametrize(
+    ("drafter", "objective"),
+    [
+        ({"head": "full", "draft_vocab_size": None}, {"cross_entropy": 1.0, "kl": 0.0}),
+        ({"head": "tied", "draft_vocab_size": 100, "block_rank": 4}, {"feature": 0.1, "depth_rates": (1.0, 0.8, 0.5)}),
+        ({"cell": "gru"}, {"total_variation": 0.5}),
+        ({"context": "fused", "context_layers": (0, 1, 2)}, {"temperature": 2.0, "depth_weights": (1.0, 0.5, 0.25)}),
+    ],
+)
+def test_gradient_reaches_the_drafter_and_only_it(drafter: dict, objective: dict, tmp_path) -> None:
+    target = make_target()
+    before = {name: value.clone() for name, value in target.model.state_dict().items()}
+    module = make_module(target, drafter=drafter, objective=objective)
+    seen: dict[str, bool] = {}
+
+    def look(*_: object) -> None:
+        seen.update({name: bool(p.grad.abs().max() > 0) for name, p in module.named_parameters() if p.grad is not None})
+
+    module.on_before_optimizer_step = look
+    trainer = make_trainer(tmp_path, max_steps=3, limit_val_batches=1)
+    first = {}
+    module.on_fit_start = lambda: first.update({n: p.detach().clone() for n, p in module.named_parameters()})
+    trainer.fit(module, datamodule=FakeData(greedy_rows(target), 3))
+    assert set(seen) == set(first) and all(seen.values())
+    assert all(not torch.equal(p, first[n]) for n, p in module.named_parameters())
+    # The target: the same bits, no gradient, evaluation mode, not in the module or its state.
+    after = target.model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert all(p.grad is None and not p.requires_grad for p in target.model.parameters()) and not target.model.training
+    assert all(name.startswith("drafter.") for name in module.state_dict())
+    assert math.isfinite(float(trainer.callback_metrics["val/loss"]))
+
+
+def test_loss_is_that_of_each_pair_by_itself(tmp_path) -> None:
+    """The batch's loss against drafter and target called position by position with plain loops."""
+    target = make_target()
+    rows = [row[: 12 - i % 3] for i, row in enumerate(greedy_rows(target, 4))]
+    module = make_module(target, objective={"depth_weights": (1.0, 0.5, 0.25)}, drafter={"draft_vocab_size": 40})
+    data = FakeData(rows, 1)
+    make_trainer(tmp_path, max_steps=1, limit_val_batches=0).fit(module, datamodule=data)
+    drafter, ids = module.drafter, module.drafter.draft_token_ids_R.tolist()
+    total = weights = 0.0
+    with torch.no_grad():
+        for row in rows:
+            hidden = target.forward(torch.tensor([row])).hidden_BTD[0]
+            for t in range(len(row)):
+                state = drafter.init_state(hidden[t])
+                for k, weight in enumerate((1.0, 0.5, 0.25), 1):
+                    if t + 1 + k >= len(row):
+                        break
+                    state = drafter.step(hidden[t], state, target.embed(torch.tensor(row[t + k])))
+                    if t + 1 + k < 3 or row[t + 1 + k] not in ids:
+                        continue
+                    log_p = target.logits(hidden[t + k])[ids].log_softmax(dim=-1)
+                    log_q = drafter.logits(hidden[t], state).log_softmax(dim=-1)
+                    total += weight * float((log_p.exp() * (log_p - log_q)).sum())
+                    weights += weight
+        result = module.run_batch(data.batch, rates=(1.0, 1.0, 1.0), with_ranks=False)
+    assert float(result.loss) == pytest.approx(total / weights, rel=1e-4)
+
+
+def test_bfloat16_learns_too(tmp_path) -> None:
+    target = make_target()
+    module = fit(tmp_path, target, 60, trainer={"precision": "bf16-mixed"})
+    assert all(p.dtype == torch.float32 for p in module.parameters())
+    assert module.teacher.rows_RD.dtype == torch.bfloat16 and accuracy(module, greedy_rows(target)) > 0.8
+
+
+def test_validation_logs_counts_of_the_whole_set(tmp_path) -> None:
+    target = make_target()
+    module = make_module(target, objective={"cross_entropy": 1.0}, optim={"lr": 0.02})
+    trainer = make_trainer(tmp_path, max_steps=60, check_val_every_n_epoch=1, max_epochs=2)
+    trainer.fit(module, datamodule=FakeData(greedy_rows(target), 30))
+    logged = trainer.callback_metrics
+    assert logged["val/top1_d1"] > 0.5 and logged["val/top8_d3"] >= logged["val/top1_d3"]
+    assert 1.5 < logged["val/expected_tokens_per_step_n24"] <= logged["val/expected_tokens_per_step_n63"] + 1 <= 7
+    assert logged["val/positions"] == module.num_positions > 0
+
+
+def test_divergence_names_step_and_checkpoint(tmp_path) -> None:
+    target = make_target()
+    module = make_module(target, optim={"lr": 1e-3})
+    calls = []
+
+    def poison(*_: object) -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            module.drafter.head.weight.data.fill_(float("nan"))
+
+    module.on_train_batch_start = poison
+    with pytest.raises(ValueError, match=r"nan at step 3; no checkpoint was written yet.*--model.optim.lr"):
+        make_trainer(tmp_path, max_steps=9, limit_val_batches=0).fit(
+            module, datamodule=FakeData(greedy_rows(target), 9)
+        )
+
+
+def test_cached_states_give_the_same_loss(tmp_path) -> None:
+    target = make_target()
+    module = fit(tmp_path, target, 1)
+    batch = FakeData(greedy_rows(target), 1).batch
+    cached = batch._replace(hidden_BTD=target.forward(batch.token_BT).hidden_BTD)
+    seconds = module.teacher.seconds
+    with torch.no_grad():
+        with_cache = module.run_batch(cached, rates=(1.0,) * 3, with_ranks=False).loss
+        assert module.teacher.seconds == seconds
+        assert torch.equal(with_cache, module.run_batch(batch, rates=(1.0,) * 3, with_ranks=False).loss)
