@@ -1,0 +1,103 @@
+"""TableTarget: a target that is a table of logits, so that the exact distribution of its answers can be written down.
+
+The logits after a text depend on every token generated so far, which the target learns in no other way than a real one:
+through the slots of its cache and the mask. A wrong mask, position, slot or move gives a wrong distribution.
+"""
+
+import itertools
+
+import torch
+
+from drafter.target.adapter import TargetOutput
+
+MEMORY = 2  # generated tokens that the logits depend on
+
+
+class TokenCache:
+    """Stands for keys and values: every slot stores its token and its position."""
+
+    def __init__(self, num_rows, num_slots):
+        self.num_rows, self.num_slots, self.spare_slot = num_rows, num_slots, num_slots
+        self.store = torch.zeros(2, num_rows, num_slots + 1, dtype=torch.int64)
+
+    def plan(self, slot_BT, *, first_row=0, num_visible=None):
+        self.slot_BT = slot_BT
+        self.rows = slice(first_row, first_row + slot_BT.shape[0])
+        self.num_visible = self.num_slots if num_visible is None else num_visible
+
+    def update(self, token_BT, position_BT):
+        self.store[0, self.rows].scatter_(1, self.slot_BT, token_BT)
+        self.store[1, self.rows].scatter_(1, self.slot_BT, position_BT)
+        return self.store[:, self.rows, : self.num_visible]
+
+    def move_slots(self, source_BL, destination_BL):
+        rows = self.store[:, : source_BL.shape[0]]
+        moved = rows.gather(2, source_BL.expand(2, -1, -1))
+        rows.scatter_(2, destination_BL.expand(2, -1, -1), moved)
+
+    def copy_row(self, source, destination, num_slots):
+        self.store[:, destination, :num_slots] = self.store[:, source, :num_slots]
+
+
+class TableTarget:
+    """logits(answer so far) = table[code], code = sum of (token + 1) * (V + 1)^i over the answer's first two tokens.
+
+    The hidden state is the row of logits followed by noise of no use (a context for drafters); the output matrix reads
+    the logits off it. All prompts have `prompt_length` tokens.
+    """
+
+    name, revision, fingerprint, tokenizer = "table", None, "", None
+    device, dtype, eos_token_ids, max_length = torch.device("cpu"), torch.float32, (), 64
+    output_bias_V = None
+
+    def __init__(self, vocab_size, prompt_length, *, seed=0, sharpness=1.5):
+        generator = torch.Generator().manual_seed(seed)
+        self.vocab_size, self.prompt_length = vocab_size, prompt_length
+        self.hidden_size = vocab_size + 4
+        num_codes = (vocab_size + 1) ** MEMORY
+        self.table = torch.randn(num_codes, self.hidden_size, generator=generator) * sharpness
+        self.embedding_weight_VD = torch.randn(vocab_size, self.hidden_size, generator=generator)
+        self.output_weight_VD = torch.eye(vocab_size, self.hidden_size)
+
+    def embed(self, token):
+        return self.embedding_weight_VD[token]
+
+    def new_cache(self, num_rows, num_slots):
+        return TokenCache(num_rows, num_slots)
+
+    def check_length(self, num_tokens):
+        assert num_tokens <= self.max_length
+
+    def forward(self, token_BT, *, position_BT=None, mask=None, cache=None, context_layers=()):
+        assert not context_layers
+        token_BS, position_BS = cache.update(token_BT, position_BT)
+        place_BS = position_BS - self.prompt_length  # 0 for the first generated token
+        is_read_BS = (place_BS >= 0) & (place_BS < MEMORY)
+        digit_BS = torch.where(is_read_BS, (token_BS + 1) * (self.vocab_size + 1) ** place_BS.clamp(0, MEMORY), 0)
+        code_BT = (mask[:, 0] * digit_BS[:, None]).sum(dim=2)
+        # Nodes at equal places would add up to no code at all; only a wrong mask lets a node see two of them.
+        hidden_BTD = self.table[code_BT.clamp_max(len(self.table) - 1)]
+        return TargetOutput(hidden_BTD, hidden_BTD)
+
+    def logits(self, hidden):
+        return hidden @ self.output_weight_VD.T
+
+    def logits_after(self, answer):
+        """[V]: the logits after the first tokens of an answer."""
+        code = sum((token + 1) * (self.vocab_size + 1) ** i for i, token in enumerate(answer[:MEMORY]))
+        return self.table[code, : self.vocab_size]
+
+
+def exact_distribution(target, num_tokens, warped_probs):
+    """Probability of every answer of `num_tokens` tokens; warped_probs(logits) is the distribution of one token."""
+    probs = {}
+    steps = {}
+    for answer in itertools.product(range(target.vocab_size), repeat=num_tokens):
+        prob = 1.0
+        for i, token in enumerate(answer):
+            before = answer[:i]
+            if before not in steps:
+                steps[before] = warped_probs(target.logits_after(before).tolist())
+            prob *= steps[before][token]
+        probs[answer] = prob
+    return probs
