@@ -1,6 +1,9 @@
 """Callbacks of a training run: real decoding as a validation metric, and checkpoints when a run is told to stop."""
 
 import copy
+import signal
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +57,9 @@ class TokensPerStep(Callback):
         if self._num_validations % self._every:
             return
         value = torch.zeros((), device=pl_module.device)
-        if trainer.is_global_zero:
+        module: Any = pl_module
+        # The processes that share a target's weights must run every forward of it together.
+        if trainer.is_global_zero or module.teacher.target.is_sharded:
             value = value + self._measure(trainer, pl_module)
         pl_module.log("val/tokens_per_step", trainer.strategy.broadcast(value), prog_bar=True, rank_zero_only=False)
 
@@ -72,15 +77,52 @@ class TokensPerStep(Callback):
 
 
 class SaveWhenStopped(Callback):
-    """Writes ``last.ckpt`` when the run is stopped by Ctrl-C or SIGTERM, so that ``--ckpt_path last`` loses nothing.
+    """On Ctrl-C or SIGTERM finish the step, write ``last.ckpt`` and stop, so that ``--ckpt_path last`` loses nothing.
 
-    A run that fails by itself saves nothing here: its weights may be what failed, and the last good checkpoint stays.
+    A checkpoint written in the middle of a step would have taken its batch from the data without training on it. A
+    second Ctrl-C stops at once and saves nothing. A run that fails by itself saves nothing here either: its weights may
+    be what failed, and the last good checkpoint stays.
     """
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        folder = getattr(trainer.checkpoint_callback, "dirpath", None)
-        if not isinstance(exception, KeyboardInterrupt | SIGTERMException) or not folder or not trainer.global_step:
+    def __init__(self) -> None:
+        self._signal = 0
+        self._before: dict[int, Any] = {}
+        self._step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._signal, self._step = 0, trainer.global_step
+        if threading.current_thread() is threading.main_thread():
+            self._before = {
+                number: signal.signal(number, self._take_note) for number in (signal.SIGINT, signal.SIGTERM)
+            }
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        # Between optimizer steps gradients are being collected, and a checkpoint does not hold those.
+        is_whole_step = trainer.global_step != self._step
+        self._step = trainer.global_step
+        self._stop_if_told(trainer, is_whole_step)
+
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self._stop_if_told(trainer, not trainer.sanity_checking)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _take_note(self, number: int, frame: Any) -> None:
+        if self._signal == number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._signal = number
+        print("\nstopping after this step; a checkpoint is written (Ctrl-C again stops at once)", file=sys.stderr)
+
+    def _stop_if_told(self, trainer: Trainer, can_save: bool) -> None:
+        # Every process asks, so that all stop after the same step whichever got the signal.
+        if not trainer.strategy.reduce_boolean_decision(bool(self._signal), all=False) or not can_save:
             return
-        path = Path(folder) / "last.ckpt"
-        trainer.save_checkpoint(path)
-        rank_zero_warn(f"stopped at step {trainer.global_step}; saved {path}. Go on with --ckpt_path last")
+        folder = getattr(trainer.checkpoint_callback, "dirpath", None)
+        if folder:
+            path = Path(folder) / "last.ckpt"
+            trainer.save_checkpoint(path)
+            rank_zero_warn(f"stopped at step {trainer.global_step}; saved {path}. Go on with --ckpt_path last")
+        raise KeyboardInterrupt if self._signal == signal.SIGINT else SIGTERMException

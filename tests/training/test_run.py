@@ -1,0 +1,204 @@
+"""``drafter train`` and ``drafter export``, as functions, on a target in a folder."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafter.model.recurrent import RecurrentDrafter
+from drafter.target.adapter import Target
+from drafter.training.checkpoint import export_checkpoint, load_drafter, read_checkpoint
+from drafter.training.lit import DrafterModule
+from drafter.training.run import main_train
+from tests.data.tiny import chat, tiny_target, write_jsonl
+
+NUM_STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target folder and conversations of many lengths."""
+    folder = tmp_path_factory.mktemp("train")
+    target = tiny_target()
+    target.model.save_pretrained(folder / "target")
+    target.tokenizer.save_pretrained(folder / "target")
+    turns = [(f"Count on from {i}", " ".join(str(i + j) for j in range(2 + i % 9))) for i in range(60)]
+    write_jsonl(folder / "data.jsonl", [{"messages": chat(*turn)} for turn in turns])
+    return folder
+
+
+def words(place: Path, run: Path, *more: str) -> list[str]:
+    return [
+        *("--model.target", str(place / "target"), "--data.train", str(place / "data.jsonl"), "--data.val", "0.1"),
+        *("--data.max_length", "64", "--data.batch_tokens", "256", "--data.use_token_cache", "false"),
+        *("--data.progress", "false", "--model.drafter.draft_vocab_size", "50", "--model.drafter.draft_length", "3"),
+        *("--model.objective.depth_rates", "[1.0, 0.7, 0.5]", "--model.optim.warmup_steps", "2"),
+        *("--trainer.accelerator", "cpu", "--trainer.devices", "1", "--trainer.max_steps", str(NUM_STEPS)),
+        *(
+            "--trainer.default_root_dir",
+            str(run),
+            "--trainer.log_every_n_steps",
+            "2",
+            "--trainer.val_check_interval",
+            "4",
+        ),
+        *("--trainer.check_val_every_n_epoch", "null", "--trainer.num_sanity_val_steps", "0"),
+        *("--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"),
+        *more,
+    ]
+
+
+@pytest.fixture(scope="module")
+def trained(place: Path) -> Path:
+    """A finished run."""
+    run = place / "whole"
+    assert main_train(words(place, run)) == 0
+    return run
+
+
+def test_a_run_leaves_checkpoints_curves_and_its_config(trained: Path, place: Path) -> None:
+    checkpoint = read_checkpoint(trained / "checkpoints" / "last.ckpt")
+    assert checkpoint["global_step"] == NUM_STEPS and checkpoint["num_positions"] > 0
+    assert checkpoint["hyper_parameters"]["optim"]["warmup_steps"] == 2
+    assert (trained / "checkpoints" / "best.ckpt").is_file()
+    config = (trained / "logs" / "version_0" / "config.yaml").read_text()
+    assert "draft_vocab_size: 50" in config
+    header = (trained / "logs" / "version_0" / "metrics.csv").read_text().splitlines()[0].split(",")
+    wanted = {"train/loss", "train/loss_d3", "train/top8_d2", "train/tokens_per_s", "train/target_share", "train/lr"}
+    assert wanted | {"val/loss", "val/cond4_d2", "val/expected_tokens_per_step_n24"} <= set(header)
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_and_resumed_gives_the_same_weights(
+    stop: signal.Signals, place: Path, trained: Path, monkeypatch
+) -> None:
+    """Stopped in the middle of an epoch, between two validations; every tensor and Adam's moments are equal."""
+    run = place / f"resumed-{stop.name}"
+
+    def stop_here(module: DrafterModule, *_: object) -> None:
+        if module.trainer.global_step == 3:
+            os.kill(os.getpid(), stop)
+
+    monkeypatch.setattr(DrafterModule, "on_train_batch_start", stop_here)
+    with pytest.raises(KeyboardInterrupt if stop == signal.SIGINT else SystemExit) as error:
+        main_train(words(place, run))
+    assert getattr(error.value, "code", 143) == 143
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"] == 4
+    monkeypatch.undo()
+    assert main_train(words(place, run, "--ckpt_path", "last")) == 0
+    whole, resumed = (read_checkpoint(folder / "checkpoints" / "last.ckpt") for folder in (trained, run))
+    assert resumed["num_positions"] == whole["num_positions"] and resumed["global_step"] == NUM_STEPS
+    for name, value in whole["state_dict"].items():
+        assert torch.equal(resumed["state_dict"][name], value), name
+    moments = [checkpoint["optimizer_states"][0]["state"] for checkpoint in (whole, resumed)]
+    assert all(torch.equal(moments[0][i]["exp_avg_sq"], moments[1][i]["exp_avg_sq"]) for i in moments[0])
+
+
+def test_weights_can_start_from_another_run(place: Path, trained: Path) -> None:
+    exported = export_checkpoint(trained / "checkpoints" / "last.ckpt", place / "start", dtype="float32")
+    run = place / "continued"
+    assert main_train(words(place, run, "--model.init_from", str(exported), "--model.optim.lr", "1e-30")) == 0
+    before, after = load_drafter(exported), load_drafter(run / "checkpoints" / "last.ckpt")
+    for (name, old), new in zip(before.state_dict().items(), after.state_dict().values(), strict=True):
+        torch.testing.assert_close(old, new, msg=name)
+    assert before.config.embedding_scale == after.config.embedding_scale != 1
+    with pytest.raises(ValueError, match="cell 'rnn'.*'gru'"):
+        main_train(words(place, run, "--model.init_from", str(exported), "--model.drafter.cell", "gru"))
+
+
+@pytest.mark.parametrize(
+    ("more", "fragments"),
+    [
+        (["--model.drafter.sell", "rnn"], ["sell"]),
+        (["--model.drafter.cell", "lstm"], ["cell", "lstm"]),
+        (["--model.optim.lr", "-1"], ["lr", "-1"]),
+        (["--model.objective.depth_rates", "[1.0]"], ["depth_rates", "draft_length is 3"]),
+        (["--model.drafter.draft_vocab_size", "5000"], ["draft_vocab_size", "5000"]),
+        (["--ckpt_path", "nowhere.ckpt"], ["--ckpt_path", "nowhere.ckpt"]),
+        (["--config", "nowhere.yaml"], ["nowhere.yaml"]),
+        (["--model.init_from", "nowhere"], ["nowhere"]),
+        (["--data.train", "nowhere.jsonl"], ["nowhere.jsonl"]),
+    ],
+)
+def test_mistakes_are_one_line(more: list[str], fragments: list[str], place: Path, capsys, tmp_path) -> None:
+    from drafter.cli import main
+
+    assert main(["train", *words(place, tmp_path / "run", *more)]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("drafter: error:")]
+    assert len(lines) == 1 and all(fragment in lines[0] for fragment in fragments), lines
+
+
+def test_last_without_a_checkpoint_starts_from_the_beginning(place: Path, tmp_path, capsys) -> None:
+    assert main_train(words(place, tmp_path / "run", "--ckpt_path", "last", "--trainer.max_steps", "1")) == 0
+    assert "starting from the beginning" in capsys.readouterr().err
+
+
+def test_resuming_with_another_shape_is_refused(place: Path, trained: Path, tmp_path) -> None:
+    checkpoint = str(trained / "checkpoints" / "last.ckpt")
+    with pytest.raises(ValueError, match="num_res_blocks 2.*asks for 1"):
+        main_train(words(place, tmp_path, "--ckpt_path", checkpoint, "--model.drafter.num_res_blocks", "1"))
+
+
+def test_export_holds_everything_and_decodes(place: Path, trained: Path, tmp_path) -> None:
+    out = export_checkpoint(trained / "checkpoints" / "best.ckpt", tmp_path / "drafter")
+    assert {"config.json", "model.safetensors", "README.md", "run.json"} <= {file.name for file in out.iterdir()}
+    drafter = RecurrentDrafter.from_pretrained(out)
+    target = Target.load(str(place / "target"), device="cpu")
+    assert drafter.bind(target).dtype == torch.bfloat16 and drafter.config.target_fingerprint == target.fingerprint
+    assert set(target.eos_token_ids) <= set(drafter.draft_token_ids_R.tolist())
+    card = (out / "README.md").read_text()
+    assert f"{drafter.config.num_outputs:,} of {target.vocab_size:,} tokens" in card and "depth_rates" in card
+    exact = export_checkpoint(trained / "checkpoints" / "best.ckpt", out, dtype="float32")
+    assert exact == out and RecurrentDrafter.from_pretrained(out).dtype == torch.float32
+
+
+def test_export_refuses_and_leaves_nothing_half_written(trained: Path, tmp_path, monkeypatch) -> None:
+    checkpoint = trained / "checkpoints" / "last.ckpt"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    for arguments, words_ in (
+        ((checkpoint, tmp_path / "mine"), "exists and is no exported drafter"),
+        ((tmp_path / "none.ckpt", tmp_path / "out"), "does not exist"),
+    ):
+        with pytest.raises(ValueError, match=words_):
+            export_checkpoint(*arguments)
+    damaged = tmp_path / "damaged.ckpt"
+    damaged.write_bytes(checkpoint.read_bytes()[:5000])
+    with pytest.raises(ValueError, match="damaged"):
+        export_checkpoint(damaged, tmp_path / "out")
+    torch.save({"drafter_config": {}, "state_dict": {}, "extra": Path("/")}, damaged)
+    with pytest.raises(ValueError, match="cannot be read"):
+        export_checkpoint(damaged, tmp_path / "out")
+    torch.save({"state_dict": {}}, damaged)
+    with pytest.raises(ValueError, match="holds no drafter"):
+        export_checkpoint(damaged, tmp_path / "out")
+
+    def full_disk(self: object, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RecurrentDrafter, "save_pretrained", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        export_checkpoint(checkpoint, tmp_path / "out")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["damaged.ckpt", "mine"]
+
+
+@pytest.mark.slow
+def test_weights_and_biases_writes_a_run_without_network_or_account(place: Path, tmp_path, monkeypatch) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = json.dumps({"class_path": "WandbLogger", "init_args": {"offline": True, "save_dir": str(tmp_path)}})
+    assert main_train(words(place, tmp_path / "run", "--trainer.logger", logger)) == 0
+    import wandb
+
+    wandb.finish()
+    (run,) = (tmp_path / "wandb").glob("offline-run-*")
+    (log,) = run.glob("*.wandb")
+    content = log.read_bytes()
+    assert all(name in content for name in (b"train/loss", b"val/loss", b"train/top1_d1"))
