@@ -334,7 +334,10 @@ def _measure(every: list[BenchSettings], out: Path) -> None:
     from drafter.prompt_sets import read_prompt_set
 
     first = every[0]
-    workloads: list[Workload] = [read_prompt_set(name, raw=first.raw).take(first.num_prompts) for name in first.prompts]
+    workloads: list[Workload] = [
+        read_prompt_set(name, raw=first.raw).take(first.num_prompts).first_turns(first.num_turns)
+        for name in first.prompts
+    ]
     arena = _arena(first)
     for settings in every:
         made = run_benchmark(settings, _with_drafter(arena, settings), workloads, out)

@@ -57,6 +57,8 @@ def test_a_sweep_sets_two_drafters_side_by_side(
     words += ["--batch-sizes", "1,2", "--beam-widths", "1,2", "--draft-lengths", "1,2", "--max-new-tokens", "2"]
     assert main(words) == 0
     shown = capsys.readouterr()
+    with (tmp_path / "s.jsonl").open() as stream:
+        assert {json.loads(line)["prompts"]["num_answers"] for line in stream} == {2}  # first turns only
     # Plain decoding at two batch sizes is measured once, four shapes for each drafter.
     assert "10 runs made" in shown.err and "8 runs made" in shown.err
     assert "redrafter:W2:L2:N5 (drafter)" in shown.out and "redrafter:W2:L2:N5 (other)" in shown.out
