@@ -1,5 +1,6 @@
 """``drafter serve``: load, listen, and end well. Wiring only."""
 
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -10,6 +11,7 @@ from drafter.serving.options import DEFAULT_CONTEXT, ServeOptions, read_options
 if TYPE_CHECKING:
     from drafter.decoding.engine import Engine
 
+_log = logging.getLogger("drafter.serving")
 KEY_VARIABLE = "DRAFTER_API_KEY"
 
 
@@ -108,6 +110,8 @@ def load_engine(options: ServeOptions) -> "Engine":
     may_look = options.speculation is None and not options.sizes_tree and options.method in (None, "redrafter")
     if options.drafter is not None and may_look:
         plan = file_beside(options.drafter, target, is_compiled=options.compile)
+        if plan is None:
+            _log.warning("the size of trees was not measured on this machine: `drafter tune` may make it faster")
     config = options.engine_config(plan, min(target.max_length, DEFAULT_CONTEXT))
     engine = Engine(target, head, config, draft_model=draft)
     num_slots = min(config.max_length or target.max_length, target.max_length) + engine.proposer.num_nodes

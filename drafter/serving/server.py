@@ -26,6 +26,7 @@ from drafter.serving.worker import Worker
 from drafter.target.adapter import Target
 
 _KEEP_ALIVE_SECONDS = 15.0
+_CHARS_LOOKED_AT = 16  # for each token of a row; text has about four
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd: the seeds of all choices of one request differ
 
 
@@ -60,26 +61,59 @@ class ServerSettings:
 
 
 class Encoder:
-    """Prompts to token ids, on a thread and with a copy of the tokenizer of its own: neither loop nor engine waits."""
+    """Prompts to token ids, on a thread and with a copy of the tokenizer of its own: neither loop nor engine waits.
 
-    def __init__(self, target: Target) -> None:
+    Args:
+        target: whose tokenizer and chat template.
+        max_length: tokens of a row; what cannot fit is refused without tokenising all of it, which could take long.
+    """
+
+    def __init__(self, target: Target, max_length: int) -> None:
+        tokenizer = copy.deepcopy(target.tokenizer)
+        assert tokenizer is not None
         self._target = copy.copy(target)
-        self._target.tokenizer = copy.deepcopy(target.tokenizer)
+        self._target.tokenizer = tokenizer
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._max_length = max_length
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
 
     async def chat(self, request: ChatRequest) -> list[int]:
-        """Token ids of a conversation; ApiError when the chat template refuses it."""
-        return await self._run("messages", partial(self._target.encode_chat, [turn.plain for turn in request.messages]))
+        """Token ids of a conversation; ApiError when the chat template refuses it, or when it is far too long."""
+        turns = [turn.plain for turn in request.messages]
+        return await self._run(
+            "messages", [turn["content"] for turn in turns], partial(self._target.encode_chat, turns)
+        )
 
     async def prompt(self, prompt: str | list[int]) -> list[int]:
-        """Token ids of a raw prompt; lists are taken as they are."""
-        return prompt if isinstance(prompt, list) else await self._run("prompt", partial(self._target.encode, prompt))
+        """Token ids of a raw prompt, as :meth:`chat`; lists are taken as they are."""
+        if isinstance(prompt, list):
+            return prompt
+        return await self._run("prompt", [prompt], partial(self._target.encode, prompt))
 
-    async def _run(self, param: str, encode: partial[list[int]]) -> list[int]:
+    async def _run(self, param: str, texts: list[str], encode: partial[list[int]]) -> list[int]:
+        def checked() -> list[int]:
+            self._refuse_hopeless(texts)
+            return encode()
+
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, encode)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, checked)
         except ValueError as error:
             raise ApiError(400, str(error), param=param) from error
+
+    def _refuse_hopeless(self, texts: list[str]) -> None:
+        """Refuse texts that are certain not to fit, after a look at their beginning; ApiError."""
+        num_chars = sum(map(len, texts))
+        start = _CHARS_LOOKED_AT * self._max_length
+        is_hopeless = len(texts) > self._max_length or num_chars > self._longest_token * self._max_length
+        if not is_hopeless and num_chars > start:
+            # The cut may split a word into more tokens than it has: a tenth more is certain.
+            is_hopeless = len(self._target.encode("".join(texts)[:start])) > 1.1 * self._max_length + 16
+        if is_hopeless:
+            raise ApiError(
+                400,
+                f"the prompt is far longer than the context of {self._max_length} tokens: shorten it",
+                code="context_length_exceeded",
+            )
 
     def close(self) -> None:
         """End the thread."""
@@ -98,10 +132,10 @@ class Server:
         self.settings = settings
         self.metrics = Metrics()
         self.worker = Worker(engine, max_queue=settings.max_queue, metrics=self.metrics)
-        self.encoder = Encoder(target)
         fingerprint = "fp_" + hashlib.sha256(target.fingerprint.encode()).hexdigest()[:12]
         self.model = Model(settings.model_name, fingerprint, TokenNames(target.tokenizer))
         self.max_length = min(engine.config.max_length, target.max_length)
+        self.encoder = Encoder(target, self.max_length)
         self.model_card = {
             "id": settings.model_name,
             "object": "model",

@@ -89,6 +89,24 @@ def test_bodies_that_are_too_large_or_no_json(strict: Live) -> None:
             assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_hopelessly_long_prompts_cost_next_to_nothing(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = live.server.encoder
+    target = encoder._target
+    sizes: list[int] = []
+    encode = target.tokenizer.__call__
+    monkeypatch.setattr(target, "encode", lambda text: [sizes.append(len(text)), encode(text)["input_ids"]][1])
+    monkeypatch.setattr(encoder, "_longest_token", 100)
+    length = live.server.max_length
+    with live.http() as http:
+        for prompt in ("ab " * 500_000, "ab " * 10 * length, " the" * 5 * length):
+            answer = http.post("/v1/completions", json={"model": MODEL, "prompt": prompt})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
+        crowd = [{"role": "user", "content": ""}] * (length + 1)
+        assert http.post(CHAT, json=BODY | {"messages": crowd}).json()["error"]["code"] == "context_length_exceeded"
+    assert sizes == [16 * length] * 2, "of the first, not even the beginning"
+
+
 def test_unknown_places_and_methods_answer_in_the_api_s_shape(strict: Live) -> None:
     with strict.http(headers=key()) as http:
         assert http.get("/v1/nothing").json()["error"]["type"] == "invalid_request_error"
