@@ -61,20 +61,17 @@ def answer(engine: Engine, asked: Sequence[Request]) -> list[Completion]:
 
 
 @lru_cache
-def oracle(target_seed: int, asked: tuple[Request, ...]) -> list[list[int]]:
-    """What autoregressive decoding answers, by a target of that seed."""
-    engine = Engine(tiny_target(target_seed), config=EngineConfig(method="autoregressive", max_rows=4))
+def oracle(target: Target, asked: tuple[Request, ...]) -> list[list[int]]:
+    """What autoregressive decoding answers; the same target and requests are asked once."""
+    engine = Engine(target, config=EngineConfig(method="autoregressive", max_rows=4))
     return [completion.token_ids for completion in answer(engine, asked)]
 
 
-def assert_lossless(engine: Engine, asked: tuple[Request, ...], target_seed: int = 0) -> float:
-    """The engine's answers are the oracle's, token for token; returns the engine's tokens per step.
-
-    The engine's target must be ``tiny_target(target_seed)``.
-    """
-    assert engine.target.name == f"tiny-{target_seed}"
-    found = answer(engine, asked)
-    for expected, completion in zip(oracle(target_seed, asked), found, strict=True):
+def assert_lossless(engine: Engine, asked: Sequence[tuple[Sequence[int], SamplingParams]]) -> float:
+    """The engine's answers are the oracle's, token for token; returns the engine's tokens per step."""
+    hashable = tuple((tuple(prompt), params) for prompt, params in asked)
+    found = answer(engine, hashable)
+    for expected, completion in zip(oracle(engine.target, hashable), found, strict=True):
         assert completion.token_ids == expected, completion.index
     return sum(len(c.token_ids) for c in found) / sum(c.num_target_forwards for c in found)
 

@@ -80,7 +80,7 @@ def test_any_tree_gives_the_oracles_tokens(
     rows: int, width: int, length: int, size: int | None, policy: TreePolicy
 ) -> None:
     engine = new_engine(max_rows=rows, beam_width=width, draft_length=length, tree_size=size, tree_policy=policy)
-    assert_lossless(engine, [(prompt, NO_EOS) for prompt in KNOWN[:3]] + requests(4, seed=rows))
+    assert_lossless(engine, [*((prompt, NO_EOS) for prompt in KNOWN[:3]), *requests(4, seed=rows)])
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_grid(rows: int, width: int, length: int, policy: TreePolicy) -> None:
             tree_policy=policy,
             prefill_chunk=1 + length,
         )
-        assert_lossless(engine, [(prompt, NO_EOS) for prompt in KNOWN[:8]] + requests(10, seed=rows))
+        assert_lossless(engine, [*((prompt, NO_EOS) for prompt in KNOWN[:8]), *requests(10, seed=rows)])
 
 
 @pytest.mark.parametrize(("cell", "context", "head"), [("gru", "last", "full"), ("rnn", "fused", "tied")])

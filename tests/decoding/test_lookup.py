@@ -111,4 +111,4 @@ def test_oracle(max_rows: int, tree_size: int, beam_width: int, lookup_length: i
 def test_repetitive_text_is_fast() -> None:
     """A target that loops is drafted nearly whole."""
     asked = (((1, 2, 3), SamplingParams(max_new_tokens=64, ignore_eos=True)),)
-    assert assert_lossless(Engine(tiny_target(3), config=EngineConfig(method="lookup")), asked, target_seed=3) > 1.5
+    assert assert_lossless(Engine(tiny_target(3), config=EngineConfig(method="lookup")), asked) > 1.5
