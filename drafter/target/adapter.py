@@ -23,6 +23,7 @@ from drafter.target.checks import (
     probe_logit_map,
     sliding_window_of,
 )
+from drafter.target.sharding import load_sharded
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -77,7 +78,10 @@ class Target:
         eos_token_ids: the tokens that end an answer.
         fingerprint: short sketch of the output matrix (see :func:`drafter.target.checks.fingerprint_of`).
         cache_shape: what one token's keys and values take.
+        is_sharded: other processes hold parts of the weights, and take part in every forward.
     """
+
+    is_sharded = False
 
     def __init__(
         self,
@@ -119,6 +123,7 @@ class Target:
         device: str = "auto",
         revision: str | None = None,
         trust_remote_code: bool = False,
+        num_shards: int = 1,
     ) -> "Target":
         """Load a target by alias, hub id, local folder or ``.gguf`` file.
 
@@ -128,6 +133,7 @@ class Target:
             device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``.
             revision: hub revision.
             trust_remote_code: run code that comes with the model; never done unless asked for.
+            num_shards: processes of a node that share the weights (:mod:`drafter.target.sharding`).
 
         Raises:
             ValueError: unknown name, dtype or device, unreadable files, or a model that cannot be a target.
@@ -137,7 +143,12 @@ class Target:
         place = resolve(name)
         shared: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         try:
-            model: Any = _load_model(place, torch_dtype, shared)
+            if num_shards > 1:
+                model: Any = load_sharded(
+                    lambda: _load_model(place, torch_dtype, shared), num_shards, torch_device, name
+                )
+            else:
+                model = _load_model(place, torch_dtype, shared)
             tokenizer = AutoTokenizer.from_pretrained(place, **shared) if _has_tokenizer(place) else None
         except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
             raise ValueError(f"--target {name!r} cannot be loaded: {_first_line(error)}") from error
@@ -146,7 +157,9 @@ class Target:
             if type(error).__name__ != "SafetensorError":
                 raise
             raise ValueError(f"--target {name!r}: a weight file is damaged ({_first_line(error)})") from error
-        return cls(model.to(torch_device), tokenizer, name=name, revision=revision)
+        target = cls(model.to(torch_device), tokenizer, name=name, revision=revision)
+        target.is_sharded = num_shards > 1
+        return target
 
     @classmethod
     def from_model(

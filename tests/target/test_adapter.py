@@ -252,6 +252,13 @@ def test_load_from_a_folder(name: str, kernel: str, tmp_path: Path) -> None:
     assert Target.load(str(tmp_path), dtype="bfloat16", device="cpu").dtype == torch.bfloat16
 
 
+def test_sharing_weights_needs_processes_to_share_them(tmp_path: Path) -> None:
+    tiny().model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="shared by 2 processes but 1 run: start that many on every node"):
+        Target.load(str(tmp_path), device="cpu", num_shards=2)
+    assert not Target.load(str(tmp_path), device="cpu").is_sharded
+
+
 def test_damaged_or_missing_weights_are_refused(tmp_path: Path) -> None:
     tiny().model.save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"

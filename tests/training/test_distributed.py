@@ -99,3 +99,7 @@ def test_run_goes_on_with_another_number_of_processes(
     run = "from-one" if before is ONE else "from-two"
     train(place, run, 3, before)
     assert_same(train(place, run, 6, after, "--ckpt_path", "last"), alone)
+
+
+def test_target_shared_by_two_processes_trains_the_same(place: Path, alone: dict[str, Any]) -> None:
+    assert_same(train(place, "shared", 6, TWO, "--model.shard_target", "true"), alone)
