@@ -61,6 +61,7 @@ class DrafterModule(LightningModule):
         target_dtype: str = "auto",
         revision: str | None = None,
         trust_remote_code: bool = False,
+        shard_target: bool = False,
         drafter: DrafterOptions = DrafterOptions(),  # noqa: B008 (frozen)
         objective: Objective = Objective(),  # noqa: B008 (frozen)
         optim: OptimOptions = OptimOptions(),  # noqa: B008 (frozen)
@@ -74,6 +75,7 @@ class DrafterModule(LightningModule):
             target_dtype: float32, bfloat16, float16, or auto (bfloat16 on CUDA, float32 on CPU).
             revision: of the target on the hub.
             trust_remote_code: run the target's own code.
+            shard_target: spread the target's layers over the devices of a node, when it fits no single one.
             drafter: shape of the drafter.
             objective: what is minimised.
             optim: optimizer and learning rate.
@@ -87,6 +89,7 @@ class DrafterModule(LightningModule):
                 "target": target,
                 "target_dtype": target_dtype,
                 "revision": revision,
+                "shard_target": shard_target,
                 "drafter": asdict(drafter),
                 "objective": asdict(objective),
                 "optim": asdict(optim),
@@ -99,7 +102,12 @@ class DrafterModule(LightningModule):
         self._rates = objective.rates(drafter.draft_length)
         self._depth_weight_K = torch.tensor(objective.weights(drafter.draft_length))
         self._load_target: Callable[[str], Target] = lambda device: Target.load(
-            target, dtype=target_dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
+            target,
+            dtype=target_dtype,
+            device=device,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            num_shards=self.trainer.num_devices if shard_target else 1,
         )
         self._compile = compile
         self._seed = seed
