@@ -25,7 +25,16 @@ _HOME_OF = {
     "Target": "drafter.target.adapter",
 }
 
-__all__ = [*_HOME_OF, "__version__"]
+__all__ = [
+    "Completion",
+    "DrafterConfig",
+    "Engine",
+    "EngineConfig",
+    "RecurrentDrafter",
+    "SamplingParams",
+    "Target",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

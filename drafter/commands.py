@@ -27,16 +27,23 @@ def load_target(
 
 
 def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
-    """An exported drafter on the target's device and in its number format, checked against the target (ValueError)."""
+    """A drafter on the target's device and in its number format, checked against the target (ValueError).
+
+    ``name`` is a drafter that comes with the package, an exported folder, or a hub id; a folder goes first.
+    """
     from safetensors import SafetensorError
     from torch.nn import Module
 
     from drafter.model.recurrent import RecurrentDrafter
+    from drafter.shipped import shipped_drafter, shipped_drafters
 
     folder = Path(name).expanduser()
+    if not folder.is_dir():
+        folder = shipped_drafter(name) or folder
     is_hub_id = name.count("/") == 1 and name[0] not in "./~"
     if not folder.is_dir() and not is_hub_id:
-        raise FileNotFoundError(f"--drafter {name}: there is no such folder")
+        known = ", ".join(shipped_drafters())
+        raise FileNotFoundError(f"--drafter {name}: there is no such folder, and no such drafter comes along ({known})")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(f"--drafter {name}: the folder holds no config.json; give one that `drafter export` made")
     place = str(folder) if folder.is_dir() else name

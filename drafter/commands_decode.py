@@ -18,6 +18,7 @@ from drafter.answer_files import (
     write_answer,
 )
 from drafter.decoding.params import EngineConfig, Method, SamplingParams, TreePolicy, Verification
+from drafter.shipped import shipped_drafter
 
 if TYPE_CHECKING:
     from drafter.decoding.engine import Completion, Engine
@@ -71,7 +72,8 @@ def decode(
 
     Args:
         target: alias, hub id, folder or .gguf file of the language model
-        drafter: folder of an exported drafter
+        drafter: folder of an exported drafter, or the name of one that comes with the package (default: the target's
+            own, where the package has it)
         draft_model: smaller model of the same tokenizer, for --method draft-model
         prompt: a prompt; may be repeated
         prompts: file of prompts (.jsonl, .json, .parquet) or hub data set
@@ -114,6 +116,8 @@ def decode(
         method=method, max_rows=batch_size, tree_policy=tree_policy, coupled=coupled, tau=tau, verify=verify,
         num_draft_tokens=gamma, compile=compile, **given,
     )  # fmt: skip
+    if drafter is None and method in _NEED_DRAFTER and shipped_drafter(target) is not None:
+        drafter = target  # the package brings this target's drafter along, by the same name
     _check_method(method, drafter, draft_model, compare)
     asked = read_prompts(prompt or [], prompts, raw=raw)
     if not asked and (compare or out is not None):

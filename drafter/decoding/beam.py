@@ -23,7 +23,9 @@ class BeamSearch:
     counts as 1 here, and has no noise. (ReDrafter, arXiv 2403.09919, section 3; noise: docs/sampling.md.)
     """
 
-    def __init__(self, drafter: RecurrentDrafter, target: Target, beam_width: int, draft_length: int, tau: float) -> None:
+    def __init__(
+        self, drafter: RecurrentDrafter, target: Target, beam_width: int, draft_length: int, tau: float
+    ) -> None:
         self.drafter = drafter.bind(target)
         self._embed = target.embed
         self._token_R = drafter.draft_token_ids_R

@@ -16,7 +16,8 @@ class Accepted(NamedTuple):
     """The accepted path of each row.
 
     Attributes:
-        path_BL: node index at depth 0 .. L; beyond the accepted depth the last accepted node is repeated, int64 [B, L+1].
+        path_BL: node index at depth 0 .. L; beyond the accepted depth the last accepted node is repeated,
+            int64 [B, L+1].
         num_accepted_B: depth of the last accepted node (the root not counted), int64 [B].
         bonus_B: the token after the path: the target's own, no node of the tree, int64 [B].
     """
