@@ -55,6 +55,7 @@ TORCH_FREE = (
     "decoding/params.py",
     "decoding/scheduler.py",
     "decoding/sequence.py",
+    "decoding/speculation.py",
     "decoding/text.py",
     "serving/protocol.py",
 )

@@ -39,7 +39,7 @@ STREAM_DRAFT = 1  # drafts sampled from q for the rejection rule
 STREAM_ACCEPT = 2  # the uniform number that is compared with p / q
 STREAM_RESIDUAL = 3  # the token drawn after a rejection, or after a chain accepted whole
 
-_TOP_P_SHORTLIST = 256  # tokens looked at before a CPU row is sorted whole
+_TOP_P_SHORTLISTS = (256, 4096)  # how many of the best tokens a CPU looks at before it sorts a row whole
 
 
 def _signed(word: int) -> int:
@@ -192,28 +192,33 @@ def _top_p_threshold(warped_BNV: Tensor, top_p_B: Tensor) -> Tensor:
     whether a token sits on the edge must not hang on the order of summation.
     """
     B, N, V = warped_BNV.shape
-    largest_BN1 = warped_BNV.amax(-1, keepdim=True)
-    total_BN1 = (warped_BNV - largest_BN1).exp_().sum(-1, keepdim=True, dtype=torch.float64)
-    mass_BN1 = top_p_B.double()[:, None, None] * total_BN1
-
-    def threshold(sorted_XK: Tensor, largest_X1: Tensor, mass_X1: Tensor) -> tuple[Tensor, Tensor]:
-        weight_XK = (sorted_XK - largest_X1).exp_().double()
-        above_XK = weight_XK.cumsum(-1) - weight_XK
-        num_kept_X1 = (above_XK < mass_X1).sum(-1, keepdim=True).clamp_(min=1)
-        return sorted_XK.gather(-1, num_kept_X1 - 1), num_kept_X1
-
-    if warped_BNV.device.type != "cpu" or torch.compiler.is_compiling() or V <= _TOP_P_SHORTLIST:
-        threshold_BN1, _ = threshold(warped_BNV.sort(-1, descending=True).values, largest_BN1, mass_BN1)
+    warped_XV = warped_BNV.flatten(0, 1)
+    largest_X1 = warped_XV.amax(-1, keepdim=True)
+    total_X1 = (warped_XV - largest_X1).exp_().sum(-1, keepdim=True, dtype=torch.float64)
+    top_p_X1 = top_p_B[:, None].expand(B, N).reshape(-1, 1)
+    mass_X1 = top_p_X1.double() * total_X1
+    if warped_XV.device.type != "cpu" or torch.compiler.is_compiling():
+        threshold_X1, _ = _nucleus_edge(warped_XV.sort(-1, descending=True).values, largest_X1, mass_X1)
     else:
-        # A CPU needs 3 ms to sort 49152 numbers. The nucleus nearly always ends within a short list of the best;
-        # only the nodes where it does not are sorted whole, with the same sums in the same order.
-        best_BNK = warped_BNV.topk(_TOP_P_SHORTLIST).values
-        threshold_BN1, num_kept_BN1 = threshold(best_BNK, largest_BN1, mass_BN1)
-        long_BN = (num_kept_BN1[:, :, 0] == _TOP_P_SHORTLIST) & (top_p_B < 1)[:, None]
-        if bool(long_BN.any()):
-            sorted_XV = warped_BNV[long_BN].sort(-1, descending=True).values
-            threshold_BN1[long_BN], _ = threshold(sorted_XV, largest_BN1[long_BN], mass_BN1[long_BN])
-    return threshold_BN1.squeeze(-1).where(top_p_B[:, None] < 1, -torch.inf)
+        # A CPU needs 3 ms to sort 49152 numbers. The nucleus nearly always ends within a short list of the best; nodes
+        # where it does not get a longer one, with the same sums in the same order.
+        threshold_X1 = torch.full_like(largest_X1, -torch.inf)
+        row_X = (top_p_X1[:, 0] < 1).nonzero()[:, 0]
+        for size in (*(size for size in _TOP_P_SHORTLISTS if size < V), V):
+            best_XK = warped_XV[row_X].topk(size).values
+            threshold_X1[row_X], num_kept_X1 = _nucleus_edge(best_XK, largest_X1[row_X], mass_X1[row_X])
+            row_X = row_X[num_kept_X1[:, 0] == size]
+            if row_X.numel() == 0:
+                break
+    return threshold_X1.where(top_p_X1 < 1, -torch.inf).view(B, N)
+
+
+def _nucleus_edge(sorted_XK: Tensor, largest_X1: Tensor, mass_X1: Tensor) -> tuple[Tensor, Tensor]:
+    """Descending [X, K] -> [X, 1]: the last value that has less than `mass` above it; and its rank, counted from 1."""
+    weight_XK = (sorted_XK - largest_X1).exp_().double()
+    above_XK = weight_XK.cumsum(-1) - weight_XK
+    rank_X1 = (above_XK < mass_X1).sum(-1, keepdim=True).clamp_(min=1)
+    return sorted_XK.gather(-1, rank_X1 - 1), rank_X1
 
 
 def warped_log_probs(logits_BNV: Tensor, warp: Warp) -> Tensor:

@@ -85,12 +85,15 @@ def test_warp_and_pick_equal_the_loop_twins(num_tokens):
 
 @pytest.mark.parametrize("scale", [0.01, 2.0, 8.0])
 @pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.99])
-def test_short_list_equals_the_whole_sort(monkeypatch, scale, top_p):
+def test_short_lists_equal_the_whole_sort(monkeypatch, scale, top_p):
     """Nearly flat logits need the whole sort, peaked ones do not; which one ran cannot be seen in the result."""
     logits_BNV = random_logits(3, 4, 3000, seed=1, scale=scale)
     warp = make_warp([Params(top_p=top_p), Params(), Params(top_k=300, top_p=top_p)])
     short = warp_logits(logits_BNV, warp)
-    monkeypatch.setattr(sampling, "_TOP_P_SHORTLIST", 3000)
+    for sizes in [(), (1, 2), (1500,), (2999, 3000)]:
+        monkeypatch.setattr(sampling, "_TOP_P_SHORTLISTS", sizes)
+        assert torch.equal(short, warp_logits(logits_BNV, warp)), sizes
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # what accelerators do
     assert torch.equal(short, warp_logits(logits_BNV, warp))
     assert torch.equal(short[1], logits_BNV[1])
 
