@@ -42,7 +42,7 @@ def test_reduced_quickstart(
     assert main(["train", "--config", "quick.yaml", "--ckpt_path", "last"]) == 0
     assert main(["export", "run/checkpoints/last.ckpt", "--out", "drafter"]) == 0
     names = {path.name for path in (tmp_path / "drafter").iterdir()}
-    assert names == {"config.json", "model.safetensors", "run.json", "README.md"}
+    assert names == {"config.json", "model.safetensors", "run.json", "README.md", "custom_generate"}
 
     decode = ["decode", "--target", TARGET, "--prompts", str(PROMPTS), "--max-new-tokens", "24"]
     drafted, batched = ["--drafter", "drafter"], ["--drafter", "drafter", "--batch-size", "4", "--tree-size", "12"]

@@ -2,6 +2,7 @@
 
 from drafter.decoding.beam import BeamProposer, BeamSearch
 from drafter.decoding.candidates import Proposer, RootOnly
+from drafter.decoding.hybrid import BeamSource, HybridProposer, Source
 from drafter.decoding.lookup import LookupSource, PromptLookupProposer
 from drafter.decoding.params import EngineConfig
 from drafter.decoding.recycling import MAX_DEPTH, NUM_FOLLOWERS, FollowerTable, RecyclingProposer, RecyclingSource
@@ -37,6 +38,8 @@ def make_proposer(
         return PromptLookupProposer(_lookup(config, target), config.num_nodes)
     if config.method == "recycling":
         return RecyclingProposer(_recycling(config, target), config.num_nodes)
+    if config.method == "hybrid":
+        return _hybrid(config, target, drafter)
     if config.method == "draft-model":
         if draft_model is None:
             raise ValueError("--method draft-model needs a draft model: give --draft-model NAME")
@@ -48,7 +51,7 @@ def make_proposer(
             coupled=config.coupled,
             prefill_chunk=config.prefill_chunk,
         )
-    raise ValueError(f"--method {config.method} is not available")
+    raise AssertionError(config.method)
 
 
 def context_layers_of(config: EngineConfig, drafter: RecurrentDrafter | None) -> tuple[int, ...]:
@@ -73,3 +76,11 @@ def _recycling(config: EngineConfig, target: Target) -> RecyclingSource:
     # What is likely depends on the stored logits too, so more is drafted than is kept.
     num_drafted = _SPARE_DRAFTS * config.num_nodes
     return RecyclingSource(table, num_drafted, min(MAX_DEPTH, config.num_nodes - 1), coupled=config.coupled)
+
+
+def _hybrid(config: EngineConfig, target: Target, drafter: RecurrentDrafter | None) -> HybridProposer:
+    """The recurrent drafter's beam if there is a drafter, lookup, and recycling."""
+    sources: list[Source] = [_lookup(config, target), _recycling(config, target)]
+    if drafter is not None:
+        sources.insert(0, BeamSource(_beam_search(config, target, drafter), coupled=config.coupled))
+    return HybridProposer(sources, config.num_nodes, target.device)

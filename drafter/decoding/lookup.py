@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafter.decoding.candidates import Candidates, RowState, StatelessRows
+from drafter.decoding.candidates import Candidates, RowState, StatelessRows, StepOutcome
 from drafter.decoding.merge import NodeList, merge_equal
 
 # Odds that a match of 1, 2, ..., 8 or more tokens goes on like the text, when no other match speaks for or against it.
@@ -84,22 +84,29 @@ class LookupSource:
         self.length = length
         self.max_ngram = max_ngram
         # Index n - 1 for a match of n tokens; the last entry goes for all longer ones.
+        self.level_sizes = (num_matches,) * length
         self._odds_X = torch.tensor(_ODDS, device=device)
 
-    def draft(self, rows: RowState) -> NodeList:
-        """All continuations, level by level, equal nodes not merged: place l * M + m is token l of match m."""
+    def draft(self, rows: RowState, noise_BLV: Tensor | None = None) -> NodeList:
+        """All continuations, level by level: place l * M + m is token l of match m, or nothing where an earlier match
+        proposes the same so far. (What matched is not a question of noise.)
+        """
         history_BS = rows.history_BS[:, : rows.num_visible]
         match_BM, size_BM = find_matches(history_BS, rows.length_B, self.max_ngram, self.num_matches)
         token_BML = follow_matches(history_BS, rows.length_B, match_BM, self.length)
         score_BLM = self._score(token_BML, size_BM)
         num_rows, num_matches = match_BM.shape
         parent_M = torch.arange(-num_matches, num_matches * (self.length - 1), device=match_BM.device)
-        return NodeList(
+        nodes = NodeList(
             token_BM=token_BML.transpose(1, 2).flatten(1),
             parent_BM=parent_M.clamp_min(-1).expand(num_rows, -1),
             score_BM=score_BLM.flatten(1),
-            level_sizes=(num_matches,) * self.length,
+            level_sizes=self.level_sizes,
         )
+        return merge_equal(nodes)
+
+    def observe(self, rows: RowState, outcome: StepOutcome) -> None:
+        """Nothing is learnt."""
 
     def _score(self, token_BML: Tensor, size_BM: Tensor) -> Tensor:
         """Cumulative log-probability of token l of every match, [B, L, M]."""
@@ -138,4 +145,4 @@ class PromptLookupProposer(StatelessRows):
 
     def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
         """Look up every row (see :class:`drafter.decoding.candidates.Proposer`)."""
-        return merge_equal(self._source.draft(rows)).pack(rows.root_B, self.num_nodes)
+        return self._source.draft(rows).pack(rows.root_B, self.num_nodes)

@@ -104,3 +104,11 @@ def merge_equal(nodes: NodeList) -> NodeList:
         scores.append(torch.where(is_first_BX, best_BX, -torch.inf))
         start += size
     return nodes._replace(parent_BM=torch.cat(parents, 1), score_BM=torch.cat(scores, 1))
+
+
+def conditional(nodes: NodeList) -> Tensor:
+    """Probability of every node given its parent, 0 for places without a node, [B, M]."""
+    is_node_BM = nodes.score_BM > -torch.inf
+    above_BM = nodes.score_BM.gather(1, nodes.parent_BM.clamp_min(0))
+    above_BM[:, : nodes.level_sizes[0]] = 0.0  # children of the root
+    return torch.where(is_node_BM, nodes.score_BM - above_BM, -torch.inf).exp()

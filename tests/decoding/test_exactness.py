@@ -41,6 +41,7 @@ METHODS = {
     "redrafter uncoupled": replace(TREE, coupled=False),
     "redrafter tau": replace(TREE, tau=2.0),
     "lookup": replace(TREE, method="lookup"),
+    "hybrid": replace(TREE, method="hybrid"),
     "recycling": replace(TREE, method="recycling"),
     "draft-model": replace(TREE, method="draft-model", num_draft_tokens=3),
     "draft-model uncoupled": replace(TREE, method="draft-model", num_draft_tokens=3, coupled=False),
