@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -200,5 +201,9 @@ def test_weights_and_biases_writes_a_run_without_network_or_account(place: Path,
     wandb.finish()
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
     (log,) = run.glob("*.wandb")
-    content = log.read_bytes()
-    assert all(name in content for name in (b"train/loss", b"val/loss", b"train/top1_d1"))
+    # The service that writes the file is a process of its own and may lag behind.
+    names = (b"train/loss", b"val/loss", b"train/top1_d1")
+    deadline = time.monotonic() + 30
+    while not all(name in log.read_bytes() for name in names) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert all(name in log.read_bytes() for name in names)
