@@ -143,6 +143,17 @@ class DrafterModule(LightningModule):
         self._features = torch.compile(self.drafter.features, dynamic=True) if self._compile else self.drafter.features
         if self.trainer.is_global_zero:
             self.print("\n".join([*built.notes, *describe(self.drafter)]))
+        self._cache_states(data)
+
+    def _cache_states(self, data: Any) -> None:
+        """Fill the data module's cache of hidden states, if it has one: the first process does, the others read."""
+        if not hasattr(data, "cache_states"):
+            return
+        layers = tuple(self.drafter.config.context_layers)
+        for is_turn in (self.trainer.is_global_zero, not self.trainer.is_global_zero):
+            if is_turn:
+                data.cache_states(self.teacher.target, draft_length=len(self._rates), context_layers=layers)
+            self.trainer.strategy.barrier()
 
     def configure_optimizers(self) -> Any:
         """AdamW with weight decay on matrices only; the schedule runs over the steps of this run."""
@@ -243,7 +254,7 @@ class DrafterModule(LightningModule):
         trainer: Any = self.trainer
         is_logged = (trainer.global_step + 1) % trainer.log_every_n_steps == 0
         result = self.run_batch(batch, rates=self._rates, with_ranks=is_logged)
-        complaint = self._watch.complaint(float(result.loss))
+        complaint = self._watch.complaint(result.loss.item())
         if complaint is not None:
             self._stop_diverged(complaint)
         self.num_positions += result.pairs.num_starts[0] * trainer.world_size

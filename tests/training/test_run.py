@@ -14,6 +14,7 @@ from drafter.target.adapter import Target
 from drafter.training.checkpoint import export_checkpoint, load_drafter, read_checkpoint
 from drafter.training.lit import DrafterModule
 from drafter.training.run import main_train
+from drafter.training.teacher import Teacher
 from tests.data.tiny import chat, tiny_target, write_jsonl
 
 NUM_STEPS = 8
@@ -131,6 +132,23 @@ def test_mistakes_are_one_line(more: list[str], fragments: list[str], place: Pat
     assert main(["train", *words(place, tmp_path / "run", *more)]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("drafter: error:")]
     assert len(lines) == 1 and all(fragment in lines[0] for fragment in fragments), lines
+
+
+@pytest.mark.filterwarnings("error:Converting a tensor with requires_grad")
+def test_cached_hidden_states_train_the_same_drafter(place: Path, trained: Path, tmp_path, monkeypatch) -> None:
+    """The first run fills the cache and trains from it; the target is not asked again, and cropping changes nothing."""
+    more = ["--data.cache_hidden_states", str(tmp_path / "states"), "--model.target_dtype", "bfloat16"]
+    assert main_train(words(place, tmp_path / "first", *more)) == 0
+
+    def never(*_: object) -> None:
+        raise AssertionError("the target was run although its states are cached")
+
+    monkeypatch.setattr(Teacher, "forward", never)
+    assert main_train(words(place, tmp_path / "second", *more)) == 0
+    first, second = (load_drafter(tmp_path / run / "checkpoints" / "last.ckpt") for run in ("first", "second"))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+    )
 
 
 def test_last_without_a_checkpoint_starts_from_the_beginning(place: Path, tmp_path, capsys) -> None:
