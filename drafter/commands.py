@@ -14,16 +14,27 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def load_target(
-    name: str, *, dtype: str, device: str, revision: str | None = None, trust_remote_code: bool = False
+    name: str,
+    *,
+    dtype: str,
+    device: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    pack: bool = True,
 ) -> "Target":
-    """The target of a command, without the bars and notices of the library that reads it."""
+    """The target of a command, without the bars and notices of the library that reads it.
+
+    ``pack``: for decoding on a CPU without compilation, which packs by itself (see :meth:`Target.load`).
+    """
     from transformers.utils import logging
 
     from drafter.target.adapter import Target
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    return Target.load(name, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code)
+    return Target.load(
+        name, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code, pack=pack
+    )
 
 
 def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
@@ -54,6 +65,8 @@ def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
         raise ValueError(f"--drafter {name} cannot be read: {reason}") from error
     module: Module = drafter  # whose `to` has its signature; transformers hides it behind a decorator
     module.to(target.device, target.dtype)
+    if target.is_packed:
+        drafter.pack()
     return drafter.eval().bind(target)
 
 

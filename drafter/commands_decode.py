@@ -127,7 +127,7 @@ def decode(
 
     from drafter.commands import load_drafter, load_target
 
-    how = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+    how = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code, "pack": not compile}
     model = load_target(target, revision=revision, **how)  # type: ignore[arg-type]
     head = load_drafter(drafter, model) if drafter is not None and method in _NEED_DRAFTER else None
     small = load_target(draft_model, **how) if draft_model and method == "draft-model" else None  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ class Arena(NamedTuple):
         draft_model: for methods that need one.
         speculation: file for tuned methods; None is the one beside the drafter.
         compile: compile our own engine's step.
+        peer_target: what transformers' own methods run on; None: ``target``.
     """
 
     target: Target
@@ -36,6 +37,7 @@ class Arena(NamedTuple):
     draft_model: Target | None = None
     speculation: str | None = None
     compile: bool = False
+    peer_target: Target | None = None
 
     def contestant(self, spec: MethodSpec, batch_size: int) -> Contestant:
         """One method, ready to answer ``batch_size`` prompts at a time.
@@ -47,7 +49,7 @@ class Arena(NamedTuple):
             from drafter.bench.peers import GenerateContestant
 
             return GenerateContestant(
-                self.target, spec, batch_size, self.draft_model if spec.needs_draft_model else None
+                self.peer_target or self.target, spec, batch_size, self.draft_model if spec.needs_draft_model else None
             )
         drafter = self.drafter if spec.needs_drafter else None
         engine = Engine(self.target, drafter, self.engine_config(spec, batch_size), draft_model=self.draft_model)

@@ -287,7 +287,9 @@ def tune(
         raise ValueError(f"--drafter {drafter} is no folder: say with --out where the file goes")
     check_writable(place)
     workload = read_prompt_set(prompts).take(num_prompts)
-    bench_settings = BenchSettings(target, (prompts,), drafter, methods=("redrafter",), dtype=dtype, device=device)
+    bench_settings = BenchSettings(
+        target, (prompts,), drafter, methods=("redrafter",), dtype=dtype, device=device, compile=compile
+    )
     _tune_and_write(_with_drafter(_arena(bench_settings), bench_settings), workload, settings, place)
 
 
@@ -348,12 +350,21 @@ def _arena(settings: BenchSettings) -> "Arena":
     from drafter.bench.arena import Arena
     from drafter.commands import load_target
 
-    target = load_target(settings.target, dtype=settings.dtype, device=settings.device)
-    draft_model = None
+    how = {"dtype": settings.dtype, "device": settings.device}
+    target = load_target(settings.target, pack=not settings.compile, **how)
+    peer_target, draft_model = None, None
+    if target.is_packed and any(spec.is_peer for spec in settings.specs):
+        peer_target = load_target(settings.target, pack=False, **how)  # peers run on the model as transformers loads it
     if any(spec.needs_draft_model for spec in settings.specs):
         assert settings.draft_model is not None
-        draft_model = load_target(settings.draft_model, dtype=settings.dtype, device=settings.device)
-    return Arena(target, draft_model=draft_model, speculation=settings.speculation, compile=settings.compile)
+        draft_model = load_target(settings.draft_model, pack=False, **how)
+    return Arena(
+        target,
+        draft_model=draft_model,
+        speculation=settings.speculation,
+        compile=settings.compile,
+        peer_target=peer_target,
+    )
 
 
 def _with_drafter(arena: "Arena", settings: BenchSettings) -> "Arena":

@@ -53,7 +53,7 @@ def weight_bytes(target: Target) -> int:
     """
     output = target.output_weight_VD.data_ptr()
     embedding = target.embedding_weight_VD.data_ptr()
-    total = sum(p.numel() * p.element_size() for p in target.model.parameters())
+    total = target.num_parameters * target.dtype.itemsize
     unread = 0 if embedding == output else target.embedding_weight_VD.numel() * target.dtype.itemsize
     return total - unread
 

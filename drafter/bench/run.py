@@ -243,7 +243,7 @@ def _describe_target(arena: Arena) -> dict[str, Any]:
     return {
         "name": target.name,
         "dtype": dtype_name(target.dtype),
-        "num_parameters": sum(parameter.numel() for parameter in target.model.parameters()),
+        "num_parameters": target.num_parameters,
         "fingerprint": target.fingerprint,
     }
 

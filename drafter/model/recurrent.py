@@ -8,7 +8,8 @@ the target), the drafter feeds itself the target's own input embeddings e:
 h stays the same over the steps. Source: Recurrent Drafter, arXiv 2403.09919.
 
 Shapes: X any leading dimensions (rows, beams, text positions) · L steps · C context size · D hidden size · E = 2D ·
-V target vocabulary · R draft vocabulary.
+Z size of the state (D for each layer of the cell) · F feature size of the head · V target vocabulary · R draft
+vocabulary.
 """
 
 import math
@@ -23,6 +24,7 @@ from transformers import initialization as init
 
 from drafter.model.cell import CELLS, GruCell, RnnCell
 from drafter.model.config import DrafterConfig, same_fingerprint
+from drafter.packed import PackedMatrix, pack_linears
 
 
 class TargetLike(Protocol):
@@ -76,10 +78,16 @@ class RecurrentDrafter(PreTrainedModel):
         self.fuse_context = nn.Linear(config.context_size, size, bias=False) if config.context == "fused" else None
         self.cell = CELLS[config.cell](size, config.embedding_scale)
         self.blocks = nn.ModuleList(ResBlock(2 * size, config.block_rank) for _ in range(config.num_res_blocks))
-        self.head = nn.Linear(2 * size, config.num_outputs if config.head == "full" else size, bias=False)
+        widths = {"full": config.num_outputs, "tied": size, "low-rank": config.head_rank}
+        self.head = nn.Linear(2 * size, widths[config.head] or size, bias=False)
+        # The second factor of a low-rank head: the rows that its narrow features are multiplied with.
+        is_low_rank = config.head == "low-rank"
+        self.rows = nn.Linear(self.head.out_features, config.num_outputs, bias=False) if is_low_rank else None
         self.register_buffer("draft_token_ids_R", torch.arange(config.num_outputs))
         self.draft_token_ids_R: Tensor
         self.output_rows_RD: Tensor | None = None
+        self._packed_rows: PackedMatrix | None = None
+        self._is_packed = False
         self.post_init()
 
     @torch.no_grad()
@@ -100,6 +108,9 @@ class RecurrentDrafter(PreTrainedModel):
                 init.normal_(module.down.weight, std=1 / math.sqrt(module.down.in_features))
         elif isinstance(module, RecurrentDrafter):
             init.normal_(module.head.weight, std=0.1 / math.sqrt(module.head.in_features))
+            if module.rows is not None:
+                init.normal_(module.head.weight, std=1 / math.sqrt(module.head.in_features))
+                init.normal_(module.rows.weight, std=0.1 / math.sqrt(module.rows.in_features))
             init.copy_(module.draft_token_ids_R, torch.arange(module.config.num_outputs))
             if module.fuse_context is not None:
                 # Starts as the mean of the layers it fuses: a vector much like a hidden state.
@@ -152,6 +163,17 @@ class RecurrentDrafter(PreTrainedModel):
                 else weight_VD[self.draft_token_ids_R.to(weight_VD.device)]
             )
             self.output_rows_RD = rows_RD.detach().to(self.device, self.dtype).contiguous()
+            self._packed_rows = PackedMatrix(self.output_rows_RD) if self._is_packed else None
+        return self
+
+    def pack(self) -> Self:
+        """Put the weights in the order of the CPU's kernels (:mod:`drafter.packed`), for decoding only; the plain ones
+        stay as well. Call it where ``can_pack`` holds, before or after :meth:`bind`.
+        """
+        self._is_packed = True
+        pack_linears(self, keep=True)
+        if self.output_rows_RD is not None:
+            self._packed_rows = PackedMatrix(self.output_rows_RD)
         return self
 
     def set_scales(self, hidden_scale: float, embedding_scale: float) -> Self:
@@ -173,16 +195,16 @@ class RecurrentDrafter(PreTrainedModel):
         return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else self.dtype
 
     def init_state(self, context_XC: Tensor) -> Tensor:
-        """State before the root: zeros [..., D] for contexts [..., C]."""
-        shape = (*context_XC.shape[:-1], self.config.hidden_size)
+        """State before the root: zeros [..., Z] for contexts [..., C]."""
+        shape = (*context_XC.shape[:-1], self.config.hidden_size * self.cell.num_layers)
         return context_XC.new_zeros(shape, dtype=self.compute_dtype)
 
     def step(self, context_XC: Tensor, state_XD: Tensor, embedding_XD: Tensor) -> Tensor:
-        """Feed one token: contexts [..., C], states [..., D], input embeddings [..., D] -> next states [..., D]."""
+        """Feed one token: contexts [..., C], states [..., Z], input embeddings [..., D] -> next states [..., Z]."""
         return self.cell(embedding_XD.to(state_XD.dtype), state_XD)
 
     def unroll(self, context_XC: Tensor, embedding_XLD: Tensor) -> Tensor:
-        """Feed L known tokens (training): contexts [..., C], embeddings [..., L, D] -> states [..., L, D]."""
+        """Feed L known tokens (training): contexts [..., C], embeddings [..., L, D] -> states [..., L, Z]."""
         state_XD = self.init_state(context_XC)
         states = []
         for embedding_XD in embedding_XLD.unbind(dim=-2):
@@ -196,30 +218,40 @@ class RecurrentDrafter(PreTrainedModel):
         return context_XC if self.fuse_context is None else self.fuse_context(context_XC)
 
     def features(self, hidden_XD: Tensor, state_XD: Tensor) -> Tensor:
-        """What the output rows are multiplied with: fused contexts [..., D], states [..., D] -> [..., D or 2D].
+        """What the output rows are multiplied with: fused contexts [..., D], states [..., Z] -> [..., F].
 
-        D for a tied head (after the projection), 2D for a full head, whose own rows are ``head.weight``.
+        F is D for a tied head (after the projection), the rank for a low-rank one, 2D for a full one, whose own rows
+        are ``head.weight``.
         """
+        if self.cell.num_layers > 1:
+            state_XD = state_XD[..., -self.config.hidden_size :]
         x_XE = torch.cat([hidden_XD.expand(state_XD.shape), state_XD.to(hidden_XD.dtype)], dim=-1)
         for block in self.blocks:
             x_XE = block(x_XE, self._scaled(x_XE))
         scaled_XE = self._scaled(x_XE)
-        return self.head(scaled_XE) if self.config.head == "tied" else scaled_XE
+        return scaled_XE if self.config.head == "full" else self.head(scaled_XE)
 
     def output_rows(self) -> Tensor:
-        """Output matrix over the draft vocabulary: the target's rows [R, D] (tied), or the drafter's own [R, 2D]."""
+        """Output matrix over the draft vocabulary [R, F]: the target's rows (tied), or the drafter's own."""
+        if self.rows is not None:
+            return self.rows.weight
         if self.config.head == "full":
             return self.head.weight
         assert self.output_rows_RD is not None, "a tied head needs bind(target) before it can give logits"
         return self.output_rows_RD
 
     def logits(self, context_XC: Tensor, state_XD: Tensor) -> Tensor:
-        """Logits over the draft vocabulary [..., R] for contexts [..., C] and states [..., D].
+        """Logits over the draft vocabulary [..., R] for contexts [..., C] and states [..., Z].
 
         Index r stands for target token ``draft_token_ids_R[r]``. Leading dimensions broadcast: context [B, 1, C] with
-        state [B, W, D] is fine.
+        state [B, W, Z] is fine.
         """
-        return F.linear(self.features(self.fuse(context_XC), state_XD), self.output_rows())
+        feature_X = self.features(self.fuse(context_XC), state_XD)
+        if self.config.head == "full":
+            return self.head(feature_X)
+        if self._packed_rows is not None:
+            return self._packed_rows.linear(feature_X)
+        return F.linear(feature_X, self.output_rows())
 
     def forward(self, context_XC: Tensor, embedding_XLD: Tensor) -> Tensor:
         """Logits [..., L, R] after each of L known tokens with embeddings [..., L, D]."""

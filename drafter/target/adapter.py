@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from drafter.packed import can_pack, count_parameters, pack_linears
 from drafter.target.cache import CacheShape, SlotCache
 from drafter.target.catalog import resolve
 from drafter.target.checks import (
@@ -79,9 +80,12 @@ class Target:
         fingerprint: short sketch of the output matrix (see :func:`drafter.target.checks.fingerprint_of`).
         cache_shape: what one token's keys and values take.
         is_sharded: other processes hold parts of the weights, and take part in every forward.
+        is_packed: the linear layers are packed for this CPU's kernels.
+        num_parameters: of the model, each shared one once.
     """
 
     is_sharded = False
+    is_packed = False
 
     def __init__(
         self,
@@ -106,6 +110,7 @@ class Target:
         self.embedding_weight_VD: Tensor = embedding.weight.detach()
         self.vocab_size, self.hidden_size = self.output_weight_VD.shape
         self.num_layers = int(config.num_hidden_layers)
+        self.num_parameters = count_parameters(model)
         self.max_length = int(getattr(config, "max_position_embeddings", 0) or 0) or 2**31 - 1
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
         self.fingerprint = fingerprint_of(self.output_weight_VD)
@@ -124,6 +129,7 @@ class Target:
         revision: str | None = None,
         trust_remote_code: bool = False,
         num_shards: int = 1,
+        pack: bool = True,
     ) -> "Target":
         """Load a target by alias, hub id, local folder or ``.gguf`` file.
 
@@ -134,6 +140,8 @@ class Target:
             revision: hub revision.
             trust_remote_code: run code that comes with the model; never done unless asked for.
             num_shards: processes of a node that share the weights (:mod:`drafter.target.sharding`).
+            pack: on a CPU, put the weights in the order of its matrix kernels (:mod:`drafter.packed`): faster for
+                decoding, but they cannot be read or trained any more. Without effect where there are no such kernels.
 
         Raises:
             ValueError: unknown name, dtype or device, unreadable files, or a model that cannot be a target.
@@ -157,7 +165,12 @@ class Target:
             if type(error).__name__ != "SafetensorError":
                 raise
             raise ValueError(f"--target {name!r}: a weight file is damaged ({_first_line(error)})") from error
-        target = cls(model.to(torch_device), tokenizer, name=name, revision=revision)
+        model = model.to(torch_device)
+        is_packed = pack and num_shards == 1 and can_pack(torch_device, model.dtype)
+        if is_packed:
+            pack_linears(model, keep=(model.get_output_embeddings(),))
+        target = cls(model, tokenizer, name=name, revision=revision)
+        target.is_packed = is_packed
         target.is_sharded = num_shards > 1
         return target
 

@@ -108,6 +108,7 @@ class DrafterModule(LightningModule):
             revision=revision,
             trust_remote_code=trust_remote_code,
             num_shards=self.trainer.num_devices if shard_target else 1,
+            pack=False,
         )
         self._compile = compile
         self._seed = seed
@@ -206,17 +207,17 @@ class DrafterModule(LightningModule):
         position_M, teacher_P = pairs.teacher_P.unique(return_inverse=True)
         hidden_MD = hidden_SD[position_M]
         ranked_P = self._draft_index_V[self.teacher.picks(hidden_MD)][teacher_P] if with_ranks else None
-        is_full = self.drafter.config.head == "full"
+        is_tied = self.drafter.config.head == "tied"
         targets = PairTargets(pairs.label_P, weight_P, teacher_P, hidden_MD, self.teacher.logits, ranked_P)
         output = chunked_loss(
             feature_PF,
-            self.drafter.head.weight if is_full else self.teacher.rows_RD,
+            self.teacher.rows_RD if is_tied else self.drafter.output_rows(),
             targets,
             self.objective.mix,
             memory_mib=self.objective.memory_mib,
         )
         loss = output.loss
-        if self.objective.feature and not is_full:
+        if self.objective.feature and is_tied:
             # In the units of rms 1, so that its weight means the same for every target.
             scale = self.drafter.config.hidden_scale
             gap_PD = F.smooth_l1_loss(feature_PF * scale, hidden_MD[teacher_P] * scale, reduction="none")
