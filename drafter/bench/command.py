@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -350,14 +351,14 @@ def _arena(settings: BenchSettings) -> "Arena":
     from drafter.bench.arena import Arena
     from drafter.commands import load_target
 
-    how = {"dtype": settings.dtype, "device": settings.device}
-    target = load_target(settings.target, pack=not settings.compile, **how)
+    load = partial(load_target, dtype=settings.dtype, device=settings.device)
+    target = load(settings.target, pack=not settings.compile)
     peer_target, draft_model = None, None
     if target.is_packed and any(spec.is_peer for spec in settings.specs):
-        peer_target = load_target(settings.target, pack=False, **how)  # peers run on the model as transformers loads it
+        peer_target = load(settings.target, pack=False)  # peers run on the model as transformers loads it
     if any(spec.needs_draft_model for spec in settings.specs):
         assert settings.draft_model is not None
-        draft_model = load_target(settings.draft_model, pack=False, **how)
+        draft_model = load(settings.draft_model, pack=False)
     return Arena(
         target,
         draft_model=draft_model,
