@@ -113,7 +113,9 @@ def build_states(
     """Fill ``folder`` with the states of all rows, unless it holds them already; a reader of it, whose rows
     :func:`crop_to_answers` has cut.
 
-    The size is printed before anything is written. Two processes at once: the second waits and finds it done.
+    The size is printed before anything is written. Two processes at once: the second waits and finds it done. A cache
+    that holds more than is asked for (further layers, when the final hidden states alone are wanted; a larger margin)
+    serves as it is, so that drafters of different shapes can be compared on one cache.
 
     Raises:
         OSError: the disk has no room for the cache.
@@ -124,20 +126,23 @@ def build_states(
     folder = Path(folder).expanduser()
     crop = crop_to_answers(store, margin)
     spec = describe_cache(store, crop, target, context_layers)
-    shards = _plan_shards(crop.store, spec)
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):
+        if (richer := _richer(folder, spec)) is not None:
+            crop = crop_to_answers(store, richer["margin"])
+            spec = describe_cache(store, crop, target, richer["context_layers"])
+        shards = _plan_shards(crop.store, spec)
         _check_spec(folder, spec)
         missing = [number for number in range(len(shards)) if not _shard_path(folder, number).is_file()]
         if not missing:
-            return HiddenStates(folder, crop, spec)
+            return HiddenStates(folder, crop, spec, with_context=bool(context_layers))
         _check_room(folder, spec, sum(len(shards[number]) for number in missing) / max(1, len(store)))
         _write_json(folder / "cache.json", {**asdict(spec), "num_shards": len(shards)})
         with _progress_bar(sum(int(store.length_R[list(shards[n])].sum()) for n in missing), progress) as bar:
             for number in missing:
                 tensors = _compute(store, crop, shards[number], target, spec, batch_tokens, bar)
                 _write_shard(_shard_path(folder, number), tensors)
-    return HiddenStates(folder, crop, spec)
+    return HiddenStates(folder, crop, spec, with_context=bool(context_layers))
 
 
 class HiddenStates:
@@ -150,8 +155,9 @@ class HiddenStates:
         ValueError: the folder holds no whole cache of this target and these rows.
     """
 
-    def __init__(self, folder: str | Path, crop: Crop, spec: StateSpec) -> None:
+    def __init__(self, folder: str | Path, crop: Crop, spec: StateSpec, *, with_context: bool = True) -> None:
         self._folder = Path(folder).expanduser()
+        self._with_context = with_context and spec.context_size > 0
         self.store = crop.store
         self._dtype = getattr(torch, spec.dtype)
         _check_spec(self._folder, spec)
@@ -177,8 +183,7 @@ class HiddenStates:
                 "delete the folder"
             )
         hidden_TD = file.get_slice("hidden_ND")[span].to(self._dtype)
-        has_context = "context_NC" in file.keys()  # noqa: SIM118 - the file has no __contains__
-        return States(hidden_TD, file.get_slice("context_NC")[span].to(self._dtype) if has_context else None)
+        return States(hidden_TD, file.get_slice("context_NC")[span].to(self._dtype) if self._with_context else None)
 
     def close(self) -> None:
         """Give the files back."""
@@ -254,6 +259,17 @@ def _check_spec(folder: Path, spec: StateSpec) -> None:
     for name, value in wanted.items():
         if found.get(name) != value:
             raise ValueError(f"{folder} was made with {name} {found.get(name)}, now it is {value}: name another folder")
+
+
+def _richer(folder: Path, spec: StateSpec) -> dict[str, Any] | None:
+    """What the folder's cache was made with, if that is more than ``spec`` asks for."""
+    try:
+        found = json.loads((folder / "cache.json").read_text(encoding="utf-8"))
+        margin, layers = int(found["margin"]), tuple(found["context_layers"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # none there, or damaged: _check_spec says so
+    is_richer = margin >= spec.margin and (layers == spec.context_layers or not spec.context_layers)
+    return found if is_richer else None
 
 
 def _check_room(folder: Path, spec: StateSpec, share: float) -> None:

@@ -5,9 +5,9 @@ from typing import Any, Literal, get_args
 
 from transformers import PreTrainedConfig
 
-Cell = Literal["rnn", "gru"]
+Cell = Literal["rnn", "gru", "rnn2"]
 Context = Literal["last", "fused"]
-Head = Literal["full", "tied"]
+Head = Literal["full", "tied", "low-rank"]
 
 # Keys that transformers itself writes into or passes through a config; any other unknown key is a mistake.
 _LIBRARY_KEYS = {
@@ -30,12 +30,14 @@ class DrafterConfig(PreTrainedConfig):
     Attributes:
         vocab_size: V, rows of the target's output matrix.
         hidden_size: D, the target's hidden size, and the size of the recurrent state.
-        cell: ``rnn``: s' = SiLU(W e + U s + b), as published; ``gru``: a gated recurrent unit.
+        cell: ``rnn``: s' = SiLU(W e + U s + b), as published; ``gru``: a gated recurrent unit; ``rnn2``: two layers
+            of the published cell.
         context: ``last``: the target's final hidden state; ``fused``: hidden states of ``context_layers`` through one
             linear layer.
         context_layers: indices into the target's hidden states (0 = embeddings); only with ``fused``.
         head: ``full``: own R x 2D output matrix, as published; ``tied``: a 2D -> D projection before the target's own
-            frozen output rows.
+            frozen output rows; ``low-rank``: own R x 2D matrix as a product of two narrow ones of rank ``head_rank``.
+        head_rank: rank of a ``low-rank`` head; None with the others.
         num_res_blocks: residual blocks x + SiLU(linear(x)) between [h; s] and the head.
         block_rank: rank of the residual blocks' matrices (each a product of two narrow ones); None: full matrices.
         draft_vocab_size: R, or None for the whole vocabulary.
@@ -58,6 +60,7 @@ class DrafterConfig(PreTrainedConfig):
     context: str = "last"
     context_layers: tuple[int, ...] | list[int] = ()
     head: str = "full"
+    head_rank: int | None = None
     num_res_blocks: int = 2
     block_rank: int | None = None
     draft_vocab_size: int | None = None
@@ -97,6 +100,10 @@ class DrafterConfig(PreTrainedConfig):
         rank = self.block_rank
         if rank is not None and not 1 <= rank <= 2 * self.hidden_size:
             raise ValueError(f"drafter block_rank is {rank} but must lie between 1 and {2 * self.hidden_size}")
+        if (self.head == "low-rank") != (self.head_rank is not None) or self.head_rank == 0:
+            raise ValueError(
+                f"drafter head {self.head!r} with head_rank {self.head_rank}: a low-rank head needs one, no other has"
+            )
         size = self.draft_vocab_size
         if size is not None and not 2 <= size <= self.vocab_size:
             raise ValueError(

@@ -4,6 +4,7 @@ import copy
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,28 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from drafter.decoding.engine import Engine
+from drafter.decoding.engine import Engine, Prompt
 from drafter.decoding.params import EngineConfig, SamplingParams
+from drafter.model.recurrent import RecurrentDrafter
+from drafter.target.adapter import Target
+
+
+def tokens_per_step(
+    target: Target,
+    drafter: RecurrentDrafter,
+    prompts: Sequence[Prompt],
+    config: EngineConfig,
+    params: SamplingParams,
+) -> float:
+    """Tokens over target forwards of all prompts together, by the real decoder.
+
+    ``drafter`` may be in the middle of its training: a copy in the target's dtype decodes, the original stays as it is.
+    """
+    copied: Any = copy.deepcopy(drafter)
+    engine = Engine(target, copied.to(target.device, target.dtype).eval(), config)
+    with torch.inference_mode(), torch.autocast(target.device.type, enabled=False):
+        completions = engine.generate(prompts, params)
+    return sum(len(c.token_ids) for c in completions) / sum(c.num_target_forwards for c in completions)
 
 
 class TokensPerStep(Callback):
@@ -64,16 +85,9 @@ class TokensPerStep(Callback):
         pl_module.log("val/tokens_per_step", trainer.strategy.broadcast(value), prog_bar=True, rank_zero_only=False)
 
     def _measure(self, trainer: Trainer, pl_module: Any) -> float:
-        """Tokens over target forwards of all prompts together."""
         data: Any = getattr(trainer, "datamodule", None)
         prompts = data.val_prompts(self._num_prompts)
-        target = pl_module.teacher.target
-        # A copy in the target's dtype: the drafter that is being trained keeps its own.
-        drafter = copy.deepcopy(pl_module.drafter).to(target.device, target.dtype).eval()
-        engine = Engine(target, drafter, self._config)
-        with torch.inference_mode(), torch.autocast(target.device.type, enabled=False):
-            completions = engine.generate(prompts, self._params)
-        return sum(len(c.token_ids) for c in completions) / sum(c.num_target_forwards for c in completions)
+        return tokens_per_step(pl_module.teacher.target, pl_module.drafter, prompts, self._config, self._params)
 
 
 class SaveWhenStopped(Callback):

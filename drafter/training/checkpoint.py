@@ -121,6 +121,7 @@ def _write(drafter: RecurrentDrafter, checkpoint: dict[str, Any], folder: Path) 
 
     drafter.config.dtype = drafter.dtype
     drafter.save_pretrained(folder)
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors writes for one user only
     facts = {
         "trained_positions": checkpoint.get("num_positions", 0),
         "steps": checkpoint.get("global_step", 0),

@@ -256,7 +256,7 @@ class _Teacher(NamedTuple):
         if temperature != 1:
             z_MR = z_MR / temperature
         p_MR = z_MR.softmax(dim=-1)
-        top_M1 = z_MR.argmax(dim=-1, keepdim=True)
-        lse_M = (z_MR.gather(1, top_M1).float() - p_MR.gather(1, top_M1).float().log()).squeeze(1)
+        # log-sum-exp from the largest entry; amax runs over whole vectors, which argmax does not on the CPU.
+        lse_M = z_MR.amax(dim=-1).float() - p_MR.amax(dim=-1).float().log()
         negentropy_M = (p_MR * z_MR).sum(dim=-1, dtype=torch.float32) - lse_M
         return cls(p_MR.to(rows_RF.dtype), negentropy_M, p_MR.to(rows_RF.dtype) @ rows_RF)

@@ -11,10 +11,12 @@ class DrafterOptions:
     """Shape of the drafter.
 
     Attributes:
-        cell: ``rnn`` (as published) or ``gru``.
+        cell: ``rnn`` (as published), ``gru``, or ``rnn2`` (two layers of the published cell).
         context: ``last`` hidden state, or ``fused`` hidden states of ``context_layers``.
         context_layers: indices into the target's hidden states, for ``fused`` (0 = embeddings).
-        head: ``full`` (own output matrix, as published) or ``tied`` (a projection before the target's output rows).
+        head: ``full`` (own output matrix, as published), ``tied`` (a projection before the target's output rows), or
+            ``low-rank`` (own output matrix as a product of two).
+        head_rank: rank of a low-rank head.
         num_res_blocks: residual blocks before the head.
         block_rank: rank of these blocks' matrices; None = full matrices. Keeps the drafter of a wide target small.
         draft_vocab_size: number of tokens that can be drafted, the most frequent in the training answers; None = all.
@@ -22,10 +24,11 @@ class DrafterOptions:
         token_counts: JSON file {token id: count} to choose the draft vocabulary by, instead of the training data.
     """
 
-    cell: Literal["rnn", "gru"] = "rnn"
+    cell: Literal["rnn", "gru", "rnn2"] = "rnn"
     context: Literal["last", "fused"] = "last"
     context_layers: tuple[int, ...] = ()
-    head: Literal["full", "tied"] = "tied"
+    head: Literal["full", "tied", "low-rank"] = "tied"
+    head_rank: int | None = None
     num_res_blocks: int = 2
     block_rank: int | None = None
     draft_vocab_size: int | None = None
@@ -57,7 +60,7 @@ class Objective:
     feature: float = 0.0
     depth_weights: tuple[float, ...] | None = None
     depth_rates: tuple[float, ...] | None = None
-    memory_mib: int = 256
+    memory_mib: int = 64
 
     def __post_init__(self) -> None:
         if self.feature < 0:

@@ -130,6 +130,18 @@ def test_other_targets_and_data_are_refused(target, tmp_path: Path, monkeypatch:
         build(folder, store_of(), target)
 
 
+def test_a_cache_that_holds_more_serves_as_it_is(target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "cache"
+    build(folder, store_of(), target, context_layers=(1, 2), margin=MARGIN + 2)
+    monkeypatch.setattr(target, "forward", None)
+    found = build(folder, store_of(), target)
+    assert torch.equal(found.store.token_N, crop_to_answers(store_of(), MARGIN + 2).store.token_N)
+    assert found.row(6).context_TC is None and len(found.row(6).hidden_TD) == len(found.store.row(6)[0])
+    assert build(folder, store_of(), target, context_layers=(1, 2)).row(0).context_TC is not None
+    with pytest.raises(ValueError, match="made with context_size 32, now it is 16"):
+        build(folder, store_of(), target, context_layers=(1,))
+
+
 def test_states_of_other_tokens_and_damaged_shards_are_refused(target, tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     build(folder, store_of(), target).close()

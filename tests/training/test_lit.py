@@ -17,15 +17,16 @@ def accuracy(module: DrafterModule, rows: list[list[int]]) -> float:
     return sum(guess == right for guess, right in guesses) / len(guesses)
 
 
-def test_overfits_the_targets_own_text(tmp_path) -> None:
+@pytest.mark.parametrize("drafter", [{}, {"cell": "rnn2", "head": "low-rank", "head_rank": 32}])
+def test_overfits_the_targets_own_text(drafter: dict, tmp_path) -> None:
     """Wrong shifts or masks could not: the text is varied, and the guesses are made without the training code."""
     target = make_target()
     rows = greedy_rows(target)
     assert len({token for row in rows for token in row[3:]}) > 30
-    module = fit(tmp_path, target, 100)
+    module = fit(tmp_path, target, 100, drafter=drafter)
     assert accuracy(module, rows) > 0.95
-    drafter = copy.deepcopy(module.drafter).eval()
-    engine = Engine(target, drafter, EngineConfig(beam_width=2, draft_length=3, tree_size=7))
+    learned = copy.deepcopy(module.drafter).eval()
+    engine = Engine(target, learned, EngineConfig(beam_width=2, draft_length=3, tree_size=7))
     answers = engine.generate([row[:3] for row in rows], SamplingParams(max_new_tokens=13, ignore_eos=True))
     assert [a.token_ids for a in answers] == [row[3:16] for row in rows]
     assert sum(len(a.token_ids) for a in answers) / sum(a.num_target_forwards for a in answers) > 2.5
@@ -37,6 +38,7 @@ def test_overfits_the_targets_own_text(tmp_path) -> None:
         ({"head": "full", "draft_vocab_size": None}, {"cross_entropy": 1.0, "kl": 0.0}),
         ({"head": "tied", "draft_vocab_size": 100, "block_rank": 4}, {"feature": 0.1, "depth_rates": (1.0, 0.8, 0.5)}),
         ({"cell": "gru"}, {"total_variation": 0.5}),
+        ({"cell": "rnn2", "head": "low-rank", "head_rank": 8}, {}),
         ({"context": "fused", "context_layers": (0, 1, 2)}, {"temperature": 2.0, "depth_weights": (1.0, 0.5, 0.25)}),
     ],
 )

@@ -1,0 +1,166 @@
+#!/usr/bin/env python3
+"""The architecture study of docs/training.md: train every configs/train/ablations/*.yaml for as many steps over the
+same batches, decode prompts with each drafter, write a row of JSON for each, and the table into the document.
+
+    scripts/ablations.py --answers answers.jsonl --prompts prompts.jsonl --steps 64
+
+Runs that are in the results already are not repeated. The target's hidden states are computed once: the first run
+makes a cache with the layers of the fused context, which serves the others too.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafter import EngineConfig, SamplingParams, Target
+from drafter.answer_files import read_prompts
+from drafter.decoding.engine import Prompt
+from drafter.model.recurrent import RecurrentDrafter
+from drafter.training.callbacks import tokens_per_step
+from drafter.training.checkpoint import load_drafter, read_checkpoint
+from drafter.training.run import main_train
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "configs" / "train" / "ablations"
+DOCUMENT = ROOT / "docs" / "training.md"
+BEGIN, END = "<!-- ablations: begin -->", "<!-- ablations: end -->"
+WIDTH, LENGTH, SIZE = 8, 4, 24
+
+
+def main() -> None:
+    args = arguments()
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    done = read_rows(args.results)
+    names = args.only or ["base", *(file.stem for file in sorted(CONFIGS.glob("*.yaml")) if file.stem != "base")]
+    if not args.table:
+        target = Target.load(args.target, dtype="bfloat16")
+        prompts: list[Prompt] = [prompt.value for prompt in read_prompts([], str(args.prompts), raw=False)]
+        prompts = prompts[:: max(1, len(prompts) // args.num_prompts)][: args.num_prompts]
+        for name in names:
+            if name in done:
+                continue
+            row = run(name, args, target, prompts)
+            with args.results.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(row) + "\n")
+            print(json.dumps(row), flush=True)
+    write_table(list(read_rows(args.results).values()))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--answers", type=Path, help="conversations with the target's answers (drafter distill)")
+    parser.add_argument("--prompts", type=Path, help="prompts to decode, held out")
+    parser.add_argument("--token-counts", type=Path, help="JSON {token id: count} that the draft vocabulary follows")
+    parser.add_argument("--steps", type=int, default=64, help="optimizer steps of every run (default: 64)")
+    parser.add_argument("--num-prompts", type=int, default=10, help="prompts to decode (default: 10)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens for each (default: 64)")
+    parser.add_argument("--target", default="smollm2-135m", help="of the configs (default: smollm2-135m)")
+    parser.add_argument("--work", type=Path, default=Path("runs/ablations"), help="folder for checkpoints and states")
+    parser.add_argument("--results", type=Path, default=ROOT / "docs" / "results" / "ablations.jsonl")
+    parser.add_argument("--only", nargs="*", help="names of configs (default: all)")
+    parser.add_argument("--table", action="store_true", help="only write the table from the results")
+    args = parser.parse_args()
+    if not args.table and (args.answers is None or args.prompts is None):
+        parser.error("--answers and --prompts are needed to train")
+    return args
+
+
+def run(name: str, args: argparse.Namespace, target: Target, prompts: list[Prompt]) -> dict[str, Any]:
+    """Train and measure one config: a row of the results."""
+    words = ["--config", str(CONFIGS / "base.yaml")]
+    words += [] if name == "base" else ["--config", str(CONFIGS / f"{name}.yaml")]
+    words += ["--data.train", str(args.answers), "--data.cache_hidden_states", str(args.work / "states")]
+    words += ["--trainer.max_steps", str(args.steps), "--trainer.val_check_interval", str(args.steps)]
+    words += ["--trainer.default_root_dir", str(args.work / name), "--trainer.enable_progress_bar", "false"]
+    words += ["--model.target", args.target]
+    if args.token_counts:
+        words += ["--model.drafter.token_counts", str(args.token_counts)]
+    if not (args.work / "states").exists():
+        make_states(words)
+    start = time.process_time()
+    if main_train(words):
+        raise SystemExit(f"{name}: training failed")
+    seconds = time.process_time() - start
+    path = args.work / name / "checkpoints" / "last.ckpt"
+    checkpoint = read_checkpoint(path)
+    drafter: Any = load_drafter(path)
+    drafter = drafter.to(target.dtype).eval().bind(target)
+    num_parameters = sum(drafter.num_parameters_by_part().values())
+    params = SamplingParams(max_new_tokens=args.max_new_tokens)
+    rates = {}
+    for length in sorted({LENGTH, drafter.config.draft_length}):
+        config = EngineConfig(max_rows=len(prompts), beam_width=WIDTH, draft_length=length, tree_size=SIZE)
+        rates[f"W{WIDTH} L{length} N{SIZE}"] = round(tokens_per_step(target, drafter, prompts, config, params), 3)
+    return {
+        "name": name,
+        "positions": checkpoint["num_positions"],
+        "steps": args.steps,
+        "tokens_per_step": rates,
+        "num_prompts": len(prompts),
+        "max_new_tokens": args.max_new_tokens,
+        "parameters": num_parameters,
+        "megabytes": round(2 * num_parameters / 1e6, 1),
+        "train_cpu_s": round(seconds, 1),
+        "draft_cpu_ms": round(draft_time(drafter, target), 1),
+        "metrics": {k: round(v, 4) for k, v in checkpoint["metrics"].items() if k.endswith(("loss", "_d1", "_d2"))},
+    }
+
+
+def make_states(words: list[str]) -> None:
+    """Fill the cache by one step of the run that wants the most of it."""
+    fused = ["--config", str(CONFIGS / "context-fused.yaml"), "--config", str(CONFIGS / "length-8.yaml")]
+    main_train([*words[:2], *fused, *words[2:], "--trainer.max_steps", "1", "--trainer.limit_val_batches", "0"])
+
+
+@torch.inference_mode()
+def draft_time(drafter: RecurrentDrafter, target: Target) -> float:
+    """CPU milliseconds of the drafter's arithmetic for one tree of one row: LENGTH steps of WIDTH beams."""
+    context = torch.zeros(1, 1, drafter.config.context_size, dtype=target.dtype, device=target.device)
+    embedding = target.embed(torch.zeros(1, WIDTH, dtype=torch.int64, device=target.device))
+    times = []
+    for _ in range(20):
+        start = time.process_time()
+        state = drafter.init_state(context).expand(1, WIDTH, -1)
+        for _ in range(LENGTH):
+            state = drafter.step(context.expand(1, WIDTH, -1), state, embedding)
+            drafter.logits(context, state)
+        times.append(time.process_time() - start)
+    return 1e3 * sorted(times)[len(times) // 2]
+
+
+def read_rows(path: Path) -> dict[str, dict[str, Any]]:
+    if not path.is_file():
+        return {}
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {row["name"]: row for row in rows}
+
+
+def write_table(rows: list[dict[str, Any]]) -> None:
+    """Replace what stands between the two marks in the document."""
+    tree = f"W{WIDTH} L{LENGTH} N{SIZE}"
+    lines = [
+        "| config | tokens per step | with L = T | top-1 at depth 1 | draft, CPU ms | training, CPU s | MB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: (row["name"] != "base", row["name"])):
+        rates = dict(row["tokens_per_step"])
+        own = f"{rates.pop(tree):.2f}"
+        other = ", ".join(f"{rate:.2f} ({name.split()[1]})" for name, rate in rates.items())
+        lines.append(
+            f"| {row['name']} | {own} | {other} | {row['metrics']['val/top1_d1']:.3f} | {row['draft_cpu_ms']:.1f} | "
+            f"{row['train_cpu_s']:.0f} | {row['megabytes']:.1f} |"
+        )
+    text = DOCUMENT.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    if not rest or END not in rest:
+        raise SystemExit(f"{DOCUMENT} lacks {BEGIN} ... {END}")
+    DOCUMENT.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
