@@ -1,15 +1,21 @@
 """``drafter serve``: load, listen, and end well. Wiring only."""
 
+import contextlib
 import logging
 import os
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from drafter.decoding.params import Method
 from drafter.serving.options import DEFAULT_CONTEXT, ServeOptions, read_options
+from drafter.shipped import shipped_drafter
 
 if TYPE_CHECKING:
     from drafter.decoding.engine import Engine
+    from drafter.target.adapter import Target
 
 _log = logging.getLogger("drafter.serving")
 KEY_VARIABLE = "DRAFTER_API_KEY"
@@ -53,7 +59,8 @@ def serve(
     Args:
         config: settings (.yaml), such as configs/serve/smollm2-135m.yaml
         target: alias, hub id, folder or .gguf file of the language model
-        drafter: folder of an exported drafter
+        drafter: folder of an exported drafter, or the name of one that comes with the package (default: the target's
+            own, where the package has it; `none`: none)
         draft_model: smaller model of the same family, for --method draft-model
         method: how tokens are proposed (default: redrafter with a drafter, else autoregressive)
         beam_width: W, beams kept at each drafting step
@@ -84,12 +91,33 @@ def serve(
         flags[name] = tuple(flags[name]) if flags[name] else None
     options = read_options(config, flags)
 
-    from drafter.serving.listen import bind, listen
+    with _ending_at_once():
+        from drafter.serving.listen import bind, listen
 
-    socket = bind(options.host, options.port)  # before the model is loaded: a taken port should not cost a minute
-    with socket:
-        engine = load_engine(options)
-        return listen(socket, engine, options, api_keys=api_keys_of(options))
+        socket = bind(options.host, options.port)  # before the model is loaded: a taken port should not cost a minute
+        with socket:
+            engine = load_engine(options)
+            return listen(socket, engine, options, api_keys=api_keys_of(options))
+
+
+@contextlib.contextmanager
+def _ending_at_once() -> Iterator[None]:
+    """Until the server's own handlers take over, SIGTERM and Ctrl-C end the process with code 0: nobody waits yet."""
+
+    def end(number: int, _: object) -> None:
+        # No exception: whoever loads the model could catch it, and the threads that read files would be waited for.
+        os.write(2, f"drafter: told to stop ({signal.Signals(number).name}) before the server was up\n".encode())
+        os._exit(0)
+
+    if threading.current_thread() is not threading.main_thread():  # others may not set handlers
+        yield
+        return
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def load_engine(options: ServeOptions) -> "Engine":
@@ -100,19 +128,13 @@ def load_engine(options: ServeOptions) -> "Engine":
     """
     from drafter.commands import load_drafter, load_target
     from drafter.decoding.engine import Engine
-    from drafter.decoding.sized import file_beside
 
     how = {"dtype": options.dtype, "device": options.device, "trust_remote_code": options.trust_remote_code}
     target = load_target(options.target, revision=options.revision, **how)  # type: ignore[arg-type]
-    head = load_drafter(options.drafter, target) if options.drafter is not None else None
-    draft = load_target(options.draft_model, **how) if options.draft_model else None  # type: ignore[arg-type]
-    plan = None if options.speculation == "off" else options.speculation
-    may_look = options.speculation is None and not options.sizes_tree and options.method in (None, "redrafter")
-    if options.drafter is not None and may_look:
-        plan = file_beside(options.drafter, target, is_compiled=options.compile)
-        if plan is None:
-            _log.warning("the size of trees was not measured on this machine: `drafter tune` may make it faster")
-    config = options.engine_config(plan, min(target.max_length, DEFAULT_CONTEXT))
+    head = load_drafter(options.drafter_used, target) if options.drafter_used is not None else None
+    is_small = options.method_used == "draft-model" and options.draft_model is not None
+    draft = load_target(options.draft_model, **how) if is_small else None  # type: ignore[arg-type]
+    config = options.engine_config(_plan(options, target), min(target.max_length, DEFAULT_CONTEXT))
     engine = Engine(target, head, config, draft_model=draft)
     num_slots = min(config.max_length or target.max_length, target.max_length) + engine.proposer.num_nodes
     num_bytes = target.cache_shape.num_bytes(config.max_rows, num_slots, target.dtype)
@@ -128,6 +150,24 @@ def load_engine(options: ServeOptions) -> "Engine":
             "lower --max-rows or --max-length"
         ) from error
     return engine
+
+
+def _plan(options: ServeOptions, target: "Target") -> str | None:
+    """The file that sizes the tree: the one named, or the drafter's own unless the tree's shape was given."""
+    from drafter.decoding.sized import file_beside
+
+    name = options.drafter_used
+    may_look = options.speculation is None and not options.sizes_tree and options.method_used == "redrafter"
+    if name is None or not may_look:
+        return options.speculation_given
+    is_folder = Path(name).expanduser().is_dir()
+    plan = file_beside(str(name if is_folder else shipped_drafter(name) or name), target, is_compiled=options.compile)
+    if plan is None:
+        _log.warning(
+            "the size of trees was not measured on this machine: `drafter tune` writes a file for --speculation that "
+            "may make it faster"
+        )
+    return plan
 
 
 def _free_bytes(engine: "Engine") -> int | None:

@@ -9,9 +9,12 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from drafter.decoding.params import EngineConfig, Method
+from drafter.shipped import shipped_drafter
 
+NO_DRAFTER = "none"
 DEFAULT_CONTEXT = 4096  # tokens of a row, unless the target's own context is shorter
 _TREE_FIELDS = ("beam_width", "draft_length", "tree_size")
+_NEED_DRAFTER = ("redrafter", "hybrid")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -21,9 +24,10 @@ class ServeOptions:
 
     Attributes:
         target: alias, hub id, folder or .gguf file.
-        drafter: folder of an exported drafter; None: plain decoding.
+        drafter: folder of an exported drafter, hub id, or name of one that comes with the package; None: the target's
+            own where the package has it; ``none``: none.
         draft_model: smaller model, for method draft-model.
-        method: what proposes tokens; None: redrafter with a drafter, else autoregressive.
+        method: what proposes; None: draft-model with a draft model, redrafter with a drafter, else autoregressive.
         beam_width, draft_length, tree_size: the tree, as for the engine; None: its defaults.
         speculation: file of `drafter tune`; None: the one in the drafter's folder if it fits; ``off``: none.
         dtype, device, revision, trust_remote_code, compile: how the models are loaded and run.
@@ -88,9 +92,38 @@ class ServeOptions:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0 and (value > 0 or name == "drain_seconds")):
                 raise ValueError(f"--{name.replace('_', '-')} is {value} but must be a number of seconds")
-        if self.method == "redrafter" and self.drafter is None:
-            raise ValueError("--method redrafter needs a drafter: give --drafter DIR, or --method autoregressive")
-        self.engine_config(None, 2)
+        if self.method is None and self.draft_model is not None and self.drafter not in (None, NO_DRAFTER):
+            raise ValueError("--drafter and --draft-model both propose tokens: say with --method which of them")
+        if self.method in _NEED_DRAFTER and self.drafter_used is None:
+            raise ValueError(f"--method {self.method} needs a drafter: give --drafter DIR, or --method autoregressive")
+        if self.method == "draft-model" and self.draft_model is None:
+            raise ValueError("--method draft-model needs a draft model: give --draft-model NAME")
+        self.engine_config(self.speculation_given, 2)
+
+    @property
+    def method_used(self) -> Method:
+        """What proposes tokens."""
+        if self.method is not None:
+            return self.method
+        if self.draft_model is not None:
+            return "draft-model"
+        return "autoregressive" if self._drafter_at_hand is None else "redrafter"
+
+    @property
+    def drafter_used(self) -> str | None:
+        """The drafter to load; None where none is wanted, or none is there."""
+        return self._drafter_at_hand if self.method_used in _NEED_DRAFTER else None
+
+    @property
+    def _drafter_at_hand(self) -> str | None:
+        if self.drafter is not None:
+            return None if self.drafter == NO_DRAFTER else self.drafter
+        return self.target if shipped_drafter(self.target) is not None else None
+
+    @property
+    def speculation_given(self) -> str | None:
+        """The file that was named to size the tree."""
+        return None if self.speculation == "off" else self.speculation
 
     @property
     def sizes_tree(self) -> bool:
@@ -111,9 +144,8 @@ class ServeOptions:
             max_length: tokens of a row, once the target is known.
         """
         tree: dict[str, Any] = {name: getattr(self, name) for name in _TREE_FIELDS}
-        default: Method = "autoregressive" if self.drafter is None else "redrafter"
         return EngineConfig(
-            method=self.method or default,
+            method=self.method_used,
             max_rows=self.max_rows,
             max_length=self.max_length or max_length,
             prefill_chunk=self.prefill_chunk,

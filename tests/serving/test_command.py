@@ -43,7 +43,12 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         ("target: a\nmax_queue: -1", "--max-queue is -1"),
         ("target: a\nrequest_timeout: 0", "--request-timeout is 0.0"),
         ("target: a\nrequest_timeout: .nan", "--request-timeout is nan"),
-        ("target: a\nmethod: redrafter", "needs a drafter"),
+        ("target: a\nmethod: redrafter", "--method redrafter needs a drafter"),
+        ("target: a\nmethod: hybrid", "--method hybrid needs a drafter"),
+        ("target: smollm2-135m\nmethod: redrafter\ndrafter: none", "--method redrafter needs a drafter"),
+        ("target: a\nmethod: draft-model", "give --draft-model"),
+        ("target: a\ndrafter: b\ndraft_model: c", "say with --method which of them"),
+        ("target: a\nspeculation: plan.json", "--speculation sizes the trees of --method redrafter"),
         ("target: a\nmethod: magic", "--method is 'magic'"),
         ("target: a\ndtype: int8", "--dtype is 'int8'"),
         ("target: a\nbeam_width: 0", "--beam-width is 0"),
@@ -57,6 +62,29 @@ def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
     file.write_text(text)
     with pytest.raises(ValueError, match=re.escape(message)):
         read_options(file, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "method", "drafter"),
+    [
+        ({"target": "smollm2-135m"}, "redrafter", "smollm2-135m"),
+        ({"target": "smollm2-135m", "method": "hybrid"}, "hybrid", "smollm2-135m"),
+        ({"target": "smollm2-135m", "drafter": "mine"}, "redrafter", "mine"),
+        ({"target": "smollm2-135m", "drafter": "none"}, "autoregressive", None),
+        ({"target": "smollm2-135m", "method": "autoregressive"}, "autoregressive", None),
+        ({"target": "smollm2-135m", "method": "lookup"}, "lookup", None),
+        ({"target": "smollm2-135m", "draft_model": "small"}, "draft-model", None),
+        ({"target": "owner/other"}, "autoregressive", None),
+        ({"target": "owner/other", "drafter": "mine"}, "redrafter", "mine"),
+        ({"target": "owner/other", "drafter": "mine", "method": "autoregressive"}, "autoregressive", None),
+    ],
+)
+def test_targets_own_drafter_is_used_unless_told_otherwise(
+    given: dict[str, Any], method: str, drafter: str | None
+) -> None:
+    options = ServeOptions(**given)
+    assert (options.method_used, options.drafter_used) == (method, drafter)
+    assert options.engine_config(None, 100).method == method
 
 
 def test_names_that_clients_see(tmp_path: Path) -> None:
@@ -132,6 +160,39 @@ def ask(url: str, **fields: Any) -> Any:
     body = {"model": "target", "messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "stream": True}
     headers = {"Authorization": "Bearer from-environment"}
     return httpx.stream("POST", url + CHAT, json=body | fields, headers=headers, timeout=30)
+
+
+_LOADS_FOR_EVER = """
+import sys, time
+import drafter.commands
+from drafter.cli import main
+
+def load_target(*args, **options):
+    print("loading", flush=True)
+    while True:
+        try:
+            time.sleep(60)
+        except BaseException:  # as a library may have it
+            pass
+
+drafter.commands.load_target = load_target
+sys.exit(main(["serve", "--target", "x", "--port", "0"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_is_told_to_stop_while_loading_stops(number: signal.Signals) -> None:
+    command = [sys.executable, "-c", _LOADS_FOR_EVER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None and server.stderr is not None
+            assert server.stdout.readline() == "loading\n"
+            server.send_signal(number)
+            assert server.wait(20) == 0
+            assert f"told to stop ({number.name})" in server.stderr.read()
+        finally:
+            server.kill()
 
 
 @pytest.mark.slow

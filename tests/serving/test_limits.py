@@ -272,21 +272,34 @@ def test_metrics(idle: Live) -> None:
     assert idle.metric("generated_tokens_total") >= idle.metric("target_forwards_total") > 0
 
 
-def test_seeds_hold_among_neighbours(idle: Live) -> None:
-    client = idle.client
-    fields = _openai(BODY | {"temperature": 1.0, "seed": 77, "max_tokens": 40, "ignore_eos": True})
-    alone = client.chat.completions.create(**fields).choices[0].message.content
-    texts: dict[int, str | None] = {}
+def test_seeds_hold_among_neighbours() -> None:
+    engine = tiny_engine(max_rows=16)
+    together: list[int] = []
+    step = engine.step
 
-    def ask(place: int) -> None:
-        seed = 77 if place == 5 else place
-        texts[place] = client.chat.completions.create(**(fields | {"seed": seed})).choices[0].message.content
+    def spy() -> Any:
+        updates = step()
+        together.append(engine.num_running)
+        return updates
 
-    threads = [threading.Thread(target=ask, args=(place,)) for place in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    engine.step = spy  # type: ignore[method-assign]
+    fields = _openai(BODY | {"temperature": 1.0, "seed": 77, "max_tokens": 200, "ignore_eos": True})
+    with live_server(engine) as server:
+        client = server.client
+        alone = client.chat.completions.create(**fields).choices[0].message.content
+        assert max(together) == 1
+        texts: dict[int, str | None] = {}
+
+        def ask(place: int) -> None:
+            seed = 77 if place == 5 else place
+            texts[place] = client.chat.completions.create(**(fields | {"seed": seed})).choices[0].message.content
+
+        threads = [threading.Thread(target=ask, args=(place,)) for place in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert max(together) >= 15, "they ran side by side"
     assert texts[5] == alone
     assert len(set(texts.values())) == 16
 
