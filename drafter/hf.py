@@ -25,6 +25,7 @@ from drafter.decoding.engine import Engine
 from drafter.decoding.params import EngineConfig, SamplingParams
 from drafter.model.config import DrafterConfig
 from drafter.model.recurrent import RecurrentDrafter
+from drafter.shipped import shipped_drafter
 from drafter.target.adapter import Target
 
 AutoConfig.register(DrafterConfig.model_type, DrafterConfig, exist_ok=True)
@@ -56,7 +57,8 @@ class DrafterDecoder:
 
     Args:
         model: a causal language model of transformers.
-        drafter: a drafter, or the folder or hub name of an exported one. One in memory is moved to the model's device.
+        drafter: a drafter, the folder or hub name of an exported one, or the name of one that comes with the package.
+            One in memory is moved to the model's device.
         engine_config: beam width, tree size and so on; ``max_rows`` is the most rows that run together.
 
     Raises:
@@ -76,7 +78,9 @@ class DrafterDecoder:
         if isinstance(drafter, RecurrentDrafter):
             head = drafter.eval()
         else:
-            found: Any = RecurrentDrafter.from_pretrained(str(drafter), use_safetensors=True)
+            name = str(drafter)
+            place = name if Path(name).is_dir() else str(shipped_drafter(name) or name)
+            found: Any = RecurrentDrafter.from_pretrained(place, use_safetensors=True)
             head = found.to(dtype=target.dtype)
         self._engine = Engine(target, nn.Module.to(head, target.device), engine_config)
 

@@ -101,6 +101,7 @@ def export_apple(drafter: "RecurrentDrafter", out: Path, *, target: "Target | No
     try:
         scratch.mkdir()
         write_folder(scratch, drafter.config, tensors, None if target is None else target.output_weight_VD)
+        shutil.copymode(scratch / "config.json", scratch / "model.safetensors")  # safetensors writes for one user only
         if out.exists():
             shutil.rmtree(out)
         scratch.rename(out)

@@ -8,6 +8,8 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
     BatchEncoding,
     GenerationConfig,
     LlamaConfig,
@@ -15,10 +17,14 @@ from transformers import (
     PreTrainedModel,
 )
 
-from drafter.decoding.params import EngineConfig
+from drafter.decoding.engine import Engine
+from drafter.decoding.params import EngineConfig, SamplingParams
 from drafter.hf import DrafterDecoder, generate, sampling_params
 from drafter.model.recurrent import RecurrentDrafter
 from drafter.publish import write_custom_generate
+from drafter.shipped import shipped_drafter
+from drafter.target.adapter import Target
+from drafter.target.catalog import fetch
 from tests.decoding.drafters import prompts_for, shared_target, trained_drafter
 from tests.decoding.oracle import VOCAB
 
@@ -228,3 +234,24 @@ def test_auto_classes_know_the_drafter(folder: Path) -> None:
     loaded = AutoModel.from_pretrained(folder)
     assert isinstance(loaded, RecurrentDrafter)
     assert torch.equal(loaded.head.weight, trained_drafter().head.weight)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_real_model_with_the_drafter_of_the_package() -> None:
+    """A chat with SmolLM2-135M as a user of transformers has it."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(fetch("smollm2-135m", progress=False))
+    model: Any = AutoModelForCausalLM.from_pretrained(fetch("smollm2-135m"), dtype=torch.float32)
+    folder = shipped_drafter("smollm2-135m")
+    question = [{"role": "user", "content": "Why is the sea salty?"}]
+    inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    wanted = model.generate(**inputs, max_new_tokens=32, do_sample=False)
+    settings = {"custom_generate": str(folder), "trust_remote_code": True}
+    assert torch.equal(model.generate(**inputs, max_new_tokens=32, do_sample=False, **settings), wanted)
+    config = GenerationConfig(do_sample=True, temperature=0.7, top_p=0.9, max_new_tokens=24)
+    drawn = generate(model, inputs, drafter="smollm2-135m", generation_config=config, seed=3)
+    # transformers' own top_k of 50 goes with it, and the seed decides as in any other way of decoding here.
+    params = SamplingParams(max_new_tokens=24, temperature=0.7, top_p=0.9, top_k=50, seed=3)
+    plain = Engine(Target.from_model(model, tokenizer), config=EngineConfig(method="autoregressive"))
+    prompt = inputs["input_ids"][0].tolist()
+    assert drawn[0].tolist() == prompt + plain.generate([prompt], params)[0].token_ids

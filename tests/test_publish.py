@@ -1,6 +1,8 @@
 """What leaves the house: the published format from the command line, its check, and the hub (a local stand-in)."""
 
 import json
+import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +11,15 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from safetensors.torch import load_file
 
 from drafter.cli import main
 from drafter.model.config import DrafterConfig
 from drafter.model.recurrent import RecurrentDrafter
 from drafter.publish import check_apple, export_apple, push_to_hub
+from drafter.shipped import shipped_drafter
 from drafter.target.adapter import Target
+from drafter.target.catalog import fetch
 from tests.decoding.drafters import prompts_for, shared_target, trained_drafter
 from tests.tiny_files import make_target
 
@@ -66,6 +71,12 @@ def drafter(target: str, tmp_path: Path) -> Path:
     return tmp_path / "drafter"
 
 
+def umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
 def test_export_to_the_published_format_and_check(
     drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,10 +90,37 @@ def test_export_to_the_published_format_and_check(
     assert sorted(file.name for file in out.iterdir()) == ["config.json", "model.safetensors"]
     assert json.loads((out / "config.json").read_text())["model_type"] == "recurrent_drafting_drafter"
     assert RecurrentDrafter.from_apple(out).dtype == torch.float32
+    assert {file.stat().st_mode & 0o777 for file in out.iterdir()} == {0o666 & ~umask()}, "others may read it too"
     # Again over the same place, in 16 bits; nothing else is left beside it.
     assert main(["export", str(drafter), "--format", "apple", "--out", str(out)]) == 0
     assert RecurrentDrafter.from_apple(out).dtype == torch.bfloat16
     assert sorted(file.name for file in tmp_path.iterdir()) == ["drafter", "published"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_drafter_of_the_package_means_the_same_in_the_published_format(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tied and with a draft vocabulary, so everything is multiplied out; read as the format's description says."""
+    folder = shipped_drafter("smollm2-135m")
+    assert folder is not None
+    out = tmp_path / "published"
+    words = ["export", str(folder), "--format", "apple", "--out", str(out), "--dtype", "float32", "--check"]
+    fetch("smollm2-135m", progress=False)
+    assert main(words) == 0
+    found = re.search(r"at most (\S+) .*tokens per step (\S+) here, (\S+) in", capsys.readouterr().err)
+    assert found and float(found[1]) < 1e-4
+    assert float(found[2]) > 1.4 and float(found[3]) == pytest.approx(float(found[2]), abs=0.02)
+    config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+    size, exit_dim, vocab = config["hidden_size"], config["exit_dim"], config["vocab_size"]
+    assert (size, exit_dim, vocab, config["rnn"]) == (576, 1152, 49152, True)
+    wanted = {"rnn_u.weight": [size, size], "rnn_u.bias": [size], "rnn_w.weight": [size, size]}
+    for layer in range(config["num_draft_layers"]):
+        wanted[f"lm_head.{layer}.linear.weight"] = [exit_dim, exit_dim]
+        wanted[f"lm_head.{layer}.linear.bias"] = [exit_dim]
+    wanted[f"lm_head.{config['num_draft_layers']}.weight"] = [vocab, exit_dim]
+    assert {name: list(tensor.shape) for name, tensor in tensors.items()} == wanted
 
 
 def test_check_finds_the_tokens_per_step_of_both_forms(tmp_path: Path) -> None:
