@@ -21,7 +21,7 @@ from drafter.target.adapter import Target, TargetOutput
 from drafter.training.build import build_drafter, describe, expect_same_shape
 from drafter.training.checkpoint import rescale_progress
 from drafter.training.losses import LossOutput, PairTargets, chunked_loss
-from drafter.training.metrics import DepthCounts
+from drafter.training.metrics import NUM_RANKS, AnswerRanks, DepthCounts, best_tree
 from drafter.training.options import DrafterOptions, Objective, OptimOptions
 from drafter.training.pairs import Pairs, draft_index_of, per_depth, select_pairs
 from drafter.training.schedule import learning_rate_factor
@@ -115,6 +115,7 @@ class DrafterModule(LightningModule):
         self.num_positions = 0
         self._num_tokens = 0
         self._val_counts: DepthCounts | None = None
+        self._val_ranks: list[AnswerRanks] = []
         self._watch = DivergenceWatch()
         self._clock: tuple[float, int, int, float] = (0.0, 0, 0, 0.0)
 
@@ -255,7 +256,7 @@ class DrafterModule(LightningModule):
         trainer: Any = self.trainer
         is_logged = (trainer.global_step + 1) % trainer.log_every_n_steps == 0
         result = self.run_batch(batch, rates=self._rates, with_ranks=is_logged)
-        complaint = self._watch.complaint(result.loss.item())
+        complaint = self._watch.complaint(result.loss.detach().item())
         if complaint is not None:
             self._stop_diverged(complaint)
         self.num_positions += result.pairs.num_starts[0] * trainer.world_size
@@ -287,16 +288,21 @@ class DrafterModule(LightningModule):
         self.log("val/loss", result.loss, prog_bar=True, batch_size=num_pairs, sync_dist=True)
         counts = self._counts(result)
         self._val_counts = counts if self._val_counts is None else self._val_counts.plus(counts)
+        rank_NK = per_depth(result.output.rank_P, result.pairs.num_starts, NUM_RANKS)
+        self._val_ranks.append(AnswerRanks.of(rank_NK, result.pairs.start_N, batch.loss_mask_BT))
 
     def on_validation_epoch_end(self) -> None:
         if self._val_counts is None:
             return
         counts = DepthCounts(*(self.trainer.strategy.reduce(part, reduce_op="sum") for part in self._val_counts))
-        self._val_counts = None
+        ranks, self._val_counts, self._val_ranks = self._val_ranks, None, []
         self.log_dict({f"val/{name}": value for name, value in counts.accuracies().items()})
+        shares = counts.rank_shares()
         for width, length, size in TREES:
-            expected = counts.expected_tokens_per_step(width, length, size)
-            self.log(f"val/expected_tokens_per_step_n{size}", expected)
+            tree = best_tree(shares[:length], size - 1, width)
+            walked = torch.tensor([part.walk(tree) for part in ranks], dtype=torch.float64).sum(dim=0)
+            tokens, steps = self.trainer.strategy.reduce(walked.to(self.device), reduce_op="sum").tolist()
+            self.log(f"val/expected_tokens_per_step_n{size}", tokens / max(1, steps))
         self.log("val/positions", float(self.num_positions))
 
     def _counts(self, result: BatchResult) -> DepthCounts:

@@ -1,10 +1,14 @@
 """How good guesses are: counts that can be added up over batches and processes, and what a tree makes of them.
 
-Shapes: N starts · K depths · Q entries of TOP_K · W ranks counted.
+Tokens per step are estimated by walking over held-out answers as a decoder would, with one fixed tree of ranks. That is
+a decoder that could be built (the drafter's ranks along the true path are all that such a tree needs), so the figure is
+no bound and no product of averages; the real one fits its tree to each position and does somewhat better.
+
+Shapes: B rows · T tokens · N starts · K depths · Q entries of TOP_K · W ranks counted.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -69,34 +73,113 @@ class DepthCounts(NamedTuple):
                 out[f"cond{top}_d{depth + 1}"] = _share(self.conditional_hits_KQ[depth, q], total)
         return out
 
-    def expected_tokens_per_step(self, beam_width: int, draft_length: int, tree_size: int) -> float:
-        """What a step would emit with a tree of (W, L, N), if ranks at different depths were independent.
-
-        The tree holds the N - 1 likeliest nodes (a node's chance is the product of its ranks' shares), so the sum of
-        their chances is the expected number of accepted tokens; the root's pick adds one. Real trees follow the
-        drafter's confidence and do better.
-        """
+    def rank_shares(self) -> list[list[float]]:
+        """For each depth the share of each rank, among pairs whose shallower guesses were among the counted ranks."""
         share_KW = self.rank_KW / self.rank_KW.sum(dim=1, keepdim=True).clamp_min(1)
-        width = min(beam_width, NUM_RANKS)
-        shares = share_KW[:draft_length, :width].sort(dim=1, descending=True).values.tolist()
-        return 1 + _best_tree(shares, tree_size - 1)
+        shares: list[list[float]] = share_KW[:, :NUM_RANKS].tolist()
+        return shares
 
 
-def _best_tree(shares: Sequence[Sequence[float]], num_nodes: int) -> float:
-    """Sum of the chances of the ``num_nodes`` likeliest nodes; ``shares[d][r]`` is the chance of rank r at depth d."""
-    total = 0.0
-    # (-chance, depth, rank, chance of the parent); a node opens its first child and its next sibling.
-    heap = [(-shares[0][0], 0, 0, 1.0)] if shares else []
-    for _ in range(num_nodes):
-        if not heap:
-            break
-        minus_chance, depth, rank, parent = heapq.heappop(heap)
-        total -= minus_chance
-        if rank + 1 < len(shares[depth]):
-            heapq.heappush(heap, (-parent * shares[depth][rank + 1], depth, rank + 1, parent))
-        if depth + 1 < len(shares):
-            heapq.heappush(heap, (minus_chance * shares[depth + 1][0], depth + 1, 0, -minus_chance))
-    return total
+class AnswerRanks(NamedTuple):
+    """Ranks of the target's own picks along texts, for walking over them as a decoder does.
+
+    Attributes:
+        rank_BTK: int16; of the pick at depth k from a start at t; NUM_RANKS where it is later or cannot be drafted.
+        is_answer_BT: positions whose tokens a decoder would have to write.
+    """
+
+    rank_BTK: Tensor
+    is_answer_BT: Tensor
+
+    @classmethod
+    def of(cls, rank_NK: Tensor, start_N: Tensor, is_answer_BT: Tensor) -> Self:
+        """From the ranks of some starts (indices b * T + t); what has none is a miss."""
+        rows, width = is_answer_BT.shape
+        rank_SK = torch.full((rows * width, rank_NK.shape[1]), NUM_RANKS, dtype=torch.int16)
+        rank_SK[start_N.cpu()] = rank_NK.clamp(max=NUM_RANKS).to("cpu", torch.int16)
+        return cls(rank_SK.view(rows, width, -1), is_answer_BT.cpu())
+
+    def walk(self, tree: Sequence[tuple[int, ...]]) -> tuple[int, int]:
+        """(tokens, steps) of writing the answers with one fixed tree of ranks; see :func:`best_tree`.
+
+        A step at t knows the token at t + 1, keeps the longest path of the tree that follows the ranks, and adds the
+        target's own next token: it goes on at t + 1 + kept. Positions in between are never visited, so hard ones weigh
+        as much as they do in decoding.
+        """
+        tokens = steps = 0
+        for kept_T, is_answer_T in zip(self._kept(tree).tolist(), self.is_answer_BT.tolist(), strict=True):
+            for start, end in _runs(is_answer_T):
+                t = start - 1  # the target's first token comes from the prompt's own forward
+                while t + 2 < end:
+                    advance = min(kept_T[t] + 1, end - (t + 2))
+                    tokens, steps, t = tokens + advance, steps + 1, t + advance
+        return tokens, steps
+
+    def _kept(self, tree: Sequence[tuple[int, ...]]) -> Tensor:
+        """How deep the tree follows the ranks from each start, int64 [B, T]."""
+        code_BT = torch.zeros(self.rank_BTK.shape[:2], dtype=torch.int64)
+        alive_BT = torch.ones_like(code_BT, dtype=torch.bool)
+        kept_BT = torch.zeros_like(code_BT)
+        for depth in range(self.rank_BTK.shape[2]):
+            code_BT = code_BT * (NUM_RANKS + 1) + self.rank_BTK[..., depth]
+            codes = [_code(path) for path in tree if len(path) == depth + 1]
+            alive_BT &= torch.isin(code_BT, torch.tensor(codes, dtype=torch.int64))
+            kept_BT += alive_BT
+        return kept_BT
+
+
+def best_tree(shares: Sequence[Sequence[float]], num_nodes: int, width: int) -> list[tuple[int, ...]]:
+    """The likeliest nodes as paths of ranks, at most ``width`` at each depth; ancestors come before descendants.
+
+    ``shares[d][r]`` is the chance of rank r at depth d; a node's is the product along its path.
+
+    >>> best_tree([[0.5, 0.3], [0.9, 0.1]], 3, 8)
+    [(0,), (0, 0), (1,)]
+    """
+    order = [sorted(range(len(share)), key=lambda rank: -share[rank]) for share in shares]
+    nodes: list[tuple[int, ...]] = []
+    room = [width] * len(shares)
+    heap: list[tuple[float, tuple[int, ...], int, float]] = []
+
+    def push(parent: tuple[int, ...], chance: float, place: int) -> None:
+        """The child of ``parent`` that is the ``place``-th likeliest; it opens the next one and its own first child."""
+        depth = len(parent)
+        if depth < len(order) and place < len(order[depth]):
+            rank = order[depth][place]
+            heapq.heappush(heap, (-chance * shares[depth][rank], (*parent, rank), place, chance))
+
+    push((), 1.0, 0)
+    while heap and len(nodes) < num_nodes:
+        minus_chance, path, place, parent_chance = heapq.heappop(heap)
+        if minus_chance == 0 or not room[len(path) - 1]:
+            continue
+        room[len(path) - 1] -= 1
+        nodes.append(path)
+        push(path[:-1], parent_chance, place + 1)
+        push(path, -minus_chance, 0)
+    return nodes
+
+
+def _code(path: Sequence[int]) -> int:
+    """A path of ranks as one number."""
+    code = 0
+    for rank in path:
+        code = code * (NUM_RANKS + 1) + rank
+    return code
+
+
+def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Where runs of True begin and end, but for one at the very start, which has no position before it.
+
+    >>> list(_runs([True, False, True, True, False]))
+    [(2, 4)]
+    """
+    start = 0
+    for here, flag in enumerate([*flags, False]):
+        if not flag:
+            if 0 < start < here:
+                yield start, here
+            start = here + 1
 
 
 def _share(part: Tensor, whole: Tensor) -> float:
