@@ -14,8 +14,8 @@ _TREE = ("W", "L", "N")
 # What may follow a method's name: letters take a number.
 _OPTIONS: dict[str, tuple[str, ...]] = {
     "autoregressive": (),
-    "redrafter": (*_TREE, "all-nodes", "final-beams", "uncoupled", "tuned"),
-    "hybrid": (*_TREE, "uncoupled"),
+    "redrafter": (*_TREE, "tau", "all-nodes", "final-beams", "uncoupled", "tuned"),
+    "hybrid": (*_TREE, "tau", "uncoupled"),
     "recycling": _TREE,
     "lookup": _TREE,
     "draft-model": ("G", "rejection"),
@@ -30,6 +30,7 @@ _ABOUT = {
     "L": "draft length",
     "N": "tree size",
     "G": "drafted tokens",
+    "tau": "softness of coupled drafting",
 }
 _NEEDS_DRAFTER = ("redrafter", "hybrid")
 _NEEDS_DRAFT_MODEL = ("draft-model", "hf-assistant")
@@ -49,7 +50,7 @@ class MethodSpec:
 
     label: str
     name: str
-    numbers: tuple[tuple[str, int], ...] = ()
+    numbers: tuple[tuple[str, float], ...] = ()
     words: tuple[str, ...] = ()
 
     @property
@@ -76,8 +77,9 @@ class MethodSpec:
         return 1 if self.name in _ONE_AT_A_TIME else None
 
     def number(self, letter: str) -> int | None:
-        """The value of an option, or None."""
-        return dict(self.numbers).get(letter)
+        """The value of an option that takes a whole number, or None."""
+        value = dict(self.numbers).get(letter)
+        return None if value is None else int(value)
 
     def engine_config(self, *, batch_size: int, compile: bool = False, speculation: str | None = None) -> EngineConfig:
         """The engine's settings for one of our methods.
@@ -93,6 +95,8 @@ class MethodSpec:
                 fields[name] = value
         if self.name == "lookup" and "draft_length" in fields:
             fields["lookup_length"] = fields.pop("draft_length")
+        if "tau" in dict(self.numbers):
+            fields["tau"] = dict(self.numbers)["tau"]
         if "final-beams" in self.words:
             fields["tree_policy"] = "final-beams"
         if "uncoupled" in self.words:
@@ -105,7 +109,7 @@ class MethodSpec:
 
 
 def parse_method(text: str) -> MethodSpec:
-    """Read `NAME`, or `NAME:OPTION:...` with options such as W8, L4, N24, G5, final-beams, tuned.
+    """Read `NAME`, or `NAME:OPTION:...` with options such as W8, L4, N24, G5, tau1.5, final-beams, tuned.
 
     Raises:
         ValueError: an unknown name or option, an option given twice or one that its method does not take.
@@ -113,18 +117,18 @@ def parse_method(text: str) -> MethodSpec:
     name, *options = text.split(":")
     if name not in _OPTIONS:
         raise ValueError(f"--methods: unknown method {name!r}{_suggest(name)}; methods are {', '.join(_OPTIONS)}")
-    numbers: dict[str, int] = {}
+    numbers: dict[str, float] = {}
     words: list[str] = []
     for option in options:
-        found = re.fullmatch(r"([A-Z])([0-9]{1,4})", option)
-        key = found[1] if found else option
+        found = re.fullmatch(r"([A-Z])([0-9]{1,4})|(tau)([0-9]+(?:\.[0-9]+)?)", option)
+        key = found[1] or found[3] if found else option
         if key not in _OPTIONS[name] or (key in _ABOUT) != bool(found):
             takes = ", ".join(f"{key}<{_ABOUT[key]}>" if key in _ABOUT else key for key in _OPTIONS[name])
             raise ValueError(f"--methods {text}: {option!r} is no option of {name}, which takes {takes or 'none'}")
         if key in numbers or key in words:
             raise ValueError(f"--methods {text}: {key} is given twice")
         if found:
-            numbers[key] = int(found[2])
+            numbers[key] = int(found[2]) if found[2] else float(found[4])
         else:
             words.append(key)
     if {"all-nodes", "final-beams"} <= set(words):

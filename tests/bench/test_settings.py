@@ -22,6 +22,7 @@ def test_options_become_the_engines_settings() -> None:
     tuned = parse_method("redrafter:tuned").engine_config(batch_size=2, speculation="s.json")
     assert tuned.speculation == "s.json"
     assert parse_method("hf-lookup:G7").number("G") == 7
+    assert parse_method("redrafter:W6:tau1.5").engine_config(batch_size=1).tau == 1.5
 
 
 @pytest.mark.parametrize(
