@@ -97,6 +97,20 @@ def test_export_to_the_published_format_and_check(
     assert sorted(file.name for file in tmp_path.iterdir()) == ["drafter", "published"]
 
 
+def test_trainers_checkpoint_goes_straight_to_the_published_format(tmp_path: Path) -> None:
+    drafter = trained_drafter("rnn", "last", "full", 2)
+    checkpoint = {
+        "drafter_config": drafter.config.to_dict(),
+        "state_dict": {f"drafter.{name}": tensor for name, tensor in drafter.state_dict().items()},
+    }
+    torch.save(checkpoint, tmp_path / "last.ckpt")
+    out = tmp_path / "published"
+    words = ["export", str(tmp_path / "last.ckpt"), "--format", "apple", "--out", str(out), "--dtype", "float32"]
+    assert main(words) == 0
+    inputs = torch.randn(3, drafter.config.hidden_size), torch.randn(3, 4, drafter.config.hidden_size)
+    assert torch.allclose(RecurrentDrafter.from_apple(out)(*inputs), drafter(*inputs), atol=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_drafter_of_the_package_means_the_same_in_the_published_format(

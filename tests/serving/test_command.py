@@ -16,10 +16,15 @@ import httpx
 import pytest
 
 from drafter.cli import main
+from drafter.decoding.sized import device_name
+from drafter.decoding.speculation import PLAIN, Choice, RowPlan, Speculation, Tree
+from drafter.serving.command import load_engine
 from drafter.serving.listen import bind
 from drafter.serving.options import ServeOptions, read_options
+from drafter.target.adapter import Target
 from tests.serving.test_limits import CHAT
 from tests.serving.tiny import save_target
+from tests.tiny_files import make_drafter, make_target
 
 
 def test_flags_go_before_the_file(tmp_path: Path) -> None:
@@ -85,6 +90,36 @@ def test_targets_own_drafter_is_used_unless_told_otherwise(
     options = ServeOptions(**given)
     assert (options.method_used, options.drafter_used) == (method, drafter)
     assert options.engine_config(None, 100).method == method
+
+
+def test_what_measured_sizes_are_used(tmp_path: Path) -> None:
+    """Those beside the drafter if they fit this machine and nothing else was asked for."""
+    target = make_target(tmp_path)
+    folder = Path(make_drafter(target, tmp_path / "drafter"))
+    loaded = Target.load(target, device="cpu")
+    plan = RowPlan(1, (Choice(PLAIN, 1.0, 1.0), Choice(Tree(2, 2, 4), 1.5, 1.2)))
+    found = Speculation(device_name(loaded.device), "float32", False, loaded.fingerprint, (plan,)).as_json()
+    file = folder / "speculation.json"
+
+    def used(**settings: Any) -> str | None:
+        options = ServeOptions(target, str(folder), dtype="float32", device="cpu", max_length=64, **settings)
+        return load_engine(options).config.speculation
+
+    assert used() is None, "nothing was measured"
+    file.write_text(json.dumps(found))
+    assert used() == str(file)
+    assert used(speculation="off") is None and used(tree_size=4) is None and used(method="autoregressive") is None
+    file.rename(tmp_path / "elsewhere.json")
+    assert used(speculation=str(tmp_path / "elsewhere.json")) == str(tmp_path / "elsewhere.json")
+    file.write_text(json.dumps(found | {"device": "another"}))
+    assert used() is None
+    with pytest.raises(ValueError, match="was measured for another device"):
+        used(speculation=str(file))
+
+
+def test_nobody_else_comes_in_unless_told() -> None:
+    options = ServeOptions("a")
+    assert (options.host, options.cors_origin, options.api_key) == ("127.0.0.1", (), ())
 
 
 def test_names_that_clients_see(tmp_path: Path) -> None:
