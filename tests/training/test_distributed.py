@@ -1,6 +1,7 @@
 """Two processes train what one trains with the same batches, and a run goes on with another number of processes."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 from tests.data.tiny import write_jsonl
 from tests.tiny_files import make_target
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "torchrun_train.sh"
 TOLERANCE = 1e-4
 # Validated every three steps: the interval counts the batches of one process.
 ONE = ["--trainer.devices", "1", "--trainer.accumulate_grad_batches", "2", "--trainer.val_check_interval", "6"]
@@ -39,9 +41,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(place: Path, run: str, num_steps: int, processes: list[str], *more: str) -> dict[str, Any]:
-    """Run ``drafter train`` as a user does; the last checkpoint."""
-    words = [
+def settings(run: str, num_steps: int) -> list[str]:
+    """Flags of ``drafter train``."""
+    return [
         *("--model.target", "target", "--data.train", "data.jsonl", "--data.val", "0.1"),
         *("--data.max_length", "64", "--data.batch_tokens", "128", "--data.progress", "false"),
         *("--model.optim.lr", "0.01", "--model.optim.warmup_steps", "1", "--model.optim.schedule", "constant"),
@@ -51,21 +53,30 @@ def train(place: Path, run: str, num_steps: int, processes: list[str], *more: st
         *("--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"),
         *("--trainer.callbacks+=drafter.training.callbacks.TokensPerStep", "--trainer.callbacks.num_prompts", "2"),
         *("--trainer.callbacks.max_new_tokens", "8"),
-        *processes,
-        *more,
     ]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "DRAFTER_HOME": str(place / "home")}
-    done = subprocess.run(
-        [sys.executable, "-m", "drafter.cli", "train", *words],
-        cwd=place,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def launch(place: Path, command: list[str], **variables: str) -> subprocess.Popen[str]:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "DRAFTER_HOME": str(place / "home")} | variables
+    return subprocess.Popen(command, cwd=place, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def finish(place: Path, run: str, *processes: subprocess.Popen[str]) -> dict[str, Any]:
+    """The last checkpoint, when all have ended well."""
+    try:
+        for process in processes:
+            error = process.communicate(timeout=280)[1]
+            assert process.returncode == 0, error[-3000:]
+    finally:
+        for process in processes:
+            process.kill()
     return torch.load(place / run / "checkpoints" / "last.ckpt", map_location="cpu", weights_only=True)
+
+
+def train(place: Path, run: str, num_steps: int, processes: list[str], *more: str) -> dict[str, Any]:
+    """Run ``drafter train`` as a user does; the last checkpoint."""
+    command = [sys.executable, "-m", "drafter.cli", "train", *settings(run, num_steps), *processes, *more]
+    return finish(place, run, launch(place, command))
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +114,17 @@ def test_run_goes_on_with_another_number_of_processes(
 
 def test_target_shared_by_two_processes_trains_the_same(place: Path, alone: dict[str, Any]) -> None:
     assert_same(train(place, "shared", 6, TWO, "--model.shard_target", "true"), alone)
+
+
+def test_two_machines_by_torchrun_train_the_same(place: Path, alone: dict[str, Any]) -> None:
+    """Both on this machine: each is one call of the script with its own rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    words = [*settings("torchrun", 6), "--trainer.val_check_interval", "3"]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    machines = [
+        launch(place, ["bash", str(SCRIPT), *words], NNODES="2", NODE_RANK=rank, GPUS="1", MASTER_PORT=port, PATH=path)
+        for rank in ("0", "1")
+    ]
+    assert_same(finish(place, "torchrun", *machines), alone)
