@@ -112,7 +112,7 @@ def test_trainers_checkpoint_goes_straight_to_the_published_format(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_drafter_of_the_package_means_the_same_in_the_published_format(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
