@@ -102,8 +102,10 @@ def browser() -> Iterator[Browser]:
             answer = http.post("/session", json={"capabilities": {"alwaysMatch": options}})
             assert answer.status_code == 200, answer.text
             window = Browser(http, answer.json()["value"]["sessionId"])
-            yield window
-            window.call("DELETE", "")
+            try:
+                yield window
+            finally:
+                window.call("DELETE", "")  # else the browser outlives its driver
     finally:
         driver.terminate()
         driver.wait(10)
