@@ -1,6 +1,7 @@
 """Make the drafter of a run: shape from the options, draft vocabulary and constants from the data and the target."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from drafter.model.config import DrafterConfig
@@ -52,18 +53,10 @@ def build_drafter(target: Target, data: Any, options: DrafterOptions, init_from:
             f"--model.drafter.draft_vocab_size {size} exceeds the {target.vocab_size} tokens of {target.name!r}: "
             "lower it"
         )
-    config = DrafterConfig(
+    config = drafter_config(
+        options,
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
-        cell=options.cell,
-        context=options.context,
-        context_layers=options.context_layers,
-        head=options.head,
-        head_rank=options.head_rank,
-        num_res_blocks=options.num_res_blocks,
-        block_rank=options.block_rank,
-        draft_vocab_size=None if size == target.vocab_size else size,
-        draft_length=options.draft_length,
         target_name=target.name,
         target_revision=target.revision,
         target_fingerprint=target.fingerprint,
@@ -82,6 +75,15 @@ def build_drafter(target: Target, data: Any, options: DrafterOptions, init_from:
         notes.append(f"draft vocabulary: {len(ids_R):,} tokens cover {coverage(count_V, ids_R):.2%} of the answers")
     drafter.set_scales(*measure_scales(target, data.val_prompts(_NUM_SCALE_PROMPTS)))
     return Built(drafter.bind(target), notes)
+
+
+def drafter_config(options: DrafterOptions, *, vocab_size: int, hidden_size: int, **target: Any) -> DrafterConfig:
+    """The config of a drafter of this shape; ``target``: the fields that name it."""
+    shape = asdict(options)
+    del shape["token_counts"]
+    if options.draft_vocab_size == vocab_size:
+        shape["draft_vocab_size"] = None
+    return DrafterConfig(vocab_size=vocab_size, hidden_size=hidden_size, **shape, **target)
 
 
 def expect_same_shape(config: DrafterConfig, saved: dict[str, Any]) -> None:

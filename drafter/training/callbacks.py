@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -88,6 +89,14 @@ class TokensPerStep(Callback):
         data: Any = getattr(trainer, "datamodule", None)
         prompts = data.val_prompts(self._num_prompts)
         return tokens_per_step(pl_module.teacher.target, pl_module.drafter, prompts, self._config, self._params)
+
+
+class ShortProgressBar(TQDMProgressBar):
+    """Lightning's bar in one line: metrics without the stage that the bar is in, and without the logger's version."""
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        shown = super().get_metrics(trainer, pl_module)
+        return {name.removeprefix("train/"): value for name, value in shown.items() if name != "v_num"}
 
 
 class SaveWhenStopped(Callback):

@@ -144,7 +144,8 @@ class DrafterModule(LightningModule):
         self.teacher, self._draft_index_V = teacher, index_V
         self._features = torch.compile(self.drafter.features, dynamic=True) if self._compile else self.drafter.features
         if self.trainer.is_global_zero:
-            self.print("\n".join([*built.notes, *describe(self.drafter)]))
+            # Not self.print, which gives lines to a progress bar that is not there yet.
+            print("\n".join([*built.notes, *describe(self.drafter)]), flush=True)
         self._cache_states(data)
 
     def _cache_states(self, data: Any) -> None:

@@ -1,5 +1,6 @@
 """``drafter train``: Lightning's command line over DrafterModule and ChatDataModule."""
 
+import logging
 import sys
 import warnings
 from collections.abc import Sequence
@@ -14,13 +15,23 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from drafter.data.module import ChatDataModule
-from drafter.training.callbacks import SaveWhenStopped
+from drafter.training.callbacks import SaveWhenStopped, ShortProgressBar
 from drafter.training.checkpoint import export_checkpoint
 from drafter.training.lit import DrafterModule
+from drafter.training.storage import WholeCheckpointIO
 
 __all__ = ["export_checkpoint", "main_train"]
 
 _DEFAULT_FOLDER = "runs/drafter"
+# What Lightning says at every start and nobody can act on.
+_CHATTER = ("GPU available", "TPU available", "HPU available", "💡 Tip", "Loading `train_dataloader`", "Using ")
+_IDLE_WARNINGS = (
+    ".*does not have many workers.*",
+    ".*LightningCLI's args parameter.*",
+    ".*Checkpoint directory .* exists and is not empty.*",
+    r".*isinstance\(treespec, LeafSpec\).*",
+    ".*is not supported by the model summary.*",
+)
 
 
 class TrainCLI(LightningCLI):
@@ -60,6 +71,10 @@ class TrainCLI(LightningCLI):
         config: Any = self.config_init
         if config.trainer.logger is None or config.trainer.logger is True:
             config.trainer.logger = CSVLogger(config.trainer.default_root_dir, name="logs")
+        if config.trainer.enable_progress_bar is not False:
+            self.trainer_defaults["callbacks"] = [*self.trainer_defaults["callbacks"], ShortProgressBar()]
+        if config.trainer.plugins is None:
+            config.trainer.plugins = [WholeCheckpointIO()]
         return super().instantiate_trainer(**kwargs)
 
 
@@ -75,9 +90,7 @@ def main_train(args: Sequence[str]) -> int:
         SystemExit: 143 after SIGTERM, when the checkpoint was saved.
     """
     torch.set_float32_matmul_precision("high")
-    warnings.filterwarnings("ignore", ".*does not have many workers.*")
-    warnings.filterwarnings("ignore", ".*LightningCLI's args parameter.*")
-    warnings.filterwarnings("ignore", ".*Checkpoint directory .* exists and is not empty.*")
+    _be_quiet()
     # Lightning warns when arguments are given beside sys.argv; these are the only ones here.
     argv, sys.argv = sys.argv, sys.argv[:1]
     try:
@@ -108,7 +121,8 @@ def _parse(args: list[str]) -> TrainCLI:
         run=False,
         seed_everything_default=0,
         save_config_kwargs={"overwrite": True},
-        trainer_defaults={"callbacks": [SaveWhenStopped()]},
+        # What there is to say of the drafter's size is printed when it is made.
+        trainer_defaults={"callbacks": [SaveWhenStopped()], "enable_model_summary": False},
         auto_configure_optimizers=False,
         load_from_checkpoint_support=False,
         parser_kwargs={
@@ -117,6 +131,22 @@ def _parse(args: list[str]) -> TrainCLI:
             "exit_on_error": False,  # errors are raised: the command shows them in one line
         },
     )
+
+
+def _be_quiet() -> None:
+    """Leave on the screen what is about this run."""
+    from transformers.utils import logging as transformers_logging
+
+    for pattern in _IDLE_WARNINGS:
+        warnings.filterwarnings("ignore", pattern)
+    for handler in logging.getLogger("lightning.pytorch").handlers:
+        if _is_news not in handler.filters:
+            handler.addFilter(_is_news)
+    transformers_logging.disable_progress_bar()
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_CHATTER)
 
 
 def _resume_path(ckpt_path: str | None, folder: str) -> str | None:

@@ -1,9 +1,13 @@
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
+from drafter.model.recurrent import RecurrentDrafter
+from drafter.training.build import describe, drafter_config
 from drafter.training.options import DrafterOptions, Objective, OptimOptions
 from drafter.training.schedule import learning_rate_factor
 from drafter.training.vocabulary import choose_draft_vocabulary, coverage, read_token_counts
@@ -80,3 +84,13 @@ def test_divergence_is_noticed_and_noise_is_not() -> None:
     complaints = [watch.complaint(20.0) for _ in range(60)]
     assert complaints[0] is None and "rose" in str(complaints[-1])
     assert "nan" in str(DivergenceWatch().complaint(math.nan))
+
+
+def test_the_light_head_of_an_8b_target_stays_below_250_megabytes() -> None:
+    """What `drafter train` prints, for the shipped config and the sizes of Llama 3 8B; on no memory at all."""
+    config = Path(__file__).resolve().parents[2] / "configs" / "train" / "llama-3-8b-light.yaml"
+    options = DrafterOptions(**yaml.safe_load(config.read_text())["model"]["drafter"])
+    with torch.device("meta"):
+        drafter = RecurrentDrafter(drafter_config(options, vocab_size=128256, hidden_size=4096))
+    (line,) = [line for line in describe(drafter) if line.startswith("exported checkpoint")]
+    assert 150 < float(line.split()[2]) < 250

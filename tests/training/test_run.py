@@ -3,8 +3,11 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -98,6 +101,51 @@ def test_interrupted_and_resumed_gives_the_same_weights(
         assert torch.equal(resumed["state_dict"][name], value), name
     moments = [checkpoint["optimizer_states"][0]["state"] for checkpoint in (whole, resumed)]
     assert all(torch.equal(moments[0][i]["exp_avg_sq"], moments[1][i]["exp_avg_sq"]) for i in moments[0])
+
+
+KILLED = """
+import os, signal, sys
+from drafter.training.lit import DrafterModule
+from drafter.training.run import main_train
+
+def kill(module, *_):
+    if module.trainer.global_step == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+DrafterModule.on_train_batch_start = kill
+main_train(sys.argv[1:])
+"""
+
+
+def test_kill_9_and_resumed_gives_the_same_weights(place: Path, trained: Path) -> None:
+    """The steps since the last checkpoint are lost and trained again; the rest is as if nothing had been."""
+    run = place / "killed"
+    process = subprocess.run([sys.executable, "-c", KILLED, *words(place, run)], capture_output=True)
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    assert read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"] == 4
+    assert main_train(words(place, run, "--ckpt_path", "last")) == 0
+    whole, resumed = (read_checkpoint(folder / "checkpoints" / "last.ckpt") for folder in (trained, run))
+    assert resumed["num_positions"] == whole["num_positions"] and resumed["global_step"] == NUM_STEPS
+    assert all(torch.equal(resumed["state_dict"][name], value) for name, value in whole["state_dict"].items())
+
+
+def test_full_disk_at_a_checkpoint_leaves_the_last_one(place: Path, tmp_path, monkeypatch, capsys) -> None:
+    from drafter.cli import main
+
+    save, folder = torch.save, tmp_path / "run" / "checkpoints"
+
+    def until_full(content: dict, stream: BinaryIO) -> None:
+        if content["global_step"] > 4:
+            stream.write(b"half a checkpoint")
+            raise OSError(28, "No space left on device")
+        save(content, stream)
+
+    monkeypatch.setattr(torch, "save", until_full)
+    assert main(["train", *words(place, tmp_path / "run")]) != 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("drafter: error:")]
+    assert "No space left" in line and "the one before it is intact" in line
+    assert read_checkpoint(folder / "last.ckpt")["global_step"] == 4
+    assert {file.name for file in folder.iterdir()} == {"best.ckpt", "last.ckpt"}
 
 
 def test_weights_can_start_from_another_run(place: Path, trained: Path) -> None:
