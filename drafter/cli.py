@@ -7,6 +7,7 @@ torch and its like inside their functions, so that every `--help` answers at onc
     def f(*, out: Path)                --out OUT, required
     def f(*, seed: int = 0)            --seed SEED, with the default in the help
     x: bool = False / True             --x / --no-x
+    x: bool | None = None              both
     x: Literal["a", "b"]               --x with these choices
     x: list[str] = ()                  --x, which may be repeated
     x: tuple[int, ...] = ()            --x 1,2,4
@@ -210,6 +211,10 @@ def _add_argument(parser: argparse.ArgumentParser, parameter: inspect.Parameter,
     name, flag = parameter.name, _flag(parameter)
     if hint is bool:
         assert _is_named(parameter) and not is_required, f"{name}: a bool needs a name and a default"
+        if default is None:
+            action = argparse.BooleanOptionalAction
+            parser.add_argument(flag, dest=name, action=action, default=None, help=_escape(help_text))
+            return
         parser.add_argument(flag, dest=name, action="store_false" if default else "store_true", help=_escape(help_text))
         return
     options = _value_options(hint, _is_named(parameter))

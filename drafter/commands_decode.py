@@ -18,7 +18,7 @@ from drafter.answer_files import (
     write_answer,
 )
 from drafter.decoding.params import EngineConfig, Method, SamplingParams, TreePolicy, Verification
-from drafter.shipped import shipped_drafter
+from drafter.shipped import shipped_drafter, speculation_path
 
 if TYPE_CHECKING:
     from drafter.decoding.engine import Completion, Engine
@@ -59,11 +59,12 @@ def decode(
     ignore_eos: bool = False,
     out: Path | None = None,
     compare: bool = False,
+    padded: bool = False,
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32",
     device: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
-    compile: bool = False,
+    compile: bool | None = None,
 ) -> None:
     """Answer prompts, or chat when none are given.
 
@@ -100,11 +101,12 @@ def decode(
         ignore_eos: go on after the model's own stop token
         out: write the answers to this .jsonl file instead of the screen
         compare: answer everything twice, plainly and with the method, and print both speeds
+        padded: with --compare, plain decoding in steps of as many nodes, for texts that are rounded alike (bfloat16)
         dtype: number format of the model (auto: bfloat16 on CUDA, else float32)
         device: auto, cpu, cuda or cuda:1
         revision: hub revision of the target
         trust_remote_code: run code that a hub model brings along
-        compile: compile the step (torch.compile)
+        compile: compile the steps before the first (torch.compile; default: on CUDA only)
     """
     params = SamplingParams(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
@@ -132,10 +134,10 @@ def decode(
     head = load_drafter(drafter, model) if drafter is not None and method in _NEED_DRAFTER else None
     small = load_target(draft_model, **how) if draft_model and method == "draft-model" else None  # type: ignore[arg-type]
     if method == "redrafter" and drafter is not None and speculation != "off":
-        config = replace(config, speculation=_plan(speculation, drafter, model, compile, is_sized=bool(given)))
+        config = replace(config, speculation=_plan(speculation, drafter, model, head, compile, is_sized=bool(given)))
     models = Models(model, head, small)
     if compare:
-        _compare(models, config, params, asked, raw, out)
+        _compare(models, config, params, asked, raw, out, is_padded=padded)
     elif asked:
         _answer(models.engine(config), params, asked, raw, out)
     else:
@@ -151,13 +153,21 @@ def _check_method(method: Method, drafter: str | None, draft_model: str | None, 
         raise ValueError("--compare sets a method beside autoregressive decoding: give --method another value")
 
 
-def _plan(speculation: str | None, drafter: str, target: "Target", is_compiled: bool, *, is_sized: bool) -> str | None:
+def _plan(
+    speculation: str | None,
+    drafter: str,
+    target: "Target",
+    head: "RecurrentDrafter | None",
+    is_compiled: bool | None,
+    *,
+    is_sized: bool,
+) -> str | None:
     """The file that sizes the tree: the one named, or the drafter's own unless the tree's shape was given."""
     if speculation is not None or is_sized:
         return speculation
     from drafter.decoding.sized import file_beside
 
-    return file_beside(drafter, target, is_compiled=is_compiled)
+    return file_beside(speculation_path(drafter).parent, target, head, is_compiled=is_compiled)
 
 
 @dataclass(frozen=True)
@@ -232,9 +242,12 @@ def _compare(
     asked: list[NamedPrompt],
     raw: bool,
     out: Path | None,
+    *,
+    is_padded: bool,
 ) -> None:
     """Both methods on the same prompts, one after the other, and their table."""
-    plain = replace(config, method="autoregressive", tree_size=None, verify="coupled", speculation=None)
+    num_nodes = config.num_nodes if is_padded else None
+    plain = replace(config, method="autoregressive", tree_size=num_nodes, verify="coupled", speculation=None)
     runs = []
     for settings, file in ((plain, None), (config, out)):
         engine = models.engine(settings)

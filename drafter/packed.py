@@ -20,11 +20,18 @@ _ROWS = 8  # the number of rows that the order is chosen for; the gain hardly de
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
-class PackedMatrix:
-    """A weight [O, I] in the order of the CPU's kernels; ``linear`` multiplies with it."""
+class PackedMatrix(nn.Module):
+    """A weight [O, I] in the order of the CPU's kernels; ``linear`` multiplies with it.
+
+    A module with a buffer, and so something whose weight a compiler may freeze.
+    """
+
+    _weight: Tensor
 
     def __init__(self, weight_OI: Tensor) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), _ROWS)
+        super().__init__()
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), _ROWS)
+        self.register_buffer("_weight", packed, persistent=False)
 
     def linear(self, x_XI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """x W^T + b: [..., I] -> [..., O]."""

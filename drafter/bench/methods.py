@@ -13,7 +13,7 @@ PEER_BASELINE = "hf-generate"
 _TREE = ("W", "L", "N")
 # What may follow a method's name: letters take a number.
 _OPTIONS: dict[str, tuple[str, ...]] = {
-    "autoregressive": (),
+    "autoregressive": ("N",),
     "redrafter": (*_TREE, "tau", "all-nodes", "final-beams", "uncoupled", "tuned"),
     "hybrid": (*_TREE, "tau", "uncoupled"),
     "recycling": _TREE,

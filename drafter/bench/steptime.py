@@ -12,6 +12,7 @@ import torch
 
 from drafter.bench.figures import median
 from drafter.decoding.candidates import Candidates, Proposer, RootOnly, RowState, StatelessRows
+from drafter.decoding.compiled import Compiler
 from drafter.decoding.engine import Engine
 from drafter.decoding.params import EngineConfig, SamplingParams
 from drafter.model.recurrent import RecurrentDrafter
@@ -133,6 +134,11 @@ class StepClock:
         for _ in range(-(-num_rows * context_length // config.prefill_chunk) + 1):
             self.step(self._engine.proposer)  # prefill, and the first plain steps
 
+    @property
+    def compiler(self) -> Compiler:
+        """What compiles the steps; for proposers that are to be compiled as well."""
+        return self._engine.compiler
+
     def step(self, proposer: Proposer) -> float:
         """Seconds of one step.
 
@@ -156,6 +162,10 @@ class StepClock:
 
         At least two rounds are made, further ones while the budget lasts.
         """
+        self._engine.warm_up(proposers.values())
+        for proposer in proposers.values():
+            if isinstance(proposer, Timed):
+                proposer.seconds.clear()  # the warm-up's
         seconds: dict[Key, list[float]] = {key: [] for key in proposers}
         for number in range(num_rounds + 1):
             if number > 2 and not budget.left:

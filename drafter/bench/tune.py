@@ -22,7 +22,7 @@ from drafter.decoding.candidates import Proposer, RootOnly
 from drafter.decoding.engine import Engine
 from drafter.decoding.factory import make_proposer
 from drafter.decoding.params import EngineConfig, SamplingParams
-from drafter.decoding.sized import device_name, dtype_name
+from drafter.decoding.sized import device_name, dtype_name, fingerprint_of_weights
 from drafter.decoding.speculation import PLAIN, Choice, RowPlan, Speculation, Tree
 from drafter.model.recurrent import RecurrentDrafter
 from drafter.target.adapter import Target
@@ -138,8 +138,9 @@ def tune(target: Target, drafter: RecurrentDrafter, prompts: Sequence[list[int]]
             plans.append(bench.plan(curves[num_rows]))
         bar.update(num_units - bar.n)
     speculation = Speculation(
-        device_name(target.device), dtype_name(target.dtype), settings.compile, target.fingerprint, tuple(plans)
-    )
+        device_name(target.device), dtype_name(target.dtype), settings.compile, target.fingerprint, tuple(plans),
+        fingerprint_of_weights(drafter),
+    )  # fmt: skip
     return Tuning(speculation, _as_lists(curves, kept), len(prompts), acceptance.num_positions)
 
 
@@ -243,7 +244,7 @@ class _RowBench:
             return RootOnly()
         width, length, size = tree
         config = EngineConfig(beam_width=width, draft_length=length, tree_size=size, compile=self._settings.compile)
-        return make_proposer(config, self._target, self._drafter, None)
+        return make_proposer(config, self._target, self._drafter, None, self._clock.compiler)
 
     def _quick(self, proposer: Proposer) -> float:
         return min(self._clock.step(proposer) for _ in range(2))

@@ -33,19 +33,24 @@ class Candidates(NamedTuple):
     log_q_BNV: Tensor | None = None
 
     def ancestors(self, max_depth: int) -> Tensor:
-        """[b, i, j] is True where j is i or an ancestor of i; ``max_depth`` gathers climb the whole tree.
+        """Which nodes are a node's ancestors, bool [B, N, N] (see :func:`ancestors`)."""
+        return ancestors(self.parent_BN, max_depth)
 
-        Returns:
-            bool [B, N, N].
-        """
-        num_rows, num_nodes = self.token_BN.shape
-        node_N = torch.arange(num_nodes, device=self.token_BN.device)
-        climber_BN = node_N.expand(num_rows, num_nodes)
-        ancestor_BNN = (climber_BN[:, :, None] == node_N).clone()
-        for _ in range(max_depth):
-            climber_BN = self.parent_BN.gather(1, climber_BN)
-            ancestor_BNN |= climber_BN[:, :, None] == node_N
-        return ancestor_BNN
+
+def ancestors(parent_BN: Tensor, max_depth: int) -> Tensor:
+    """[b, i, j] is True where j is i or an ancestor of i; ``max_depth`` gathers climb the whole tree.
+
+    Returns:
+        bool [B, N, N].
+    """
+    num_rows, num_nodes = parent_BN.shape
+    node_N = torch.arange(num_nodes, device=parent_BN.device)
+    climber_BN = node_N.expand(num_rows, num_nodes)
+    ancestor_BNN = (climber_BN[:, :, None] == node_N).clone()
+    for _ in range(max_depth):
+        climber_BN = parent_BN.gather(1, climber_BN)
+        ancestor_BNN |= climber_BN[:, :, None] == node_N
+    return ancestor_BNN
 
 
 class RowState(NamedTuple):
@@ -153,16 +158,23 @@ class StatelessRows:
 
 
 class RootOnly(StatelessRows):
-    """Autoregressive decoding: the tree is its root."""
+    """Autoregressive decoding: the tree is its root, and padding up to ``num_nodes`` nodes."""
 
-    num_nodes = 1
     max_depth = 0
+
+    def __init__(self, num_nodes: int = 1) -> None:
+        self.num_nodes = num_nodes
 
     def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
         """A tree of one node per row."""
-        token_BN = rows.root_B[:, None]
-        zero_BN = torch.zeros_like(token_BN)
-        return Candidates(token_BN, zero_BN, zero_BN, torch.ones_like(token_BN, dtype=torch.bool))
+        node_N = torch.arange(self.num_nodes, device=rows.root_B.device)
+        node_BN = node_N.expand(rows.root_B.shape[0], -1)
+        return Candidates(
+            token_BN=rows.root_B[:, None].expand_as(node_BN).contiguous(),
+            parent_BN=node_BN.contiguous(),
+            depth_BN=torch.zeros_like(node_BN),
+            is_node_BN=node_BN == 0,
+        )
 
 
 def pack_nodes(

@@ -1,12 +1,15 @@
 """Engine: prompts in, answers out. ``step`` = schedule, prefill, propose, verify, accept, commit, hand out tokens."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from operator import index
 
 from tqdm import tqdm
 
 from drafter.decoding.candidates import Proposer, RootOnly, StatelessRows
+from drafter.decoding.compiled import Compiler, is_compiled
 from drafter.decoding.factory import context_layers_of, make_proposer
 from drafter.decoding.params import EngineConfig, RequestOptions, SamplingParams
 from drafter.decoding.prefix import PrefixIndex
@@ -21,6 +24,8 @@ from drafter.target.adapter import Target
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
+_log = logging.getLogger(__name__)
+
 _LARGEST_BUCKET = 64  # above, the number of rows is rounded up to a multiple of this
 
 
@@ -28,6 +33,9 @@ class Engine:
     """Decodes batches of prompts with a target and, if given, a drafter.
 
     The tokens are those of autoregressive decoding whatever the configuration; that only decides how fast they come.
+
+    Attributes:
+        compiler: compiles the parts of a step, or leaves them as they are.
 
     Args:
         target: the model whose answers are wanted.
@@ -49,11 +57,14 @@ class Engine:
     ) -> None:
         self.target = target
         self.config = config or EngineConfig(method="autoregressive" if drafter is None else "redrafter")
+        self.compiler = compiler = Compiler(target.device, is_on=is_compiled(self.config.compile, target.device))
         self._sized: SizedProposers | None = None
         if self.config.speculation is None:
-            self.proposer = make_proposer(self.config, target, drafter, draft_model)
+            self.proposer = make_proposer(self.config, target, drafter, draft_model, compiler)
         else:
-            self._sized = SizedProposers(self.config, target, lambda c: make_proposer(c, target, drafter, draft_model))
+            self._sized = SizedProposers(
+                self.config, target, drafter, lambda c: make_proposer(c, target, drafter, draft_model, compiler)
+            )
             self.proposer = self._sized.largest
         self._context_layers = context_layers_of(self.config, drafter)
         self._scheduler = Scheduler(self.config.max_rows)
@@ -113,16 +124,19 @@ class Engine:
         encoded = [self.encode(prompt, raw=raw) for prompt in prompts]
         self.reserve(max((self._num_slots_of(len(ids), p) for ids, p in zip(encoded, each, strict=True)), default=0))
         index_of: dict[int, int] = {}
+        added: list[TokenSequence] = []
         try:
             for place, (ids, p) in enumerate(zip(encoded, each, strict=True)):
-                index_of[self.add(ids, p).request_id] = place
+                added.append(self.add(ids, p))
+                index_of[added[-1].request_id] = place
             while self.has_work:
                 for update in self.step():
                     yield event_of(index_of[update.sequence.request_id], update)
         finally:
             # Neither a caller that stops listening nor a prompt that is refused leaves a row behind.
-            for request_id in index_of:
-                self.abort(request_id)
+            for sequence in added:
+                if not sequence.is_finished:
+                    sequence.finish("abort")
 
     # -- the core, for servers -------------------------------------------------------------------------------------
 
@@ -175,8 +189,30 @@ class Engine:
             num_slots,
             context_layers=self._context_layers,
             is_rejection=self.config.verify == "rejection",
+            compiler=self.compiler,
         )
         self.proposer.reserve(self.config.max_rows, num_slots)
+        self.warm_up([self.proposer, *(self._sized.proposers if self._sized is not None else ()), self._plain])
+
+    def warm_up(self, proposers: Iterable[Proposer]) -> None:
+        """Compile the steps of these proposers for every bucket of rows, with a bar; nothing is compiled later.
+
+        The steps that are made for it have no active row, so that they change nothing.
+        """
+        runner = self._runner
+        assert runner is not None, "warm-up without a cache"
+        if not self.compiler.is_on:
+            return
+        buckets = sorted(
+            {min(_bucket(num_rows), self.config.max_rows) for num_rows in range(1, self.config.max_rows + 1)}
+        )
+        start = time.perf_counter()
+        work = [(num_rows, proposer) for proposer in dict.fromkeys(proposers) for num_rows in buckets]
+        with self.compiler.warming_up(), tqdm(work, desc="Compiling", unit="shape") as bar:
+            for num_rows, proposer in bar:
+                bar.set_postfix_str(f"{num_rows} rows, {proposer.num_nodes} nodes")
+                runner.warm_up(proposer, num_rows)
+        _log.info("compiled the steps of %d shapes in %.1f s", len(work), time.perf_counter() - start)
 
     def add(
         self,
@@ -281,6 +317,8 @@ class Engine:
     def _share_prefix(self, runner: Runner, sequence: TokenSequence) -> None:
         """Give a row that was just admitted the slots that another row has already, and save what the row held."""
         row, prefixes = sequence.row, self._prefixes
+        if not self.config.reuse_prefixes:
+            return
         shared = prefixes.find(sequence.prompt_ids)
         refuge = prefixes.refuge(row, shared, range(len(self._scheduler.rows), self.config.max_rows))
         if refuge is not None:
@@ -368,11 +406,15 @@ def _bucket(num_rows: int) -> int:
 def _neighbours(chunks: list[PrefillChunk]) -> Iterator[list[PrefillChunk]]:
     """Runs of chunks in consecutive rows and of similar length, so that padding wastes less than half."""
     run: list[PrefillChunk] = []
+    smallest = largest = 0
     for chunk in sorted(chunks, key=lambda chunk: chunk.sequence.row):
-        sizes = [item.stop - item.start for item in (*run, chunk)]
-        if run and (chunk.sequence.row != run[-1].sequence.row + 1 or max(sizes) > 2 * min(sizes)):
-            yield run
-            run = []
+        size = chunk.stop - chunk.start
+        if run and chunk.sequence.row == run[-1].sequence.row + 1 and max(largest, size) <= 2 * min(smallest, size):
+            smallest, largest = min(smallest, size), max(largest, size)
+        else:
+            if run:
+                yield run
+            run, smallest, largest = [], size, size
         run.append(chunk)
     if run:
         yield run

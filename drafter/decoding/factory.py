@@ -2,6 +2,7 @@
 
 from drafter.decoding.beam import BeamProposer, BeamSearch
 from drafter.decoding.candidates import Proposer, RootOnly
+from drafter.decoding.compiled import Compiler
 from drafter.decoding.hybrid import BeamSource, HybridProposer, Source
 from drafter.decoding.lookup import LookupSource, PromptLookupProposer
 from drafter.decoding.params import EngineConfig
@@ -14,7 +15,11 @@ _SPARE_DRAFTS = 3
 
 
 def make_proposer(
-    config: EngineConfig, target: Target, drafter: RecurrentDrafter | None, draft_model: Target | None
+    config: EngineConfig,
+    target: Target,
+    drafter: RecurrentDrafter | None,
+    draft_model: Target | None,
+    compiler: Compiler | None = None,
 ) -> Proposer:
     """The proposer of ``config.method``.
 
@@ -23,17 +28,18 @@ def make_proposer(
         target: the model whose answers are wanted.
         drafter: a trained drafter; ``redrafter`` needs one.
         draft_model: a smaller model of the same tokenizer; ``draft-model`` needs one.
+        compiler: of the engine's steps; it compiles the beam search of ``redrafter``.
 
     Raises:
         ValueError: what the method needs is missing or does not fit the target.
     """
     if config.method == "autoregressive" or config.num_nodes == 1:
-        return RootOnly()
+        return RootOnly(config.num_nodes)
     if config.method == "redrafter":
         if drafter is None:
             raise ValueError("--method redrafter needs a drafter: give --drafter DIR, or --method autoregressive")
-        search = _beam_search(config, target, drafter)
-        return BeamProposer(search, config.num_nodes, config.tree_policy, coupled=config.coupled)
+        search = _beam_search(config, target, drafter, is_frozen=compiler is not None and compiler.is_on)
+        return BeamProposer(search, config.num_nodes, config.tree_policy, coupled=config.coupled, compiler=compiler)
     if config.method == "lookup":
         return PromptLookupProposer(_lookup(config, target), config.num_nodes)
     if config.method == "recycling":
@@ -60,10 +66,12 @@ def context_layers_of(config: EngineConfig, drafter: RecurrentDrafter | None) ->
     return tuple(drafter.config.context_layers) if reads_context and drafter is not None else ()
 
 
-def _beam_search(config: EngineConfig, target: Target, drafter: RecurrentDrafter) -> BeamSearch:
+def _beam_search(
+    config: EngineConfig, target: Target, drafter: RecurrentDrafter, *, is_frozen: bool = False
+) -> BeamSearch:
     # A tree of N nodes is at most N - 1 deep.
     length = min(config.draft_length, config.num_nodes - 1)
-    return BeamSearch(drafter, target, config.beam_width, length, config.tau)
+    return BeamSearch(drafter, target, config.beam_width, length, config.tau, is_frozen=is_frozen)
 
 
 def _lookup(config: EngineConfig, target: Target) -> LookupSource:

@@ -32,9 +32,9 @@ class NodeList(NamedTuple):
     @property
     def depth_M(self) -> Tensor:
         """Depth of every place, int64 [M]."""
-        size_L = torch.tensor(self.level_sizes)
-        depth_M = torch.arange(1, len(self.level_sizes) + 1).repeat_interleave(size_L)
-        return depth_M.to(self.token_BM.device)
+        device = self.token_BM.device  # written there: a copy from the host would be waited for
+        levels = [torch.full((size,), depth, device=device) for depth, size in enumerate(self.level_sizes, start=1)]
+        return torch.cat(levels)
 
     def pack(self, root_B: Tensor, num_nodes: int) -> Candidates:
         """The ``num_nodes - 1`` best nodes behind their root (see :func:`pack_nodes`); no two may be equal."""

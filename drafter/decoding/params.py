@@ -93,7 +93,8 @@ class EngineConfig:
         beam_width: W, beams kept at each drafting step (for lookup: matches that are followed).
         draft_length: L, drafting steps, the greatest depth of a tree.
         tree_size: N, nodes that the target verifies in one forward, root included; None: 24, or all that W and L can
-            draft if that is less.
+            draft if that is less. For ``autoregressive``, which has no use for more than one (None), the others are
+            padding: its steps then have the shape, and so the rounding, of steps with trees of N nodes.
         tree_policy: ``all-nodes`` keeps the N-1 likeliest nodes of all steps; ``final-beams`` is the published policy,
             the W final beams with shared prefixes merged (N is then 1 + W * L).
         coupled: drafting knows the noise of the target's coming picks and ranks by it.
@@ -105,7 +106,7 @@ class EngineConfig:
         lookup_length: tokens that a match proposes.
         prefill_chunk: prompt tokens per forward.
         reuse_prefixes: a prompt that begins like what a row of the cache holds takes keys and values from there.
-        compile: compile the step (torch.compile).
+        compile: compile the step (torch.compile); None: on CUDA only.
         speculation: file that `drafter tune` wrote: W, L and N follow the number of running rows and the acceptance of
             late (redrafter only); None keeps the tree as it is set here.
     """
@@ -125,7 +126,7 @@ class EngineConfig:
     lookup_length: int = 10
     prefill_chunk: int = 256
     reuse_prefixes: bool = False
-    compile: bool = False
+    compile: bool | None = None
     speculation: str | None = None
 
     def __post_init__(self) -> None:
@@ -165,10 +166,10 @@ class EngineConfig:
 
     @property
     def num_nodes(self) -> int:
-        """N, nodes per row of one target forward: 1 without a proposer, a chain's for a draft model."""
+        """N, nodes per row of one target forward: 1 or what is asked for without a proposer, a draft model's chain."""
         largest = 1 + self.beam_width * self.draft_length
         if self.method == "autoregressive":
-            return 1
+            return self.tree_size or 1
         if self.method == "draft-model":
             return 1 + self.num_draft_tokens
         if self.method == "redrafter" and self.tree_policy == "final-beams":

@@ -75,16 +75,22 @@ def read_logprobs(
 
 def read_trees(candidates: Candidates, accepted: Accepted, rows: list[int]) -> dict[int, StepTree]:
     """The trees of some rows, without padding nodes."""
+    row_R = torch.tensor(rows, device=candidates.token_BN.device)
+    columns = (candidates.token_BN, candidates.parent_BN, candidates.is_node_BN.long(), accepted.path_BL)
+    ends = torch.stack([accepted.num_accepted_B, accepted.bonus_B], dim=1)
+    num_nodes = candidates.token_BN.shape[1]
     trees = {}
-    for row in rows:
-        tokens, parents = candidates.token_BN[row].tolist(), candidates.parent_BN[row].tolist()
-        kept = [node for node, is_node in enumerate(candidates.is_node_BN[row].tolist()) if is_node]
+    # Everything in one transfer.
+    for row, line in zip(rows, torch.cat([*columns, ends], dim=1)[row_R].tolist(), strict=True):
+        tokens, parents, is_node = (line[start * num_nodes : (start + 1) * num_nodes] for start in range(3))
+        num_accepted, bonus_id = line[-2:]
+        kept = [node for node in range(num_nodes) if is_node[node]]
         place = {node: index for index, node in enumerate(kept)}
-        path = accepted.path_BL[row].tolist()[: int(accepted.num_accepted_B[row]) + 1]
+        path = line[3 * num_nodes : 3 * num_nodes + num_accepted + 1]
         trees[row] = StepTree(
             [tokens[node] for node in kept],
             [place[parents[node]] for node in kept],
             [place[node] for node in path],
-            int(accepted.bonus_B[row]),
+            bonus_id,
         )
     return trees

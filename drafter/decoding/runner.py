@@ -10,12 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafter.decoding.candidates import Candidates, Proposer, RowState, StepOutcome
+from drafter.decoding.candidates import Candidates, Proposer, RowState, StepOutcome, ancestors
+from drafter.decoding.compiled import Compiler
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.report import StepTree, TokenLogprob, read_logprobs, read_trees
 from drafter.decoding.sampling import STREAM_RESIDUAL, Warp, gumbel_noise, make_warp, pick, warped_log_probs
 from drafter.decoding.verify import Accepted, accept_picks, accept_samples
-from drafter.target.adapter import Target
+from drafter.target.adapter import Target, TargetOutput
 from drafter.target.mask import chunk_mask, tree_mask
 
 _SLOT_BUCKET = 128  # visible slots are rounded up to a multiple of this, so that few shapes occur
@@ -61,6 +62,7 @@ class Runner:
         num_slots: slots of a row; a row needs its longest length plus N.
         context_layers: hidden states that the drafter wants as context (empty: the final one).
         is_rejection: verify by the two-model rule instead of keyed noise.
+        compiler: compiles the parts of a step; None leaves them as they are.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Runner:
         *,
         context_layers: Sequence[int] = (),
         is_rejection: bool = False,
+        compiler: Compiler | None = None,
     ) -> None:
         self.target = target
         self.num_rows = num_rows
@@ -89,9 +92,27 @@ class Runner:
         self._token_V = torch.arange(target.vocab_size, device=device)
         self._params = [SamplingParams()] * num_rows
         self._warps: dict[int, Warp] = {}
+        self._active: tuple[tuple[bool, ...], Tensor] = (), torch.zeros(0)
+        self._slot_S = torch.arange(num_slots, device=device)
+        self._spare_slot = torch.tensor(self.cache.spare_slot, device=device)
+        self._compiler = compiler = compiler or Compiler(device, is_on=False)
+        self._prepare(compiler)
+
+    def _prepare(self, compiler: Compiler) -> None:
+        """The parts of a step as they will be called; which dimensions differ between calls stands beside each."""
+        if compiler.is_on:
+            compiler.keep((self._root_B, (0,)), (self._length_B, (0,)), (self._context_BC, (0,)))
+            compiler.keep((self._history_BS, (0, 1)), (self.cache.keys, (1, 3)), (self.cache.values, (1, 3)))
+        tree = ((0, 1),) * 4
+        self._ancestors = compiler(ancestors, ((0, 1),))
+        self._forward_tree = compiler(self._tree_forward, ((0, 1), (0, 1), (0, 1, 2), (0,), (0,), (0,)))
+        self._accept = compiler(_accept, (*tree, (0, 1), (0, 1, 2)))
+        self._commit = compiler(self._commit_rows, ((0,), (0,), (0,), (0,), (0, 1), (0,)))
 
     def visible_slots(self, num_needed: int) -> int:
-        """``num_needed`` rounded up to a bucket, at most the slots there are."""
+        """``num_needed`` rounded up to a bucket, at most the slots there are; all of them for CUDA graphs."""
+        if self._compiler.has_static_shapes:
+            return self.num_slots
         return min(-(-num_needed // _SLOT_BUCKET) * _SLOT_BUCKET, self.num_slots)
 
     def admit(self, row: int, prompt_ids: Sequence[int], params: SamplingParams) -> None:
@@ -170,10 +191,12 @@ class Runner:
         Returns:
             Tokens, and what was asked for.
         """
+        self._compiler.begin_step()
         num_rows = len(is_active)
         warp = self._warp(num_rows)
-        active_B = torch.tensor(is_active, device=self.target.device)
-        rows = self._row_state(active_B, warp, self.visible_slots(max_committed + proposer.num_nodes))
+        rows = self._row_state(
+            self._active_rows(is_active), warp, self.visible_slots(max_committed + proposer.num_nodes)
+        )
         has_noise = warp.flags.has_noise and not self._is_rejection  # that rule draws its own
         noise_BLV = self._noise(rows, proposer.max_depth) if has_noise else None
         candidates = proposer.propose(rows, noise_BLV)
@@ -190,12 +213,29 @@ class Runner:
             logprobs = read_logprobs(logits_BNV, accepted, emitted_BL, wants.logprob_rows, wants.num_logprobs)
         if wants is not None and wants.tree_rows:
             trees = read_trees(candidates, accepted, wants.tree_rows)
-        self._commit(rows, accepted, emitted_BL, context_BNC)
-        # The one wait for the device: tokens and their count leave together.
-        emitted = [
+        self._commit(*accepted, emitted_BL, context_BNC, rows.is_active_B)
+        return StepResult(self._hand_out(counted_BL, is_active), logprobs, trees)
+
+    def _hand_out(self, counted_BL: Tensor, is_active: Sequence[bool]) -> list[list[int]]:
+        """The one wait for the device: tokens and their count leave together."""
+        return [
             line[1 : 1 + line[0]] if active else [] for line, active in zip(counted_BL.tolist(), is_active, strict=True)
         ]
-        return StepResult(emitted, logprobs, trees)
+
+    def warm_up(self, proposer: Proposer, num_rows: int) -> None:
+        """Steps without an active row, at the fewest and the most visible slots: the compiler sees every shape."""
+        is_static = self._compiler.has_static_shapes
+        lengths = (0, 0, 0) if is_static else (0, _SLOT_BUCKET, self.num_slots)  # a CUDA graph is recorded at last
+        for length in dict.fromkeys(lengths) if not is_static else lengths:
+            self.step(proposer, [False] * num_rows, length)
+
+    def _active_rows(self, is_active: Sequence[bool]) -> Tensor:
+        """Which rows decode, on the device: it seldom changes, and a copy that the device is not waited for."""
+        if self._active[0] != tuple(is_active):
+            device = self.target.device
+            active_B = torch.tensor(is_active, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+            self._active = tuple(is_active), active_B
+        return self._active[1]
 
     def _mute(self, candidates: Candidates, rows: list[int]) -> Candidates:
         """Turn all drafted nodes of some rows into padding, so that the root's own pick is all they emit."""
@@ -230,61 +270,103 @@ class Runner:
         self, rows: RowState, candidates: Candidates, noise_BLV: Tensor | None, max_depth: int
     ) -> tuple[Accepted, StepOutcome, Tensor]:
         """The target's forward over the trees, and what it accepts."""
-        ancestor_BNN = candidates.ancestors(max_depth)
-        num_nodes = candidates.token_BN.shape[1]
-        slot_BN = rows.length_B[:, None] + torch.arange(num_nodes, device=rows.length_B.device)
-        # Rows that do not decode keep their slots as they are, also when they are only what a finished request left.
-        slot_BN = torch.where(rows.is_active_B[:, None], slot_BN, self.cache.spare_slot)
-        self.cache.plan(slot_BN, num_visible=rows.num_visible)
-        output = self.target.forward(
-            candidates.token_BN,
-            # Nodes past the end of the context only fill the shape; no token behind the end is ever kept.
-            position_BT=(rows.length_B[:, None] + candidates.depth_BN).clamp_max(self.target.max_length - 1),
-            mask=tree_mask(rows.length_B, ancestor_BNN, rows.num_visible),
-            cache=self.cache,
-            context_layers=self._context_layers,
+        ancestor_BNN = self._ancestors(candidates.parent_BN, max_depth)
+        slot_S = self._slot_S[: rows.num_visible]
+        logits_BNV, context_BNC = self._forward_tree(
+            candidates.token_BN, candidates.depth_BN, ancestor_BNN, rows.length_B, rows.is_active_B, slot_S
         )
-        logits_BNV = self.target.logits(output.hidden_BTD)
         if self._is_rejection:
             log_p_BNV = warped_log_probs(logits_BNV, rows.warp)
-            noise_BNV = self._noise(rows, num_nodes - 1, stream=STREAM_RESIDUAL)
+            noise_BNV = self._noise(rows, candidates.token_BN.shape[1] - 1, stream=STREAM_RESIDUAL)
             position_BN = rows.length_B[:, None] + candidates.depth_BN + 1
             accepted = accept_samples(candidates, log_p_BNV, rows.seed_B, position_BN, noise_BNV)
             pick_BN = log_p_BNV.argmax(dim=2)
         else:
+            # Never compiled: the filters that rows may combine are many, and the noise is to have the same bits always.
             pick_BN = pick(logits_BNV, _by_depth(noise_BLV, candidates), rows.warp)
-            accepted = accept_picks(candidates, pick_BN, ancestor_BNN, max_depth)
+            accepted = self._accept(*candidates[:4], pick_BN, ancestor_BNN, max_depth)
         outcome = StepOutcome(candidates, logits_BNV, pick_BN, *accepted)
-        return accepted, outcome, output.context_BTC
+        return accepted, outcome, context_BNC
 
-    def _commit(self, rows: RowState, accepted: Accepted, emitted_BL: Tensor, context_BNC: Tensor) -> None:
+    def _tree_forward(
+        self,
+        token_BN: Tensor,
+        depth_BN: Tensor,
+        ancestor_BNN: Tensor,
+        length_B: Tensor,
+        active_B: Tensor,
+        slot_S: Tensor,
+    ) -> TargetOutput:
+        """Logits [B, N, V] and contexts [B, N, C] of all nodes; their keys and values go behind the committed slots.
+
+        ``slot_S`` counts the visible slots: 0 .. S - 1.
+        """
+        slot_BN = length_B[:, None] + torch.arange(token_BN.shape[1], device=length_B.device)
+        # Rows that do not decode keep their slots as they are, also when they are only what a finished request left.
+        slot_BN = torch.where(active_B[:, None], slot_BN, self._spare_slot)
+        num_visible = slot_S.shape[0]
+        self.cache.plan(slot_BN, num_visible=num_visible)
+        output = self.target.forward(
+            token_BN,
+            # Nodes past the end of the context only fill the shape; no token behind the end is ever kept.
+            position_BT=(length_B[:, None] + depth_BN).clamp_max(self.target.max_length - 1),
+            mask=tree_mask(length_B, ancestor_BNN, num_visible),
+            cache=self.cache,
+            context_layers=self._context_layers,
+        )
+        return TargetOutput(self.target.logits(output.hidden_BTD), output.context_BTC)
+
+    def _commit_rows(
+        self,
+        path_BL: Tensor,
+        num_accepted_B: Tensor,
+        bonus_B: Tensor,
+        emitted_BL: Tensor,
+        context_BNC: Tensor,
+        active_B: Tensor,
+    ) -> None:
         """Move the accepted slots together, go on from the bonus token; rows that are not active stay as they are."""
         num_rows, num_emitted = emitted_BL.shape
-        active_B = rows.is_active_B
-        step_L = torch.arange(1, num_emitted, device=emitted_BL.device)
+        length_B = self._length_B[:num_rows]
         if num_emitted > 1:
+            step_L = torch.arange(1, num_emitted, device=emitted_BL.device)
             # Depth d of the path goes to slot length + d. Behind the accepted ones the last is copied again: those
             # slots are not committed and the next tree overwrites them. Rows that are not active move nothing.
-            from_BL = torch.where(active_B[:, None], rows.length_B[:, None] + accepted.path_BL[:, 1:], 0)
-            to_BL = torch.where(active_B[:, None], rows.length_B[:, None] + step_L, 0)
+            from_BL = torch.where(active_B[:, None], length_B[:, None] + path_BL[:, 1:], 0)
+            to_BL = torch.where(active_B[:, None], length_B[:, None] + step_L, 0)
             self.cache.move_slots(from_BL, to_BL)
-        last_B1 = accepted.path_BL[:, -1:]
-        context_BC = context_BNC.gather(1, last_B1[:, :, None].expand(-1, -1, context_BNC.shape[2]))[:, 0]
+        last_B11 = path_BL[:, -1:, None].expand(-1, -1, context_BNC.shape[2])
+        context_BC = context_BNC.gather(1, last_B11)[:, 0]
         # Tokens behind the committed length mean nothing, so rows that are not active may be written there as well.
-        place_BL = rows.length_B[:, None] + torch.arange(1, num_emitted + 1, device=emitted_BL.device)
+        place_BL = length_B[:, None] + torch.arange(1, num_emitted + 1, device=emitted_BL.device)
         kept_BL = torch.where(active_B[:, None], emitted_BL, self._history_BS[:num_rows].gather(1, place_BL))
         self._history_BS[:num_rows].scatter_(1, place_BL, kept_BL)
-        context_BC = torch.where(active_B[:, None], context_BC, rows.context_BC)
-        root_B = torch.where(active_B, accepted.bonus_B, rows.root_B)
-        length_B = rows.length_B + (accepted.num_accepted_B + 1) * active_B
+        context_BC = torch.where(active_B[:, None], context_BC, self._context_BC[:num_rows])
+        root_B = torch.where(active_B, bonus_B, self._root_B[:num_rows])
+        length_B = length_B + (num_accepted_B + 1) * active_B
         # Only now, when no allocation can fail any more, the rows go on: a step that ran out of memory changed nothing.
         self._context_BC[:num_rows] = context_BC
         self._root_B[:num_rows] = root_B
         self._length_B[:num_rows] = length_B
 
 
+def _accept(
+    token_BN: Tensor,
+    parent_BN: Tensor,
+    depth_BN: Tensor,
+    is_node_BN: Tensor,
+    pick_BN: Tensor,
+    ancestor_BNN: Tensor,
+    max_depth: int,
+) -> Accepted:
+    """:func:`accept_picks` of plain tensors."""
+    return accept_picks(Candidates(token_BN, parent_BN, depth_BN, is_node_BN), pick_BN, ancestor_BNN, max_depth)
+
+
 def _by_depth(noise_BLV: Tensor | None, candidates: Candidates) -> Tensor | None:
     """Noise of each node's pick [B, N, V] from noise by depth [B, L + 1, V]."""
-    if noise_BLV is None or candidates.token_BN.shape[1] == 1:
+    if noise_BLV is None or noise_BLV.shape[1] == 1:  # of one depth: broadcast
         return noise_BLV
-    return noise_BLV.gather(1, candidates.depth_BN[:, :, None].expand(-1, -1, noise_BLV.shape[2]))
+    # Copies whole rows of V numbers; a gather would look up each number on its own.
+    row_B1 = torch.arange(noise_BLV.shape[0], device=noise_BLV.device)[:, None]
+    return noise_BLV[row_B1, candidates.depth_BN]

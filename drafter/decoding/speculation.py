@@ -87,6 +87,7 @@ class Speculation:
         is_compiled: measured with compiled steps.
         target_fingerprint: sketch of the target's output matrix.
         plans: by rising number of rows.
+        drafter_fingerprint: of the drafter's weights in that number format; empty where nobody took it down.
     """
 
     device: str
@@ -94,6 +95,7 @@ class Speculation:
     is_compiled: bool
     target_fingerprint: str
     plans: tuple[RowPlan, ...]
+    drafter_fingerprint: str = ""
 
     def plan_for(self, num_rows: int) -> RowPlan | None:
         """The plan of the fewest measured rows that hold ``num_rows``; None beyond all measurements."""
@@ -135,6 +137,7 @@ class Speculation:
             "dtype": self.dtype,
             "compile": self.is_compiled,
             "target_fingerprint": self.target_fingerprint,
+            "drafter_fingerprint": self.drafter_fingerprint,
             "plans": plans,
         }  # fmt: skip
 
@@ -156,6 +159,7 @@ def read_speculation(path: Path) -> Speculation:
     try:
         plans = tuple(sorted((_plan_of(item) for item in found["plans"]), key=lambda plan: plan.num_rows))
         texts = [found[key] for key in ("device", "dtype", "target_fingerprint")]
+        texts.append(found.get("drafter_fingerprint", ""))
         is_compiled = found["compile"]
         if not plans or not all(isinstance(text, str) for text in texts) or not isinstance(is_compiled, bool):
             raise ValueError("no plans, or a value of the wrong kind")
@@ -163,8 +167,8 @@ def read_speculation(path: Path) -> Speculation:
         raise ValueError(
             f"--speculation {path}: damaged ({type(error).__name__}: {error}): run `drafter tune` again"
         ) from error
-    device, dtype, fingerprint = texts
-    return Speculation(device, dtype, is_compiled, fingerprint, plans)
+    device, dtype, fingerprint, drafter_fingerprint = texts
+    return Speculation(device, dtype, is_compiled, fingerprint, plans, drafter_fingerprint)
 
 
 def _plan_of(item: Mapping[str, Any]) -> RowPlan:

@@ -2,15 +2,17 @@
 
 import json
 from collections import Counter
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from drafter.decoding.engine import Engine
 from drafter.decoding.params import EngineConfig, SamplingParams
 from drafter.decoding.runner import Runner
-from drafter.decoding.sized import device_name, file_beside
+from drafter.decoding.sized import device_name, file_beside, fingerprint_of_weights
 from drafter.decoding.speculation import PLAIN, Choice, RowPlan, Speculation, Tree, TreeSizer, read_speculation
 from tests.decoding.drafters import prompts_for, shared_target, trained_drafter
 from tests.decoding.oracle import assert_lossless, requests
@@ -68,7 +70,7 @@ def test_text_that_is_no_json_is_refused(tmp_path: Path) -> None:
         read_speculation(tmp_path / "s.json")
 
 
-@pytest.mark.parametrize("key", ["device", "dtype", "target_fingerprint", "compile"])
+@pytest.mark.parametrize("key", ["device", "dtype", "target_fingerprint", "drafter_fingerprint", "compile"])
 def test_a_file_of_another_machine_is_refused_by_the_engine_and_passed_over_beside_the_drafter(
     tmp_path: Path, key: str
 ) -> None:
@@ -76,13 +78,24 @@ def test_a_file_of_another_machine_is_refused_by_the_engine_and_passed_over_besi
     path = write(tmp_path / "speculation.json", speculation(), **changes)
     with pytest.raises(ValueError, match="was measured for another"):
         Engine(shared_target(), trained_drafter(), EngineConfig(speculation=path))
-    assert file_beside(str(tmp_path), shared_target()) is None
+    assert file_beside(str(tmp_path), shared_target(), trained_drafter()) is None
     assert file_beside(str(tmp_path / "nowhere"), shared_target()) is None
 
 
 def test_a_fitting_file_beside_the_drafter_is_found(tmp_path: Path) -> None:
-    path = write(tmp_path / "speculation.json", speculation())
-    assert file_beside(str(tmp_path), shared_target()) == path
+    own = fingerprint_of_weights(trained_drafter())
+    for fingerprint in ("", own):
+        path = write(tmp_path / "speculation.json", speculation(), drafter_fingerprint=fingerprint)
+        assert file_beside(str(tmp_path), shared_target(), trained_drafter()) == path
+
+
+def test_every_change_of_the_drafters_weights_changes_its_fingerprint() -> None:
+    drafter = deepcopy(trained_drafter())
+    before = fingerprint_of_weights(drafter)
+    assert before == fingerprint_of_weights(trained_drafter())
+    with torch.no_grad():
+        drafter.head.weight[0, 0] += 1
+    assert fingerprint_of_weights(drafter) != before
 
 
 def test_settings_that_contradict_the_file_are_refused() -> None:

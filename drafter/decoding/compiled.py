@@ -1,0 +1,112 @@
+"""Compilation of a step's parts: the target's tree forward, the beam search, accept, commit (torch.compile).
+
+On CUDA every part is a CUDA graph of its own for each bucket of rows and each tree size (``reduce-overhead``), over all
+slots of a row. On a CPU (inductor) the numbers of rows, nodes and visible slots are dynamic, so that a part is compiled
+a few times only, one being special to torch; and the models' weights are frozen, which lets inductor put the linear
+layers' weights into the order that the CPU's kernels read fastest. Frozen weights are copies: a model that is changed
+afterwards goes on with the old ones, so nothing that is still trained may be compiled.
+
+Everything is compiled within :meth:`Compiler.warming_up`, by steps of all the shapes that can come, and nothing later.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Dimensions of a part's positional tensor arguments that differ between calls, by argument.
+Dynamic = Sequence[tuple[int, ...]]
+
+_MOST_SHAPES = 1024  # of one part; torch stops compiling after 8 unless told otherwise
+
+
+def is_compiled(compile: bool | None, device: torch.device) -> bool:
+    """What ``EngineConfig.compile`` comes to: None is on for CUDA, off elsewhere."""
+    return device.type == "cuda" if compile is None else compile
+
+
+class Compiler:
+    """Compiles the parts of a step for a device, or leaves them as they are.
+
+    Args:
+        device: where the steps run.
+        is_on: False: every part stays a plain function.
+    """
+
+    def __init__(self, device: torch.device, *, is_on: bool) -> None:
+        self.is_on = is_on
+        self.has_static_shapes = is_on and device.type == "cuda"
+        self._is_cuda = device.type == "cuda"
+        self._is_warming = False
+
+    def __call__(self, function: Callable[P, R], dynamic: Dynamic = ()) -> Callable[P, R]:
+        """The part, compiled at its first calls.
+
+        Args:
+            function: tensors in, tensors out, without a wait for the device.
+            dynamic: see :data:`Dynamic`.
+        """
+        if not self.is_on:
+            return function
+        if self._is_cuda:
+            return torch.compile(function, fullgraph=True, dynamic=False, mode="reduce-overhead")
+        compiled = torch.compile(function, fullgraph=True)
+
+        @wraps(function)
+        def marked(*args: P.args, **kwargs: P.kwargs) -> R:
+            if self._is_warming:
+                for tensor, dims in zip(args, dynamic, strict=False):
+                    if isinstance(tensor, Tensor):
+                        mark_dynamic(tensor, dims)
+            return compiled(*args, **kwargs)
+
+        return marked
+
+    def keep(self, *state: tuple[Tensor, tuple[int, ...]]) -> None:
+        """Tensors that live as long as their owner and are written in place, each with the dimensions that the next
+        owner may have otherwise: CUDA graphs need not copy them, and on a CPU nothing is compiled for the next owner.
+        """
+        for tensor, dims in state:
+            if self.is_on and self._is_cuda:
+                torch._dynamo.mark_static_address(tensor)
+            elif self.is_on:
+                mark_dynamic(tensor, dims)
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Settings under which the parts are compiled; they are torch's own again afterwards."""
+        import torch._dynamo.config
+        import torch._inductor.config
+        import torch.fx.experimental._config
+
+        with ExitStack() as stack:
+            limits: dict[str, Any] = {"recompile_limit": _MOST_SHAPES, "accumulated_recompile_limit": _MOST_SHAPES}
+            stack.enter_context(torch._dynamo.config.patch(limits))
+            if not self._is_cuda:
+                stack.enter_context(torch._inductor.config.patch(freezing=True))
+                # Two dimensions that happen to be equal now need not be equal later.
+                shapes: Any = torch.fx.experimental._config
+                stack.enter_context(shapes.patch(use_duck_shape=False))
+            self._is_warming = True
+            try:
+                yield
+            finally:
+                self._is_warming = False
+
+    def begin_step(self) -> None:
+        """What the last step's graphs gave out may be overwritten."""
+        if self.is_on and self._is_cuda:
+            torch.compiler.cudagraph_mark_step_begin()
+
+
+def mark_dynamic(tensor: Tensor, dims: Sequence[int]) -> None:
+    """These dimensions differ between calls, unless they are 1, which torch always takes for a case of its own."""
+    for dim in dims:
+        if tensor.shape[dim] > 1:
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
