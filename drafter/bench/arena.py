@@ -11,8 +11,8 @@ from drafter.bench.methods import MethodSpec
 from drafter.bench.workload import Item, Workload
 from drafter.decoding.engine import Engine
 from drafter.decoding.params import EngineConfig, SamplingParams
-from drafter.decoding.speculation import FILE_NAME
 from drafter.model.recurrent import RecurrentDrafter
+from drafter.shipped import speculation_path
 from drafter.target.adapter import Target
 
 _TEMPLATE_TOKENS = 64  # of a chat template, per turn, at most
@@ -66,7 +66,7 @@ class Arena(NamedTuple):
         Raises:
             ValueError: there is none.
         """
-        path = Path(self.speculation) if self.speculation is not None else Path(self.drafter_name) / FILE_NAME
+        path = Path(self.speculation) if self.speculation is not None else speculation_path(self.drafter_name)
         if not path.is_file():
             raise ValueError(f"redrafter:tuned needs {path}: write it with `drafter tune`, or give --speculation FILE")
         return str(path)

@@ -261,8 +261,9 @@ def tune(
 
     Args:
         target: alias, hub id, folder or .gguf file of the language model
-        drafter: folder of an exported drafter
-        out: file to write (default: speculation.json in the drafter's folder)
+        drafter: folder of an exported drafter, or the name of one that comes with the package
+        out: file to write (default: speculation.json in the drafter's folder; for one that comes with the package,
+            under $DRAFTER_HOME)
         prompts: prompts to calibrate with, a file, hub data set or name; `default` come with the package
         num_prompts: at most so many of them
         max_new_tokens: longest calibration answer in tokens
@@ -277,15 +278,17 @@ def tune(
     """
     from drafter.bench.tune import TuneSettings
     from drafter.commands_decode import check_writable
-    from drafter.decoding.speculation import FILE_NAME
     from drafter.prompt_sets import read_prompt_set
+    from drafter.shipped import shipped_drafter, speculation_path
 
     settings = TuneSettings(
         batch_sizes, beam_widths, draft_lengths, tree_sizes, max_new_tokens, seconds=seconds, compile=compile
     )
-    place = out if out is not None else Path(drafter).expanduser() / FILE_NAME
-    if out is None and not place.parent.is_dir():
+    place = out if out is not None else speculation_path(drafter)
+    if out is None and shipped_drafter(drafter) is None and not place.parent.is_dir():
         raise ValueError(f"--drafter {drafter} is no folder: say with --out where the file goes")
+    if out is None:
+        place.parent.mkdir(parents=True, exist_ok=True)
     check_writable(place)
     workload = read_prompt_set(prompts).take(num_prompts)
     bench_settings = BenchSettings(
@@ -359,13 +362,7 @@ def _arena(settings: BenchSettings) -> "Arena":
     if any(spec.needs_draft_model for spec in settings.specs):
         assert settings.draft_model is not None
         draft_model = load(settings.draft_model, pack=False)
-    return Arena(
-        target,
-        draft_model=draft_model,
-        speculation=settings.speculation,
-        compile=settings.compile,
-        peer_target=peer_target,
-    )
+    return Arena(target, None, "", draft_model, settings.speculation, settings.compile, peer_target)
 
 
 def _with_drafter(arena: "Arena", settings: BenchSettings) -> "Arena":

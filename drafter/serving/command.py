@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Literal
 
 from drafter.decoding.params import Method
 from drafter.serving.options import DEFAULT_CONTEXT, ServeOptions, read_options
-from drafter.shipped import shipped_drafter
+from drafter.shipped import speculation_path
 
 if TYPE_CHECKING:
     from drafter.decoding.engine import Engine
+    from drafter.model.recurrent import RecurrentDrafter
     from drafter.target.adapter import Target
 
 _log = logging.getLogger("drafter.serving")
@@ -129,12 +130,17 @@ def load_engine(options: ServeOptions) -> "Engine":
     from drafter.commands import load_drafter, load_target
     from drafter.decoding.engine import Engine
 
-    how = {"dtype": options.dtype, "device": options.device, "trust_remote_code": options.trust_remote_code}
+    how = {
+        "dtype": options.dtype,
+        "device": options.device,
+        "trust_remote_code": options.trust_remote_code,
+        "pack": not options.compile,
+    }
     target = load_target(options.target, revision=options.revision, **how)  # type: ignore[arg-type]
     head = load_drafter(options.drafter_used, target) if options.drafter_used is not None else None
     is_small = options.method_used == "draft-model" and options.draft_model is not None
     draft = load_target(options.draft_model, **how) if is_small else None  # type: ignore[arg-type]
-    config = options.engine_config(_plan(options, target), min(target.max_length, DEFAULT_CONTEXT))
+    config = options.engine_config(_plan(options, target, head), min(target.max_length, DEFAULT_CONTEXT))
     engine = Engine(target, head, config, draft_model=draft)
     num_slots = min(config.max_length or target.max_length, target.max_length) + engine.proposer.num_nodes
     num_bytes = target.cache_shape.num_bytes(config.max_rows, num_slots, target.dtype)
@@ -152,7 +158,7 @@ def load_engine(options: ServeOptions) -> "Engine":
     return engine
 
 
-def _plan(options: ServeOptions, target: "Target") -> str | None:
+def _plan(options: ServeOptions, target: "Target", head: "RecurrentDrafter | None") -> str | None:
     """The file that sizes the tree: the one named, or the drafter's own unless the tree's shape was given."""
     from drafter.decoding.sized import file_beside
 
@@ -160,8 +166,7 @@ def _plan(options: ServeOptions, target: "Target") -> str | None:
     may_look = options.speculation is None and not options.sizes_tree and options.method_used == "redrafter"
     if name is None or not may_look:
         return options.speculation_given
-    is_folder = Path(name).expanduser().is_dir()
-    plan = file_beside(str(name if is_folder else shipped_drafter(name) or name), target, is_compiled=options.compile)
+    plan = file_beside(speculation_path(name).parent, target, head, is_compiled=options.compile)
     if plan is None:
         _log.warning(
             "the size of trees was not measured on this machine: `drafter tune` writes a file for --speculation that "

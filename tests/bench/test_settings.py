@@ -13,7 +13,7 @@ from drafter.decoding.params import EngineConfig
 def test_options_become_the_engines_settings() -> None:
     spec = parse_method("redrafter:W6:L3:N12:uncoupled")
     assert spec.engine_config(batch_size=4) == EngineConfig(
-        max_rows=4, beam_width=6, draft_length=3, tree_size=12, coupled=False
+        max_rows=4, beam_width=6, draft_length=3, tree_size=12, coupled=False, compile=False
     )
     published = parse_method("redrafter:W6:L3:final-beams").engine_config(batch_size=1)
     assert published.tree_policy == "final-beams" and published.num_nodes == 19
@@ -36,7 +36,8 @@ def test_options_become_the_engines_settings() -> None:
         ("redrafter:all-nodes:final-beams", "exclude each other"),
         ("redrafter:W2:L2:N99", "--tree-size 99"),
         ("redrafter:W0", "--beam-width"),
-        ("autoregressive:W4", "takes none"),
+        ("autoregressive:W4", "takes N<tree size>$"),
+        ("hf-static:W4", "takes none"),
         ("hf-generate:G4", "no option"),
         ("", "unknown method ''"),
     ],
