@@ -11,11 +11,12 @@ from tqdm import tqdm
 from drafter.decoding.candidates import Proposer, RootOnly, StatelessRows
 from drafter.decoding.compiled import Compiler, is_compiled
 from drafter.decoding.factory import context_layers_of, make_proposer
+from drafter.decoding.memory import check_fit
 from drafter.decoding.params import EngineConfig, RequestOptions, SamplingParams
 from drafter.decoding.prefix import PrefixIndex
 from drafter.decoding.results import Completion, StreamEvent, Update, event_of
 from drafter.decoding.runner import PrefillRow, Runner, StepResult, StepWants
-from drafter.decoding.scheduler import PrefillChunk, Scheduler
+from drafter.decoding.scheduler import Scheduler, bucket, neighbours
 from drafter.decoding.sequence import Sequence as TokenSequence
 from drafter.decoding.sized import SizedProposers
 from drafter.decoding.text import IncrementalText
@@ -25,8 +26,6 @@ from drafter.target.adapter import Target
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 _log = logging.getLogger(__name__)
-
-_LARGEST_BUCKET = 64  # above, the number of rows is rounded up to a multiple of this
 
 
 class Engine:
@@ -170,7 +169,7 @@ class Engine:
         """Make sure that rows have at least so many slots; the cache is allocated anew when they have fewer.
 
         Raises:
-            ValueError: more than ``max_length`` allows, or the cache is in use.
+            ValueError: more than ``max_length`` allows, the cache is in use, or memory does not suffice.
         """
         if self._runner is not None and self._runner.num_slots >= num_slots:
             return
@@ -183,6 +182,7 @@ class Engine:
         self._scheduler = Scheduler(self.config.max_rows)
         self._prefixes.clear()
         self._runner = None  # the old cache is freed before the new one is made
+        check_fit(self.target, self.config.max_rows, num_slots, self.proposer.num_nodes, self.proposer.max_depth)
         self._runner = Runner(
             self.target,
             self.config.max_rows,
@@ -204,7 +204,7 @@ class Engine:
         if not self.compiler.is_on:
             return
         buckets = sorted(
-            {min(_bucket(num_rows), self.config.max_rows) for num_rows in range(1, self.config.max_rows + 1)}
+            {min(bucket(num_rows), self.config.max_rows) for num_rows in range(1, self.config.max_rows + 1)}
         )
         start = time.perf_counter()
         work = [(num_rows, proposer) for proposer in dict.fromkeys(proposers) for num_rows in buckets]
@@ -257,7 +257,7 @@ class Engine:
         is_active = [sequence.is_prefilled for sequence in rows]
         if not any(is_active):
             return []
-        padding = min(_bucket(len(rows)), self.config.max_rows) - len(rows)
+        padding = min(bucket(len(rows)), self.config.max_rows) - len(rows)
         longest = max(sequence.num_committed for sequence in rows)
         proposer, wants = self._wants([sequence for sequence in rows if sequence.is_prefilled])
         result = runner.step(proposer, is_active + [False] * padding, longest, wants)
@@ -354,7 +354,7 @@ class Engine:
         return Update(sequence, taken, logprobs, result.trees.get(row))
 
     def _prefill(self, runner: Runner) -> None:
-        for run in _neighbours(self._scheduler.prefill_chunks(self.config.prefill_chunk)):
+        for run in neighbours(self._scheduler.prefill_chunks(self.config.prefill_chunk)):
             runner.prefill([PrefillRow(c.sequence.row, c.start, c.sequence.prompt_ids[c.start : c.stop]) for c in run])
             for chunk in run:
                 chunk.sequence.num_prefilled = chunk.stop
@@ -394,27 +394,3 @@ def _token_id(token: object) -> int:
         return index(token)  # type: ignore[arg-type]
     except TypeError as error:
         raise ValueError(f"{token!r} is no token id: a prompt is text, messages, or a list of integers") from error
-
-
-def _bucket(num_rows: int) -> int:
-    """1, 2, 4, ..., 64, then multiples of 64: few shapes for any number of rows."""
-    if num_rows > _LARGEST_BUCKET:
-        return -(-num_rows // _LARGEST_BUCKET) * _LARGEST_BUCKET
-    return 1 << (num_rows - 1).bit_length()
-
-
-def _neighbours(chunks: list[PrefillChunk]) -> Iterator[list[PrefillChunk]]:
-    """Runs of chunks in consecutive rows and of similar length, so that padding wastes less than half."""
-    run: list[PrefillChunk] = []
-    smallest = largest = 0
-    for chunk in sorted(chunks, key=lambda chunk: chunk.sequence.row):
-        size = chunk.stop - chunk.start
-        if run and chunk.sequence.row == run[-1].sequence.row + 1 and max(largest, size) <= 2 * min(smallest, size):
-            smallest, largest = min(smallest, size), max(largest, size)
-        else:
-            if run:
-                yield run
-            run, smallest, largest = [], size, size
-        run.append(chunk)
-    if run:
-        yield run

@@ -1,9 +1,12 @@
 """Scheduler: who waits, who has which row, what is prefilled next. It never sees a tensor. No torch here."""
 
 from collections import deque
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from drafter.decoding.sequence import Sequence
+
+_LARGEST_BUCKET = 64  # above, the number of rows is rounded up to a multiple of this
 
 
 class PrefillChunk(NamedTuple):
@@ -97,3 +100,27 @@ class Scheduler:
                 chunks.append(PrefillChunk(sequence, start, stop))
                 budget -= stop - start
         return chunks
+
+
+def bucket(num_rows: int) -> int:
+    """1, 2, 4, ..., 64, then multiples of 64: few shapes for any number of rows."""
+    if num_rows > _LARGEST_BUCKET:
+        return -(-num_rows // _LARGEST_BUCKET) * _LARGEST_BUCKET
+    return 1 << (num_rows - 1).bit_length()
+
+
+def neighbours(chunks: list[PrefillChunk]) -> Iterator[list[PrefillChunk]]:
+    """Runs of chunks in consecutive rows and of similar length, so that padding wastes less than half."""
+    run: list[PrefillChunk] = []
+    smallest = largest = 0
+    for chunk in sorted(chunks, key=lambda chunk: chunk.sequence.row):
+        size = chunk.stop - chunk.start
+        if run and chunk.sequence.row == run[-1].sequence.row + 1 and max(largest, size) <= 2 * min(smallest, size):
+            smallest, largest = min(smallest, size), max(largest, size)
+        else:
+            if run:
+                yield run
+            run, smallest, largest = [], size, size
+        run.append(chunk)
+    if run:
+        yield run
