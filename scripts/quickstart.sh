@@ -15,3 +15,5 @@ if [ ! -e $run/drafter ]; then
 fi
 drafter decode --target smollm2-135m --drafter $run/drafter --prompts scripts/quickstart-prompts.jsonl \
     --max-new-tokens 96 --compare --out $run/decoded.jsonl
+# The same with the drafter that comes with the package, which was trained for longer.
+drafter decode --target smollm2-135m --prompts scripts/quickstart-prompts.jsonl --max-new-tokens 96 --compare
