@@ -184,6 +184,8 @@ class _Bench:
         settings: dict[str, Any] = {}
         if not run.spec.is_peer:
             settings = asdict(self._arena.engine_config(run.spec, cell.batch_size))
+            if settings["speculation"] is not None:
+                settings["speculation"] = Path(settings["speculation"]).name  # where it lay is nobody's business
         return {
             "kind": "run",
             "run_id": run.id,

@@ -131,3 +131,9 @@ def test_every_picture_is_drawn_as_png_and_svg(tmp_path: Path) -> None:
 
 def test_results_without_a_baseline_are_drawn_as_far_as_they_go(tmp_path: Path) -> None:
     assert draw_all(summarise([run("lookup", rate=9.0, tokens_per_step=1.2)]), tmp_path) == []
+
+
+def test_the_committed_report_is_made_of_the_committed_results() -> None:
+    results = Path(__file__).parents[2] / "docs" / "results"
+    made = report(read_records([results / "smollm2-135m-cpu.jsonl"]))
+    assert made == (results / "smollm2-135m-cpu.md").read_text(encoding="utf-8")

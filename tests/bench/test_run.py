@@ -152,7 +152,7 @@ def test_a_tuned_method_goes_by_its_file(tmp_path: Path, arena: Arena) -> None:
     run_benchmark(tuned, beside, [WORKLOAD], tmp_path / "r.jsonl")
     record = records_of(tmp_path / "r.jsonl")[1]
     assert record["identical"]["num_identical"] == 3 and record["num_forwards"] < record["num_tokens"]
-    assert record["settings"]["speculation"] == str(tmp_path / "speculation.json")
+    assert record["settings"]["speculation"] == "speculation.json"  # no paths of this machine
 
 
 def _turn(prompt: list[int], token_ids: list[int]) -> Turn:
