@@ -9,6 +9,7 @@ import itertools
 import torch
 
 from drafter.target.adapter import TargetOutput
+from drafter.target.cache import CacheShape
 
 MEMORY = 2  # generated tokens that the logits depend on
 
@@ -49,6 +50,7 @@ class TableTarget:
     name, revision, fingerprint, tokenizer = "table", None, "", None
     device, dtype, eos_token_ids, max_length = torch.device("cpu"), torch.float32, (), 64
     output_bias_V = None
+    cache_shape = CacheShape(num_layers=1, num_heads=1, key_dim=1, value_dim=1)  # tokens and positions
 
     def __init__(self, vocab_size, prompt_length, *, seed=0, sharpness=1.5):
         generator = torch.Generator().manual_seed(seed)
