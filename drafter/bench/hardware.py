@@ -130,7 +130,7 @@ def _check_rows(
     seconds = clock.compare(trees, settings.num_rounds, budget, _nothing)
     size = min(1 + width * length, max(settings.tree_sizes))
     config = EngineConfig(beam_width=width, draft_length=length, tree_size=size, compile=compile)
-    timed = Timed(make_proposer(config, target, drafter, None), target.device)
+    timed = Timed(make_proposer(config, target, drafter, None, clock.compiler), target.device)
     clock.compare({"draft": timed}, settings.num_rounds, budget, _nothing)
     found: dict[str, Any] = {
         "plain_ms": _ms(seconds[1]),
