@@ -117,6 +117,7 @@ main_train(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_kill_9_and_resumed_gives_the_same_weights(place: Path, trained: Path) -> None:
     """The steps since the last checkpoint are lost and trained again; the rest is as if nothing had been."""
     run = place / "killed"
