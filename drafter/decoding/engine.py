@@ -339,7 +339,9 @@ class Engine:
             max(wanted, default=0),
             [item.row for item in active if item.options.want_tree],
         )
-        if len(mute_rows) == len(active) and isinstance(self.proposer, StatelessRows):
+        most = self.config.max_drafted_rows
+        is_plain = len(mute_rows) == len(active) or (most is not None and len(active) > most)
+        if is_plain and isinstance(self.proposer, StatelessRows):
             return self._plain, wants._replace(mute_rows=[])
         proposer = self.proposer if self._sized is None else self._sized.choose(len(self._scheduler.rows))
         return proposer, wants if any(wants) else None

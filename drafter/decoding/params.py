@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 Method = Literal["redrafter", "hybrid", "draft-model", "lookup", "recycling", "autoregressive"]
@@ -10,6 +10,7 @@ TreePolicy = Literal["all-nodes", "final-beams"]
 Verification = Literal["coupled", "rejection"]
 
 _DEFAULT_TREE_SIZE = 24
+CPU_DRAFTED_ROWS = 2  # rows that a server drafts for on a CPU, untuned: further ones take what arithmetic is left
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ class EngineConfig:
         compile: compile the step (torch.compile); None: on CUDA only.
         speculation: file that `drafter tune` wrote: W, L and N follow the number of running rows and the acceptance of
             late (redrafter only); None keeps the tree as it is set here.
+        max_drafted_rows: with more rows than that under way a step is plain decoding (redrafter only); None: never.
     """
 
     method: Method = "redrafter"
@@ -128,6 +130,7 @@ class EngineConfig:
     reuse_prefixes: bool = False
     compile: bool | None = None
     speculation: str | None = None
+    max_drafted_rows: int | None = None
 
     def __post_init__(self) -> None:
         _require_choice("method", self.method, get_args(Method))
@@ -136,6 +139,8 @@ class EngineConfig:
         _require_int("max_rows", self.max_rows, low=1, high=1024, flag="batch-size")
         if self.max_length is not None:
             _require_int("max_length", self.max_length, low=2)
+        if self.max_drafted_rows is not None:
+            _require_int("max_drafted_rows", self.max_drafted_rows, low=0)
         _require_int("beam_width", self.beam_width, low=1, high=256)
         _require_int("draft_length", self.draft_length, low=1, high=32)
         if self.tree_size is not None:
@@ -163,6 +168,10 @@ class EngineConfig:
                 f"--tree-size {self.tree_size} exceeds the {largest} nodes that --beam-width {self.beam_width} and "
                 f"--draft-length {self.draft_length} can draft: lower it or raise one of them"
             )
+
+    def for_cpu(self) -> "EngineConfig":
+        """The same with a small tree, for a CPU that `drafter tune` has not measured: a node costs arithmetic there."""
+        return replace(self, beam_width=4, draft_length=3, tree_size=8)
 
     @property
     def num_nodes(self) -> int:

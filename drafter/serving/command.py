@@ -6,10 +6,11 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from drafter.decoding.params import Method
+from drafter.decoding.params import CPU_DRAFTED_ROWS, Method
 from drafter.serving.options import DEFAULT_CONTEXT, ServeOptions, read_options
 from drafter.shipped import speculation_path
 
@@ -129,6 +130,7 @@ def load_engine(options: ServeOptions) -> "Engine":
     """
     from drafter.commands import load_drafter, load_target
     from drafter.decoding.engine import Engine
+    from drafter.decoding.memory import available_bytes, cache_bytes
 
     how = {
         "dtype": options.dtype,
@@ -140,11 +142,14 @@ def load_engine(options: ServeOptions) -> "Engine":
     head = load_drafter(options.drafter_used, target) if options.drafter_used is not None else None
     is_small = options.method_used == "draft-model" and options.draft_model is not None
     draft = load_target(options.draft_model, **how) if is_small else None  # type: ignore[arg-type]
-    config = options.engine_config(_plan(options, target, head), min(target.max_length, DEFAULT_CONTEXT))
+    plan = _plan(options, target, head)
+    config = options.engine_config(plan, min(target.max_length, DEFAULT_CONTEXT))
+    if plan is None and config.method == "redrafter" and not options.sizes_tree and target.device.type == "cpu":
+        config = replace(config.for_cpu(), max_drafted_rows=CPU_DRAFTED_ROWS)
     engine = Engine(target, head, config, draft_model=draft)
     num_slots = min(config.max_length or target.max_length, target.max_length) + engine.proposer.num_nodes
-    num_bytes = target.cache_shape.num_bytes(config.max_rows, num_slots, target.dtype)
-    free = _free_bytes(engine)
+    num_bytes = cache_bytes(target, config.max_rows, num_slots)
+    free = available_bytes(target.device)
     try:
         if free is not None and num_bytes > free:  # Linux would promise the memory, and kill the process later
             raise MemoryError
@@ -173,18 +178,6 @@ def _plan(options: ServeOptions, target: "Target", head: "RecurrentDrafter | Non
             "may make it faster"
         )
     return plan
-
-
-def _free_bytes(engine: "Engine") -> int | None:
-    """Memory that is left on the engine's device; None where nobody says."""
-    import torch
-
-    device = engine.target.device
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    meminfo = Path("/proc/meminfo")
-    lines = meminfo.read_text().splitlines() if meminfo.is_file() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def api_keys_of(options: ServeOptions) -> tuple[str, ...]:

@@ -344,3 +344,17 @@ def test_progress_bar_is_shown_when_asked_for(capsys: pytest.CaptureFixture[str]
     assert "2/2" in capsys.readouterr().err
     new_engine().generate(KNOWN[:2], NO_EOS)
     assert capsys.readouterr().err == ""
+
+
+def test_beyond_so_many_rows_steps_are_plain() -> None:
+    limited = new_engine(max_drafted_rows=1)
+    together = limited.generate(KNOWN[:4], NO_EOS)  # equally long, so that none is ever alone
+    assert [item.num_target_forwards for item in together] == [len(item.token_ids) for item in together]
+    alone = limited.generate(KNOWN[:1], NO_EOS)[0]
+    assert alone.num_target_forwards < len(alone.token_ids)
+    assert ids(together) == ids(new_engine().generate(KNOWN[:4], NO_EOS)) and alone.token_ids == together[0].token_ids
+
+
+def test_rows_to_draft_for_are_checked() -> None:
+    with pytest.raises(ValueError, match="max-drafted-rows is -1"):
+        EngineConfig(max_drafted_rows=-1)
