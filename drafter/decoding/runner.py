@@ -101,6 +101,7 @@ class Runner:
     def _prepare(self, compiler: Compiler) -> None:
         """The parts of a step as they will be called; which dimensions differ between calls stands beside each."""
         if compiler.is_on:
+            self.target.fold_attention()
             compiler.keep((self._root_B, (0,)), (self._length_B, (0,)), (self._context_BC, (0,)))
             compiler.keep((self._history_BS, (0, 1)), (self.cache.keys, (1, 3)), (self.cache.values, (1, 3)))
         tree = ((0, 1),) * 4

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from drafter.packed import can_pack, count_parameters, pack_linears
+from drafter.target.attention import use_folded_attention
 from drafter.target.cache import CacheShape, SlotCache
 from drafter.target.catalog import resolve
 from drafter.target.checks import (
@@ -236,6 +237,12 @@ class Target:
         """Output logits [..., V] of final hidden states [..., D], with the model's own scaling or soft cap."""
         return self._logit_map(self.model.get_output_embeddings()(hidden))
 
+    def fold_attention(self) -> bool:
+        """Let the query heads of a group share their keys where SDPA copies them (:mod:`drafter.target.attention`):
+        for compiled steps, in which transformers' own attention always copies. Whether the model can.
+        """
+        return use_folded_attention(self.model)
+
     def new_cache(self, num_rows: int, num_slots: int) -> SlotCache:
         """An empty :class:`SlotCache` of ``num_rows`` rows and ``num_slots`` slots for this target."""
         return SlotCache(self.cache_shape, num_rows, num_slots, dtype=self.dtype, device=self.device)
@@ -275,8 +282,10 @@ class Target:
 
     def _own_mask(self, mask: Tensor | None) -> Tensor | None:
         """The mask as the model's attention reads a ready 4-D mask: eager attention adds it to the scores."""
-        if mask is None or self.model.config._attn_implementation != "eager":
+        kernel = self.model.config._attn_implementation
+        if mask is None or kernel == "sdpa":
             return mask
+        # Folded attention can add it as well: once, where SDPA would make a sum out of a bool mask in every layer.
         return torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, torch.finfo(self.dtype).min)
 
     def _tokenizer(self) -> Any:

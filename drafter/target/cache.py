@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from drafter.target.slot_ops import move_slots, write_slots
+
 
 class CacheShape(NamedTuple):
     """What a target's attention stores for one token: found by a probe, not read from a configuration."""
@@ -84,9 +86,7 @@ class SlotCache(Cache):
             Views of the visible keys and values of the rows that run, [B, H, S, K].
         """
         row_B1 = self._row_B1[self._rows]
-        # Indices around a slice put the indexed dimensions first: the values go in as [B, T, H, K].
-        self.keys[layer_idx][row_B1, :, self._slot_BT] = key_states.transpose(1, 2)
-        self.values[layer_idx][row_B1, :, self._slot_BT] = value_states.transpose(1, 2)
+        write_slots(self.keys, self.values, layer_idx, row_B1, self._slot_BT, key_states, value_states)
         return (
             self.keys[layer_idx, self._rows, :, : self._window],
             self.values[layer_idx, self._rows, :, : self._window],
@@ -98,10 +98,7 @@ class SlotCache(Cache):
         All sources are read before anything is written, so the two may overlap. A slot that is to stay is moved onto
         itself, or from and to the spare slot.
         """
-        row_B1 = self._row_B1[: source_BL.shape[0]]
-        for store in (self.keys, self.values):
-            # The heads' slice stands between the two index tensors, so they lead: [B, L, layers, H, K].
-            store[:, row_B1, :, destination_BL] = store[:, row_B1, :, source_BL]
+        move_slots(self.keys, self.values, self._row_B1[: source_BL.shape[0]], source_BL, destination_BL)
 
     def copy_row(self, source: int, destination: int, num_slots: int) -> None:
         """Copy the first ``num_slots`` slots of a row over another row's (rows close up, a shared prefix)."""

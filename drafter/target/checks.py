@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from drafter.target.attention import NAME as FOLDED_ATTENTION
 from drafter.target.cache import CacheShape
 from drafter.target.mask import chunk_mask, tree_mask
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from drafter.target.adapter import Target
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
-_MASKABLE = ("sdpa", "eager")  # attention implementations that take any mask as a tensor
+_MASKABLE = ("sdpa", "eager", FOLDED_ATTENTION)  # attention implementations that take any mask as a tensor
 _NUM_SKETCH_VALUES = 32
 
 # What models raise that cannot do with a 4-D mask, positions or a foreign cache.

@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_leaves
 from drafter.decoding import memory
 from drafter.decoding.engine import Engine
 from drafter.decoding.params import EngineConfig, SamplingParams
+from drafter.model.config import DrafterConfig
+from drafter.model.recurrent import RecurrentDrafter
 from tests.decoding.oracle import tiny_target
 
 
@@ -60,6 +62,30 @@ def test_a_steps_peak_is_the_formulas(num_rows: int, num_nodes: int, temperature
     with PeakBytes() as peak:
         engine.step()
     expected = memory.step_bytes(target, num_rows, num_nodes, 0, has_noise=temperature > 0)
+    assert peak.peak == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("num_rows", "num_nodes"), [(1, 8), (2, 12)])
+def test_drafted_trees_peak_at_the_same_formula(num_rows: int, num_nodes: int, temperature: float) -> None:
+    """The search is over before the logits are there, and its own are of the draft vocabulary only."""
+    target = tiny_target(vocab_size=20000)
+    settings = DrafterConfig(
+        vocab_size=target.vocab_size, hidden_size=target.hidden_size, head="tied", draft_vocab_size=500
+    )
+    drafter = RecurrentDrafter(settings).bind(target)
+    drafter.set_draft_token_ids(torch.arange(500)).bind(target)
+    config = EngineConfig(max_rows=num_rows, beam_width=4, draft_length=3, tree_size=num_nodes)
+    engine = Engine(target, drafter, config)
+    engine.reserve(64)
+    params = SamplingParams(max_new_tokens=30, temperature=temperature, ignore_eos=True)
+    for row in range(num_rows):
+        engine.add([row + 3, 5, 9], params)
+    engine.step()
+    engine.step()
+    with PeakBytes() as peak:
+        engine.step()
+    expected = memory.step_bytes(target, num_rows, num_nodes, 3, has_noise=temperature > 0)
     assert peak.peak == pytest.approx(expected, rel=0.1)
 
 

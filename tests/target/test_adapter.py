@@ -70,10 +70,13 @@ def assert_tree_equals_paths(
             assert torch.allclose(hidden_BND[row, node], wanted_D, atol=TOLERANCE, rtol=TOLERANCE), (row, node)
 
 
+@pytest.mark.parametrize("is_folded", [False, True])
 @pytest.mark.parametrize("name", TARGETS)
 @torch.no_grad()
-def test_trees_over_ragged_rows_equal_their_paths_before_and_after_compaction(name: str) -> None:
+def test_trees_over_ragged_rows_equal_their_paths_before_and_after_compaction(name: str, is_folded: bool) -> None:
     target = tiny(name)
+    if is_folded and not target.fold_attention():
+        pytest.skip("its attention is not SDPA")
     generator = torch.Generator().manual_seed(1)
     prefixes = [tokens(size, seed=size).tolist() for size in (1, 4, 9)]
     length_B = torch.tensor([len(prefix) for prefix in prefixes])

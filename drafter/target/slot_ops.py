@@ -1,0 +1,68 @@
+"""What is written into a slot cache, as operators of their own.
+
+A compiler that turns writes into pure functions copies the whole cache for every layer; operators that say themselves
+what they overwrite it leaves where they are.
+
+Shapes: B rows · H key/value heads · S slots of a row · K head dimension · T tokens of one forward · L moved slots.
+"""
+
+import torch
+from torch import Tensor
+
+_library = torch.library.Library("drafter", "DEF")
+
+
+def write_slots(
+    keys: Tensor, values: Tensor, layer: int, row_B1: Tensor, slot_BT: Tensor, new_keys: Tensor, new_values: Tensor
+) -> None:
+    """Scatter one layer's new keys and values [B, H, T, K] to the slots of their rows.
+
+    Args:
+        keys, values: stores [layers, rows, H, S, K], written in place.
+        layer: of the stores.
+        row_B1: rows of the stores, int64 [B, 1].
+        slot_BT: int64 [B, T].
+        new_keys, new_values: what is written.
+    """
+    if torch.compiler.is_compiling():
+        torch.ops.drafter.write_slots(keys, values, layer, row_B1, slot_BT, new_keys, new_values)
+    else:
+        _write_slots(keys, values, layer, row_B1, slot_BT, new_keys, new_values)
+
+
+def move_slots(keys: Tensor, values: Tensor, row_B1: Tensor, source_BL: Tensor, destination_BL: Tensor) -> None:
+    """Copy slots within rows, all layers at once: slot source[b, l] of row b becomes slot destination[b, l].
+
+    All sources are read before anything is written, so the two may overlap.
+    """
+    if torch.compiler.is_compiling():
+        torch.ops.drafter.move_slots(keys, values, row_B1, source_BL, destination_BL)
+    else:
+        _move_slots(keys, values, row_B1, source_BL, destination_BL)
+
+
+def _write_slots(
+    keys: Tensor, values: Tensor, layer: int, row_B1: Tensor, slot_BT: Tensor, new_keys: Tensor, new_values: Tensor
+) -> None:
+    # Indices around a slice put the indexed dimensions first: the values go in as [B, T, H, K].
+    keys[layer][row_B1, :, slot_BT] = new_keys.transpose(1, 2)
+    values[layer][row_B1, :, slot_BT] = new_values.transpose(1, 2)
+
+
+def _move_slots(keys: Tensor, values: Tensor, row_B1: Tensor, source_BL: Tensor, destination_BL: Tensor) -> None:
+    for store in (keys, values):
+        # The heads' slice stands between the two index tensors, so they lead: [B, L, layers, H, K].
+        store[:, row_B1, :, destination_BL] = store[:, row_B1, :, source_BL]
+
+
+def _nothing(*_: object) -> None:
+    """The shapes of what is returned: nothing is."""
+
+
+_STORES = "Tensor(a!) keys, Tensor(b!) values"
+_library.define(f"write_slots({_STORES}, int layer, Tensor row, Tensor slot, Tensor k, Tensor v) -> ()")
+_library.define(f"move_slots({_STORES}, Tensor row, Tensor source, Tensor destination) -> ()")
+for _name, _function in (("write_slots", _write_slots), ("move_slots", _move_slots)):
+    _library.impl(_name, _function, "CPU")
+    _library.impl(_name, _function, "CUDA")
+    _library.impl(_name, _nothing, "Meta")
