@@ -1,0 +1,122 @@
+#!/usr/bin/env python3
+"""The figures of docs/sampling.md that no benchmark makes, as rows of JSON in docs/results/sampling.jsonl.
+
+What noise and picks cost, what coupling brings on the tests' table target, and how far the published rule is from the
+target's distribution. One thread; the rows of an earlier run are replaced.
+
+    scripts/sampling_figures.py
+"""
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from drafter import SamplingParams, Target  # noqa: E402
+from drafter.decoding.sampling import gumbel_noise, make_warp, pick  # noqa: E402
+from drafter.provenance import run_record  # noqa: E402
+from tests.decoding.test_exactness import NUM_TOKENS, V, make_engine, markov_distribution, sample  # noqa: E402
+from tests.reference.published_rule import published_answers  # noqa: E402
+from tests.reference.warpers import softmax  # noqa: E402
+
+RESULTS = ROOT / "docs" / "results" / "sampling.jsonl"
+NUM_NODES, NUM_POSITIONS = 20, 5
+TEXT = "The quick brown fox jumps over the lazy dog, and then it goes home to write a letter about the weather in May."
+FILTERS = {
+    "temperature 0": SamplingParams(),
+    "temperature 1": SamplingParams(temperature=1.0),
+    "top-k 50": SamplingParams(temperature=1.0, top_k=50),
+    "top-p 0.9": SamplingParams(temperature=1.0, top_p=0.9),
+    "top-k 50, top-p 0.9": SamplingParams(temperature=1.0, top_k=50, top_p=0.9),
+    "min-p 0.05": SamplingParams(temperature=1.0, min_p=0.05),
+    "top-p 0.95, temperature 1.3": SamplingParams(temperature=1.3, top_p=0.95),
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    settings = {"nodes": NUM_NODES, "noise positions": NUM_POSITIONS, "threads": 1}
+    record = run_record(seed=0, settings=settings, argv=[Path(__file__).name])
+    shared = {key: record[key] for key in ("machine", "versions", "date")}
+    rows = [*costs(), *coupling(), *published_rule()]
+    RESULTS.write_text("".join(json.dumps(row | shared) + "\n" for row in rows), encoding="utf-8")
+    for row in rows:
+        print(json.dumps(row))
+
+
+@torch.inference_mode()
+def costs() -> list[dict[str, Any]]:
+    """CPU milliseconds: of the noise of five positions, of a target's forward over 20 tokens, of their picks."""
+    target = Target.load("smollm2-135m", pack=False)
+    token_BT = torch.tensor([target.encode(TEXT)[:NUM_NODES]])
+    assert token_BT.shape[1] == NUM_NODES
+    logits_BNV = target.logits(target.forward(token_BT).hidden_BTD)
+    seed_B = torch.tensor([7])
+    position_BT = torch.arange(NUM_POSITIONS)[None]
+    token_V = torch.arange(target.vocab_size)
+    compiled = torch.compile(gumbel_noise)
+    noise_BNV = gumbel_noise(seed_B, torch.arange(NUM_NODES)[None], token_V)
+    timed: dict[str, Callable[[], Any]] = {
+        "noise": lambda: gumbel_noise(seed_B, position_BT, token_V),
+        "noise, compiled": lambda: compiled(seed_B, position_BT, token_V),
+        "target forward with logits": lambda: target.logits(target.forward(token_BT).hidden_BTD),
+    }
+    for name, params in FILTERS.items():
+        noise = noise_BNV if params.temperature else None
+        timed[f"picks: {name}"] = partial(pick, logits_BNV, noise, make_warp([params], target.device))
+    return [{"figure": "cost", "what": name, "cpu_ms": round(cpu_ms(function), 2)} for name, function in timed.items()]
+
+
+def cpu_ms(function: Callable[[], Any], num_runs: int = 15) -> float:
+    """Median processor time of a call, which other programs hardly change."""
+    function()
+    seconds = []
+    for _ in range(num_runs):
+        start = time.process_time()
+        function()
+        seconds.append(time.process_time() - start)
+    return sorted(seconds)[num_runs // 2] * 1e3
+
+
+def coupling(num_seeds: int = 4096) -> list[dict[str, Any]]:
+    """Tokens per step on the table target at temperature 1."""
+    settings = {"temperature 1": SamplingParams(temperature=1.0, max_new_tokens=NUM_TOKENS)}
+    rows = []
+    for method in ("redrafter uncoupled", "redrafter", "redrafter tau", "draft-model uncoupled", "draft-model"):
+        engine = make_engine(method)
+        _, tokens_per_step = sample(engine, num_seeds, settings)
+        rows.append({"figure": "coupling", "what": method, "tokens_per_step": round(tokens_per_step, 2)})
+    return rows
+
+
+def published_rule(num_answers: int = 20_000) -> list[dict[str, Any]]:
+    """Total variation between the published rule's answers and the target's."""
+    rows = []
+    for likeness in (0.0, 0.5, 0.9, 1.0):
+        for seed in range(3):
+            generator = np.random.default_rng(seed)
+            target_logits, noise = generator.normal(size=(2, V, V))
+            p_VV = np.array([softmax(row) for row in target_logits])
+            q_VV = np.array([softmax(row) for row in likeness * target_logits + (1 - likeness) * noise])
+            answers = published_answers(p_VV, q_VV, 0, NUM_TOKENS, num_answers, width=3, length=3)
+            counts = Counter(map(tuple, answers.tolist()))
+            probs = markov_distribution(p_VV, root=0)
+            distance = sum(abs(counts[answer] / num_answers - prob) for answer, prob in probs.items()) / 2
+            rows.append(
+                {"figure": "published rule", "likeness": likeness, "target": seed + 1, "distance": round(distance, 2)}
+            )
+    return rows
+
+
+if __name__ == "__main__":
+    main()
