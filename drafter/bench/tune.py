@@ -337,7 +337,9 @@ def _middle(values: Sequence[float]) -> float:
 
 
 def _as_lists(curves: dict[int, _RowCurves], kept: dict[Tree, float]) -> dict[str, list[list[float]]]:
-    """The curves as rows of numbers: [rows, N, seconds], [rows, W, L, seconds], [W, L, N, tokens per step]."""
+    """The curves as rows of numbers: [rows, N, seconds], [rows, W, L, seconds] in trees of a base of nodes (for the
+    hybrid: [rows, base, seconds for each node more]), [W, L, N, tokens per step].
+    """
     return {
         "verify_seconds": [
             [rows, size, round(seconds, 6)] for rows, curve in curves.items() for size, seconds in curve.verify.items()
@@ -345,6 +347,7 @@ def _as_lists(curves: dict[int, _RowCurves], kept: dict[Tree, float]) -> dict[st
         "draft_seconds": [
             [rows, *key, round(seconds, 6)] for rows, curve in curves.items() for key, seconds in curve.draft.items()
         ],
+        "draft_node_seconds": [[rows, curve.base, round(curve.draft_per_node, 6)] for rows, curve in curves.items()],
         "tokens_per_step": [[*tree, round(value, 4)] for tree, value in kept.items()],
     }
 
