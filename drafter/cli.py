@@ -37,7 +37,7 @@ COMMANDS: dict[str, str] = {
     "bench report": "drafter.bench.command:bench_report",
     "bench sweep": "drafter.bench.command:bench_sweep",
     "bench serve": "drafter.bench.command:bench_serve",
-    "tune": "drafter.bench.command:tune",
+    "tune": "drafter.bench.tune_command:tune",
 }
 
 _EXIT_ERROR = 2
@@ -275,7 +275,7 @@ def _without_none(hint: Any) -> Any:
 
 def _call(function: Callable[..., int | None], parser: argparse.ArgumentParser, words: list[str]) -> int | None:
     parameters = _parameters(function)
-    known = [*_HELP, *(_flag(parameter) for parameter in parameters if _is_named(parameter))]
+    known = [flag for action in parser._actions for flag in action.option_strings]
     # Before argparse looks: of "--targt x" it would only say that --target is missing.
     for word in words:
         given = word.partition("=")[0]

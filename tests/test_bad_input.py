@@ -75,8 +75,10 @@ def test_missing_things(target: str, refused: Refusal, tmp_path: Path) -> None:
     refused(decode(target, "--compare", "--prompt", "hi"), "--compare sets a method beside")
     refused(decode(target, "--out", "x.jsonl"), "need --prompt or --prompts")
     refused(decode(target, "--prompt", "hi", "--device", "gpu"), "--device 'gpu'")
-    refused(["decode", "--target", target, "--prompt", "hi"], "--method redrafter needs --drafter DIR")
-    refused(["decode", "--target", target, "--prompt", "hi", "--method", "draft-model"], "needs --draft-model NAME")
+    for method in ("redrafter", "hybrid"):
+        words = ["decode", "--target", target, "--prompt", "hi", "--method", method]
+        refused(words, f"--method {method} needs --drafter DIR")
+    refused([*words[:-1], "draft-model"], "needs --draft-model NAME")
     words = ["decode", "--target", target, "--prompt", "hi", "--drafter"]
     refused([*words, str(tmp_path / "none")], "there is no such folder")
     refused([*words, str(tmp_path)], "holds no config.json")

@@ -78,6 +78,7 @@ def test_signature_becomes_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         tag: list[str] | None = None,
         fast: bool = False,
         check: bool = True,
+        either: bool | None = None,
     ) -> int:
         """Do a thing.
 
@@ -94,9 +95,13 @@ def test_signature_becomes_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert run_function(toy, [*words, "--ratio=-0.5", "--kind", "tree"], monkeypatch) == 5
     assert seen["source"] == Path("in.txt")
     assert (seen["out"], seen["count"], seen["ratio"], seen["kind"]) == ("o", 3, -0.5, "tree")
+    assert seen["either"] is None
     assert (seen["sizes"], seen["tag"], seen["fast"], seen["check"]) == ((1, 2, 4), ["a", "b=c"], True, False)
     assert run_function(toy, ["in.txt", "--out", "o"], monkeypatch) == 5
     assert (seen["sizes"], seen["tag"], seen["fast"], seen["check"], seen["ratio"]) == ((1,), None, False, True, None)
+    for words, value in ((["--either"], True), (["--no-either"], False)):
+        assert run_function(toy, ["in.txt", "--out", "o", *words], monkeypatch) == 5
+        assert seen["either"] is value
     capsys.readouterr()
     assert run_function(toy, ["--help"], monkeypatch) == 0
     shown = capsys.readouterr().out
@@ -240,15 +245,23 @@ def test_decode_writes_answers(target: str, drafter: str, tmp_path: Path, capsys
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 5 and table[-1].startswith("all") and all(line.endswith("yes") for line in table[2:])
     record = json.loads((tmp_path / "new" / "drafted.run.json").read_text())
-    assert record["settings"]["engine"]["max_rows"] == 2
+    engine = record["settings"]["engine"]
+    tree = [engine[name] for name in ("method", "beam_width", "draft_length", "tree_size")]
+    assert engine["max_rows"] == 2 and tree == ["hybrid", 4, 3, 8]  # a CPU that nobody measured
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["drafted.jsonl", "drafted.run.json"]
 
 
-def test_decode_with_a_draft_model_and_lookup(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_decode_without_a_drafter(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["decode", "--target", target, "--device", "cpu", "--prompt", "one", "--max-new-tokens", "6", "--compare"]
     assert main([*common, "--method", "draft-model", "--draft-model", target, "--gamma", "2"]) == 0
+    assert main([*common, "--draft-model", target, "--no-compile"]) == 0
     assert main([*common, "--method", "lookup", "--temperature", "0.8"]) == 0
-    assert capsys.readouterr().out.count("yes") == 4
+    shown = capsys.readouterr()
+    assert shown.out.count("yes") == 6 and "no drafter" not in shown.err
+    assert main(common) == 0
+    shown = capsys.readouterr()
+    assert "no drafter for this target: tokens are proposed from the text alone" in shown.err
+    assert shown.out.count("yes") == 2 and "hybrid" in shown.err
 
 
 def test_decode_prints_and_chats(

@@ -27,7 +27,7 @@ class Arena(NamedTuple):
         drafter_name: what the results call it.
         draft_model: for methods that need one.
         speculation: file for tuned methods; None is the one beside the drafter.
-        compile: compile our own engine's step.
+        compile: compile our own engine's step; None: on CUDA only.
         peer_target: what transformers' own methods run on; None: ``target``.
     """
 
@@ -36,7 +36,7 @@ class Arena(NamedTuple):
     drafter_name: str = ""
     draft_model: Target | None = None
     speculation: str | None = None
-    compile: bool = False
+    compile: bool | None = None
     peer_target: Target | None = None
 
     def contestant(self, spec: MethodSpec, batch_size: int) -> Contestant:
@@ -57,18 +57,21 @@ class Arena(NamedTuple):
 
     def engine_config(self, spec: MethodSpec, batch_size: int) -> EngineConfig:
         """Settings of our engine for one method."""
-        speculation = self.speculation_file() if spec.is_tuned else None
+        speculation = self.speculation_file(spec) if spec.is_tuned else None
         return spec.engine_config(batch_size=batch_size, compile=self.compile, speculation=speculation)
 
-    def speculation_file(self) -> str:
-        """The file that tuned methods go by.
+    def speculation_file(self, spec: MethodSpec) -> str:
+        """The file that a tuned method goes by; whether it sizes that method is the engine's to say.
 
         Raises:
             ValueError: there is none.
         """
         path = Path(self.speculation) if self.speculation is not None else speculation_path(self.drafter_name)
         if not path.is_file():
-            raise ValueError(f"redrafter:tuned needs {path}: write it with `drafter tune`, or give --speculation FILE")
+            raise ValueError(
+                f"{spec.label} needs {path}: write it with `drafter tune --method {spec.name}`, or give "
+                "--speculation FILE"
+            )
         return str(path)
 
     def encode(self, item: Item, answers: list[str]) -> list[int]:

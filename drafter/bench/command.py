@@ -1,6 +1,5 @@
-"""The commands of this room: `drafter bench`, `bench report`, `bench sweep`, `bench serve`, `tune`. Wiring only."""
+"""The commands of this room: `drafter bench`, `bench report`, `bench sweep`, `bench serve`. Wiring only."""
 
-import json
 import sys
 from dataclasses import replace
 from functools import partial
@@ -11,7 +10,6 @@ from drafter.bench.settings import BenchSettings, merge_settings
 
 if TYPE_CHECKING:
     from drafter.bench.arena import Arena
-    from drafter.bench.tune import TuneSettings
     from drafter.bench.workload import Workload
 
 _LARGEST_SWEPT_TREE = 64
@@ -38,7 +36,7 @@ def bench(
     device: str | None = None,
     raw: bool = False,
     ignore_eos: bool = False,
-    compile: bool = False,
+    compile: bool | None = None,
     report: Path | None = None,
 ) -> None:
     """Measure methods against each other on the same prompts.
@@ -48,7 +46,7 @@ def bench(
 
     Methods: autoregressive, redrafter, hybrid, recycling, lookup, draft-model (ours); hf-generate, hf-static,
     hf-compile, hf-lookup, hf-assistant (transformers). Options follow a colon: redrafter:W8:L4:N24,
-    redrafter:final-beams, redrafter:tuned, draft-model:G5, hf-lookup:G10.
+    redrafter:final-beams, redrafter:tuned, hybrid:tuned, draft-model:G5, hf-lookup:G10.
 
     Args:
         out: results file (.jsonl)
@@ -56,7 +54,7 @@ def bench(
         target: alias, hub id, folder or .gguf file of the language model
         drafter: folder of an exported drafter
         draft_model: smaller model of the same family, for draft-model and hf-assistant
-        speculation: file of `drafter tune`, for redrafter:tuned (default: speculation.json beside the drafter)
+        speculation: file of `drafter tune` for the method that is tuned (default: speculation.json beside the drafter)
         prompts: file of prompts, hub data set, or mtbench, specbench, humaneval, gsm8k; may be repeated
         methods: what is compared (default: autoregressive,redrafter,lookup,hf-generate)
         batch_sizes: prompts answered at the same time (default: 1)
@@ -70,7 +68,7 @@ def bench(
         device: auto, cpu, cuda or cuda:1 (default: auto)
         raw: give prompts to the model as they are, without chat template
         ignore_eos: go on after the model's own stop token
-        compile: compile our own engine's steps
+        compile: compile our own engine's steps (default: on CUDA only)
         report: also write the table and the pictures to this folder
     """
     settings = merge_settings(
@@ -81,7 +79,7 @@ def bench(
             "temperatures": temperatures, "num_prompts": num_prompts, "num_turns": num_turns,
             "max_new_tokens": max_new_tokens,
             "rounds": rounds, "seed": seed, "dtype": dtype, "device": device, "raw": raw or None,
-            "ignore_eos": ignore_eos or None, "compile": compile or None,
+            "ignore_eos": ignore_eos or None, "compile": compile,
         },
     )  # fmt: skip
     _check_out(out)
@@ -126,7 +124,7 @@ def bench_sweep(
     temperature: float = 0.0,
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     device: str = "auto",
-    compile: bool = False,
+    compile: bool | None = None,
     report: Path | None = None,
 ) -> None:
     """Measure the drafter's speed over batch sizes and tree shapes.
@@ -151,7 +149,7 @@ def bench_sweep(
         temperature: 0 is greedy
         dtype: number format of the model
         device: auto, cpu, cuda or cuda:1
-        compile: compile the steps
+        compile: compile the steps (default: on CUDA only)
         report: also write the table and the pictures to this folder
     """
     methods = ("autoregressive", *sweep_methods(beam_widths, draft_lengths, tree_sizes, tree_policy))
@@ -237,93 +235,6 @@ def bench_serve(
     print(load_table(records))
 
 
-def tune(
-    *,
-    target: str,
-    drafter: str,
-    out: Path | None = None,
-    prompts: str = "default",
-    num_prompts: int = 12,
-    max_new_tokens: int = 64,
-    batch_sizes: tuple[int, ...] = (1, 2, 4, 8),
-    beam_widths: tuple[int, ...] = (1, 2, 4, 8, 16),
-    draft_lengths: tuple[int, ...] = (1, 2, 3, 4, 5, 6),
-    tree_sizes: tuple[int, ...] = (2, 4, 8, 12, 16, 24, 32, 48, 64),
-    seconds: float = 150.0,
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
-    device: str = "auto",
-    compile: bool = False,
-) -> None:
-    """Size speculation for this machine: measure step times and acceptance, choose a tree for each number of rows.
-
-    The file is found by later commands when it lies beside the drafter and was measured on the same device, in the same
-    number format, with the same target. Plain decoding is chosen where nothing is faster.
-
-    Args:
-        target: alias, hub id, folder or .gguf file of the language model
-        drafter: folder of an exported drafter, or the name of one that comes with the package
-        out: file to write (default: speculation.json in the drafter's folder; for one that comes with the package,
-            under $DRAFTER_HOME)
-        prompts: prompts to calibrate with, a file, hub data set or name; `default` come with the package
-        num_prompts: at most so many of them
-        max_new_tokens: longest calibration answer in tokens
-        batch_sizes: numbers of rows to measure
-        beam_widths: W to choose from
-        draft_lengths: L to choose from
-        tree_sizes: N to choose from
-        seconds: about how long it may take
-        dtype: number format of the model
-        device: auto, cpu, cuda or cuda:1
-        compile: measure compiled steps
-    """
-    from drafter.bench.tune import TuneSettings
-    from drafter.commands_decode import check_writable
-    from drafter.prompt_sets import read_prompt_set
-    from drafter.shipped import shipped_drafter, speculation_path
-
-    settings = TuneSettings(
-        batch_sizes, beam_widths, draft_lengths, tree_sizes, max_new_tokens, seconds=seconds, compile=compile
-    )
-    place = out if out is not None else speculation_path(drafter)
-    if out is None and shipped_drafter(drafter) is None and not place.parent.is_dir():
-        raise ValueError(f"--drafter {drafter} is no folder: say with --out where the file goes")
-    if out is None:
-        place.parent.mkdir(parents=True, exist_ok=True)
-    check_writable(place)
-    workload = read_prompt_set(prompts).take(num_prompts)
-    bench_settings = BenchSettings(
-        target, (prompts,), drafter, methods=("redrafter",), dtype=dtype, device=device, compile=compile
-    )
-    _tune_and_write(_with_drafter(_arena(bench_settings), bench_settings), workload, settings, place)
-
-
-def _tune_and_write(arena: "Arena", workload: "Workload", settings: "TuneSettings", place: Path) -> None:
-    from drafter.bench.report import table
-    from drafter.bench.tune import COLUMNS, table_rows
-    from drafter.bench.tune import tune as run_tune
-    from drafter.provenance import run_record, write_atomic
-
-    assert arena.drafter is not None
-    found = run_tune(arena.target, arena.drafter, [arena.encode(item, []) for item in workload.items], settings)
-    made_by = run_record()
-    content = {
-        **found.speculation.as_json(),
-        "target": arena.target.name,
-        "drafter": arena.drafter_name,
-        "calibration": {
-            "prompts": workload.name,
-            "digest": workload.digest,
-            "num_prompts": found.num_prompts,
-            "num_positions": found.num_positions,
-        },
-        "curves": found.curves,
-        **{key: made_by[key] for key in ("machine", "versions", "git_revision", "date")},
-    }
-    write_atomic(place, json.dumps(content) + "\n")
-    print(table(COLUMNS, table_rows(found.speculation)))
-    print(place, file=sys.stderr)
-
-
 def _check_out(out: Path) -> None:
     from drafter.bench.records import resume_records
     from drafter.commands_decode import check_writable
@@ -344,13 +255,14 @@ def _measure(every: list[BenchSettings], out: Path) -> None:
         read_prompt_set(name, raw=first.raw).take(first.num_prompts).first_turns(first.num_turns)
         for name in first.prompts
     ]
-    arena = _arena(first)
+    arena = load_arena(first)
     for settings in every:
-        made = run_benchmark(settings, _with_drafter(arena, settings), workloads, out)
+        made = run_benchmark(settings, with_drafter(arena, settings), workloads, out)
         print(f"{made} runs made, results in {out}", file=sys.stderr)
 
 
-def _arena(settings: BenchSettings) -> "Arena":
+def load_arena(settings: BenchSettings) -> "Arena":
+    """The models of a benchmark, without its drafter."""
     from drafter.bench.arena import Arena
     from drafter.commands import load_target
 
@@ -365,7 +277,8 @@ def _arena(settings: BenchSettings) -> "Arena":
     return Arena(target, None, "", draft_model, settings.speculation, settings.compile, peer_target)
 
 
-def _with_drafter(arena: "Arena", settings: BenchSettings) -> "Arena":
+def with_drafter(arena: "Arena", settings: BenchSettings) -> "Arena":
+    """The arena and the drafter of the settings, if a method needs one."""
     from drafter.commands import load_drafter
 
     if not any(spec.needs_drafter for spec in settings.specs):

@@ -15,7 +15,7 @@ _TREE = ("W", "L", "N")
 _OPTIONS: dict[str, tuple[str, ...]] = {
     "autoregressive": ("N",),
     "redrafter": (*_TREE, "tau", "all-nodes", "final-beams", "uncoupled", "tuned"),
-    "hybrid": (*_TREE, "tau", "uncoupled"),
+    "hybrid": (*_TREE, "tau", "uncoupled", "tuned"),
     "recycling": _TREE,
     "lookup": _TREE,
     "draft-model": ("G", "rejection"),
@@ -81,7 +81,9 @@ class MethodSpec:
         value = dict(self.numbers).get(letter)
         return None if value is None else int(value)
 
-    def engine_config(self, *, batch_size: int, compile: bool = False, speculation: str | None = None) -> EngineConfig:
+    def engine_config(
+        self, *, batch_size: int, compile: bool | None = None, speculation: str | None = None
+    ) -> EngineConfig:
         """The engine's settings for one of our methods.
 
         Raises:

@@ -23,7 +23,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.decoding.sampling import make_warp
 from drafter.target.adapter import Target
 
-_UNREACHED = 2**30  # rank of a token that no beam holds
+UNREACHED = 2**30  # rank of a token that no beam holds
 _LOGITS_AT_ONCE = 2**24  # numbers: 64 MiB in float32
 
 
@@ -143,7 +143,7 @@ def ranks_of(drafts: Drafts, width: int) -> Tensor:
     higher_SDLW = score_SLW[:, None] > own_SL[:, :, None, None]
     equal_SDLW = (score_SLW[:, None] == own_SL[:, :, None, None]) & (order_LW < place_SL[:, :, None, None])
     rank_SDL = (higher_SDLW | equal_SDLW).sum(3).cumsum(2)
-    return rank_SDL.masked_fill(~true_SLW.any(2)[:, :, None], _UNREACHED)
+    return rank_SDL.masked_fill(~true_SLW.any(2)[:, :, None], UNREACHED)
 
 
 def num_kept(rank_SDL: Tensor, length: int, tree_size: int) -> Tensor:

@@ -21,6 +21,7 @@ from drafter.bench.methods import BASELINE, MethodSpec, parse_method
 from drafter.bench.records import Record, append_record, resume_records, run_id
 from drafter.bench.settings import BenchSettings
 from drafter.bench.workload import Workload
+from drafter.decoding.compiled import is_compiled
 from drafter.decoding.sized import device_name, dtype_name
 from drafter.provenance import run_record
 
@@ -169,7 +170,7 @@ class _Bench:
             "drafter": self._arena.drafter_name if spec.needs_drafter else None,
             "draft_model": settings.draft_model if spec.needs_draft_model else None,
             "method": spec.label,
-            "compile": settings.compile and not spec.is_peer,
+            "compile": is_compiled(settings.compile, self._arena.target.device) and not spec.is_peer,
             "prompts": {"name": cell.workload.name, "digest": cell.workload.digest},
             "batch_size": cell.batch_size,
             "temperature": cell.temperature,

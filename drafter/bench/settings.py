@@ -22,7 +22,8 @@ class BenchSettings:
         prompts: prompt sets: files, hub data sets, or names.
         drafter: folder of an exported drafter.
         draft_model: smaller model for `draft-model` and `hf-assistant`.
-        speculation: file that `drafter tune` wrote, for `redrafter:tuned`; None is speculation.json beside the drafter.
+        speculation: file that `drafter tune` wrote for the method that is `tuned`; None is speculation.json beside the
+            drafter.
         methods: what is compared, in the order of a round.
         batch_sizes: prompts answered at the same time.
         temperatures: 0 is greedy.
@@ -35,7 +36,7 @@ class BenchSettings:
         device: auto, cpu, cuda or cuda:1.
         raw: prompts go to the model without chat template.
         ignore_eos: go on after the model's own stop token, so that all answers have the same length.
-        compile: compile our own engine's step.
+        compile: compile our own engine's step; None: on CUDA only.
     """
 
     target: str
@@ -55,7 +56,7 @@ class BenchSettings:
     device: str = "auto"
     raw: bool = False
     ignore_eos: bool = False
-    compile: bool = False
+    compile: bool | None = None
 
     def __post_init__(self) -> None:
         if not self.prompts:

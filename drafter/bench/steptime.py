@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from drafter.bench.figures import median
-from drafter.decoding.candidates import Candidates, Proposer, RootOnly, RowState, StatelessRows
+from drafter.decoding.candidates import Candidates, Proposer, RootOnly, RowState, StatelessRows, StepOutcome
 from drafter.decoding.compiled import Compiler
 from drafter.decoding.engine import Engine
 from drafter.decoding.params import EngineConfig, SamplingParams
@@ -55,7 +55,11 @@ class FixedTree(StatelessRows):
 
 
 class Timed(StatelessRows):
-    """A proposer whose drafting is timed, device included."""
+    """A proposer whose drafting, and learning from what came of it, is timed, device included.
+
+    Attributes:
+        seconds: of each step.
+    """
 
     def __init__(self, proposer: Proposer, device: torch.device) -> None:
         self._proposer = proposer
@@ -78,6 +82,14 @@ class Timed(StatelessRows):
         synchronise(self._device)
         self.seconds.append(time.perf_counter() - start)
         return candidates
+
+    def observe(self, rows: RowState, outcome: StepOutcome) -> None:
+        """What the proposer learns, on the clock of the same step."""
+        synchronise(self._device)
+        start = time.perf_counter()
+        self._proposer.observe(rows, outcome)
+        synchronise(self._device)
+        self.seconds[-1] += time.perf_counter() - start
 
 
 class Budget:
@@ -102,7 +114,7 @@ class StepClock:
         context_length: tokens that rows hold when the first step begins.
         largest: N of the largest tree.
         num_steps: most steps that will be made, which is room that rows need.
-        compile: compile the steps.
+        compile: compile the steps; None: on CUDA only.
     """
 
     def __init__(
@@ -114,7 +126,7 @@ class StepClock:
         context_length: int,
         largest: int,
         num_steps: int,
-        compile: bool = False,
+        compile: bool | None = None,
     ) -> None:
         self.num_rows = num_rows
         config = EngineConfig(method="autoregressive", max_rows=num_rows, compile=compile)

@@ -4,6 +4,7 @@ Shapes: B rows · N tree nodes (node 0 is the root, parents stand before their c
 V target vocabulary · D hidden size · C context size · S slots.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -115,6 +116,13 @@ class Proposer(Protocol):
         """L, the greatest depth of a node."""
         ...
 
+    @property
+    def plain(self) -> "Proposer | None":
+        """Who takes over for steps of plain decoding, and has what comes of them learnt; None: it has to see all steps
+        itself, because it keeps something of every token.
+        """
+        ...
+
     def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
         """Draft a tree for every row.
 
@@ -141,8 +149,21 @@ class Proposer(Protocol):
         ...
 
 
+class Learner(Protocol):
+    """Learns from steps."""
+
+    def observe(self, rows: RowState, outcome: StepOutcome) -> None:
+        """What came of a step (``rows`` is the state before it)."""
+        ...
+
+
 class StatelessRows:
     """The part of the protocol that proposers without state per row share: nothing to do."""
+
+    @property
+    def plain(self) -> Proposer | None:
+        """Steps may be left out, and nothing is learnt from them."""
+        return RootOnly()
 
     def observe(self, rows: RowState, outcome: StepOutcome) -> None:
         """Nothing is learnt."""
@@ -158,12 +179,23 @@ class StatelessRows:
 
 
 class RootOnly(StatelessRows):
-    """Autoregressive decoding: the tree is its root, and padding up to ``num_nodes`` nodes."""
+    """Autoregressive decoding: the tree is its root, and padding up to ``num_nodes`` nodes.
+
+    Args:
+        num_nodes: N.
+        learners: what came of the steps is of use to them.
+    """
 
     max_depth = 0
 
-    def __init__(self, num_nodes: int = 1) -> None:
+    def __init__(self, num_nodes: int = 1, learners: Sequence[Learner] = ()) -> None:
         self.num_nodes = num_nodes
+        self._learners = tuple(learners)
+
+    @property
+    def plain(self) -> Proposer:
+        """It is plain."""
+        return self
 
     def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
         """A tree of one node per row."""
@@ -175,6 +207,11 @@ class RootOnly(StatelessRows):
             depth_BN=torch.zeros_like(node_BN),
             is_node_BN=node_BN == 0,
         )
+
+    def observe(self, rows: RowState, outcome: StepOutcome) -> None:
+        """Hand it on."""
+        for learner in self._learners:
+            learner.observe(rows, outcome)
 
 
 def pack_nodes(

@@ -8,7 +8,7 @@ from operator import index
 
 from tqdm import tqdm
 
-from drafter.decoding.candidates import Proposer, RootOnly, StatelessRows
+from drafter.decoding.candidates import Proposer
 from drafter.decoding.compiled import Compiler, is_compiled
 from drafter.decoding.factory import context_layers_of, make_proposer
 from drafter.decoding.memory import check_fit
@@ -61,15 +61,13 @@ class Engine:
         if self.config.speculation is None:
             self.proposer = make_proposer(self.config, target, drafter, draft_model, compiler)
         else:
-            self._sized = SizedProposers(
-                self.config, target, drafter, lambda c: make_proposer(c, target, drafter, draft_model, compiler)
-            )
+            self._sized = SizedProposers(self.config, target, drafter, compiler)
             self.proposer = self._sized.largest
         self._context_layers = context_layers_of(self.config, drafter)
         self._scheduler = Scheduler(self.config.max_rows)
         self._runner: Runner | None = None
         self._ids = count()
-        self._plain = RootOnly()
+        self._plain = self.proposer.plain
         self._prefixes = PrefixIndex()
         self._is_arranged = True
 
@@ -192,7 +190,8 @@ class Engine:
             compiler=self.compiler,
         )
         self.proposer.reserve(self.config.max_rows, num_slots)
-        self.warm_up([self.proposer, *(self._sized.proposers if self._sized is not None else ()), self._plain])
+        others = self._sized.proposers if self._sized is not None else ()
+        self.warm_up([self.proposer, *others, *([self._plain] if self._plain is not None else [])])
 
     def warm_up(self, proposers: Iterable[Proposer]) -> None:
         """Compile the steps of these proposers for every bucket of rows, with a bar; nothing is compiled later.
@@ -341,7 +340,7 @@ class Engine:
         )
         most = self.config.max_drafted_rows
         is_plain = len(mute_rows) == len(active) or (most is not None and len(active) > most)
-        if is_plain and isinstance(self.proposer, StatelessRows):
+        if is_plain and self._plain is not None:
             return self._plain, wants._replace(mute_rows=[])
         proposer = self.proposer if self._sized is None else self._sized.choose(len(self._scheduler.rows))
         return proposer, wants if any(wants) else None

@@ -1,9 +1,11 @@
 """Which proposer a configuration asks for."""
 
+from typing import NamedTuple
+
 from drafter.decoding.beam import BeamProposer, BeamSearch
 from drafter.decoding.candidates import Proposer, RootOnly
 from drafter.decoding.compiled import Compiler
-from drafter.decoding.hybrid import BeamSource, HybridProposer, Source
+from drafter.decoding.hybrid import BeamSource, HitRates, HybridProposer, Source, no_hits
 from drafter.decoding.lookup import LookupSource, PromptLookupProposer
 from drafter.decoding.params import EngineConfig
 from drafter.decoding.recycling import MAX_DEPTH, NUM_FOLLOWERS, FollowerTable, RecyclingProposer, RecyclingSource
@@ -14,12 +16,25 @@ from drafter.target.adapter import Target
 _SPARE_DRAFTS = 3
 
 
+class Learnt(NamedTuple):
+    """What a hybrid learns while it decodes: who follows whom, and how often each source was right."""
+
+    table: FollowerTable
+    rates: HitRates
+
+
+def nothing_learnt(target: Target, drafter: RecurrentDrafter | None) -> Learnt:
+    """For hybrids of a target, with or without a drafter, that are to share what they learn."""
+    return Learnt(_new_table(target), no_hits(2 + (drafter is not None), target.device))
+
+
 def make_proposer(
     config: EngineConfig,
     target: Target,
     drafter: RecurrentDrafter | None,
     draft_model: Target | None,
     compiler: Compiler | None = None,
+    learnt: Learnt | None = None,
 ) -> Proposer:
     """The proposer of ``config.method``.
 
@@ -28,7 +43,8 @@ def make_proposer(
         target: the model whose answers are wanted.
         drafter: a trained drafter; ``redrafter`` needs one.
         draft_model: a smaller model of the same tokenizer; ``draft-model`` needs one.
-        compiler: of the engine's steps; it compiles the beam search of ``redrafter``.
+        compiler: of the engine's steps; it compiles the drafter's beam search.
+        learnt: what hybrids share; None: it learns for itself.
 
     Raises:
         ValueError: what the method needs is missing or does not fit the target.
@@ -38,14 +54,14 @@ def make_proposer(
     if config.method == "redrafter":
         if drafter is None:
             raise ValueError("--method redrafter needs a drafter: give --drafter DIR, or --method autoregressive")
-        search = _beam_search(config, target, drafter, is_frozen=compiler is not None and compiler.is_on)
+        search = _beam_search(config, target, drafter, compiler)
         return BeamProposer(search, config.num_nodes, config.tree_policy, coupled=config.coupled, compiler=compiler)
     if config.method == "lookup":
         return PromptLookupProposer(_lookup(config, target), config.num_nodes)
     if config.method == "recycling":
-        return RecyclingProposer(_recycling(config, target), config.num_nodes)
+        return RecyclingProposer(_recycling(config, target, _new_table(target)), config.num_nodes)
     if config.method == "hybrid":
-        return _hybrid(config, target, drafter)
+        return _hybrid(config, target, drafter, compiler, learnt or nothing_learnt(target, drafter))
     if config.method == "draft-model":
         if draft_model is None:
             raise ValueError("--method draft-model needs a draft model: give --draft-model NAME")
@@ -67,10 +83,11 @@ def context_layers_of(config: EngineConfig, drafter: RecurrentDrafter | None) ->
 
 
 def _beam_search(
-    config: EngineConfig, target: Target, drafter: RecurrentDrafter, *, is_frozen: bool = False
+    config: EngineConfig, target: Target, drafter: RecurrentDrafter, compiler: Compiler | None
 ) -> BeamSearch:
     # A tree of N nodes is at most N - 1 deep.
     length = min(config.draft_length, config.num_nodes - 1)
+    is_frozen = compiler is not None and compiler.is_on
     return BeamSearch(drafter, target, config.beam_width, length, config.tau, is_frozen=is_frozen)
 
 
@@ -79,16 +96,22 @@ def _lookup(config: EngineConfig, target: Target) -> LookupSource:
     return LookupSource(config.beam_width, length, config.max_ngram, target.device)
 
 
-def _recycling(config: EngineConfig, target: Target) -> RecyclingSource:
-    table = FollowerTable(target.vocab_size, NUM_FOLLOWERS, target.device)
+def _new_table(target: Target) -> FollowerTable:
+    return FollowerTable(target.vocab_size, NUM_FOLLOWERS, target.device)
+
+
+def _recycling(config: EngineConfig, target: Target, table: FollowerTable) -> RecyclingSource:
     # What is likely depends on the stored logits too, so more is drafted than is kept.
     num_drafted = _SPARE_DRAFTS * config.num_nodes
     return RecyclingSource(table, num_drafted, min(MAX_DEPTH, config.num_nodes - 1), coupled=config.coupled)
 
 
-def _hybrid(config: EngineConfig, target: Target, drafter: RecurrentDrafter | None) -> HybridProposer:
+def _hybrid(
+    config: EngineConfig, target: Target, drafter: RecurrentDrafter | None, compiler: Compiler | None, learnt: Learnt
+) -> HybridProposer:
     """The recurrent drafter's beam if there is a drafter, lookup, and recycling."""
-    sources: list[Source] = [_lookup(config, target), _recycling(config, target)]
+    sources: list[Source] = [_lookup(config, target), _recycling(config, target, learnt.table)]
     if drafter is not None:
-        sources.insert(0, BeamSource(_beam_search(config, target, drafter), coupled=config.coupled))
-    return HybridProposer(sources, config.num_nodes, target.device)
+        search = _beam_search(config, target, drafter, compiler)
+        sources.insert(0, BeamSource(search, coupled=config.coupled, compiler=compiler))
+    return HybridProposer(sources, config.num_nodes, target.device, learnt.rates)

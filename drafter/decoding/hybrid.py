@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from drafter.decoding.beam import BeamSearch
-from drafter.decoding.candidates import Candidates, RowState, StepOutcome
+from drafter.decoding.candidates import Candidates, Learner, Proposer, RootOnly, RowState, StepOutcome
+from drafter.decoding.compiled import Compiler
 from drafter.decoding.merge import NodeList, concatenate, conditional, merge_equal
 from drafter.decoding.verify import Accepted
 
@@ -22,10 +23,11 @@ _ROW_DECAY = 0.95  # per step: a row's hits of 20 steps ago count a third
 _SHARED_DECAY = 0.999
 _ROW_PRIOR = 2.0  # expected hits after which a row's own record counts as much as all rows'
 _SHARED_PRIOR = 5.0
+_PER_PLACE = len(_EDGES) + 1  # classes of a source's nodes at the root, and of those further down
 
 
-class Source(Protocol):
-    """Drafts nodes and says how likely it thinks them."""
+class Source(Learner, Protocol):
+    """Drafts nodes and says how likely it thinks them; learns from verified steps, those of plain decoding included."""
 
     @property
     def level_sizes(self) -> tuple[int, ...]:
@@ -36,10 +38,6 @@ class Source(Protocol):
         """Nodes for every row, no two of them equal (see :class:`drafter.decoding.candidates.Proposer`)."""
         ...
 
-    def observe(self, rows: RowState, outcome: StepOutcome) -> None:
-        """Learn from a verified step."""
-        ...
-
 
 class BeamSource:
     """The nodes of the recurrent drafter's beam search; their score is the cumulative log q.
@@ -47,15 +45,21 @@ class BeamSource:
     Args:
         search: the beam search.
         coupled: it knows the noise of the target's coming picks.
+        compiler: compiles the search of steps in which no row samples.
     """
 
-    def __init__(self, search: BeamSearch, *, coupled: bool = True) -> None:
+    def __init__(self, search: BeamSearch, *, coupled: bool = True, compiler: Compiler | None = None) -> None:
         self._search = search
         self._coupled = coupled
         self.level_sizes = (search.width,) * search.length
+        self._compiled = None
+        if compiler is not None and compiler.is_on:
+            self._compiled = compiler(search.search_greedily, ((0,), (0,)))
 
     def draft(self, rows: RowState, noise_BLV: Tensor | None) -> NodeList:
         """Search a beam for every row."""
+        if self._compiled is not None and not rows.warp.flags.has_noise:
+            return NodeList(*self._compiled(rows.root_B, rows.context_BC), self.level_sizes)
         return NodeList(*self._search.search(rows, noise_BLV if self._coupled else None), self.level_sizes)
 
     def observe(self, rows: RowState, outcome: StepOutcome) -> None:
@@ -128,23 +132,31 @@ class HybridProposer:
         sources: in order of trust; of equal nodes the first source's stays.
         num_nodes: N.
         device: the target's.
+        rates: hits so far, of as many sources; hybrids that take turns share them. None: none so far.
     """
 
-    def __init__(self, sources: Sequence[Source], num_nodes: int, device: torch.device) -> None:
+    def __init__(
+        self, sources: Sequence[Source], num_nodes: int, device: torch.device, rates: HitRates | None = None
+    ) -> None:
         self._sources = tuple(sources)
+        self._plain = RootOnly(learners=sources)
         self.max_depth = max(len(source.level_sizes) for source in sources)
         self.num_nodes = min(num_nodes, 1 + sum(sum(source.level_sizes) for source in sources))
-        per_place = len(_EDGES) + 1
         first_class = [
-            (2 * index + (level > 0)) * per_place
+            (2 * index + (level > 0)) * _PER_PLACE
             for level in range(self.max_depth)
             for index, source in enumerate(sources)
             for _ in range(source.level_sizes[level] if level < len(source.level_sizes) else 0)
         ]
         self._first_class_M = torch.tensor(first_class, device=device)
         self._edges = torch.tensor(_EDGES, device=device)
-        self._rates = HitRates(2 * per_place * len(sources), device)
+        self._rates = rates or no_hits(len(sources), device)
         self._drafted: tuple[NodeList, Tensor, Tensor] | None = None
+
+    @property
+    def plain(self) -> Proposer:
+        """Plain steps teach the sources (lookup reads their text anyway), but say nothing about drafts."""
+        return self._plain
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """Room for the records of ``num_rows`` rows."""
@@ -160,6 +172,10 @@ class HybridProposer:
 
     def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
         """Draft with every source and pack the likeliest nodes (see :class:`drafter.decoding.candidates.Proposer`)."""
+        return self.draft(rows, noise_BLV).pack(rows.root_B, self.num_nodes)
+
+    def draft(self, rows: RowState, noise_BLV: Tensor | None) -> NodeList:
+        """All nodes of all sources, weighed and merged."""
         nodes = concatenate([source.draft(rows, noise_BLV) for source in self._sources])
         expected_BM = conditional(nodes)
         class_BM = self._first_class_M + torch.bucketize(expected_BM, self._edges)
@@ -167,12 +183,16 @@ class HybridProposer:
         factor_BM = self._rates.factor(class_BM.shape[0]).gather(1, class_BM)
         # Below 1, so that a child never scores above its parent.
         log_BM = (expected_BM * factor_BM).clamp(max=0.98).log()
-        return merge_equal(nodes._replace(score_BM=cumulative(nodes, log_BM))).pack(rows.root_B, self.num_nodes)
+        return merge_equal(nodes._replace(score_BM=cumulative(nodes, log_BM)))
 
     def observe(self, rows: RowState, outcome: StepOutcome) -> None:
-        """Count, for every drafted node whose parent was right, whether it was right, kept in the tree or not."""
+        """Let the sources learn, and count hits."""
         for source in self._sources:
             source.observe(rows, outcome)
+        self.count_hits(rows, outcome)
+
+    def count_hits(self, rows: RowState, outcome: StepOutcome) -> None:
+        """Note, for every drafted node whose parent was right, whether it was right, verified or not."""
         assert self._drafted is not None
         nodes, class_BM, expected_BM = self._drafted
         picked_BL = Accepted(outcome.path_BL, outcome.num_accepted_B, outcome.bonus_B).emitted(outcome.candidates)
@@ -187,6 +207,11 @@ class HybridProposer:
             is_trial_BM[:, span] = is_trial_BX
             is_right_BM[:, span] = is_trial_BX & (nodes.token_BM[:, span] == picked_BL[:, level, None])
         self._rates.observe(class_BM, expected_BM, is_right_BM, is_trial_BM)
+
+
+def no_hits(num_sources: int, device: torch.device) -> HitRates:
+    """The record of a hybrid of so many sources that has not decoded yet."""
+    return HitRates(2 * _PER_PLACE * num_sources, device)
 
 
 def level_spans(nodes: NodeList) -> list[slice]:

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 Method = Literal["redrafter", "hybrid", "draft-model", "lookup", "recycling", "autoregressive"]
 TreePolicy = Literal["all-nodes", "final-beams"]
 Verification = Literal["coupled", "rejection"]
+SIZED_METHODS: tuple[Method, ...] = ("redrafter", "hybrid")  # those whose trees `drafter tune` sizes
 
 _DEFAULT_TREE_SIZE = 24
 CPU_DRAFTED_ROWS = 2  # rows that a server drafts for on a CPU, untuned: further ones take what arithmetic is left
@@ -108,9 +109,10 @@ class EngineConfig:
         prefill_chunk: prompt tokens per forward.
         reuse_prefixes: a prompt that begins like what a row of the cache holds takes keys and values from there.
         compile: compile the step (torch.compile); None: on CUDA only.
-        speculation: file that `drafter tune` wrote: W, L and N follow the number of running rows and the acceptance of
-            late (redrafter only); None keeps the tree as it is set here.
-        max_drafted_rows: with more rows than that under way a step is plain decoding (redrafter only); None: never.
+        speculation: file that `drafter tune` wrote for this method: W, L and N follow the number of running rows and
+            the acceptance of late (redrafter, hybrid); None keeps the tree as it is set here.
+        max_drafted_rows: with more rows than that under way a step is plain decoding (never for draft-model); None: no
+            limit.
     """
 
     method: Method = "redrafter"
@@ -156,11 +158,11 @@ class EngineConfig:
                 "use --method draft-model or --verify coupled"
             )
         if self.speculation is not None and (
-            self.method != "redrafter" or self.tree_size is not None or self.tree_policy != "all-nodes"
+            self.method not in SIZED_METHODS or self.tree_size is not None or self.tree_policy != "all-nodes"
         ):
             raise ValueError(
-                "--speculation sizes the trees of --method redrafter: it goes with no other method, "
-                "and without --tree-size and --tree-policy"
+                f"--speculation sizes the trees of --method {' and '.join(SIZED_METHODS)}: it goes with no other "
+                "method, and without --tree-size and --tree-policy"
             )
         largest = 1 + self.beam_width * self.draft_length
         if self.method == "redrafter" and self.tree_size is not None and self.tree_size > largest:
@@ -186,6 +188,13 @@ class EngineConfig:
         if self.tree_size is not None:
             return self.tree_size
         return min(_DEFAULT_TREE_SIZE, largest) if self.method == "redrafter" else _DEFAULT_TREE_SIZE
+
+
+def default_method(device_type: str) -> Method:
+    """What proposes where there is a drafter and nobody said: hybrid, but on CUDA, where most of its drafting is not
+    compiled, the drafter alone.
+    """
+    return "redrafter" if device_type == "cuda" else "hybrid"
 
 
 def _flag(name: str, flag: str | None) -> str:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafter.decoding.candidates import Candidates, RowState, StatelessRows, StepOutcome
+from drafter.decoding.candidates import Candidates, Proposer, RootOnly, RowState, StatelessRows, StepOutcome
 from drafter.decoding.merge import NodeList
 from drafter.decoding.sampling import Warp, warp_logits
 
@@ -209,6 +209,12 @@ class RecyclingProposer(StatelessRows):
         self._source = source
         self.num_nodes = min(num_nodes, 1 + sum(source.level_sizes))
         self.max_depth = source.max_depth
+        self._plain = RootOnly(learners=[source])
+
+    @property
+    def plain(self) -> Proposer:
+        """Plain steps go into the table as well."""
+        return self._plain
 
     def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
         """Grow a tree for every row (see :class:`drafter.decoding.candidates.Proposer`)."""

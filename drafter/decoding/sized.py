@@ -1,17 +1,22 @@
-"""Proposers of several tree sizes for one drafter; between two steps the measured plan says which of them drafts."""
+"""Proposers of several tree sizes for one drafter; between two steps the measured plan says which of them drafts.
+
+Also: which plan, method and size an engine gets when its user left them open.
+"""
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from drafter.decoding.candidates import Proposer
+from drafter.decoding.candidates import Proposer, RootOnly
+from drafter.decoding.compiled import Compiler
 from drafter.decoding.compiled import is_compiled as resolve_compile
-from drafter.decoding.params import EngineConfig
-from drafter.decoding.speculation import FILE_NAME, Speculation, Tree, TreeSizer, read_speculation
+from drafter.decoding.factory import make_proposer, nothing_learnt
+from drafter.decoding.params import SIZED_METHODS, EngineConfig, Method, default_method
+from drafter.decoding.speculation import FILE_NAME, PLAIN, Speculation, Tree, TreeSizer, read_speculation
 from drafter.model.recurrent import RecurrentDrafter
 from drafter.provenance import cpu_name
 from drafter.target.adapter import Target
@@ -20,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class SizedProposers:
-    """One proposer for every tree that a speculation file may ask for, made once.
+    """One proposer for every tree that a speculation file may ask for, made once; those of a hybrid learn together.
 
     Attributes:
         speculation: the file.
@@ -31,10 +36,10 @@ class SizedProposers:
         config: the engine's settings; ``speculation`` names the file.
         target: the model whose answers are wanted.
         drafter: bound to it.
-        make: the proposer of settings without a file.
+        compiler: of the engine's steps.
 
     Raises:
-        ValueError: the file is damaged, or was measured for something else.
+        ValueError: the file is damaged or was measured for something else, or there is no drafter.
     """
 
     def __init__(
@@ -42,15 +47,29 @@ class SizedProposers:
         config: EngineConfig,
         target: Target,
         drafter: RecurrentDrafter | None,
-        make: Callable[[EngineConfig], Proposer],
+        compiler: Compiler,
     ) -> None:
         assert config.speculation is not None
         self.speculation = read_speculation(Path(config.speculation))
-        reason = misfit(self.speculation, target, drafter, is_compiled=resolve_compile(config.compile, target.device))
+        if drafter is None:
+            raise ValueError(
+                f"--speculation {config.speculation} sizes trees that a drafter had a part in: give --drafter DIR"
+            )
+        is_compiled = resolve_compile(config.compile, target.device)
+        reason = misfit(self.speculation, target, drafter, method=config.method, is_compiled=is_compiled)
         if reason:
             raise ValueError(f"--speculation {config.speculation} {reason}: run `drafter tune` here, or leave it out")
-        self._proposers = {tree: make(_settings_of(config, tree)) for tree in self.speculation.trees}
-        self.largest = max(self._proposers.values(), key=lambda proposer: proposer.num_nodes)
+        learnt = nothing_learnt(target, drafter)
+        self._proposers: dict[Tree, Proposer] = {
+            tree: make_proposer(_settings_of(config, tree), target, drafter, None, compiler, learnt)
+            for tree in self.speculation.trees
+            if not tree.is_plain
+        }
+        # Rows are set up in this one only: what others keep of a row, they keep in `learnt`.
+        self.largest = max(self._proposers.values(), key=lambda proposer: proposer.num_nodes, default=RootOnly())
+        plain = self.largest.plain
+        assert plain is not None, config.method
+        self._proposers[PLAIN] = plain
         self.proposers = tuple(self._proposers.values())
         self._sizer = TreeSizer(self.speculation)
         _log.info("speculation sized by %s: %s", config.speculation, self.speculation.summary())
@@ -65,8 +84,6 @@ class SizedProposers:
 
 
 def _settings_of(config: EngineConfig, tree: Tree) -> EngineConfig:
-    if tree.is_plain:
-        return replace(config, speculation=None, method="autoregressive")
     width, length, size = tree
     return replace(config, speculation=None, beam_width=width, draft_length=length, tree_size=size)
 
@@ -88,11 +105,16 @@ def fingerprint_of_weights(drafter: RecurrentDrafter) -> str:
 
 
 def misfit(
-    speculation: Speculation, target: Target, drafter: RecurrentDrafter | None = None, *, is_compiled: bool
+    speculation: Speculation,
+    target: Target,
+    drafter: RecurrentDrafter | None = None,
+    *,
+    method: Method | None = None,
+    is_compiled: bool,
 ) -> str:
-    """Why the file says nothing about this machine, target, drafter or compilation; empty when it does.
+    """Why the file says nothing about this machine, target, drafter, method or compilation; empty when it does.
 
-    Without a drafter, or where the file does not say which it was measured for, that one is believed to be right.
+    Without a drafter or method, or where the file does not say which drafter it was measured for, the file's is right.
     """
     measured_drafter = speculation.drafter_fingerprint
     present_drafter = measured_drafter
@@ -104,6 +126,7 @@ def misfit(
         ("compilation", _on(speculation.is_compiled), _on(is_compiled)),
         ("target", speculation.target_fingerprint, target.fingerprint),
         ("drafter", measured_drafter, present_drafter),
+        ("method", speculation.method, method or speculation.method),
     )
     for what, measured, present in pairs:
         if measured != present:
@@ -117,7 +140,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def file_beside(
-    folder: str | Path, target: Target, drafter: RecurrentDrafter | None = None, *, is_compiled: bool | None = None
+    folder: str | Path,
+    target: Target,
+    drafter: RecurrentDrafter | None = None,
+    *,
+    method: Method | None = None,
+    is_compiled: bool | None = None,
 ) -> str | None:
     """The speculation file in a drafter's folder, if there is one and it fits; one that does not is named in the log.
 
@@ -125,6 +153,7 @@ def file_beside(
         folder: of the drafter.
         target: as it will be used.
         drafter: what was loaded from there; a file for other weights does not fit.
+        method: what is to draft; None: whichever the file sizes.
         is_compiled: as ``EngineConfig.compile`` will say.
 
     Raises:
@@ -133,11 +162,49 @@ def file_beside(
     path = Path(folder).expanduser() / FILE_NAME
     if not path.is_file():
         return None
-    reason = misfit(read_speculation(path), target, drafter, is_compiled=resolve_compile(is_compiled, target.device))
+    is_on = resolve_compile(is_compiled, target.device)
+    reason = misfit(read_speculation(path), target, drafter, method=method, is_compiled=is_on)
     if reason:
         _log.warning("%s is not used: it %s", path, reason)
         return None
     return str(path)
+
+
+def settle(
+    config: EngineConfig,
+    target: Target,
+    drafter: RecurrentDrafter | None,
+    folder: str | Path | None,
+    *,
+    speculation: str | None = None,
+    is_method_open: bool = False,
+    is_size_open: bool = True,
+) -> EngineConfig:
+    """Settings with what the user left open filled in: by a measured plan that fits, else by what suits the device.
+
+    Args:
+        config: without ``speculation``; an open method is ``redrafter`` here.
+        target, drafter: as they will be used.
+        folder: where a plan may lie; None: nowhere.
+        speculation: the plan that the user named; ``off``: none is wanted.
+        is_method_open: nobody named a method; there is a drafter then.
+        is_size_open: nobody gave a size or kind of trees.
+
+    Raises:
+        ValueError: the plan is damaged, or cannot be what the other settings ask for.
+    """
+    plan = None if speculation == "off" else speculation
+    if plan is None and speculation != "off" and folder is not None and is_size_open and config.method in SIZED_METHODS:
+        method = None if is_method_open else config.method
+        plan = file_beside(folder, target, drafter, method=method, is_compiled=config.compile)
+    if plan is not None:
+        method = read_speculation(Path(plan)).method if is_method_open else config.method
+        return replace(config, method=method, speculation=plan)
+    if not is_size_open or config.method not in SIZED_METHODS:
+        return config
+    if is_method_open:
+        config = replace(config, method=default_method(target.device.type))
+    return config.for_cpu() if target.device.type == "cpu" else config
 
 
 def _on(is_on: bool) -> str:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from drafter.decoding.params import SIZED_METHODS, Method
+
 SCHEMA = "drafter-speculation/1"
 FILE_NAME = "speculation.json"
 
@@ -88,6 +90,7 @@ class Speculation:
         target_fingerprint: sketch of the target's output matrix.
         plans: by rising number of rows.
         drafter_fingerprint: of the drafter's weights in that number format; empty where nobody took it down.
+        method: whose trees were measured; files that do not say it are of the time when there was only ``redrafter``.
     """
 
     device: str
@@ -96,6 +99,7 @@ class Speculation:
     target_fingerprint: str
     plans: tuple[RowPlan, ...]
     drafter_fingerprint: str = ""
+    method: Method = "redrafter"
 
     def plan_for(self, num_rows: int) -> RowPlan | None:
         """The plan of the fewest measured rows that hold ``num_rows``; None beyond all measurements."""
@@ -113,7 +117,7 @@ class Speculation:
             tree = plan.best().tree
             size = "plain" if tree.is_plain else f"W {tree.beam_width} L {tree.draft_length} N {tree.tree_size}"
             parts.append(f"{plan.num_rows}: {size}")
-        return "trees by rows: " + "; ".join(parts)
+        return f"{self.method}, trees by rows: " + "; ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
         """What :func:`read_speculation` reads."""
@@ -133,6 +137,7 @@ class Speculation:
         ]
         return {
             "schema": SCHEMA,
+            "method": self.method,
             "device": self.device,
             "dtype": self.dtype,
             "compile": self.is_compiled,
@@ -157,7 +162,10 @@ def read_speculation(path: Path) -> Speculation:
     if schema != SCHEMA:
         raise ValueError(f"--speculation {path}: schema is {schema!r} but must be {SCHEMA!r}: run `drafter tune` again")
     try:
-        plans = tuple(sorted((_plan_of(item) for item in found["plans"]), key=lambda plan: plan.num_rows))
+        method = found.get("method", "redrafter")
+        if method not in SIZED_METHODS:
+            raise ValueError(f"method {method!r}")
+        plans = tuple(sorted((_plan_of(item, method) for item in found["plans"]), key=lambda plan: plan.num_rows))
         texts = [found[key] for key in ("device", "dtype", "target_fingerprint")]
         texts.append(found.get("drafter_fingerprint", ""))
         is_compiled = found["compile"]
@@ -168,17 +176,18 @@ def read_speculation(path: Path) -> Speculation:
             f"--speculation {path}: damaged ({type(error).__name__}: {error}): run `drafter tune` again"
         ) from error
     device, dtype, fingerprint, drafter_fingerprint = texts
-    return Speculation(device, dtype, is_compiled, fingerprint, plans, drafter_fingerprint)
+    return Speculation(device, dtype, is_compiled, fingerprint, plans, drafter_fingerprint, method)
 
 
-def _plan_of(item: Mapping[str, Any]) -> RowPlan:
+def _plan_of(item: Mapping[str, Any], method: Method) -> RowPlan:
     choices = []
     for entry in item["choices"]:
         sizes = [entry[name] for name in Tree._fields]
         if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
             raise ValueError(f"tree {sizes}")
         tree = Tree(*sizes)
-        if tree.tree_size > 1 + tree.beam_width * tree.draft_length:
+        # The other sources of a hybrid fill what its beam leaves free.
+        if method == "redrafter" and tree.tree_size > 1 + tree.beam_width * tree.draft_length:
             raise ValueError(f"tree {sizes}")
         numbers = [float(entry["tokens_per_step"]), float(entry["step_seconds"])]
         if not all(map(math.isfinite, numbers)) or numbers[0] < 1 or numbers[1] <= 0:

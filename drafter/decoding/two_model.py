@@ -63,6 +63,11 @@ class DraftModelProposer:
         self._token_V = torch.arange(target.vocab_size, device=target.device)
         self._cache: SlotCache = draft.new_cache(0, 0)
 
+    @property
+    def plain(self) -> None:
+        """The draft model has to read every token."""
+        return None
+
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """Allocate the draft model's cache."""
         self._cache = self._draft.new_cache(0, 0)  # the old cache is freed before the new one is made

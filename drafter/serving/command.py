@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from drafter.decoding.params import CPU_DRAFTED_ROWS, Method
+from drafter.decoding.params import CPU_DRAFTED_ROWS, SIZED_METHODS, EngineConfig, Method
 from drafter.serving.options import DEFAULT_CONTEXT, ServeOptions, read_options
 from drafter.shipped import speculation_path
 
@@ -51,7 +51,7 @@ def serve(
     device: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    compile: bool = False,
+    compile: bool | None = None,
 ) -> int:
     """Serve a target over HTTP as the OpenAI API does, with a page to try it.
 
@@ -64,7 +64,8 @@ def serve(
         drafter: folder of an exported drafter, or the name of one that comes with the package (default: the target's
             own, where the package has it; `none`: none)
         draft_model: smaller model of the same family, for --method draft-model
-        method: how tokens are proposed (default: redrafter with a drafter, else autoregressive)
+        method: how tokens are proposed (default: with a drafter as its measured sizes have it; without any hybrid on a
+            CPU, and redrafter on CUDA or where the tree is given; without a drafter autoregressive)
         beam_width: W, beams kept at each drafting step
         draft_length: L, drafting steps
         tree_size: N, drafted nodes that the target checks at once, root included
@@ -86,7 +87,7 @@ def serve(
         device: auto, cpu, cuda or cuda:1
         revision: hub revision of the target
         trust_remote_code: run code that a hub model brings along
-        compile: compile the step (torch.compile)
+        compile: compile the steps before the first (torch.compile; default: on CUDA only)
     """
     flags = {name: value for name, value in locals().items() if name != "config"}
     for name in ("api_key", "cors_origin"):
@@ -142,10 +143,7 @@ def load_engine(options: ServeOptions) -> "Engine":
     head = load_drafter(options.drafter_used, target) if options.drafter_used is not None else None
     is_small = options.method_used == "draft-model" and options.draft_model is not None
     draft = load_target(options.draft_model, **how) if is_small else None  # type: ignore[arg-type]
-    plan = _plan(options, target, head)
-    config = options.engine_config(plan, min(target.max_length, DEFAULT_CONTEXT))
-    if plan is None and config.method == "redrafter" and not options.sizes_tree and target.device.type == "cpu":
-        config = replace(config.for_cpu(), max_drafted_rows=CPU_DRAFTED_ROWS)
+    config = _settled(options, target, head)
     engine = Engine(target, head, config, draft_model=draft)
     num_slots = min(config.max_length or target.max_length, target.max_length) + engine.proposer.num_nodes
     num_bytes = cache_bytes(target, config.max_rows, num_slots)
@@ -163,21 +161,24 @@ def load_engine(options: ServeOptions) -> "Engine":
     return engine
 
 
-def _plan(options: ServeOptions, target: "Target", head: "RecurrentDrafter | None") -> str | None:
-    """The file that sizes the tree: the one named, or the drafter's own unless the tree's shape was given."""
-    from drafter.decoding.sized import file_beside
+def _settled(options: ServeOptions, target: "Target", head: "RecurrentDrafter | None") -> EngineConfig:
+    """The engine's settings, those included that the options leave open."""
+    from drafter.decoding.sized import settle
 
-    name = options.drafter_used
-    may_look = options.speculation is None and not options.sizes_tree and options.method_used == "redrafter"
-    if name is None or not may_look:
-        return options.speculation_given
-    plan = file_beside(speculation_path(name).parent, target, head, is_compiled=options.compile)
-    if plan is None:
+    name, is_size_open = options.drafter_used, not options.sizes_tree
+    config = settle(
+        options.engine_config(None, min(target.max_length, DEFAULT_CONTEXT)), target, head,
+        speculation_path(name).parent if name is not None else None,
+        speculation=options.speculation, is_method_open=options.is_method_open, is_size_open=is_size_open,
+    )  # fmt: skip
+    if config.speculation is not None or config.method not in SIZED_METHODS or not is_size_open:
+        return config
+    if options.speculation is None:
         _log.warning(
             "the size of trees was not measured on this machine: `drafter tune` writes a file for --speculation that "
             "may make it faster"
         )
-    return plan
+    return replace(config, max_drafted_rows=CPU_DRAFTED_ROWS) if target.device.type == "cpu" else config
 
 
 def api_keys_of(options: ServeOptions) -> tuple[str, ...]:

@@ -8,13 +8,12 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from drafter.decoding.params import EngineConfig, Method
+from drafter.decoding.params import SIZED_METHODS, EngineConfig, Method
 from drafter.shipped import shipped_drafter
 
 NO_DRAFTER = "none"
 DEFAULT_CONTEXT = 4096  # tokens of a row, unless the target's own context is shorter
 _TREE_FIELDS = ("beam_width", "draft_length", "tree_size")
-_NEED_DRAFTER = ("redrafter", "hybrid")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -27,10 +26,12 @@ class ServeOptions:
         drafter: folder of an exported drafter, hub id, or name of one that comes with the package; None: the target's
             own where the package has it; ``none``: none.
         draft_model: smaller model, for method draft-model.
-        method: what proposes; None: draft-model with a draft model, redrafter with a drafter, else autoregressive.
+        method: what proposes; None: draft-model with a draft model, with a drafter what its measured sizes are for
+            (without any: hybrid on a CPU, redrafter on CUDA or where the tree is given), else autoregressive.
         beam_width, draft_length, tree_size: the tree, as for the engine; None: its defaults.
         speculation: file of `drafter tune`; None: the one in the drafter's folder if it fits; ``off``: none.
-        dtype, device, revision, trust_remote_code, compile: how the models are loaded and run.
+        dtype, device, revision, trust_remote_code: how the models are loaded and run.
+        compile: compile the steps; None: on CUDA only.
         host, port: where to listen.
         model_name: what clients call the model; None: the target's name.
         max_rows: answers made at the same time.
@@ -60,7 +61,7 @@ class ServeOptions:
     device: str = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
-    compile: bool = False
+    compile: bool | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     model_name: str | None = None
@@ -94,7 +95,7 @@ class ServeOptions:
                 raise ValueError(f"--{name.replace('_', '-')} is {value} but must be a number of seconds")
         if self.method is None and self.draft_model is not None and self.drafter not in (None, NO_DRAFTER):
             raise ValueError("--drafter and --draft-model both propose tokens: say with --method which of them")
-        if self.method in _NEED_DRAFTER and self.drafter_used is None:
+        if self.method in SIZED_METHODS and self.drafter_used is None:
             raise ValueError(f"--method {self.method} needs a drafter: give --drafter DIR, or --method autoregressive")
         if self.method == "draft-model" and self.draft_model is None:
             raise ValueError("--method draft-model needs a draft model: give --draft-model NAME")
@@ -102,7 +103,7 @@ class ServeOptions:
 
     @property
     def method_used(self) -> Method:
-        """What proposes tokens."""
+        """What proposes tokens, as far as it is known before the device is (see ``is_method_open``)."""
         if self.method is not None:
             return self.method
         if self.draft_model is not None:
@@ -112,7 +113,12 @@ class ServeOptions:
     @property
     def drafter_used(self) -> str | None:
         """The drafter to load; None where none is wanted, or none is there."""
-        return self._drafter_at_hand if self.method_used in _NEED_DRAFTER else None
+        return self._drafter_at_hand if self.method_used in SIZED_METHODS else None
+
+    @property
+    def is_method_open(self) -> bool:
+        """There is a drafter, and nobody said how to use it: ``method_used`` is one of several."""
+        return self.method is None and self.drafter_used is not None
 
     @property
     def _drafter_at_hand(self) -> str | None:

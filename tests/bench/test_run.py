@@ -1,5 +1,6 @@
 """Runs: who answers when, what is recorded, what is compared, what is not repeated."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from drafter.bench.run import run_benchmark
 from drafter.bench.settings import BenchSettings
 from drafter.bench.workload import Item, Workload
 from drafter.decoding.engine import Engine
-from drafter.decoding.params import EngineConfig
+from drafter.decoding.params import EngineConfig, Method
 from drafter.decoding.sized import device_name
 from drafter.decoding.speculation import PLAIN, Choice, RowPlan, Speculation, Tree
 from drafter.provenance import write_atomic
@@ -138,21 +139,24 @@ def test_warm_up_runs_before_the_clock(tmp_path: Path, arena: Arena, monkeypatch
     assert events == ["2 of 2", "3 of 10", "1 of 10", "3 of 10", "1 of 10"]  # then two turns, twice
 
 
-def test_a_tuned_method_goes_by_its_file(tmp_path: Path, arena: Arena) -> None:
+@pytest.mark.parametrize("method", ["redrafter", "hybrid"])
+def test_a_tuned_method_goes_by_its_file(tmp_path: Path, arena: Arena, method: Method) -> None:
     target = arena.target
     plan = RowPlan(1, (Choice(PLAIN, 1.0, 1.0), Choice(Tree(16, 2, 24), 1.5, 1.1)))
-    content = Speculation(device_name(target.device), "float32", False, target.fingerprint, (plan,))
-    import json
-
+    content = Speculation(device_name(target.device), "float32", False, target.fingerprint, (plan,), method=method)
     write_atomic(tmp_path / "speculation.json", json.dumps(content.as_json()))
-    tuned = replace(SETTINGS, methods=("autoregressive", "redrafter:tuned"), rounds=1)
-    with pytest.raises(ValueError, match="redrafter:tuned needs runs/drafter/speculation.json"):
+    tuned = replace(SETTINGS, methods=("autoregressive", f"{method}:tuned"), rounds=1)
+    with pytest.raises(ValueError, match=f"{method}:tuned needs runs/drafter/speculation.json"):
         run_benchmark(tuned, arena, [WORKLOAD], tmp_path / "no.jsonl")
     beside = arena._replace(drafter_name=str(tmp_path))
     run_benchmark(tuned, beside, [WORKLOAD], tmp_path / "r.jsonl")
     record = records_of(tmp_path / "r.jsonl")[1]
     assert record["identical"]["num_identical"] == 3 and record["num_forwards"] < record["num_tokens"]
     assert record["settings"]["speculation"] == "speculation.json"  # no paths of this machine
+    assert record["compile"] is False
+    other = "hybrid" if method == "redrafter" else "redrafter"
+    with pytest.raises(ValueError, match="was measured for another method"):
+        run_benchmark(replace(tuned, methods=(f"{other}:tuned",)), beside, [WORKLOAD], tmp_path / "other.jsonl")
 
 
 def _turn(prompt: list[int], token_ids: list[int]) -> Turn:

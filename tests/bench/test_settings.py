@@ -13,14 +13,15 @@ from drafter.decoding.params import EngineConfig
 def test_options_become_the_engines_settings() -> None:
     spec = parse_method("redrafter:W6:L3:N12:uncoupled")
     assert spec.engine_config(batch_size=4) == EngineConfig(
-        max_rows=4, beam_width=6, draft_length=3, tree_size=12, coupled=False, compile=False
+        max_rows=4, beam_width=6, draft_length=3, tree_size=12, coupled=False
     )
     published = parse_method("redrafter:W6:L3:final-beams").engine_config(batch_size=1)
     assert published.tree_policy == "final-beams" and published.num_nodes == 19
     assert parse_method("draft-model:G3:rejection").engine_config(batch_size=1).verify == "rejection"
     assert parse_method("lookup:L6").engine_config(batch_size=1).lookup_length == 6
-    tuned = parse_method("redrafter:tuned").engine_config(batch_size=2, speculation="s.json")
-    assert tuned.speculation == "s.json"
+    for method in ("redrafter", "hybrid"):
+        tuned = parse_method(f"{method}:tuned").engine_config(batch_size=2, speculation="s.json")
+        assert (tuned.method, tuned.speculation) == (method, "s.json")
     assert parse_method("hf-lookup:G7").number("G") == 7
     assert parse_method("redrafter:W6:tau1.5").engine_config(batch_size=1).tau == 1.5
 

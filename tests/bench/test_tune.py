@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from drafter.bench.tune import COLUMNS, TuneSettings, _RowCurves, table_rows, tu
 from drafter.cli import main
 from drafter.decoding.candidates import RootOnly
 from drafter.decoding.engine import Engine
-from drafter.decoding.params import EngineConfig
+from drafter.decoding.params import EngineConfig, Method
 from drafter.decoding.speculation import PLAIN, Tree, read_speculation
 from tests.decoding.drafters import prompts_for, shared_target, trained_drafter
 from tests.decoding.oracle import assert_lossless, requests, rows_of
@@ -77,10 +78,13 @@ def test_drafting_is_timed_apart() -> None:
             time.sleep(0.01)
             return super().propose(rows, noise_BLV)  # type: ignore[arg-type]
 
+        def observe(self, rows: object, outcome: object) -> None:
+            time.sleep(0.01)
+
     clock = StepClock(shared_target(), None, 1, context_length=8, largest=1, num_steps=9)
     timed = Timed(Slow(), torch.device("cpu"))
     whole = clock.step(timed)
-    assert 0.01 <= timed.seconds[0] <= whole
+    assert 0.02 <= timed.seconds[0] <= whole
 
 
 def test_a_context_too_short_to_measure_in_is_said() -> None:
@@ -95,6 +99,8 @@ def test_a_steps_time_is_predicted_from_its_parts() -> None:
     assert curves.step_seconds(PLAIN) == 1.0
     assert curves.step_seconds(Tree(4, 3, 8)) == pytest.approx(1.5 + 0.3)
     assert curves.step_seconds(Tree(2, 5, 8)) == pytest.approx(1.5 + 0.3)
+    hybrid = curves._replace(base=6, draft_per_node=0.01)
+    assert hybrid.step_seconds(Tree(4, 3, 8)) == pytest.approx(1.5 + 0.3 + 0.02)
 
 
 def _scaled_steps(monkeypatch: pytest.MonkeyPatch, seconds_per_node: float) -> None:
@@ -110,10 +116,13 @@ def _scaled_steps(monkeypatch: pytest.MonkeyPatch, seconds_per_node: float) -> N
     monkeypatch.setattr(StepClock, "step", timed)
 
 
-def test_cheap_nodes_make_large_trees_and_dear_ones_none(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["redrafter", "hybrid"])
+def test_cheap_nodes_make_large_trees_and_dear_ones_none(monkeypatch: pytest.MonkeyPatch, method: Method) -> None:
     prompts = prompts_for(6, seed=21)
+    settings = replace(SETTINGS, method=method)
     _scaled_steps(monkeypatch, 1e-7)
-    cheap = tune(shared_target(), trained_drafter(), prompts, SETTINGS)
+    cheap = tune(shared_target(), trained_drafter(), prompts, settings)
+    assert cheap.speculation.method == method
     assert [plan.num_rows for plan in cheap.speculation.plans] == [1, 2]
     for plan in cheap.speculation.plans:
         best = plan.best()
@@ -121,7 +130,7 @@ def test_cheap_nodes_make_large_trees_and_dear_ones_none(monkeypatch: pytest.Mon
         assert best.step_seconds == pytest.approx(0.01 + 1e-7 * plan.num_rows * 8)
     monkeypatch.undo()
     _scaled_steps(monkeypatch, 3e-2)
-    dear = tune(shared_target(), trained_drafter(), prompts, SETTINGS)
+    dear = tune(shared_target(), trained_drafter(), prompts, settings)
     assert [plan.choices for plan in dear.speculation.plans] == [plan.choices[:1] for plan in dear.speculation.plans]
     assert all(plan.best().tree == PLAIN for plan in dear.speculation.plans)
     assert table_rows(dear.speculation)[0][:4] == ["1", "1", "-", "-"] and len(table_rows(dear.speculation)[0]) == len(
@@ -136,6 +145,19 @@ def test_curves_hold_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [2, 4, 3, pytest.approx(3e-4)] in found.curves["draft_seconds"]
     assert {tuple(row[:3]) for row in found.curves["tokens_per_step"]} == set(SETTINGS.trees())
     assert found.num_prompts == 3 and found.num_positions <= 3 * 24
+    hybrid = replace(SETTINGS, method="hybrid", batch_sizes=(1,))
+    found = tune(shared_target(), trained_drafter(), prompts_for(3, seed=4), hybrid)
+    assert [row[:3] for row in found.curves["draft_seconds"]] == [[1, 2, 1], [1, 2, 3], [1, 4, 1], [1, 4, 3]]
+    assert {tuple(row[:3]) for row in found.curves["tokens_per_step"]} == set(hybrid.trees())
+
+
+def test_each_method_has_its_own_sizes_to_choose_from() -> None:
+    assert TuneSettings.for_method("redrafter", beam_widths=None, seconds=9.0) == TuneSettings(seconds=9.0)
+    hybrid = TuneSettings.for_method("hybrid", beam_widths=None, draft_lengths=(4,))
+    assert (hybrid.method, hybrid.beam_widths, hybrid.draft_lengths) == ("hybrid", (2, 4), (4,))
+    # The other sources fill what the beam leaves free, down to a tree of two nodes.
+    assert {Tree(2, 4, 2), Tree(2, 4, 64)} <= set(hybrid.trees())
+    assert not {Tree(2, 4, 2), Tree(2, 4, 64)} & set(replace(hybrid, method="redrafter").trees())
 
 
 @pytest.mark.parametrize(
@@ -145,6 +167,7 @@ def test_curves_hold_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"beam_widths": (0,)}, "--beam-widths is 0"),
         ({"tree_sizes": (1,)}, "--tree-sizes is 1 but must be at least 2"),
         ({"seconds": 0}, "--seconds"),
+        ({"method": "lookup"}, "--method is 'lookup' but must be one of redrafter, hybrid"),
     ],
 )
 def test_wrong_settings_are_refused(changes: dict[str, object], reason: str) -> None:
@@ -157,8 +180,17 @@ def test_sizes_that_nothing_can_draft_are_refused() -> None:
         tune(shared_target(), trained_drafter(), [[1]], TuneSettings(beam_widths=(1,), tree_sizes=(64,)))
 
 
-def test_the_command_writes_a_file_that_the_engine_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("flags", "method"),
+    [(["--device", "cpu"], "hybrid"), (["--method", "hybrid"], "hybrid"), (["--method", "redrafter"], "redrafter")],
+)
+def test_the_command_writes_a_file_that_other_commands_take(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    flags: list[str],
+    method: str,
 ) -> None:
     monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
     target = make_target(tmp_path)
@@ -166,12 +198,28 @@ def test_the_command_writes_a_file_that_the_engine_takes(
     (tmp_path / "p.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
     words = ["tune", "--target", target, "--drafter", drafter, "--prompts", str(tmp_path / "p.jsonl")]
     words += ["--batch-sizes", "1", "--beam-widths", "4", "--draft-lengths", "1", "--tree-sizes", "4"]
-    assert main([*words, "--max-new-tokens", "8", "--seconds", "5"]) == 0
+    assert main([*words, *flags, "--max-new-tokens", "8", "--seconds", "5"]) == 0
     shown = capsys.readouterr()
     path = tmp_path / "drafter" / "speculation.json"
     assert str(path) in shown.err and "| rows |" in shown.out
     content = json.loads(path.read_text())
     assert content["calibration"]["num_prompts"] == 2 and content["curves"]["tokens_per_step"]
-    assert [plan.num_rows for plan in read_speculation(path).plans] == [1]
+    found = read_speculation(path)
+    assert [plan.num_rows for plan in found.plans] == [1] and found.method == method
+    assert _decoded_with(["--target", target, "--drafter", drafter], tmp_path) == (method, str(path))
+    # Who names a method gets it, with the file only where it is for that method.
+    other = "redrafter" if method == "hybrid" else "hybrid"
+    named = ["--target", target, "--drafter", drafter, "--method", other]
+    assert _decoded_with(named, tmp_path) == (other, None)
+    assert caplog.text.count("was measured for another method") == 1
+    capsys.readouterr()
     assert main([*words, "--drafter", "owner/name"]) == 2
     assert "say with --out where the file goes" in capsys.readouterr().err
+
+
+def _decoded_with(words: list[str], folder: Path) -> tuple[str, str | None]:
+    """Method and speculation file that `drafter decode` used."""
+    out = folder / "answers.jsonl"
+    assert main(["decode", *words, "--device", "cpu", "--prompt", "x", "--max-new-tokens", "2", "--out", str(out)]) == 0
+    engine = json.loads((folder / "answers.run.json").read_text())["settings"]["engine"]
+    return engine["method"], engine["speculation"]

@@ -23,7 +23,7 @@ def test_it_is_the_default_on_cuda_only() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("method", ["redrafter", "autoregressive"])
+@pytest.mark.parametrize("method", ["redrafter", "hybrid", "autoregressive"])
 def test_compiled_steps_give_the_oracles_texts_and_nothing_is_compiled_after_the_warm_up(method: str) -> None:
     """Rows come and go (1 to 4 at a time), texts grow over several buckets of slots, some rows sample."""
     torch.compiler.reset()
@@ -33,10 +33,10 @@ def test_compiled_steps_give_the_oracles_texts_and_nothing_is_compiled_after_the
         max_length=200,
         beam_width=3,
         draft_length=3,
-        tree_size=7 if method == "redrafter" else None,
+        tree_size=None if method == "autoregressive" else 7,
         compile=True,
     )
-    drafter = trained_drafter() if method == "redrafter" else None
+    drafter = None if method == "autoregressive" else trained_drafter()
     engine = Engine(shared_target(), drafter, config)
     engine.reserve(200)
     prompts = prompts_for(6, seed=5, sizes=(1, 5, 20, 130))

@@ -33,6 +33,15 @@ def test_no_fewer_tokens_per_step_than_the_best_of_its_sources() -> None:
     assert assert_lossless(new_engine(), asked) >= 0.98 * best
 
 
+def test_rows_that_are_too_many_decode_plainly_and_are_learnt_from() -> None:
+    engine = new_engine(max_drafted_rows=1)
+    asked = [(prompt, NO_EOS) for prompt in prompts_for(3, seed=100, sizes=(5,))]  # equally long: never alone
+    assert assert_lossless(engine, asked) == 1.0
+    table = engine.proposer._sources[-1].table  # type: ignore[attr-defined]
+    assert (table.logit_VK[:-1, 0] > -torch.inf).sum() > 3
+    assert assert_lossless(engine, asked[:1]) > 1.0
+
+
 def test_factors_follow_hits() -> None:
     """Class 0 is right twice as often as expected, class 1 never; a row without a record takes over from all rows."""
     rates = HitRates(2, torch.device("cpu"))

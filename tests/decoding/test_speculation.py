@@ -1,6 +1,7 @@
 """Speculation sized by measurement: the file, the choice between steps, the guard, and that no token changes."""
 
 import json
+import logging
 from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 from drafter.decoding.engine import Engine
-from drafter.decoding.params import EngineConfig, SamplingParams
+from drafter.decoding.hybrid import HybridProposer
+from drafter.decoding.params import EngineConfig, Method, SamplingParams, default_method
 from drafter.decoding.runner import Runner
-from drafter.decoding.sized import device_name, file_beside, fingerprint_of_weights
+from drafter.decoding.sized import device_name, file_beside, fingerprint_of_weights, settle
 from drafter.decoding.speculation import PLAIN, Choice, RowPlan, Speculation, Tree, TreeSizer, read_speculation
 from tests.decoding.drafters import prompts_for, shared_target, trained_drafter
 from tests.decoding.oracle import assert_lossless, requests
@@ -22,9 +24,11 @@ SMALL, LARGE = Tree(2, 2, 4), Tree(4, 4, 12)
 ONE_ROW = RowPlan(1, (Choice(PLAIN, 1.0, 1.0), Choice(SMALL, 1.5, 1.2), Choice(LARGE, 2.0, 1.5)))
 
 
-def speculation(*plans: RowPlan) -> Speculation:
+def speculation(*plans: RowPlan, method: Method = "redrafter") -> Speculation:
     target = shared_target()
-    return Speculation(device_name(target.device), "float32", False, target.fingerprint, plans or (ONE_ROW,))
+    return Speculation(
+        device_name(target.device), "float32", False, target.fingerprint, plans or (ONE_ROW,), method=method
+    )
 
 
 def write(path: Path, content: Speculation, **changes: object) -> str:
@@ -37,8 +41,17 @@ def test_the_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     found = read_speculation(Path(write(tmp_path / "s.json", speculation(other, ONE_ROW))))
     assert found.plans == (ONE_ROW, other)
     assert found.trees == [PLAIN, SMALL, LARGE]
-    assert found.summary() == "trees by rows: 1: W 4 L 4 N 12; 8: W 2 L 2 N 4"
+    assert found.summary() == "redrafter, trees by rows: 1: W 4 L 4 N 12; 8: W 2 L 2 N 4"
     assert [found.plan_for(rows) for rows in (1, 2, 8, 9)] == [ONE_ROW, other, other, None]
+
+
+def test_the_file_says_whose_trees_it_sizes(tmp_path: Path) -> None:
+    wide = RowPlan(1, (Choice(PLAIN, 1.0, 1.0), Choice(Tree(2, 2, 16), 1.5, 1.2)))  # more than the beam can draft
+    hybrid = speculation(wide, method="hybrid")
+    assert read_speculation(Path(write(tmp_path / "s.json", hybrid))) == hybrid
+    older = {key: value for key, value in speculation().as_json().items() if key != "method"}
+    (tmp_path / "s.json").write_text(json.dumps(older))
+    assert read_speculation(tmp_path / "s.json").method == "redrafter"
 
 
 def measured(**changes: object) -> dict[str, object]:
@@ -55,6 +68,7 @@ def measured(**changes: object) -> dict[str, object]:
         ({"plans": [{"num_rows": 1, "choices": [measured(step_seconds=0)]}]}, "measured"),
         ({"plans": [{"num_rows": 1, "choices": [measured(tree_size=99)]}]}, "tree"),
         ({"device": 3}, "wrong kind"),
+        ({"method": "lookup"}, "method 'lookup'"),
     ],
 )
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, changes: dict[str, object], reason: str) -> None:
@@ -87,6 +101,43 @@ def test_a_fitting_file_beside_the_drafter_is_found(tmp_path: Path) -> None:
     for fingerprint in ("", own):
         path = write(tmp_path / "speculation.json", speculation(), drafter_fingerprint=fingerprint)
         assert file_beside(str(tmp_path), shared_target(), trained_drafter()) == path
+
+
+def test_a_file_for_another_method_is_refused_or_passed_over_with_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "speculation.json", speculation(method="hybrid"))
+    with pytest.raises(ValueError, match=r"another method \(hybrid, not redrafter\)"):
+        Engine(shared_target(), trained_drafter(), EngineConfig(speculation=path))
+    with pytest.raises(ValueError, match="give --drafter"):
+        Engine(shared_target(), None, EngineConfig(method="hybrid", speculation=path))
+    found = [file_beside(tmp_path, shared_target(), method=method) for method in (None, "hybrid", "redrafter")]
+    assert found == [path, path, None]
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "measured for another method (hybrid, not redrafter)" in caplog.text
+
+
+def test_what_was_left_open_is_settled(tmp_path: Path) -> None:
+    """A plan that fits goes first, then what suits the device; nothing that was given is changed."""
+    target, drafter, given = shared_target(), trained_drafter(), EngineConfig(max_rows=3, max_ngram=5)
+    small = replace(given, beam_width=4, draft_length=3, tree_size=8)
+    nowhere = tmp_path / "nowhere"
+    assert settle(given, target, drafter, nowhere, is_method_open=True) == replace(small, method="hybrid")
+    assert settle(given, target, drafter, nowhere) == small
+    assert settle(replace(given, method="lookup"), target, None, nowhere) == replace(given, method="lookup")
+    assert settle(given, target, drafter, nowhere, is_method_open=True, is_size_open=False) == given
+    assert (default_method("cpu"), default_method("cuda")) == ("hybrid", "redrafter")
+    for method in ("redrafter", "hybrid"):
+        path = write(tmp_path / "speculation.json", speculation(method=method))  # type: ignore[arg-type]
+        planned = replace(given, method=method, speculation=path)  # type: ignore[arg-type]
+        assert settle(given, target, drafter, tmp_path, is_method_open=True) == planned
+        assert settle(given, target, drafter, nowhere, speculation=path, is_method_open=True) == planned
+        off = settle(given, target, drafter, tmp_path, speculation="off", is_method_open=True)
+        assert off == replace(small, method="hybrid")
+        assert settle(given, target, drafter, tmp_path, is_method_open=True, is_size_open=False) == given
+    assert settle(given, target, drafter, tmp_path) == small  # the file is for the hybrid
+    with pytest.raises(ValueError, match="goes with no other method"):
+        settle(replace(given, method="lookup"), target, None, None, speculation=path)
 
 
 def test_every_change_of_the_drafters_weights_changes_its_fingerprint() -> None:
@@ -150,12 +201,15 @@ def _drive(sizer: TreeSizer, num_steps: int, kept_per_step: dict[Tree, float]) -
     return seen
 
 
-def test_switching_trees_between_steps_changes_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["redrafter", "hybrid"])
+def test_switching_trees_between_steps_changes_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Method
+) -> None:
     plans = [
         RowPlan(rows, (Choice(PLAIN, 1.0, 1.0), Choice(tree, 1.2, 1.02), Choice(SMALL, 1.1, 1.01)))
         for rows, tree in ((1, LARGE), (2, Tree(3, 3, 10)), (4, Tree(1, 1, 2)))
     ]
-    path = write(tmp_path / "s.json", speculation(*plans))
+    path = write(tmp_path / "s.json", speculation(*plans, method=method))
     used: Counter[int] = Counter()
     step = Runner.step
 
@@ -163,10 +217,26 @@ def test_switching_trees_between_steps_changes_no_token(tmp_path: Path, monkeypa
         used[proposer.num_nodes] += 1  # type: ignore[attr-defined]
         return step(runner, proposer, *args)  # type: ignore[arg-type]
 
-    engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_rows=5, speculation=path))
+    engine = Engine(shared_target(), trained_drafter(), EngineConfig(method=method, max_rows=5, speculation=path))
     monkeypatch.setattr(Runner, "step", counted)
     assert assert_lossless(engine, requests(12, seed=3)) > 1.0
     assert len(used) >= 4, used  # plain decoding (five rows, and the oracle), and at least three sizes of trees
+
+
+def test_hybrids_of_all_sizes_learn_together_also_from_plain_steps(tmp_path: Path) -> None:
+    plans = [
+        RowPlan(rows, (Choice(PLAIN, 1.0, 1.0), Choice(tree, 1.2, 1.02))) for rows, tree in ((1, SMALL), (2, LARGE))
+    ]
+    path = write(tmp_path / "s.json", speculation(*plans, method="hybrid"))
+    engine = Engine(shared_target(), trained_drafter(), EngineConfig(method="hybrid", max_rows=4, speculation=path))
+    assert engine._sized is not None
+    small, large = (proposer for proposer in engine._sized.proposers if isinstance(proposer, HybridProposer))
+    table = small._sources[-1].table  # type: ignore[attr-defined]
+    assert large._sources[-1].table is table and large._rates is small._rates  # type: ignore[attr-defined]
+    params = SamplingParams(max_new_tokens=5, ignore_eos=True)
+    prompts = prompts_for(4, seed=6, sizes=(3,))
+    assert all(item.tokens_per_step == 1 for item in engine.generate(prompts, params))  # nobody measured four rows
+    assert (table.logit_VK[:-1, 0] > -torch.inf).sum() > 1 and not small._rates.expected_BC.any()
 
 
 def test_muted_requests_are_no_evidence(tmp_path: Path) -> None:

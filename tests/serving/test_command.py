@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from drafter.cli import main
+from drafter.decoding.params import CPU_DRAFTED_ROWS, EngineConfig
 from drafter.decoding.sized import device_name
 from drafter.decoding.speculation import PLAIN, Choice, RowPlan, Speculation, Tree
 from drafter.serving.command import load_engine
@@ -53,7 +54,7 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         ("target: smollm2-135m\nmethod: redrafter\ndrafter: none", "--method redrafter needs a drafter"),
         ("target: a\nmethod: draft-model", "give --draft-model"),
         ("target: a\ndrafter: b\ndraft_model: c", "say with --method which of them"),
-        ("target: a\nspeculation: plan.json", "--speculation sizes the trees of --method redrafter"),
+        ("target: a\nspeculation: plan.json", "--speculation sizes the trees of --method redrafter and hybrid"),
         ("target: a\nmethod: magic", "--method is 'magic'"),
         ("target: a\ndtype: int8", "--dtype is 'int8'"),
         ("target: a\nbeam_width: 0", "--beam-width is 0"),
@@ -101,11 +102,26 @@ def test_what_measured_sizes_are_used(tmp_path: Path) -> None:
     found = Speculation(device_name(loaded.device), "float32", False, loaded.fingerprint, (plan,)).as_json()
     file = folder / "speculation.json"
 
-    def used(**settings: Any) -> str | None:
+    def settled(**settings: Any) -> EngineConfig:
         options = ServeOptions(target, str(folder), dtype="float32", device="cpu", max_length=64, **settings)
-        return load_engine(options).config.speculation
+        return load_engine(options).config
+
+    def used(**settings: Any) -> str | None:
+        return settled(**settings).speculation
 
     assert used() is None, "nothing was measured"
+    for method in (None, "hybrid", "redrafter"):
+        config = settled(method=method)
+        assert (config.method, config.tree_size, config.max_drafted_rows) == (method or "hybrid", 8, CPU_DRAFTED_ROWS)
+    config = settled(tree_size=4)
+    assert (config.method, config.tree_size, config.max_drafted_rows) == ("redrafter", 4, None)
+    for method, other in (("hybrid", "redrafter"), ("redrafter", "hybrid")):
+        file.write_text(json.dumps(found | {"method": method}))
+        config = settled()
+        assert (config.method, config.speculation, config.max_drafted_rows) == (method, str(file), None)
+        assert used(method=method) == str(file) and used(method=other) is None
+        with pytest.raises(ValueError, match="was measured for another method"):
+            used(method=other, speculation=str(file))
     file.write_text(json.dumps(found))
     assert used() == str(file)
     assert used(speculation="off") is None and used(tree_size=4) is None and used(method="autoregressive") is None
