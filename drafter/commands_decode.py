@@ -77,9 +77,9 @@ def decode(
         draft_model: smaller model of the same tokenizer, for --method draft-model
         prompt: a prompt; may be repeated
         prompts: file of prompts (.jsonl, .json, .parquet) or hub data set
-        method: how tokens are proposed (default: as the measured sizes have it; without any, where none of W, L, N is
-            given, on a CPU hybrid; else redrafter. With --draft-model: draft-model. Where there is no drafter: hybrid
-            of what needs none)
+        method: how tokens are proposed (default: as the measured sizes have it; without any, on a CPU hybrid, on CUDA
+            and with --tree-policy redrafter. With --draft-model: draft-model. Where there is no drafter: hybrid of
+            what needs none)
         beam_width: W, beams kept at each drafting step (default: 8; on a CPU, where none of W, L, N is given, 4, 3, 8)
         draft_length: L, drafting steps (default: 4)
         tree_size: N, drafted nodes that the target checks at once, root included (default: 24, or 1 + W * L if less)
@@ -139,8 +139,8 @@ def decode(
     small = load_target(draft_model, **how) if draft_model and used == "draft-model" else None  # type: ignore[arg-type]
     config = settle(
         config, model, head, speculation_path(drafter).parent if drafter is not None else None,
-        speculation=speculation, is_method_open=method is None and head is not None,
-        is_size_open=not given and tree_policy == "all-nodes",
+        speculation=speculation, is_size_open=not given and tree_policy == "all-nodes",
+        is_method_open=method is None and head is not None and tree_policy == "all-nodes",
     )  # fmt: skip
     if config.method == "hybrid" and head is None:
         print("no drafter for this target: tokens are proposed from the text alone", file=sys.stderr)

@@ -188,7 +188,7 @@ def settle(
         folder: where a plan may lie; None: nowhere.
         speculation: the plan that the user named; ``off``: none is wanted.
         is_method_open: nobody named a method; there is a drafter then.
-        is_size_open: nobody gave a size or kind of trees.
+        is_size_open: nobody gave a size of trees.
 
     Raises:
         ValueError: the plan is damaged, or cannot be what the other settings ask for.
@@ -200,11 +200,10 @@ def settle(
     if plan is not None:
         method = read_speculation(Path(plan)).method if is_method_open else config.method
         return replace(config, method=method, speculation=plan)
-    if not is_size_open or config.method not in SIZED_METHODS:
-        return config
     if is_method_open:
         config = replace(config, method=default_method(target.device.type))
-    return config.for_cpu() if target.device.type == "cpu" else config
+    has_default_size = is_size_open and config.method in SIZED_METHODS and target.device.type == "cpu"
+    return config.for_cpu() if has_default_size else config
 
 
 def _on(is_on: bool) -> str:

@@ -125,7 +125,9 @@ def test_what_was_left_open_is_settled(tmp_path: Path) -> None:
     assert settle(given, target, drafter, nowhere, is_method_open=True) == replace(small, method="hybrid")
     assert settle(given, target, drafter, nowhere) == small
     assert settle(replace(given, method="lookup"), target, None, nowhere) == replace(given, method="lookup")
-    assert settle(given, target, drafter, nowhere, is_method_open=True, is_size_open=False) == given
+    sized = settle(given, target, drafter, nowhere, is_method_open=True, is_size_open=False)
+    assert sized == replace(given, method="hybrid")
+    assert settle(given, target, drafter, nowhere, is_size_open=False) == given
     assert (default_method("cpu"), default_method("cuda")) == ("hybrid", "redrafter")
     for method in ("redrafter", "hybrid"):
         path = write(tmp_path / "speculation.json", speculation(method=method))  # type: ignore[arg-type]
@@ -134,7 +136,7 @@ def test_what_was_left_open_is_settled(tmp_path: Path) -> None:
         assert settle(given, target, drafter, nowhere, speculation=path, is_method_open=True) == planned
         off = settle(given, target, drafter, tmp_path, speculation="off", is_method_open=True)
         assert off == replace(small, method="hybrid")
-        assert settle(given, target, drafter, tmp_path, is_method_open=True, is_size_open=False) == given
+        assert settle(given, target, drafter, tmp_path, is_method_open=True, is_size_open=False) == sized
     assert settle(given, target, drafter, tmp_path) == small  # the file is for the hybrid
     with pytest.raises(ValueError, match="goes with no other method"):
         settle(replace(given, method="lookup"), target, None, None, speculation=path)

@@ -114,7 +114,7 @@ def test_what_measured_sizes_are_used(tmp_path: Path) -> None:
         config = settled(method=method)
         assert (config.method, config.tree_size, config.max_drafted_rows) == (method or "hybrid", 8, CPU_DRAFTED_ROWS)
     config = settled(tree_size=4)
-    assert (config.method, config.tree_size, config.max_drafted_rows) == ("redrafter", 4, None)
+    assert (config.method, config.tree_size, config.max_drafted_rows) == ("hybrid", 4, None)
     for method, other in (("hybrid", "redrafter"), ("redrafter", "hybrid")):
         file.write_text(json.dumps(found | {"method": method}))
         config = settled()
