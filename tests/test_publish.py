@@ -125,7 +125,8 @@ def test_drafter_of_the_package_means_the_same_in_the_published_format(
     assert main(words) == 0
     found = re.search(r"at most (\S+) .*tokens per step (\S+) here, (\S+) in", capsys.readouterr().err)
     assert found and float(found[1]) < 1e-4
-    assert float(found[2]) > 1.4 and float(found[3]) == pytest.approx(float(found[2]), abs=0.02)
+    # Products in another order may rank two nodes the other way round, and so take a step or two of 170 more or less.
+    assert float(found[2]) > 1.4 and float(found[3]) == pytest.approx(float(found[2]), rel=0.02)
     config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
     size, exit_dim, vocab = config["hidden_size"], config["exit_dim"], config["vocab_size"]
     assert (size, exit_dim, vocab, config["rnn"]) == (576, 1152, 49152, True)

@@ -53,7 +53,7 @@ def client() -> Iterator[openai.OpenAI]:
                 if found := re.search(r"http://127.0.0.1:\d+", line):
                     break
             assert found, said
-            assert "redrafter" in said, "the drafter needs no flag"
+            assert "hybrid" in said, "the drafter needs no flag"
             deadline = time.monotonic() + 300
             while httpx.get(found[0] + "/ready").status_code != 200:
                 assert time.monotonic() < deadline
