@@ -87,8 +87,13 @@ def draw(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
     """The curves, on a logarithmic axis of positions: each is named at its end. Empty without at least two points."""
     curves: dict[str, list[tuple[int, float]]] = {}
     trees = sorted({row["tree"] for row in rows})
+    labels = {row["label"] for row in rows}
     for row in sorted(rows, key=lambda row: row["positions"]):
-        name = row["label"] if len(trees) == 1 else f"{row['label']}, {row['tree']}"
+        # Whatever is the same for all curves is not said at each.
+        parts = ([row["label"]] if len(labels) > 1 or len(trees) == 1 else []) + (
+            [row["tree"]] if len(trees) > 1 else []
+        )
+        name = ", ".join(parts)
         curves.setdefault(name, []).append((row["positions"], row["tokens_per_step"]))
     if len(rows) < 2:
         return []
@@ -129,7 +134,9 @@ def draw(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         drawn = [folder / f"tokens-per-step-by-positions.{kind}" for kind in ("png", "svg")]
         for path in drawn:
-            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+            figure.savefig(
+                path, dpi=150, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else None
+            )
         pyplot.close(figure)
     return drawn
 
