@@ -90,10 +90,8 @@ def draw(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
     labels = {row["label"] for row in rows}
     for row in sorted(rows, key=lambda row: row["positions"]):
         # Whatever is the same for all curves is not said at each.
-        parts = ([row["label"]] if len(labels) > 1 or len(trees) == 1 else []) + (
-            [row["tree"]] if len(trees) > 1 else []
-        )
-        name = ", ".join(parts)
+        names = [row["label"]] if len(labels) > 1 or len(trees) == 1 else []
+        name = ", ".join([*names, *([row["tree"]] if len(trees) > 1 else [])])
         curves.setdefault(name, []).append((row["positions"], row["tokens_per_step"]))
     if len(rows) < 2:
         return []
@@ -134,9 +132,8 @@ def draw(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         drawn = [folder / f"tokens-per-step-by-positions.{kind}" for kind in ("png", "svg")]
         for path in drawn:
-            figure.savefig(
-                path, dpi=150, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else None
-            )
+            metadata = {"Date": None} if path.suffix == ".svg" else None
+            figure.savefig(path, dpi=150, bbox_inches="tight", metadata=metadata)
         pyplot.close(figure)
     return drawn
 

@@ -4,11 +4,10 @@
 What noise and picks cost, what coupling brings on the tests' table target, and how far the published rule is from the
 target's distribution. One thread; the rows of an earlier run are replaced.
 
-    scripts/sampling_figures.py
+    python -m scripts.sampling_figures             (from the repository's root: it uses the tests' references)
 """
 
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,17 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from drafter import SamplingParams, Target
+from drafter.decoding.sampling import gumbel_noise, make_warp, pick
+from drafter.provenance import run_record
+from tests.decoding.test_exactness import NUM_TOKENS, V, make_engine, markov_distribution, sample
+from tests.reference.published_rule import published_answers
+from tests.reference.warpers import softmax
 
-from drafter import SamplingParams, Target  # noqa: E402
-from drafter.decoding.sampling import gumbel_noise, make_warp, pick  # noqa: E402
-from drafter.provenance import run_record  # noqa: E402
-from tests.decoding.test_exactness import NUM_TOKENS, V, make_engine, markov_distribution, sample  # noqa: E402
-from tests.reference.published_rule import published_answers  # noqa: E402
-from tests.reference.warpers import softmax  # noqa: E402
-
-RESULTS = ROOT / "docs" / "results" / "sampling.jsonl"
+RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results" / "sampling.jsonl"
 NUM_NODES, NUM_POSITIONS = 20, 5
 TEXT = "The quick brown fox jumps over the lazy dog, and then it goes home to write a letter about the weather in May."
 FILTERS = {

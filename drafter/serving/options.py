@@ -27,7 +27,7 @@ class ServeOptions:
             own where the package has it; ``none``: none.
         draft_model: smaller model, for method draft-model.
         method: what proposes; None: draft-model with a draft model, with a drafter what its measured sizes are for
-            (without any: hybrid on a CPU, redrafter on CUDA or where the tree is given), else autoregressive.
+            (without any: hybrid on a CPU, redrafter on CUDA), else autoregressive.
         beam_width, draft_length, tree_size: the tree, as for the engine; None: its defaults.
         speculation: file of `drafter tune`; None: the one in the drafter's folder if it fits; ``off``: none.
         dtype, device, revision, trust_remote_code: how the models are loaded and run.

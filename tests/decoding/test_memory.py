@@ -47,22 +47,26 @@ class PeakBytes(TorchDispatchMode):
         weakref.finalize(storage, gone)
 
 
+def peak_of_a_step(engine: Engine, temperature: float) -> int:
+    """Of a step with every row of the engine decoding."""
+    engine.reserve(64)
+    for row in range(engine.config.max_rows):
+        engine.add([row + 3, 5, 9], SamplingParams(max_new_tokens=30, temperature=temperature, ignore_eos=True))
+    engine.step()
+    engine.step()
+    with PeakBytes() as peak:
+        engine.step()
+    return peak.peak
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("num_rows", "num_nodes"), [(1, 1), (1, 12), (4, 8)])
 def test_a_steps_peak_is_the_formulas(num_rows: int, num_nodes: int, temperature: float) -> None:
     target = tiny_target(vocab_size=20000)
     config = EngineConfig(method="autoregressive", max_rows=num_rows, tree_size=num_nodes)
     engine = Engine(target, config=config)
-    engine.reserve(64)
-    params = SamplingParams(max_new_tokens=20, temperature=temperature, ignore_eos=True)
-    for row in range(num_rows):
-        engine.add([row + 3, 5, 9], params)
-    engine.step()
-    engine.step()
-    with PeakBytes() as peak:
-        engine.step()
     expected = memory.step_bytes(target, num_rows, num_nodes, 0, has_noise=temperature > 0)
-    assert peak.peak == pytest.approx(expected, rel=0.1)
+    assert peak_of_a_step(engine, temperature) == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -77,16 +81,8 @@ def test_drafted_trees_peak_at_the_same_formula(num_rows: int, num_nodes: int, t
     drafter.set_draft_token_ids(torch.arange(500)).bind(target)
     config = EngineConfig(max_rows=num_rows, beam_width=4, draft_length=3, tree_size=num_nodes)
     engine = Engine(target, drafter, config)
-    engine.reserve(64)
-    params = SamplingParams(max_new_tokens=30, temperature=temperature, ignore_eos=True)
-    for row in range(num_rows):
-        engine.add([row + 3, 5, 9], params)
-    engine.step()
-    engine.step()
-    with PeakBytes() as peak:
-        engine.step()
     expected = memory.step_bytes(target, num_rows, num_nodes, 3, has_noise=temperature > 0)
-    assert peak.peak == pytest.approx(expected, rel=0.1)
+    assert peak_of_a_step(engine, temperature) == pytest.approx(expected, rel=0.1)
 
 
 def test_an_engine_that_cannot_fit_says_so_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
