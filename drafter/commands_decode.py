@@ -59,6 +59,7 @@ def decode(
     out: Path | None = None,
     compare: bool = False,
     padded: bool = False,
+    exact_attention: bool = False,
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32",
     device: str = "auto",
     revision: str | None = None,
@@ -103,6 +104,8 @@ def decode(
         out: write the answers to this .jsonl file instead of the screen
         compare: answer everything twice, plainly and with the method, and print both speeds
         padded: with --compare, plain decoding in steps of as many nodes, for texts that are rounded alike (bfloat16)
+        exact_attention: attention in float64: slower, but what is drafted then rounds in bfloat16 as plain decoding in
+            steps of as many nodes does
         dtype: number format of the model (auto: bfloat16 on CUDA, else float32)
         device: auto, cpu, cuda or cuda:1
         revision: hub revision of the target
@@ -121,7 +124,7 @@ def decode(
     used = method or _unsaid_method(drafter, draft_model)
     config = EngineConfig(
         method=used, max_rows=batch_size, tree_policy=tree_policy, coupled=coupled, tau=tau, verify=verify,
-        num_draft_tokens=gamma, compile=compile, **given,
+        num_draft_tokens=gamma, compile=compile, exact_attention=exact_attention, **given,
     )  # fmt: skip
     _check_method(method, drafter, draft_model, compare)
     asked = read_prompts(prompt or [], prompts, raw=raw)

@@ -188,6 +188,7 @@ class Engine:
             context_layers=self._context_layers,
             is_rejection=self.config.verify == "rejection",
             compiler=self.compiler,
+            exact_attention=self.config.exact_attention,
         )
         self.proposer.reserve(self.config.max_rows, num_slots)
         others = self._sized.proposers if self._sized is not None else ()

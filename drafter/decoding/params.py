@@ -109,6 +109,8 @@ class EngineConfig:
         prefill_chunk: prompt tokens per forward.
         reuse_prefixes: a prompt that begins like what a row of the cache holds takes keys and values from there.
         compile: compile the step (torch.compile); None: on CUDA only.
+        exact_attention: attention in float64. Its sums then round alike wherever in the cache a token stands, so that
+            in bfloat16 too the text is, token for token, that of ``autoregressive`` in steps of as many nodes.
         speculation: file that `drafter tune` wrote for this method: W, L and N follow the number of running rows and
             the acceptance of late (redrafter, hybrid); None keeps the tree as it is set here.
         max_drafted_rows: with more rows than that under way a step is plain decoding (never for draft-model); None: no
@@ -131,6 +133,7 @@ class EngineConfig:
     prefill_chunk: int = 256
     reuse_prefixes: bool = False
     compile: bool | None = None
+    exact_attention: bool = False
     speculation: str | None = None
     max_drafted_rows: int | None = None
 

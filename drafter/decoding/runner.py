@@ -63,6 +63,7 @@ class Runner:
         context_layers: hidden states that the drafter wants as context (empty: the final one).
         is_rejection: verify by the two-model rule instead of keyed noise.
         compiler: compiles the parts of a step; None leaves them as they are.
+        exact_attention: the target's attention is computed in float64.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Runner:
         context_layers: Sequence[int] = (),
         is_rejection: bool = False,
         compiler: Compiler | None = None,
+        exact_attention: bool = False,
     ) -> None:
         self.target = target
         self.num_rows = num_rows
@@ -81,7 +83,8 @@ class Runner:
         self._context_layers = tuple(context_layers)
         self._is_rejection = is_rejection
         device = target.device
-        self.cache = target.new_cache(num_rows, num_slots)
+        target.fold_attention()
+        self.cache = target.new_cache(num_rows, num_slots, exact_attention=exact_attention)
         context_size = target.hidden_size * max(1, len(self._context_layers))
         self._root_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._length_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -101,7 +104,6 @@ class Runner:
     def _prepare(self, compiler: Compiler) -> None:
         """The parts of a step as they will be called; which dimensions differ between calls stands beside each."""
         if compiler.is_on:
-            self.target.fold_attention()
             compiler.keep((self._root_B, (0,)), (self._length_B, (0,)), (self._context_BC, (0,)))
             compiler.keep((self._history_BS, (0, 1)), (self.cache.keys, (1, 3)), (self.cache.values, (1, 3)))
         tree = ((0, 1),) * 4

@@ -238,14 +238,27 @@ class Target:
         return self._logit_map(self.model.get_output_embeddings()(hidden))
 
     def fold_attention(self) -> bool:
-        """Let the query heads of a group share their keys where SDPA copies them (:mod:`drafter.target.attention`):
-        for compiled steps, in which transformers' own attention always copies. Whether the model can.
+        """Let the query heads of a group share their keys, which transformers' SDPA attention copies under a mask
+        (:mod:`drafter.target.attention`). Decoding does it; the model stays so. Whether the model can.
         """
         return use_folded_attention(self.model)
 
-    def new_cache(self, num_rows: int, num_slots: int) -> SlotCache:
-        """An empty :class:`SlotCache` of ``num_rows`` rows and ``num_slots`` slots for this target."""
-        return SlotCache(self.cache_shape, num_rows, num_slots, dtype=self.dtype, device=self.device)
+    def new_cache(self, num_rows: int, num_slots: int, *, exact_attention: bool = False) -> SlotCache:
+        """An empty :class:`SlotCache` of ``num_rows`` rows and ``num_slots`` slots for this target.
+
+        Args:
+            num_rows, num_slots: its size.
+            exact_attention: attention over it is computed in float64 (:mod:`drafter.target.attention`).
+
+        Raises:
+            ValueError: exact attention of a model whose attention is not SDPA.
+        """
+        if exact_attention and not self.fold_attention():
+            raise ValueError(f"--exact-attention needs a target that runs with SDPA attention; {self.name!r} does not")
+        read_dtype = torch.float64 if exact_attention else None
+        return SlotCache(
+            self.cache_shape, num_rows, num_slots, dtype=self.dtype, device=self.device, read_dtype=read_dtype
+        )
 
     def check_length(self, num_tokens: int) -> None:
         """Refuse contexts that the sliding window of some layers would cut (a tree mask cannot slide)."""

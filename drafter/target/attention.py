@@ -4,6 +4,10 @@ transformers' own SDPA attention copies the keys and values of every layer once 
 several tokens come with a mask. Here they are read where they are. Registered as an attention implementation of
 transformers, by its own interface; the model's code stays as it is.
 
+Attention computes in the dtype that the cache's keys are handed over in. In bfloat16 the order of its sums decides
+about roundings, and a token's ancestors stand in other slots while it is part of a tree than after it was accepted. A
+cache that is read in float64 makes the order vanish: what it changes lies 2^-40 and more below what is rounded away.
+
 Shapes: B rows · N queries · S slots · H heads · G key/value heads · R heads of a group · K head dimension.
 """
 
@@ -43,15 +47,18 @@ def folded_attention(
     Args:
         module: the model's attention layer.
         query: [B, H, N, K].
-        key, value: [B, G, S, K]; head h reads those of head h // R.
+        key, value: [B, G, S, K]; head h reads those of head h // R. Of the dtype that is computed in.
         attention_mask: [B, 1, N, S], bool or added to the scores.
         dropout: as transformers calls it; none is applied to a frozen model.
         scaling: of the scores.
         **kwargs: of other attention implementations.
 
     Returns:
-        [B, N, H, K], and no weights.
+        [B, N, H, K] in the query's dtype, and no weights.
     """
+    dtype, query = query.dtype, query.to(key.dtype)
+    if attention_mask is not None and attention_mask.is_floating_point():
+        attention_mask = attention_mask.to(key.dtype)
     num_heads, num_groups = query.shape[1], key.shape[1]
     is_plain = (
         attention_mask is not None
@@ -62,9 +69,10 @@ def folded_attention(
         and kwargs.get("s_aux") is None
     )
     if not is_plain:
-        return sdpa_attention_forward(
+        output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+        return output.to(dtype), None
     assert attention_mask is not None
     num_rows, _, num_queries, size = query.shape
     heads_per_group = num_heads // num_groups
@@ -76,4 +84,4 @@ def folded_attention(
         scale=scaling,
     )
     output = folded.reshape(num_rows, num_heads, num_queries, value.shape[3])
-    return output.transpose(1, 2).contiguous(), None
+    return output.transpose(1, 2).to(dtype).contiguous(), None

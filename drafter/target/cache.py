@@ -35,6 +35,14 @@ class SlotCache(Cache):
     One tensor holds the keys of all layers and one the values, so that moving accepted slots is one gather and one
     scatter for the whole model, however many layers it has.
 
+    Args:
+        shape: what a token stores.
+        num_rows, num_slots: B, S.
+        dtype: of what is stored.
+        device: where.
+        read_dtype: what attention gets to read, and so computes in (None: ``dtype``); a copy of a layer's visible slots
+            at a time.
+
     Attributes:
         keys: [layers, B, H, S + 1, K].
         values: [layers, B, H, S + 1, K].
@@ -44,7 +52,14 @@ class SlotCache(Cache):
     """
 
     def __init__(
-        self, shape: CacheShape, num_rows: int, num_slots: int, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        shape: CacheShape,
+        num_rows: int,
+        num_slots: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        read_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(layers=[_SlotLayer(num_slots) for _ in range(shape.num_layers)])
         self.num_rows = num_rows
@@ -54,6 +69,7 @@ class SlotCache(Cache):
         # Zeros, not empty: a slot that no one has written is masked, but 0 * NaN would still be NaN.
         self.keys = torch.zeros(*lead, shape.key_dim, dtype=dtype, device=device)
         self.values = torch.zeros(*lead, shape.value_dim, dtype=dtype, device=device)
+        self._read_dtype = read_dtype or dtype
         self._rows = slice(0, num_rows)
         self._window = num_slots
         self._slot_BT = torch.zeros(0, 0, dtype=torch.int64)
@@ -83,13 +99,13 @@ class SlotCache(Cache):
             layer_idx: the layer.
 
         Returns:
-            Views of the visible keys and values of the rows that run, [B, H, S, K].
+            The visible keys and values of the rows that run, [B, H, S, K]; views, but for another ``read_dtype``.
         """
         row_B1 = self._row_B1[self._rows]
         write_slots(self.keys, self.values, layer_idx, row_B1, self._slot_BT, key_states, value_states)
         return (
-            self.keys[layer_idx, self._rows, :, : self._window],
-            self.values[layer_idx, self._rows, :, : self._window],
+            self.keys[layer_idx, self._rows, :, : self._window].to(self._read_dtype),
+            self.values[layer_idx, self._rows, :, : self._window].to(self._read_dtype),
         )
 
     def move_slots(self, source_BL: Tensor, destination_BL: Tensor) -> None:

@@ -42,7 +42,9 @@ def build_drafter(target: Target, data: Any, options: DrafterOptions, init_from:
         target: the frozen model.
         data: a ChatDataModule (``token_counts`` and ``val_prompts`` are used).
         options: shape.
-        init_from: exported folder or checkpoint to take weights, constants and draft vocabulary from.
+        init_from: exported folder or checkpoint to take weights, constants and draft vocabulary from. A tied head,
+            which has no weights of its own for any token, may ask for a draft vocabulary of another size: it is chosen
+            anew.
 
     Raises:
         ValueError: ``init_from`` has another shape or target, or the draft vocabulary is larger than the target's.
@@ -62,19 +64,24 @@ def build_drafter(target: Target, data: Any, options: DrafterOptions, init_from:
         target_fingerprint=target.fingerprint,
     )
     if init_from is not None:
-        return _continued(target, config, init_from)
+        return _continued(target, data, options, config, init_from)
     drafter = RecurrentDrafter(config)
-    notes = []
-    if config.draft_vocab_size is not None:
-        if options.token_counts is not None:
-            count_V = read_token_counts(options.token_counts, target.vocab_size)
-        else:
-            count_V = data.token_counts(target.vocab_size)
-        ids_R = choose_draft_vocabulary(count_V, config.num_outputs, always=target.eos_token_ids)
-        drafter.set_draft_token_ids(ids_R)
-        notes.append(f"draft vocabulary: {len(ids_R):,} tokens cover {coverage(count_V, ids_R):.2%} of the answers")
+    notes = _choose_vocabulary(drafter, target, data, options)
     drafter.set_scales(*measure_scales(target, data.val_prompts(_NUM_SCALE_PROMPTS)))
     return Built(drafter.bind(target), notes)
+
+
+def _choose_vocabulary(drafter: RecurrentDrafter, target: Target, data: Any, options: DrafterOptions) -> list[str]:
+    """Set the draft vocabulary by the counts of the options or of the answers; what to say about it."""
+    if drafter.config.draft_vocab_size is None:
+        return []
+    if options.token_counts is not None:
+        count_V = read_token_counts(options.token_counts, target.vocab_size)
+    else:
+        count_V = data.token_counts(target.vocab_size)
+    ids_R = choose_draft_vocabulary(count_V, drafter.config.num_outputs, always=target.eos_token_ids)
+    drafter.set_draft_token_ids(ids_R)
+    return [f"draft vocabulary: {len(ids_R):,} tokens cover {coverage(count_V, ids_R):.2%} of the answers"]
 
 
 def drafter_config(options: DrafterOptions, *, vocab_size: int, hidden_size: int, **target: Any) -> DrafterConfig:
@@ -111,11 +118,18 @@ def describe(drafter: RecurrentDrafter) -> Iterator[str]:
     yield f"input scales: hidden {config.hidden_scale:g}, embedding {config.embedding_scale:g}"
 
 
-def _continued(target: Target, config: DrafterConfig, init_from: str) -> Built:
-    drafter = load_drafter(init_from).float()
+def _continued(target: Target, data: Any, options: DrafterOptions, config: DrafterConfig, init_from: str) -> Built:
+    drafter, notes = load_drafter(init_from).float(), []
+    if config.head == drafter.config.head == "tied" and config.num_outputs != drafter.config.num_outputs:
+        smaller, drafter = drafter, RecurrentDrafter(config)
+        drafter.set_scales(smaller.config.hidden_scale, smaller.config.embedding_scale)
+        expect_same_shape(config, smaller.config.to_dict() | {"draft_vocab_size": config.draft_vocab_size})
+        weights = {name: tensor for name, tensor in smaller.state_dict().items() if name != "draft_token_ids_R"}
+        drafter.load_state_dict(weights, strict=False)
+        notes = _choose_vocabulary(drafter, target, data, options)
     expect_same_shape(config, drafter.config.to_dict())
     drafter.bind(target)
     drafter.config.draft_length = config.draft_length
     drafter.config.target_name = config.target_name
     drafter.train()
-    return Built(drafter, [f"weights start from {init_from}"])
+    return Built(drafter, [f"weights start from {init_from}", *notes])

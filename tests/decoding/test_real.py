@@ -102,3 +102,18 @@ def test_seed_decides_a_sampled_answer() -> None:
     plain = Engine(target(), config=EngineConfig(method="autoregressive", max_rows=8)).generate(PROMPTS, params)
     drafted = Engine(target(), drafter(), EngineConfig(max_rows=2)).generate(PROMPTS, params)
     assert [completion.token_ids for completion in drafted] == [completion.token_ids for completion in plain]
+
+
+def test_exact_attention_drafts_the_text_of_plain_bfloat16_steps() -> None:
+    from drafter.commands import load_drafter, load_target
+
+    half = load_target("smollm2-135m", dtype="bfloat16", device="cpu")
+    shipped = load_drafter("smollm2-135m", half)
+
+    def answers(config: EngineConfig) -> list[list[int]]:
+        found = Engine(half, None if config.method == "autoregressive" else shipped, config).generate(PROMPTS, GREEDY)
+        return [completion.token_ids for completion in found]
+
+    plain = EngineConfig(method="autoregressive", max_rows=1, tree_size=8, exact_attention=True)
+    drafted = EngineConfig(method="hybrid", max_rows=1, beam_width=4, draft_length=3, tree_size=8, exact_attention=True)
+    assert answers(drafted) == answers(plain)

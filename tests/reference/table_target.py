@@ -64,6 +64,9 @@ class TableTarget:
     def embed(self, token):
         return self.embedding_weight_VD[token]
 
+    def fold_attention(self):
+        return False
+
     def new_cache(self, num_rows, num_slots):
         return TokenCache(num_rows, num_slots)
 

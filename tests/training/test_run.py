@@ -161,6 +161,19 @@ def test_weights_can_start_from_another_run(place: Path, trained: Path) -> None:
         main_train(words(place, run, "--model.init_from", str(exported), "--model.drafter.cell", "gru"))
 
 
+def test_a_tied_head_can_go_on_with_a_larger_draft_vocabulary(place: Path, trained: Path) -> None:
+    exported = export_checkpoint(trained / "checkpoints" / "last.ckpt", place / "small", dtype="float32")
+    more = ["--model.init_from", str(exported), "--model.drafter.draft_vocab_size", "80", "--model.optim.lr", "1e-30"]
+    assert main_train(words(place, place / "larger", *more)) == 0
+    before, after = load_drafter(exported), load_drafter(place / "larger" / "checkpoints" / "last.ckpt")
+    assert after.draft_token_ids_R.shape == (80,) and not torch.equal(after.draft_token_ids_R, torch.arange(80))
+    for name, old in before.named_parameters():
+        torch.testing.assert_close(old, after.get_parameter(name), msg=name)
+    assert before.config.hidden_scale == after.config.hidden_scale
+    with pytest.raises(ValueError, match="num_res_blocks"):
+        main_train(words(place, place / "deeper", *more, "--model.drafter.num_res_blocks", "3"))
+
+
 @pytest.mark.parametrize(
     ("more", "fragments"),
     [
