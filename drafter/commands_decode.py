@@ -44,6 +44,7 @@ def decode(
     speculation: str | None = None,
     coupled: bool = True,
     tau: float = EngineConfig.tau,
+    noise_weight: float = EngineConfig.noise_weight,
     verify: Verification = "coupled",
     gamma: int = EngineConfig.num_draft_tokens,
     max_new_tokens: int = SamplingParams.max_new_tokens,
@@ -89,6 +90,7 @@ def decode(
             folder if it fits this machine and method, and W, L and N are not given; `off`: none)
         coupled: draft without looking at the noise of sampling
         tau: softness of the ranking by that noise
+        noise_weight: what the noise counts in it beside the drafter's own log-probabilities
         verify: how drafts of a draft model are accepted: the same text as plain decoding, or by the classic rule
         gamma: tokens that a draft model proposes
         max_new_tokens: longest answer in tokens
@@ -123,7 +125,8 @@ def decode(
         drafter = target  # the package brings this target's drafter along, by the same name
     used = method or _unsaid_method(drafter, draft_model)
     config = EngineConfig(
-        method=used, max_rows=batch_size, tree_policy=tree_policy, coupled=coupled, tau=tau, verify=verify,
+        method=used, max_rows=batch_size, tree_policy=tree_policy, coupled=coupled, tau=tau, noise_weight=noise_weight,
+        verify=verify,
         num_draft_tokens=gamma, compile=compile, exact_attention=exact_attention, **given,
     )  # fmt: skip
     _check_method(method, drafter, draft_model, compare)

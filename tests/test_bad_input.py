@@ -96,6 +96,7 @@ def test_missing_things(target: str, refused: Refusal, tmp_path: Path) -> None:
         ("--batch-size", "0"),
         ("--gamma", "0"),
         ("--tau", "0"),
+        ("--noise-weight", "-1"),
         ("--max-new-tokens", "0"),
         ("--temperature", "-0.5"),
         ("--temperature", "nan"),

@@ -14,8 +14,8 @@ _TREE = ("W", "L", "N")
 # What may follow a method's name: letters take a number.
 _OPTIONS: dict[str, tuple[str, ...]] = {
     "autoregressive": ("N",),
-    "redrafter": (*_TREE, "tau", "all-nodes", "final-beams", "uncoupled", "tuned"),
-    "hybrid": (*_TREE, "tau", "uncoupled", "tuned"),
+    "redrafter": (*_TREE, "tau", "noise", "all-nodes", "final-beams", "uncoupled", "tuned"),
+    "hybrid": (*_TREE, "tau", "noise", "uncoupled", "tuned"),
     "recycling": _TREE,
     "lookup": _TREE,
     "draft-model": ("G", "rejection"),
@@ -31,6 +31,7 @@ _ABOUT = {
     "N": "tree size",
     "G": "drafted tokens",
     "tau": "softness of coupled drafting",
+    "noise": "weight of the noise in it",
 }
 _NEEDS_DRAFTER = ("redrafter", "hybrid")
 _NEEDS_DRAFT_MODEL = ("draft-model", "hf-assistant")
@@ -97,8 +98,9 @@ class MethodSpec:
                 fields[name] = value
         if self.name == "lookup" and "draft_length" in fields:
             fields["lookup_length"] = fields.pop("draft_length")
-        if "tau" in dict(self.numbers):
-            fields["tau"] = dict(self.numbers)["tau"]
+        for option, name in (("tau", "tau"), ("noise", "noise_weight")):
+            if option in dict(self.numbers):
+                fields[name] = dict(self.numbers)[option]
         if "final-beams" in self.words:
             fields["tree_policy"] = "final-beams"
         if "uncoupled" in self.words:
@@ -122,7 +124,7 @@ def parse_method(text: str) -> MethodSpec:
     numbers: dict[str, float] = {}
     words: list[str] = []
     for option in options:
-        found = re.fullmatch(r"([A-Z])([0-9]{1,4})|(tau)([0-9]+(?:\.[0-9]+)?)", option)
+        found = re.fullmatch(r"([A-Z])([0-9]{1,4})|(tau|noise)([0-9]+(?:\.[0-9]+)?)", option)
         key = found[1] or found[3] if found else option
         if key not in _OPTIONS[name] or (key in _ABOUT) != bool(found):
             takes = ", ".join(f"{key}<{_ABOUT[key]}>" if key in _ABOUT else key for key in _OPTIONS[name])

@@ -19,14 +19,15 @@ from drafter.target.adapter import Target
 class BeamSearch:
     """Beam search of a recurrent drafter: L steps, each keeps the W best of all (parent, token) pairs.
 
-    Children are ranked by the log of softmax((log q / temperature + noise) / tau): with the target's coming noise known
-    this is how likely the child is the target's next pick; without noise and with tau = 1 it is log q. Temperature 0
-    counts as 1 here, and has no noise. (ReDrafter, arXiv 2403.09919, section 3; noise: docs/sampling.md.)
+    Children are ranked by the log of softmax((log q / temperature + weight * noise) / tau): with the target's coming
+    noise known this is how likely the child is the target's next pick; without noise and with tau = 1 it is log q.
+    Temperature 0 counts as 1 here, and has no noise. (ReDrafter, arXiv 2403.09919, section 3; noise: docs/sampling.md.)
 
     Args:
         drafter: a trained drafter.
         target: its target.
         beam_width, draft_length, tau: W, L, and the softness of the ranking.
+        noise_weight: what the noise counts; below 1 where q is flatter than p.
         is_frozen: the drafter's weights will not change any more, so that a compiler may make copies of them.
     """
 
@@ -37,6 +38,7 @@ class BeamSearch:
         beam_width: int,
         draft_length: int,
         tau: float,
+        noise_weight: float = 1.0,
         *,
         is_frozen: bool = False,
     ) -> None:
@@ -47,6 +49,7 @@ class BeamSearch:
         self.width = beam_width
         self.length = draft_length
         self.tau = tau
+        self.noise_weight = noise_weight
         # A compiler takes for a weight only what is a module's parameter.
         self._frozen_head = _linear_of(self.drafter.output_rows()) if is_frozen else None
         num_draft_tokens = self._token_R.shape[0]
@@ -111,8 +114,8 @@ class BeamSearch:
         rank_BWR = warp_logits(logits_BWR, warp) if warp is not None and has_noise else logits_BWR.float()
         if noise_BR is not None:
             assert warp is not None
-            is_sampled_B11 = (warp.temperature_B > 0).float()[:, None, None]
-            rank_BWR = rank_BWR + noise_BR[:, None] * is_sampled_B11
+            weight_B11 = ((warp.temperature_B > 0) * self.noise_weight)[:, None, None]
+            rank_BWR = rank_BWR + noise_BR[:, None] * weight_B11
         if self.tau != 1.0:
             rank_BWR = rank_BWR / self.tau
         value_BWK, index_BWK = rank_BWR.topk(self.width, dim=2)

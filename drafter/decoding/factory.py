@@ -88,7 +88,7 @@ def _beam_search(
     # A tree of N nodes is at most N - 1 deep.
     length = min(config.draft_length, config.num_nodes - 1)
     is_frozen = compiler is not None and compiler.is_on
-    return BeamSearch(drafter, target, config.beam_width, length, config.tau, is_frozen=is_frozen)
+    return BeamSearch(drafter, target, config.beam_width, length, config.tau, config.noise_weight, is_frozen=is_frozen)
 
 
 def _lookup(config: EngineConfig, target: Target) -> LookupSource:

@@ -100,7 +100,9 @@ class EngineConfig:
         tree_policy: ``all-nodes`` keeps the N-1 likeliest nodes of all steps; ``final-beams`` is the published policy,
             the W final beams with shared prefixes merged (N is then 1 + W * L).
         coupled: drafting knows the noise of the target's coming picks and ranks by it.
-        tau: softness of that ranking; children are ranked by (log q / temperature + noise) / tau.
+        tau: softness of that ranking; children are ranked by (log q / temperature + noise_weight * noise) / tau.
+        noise_weight: what the noise counts in it. A drafter's q is an average over what it cannot tell apart and so
+            flatter than the target's p, beside which the noise stands.
         verify: ``coupled`` picks by keyed noise; ``rejection`` is the rule of two-model speculative decoding
             (draft-model only).
         num_draft_tokens: gamma, tokens that a draft model proposes.
@@ -126,6 +128,7 @@ class EngineConfig:
     tree_policy: TreePolicy = "all-nodes"
     coupled: bool = True
     tau: float = 1.0
+    noise_weight: float = 0.8
     verify: Verification = "coupled"
     num_draft_tokens: int = 5
     max_ngram: int = 8
@@ -151,6 +154,7 @@ class EngineConfig:
         if self.tree_size is not None:
             _require_int("tree_size", self.tree_size, low=1, high=1024)
         _require_number("tau", self.tau, above=0.0)
+        _require_number("noise_weight", self.noise_weight, low=0.0)
         _require_int("num_draft_tokens", self.num_draft_tokens, low=1, high=64, flag="gamma")
         _require_int("max_ngram", self.max_ngram, low=1, high=32)
         _require_int("lookup_length", self.lookup_length, low=1, high=64)

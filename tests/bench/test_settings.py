@@ -24,6 +24,7 @@ def test_options_become_the_engines_settings() -> None:
         assert (tuned.method, tuned.speculation) == (method, "s.json")
     assert parse_method("hf-lookup:G7").number("G") == 7
     assert parse_method("redrafter:W6:tau1.5").engine_config(batch_size=1).tau == 1.5
+    assert parse_method("hybrid:W6:noise0.5").engine_config(batch_size=1).noise_weight == 0.5
 
 
 @pytest.mark.parametrize(

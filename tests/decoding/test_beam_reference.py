@@ -40,6 +40,7 @@ class Case:
         self.width = rng.randint(1, 4)
         self.length = rng.randint(1, 4)
         self.tau = rng.choice([1.0, 1.0, 0.5, 2.0])
+        self.noise_weight = rng.choice([1.0, 0.8])
         self.is_coupled = rng.random() < 0.5
         self.num_rows = rng.randint(1, 3)
         self.params = [
@@ -66,7 +67,7 @@ class Case:
         embedding_VD = torch.randn(self.vocab_size, D)
         self.embed = lambda token: embedding_VD[token]
         target = SimpleNamespace(name="t", vocab_size=self.vocab_size, hidden_size=D, fingerprint="", embed=self.embed)
-        self.search = BeamSearch(self.drafter, target, self.width, self.length, self.tau)
+        self.search = BeamSearch(self.drafter, target, self.width, self.length, self.tau, self.noise_weight)
         self.rows = self._rows()
         self.noise_BLV = None
         if any(p.temperature > 0 for p in self.params):
@@ -93,7 +94,7 @@ class Case:
         noise = None
         if self.is_coupled and self.noise_BLV is not None:
             noise = self.noise_BLV[row, depth][self.drafter.draft_token_ids_R].tolist()
-        return loops.rank_children(logits, noise, self.tau, p.temperature, p.top_k, p.top_p, p.min_p)
+        return loops.rank_children(logits, noise, self.tau, self.noise_weight, p.temperature, p.top_k, p.top_p, p.min_p)
 
     def twin_search(self, row):
         """The loop twin; every path is fed from the root on."""

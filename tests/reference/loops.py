@@ -33,15 +33,16 @@ def rank_children(
     logits: list[float],
     noise: list[float] | None,
     tau: float,
+    noise_weight: float,
     temperature: float,
     top_k: int,
     top_p: float,
     min_p: float,
 ) -> list[float]:
-    """Log-probability of every child: log softmax((warped logits + noise) / tau), no noise at temperature 0."""
+    """Log-probability of every child: log softmax((warped logits + weight * noise) / tau); no noise at 0."""
     ranks = warp(logits, temperature, top_k, top_p, min_p)
     if noise is not None and temperature > 0:
-        ranks = [x + g for x, g in zip(ranks, noise, strict=True)]
+        ranks = [x + noise_weight * g for x, g in zip(ranks, noise, strict=True)]
     probs = softmax([x / tau for x in ranks])
     return [math.log(p) if p > 0 else -math.inf for p in probs]
 

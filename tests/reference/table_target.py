@@ -67,7 +67,8 @@ class TableTarget:
     def fold_attention(self):
         return False
 
-    def new_cache(self, num_rows, num_slots):
+    def new_cache(self, num_rows, num_slots, *, exact_attention=False):
+        assert not exact_attention
         return TokenCache(num_rows, num_slots)
 
     def check_length(self, num_tokens):
