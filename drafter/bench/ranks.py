@@ -69,8 +69,10 @@ def draft_everywhere(
     """
     device = target.device
     text_T = torch.tensor([*prompt_ids, *answer_ids], device=device)
-    layers = tuple(search.drafter.config.context_layers)
-    context_TC = target.forward(text_T[None], context_layers=layers).context_BTC[0]
+    drafter = search.drafter
+    hidden_1TH = target.forward(text_T[None], context_layers=drafter.config.context_layers).context_BTC
+    start_1C = hidden_1TH.new_zeros(1, drafter.config.context_size)
+    context_TC = drafter.read(start_1C, hidden_1TH, target.embed(text_T[None]))[0]
     before_C = torch.zeros_like(context_TC[:1])
     context_SC = torch.cat([before_C, context_TC])[len(prompt_ids) - 1 : -2]
     root_S = text_T[len(prompt_ids) - 1 : -1]

@@ -4,7 +4,7 @@ Shapes: B rows · N tree nodes (node 0 is the root, parents stand before their c
 V target vocabulary · D hidden size · C context size · S slots.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -54,13 +54,29 @@ def ancestors(parent_BN: Tensor, max_depth: int) -> Tensor:
     return ancestor_BNN
 
 
+class Contexts(NamedTuple):
+    """What a proposer wants to know of the text so far, beyond its tokens.
+
+    Attributes:
+        layers: hidden states of the target that make up the context; empty is the final one.
+        size: C.
+        read: contexts [B, T, C] after T more committed tokens from the context before them [B, C], the target's hidden
+            states at them and their ids [B, T]; None: those hidden states are the contexts.
+    """
+
+    layers: tuple[int, ...]
+    size: int
+    read: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+
+
 class RowState(NamedTuple):
     """What is known of the running rows when a step begins; tensors stay on the device.
 
     Attributes:
         root_B: last chosen token, not yet in the cache, int64 [B].
         length_B: committed slots = absolute position of the root, int64 [B].
-        context_BC: the target's hidden state(s) at the last committed token [B, C].
+        context_BC: the target's hidden state(s) at the last committed token, or what :class:`Contexts` makes of them
+            and of those before [B, C].
         history_BS: token ids by absolute position, root included; zeros behind, int64 [B, S].
         seed_B: int64 [B].
         is_active_B: rows that decode; the others (in prefill, or padding) only keep the shape, bool [B].

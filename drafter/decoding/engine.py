@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from drafter.decoding.candidates import Proposer
 from drafter.decoding.compiled import Compiler, is_compiled
-from drafter.decoding.factory import context_layers_of, make_proposer
+from drafter.decoding.factory import contexts_of, make_proposer
 from drafter.decoding.memory import check_fit
 from drafter.decoding.params import EngineConfig, RequestOptions, SamplingParams
 from drafter.decoding.prefix import PrefixIndex
@@ -63,7 +63,7 @@ class Engine:
         else:
             self._sized = SizedProposers(self.config, target, drafter, compiler)
             self.proposer = self._sized.largest
-        self._context_layers = context_layers_of(self.config, drafter)
+        self._contexts = contexts_of(self.config, target, drafter)
         self._scheduler = Scheduler(self.config.max_rows)
         self._runner: Runner | None = None
         self._ids = count()
@@ -185,7 +185,7 @@ class Engine:
             self.target,
             self.config.max_rows,
             num_slots,
-            context_layers=self._context_layers,
+            contexts=self._contexts,
             is_rejection=self.config.verify == "rejection",
             compiler=self.compiler,
             exact_attention=self.config.exact_attention,

@@ -3,11 +3,11 @@
 from typing import NamedTuple
 
 from drafter.decoding.beam import BeamProposer, BeamSearch
-from drafter.decoding.candidates import Proposer, RootOnly
+from drafter.decoding.candidates import Contexts, Proposer, RootOnly
 from drafter.decoding.compiled import Compiler
 from drafter.decoding.hybrid import BeamSource, HitRates, HybridProposer, Source, no_hits
 from drafter.decoding.lookup import LookupSource, PromptLookupProposer
-from drafter.decoding.params import EngineConfig
+from drafter.decoding.params import SIZED_METHODS, EngineConfig
 from drafter.decoding.recycling import MAX_DEPTH, NUM_FOLLOWERS, FollowerTable, RecyclingProposer, RecyclingSource
 from drafter.decoding.two_model import DraftModelProposer
 from drafter.model.recurrent import RecurrentDrafter
@@ -76,10 +76,18 @@ def make_proposer(
     raise AssertionError(config.method)
 
 
-def context_layers_of(config: EngineConfig, drafter: RecurrentDrafter | None) -> tuple[int, ...]:
-    """Hidden states of the target that the proposer takes as context; empty is the final one."""
-    reads_context = config.method in ("redrafter", "hybrid") and drafter is not None
-    return tuple(drafter.config.context_layers) if reads_context and drafter is not None else ()
+def contexts_of(config: EngineConfig, target: Target, drafter: RecurrentDrafter | None) -> Contexts:
+    """What the proposer wants to know of the text so far."""
+    if config.method not in SIZED_METHODS or drafter is None:
+        return Contexts((), target.hidden_size)
+    layers, size = tuple(drafter.config.context_layers), drafter.config.context_size
+    if drafter.history is None:
+        return Contexts(layers, size)
+    return Contexts(
+        layers,
+        size,
+        lambda context_BC, hidden_BTH, token_BT: drafter.read(context_BC, hidden_BTH, target.embed(token_BT)),
+    )
 
 
 def _beam_search(

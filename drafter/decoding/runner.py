@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafter.decoding.candidates import Candidates, Proposer, RowState, StepOutcome, ancestors
+from drafter.decoding.candidates import Candidates, Contexts, Proposer, RowState, StepOutcome, ancestors
 from drafter.decoding.compiled import Compiler
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.report import StepTree, TokenLogprob, read_logprobs, read_trees
@@ -60,7 +60,7 @@ class Runner:
         target: the frozen model.
         num_rows: most rows that run together.
         num_slots: slots of a row; a row needs its longest length plus N.
-        context_layers: hidden states that the drafter wants as context (empty: the final one).
+        contexts: what the drafter wants as context.
         is_rejection: verify by the two-model rule instead of keyed noise.
         compiler: compiles the parts of a step; None leaves them as they are.
         exact_attention: the target's attention is computed in float64.
@@ -72,7 +72,7 @@ class Runner:
         num_rows: int,
         num_slots: int,
         *,
-        context_layers: Sequence[int] = (),
+        contexts: Contexts | None = None,
         is_rejection: bool = False,
         compiler: Compiler | None = None,
         exact_attention: bool = False,
@@ -80,16 +80,15 @@ class Runner:
         self.target = target
         self.num_rows = num_rows
         self.num_slots = num_slots
-        self._context_layers = tuple(context_layers)
+        self._contexts = contexts = contexts or Contexts((), target.hidden_size)
         self._is_rejection = is_rejection
         device = target.device
         target.fold_attention()
         self.cache = target.new_cache(num_rows, num_slots, exact_attention=exact_attention)
-        context_size = target.hidden_size * max(1, len(self._context_layers))
         self._root_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._length_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._seed_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._context_BC = torch.zeros(num_rows, context_size, dtype=target.dtype, device=device)
+        self._context_BC = torch.zeros(num_rows, contexts.size, dtype=target.dtype, device=device)
         # One entry more than slots: the last root stands behind the last committed token.
         self._history_BS = torch.zeros(num_rows, num_slots + 1, dtype=torch.int64, device=device)
         self._token_V = torch.arange(target.vocab_size, device=device)
@@ -172,11 +171,14 @@ class Runner:
             position_BT=position_BT.clamp_max(self.target.max_length - 1),
             mask=chunk_mask(start_B, width, num_visible),
             cache=self.cache,
-            context_layers=self._context_layers,
+            context_layers=self._contexts.layers,
         )
         span = slice(first, first + len(rows))
-        last_B11 = (size_B - 1)[:, None, None].expand(-1, 1, output.context_BTC.shape[2])
-        self._context_BC[span] = output.context_BTC.gather(1, last_B11)[:, 0]
+        context_BTC = output.context_BTC
+        if self._contexts.read is not None:
+            context_BTC = self._contexts.read(self._context_BC[span], context_BTC, token_BT)
+        last_B11 = (size_B - 1)[:, None, None].expand(-1, 1, context_BTC.shape[2])
+        self._context_BC[span] = context_BTC.gather(1, last_B11)[:, 0]
         self._length_B[span] = start_B + size_B
 
     @torch.inference_mode()
@@ -216,8 +218,19 @@ class Runner:
             logprobs = read_logprobs(logits_BNV, accepted, emitted_BL, wants.logprob_rows, wants.num_logprobs)
         if wants is not None and wants.tree_rows:
             trees = read_trees(candidates, accepted, wants.tree_rows)
+        if self._contexts.read is not None:
+            context_BNC = self._read_path(rows, candidates.token_BN, accepted, context_BNC)
         self._commit(*accepted, emitted_BL, context_BNC, rows.is_active_B)
         return StepResult(self._hand_out(counted_BL, is_active), logprobs, trees)
+
+    def _read_path(self, rows: RowState, token_BN: Tensor, accepted: Accepted, hidden_BNH: Tensor) -> Tensor:
+        """The context after the accepted path, at every node [B, N, C]: a memory reads the path's tokens in turn."""
+        assert self._contexts.read is not None
+        path_BL, num_rows = accepted.path_BL, token_BN.shape[0]
+        hidden_BLH = hidden_BNH[torch.arange(num_rows, device=path_BL.device)[:, None], path_BL]
+        context_BLC = self._contexts.read(rows.context_BC, hidden_BLH, token_BN.gather(1, path_BL))
+        last_B11 = accepted.num_accepted_B[:, None, None].expand(-1, 1, context_BLC.shape[2])
+        return context_BLC.gather(1, last_B11).expand(-1, token_BN.shape[1], -1)
 
     def _hand_out(self, counted_BL: Tensor, is_active: Sequence[bool]) -> list[list[int]]:
         """The one wait for the device: tokens and their count leave together."""
@@ -315,7 +328,7 @@ class Runner:
             position_BT=(length_B[:, None] + depth_BN).clamp_max(self.target.max_length - 1),
             mask=tree_mask(length_B, ancestor_BNN, num_visible),
             cache=self.cache,
-            context_layers=self._context_layers,
+            context_layers=self._contexts.layers,
         )
         return TargetOutput(self.target.logits(output.hidden_BTD), output.context_BTC)
 

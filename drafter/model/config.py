@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 from transformers import PreTrainedConfig
 
 Cell = Literal["rnn", "gru", "rnn2"]
-Context = Literal["last", "fused"]
+Context = Literal["last", "fused", "history"]
 Head = Literal["full", "tied", "low-rank"]
 
 # Keys that transformers itself writes into or passes through a config; any other unknown key is a mistake.
@@ -33,7 +33,8 @@ class DrafterConfig(PreTrainedConfig):
         cell: ``rnn``: s' = SiLU(W e + U s + b), as published; ``gru``: a gated recurrent unit; ``rnn2``: two layers
             of the published cell.
         context: ``last``: the target's final hidden state; ``fused``: hidden states of ``context_layers`` through one
-            linear layer.
+            linear layer; ``history``: the final hidden state beside a memory of the committed text
+            (:mod:`drafter.model.history`), through one linear layer.
         context_layers: indices into the target's hidden states (0 = embeddings); only with ``fused``.
         head: ``full``: own R x 2D output matrix, as published; ``tied``: a 2D -> D projection before the target's own
             frozen output rows; ``low-rank``: own R x 2D matrix as a product of two narrow ones of rank ``head_rank``.
@@ -87,7 +88,7 @@ class DrafterConfig(PreTrainedConfig):
     @property
     def context_size(self) -> int:
         """C: size of the context that the target hands over."""
-        return self.hidden_size * (len(self.context_layers) if self.context == "fused" else 1)
+        return self.hidden_size * {"last": 1, "fused": len(self.context_layers), "history": 2}[self.context]
 
     def _check(self) -> None:
         for name, allowed in (("cell", get_args(Cell)), ("context", get_args(Context)), ("head", get_args(Head))):
@@ -112,7 +113,7 @@ class DrafterConfig(PreTrainedConfig):
         if (self.context == "fused") != bool(self.context_layers):
             raise ValueError(
                 f"drafter context {self.context!r} with context_layers {list(self.context_layers)}: "
-                "fused needs layers, last takes none"
+                "fused needs layers, the others take none"
             )
         for name in ("hidden_scale", "embedding_scale"):
             if not 0.0 < getattr(self, name) < float("inf"):

@@ -24,6 +24,7 @@ from transformers import initialization as init
 
 from drafter.model.cell import CELLS, GruCell, RnnCell
 from drafter.model.config import DrafterConfig, same_fingerprint
+from drafter.model.history import History
 from drafter.packed import PackedMatrix, pack_linears
 
 
@@ -75,7 +76,8 @@ class RecurrentDrafter(PreTrainedModel):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
         size = config.hidden_size
-        self.fuse_context = nn.Linear(config.context_size, size, bias=False) if config.context == "fused" else None
+        self.history = History(size) if config.context == "history" else None
+        self.fuse_context = nn.Linear(config.context_size, size, bias=False) if config.context != "last" else None
         self.cell = CELLS[config.cell](size, config.embedding_scale)
         self.blocks = nn.ModuleList(ResBlock(2 * size, config.block_rank) for _ in range(config.num_res_blocks))
         widths = {"full": config.num_outputs, "tied": size, "low-rank": config.head_rank}
@@ -113,11 +115,17 @@ class RecurrentDrafter(PreTrainedModel):
                 init.normal_(module.rows.weight, std=0.1 / math.sqrt(module.rows.in_features))
             init.copy_(module.draft_token_ids_R, torch.arange(module.config.num_outputs))
             if module.fuse_context is not None:
-                # Starts as the mean of the layers it fuses: a vector much like a hidden state.
-                num_layers = module.fuse_context.in_features // module.config.hidden_size
-                init.copy_(
-                    module.fuse_context.weight, torch.eye(module.config.hidden_size).repeat(1, num_layers) / num_layers
+                # Starts as the mean of the layers it fuses, a vector much like a hidden state; the memory is silent.
+                size, num_parts = (
+                    module.config.hidden_size,
+                    module.fuse_context.in_features // module.config.hidden_size,
                 )
+                weights = [1.0, 0.0] if module.config.context == "history" else [1 / num_parts] * num_parts
+                init.copy_(
+                    module.fuse_context.weight, torch.cat([torch.eye(size) * weight for weight in weights], dim=1)
+                )
+            if module.history is not None:
+                module.history.reset()
 
     @classmethod
     def from_apple(cls, folder: str | Path) -> Self:
@@ -193,6 +201,27 @@ class RecurrentDrafter(PreTrainedModel):
         """The dtype that linear layers give: the parameters', or autocast's where that is on (training)."""
         device_type = self.device.type
         return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else self.dtype
+
+    def read(self, context_BC: Tensor, hidden_BTH: Tensor, embedding_BTD: Tensor) -> Tensor:
+        """Contexts after each of T more committed tokens: with a history its memory goes on, else they are what the
+        target hands over.
+
+        Args:
+            context_BC: context at the last token before them; zeros at a text's beginning.
+            hidden_BTH: the target's hidden state(s) at the tokens, [B, T, H].
+            embedding_BTD: the target's embeddings of the tokens.
+
+        Returns:
+            [B, T, C].
+        """
+        if self.history is None:
+            return hidden_BTH
+        scaled_BTD = hidden_BTH * self.config.hidden_scale
+        input_BTE = torch.cat([scaled_BTD, embedding_BTD * self.config.embedding_scale], dim=-1).to(self.compute_dtype)
+        memory_BD = context_BC[..., self.config.hidden_size :].to(self.compute_dtype)
+        # The drafter reads a memory as it reads a hidden state: in the target's units.
+        memory_BTD = self.history(memory_BD * self.config.hidden_scale, input_BTE) / self.config.hidden_scale
+        return torch.cat([hidden_BTH, memory_BTD.to(hidden_BTH.dtype)], dim=-1)
 
     def init_state(self, context_XC: Tensor) -> Tensor:
         """State before the root: zeros [..., Z] for contexts [..., C]."""

@@ -235,6 +235,9 @@ class DrafterModule(LightningModule):
     def _pair_features(self, token_BT: Tensor, context_BTC: Tensor, pairs: Pairs) -> Tensor:
         """Unroll the drafter from every start, each to its own depth (leading slices, see Pairs)."""
         token_S = token_BT.flatten()
+        if self.drafter.history is not None:
+            start_BC = context_BTC.new_zeros(len(context_BTC), self.drafter.config.context_size)
+            context_BTC = self.drafter.read(start_BC, context_BTC, self.teacher.target.embed(token_BT))
         context_NC = context_BTC.flatten(0, 1)[pairs.start_N]
         hidden_ND = self.drafter.fuse(context_NC)
         state_ND = self.drafter.init_state(context_NC)

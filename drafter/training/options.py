@@ -12,7 +12,8 @@ class DrafterOptions:
 
     Attributes:
         cell: ``rnn`` (as published), ``gru``, or ``rnn2`` (two layers of the published cell).
-        context: ``last`` hidden state, or ``fused`` hidden states of ``context_layers``.
+        context: ``last`` hidden state, ``fused`` hidden states of ``context_layers``, or the last one with a memory of
+            the text before it (``history``).
         context_layers: indices into the target's hidden states, for ``fused`` (0 = embeddings).
         head: ``full`` (own output matrix, as published), ``tied`` (a projection before the target's output rows), or
             ``low-rank`` (own output matrix as a product of two).
@@ -25,7 +26,7 @@ class DrafterOptions:
     """
 
     cell: Literal["rnn", "gru", "rnn2"] = "rnn"
-    context: Literal["last", "fused"] = "last"
+    context: Literal["last", "fused", "history"] = "last"
     context_layers: tuple[int, ...] = ()
     head: Literal["full", "tied", "low-rank"] = "tied"
     head_rank: int | None = None

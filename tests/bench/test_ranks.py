@@ -28,7 +28,7 @@ def recorded(**settings: str) -> Acceptance:
     return Acceptance([draft_everywhere(target, search, *pair) for pair in zip(*answers(), strict=True)])
 
 
-@pytest.mark.parametrize("settings", [{}, {"cell": "gru", "context": "fused"}, {"head": "tied"}])
+@pytest.mark.parametrize("settings", [{}, {"cell": "gru", "context": "fused"}, {"head": "tied", "context": "history"}])
 def test_the_widest_search_foretells_real_decodes_exactly(settings: dict[str, str]) -> None:
     prompts, _ = answers()
     acceptance = recorded(**settings)

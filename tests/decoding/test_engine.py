@@ -100,7 +100,9 @@ def test_grid(rows: int, width: int, length: int, policy: TreePolicy) -> None:
         assert_lossless(engine, [*((prompt, NO_EOS) for prompt in KNOWN[:8]), *requests(10, seed=rows)])
 
 
-@pytest.mark.parametrize(("cell", "context", "head"), [("gru", "last", "full"), ("rnn", "fused", "tied")])
+@pytest.mark.parametrize(
+    ("cell", "context", "head"), [("gru", "last", "full"), ("rnn", "fused", "tied"), ("rnn", "history", "tied")]
+)
 def test_any_drafter_gives_the_oracles_tokens(cell: str, context: str, head: str) -> None:
     config = EngineConfig(beam_width=4, draft_length=3, tree_size=9, max_rows=3)
     engine = Engine(shared_target(), trained_drafter(cell, context, head), config)

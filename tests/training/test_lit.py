@@ -41,6 +41,7 @@ def test_overfits_the_targets_own_text(drafter: dict, tmp_path) -> None:
         ({"cell": "gru"}, {"total_variation": 0.5}),
         ({"cell": "rnn2", "head": "low-rank", "head_rank": 8}, {}),
         ({"context": "fused", "context_layers": (0, 1, 2)}, {"temperature": 2.0, "depth_weights": (1.0, 0.5, 0.25)}),
+        ({"context": "history"}, {}),
     ],
 )
 def test_gradient_reaches_the_drafter_and_only_it(drafter: dict, objective: dict, tmp_path) -> None:
