@@ -100,7 +100,8 @@ class ShortProgressBar(TQDMProgressBar):
 
 
 class SaveWhenStopped(Callback):
-    """On Ctrl-C or SIGTERM finish the step, write ``last.ckpt`` and stop, so that ``--ckpt_path last`` loses nothing.
+    """On Ctrl-C or SIGTERM finish the step, write ``last.ckpt`` and stop, so that ``--ckpt_path last`` loses nothing;
+    write it at the end of a run as well.
 
     A checkpoint written in the middle of a step would have taken its batch from the data without training on it. A
     second Ctrl-C stops at once and saves nothing. A run that fails by itself saves nothing here either: its weights may
@@ -127,6 +128,12 @@ class SaveWhenStopped(Callback):
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self._stop_if_told(trainer, not trainer.sanity_checking)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning saves with validations; the steps behind the last one are the run's too.
+        folder = getattr(trainer.checkpoint_callback, "dirpath", None)
+        if folder and not trainer.interrupted:
+            trainer.save_checkpoint(Path(folder) / "last.ckpt")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for number, handler in self._before.items():

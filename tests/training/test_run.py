@@ -103,6 +103,14 @@ def test_interrupted_and_resumed_gives_the_same_weights(
     assert all(torch.equal(moments[0][i]["exp_avg_sq"], moments[1][i]["exp_avg_sq"]) for i in moments[0])
 
 
+def test_the_steps_behind_the_last_validation_are_saved_too(place: Path) -> None:
+    run = place / "uneven"  # validated after step 4
+    assert main_train(words(place, run, "--trainer.max_steps", "6")) == 0
+    assert read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"] == 6
+    assert main_train(words(place, run, "--ckpt_path", "last")) == 0
+    assert read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"] == NUM_STEPS
+
+
 KILLED = """
 import os, signal, sys
 from drafter.training.lit import DrafterModule
