@@ -15,6 +15,7 @@ from drafter.decoding.candidates import Candidates, Proposer, RootOnly, RowState
 from drafter.decoding.compiled import Compiler
 from drafter.decoding.engine import Engine
 from drafter.decoding.params import EngineConfig, SamplingParams
+from drafter.decoding.sequence import Sequence as TokenSequence
 from drafter.model.recurrent import RecurrentDrafter
 from drafter.target.adapter import Target
 
@@ -137,19 +138,28 @@ class StepClock:
         self._engine = Engine(target, drafter, config)
         self._engine.proposer = RootOnly()
         room = target.max_length - context_length - largest
-        params = SamplingParams(max_new_tokens=max(1, min(room, num_steps * (_MAX_DEPTH + 1))), ignore_eos=True)
-        self._engine.reserve(context_length + params.max_new_tokens + largest)
+        max_new_tokens = max(1, min(room, num_steps * (_MAX_DEPTH + 1)))
+        self._params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
+        self._engine.reserve(context_length + max_new_tokens + largest)
         generator = torch.Generator().manual_seed(0)
-        for _ in range(num_rows):
-            prompt = torch.randint(target.vocab_size, (context_length,), generator=generator).tolist()
-            self._engine.add(prompt, params, want_text=False)
-        for _ in range(-(-num_rows * context_length // config.prefill_chunk) + 1):
-            self.step(self._engine.proposer)  # prefill, and the first plain steps
+        self._prompts = torch.randint(target.vocab_size, (num_rows, context_length), generator=generator).tolist()
+        self._num_prefill_steps = -(-num_rows * context_length // config.prefill_chunk) + 1
+        self._requests: list[TokenSequence] = []
+        self.restart()
 
     @property
     def compiler(self) -> Compiler:
         """What compiles the steps; for proposers that are to be compiled as well."""
         return self._engine.compiler
+
+    def restart(self) -> None:
+        """Rows hold ``context_length`` tokens again: a longer context makes plain decoding look dearer than it is."""
+        for request in self._requests:
+            self._engine.abort(request.request_id)
+        self._requests = [self._engine.add(prompt, self._params, want_text=False) for prompt in self._prompts]
+        plain = RootOnly()
+        for _ in range(self._num_prefill_steps):
+            self.step(plain)  # prefill, and the first plain steps
 
     def step(self, proposer: Proposer) -> float:
         """Seconds of one step.
@@ -172,8 +182,9 @@ class StepClock:
     ) -> dict[Key, float]:
         """Median seconds of a step with each proposer; they take turns, after one round that does not count.
 
-        At least two rounds are made, further ones while the budget lasts.
+        The context begins anew. At least two rounds are made, further ones while the budget lasts.
         """
+        self.restart()
         self._engine.warm_up(proposers.values())
         for proposer in proposers.values():
             if isinstance(proposer, Timed):

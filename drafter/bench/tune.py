@@ -9,6 +9,7 @@ cost. The curves are measured apart (a whole grid would take hours), the best fe
 they are, and those times go into the file.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -32,7 +33,9 @@ from drafter.target.adapter import Target
 
 _RATIOS = (0.4, 0.7, 1.0, 1.3)  # acceptance, relative to calibration, that the engine should have a tree for
 _NUM_BEST = 3  # trees of the best prediction that are measured
-_WORTH = 1.03  # a tree must promise so much more than plain decoding
+# A tree must promise so much more than plain decoding, and so much more again for every doubling of the rows: rows that
+# began together end apart when they are drafted for, and the last ones step nearly alone.
+_WORTH, _WORTH_PER_DOUBLING = 1.03, 0.01
 _ROWS_AT_ONCE = 8  # rows that answer calibration prompts at the same time
 _NUM_VERIFIED = 8  # nodes of the trees that a hybrid learns from while its drafts are recorded
 # W and L of a hybrid's beam to choose from: what is left to it beside the other sources is small.
@@ -305,7 +308,8 @@ class _RowBench:
         seconds = self._compare({PLAIN: plain, **proposers})
         # No tree is cheaper than none: what looks so is noise.
         choices = [Choice(tree, self._kept.get(tree, 1.0), max(seconds[tree], seconds[PLAIN])) for tree in trees]
-        worth = [choice for choice in choices[1:] if choice.rate() > _WORTH * choices[0].rate()]
+        least = (_WORTH + _WORTH_PER_DOUBLING * math.log2(self._num_rows)) * choices[0].rate()
+        worth = [choice for choice in choices[1:] if choice.rate() > least]
         return RowPlan(self._num_rows, (choices[0], *_useful(worth)))
 
     def _proposer(self, tree: Tree) -> Proposer:

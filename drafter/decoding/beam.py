@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from drafter.decoding.candidates import Candidates, RowState, StatelessRows, pack_nodes
 from drafter.decoding.compiled import Compiler
+from drafter.decoding.largest import topk
 from drafter.decoding.sampling import Warp, warp_logits
 from drafter.model.recurrent import RecurrentDrafter
 from drafter.target.adapter import Target
@@ -118,7 +119,7 @@ class BeamSearch:
             rank_BWR = rank_BWR + noise_BR[:, None] * weight_B11
         if self.tau != 1.0:
             rank_BWR = rank_BWR / self.tau
-        value_BWK, index_BWK = rank_BWR.topk(self.width, dim=2)
+        value_BWK, index_BWK = topk(rank_BWR, self.width)
         return value_BWK - rank_BWR.logsumexp(dim=2, keepdim=True), index_BWK
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from drafter.decoding.candidates import Candidates, Proposer, RootOnly, RowState, StatelessRows, StepOutcome
+from drafter.decoding.largest import topk
 from drafter.decoding.merge import NodeList
 from drafter.decoding.sampling import Warp, warp_logits
 
@@ -121,9 +122,9 @@ class FollowerTable:
         token_X = token_BN.flatten().where(is_known_BN.flatten(), trash)
         self._stamp_V.scatter_reduce_(0, token_X, stamp_X, reduce="amax")
         token_X = token_X.where(self._stamp_V[token_X] == stamp_X, trash)
-        best_BNK = logits_BNV.topk(self.num_followers, dim=2)
-        self.token_VK[token_X] = best_BNK.indices.flatten(0, 1).int()
-        self.logit_VK[token_X] = best_BNK.values.flatten(0, 1).float()
+        logit_BNK, follower_BNK = topk(logits_BNV, self.num_followers)
+        self.token_VK[token_X] = follower_BNK.flatten(0, 1).int()
+        self.logit_VK[token_X] = logit_BNK.flatten(0, 1).float()
 
 
 class RecyclingSource:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from drafter.decoding.candidates import Candidates, Contexts, Proposer, RowState, StepOutcome, ancestors
 from drafter.decoding.compiled import Compiler
+from drafter.decoding.largest import argmax
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.report import StepTree, TokenLogprob, read_logprobs, read_trees
 from drafter.decoding.sampling import STREAM_RESIDUAL, Warp, gumbel_noise, make_warp, pick, warped_log_probs
@@ -296,7 +297,7 @@ class Runner:
             noise_BNV = self._noise(rows, candidates.token_BN.shape[1] - 1, stream=STREAM_RESIDUAL)
             position_BN = rows.length_B[:, None] + candidates.depth_BN + 1
             accepted = accept_samples(candidates, log_p_BNV, rows.seed_B, position_BN, noise_BNV)
-            pick_BN = log_p_BNV.argmax(dim=2)
+            pick_BN = argmax(log_p_BNV)
         else:
             # Never compiled: the filters that rows may combine are many, and the noise is to have the same bits always.
             pick_BN = pick(logits_BNV, _by_depth(noise_BLV, candidates), rows.warp)

@@ -33,6 +33,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from drafter.decoding.largest import argmax
+
 # Streams keep draws for different purposes at one position independent of each other.
 STREAM_TARGET = 0  # the pick; coupled drafting uses it too, on purpose
 STREAM_DRAFT = 1  # drafts sampled from q for the rejection rule
@@ -227,7 +229,7 @@ def warped_log_probs(logits_BNV: Tensor, warp: Warp) -> Tensor:
     A greedy row has all its mass on the argmax.
     """
     log_prob_BNV = warp_logits(logits_BNV, warp).log_softmax(-1)
-    best_BN1 = logits_BNV.argmax(-1, keepdim=True)
+    best_BN1 = argmax(logits_BNV)[..., None]
     greedy_BNV = torch.full_like(log_prob_BNV, -torch.inf).scatter_(-1, best_BN1, 0.0)
     return log_prob_BNV.where((warp.temperature_B > 0)[:, None, None], greedy_BNV)
 
@@ -240,6 +242,6 @@ def pick(logits_BNV: Tensor, noise_BNV: Tensor | None, warp: Warp) -> Tensor:
     """
     if noise_BNV is None:
         assert not warp.flags.has_noise, "a row with temperature > 0 needs noise"
-        return logits_BNV.argmax(-1)
+        return argmax(logits_BNV)
     is_sampled_B11 = (warp.temperature_B > 0).float()[:, None, None]
-    return warp_logits(logits_BNV, warp).addcmul_(noise_BNV, is_sampled_B11).argmax(-1)
+    return argmax(warp_logits(logits_BNV, warp).addcmul_(noise_BNV, is_sampled_B11))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from drafter.decoding.candidates import Candidates, RowState
+from drafter.decoding.largest import argmax
 from drafter.decoding.params import Verification
 from drafter.decoding.sampling import STREAM_DRAFT, gumbel_noise, pick, warped_log_probs
 from drafter.target.adapter import Target
@@ -110,7 +111,7 @@ class DraftModelProposer:
                 log_qs.append(warped_log_probs(logits_BTV, rows.warp))
                 drafts.append(self._sample(log_qs[-1], rows, step))
             elif noise_BLV is None or not self._coupled:
-                drafts.append(logits_BTV.argmax(dim=2))
+                drafts.append(argmax(logits_BTV))
             else:
                 drafts.append(pick(logits_BTV, noise_BLV[:, step : step + 1], rows.warp))
         node_N = torch.arange(self.num_nodes, device=start_B.device)
@@ -126,9 +127,9 @@ class DraftModelProposer:
     def _sample(self, log_q_BTV: Tensor, rows: RowState, step: int) -> Tensor:
         """A sample of q for each row, int64 [B, 1]; a greedy row's q has all its mass on one token."""
         if not rows.warp.flags.has_noise:
-            return log_q_BTV.argmax(dim=2)
+            return argmax(log_q_BTV)
         position_BT = rows.length_B[:, None] + step + 1
-        return (log_q_BTV + gumbel_noise(rows.seed_B, position_BT, self._token_V, stream=STREAM_DRAFT)).argmax(dim=2)
+        return argmax(log_q_BTV + gumbel_noise(rows.seed_B, position_BT, self._token_V, stream=STREAM_DRAFT))
 
     def _forward(
         self,

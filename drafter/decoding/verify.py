@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from drafter.decoding.candidates import Candidates
+from drafter.decoding.largest import argmax
 from drafter.decoding.sampling import STREAM_ACCEPT, uniform_noise
 
 
@@ -109,7 +110,7 @@ def accept_samples(
     residual_BNV = torch.cat([(p_BNV[:, :-1] - q_BGV * has_draft_BG1).clamp_min(0), p_BNV[:, -1:]], dim=1)
     # p <= q everywhere means p = q up to rounding: then nothing can be rejected, but rounding may; fall back to p.
     residual_BNV = torch.where(residual_BNV.sum(dim=2, keepdim=True) > 0, residual_BNV, p_BNV)
-    bonus_BN = (residual_BNV.log() + residual_noise_BNV).argmax(dim=2)
+    bonus_BN = argmax(residual_BNV.log() + residual_noise_BNV)
     depth_L = torch.arange(num_nodes, device=num_accepted_B.device)
     path_BL = torch.minimum(depth_L, num_accepted_B[:, None])
     return Accepted(path_BL, num_accepted_B, bonus_BN.gather(1, num_accepted_B[:, None])[:, 0])

@@ -11,7 +11,7 @@ import torch
 from drafter.bench.steptime import Budget, FixedTree, StepClock, Timed
 from drafter.bench.tune import COLUMNS, TuneSettings, _RowCurves, table_rows, tune
 from drafter.cli import main
-from drafter.decoding.candidates import RootOnly
+from drafter.decoding.candidates import Candidates, RootOnly, RowState
 from drafter.decoding.engine import Engine
 from drafter.decoding.params import EngineConfig, Method
 from drafter.decoding.speculation import PLAIN, Tree, read_speculation
@@ -60,9 +60,25 @@ def test_proposers_take_turns_and_medians_are_kept(monkeypatch: pytest.MonkeyPat
         return next(durations)
 
     monkeypatch.setattr(clock, "step", step)
+    monkeypatch.setattr(clock, "restart", lambda: None)
     tree = FixedTree(4, 61, torch.device("cpu"))
     found = clock.compare({"plain": RootOnly(), "tree": tree}, 3, Budget(60), lambda: None)
     assert order == [1, 4] * 4 and found == {"plain": 2.0, "tree": 5.0}
+
+
+def test_every_comparison_begins_with_the_same_context() -> None:
+    clock = StepClock(shared_target(), None, 2, context_length=8, largest=1, num_steps=30)
+    lengths: list[list[int]] = []
+
+    class Watched(RootOnly):
+        def propose(self, rows: RowState, noise_BLV: torch.Tensor | None) -> Candidates:
+            lengths.append(rows.length_B.tolist())
+            return super().propose(rows, noise_BLV)
+
+    for _ in range(2):
+        clock.compare({"watched": Watched()}, 2, Budget(60), lambda: None)
+    assert len(lengths) == 6 and lengths[:3] == lengths[3:]
+    assert lengths[0][0] < lengths[2][0] and lengths[0][0] <= 8 + 2
 
 
 def test_a_spent_budget_leaves_two_rounds() -> None:
