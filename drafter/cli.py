@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "drafter":
             raise
-        return _fail(error, f"{error.name} is not installed: install the extra that has it, pip install 'drafter[dev]'")
+        return _fail(error, f"{error.name} is not installed: in the repository, pip install -e '.[dev]'")
 
 
 def _file_errors() -> tuple[type[BaseException], ...]:

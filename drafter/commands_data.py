@@ -55,7 +55,8 @@ def distill(
         target: alias, hub id, folder or .gguf file of the language model
         prompts: file of prompts, hub data set, or `magpie`: the target invents its own (default: about 100 prompts
             that come with the package)
-        num_prompts: how many prompts magpie invents, or at most so many of the file
+        num_prompts: how many prompts magpie invents (all of them before the first is answered), or at most so many of
+            the file
         max_new_tokens: longest answer in tokens
         temperature: 0 is greedy; several, such as 0,0.7, are used in turn
         top_k: sample among the k likeliest tokens; 0 is off
@@ -64,7 +65,7 @@ def distill(
         num_answers: answers to each prompt
         seed: of sampling
         shard: which part of the prompts to answer, such as 3/8; every part needs its own --out
-        format: messages, sharegpt, alpaca, prompt or text (default: recognised by a row's keys)
+        format: messages, sharegpt, alpaca, prompt, turns or text (default: recognised by a row's keys)
         column: OURS=THEIRS, such as prompt=question, where a file calls a key otherwise; may be repeated
         exclude: file of prompts that must not be answered: an evaluation's own
         drafter: folder of an exported drafter; the same answers, sooner
@@ -177,7 +178,7 @@ def data_inspect(
         target: alias, hub id, folder or .gguf file of the language model
         num_rows: conversations to show
         max_length: cut rows after so many tokens, as training does
-        format: messages, sharegpt, alpaca, prompt or text (default: recognised by a row's keys)
+        format: messages, sharegpt, alpaca, prompt, turns or text (default: recognised by a row's keys)
         column: OURS=THEIRS, such as prompt=question, where a file calls a key otherwise; may be repeated
         revision: hub revision of the target
         trust_remote_code: run code that a hub model brings along

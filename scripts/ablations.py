@@ -19,7 +19,7 @@ import torch
 
 from drafter import EngineConfig, SamplingParams, Target
 from drafter.answer_files import read_prompts
-from drafter.decoding.engine import Prompt
+from drafter.decoding.prompt import Prompt
 from drafter.model.recurrent import RecurrentDrafter
 from drafter.training.callbacks import tokens_per_step
 from drafter.training.checkpoint import load_drafter, read_checkpoint
@@ -30,6 +30,7 @@ CONFIGS = ROOT / "configs" / "train" / "ablations"
 DOCUMENT = ROOT / "docs" / "training.md"
 BEGIN, END = "<!-- ablations: begin -->", "<!-- ablations: end -->"
 WIDTH, LENGTH, SIZE = 8, 4, 24
+KEPT = ("loss", "_d1", "_d2", f"_n{SIZE}")  # ends of the names of metrics
 
 
 def main() -> None:
@@ -108,7 +109,7 @@ def run(name: str, args: argparse.Namespace, target: Target, prompts: list[Promp
         "megabytes": round(2 * num_parameters / 1e6, 1),
         "train_cpu_s": round(seconds, 1),
         "draft_cpu_ms": round(draft_time(drafter, target), 1),
-        "metrics": {k: round(v, 4) for k, v in checkpoint["metrics"].items() if k.endswith(("loss", "_d1", "_d2"))},
+        "metrics": {key: round(value, 4) for key, value in checkpoint["metrics"].items() if key.endswith(KEPT)},
     }
 
 
@@ -145,15 +146,18 @@ def write_table(rows: list[dict[str, Any]]) -> None:
     """Replace what stands between the two marks in the document."""
     tree = f"W{WIDTH} L{LENGTH} N{SIZE}"
     lines = [
-        "| config | positions | tokens/step | with L = T | top-1, depth 1 | draft, CPU ms | training, CPU s | MB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| config | positions | tokens/step | with L = T | expected, held-out | top-1, depth 1 | draft, CPU ms "
+        "| training, CPU s | MB |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda row: (row["name"] != "base", row["name"])):
         rates = dict(row["tokens_per_step"])
         own = f"{rates.pop(tree):.2f}"
         other = ", ".join(f"{rate:.2f} ({name.split()[1]})" for name, rate in rates.items())
+        metrics = row["metrics"]
         cells = [
-            *(row["name"], f"{row['positions'] / 1000:.0f}k", own, other, f"{row['metrics']['val/top1_d1']:.3f}"),
+            *(row["name"], f"{row['positions'] / 1000:.0f}k", own, other),
+            *(f"{metrics['val/expected_tokens_per_step_n24']:.2f}", f"{metrics['val/top1_d1']:.3f}"),
             *(f"{row['draft_cpu_ms']:.1f}", f"{row['train_cpu_s']:.0f}", f"{row['megabytes']:.1f}"),
         ]
         lines.append(f"| {' | '.join(cells)} |")

@@ -203,7 +203,8 @@ def bench_serve(
 ) -> None:
     """Put load on a server that speaks OpenAI's protocol.
 
-    Measures throughput, the time to the first token and the time per token. The key of OPENAI_API_KEY is sent if set.
+    Measures throughput, the time to the first token and the time per token. Each stretch of load is appended to --out
+    when it ends. The key of OPENAI_API_KEY is sent if set.
 
     Args:
         url: address of the server, such as http://localhost:8000
@@ -228,11 +229,8 @@ def bench_serve(
     settings = LoadSettings(url, model, num_requests, max_new_tokens, temperature, seed)
     if out is not None:
         _check_out(out)
-    records = run_load(settings, read_prompt_set(prompts, raw=raw), stretches)
-    for record in records if out is not None else ():
-        assert out is not None
-        append_record(out, record)
-    print(load_table(records))
+    keep = partial(append_record, out) if out is not None else None
+    print(load_table(run_load(settings, read_prompt_set(prompts, raw=raw), stretches, keep)))
 
 
 def _check_out(out: Path) -> None:

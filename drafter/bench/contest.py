@@ -36,6 +36,10 @@ class Contestant(Protocol):
         """Make ready for prompts and answers of so many tokens together, before any clock runs."""
         ...
 
+    def forget(self) -> None:
+        """Be as if nothing had been answered yet; only between runs."""
+        ...
+
     def answer(
         self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], None]
     ) -> list[Answer]:
@@ -53,6 +57,10 @@ class EngineContestant:
         """Allocate the cache."""
         longest = min(num_tokens, self.engine.target.max_length)
         self.engine.reserve(longest + self.engine.proposer.num_nodes)
+
+    def forget(self) -> None:
+        """What was learnt from earlier answers goes; the cache and what is compiled stay."""
+        self.engine.forget()
 
     def answer(
         self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], None]

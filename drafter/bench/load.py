@@ -5,7 +5,7 @@ import json
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,12 @@ class LoadSettings:
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"--url is {self.url!r} but must begin with http:// or https://")
+        try:
+            host = httpx.URL(self.base).host
+        except (httpx.InvalidURL, UnicodeError) as error:
+            raise ValueError(f"--url is {self.url!r}, which is no address: {_reason(error)}") from error
+        if not host:
+            raise ValueError(f"--url is {self.url!r} but must name a host, such as http://localhost:8000")
         if self.num_requests < 1:
             raise ValueError(f"--num-requests is {self.num_requests} but must be at least 1")
         if self.max_new_tokens < 1:
@@ -90,16 +96,32 @@ class Reply:
     error: str = ""
 
 
-def run_load(settings: LoadSettings, workload: Workload, stretches: Sequence[Stretch]) -> list[Record]:
+def run_load(
+    settings: LoadSettings,
+    workload: Workload,
+    stretches: Sequence[Stretch],
+    on_record: Callable[[Record], object] | None = None,
+) -> list[Record]:
     """One record for each stretch of load.
 
+    Args:
+        settings: how the server is asked.
+        workload: what it is asked.
+        stretches: the load, one after the other.
+        on_record: called with the record of each stretch when it ends, whatever becomes of those after it.
+
     Raises:
-        ValueError: the server cannot be reached, or refuses every request.
+        ValueError: the server cannot be reached, or refuses every request of a stretch.
     """
-    return asyncio.run(_run_all(settings, workload, stretches))
+    return asyncio.run(_run_all(settings, workload, stretches, on_record))
 
 
-async def _run_all(settings: LoadSettings, workload: Workload, stretches: Sequence[Stretch]) -> list[Record]:
+async def _run_all(
+    settings: LoadSettings,
+    workload: Workload,
+    stretches: Sequence[Stretch],
+    on_record: Callable[[Record], object] | None,
+) -> list[Record]:
     key = os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -114,6 +136,8 @@ async def _run_all(settings: LoadSettings, workload: Workload, stretches: Sequen
                 replies = await _ask_all(client, settings, model, asked, stretch, bar)
                 seconds = time.perf_counter() - start
             records.append(_record(settings, workload, model, stretch, replies, seconds))
+            if on_record is not None:
+                on_record(records[-1])
     return records
 
 

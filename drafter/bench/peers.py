@@ -49,6 +49,9 @@ class GenerateContestant:
         """Fix the length of a static cache, so that it is made and compiled for once."""
         self._cache_length = -(-num_tokens // _CACHE_STEP) * _CACHE_STEP
 
+    def forget(self) -> None:
+        """Nothing to do: `generate` keeps nothing from one call to the next."""
+
     def answer(
         self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], None]
     ) -> list[Answer]:

@@ -351,14 +351,15 @@ def _figure(width: float, height: float, title: str, subtitle: str, *, title_pad
 
 
 def _subtitle(corner: Corner) -> str:
-    kind = "greedy" if corner.temperature == 0 else f"temperature {corner.temperature:g}"
     return (
-        f"{corner.target} in {corner.dtype}, {corner.device}; {corner.prompts}, {kind}, batch size {corner.batch_size}"
+        f"{corner.target} in {corner.dtype}, {corner.device}; {corner.prompts}, {corner.sampling}, "
+        f"batch size {corner.batch_size}"
     )
 
 
 def _suffix(corner: Corner) -> str:
-    return f"{corner.prompts}-t{corner.temperature:g}-batch{corner.batch_size}"
+    seed = "" if corner.seed is None else f"-seed{corner.seed}"
+    return f"{corner.prompts}-t{corner.temperature:g}{seed}-batch{corner.batch_size}"
 
 
 def _grids(tables: Tables) -> dict[Corner, dict[int, list[Summary]]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 SCHEMA = "drafter-bench/1"
 Record = dict[str, Any]
+_BEGINNING = json.dumps({"schema": SCHEMA})[:-1].encode()  # of every line that :func:`append_record` writes
 
 # What a record of each kind cannot be without.
 _KEYS = {
@@ -48,24 +49,58 @@ def read_records(paths: Iterable[Path]) -> list[Record]:
     """
     records = []
     for path in paths:
-        lines = path.read_text(encoding="utf-8").split("\n")  # a line separator within a string is no line's end
-        records += [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
-        if not any(line.strip() for line in lines):
+        found = _parse_lines(path.read_bytes(), path)
+        if not found:
             raise ValueError(f"{path} holds no results")
+        records += found
     return records
 
 
 def resume_records(path: Path) -> list[Record]:
-    """What an earlier, perhaps interrupted, run left in a results file; a last line cut in the middle is removed."""
+    """What an earlier, perhaps interrupted, run left in a results file, made ready to be appended to.
+
+    A last line of ours that was cut in the middle is removed; one that lacks its line feed only is given it.
+
+    Raises:
+        ValueError: the file holds something else, as of :func:`read_records`; it is left as it is.
+    """
     if not path.exists():
         return []
-    data = path.read_bytes()
-    whole, newline, rest = data.rpartition(b"\n")
-    if rest.strip():
+    whole, newline, rest = path.read_bytes().rpartition(b"\n")
+    records = _parse_lines(whole, path)  # before anything is cut: what is not ours is not ours to mend
+    if not rest.strip():
+        return records
+    if not (rest.startswith(_BEGINNING) or _BEGINNING.startswith(rest)):
+        raise ValueError(
+            f"{path}: the last line has no line feed and is not the beginning of a benchmark result of schema "
+            f"{SCHEMA!r}: give another file, or remove that line"
+        )
+    if not _is_json(rest):
         # The writer died within a line: only whole lines are results.
         with path.open("rb+") as stream:
             stream.truncate(len(whole) + len(newline))
-    return read_records([path]) if whole.strip() else []
+        return records
+    records += _parse_lines(rest, path, whole.count(b"\n") + len(newline) + 1)
+    with path.open("ab") as stream:
+        stream.write(b"\n")
+    return records
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        json.loads(data)
+    except ValueError:
+        return False
+    return True
+
+
+def _parse_lines(data: bytes, path: Path, first: int = 1) -> list[Record]:
+    """The records of a file's bytes; ``first`` is the number of the first line."""
+    try:
+        lines = data.decode().split("\n")  # a line separator within a string is no line's end
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason}, byte {error.start})") from error
+    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, first) if line.strip()]
 
 
 def _parse(line: str, where: str) -> Record:

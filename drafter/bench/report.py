@@ -46,8 +46,7 @@ def _machine(record: Record) -> str:
 
 
 def _title(corner: Corner) -> str:
-    kind = "greedy" if corner.temperature == 0 else f"temperature {corner.temperature:g}"
-    return f"{corner.prompts}, batch size {corner.batch_size}, {kind}"
+    return f"{corner.prompts}, batch size {corner.batch_size}, {corner.sampling}"
 
 
 def _about(corner: Corner, methods: Sequence[Summary]) -> str:
@@ -125,9 +124,8 @@ def _batch_tables(tables: Tables) -> list[str]:
         labels = _distinct(summary.label for size in sizes for summary in by_size[size])
         cells = {(s.label, size): _times(s.speedup) for size in sizes for s in by_size[size]}
         rows = [[label, *(cells.get((label, size), "-") for size in sizes)] for label in labels]
-        kind = "greedy" if corner.temperature == 0 else f"temperature {corner.temperature:g}"
         parts += [
-            f"## Speedup over autoregressive by batch size: {corner.prompts}, {kind}\n",
+            f"## Speedup over autoregressive by batch size: {corner.prompts}, {corner.sampling}\n",
             table(["method", *(f"batch {size}" for size in sizes)], rows),
         ]
     return parts

@@ -1,11 +1,13 @@
 """Measure: every method on the same prompts, round after round (A B C A B C), one record a run."""
 
 import gc
+import hashlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ from drafter.bench.records import Record, append_record, resume_records, run_id
 from drafter.bench.settings import BenchSettings
 from drafter.bench.workload import Workload
 from drafter.decoding.compiled import is_compiled
-from drafter.decoding.sized import device_name, dtype_name
+from drafter.decoding.sized import device_name, dtype_name, fingerprint_of_weights
 from drafter.provenance import run_record
 
 _WARM_UP_TOKENS = 16
@@ -108,6 +110,7 @@ class _Bench:
             "git_revision": made_by["git_revision"],
         }
         self._target = _describe_target(arena)
+        self._files = {spec.label: self._describe_files(spec) for spec in settings.specs}
         self._notes: set[str] = set()
 
     def pending(self, cell: Cell) -> Iterator[_Run]:
@@ -131,9 +134,11 @@ class _Bench:
                 contestants[run.spec.label] = self._warm(cell, run.spec)
             if oracle is None and run.spec.label != BASELINE:
                 oracle = self._oracle(cell)
+            contestant = contestants[run.spec.label]
+            contestant.forget()  # every round asks the same prompts: who remembers the answers drafts them
             gc.collect()
             with PeakMemory(self._arena.target.device) as memory:
-                found = self._converse(contestants[run.spec.label], cell, bar)
+                found = self._converse(contestant, cell, bar)
             oracle = oracle or found.transcript
             record = self._record(cell, run, found, oracle)
             record["peak_memory_bytes"] = {"bytes": memory.num_bytes, "of": memory.kind}
@@ -148,13 +153,14 @@ class _Bench:
         return self._arena.converse(contestant, cell.workload, self._settings.sampling(cell.temperature), advance)
 
     def _warm(self, cell: Cell, spec: MethodSpec) -> Contestant:
-        """A contestant that has answered a first batch, so that allocation and compilation are behind it."""
+        """A contestant that has answered a first batch and forgotten it: allocation and compilation are behind it."""
         contestant = self._arena.contestant(spec, cell.batch_size)
         contestant.reserve(self._arena.longest(cell.workload, self._settings.max_new_tokens))
         params = self._settings.sampling(cell.temperature)
         params = replace(params, max_new_tokens=min(_WARM_UP_TOKENS, params.max_new_tokens))
         prompts = [self._arena.encode(item, []) for item in cell.workload.items[: cell.batch_size]]
         contestant.answer(prompts, params, _nothing)
+        contestant.forget()
         return contestant
 
     def _oracle(self, cell: Cell) -> Transcript:
@@ -170,6 +176,7 @@ class _Bench:
             "drafter": self._arena.drafter_name if spec.needs_drafter else None,
             "draft_model": settings.draft_model if spec.needs_draft_model else None,
             "method": spec.label,
+            **self._files[spec.label],
             "compile": is_compiled(settings.compile, self._arena.target.device) and not spec.is_peer,
             "prompts": {"name": cell.workload.name, "digest": cell.workload.digest},
             "batch_size": cell.batch_size,
@@ -178,6 +185,24 @@ class _Bench:
             "seed": settings.seed,
             "ignore_eos": settings.ignore_eos,
         }
+
+    def _describe_files(self, spec: MethodSpec) -> dict[str, str]:
+        """What is in the files that a method goes by, since others may be written to the same place later.
+
+        Methods without such files get no keys, so that what makes their runs is named as it always was.
+        """
+        found = {}
+        if spec.needs_drafter and self._arena.drafter is not None:
+            found["drafter_fingerprint"] = self._drafter_fingerprint
+        if spec.is_tuned:
+            content = Path(self._arena.speculation_file(spec)).read_bytes()
+            found["speculation_digest"] = hashlib.sha256(content).hexdigest()[:16]
+        return found
+
+    @cached_property
+    def _drafter_fingerprint(self) -> str:
+        assert self._arena.drafter is not None
+        return fingerprint_of_weights(self._arena.drafter)
 
     def _record(self, cell: Cell, run: _Run, found: Conversations, oracle: Transcript) -> Record:
         answers = [turn.answer for turns in found.transcript for turn in turns]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from drafter.bench.figures import median, survival
@@ -10,7 +11,10 @@ from drafter.bench.records import Record
 
 
 class Corner(NamedTuple):
-    """What the methods of one table have in common."""
+    """What the methods of one table have in common.
+
+    ``seed`` is None in the corners of results that all have the same: it tells nothing apart there.
+    """
 
     target: str
     dtype: str
@@ -24,6 +28,13 @@ class Corner(NamedTuple):
     ignore_eos: bool
     temperature: float
     batch_size: int
+    seed: int | None
+
+    @property
+    def sampling(self) -> str:
+        """How tokens are chosen, for titles."""
+        kind = "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
+        return kind if self.seed is None else f"{kind}, seed {self.seed}"
 
 
 class Span(NamedTuple):
@@ -51,7 +62,7 @@ class Summary:
     """One method in one corner.
 
     Attributes:
-        label: the method, with its drafter's name where results hold several.
+        label: the method, with its drafter's name where results hold several, and what else tells its files apart.
         num_rounds: runs behind the figures.
         rate: tokens per second.
         speedup: over plain decoding of our engine, round by round; None where that was not run.
@@ -93,15 +104,11 @@ Tables = dict[Corner, list[Summary]]
 def summarise(records: Iterable[Record]) -> Tables:
     """Summaries of all runs, corners and methods in order of first appearance."""
     runs = [record for record in records if record["kind"] == "run"]
-    drafters = {record["drafter"] for record in runs if record.get("drafter")}
+    labels = _labels(runs)
+    has_seeds = len({record.get("seed") for record in runs}) > 1
     by_corner: dict[Corner, dict[str, list[Record]]] = {}
-    for record in runs:
-        label = record["method"]
-        if len(drafters) > 1 and record.get("drafter"):
-            label += f" ({short_name(record['drafter'])})"
-        if record.get("compile"):
-            label += " compiled"
-        by_corner.setdefault(_corner_of(record), {}).setdefault(label, []).append(record)
+    for record, label in zip(runs, labels, strict=True):
+        by_corner.setdefault(_corner_of(record, has_seeds), {}).setdefault(label, []).append(record)
     return {
         corner: [_summarise(label, rounds, methods) for label, rounds in methods.items()]
         for corner, methods in by_corner.items()
@@ -113,7 +120,61 @@ def short_name(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
 
 
-def _corner_of(record: Record) -> Corner:
+def distinct_names(paths: Iterable[str]) -> dict[PurePosixPath, str]:
+    """For every path the fewest of its last parts that no other path ends with.
+
+    Of runs/kd/drafter, runs/ce/drafter and runs/old: kd/drafter, ce/drafter and old.
+    """
+    distinct = {PurePosixPath(path) for path in paths}
+    return {
+        path: next(
+            (
+                str(PurePosixPath(*path.parts[-length:]))
+                for length in range(1, len(path.parts))
+                if not any(path.parts[-length:] == other.parts[-length:] for other in distinct - {path})
+            ),
+            str(path),
+        )
+        for path in distinct
+    }
+
+
+def _labels(runs: Sequence[Record]) -> list[str]:
+    """What to call each run's method, so that runs of the same name are repetitions of each other."""
+    names = distinct_names(record["drafter"] for record in runs if record.get("drafter"))
+    weights: dict[PurePosixPath, set[str | None]] = {}
+    plans: dict[tuple[PurePosixPath, str | None, str], set[str | None]] = {}
+    for record in runs:
+        if record.get("drafter"):
+            path, fingerprint, plan = _files_of(record)
+            weights.setdefault(path, set()).add(fingerprint)
+            plans.setdefault((path, fingerprint, record["method"]), set()).add(plan)
+    labels = []
+    for record in runs:
+        label = record["method"]
+        if record.get("drafter"):
+            path, fingerprint, plan = _files_of(record)
+            notes = [names[path]] if len(names) > 1 else []
+            if len(weights[path]) > 1:
+                notes.append(f"weights {_short(fingerprint)}")
+            if len(plans[path, fingerprint, record["method"]]) > 1:
+                notes.append(f"plan {_short(plan)}")
+            label += f" ({', '.join(notes)})" if notes else ""
+        labels.append(label + " compiled" if record.get("compile") else label)
+    return labels
+
+
+def _files_of(record: Record) -> tuple[PurePosixPath, str | None, str | None]:
+    """Where the drafter lay, its weights, and the plan that a tuned method went by; older results lack the latter."""
+    path = PurePosixPath(record["drafter"])
+    return path, record.get("drafter_fingerprint"), record.get("speculation_digest")
+
+
+def _short(digest: str | None) -> str:
+    return "unknown" if digest is None else digest[:8]
+
+
+def _corner_of(record: Record, has_seeds: bool) -> Corner:
     target, prompts = record["target"], record["prompts"]
     return Corner(
         short_name(target["name"]),
@@ -128,6 +189,7 @@ def _corner_of(record: Record) -> Corner:
         record["ignore_eos"],
         record["temperature"],
         record["batch_size"],
+        record.get("seed") if has_seeds else None,
     )
 
 

@@ -64,6 +64,8 @@ def tune(
     from drafter.shipped import shipped_drafter, speculation_path
     from drafter.target.adapter import resolve_device
 
+    if num_prompts < 1:
+        raise ValueError(f"--num-prompts is {num_prompts} but must be at least 1")
     settings = TuneSettings.for_method(
         method or default_method(resolve_device(device).type), batch_sizes=batch_sizes, beam_widths=beam_widths,
         draft_lengths=draft_lengths, tree_sizes=tree_sizes, max_new_tokens=max_new_tokens, seconds=seconds,

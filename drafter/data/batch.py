@@ -44,7 +44,7 @@ def collate(rows: Sequence[tuple[Tensor, Tensor]], *, pad_multiple: int = 1) -> 
     """
     assert rows, "a batch needs at least one row"
     lengths = [len(token_T) for token_T, _ in rows]
-    width = -(-max(lengths) // pad_multiple) * pad_multiple
+    width = _padded(max(lengths), pad_multiple)
     token_BT = torch.zeros(len(rows), width, dtype=torch.int64)
     loss_mask_BT = torch.zeros(len(rows), width, dtype=torch.bool)
     for row, (token_T, loss_mask_T) in enumerate(rows):
@@ -67,39 +67,45 @@ def keyed_generator(*key: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-def plan_epoch(length_R: Tensor, *, batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+def plan_epoch(length_R: Tensor, *, batch_tokens: int, seed: int, epoch: int, pad_multiple: int = 1) -> list[list[int]]:
     """Which rows form each batch of an epoch: every row once, shuffled by (seed, epoch) alone.
 
     A batch holds as many rows of similar length as fit ``rows x longest row <= batch_tokens`` (one row if it alone is
-    longer). Batches come in random order.
+    longer), where the longest row is rounded up to a multiple of ``pad_multiple``, as :func:`collate` pads it. Batches
+    come in random order.
     """
     generator = keyed_generator("epoch", seed, epoch)
     order_R = torch.randperm(len(length_R), generator=generator)
     batches: list[list[int]] = []
     for pool_R in order_R.split(_POOL_ROWS):
         pool_R = pool_R[length_R[pool_R].argsort(stable=True)]
-        batches += _cut(pool_R.tolist(), length_R[pool_R].tolist(), batch_tokens)
+        batches += _cut(pool_R.tolist(), length_R[pool_R].tolist(), batch_tokens, pad_multiple)
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
-def plan_in_order(length_R: Tensor, *, batch_tokens: int) -> list[list[int]]:
+def plan_in_order(length_R: Tensor, *, batch_tokens: int, pad_multiple: int = 1) -> list[list[int]]:
     """Batches for validation: rows sorted by length, the same ones every time."""
     order_R = length_R.argsort(stable=True)
-    return _cut(order_R.tolist(), length_R[order_R].tolist(), batch_tokens)
+    return _cut(order_R.tolist(), length_R[order_R].tolist(), batch_tokens, pad_multiple)
 
 
-def _cut(rows: list[int], lengths: list[int], batch_tokens: int) -> list[list[int]]:
+def _cut(rows: list[int], lengths: list[int], batch_tokens: int, pad_multiple: int) -> list[list[int]]:
     """Cut rows of ascending length into batches under the budget."""
     batches: list[list[int]] = []
     batch: list[int] = []
     for row, length in zip(rows, lengths, strict=True):
-        if batch and (len(batch) + 1) * length > batch_tokens:
+        if batch and (len(batch) + 1) * _padded(length, pad_multiple) > batch_tokens:
             batches.append(batch)
             batch = []
         batch.append(row)
     if batch:
         batches.append(batch)
     return batches
+
+
+def _padded(length: int, multiple: int) -> int:
+    """``length`` rounded up to a multiple."""
+    return -(-length // multiple) * multiple
 
 
 def gather(store: TokenStore, rows: Sequence[int], *, pad_multiple: int = 1) -> ChatBatch:

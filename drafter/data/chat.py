@@ -9,6 +9,7 @@ messages    messages [{role, content}]                    the conversation (Open
 sharegpt    conversations [{from, value}]                 the conversation
 alpaca      instruction, input (optional), output         user turn, assistant turn
 prompt      prompt, completion / response / text (opt.)   user turn, assistant turn if given
+turns       turns [text, ...]                             the first user turn (MT-bench)
 text        text                                          plain text, every token trained on
 =========== ============================================= =====================================
 """
@@ -20,7 +21,7 @@ from typing import Any
 
 from drafter.data.files import Record, read_records
 
-FORMATS = ("messages", "sharegpt", "alpaca", "prompt", "text")
+FORMATS = ("messages", "sharegpt", "alpaca", "prompt", "turns", "text")
 _ANSWER_KEYS = ("completion", "response", "text")
 _ROLES = {
     "system": "system",
@@ -121,7 +122,7 @@ def parse_row(record: Record, *, format: str | None = None, columns: Mapping[str
     if kind is None:
         raise ValueError(
             f"{record.where}: no known keys{_keys(fields)}; known are messages, conversations, instruction + output, "
-            "prompt, text (name others with --column)"
+            "prompt, turns, text (name others with --column)"
         )
     common: dict[str, Any] = {
         "id": _text_or_none(fields.get("id", fields.get("question_id"))),
@@ -146,6 +147,8 @@ def recognise(fields: Mapping[str, Any]) -> str | None:
         return "alpaca"
     if "prompt" in fields:
         return "prompt"
+    if isinstance(fields.get("turns"), Sequence) and not isinstance(fields["turns"], str):
+        return "turns"
     return "text" if "text" in fields else None
 
 
@@ -185,7 +188,7 @@ def _read_turns(
         if not isinstance(turn, Mapping):
             raise ValueError(f"{where}: turn {number} of {key} must be an object, not {type(turn).__name__}")
         role, content = (next((turn[name] for name in group if name in turn), None) for group in names)
-        if role not in _ROLES:
+        if not isinstance(role, str) or role not in _ROLES:
             raise ValueError(f"{where}: turn {number} has the role {role!r}; known are {', '.join(_ROLES)}")
         messages.append({"role": _ROLES[role], "content": _content(content, f"{where}: turn {number}")})
     if not messages:
@@ -221,7 +224,20 @@ def _read_prompt(fields: Mapping[str, Any], where: str) -> list[Message]:
     return messages
 
 
-_READERS = {"messages": _read_messages, "sharegpt": _read_sharegpt, "alpaca": _read_alpaca, "prompt": _read_prompt}
+def _read_first_turn(fields: Mapping[str, Any], where: str) -> list[Message]:
+    turns = fields.get("turns")
+    if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
+        raise ValueError(f"{where}: turns must be an array of at least one text{_keys(fields)}")
+    return [{"role": "user", "content": _content(turns[0], f"{where}: turn 1")}]
+
+
+_READERS = {
+    "messages": _read_messages,
+    "sharegpt": _read_sharegpt,
+    "alpaca": _read_alpaca,
+    "prompt": _read_prompt,
+    "turns": _read_first_turn,
+}
 
 
 def _text(fields: Mapping[str, Any], key: str, where: str) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from drafter.data.endpoint import Endpoint
 from drafter.data.jobs import Answer, AnswerSettings, Job, keys_of, make_jobs, row_of
-from drafter.data.journal import Journal
+from drafter.data.journal import Journal, check_name
 from drafter.data.magpie import MagpieSettings, Opening, invent_prompts
 from drafter.data.prompts import Exclusion, Prompt, Shard, builtin_prompts, read_prompts
 
@@ -212,7 +212,7 @@ def distill(
         out: a .jsonl file, continued if it exists.
         temperature: one, or a mix that the answers go through.
         shard: ``"3/8"``: the third of eight parts of the prompts; every part needs its own ``out``.
-        num_prompts: at most so many prompts of a file; how many to invent.
+        num_prompts: at most so many prompts of a file; how many to invent, all of them before the first is answered.
         exclude: a file of texts that must not be among the prompts (13 words in a row count as the same).
         drafter: makes answering faster.
         batch_size, batch_tokens: see :class:`EngineAnswerer`.
@@ -220,13 +220,17 @@ def distill(
         answerer: whoever else answers, such as a cluster.
 
     Raises:
-        ValueError: bad options or prompts, or ``out`` was begun with other settings.
+        ValueError: bad options or prompts, or ``out`` was begun with other settings or holds answers to prompts that
+            are excluded now.
         OSError: the disk is full, or the server does not answer (finished rows are kept).
     """
     mix = (float(temperature),) if isinstance(temperature, float | int) else tuple(float(t) for t in temperature)
     settings = AnswerSettings(max_new_tokens, mix, top_k, top_p, min_p, num_answers, seed)
     if num_prompts is not None and num_prompts < 1:
         raise ValueError(f"--num-prompts {num_prompts} must be at least 1")
+    check_name(out)
+    if answerer is not None and endpoint is not None:
+        raise ValueError("--endpoint and --ray both say who is to answer: give one of them")
     answerer = answerer or _choose_answerer(target, drafter, endpoint, batch_size, batch_tokens)
     report = DistillReport()
     part, unwanted = Shard.parse(shard), Exclusion.read(exclude)
@@ -239,6 +243,7 @@ def distill(
         wanted, report.num_duplicates, report.num_excluded = found
         origin = {"prompts": _digest(wanted)}
     with Journal(out, {**asdict(settings), "shard": str(part), **origin, **answerer.identity}) as journal:
+        _check_excluded(journal, unwanted)
         _answer_all(answerer, wanted, settings, journal, report, progress)
     return report
 
@@ -259,6 +264,17 @@ def _choose_answerer(
     return EngineAnswerer(target, drafter, batch_size=batch_size, batch_tokens=batch_tokens)
 
 
+def _check_excluded(journal: Journal, exclude: Exclusion) -> None:
+    """ValueError when the file holds answers to excluded prompts: it was begun before they were excluded."""
+    ids = {str(row.get("id")): None for row in journal.rows if exclude.matches_any(row.get("messages", [])[:-1])}
+    if ids:
+        shown = ", ".join(list(ids)[:3]) + (", ..." if len(ids) > 3 else "")
+        raise ValueError(
+            f"--out {journal.path} holds answers to {len(ids)} prompts that are on the excluded list (id {shown}): "
+            "remove their lines to go on, or give another --out"
+        )
+
+
 def _answer_all(
     answerer: Answerer,
     prompts: list[Prompt],
@@ -275,6 +291,10 @@ def _answer_all(
     report.num_answers = len(prompts) * settings.num_answers
     report.num_done_before = report.num_answers - len(jobs)
     report.num_torn_bytes = journal.num_torn_bytes
+    if isinstance(answerer, Endpoint):
+        answers = answerer.answer(jobs, settings, num_answered_before=len(done))
+    else:
+        answers = answerer.answer(jobs, settings)
     start = time.perf_counter()
     with tqdm(
         total=report.num_answers,
@@ -284,7 +304,7 @@ def _answer_all(
         disable=not progress,
         file=sys.stderr,
     ) as bar:
-        for job, answer in answerer.answer(jobs, settings):
+        for job, answer in answers:
             report.seconds = time.perf_counter() - start
             if answer is None:
                 report.num_too_long += not isinstance(answerer, Endpoint)

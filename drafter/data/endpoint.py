@@ -68,8 +68,13 @@ class Endpoint:
         base = self.url.rstrip("/").removesuffix("/chat/completions")
         return f"{base if base.endswith('/v1') else base + '/v1'}/chat/completions"
 
-    def answer(self, jobs: Sequence[Job], settings: AnswerSettings) -> Iterator[tuple[Job, Answer | None]]:
+    def answer(
+        self, jobs: Sequence[Job], settings: AnswerSettings, *, num_answered_before: int = 0
+    ) -> Iterator[tuple[Job, Answer | None]]:
         """Yield jobs with their answers as they come; None where the server refused this prompt.
+
+        Args:
+            num_answered_before: answers with these settings that earlier runs got.
 
         Raises:
             EndpointError: see there; what was yielded before stays valid.
@@ -96,6 +101,11 @@ class Endpoint:
             threading.Thread(target=work, daemon=True).start()
             todo.put(None)
         num_refused = num_answered = 0
+        # Where earlier runs got answers, the prompts they were refused come again, perhaps nothing else. Only a server
+        # that refuses more than it ever answered is taken for one that refuses everything.
+        limit = min(_MAX_REFUSED_AT_START, len(jobs))
+        if num_answered_before:
+            limit = max(_MAX_REFUSED_AT_START, num_answered_before + 1)
         try:
             for _ in jobs:
                 job, result = done.get()
@@ -104,7 +114,7 @@ class Endpoint:
                 num_refused += isinstance(result, _Refused)
                 num_answered += isinstance(result, Answer)
                 if isinstance(result, _Refused):
-                    if not num_answered and num_refused >= min(_MAX_REFUSED_AT_START, len(jobs)):
+                    if not num_answered and num_refused >= limit:
                         raise EndpointError(f"{self.chat_url} refuses every prompt: {result.reason}")
                     yield job, None
                 else:

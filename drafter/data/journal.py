@@ -14,6 +14,19 @@ from types import TracebackType
 from typing import Any
 
 _BLOCK = 1 << 20
+_OTHER_FORMATS = (".json", ".parquet")  # endings that `read_records` does not take for lines of text
+
+
+def check_name(path: str | Path) -> None:
+    """ValueError when a file of this name would be read as another format than the one that is written."""
+    name = Path(path).name.lower()
+    if name.endswith(".gz"):
+        raise ValueError(f"--out {path}: rows are appended one by one, so the file cannot be compressed; use .jsonl")
+    if name.endswith(_OTHER_FORMATS):
+        raise ValueError(
+            f"--out {path}: rows are written line by line (JSONL), but a file of this name is read as "
+            f"{Path(name).suffix}; use .jsonl"
+        )
 
 
 class Journal:
@@ -24,16 +37,14 @@ class Journal:
         num_torn_bytes: length of the torn last line that was cut off.
 
     Raises:
-        ValueError: the file was begun with other settings or is damaged in the middle; another run is writing it.
+        ValueError: the file was begun with other settings or is damaged in the middle; another run is writing it; its
+            name is that of another format.
         OSError: it cannot be written.
     """
 
     def __init__(self, path: str | Path, settings: Mapping[str, Any]) -> None:
         self.path = Path(path).expanduser()
-        if self.path.suffix == ".gz":
-            raise ValueError(
-                f"--out {path}: rows are appended one by one, so the file cannot be compressed; use .jsonl"
-            )
+        check_name(path)
         if self.path.is_dir():
             raise ValueError(f"--out {path} is a folder: give the name of a .jsonl file")
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -27,6 +27,7 @@ class TrainLoader:
         *,
         batch_tokens: int,
         seed: int,
+        pad_multiple: int = 1,
         rank: int = 0,
         world_size: int = 1,
         fingerprint: str = "",
@@ -35,6 +36,7 @@ class TrainLoader:
         self._gather = gather
         self._batch_tokens = batch_tokens
         self._seed = seed
+        self._pad_multiple = pad_multiple
         self._rank = rank
         self._world_size = world_size
         self._fingerprint = fingerprint
@@ -76,10 +78,12 @@ class TrainLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue there; ValueError when the checkpoint's stream was another."""
+        # A state without pad_multiple is of a stream that did not count the padding: as with a multiple of 1.
+        saved = {"pad_multiple": 1, **state}
         for name, value in self._identity().items():
-            if state.get(name) != value:
+            if saved.get(name) != value:
                 what = "training data" if name == "fingerprint" else f"--data.{name}"
-                shown = "" if name == "fingerprint" else f" ({state.get(name)} then, {value} now)"
+                shown = "" if name == "fingerprint" else f" ({saved.get(name)} then, {value} now)"
                 raise ValueError(
                     f"the checkpoint was written with another {what}{shown}, so its position in the data means nothing "
                     "here: restore it to resume, or start a new run from the checkpoint's weights"
@@ -92,12 +96,18 @@ class TrainLoader:
             "fingerprint": self._fingerprint,
             "batch_tokens": self._batch_tokens,
             "seed": self._seed,
+            "pad_multiple": self._pad_multiple,
         }
 
     def _plan(self, epoch: int) -> list[list[int]]:
         if self._planned is None or self._planned[0] != epoch:
-            length_R = self._store.length_R
-            plan = plan_epoch(length_R, batch_tokens=self._batch_tokens, seed=self._seed, epoch=epoch)
+            plan = plan_epoch(
+                self._store.length_R,
+                batch_tokens=self._batch_tokens,
+                seed=self._seed,
+                epoch=epoch,
+                pad_multiple=self._pad_multiple,
+            )
             self._planned = epoch, plan
         return self._planned[1]
 
@@ -109,10 +119,17 @@ class ValLoader:
     """
 
     def __init__(
-        self, store: TokenStore, gather: Gather, *, batch_tokens: int, rank: int = 0, world_size: int = 1
+        self,
+        store: TokenStore,
+        gather: Gather,
+        *,
+        batch_tokens: int,
+        pad_multiple: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         self._gather = gather
-        plan = plan_in_order(store.length_R, batch_tokens=batch_tokens)
+        plan = plan_in_order(store.length_R, batch_tokens=batch_tokens, pad_multiple=pad_multiple)
         self._batches = _divisible(plan, world_size)[rank::world_size]
 
     def __len__(self) -> int:

@@ -111,14 +111,16 @@ def invent_prompts(
     """Prompts invented by the target, kept in ``path`` (a journal: a later call continues it and may ask for more).
 
     Candidate number i has a seed derived from i, and candidates are looked at in order, so that an interrupted run ends
-    with the same prompts. Shards take every ``total``-th candidate.
+    with the same prompts. Shards take every ``total``-th candidate. All prompts are invented before this returns. Those
+    of an earlier call that ``exclude`` names now are left out, and others invented in their place.
 
     Args:
         sample: answers openings; see ``Sampler``.
         identity: what else decides about the texts, such as the target's fingerprint.
 
     Returns:
-        The prompts, and how many candidates of this call were dropped for which reason.
+        The prompts, and how many candidates of this call, and kept ones of earlier calls, were dropped for which
+        reason.
 
     Raises:
         ValueError: the target invents almost nothing usable.
@@ -131,20 +133,24 @@ def invent_prompts(
     with Journal(path, recorded) as journal:
         collector = _Collector(journal, tokenizer, exclude or Exclusion(), wanted)
         _collect(collector, opening, sample, settings, shard, target_name, progress)
-        rows = journal.rows[:wanted]
+        rows = collector.rows[:wanted]
     prompts = [Prompt(row["id"], ({"role": "user", "content": row["prompt"]},), "magpie") for row in rows]
     return prompts, collector.dropped
 
 
 class _Collector:
-    """Looks at candidates in order and writes those that can be used."""
+    """Looks at candidates in order and writes those that can be used.
+
+    ``rows`` are the journal's that are not excluded: an earlier run may have known of no exclusion.
+    """
 
     def __init__(self, journal: Journal, tokenizer: Any, exclude: Exclusion, wanted: int) -> None:
         self.journal = journal
-        self.rows = journal.rows
+        self.rows = [row for row in journal.rows if not exclude.matches(row["prompt"])]
         self.wanted = wanted
-        self.dropped: dict[str, int] = {}
-        self.last = int(self.rows[-1]["candidate"]) if self.rows else -1
+        num_excluded = len(journal.rows) - len(self.rows)
+        self.dropped: dict[str, int] = {"excluded": num_excluded} if num_excluded else {}
+        self.last = int(journal.rows[-1]["candidate"]) if journal.rows else -1
         self._exclude = exclude
         self._special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._seen = {_normal(row["prompt"]) for row in self.rows}

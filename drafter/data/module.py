@@ -17,6 +17,9 @@ from drafter.data.store import TokenStore
 from drafter.target.adapter import Target
 from drafter.target.catalog import load_tokenizer
 
+_MIN_PROMPT = 2  # the token that every text begins with, and one that says something
+_MAX_TEXT_PROMPT = 32  # of plain text, which does not say itself where its prompt ends
+
 
 class ChatDataModule(LightningDataModule):
     """Batches of tokenised conversations in a deterministic order that a checkpoint can resume.
@@ -52,12 +55,12 @@ class ChatDataModule(LightningDataModule):
             target: whose tokenizer and chat template are used: alias, hub id, folder or .gguf file.
             val: share of the prompts that is held out of ``train`` (with all their answers), or files of their own.
             max_length: rows are cut after so many tokens.
-            batch_tokens: rows x longest row of a batch, at most.
+            batch_tokens: rows x longest row of a batch with its padding, at most.
             train_on: ``answers`` only, or ``everything``: prompts and template too (ready text, with a loss that
                 compares
                 with the target's own distribution). Validation is on answers either way.
             seed: of the order of the rows.
-            format: messages, sharegpt, alpaca, prompt or text; None recognises rows by their keys.
+            format: messages, sharegpt, alpaca, prompt, turns or text; None recognises rows by their keys.
             columns: our key to the files' key, such as {"prompt": "question"}.
             strip_suffixes: texts to take off the end of every answer.
             strip_special_suffixes: take special tokens of the tokenizer, written out at the end of an answer, off too.
@@ -146,6 +149,7 @@ class ChatDataModule(LightningDataModule):
             gather_rows,
             batch_tokens=self._batch_tokens,
             seed=self._seed,
+            pad_multiple=self._pad_multiple,
             rank=rank,
             world_size=world_size,
             fingerprint=store.digest(),
@@ -158,6 +162,7 @@ class ChatDataModule(LightningDataModule):
             store,
             gather_rows,
             batch_tokens=self._batch_tokens,
+            pad_multiple=self._pad_multiple,
             rank=rank,
             world_size=world_size,
         )
@@ -182,15 +187,29 @@ class ChatDataModule(LightningDataModule):
             )
 
     def val_prompts(self, num: int) -> list[list[int]]:
-        """Token ids of the first ``num`` different held-out prompts, up to the opening of the first answer."""
+        """Token ids of the first ``num`` different held-out prompts, up to the opening of the first answer.
+
+        Plain text has no prompt: its first tokens stand for it.
+
+        Raises:
+            ValueError: no held-out row is long enough for a prompt.
+        """
         store = self.val_store
         prompts: dict[tuple[int, ...], None] = {}
         for row in range(len(store)):
             if len(prompts) == num:
                 break
             prompt = store.prompt_ids(row)
-            if len(prompt) > 1:
+            if len(prompt) < _MIN_PROMPT:
+                # The last token is left: something must remain to be answered.
+                prompt = store.row(row)[0][:-1][:_MAX_TEXT_PROMPT].tolist()
+            if len(prompt) >= _MIN_PROMPT:
                 prompts[tuple(prompt)] = None
+        if not prompts:
+            raise ValueError(
+                f"no held-out row gives a prompt of at least {_MIN_PROMPT} tokens with one to answer: hold longer rows "
+                "out, or name files for --data.val"
+            )
         return [list(prompt) for prompt in prompts]
 
     def token_counts(self, vocab_size: int | None = None) -> Tensor:

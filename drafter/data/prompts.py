@@ -60,7 +60,10 @@ def builtin_prompts() -> Path:
 
 
 class Exclusion:
-    """Texts that must not be among the prompts: the evaluation's own."""
+    """Texts that must not be among the prompts: the evaluation's own.
+
+    System messages count on neither side: the same one stands before any number of prompts that are not related.
+    """
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
         self._texts: set[str] = set()
@@ -72,19 +75,25 @@ class Exclusion:
 
     @classmethod
     def read(cls, name: str | None) -> "Exclusion":
-        """Every turn of every row of a file; nothing for None."""
+        """Every turn of every row of a file but the system's; nothing for None."""
         if name is None:
             return cls()
         return cls(
-            text
-            for row in read_rows(name)
-            for text in ([row.text] if row.text is not None else [message["content"] for message in row.messages])
+            text for row in read_rows(name) for text in ([row.text] if row.text is not None else _turns(row.messages))
         )
 
     def matches(self, text: str) -> bool:
         """The same words as an excluded text, or 13 of them in a row."""
         words = _words(text)
         return " ".join(words) in self._texts or not self._runs.isdisjoint(_runs_of(words))
+
+    def matches_any(self, messages: Iterable[Message]) -> bool:
+        """Whether a turn that is not the system's matches."""
+        return any(map(self.matches, _turns(messages)))
+
+
+def _turns(messages: Iterable[Message]) -> list[str]:
+    return [message["content"] for message in messages if message["role"] != "system"]
 
 
 def _words(text: str) -> list[str]:
@@ -125,7 +134,7 @@ def read_prompts(
             num_duplicates += 1
             continue
         seen.add(digest)
-        if exclude is not None and any(exclude.matches(message["content"]) for message in row.prompt):
+        if exclude is not None and exclude.matches_any(row.prompt):
             num_excluded += 1
             continue
         key = row.id or digest

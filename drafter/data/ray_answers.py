@@ -105,7 +105,7 @@ class RayAnswerer:
         try:
             import ray
         except ModuleNotFoundError as error:
-            raise ValueError("--ray needs the package ray: pip install 'drafter[cluster]'") from error
+            raise ValueError("--ray needs the package ray: in the repository, pip install -e '.[cluster]'") from error
         if not ray.is_initialized():
             address = None if self._options.address == "local" else self._options.address
             try:

@@ -43,6 +43,10 @@ class BeamSearch:
         *,
         is_frozen: bool = False,
     ) -> None:
+        if drafter.draft_token_ids_R.device.type != target.device.type:
+            raise ValueError(
+                f"the drafter is on {drafter.device} but the target on {target.device}: drafter.to(...) first"
+            )
         self.drafter = drafter.bind(target)
         self._embed = target.embed
         self._token_R = drafter.draft_token_ids_R

@@ -77,7 +77,7 @@ class RowState(NamedTuple):
         length_B: committed slots = absolute position of the root, int64 [B].
         context_BC: the target's hidden state(s) at the last committed token, or what :class:`Contexts` makes of them
             and of those before [B, C].
-        history_BS: token ids by absolute position, root included; zeros behind, int64 [B, S].
+        history_BS: token ids by absolute position, root included; what stands behind it means nothing, int64 [B, S].
         seed_B: int64 [B].
         is_active_B: rows that decode; the others (in prefill, or padding) only keep the shape, bool [B].
         warp: per-row temperature and filters, with flags of what any row uses.

@@ -2,18 +2,18 @@
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
-from operator import index
 
 from tqdm import tqdm
 
 from drafter.decoding.candidates import Proposer
 from drafter.decoding.compiled import Compiler, is_compiled
-from drafter.decoding.factory import contexts_of, make_proposer
+from drafter.decoding.factory import contexts_of, make_proposer, nothing_learnt
 from drafter.decoding.memory import check_fit
-from drafter.decoding.params import EngineConfig, RequestOptions, SamplingParams
+from drafter.decoding.params import LEARNING_METHODS, EngineConfig, RequestOptions, SamplingParams
 from drafter.decoding.prefix import PrefixIndex
+from drafter.decoding.prompt import Prompt, check_prompts, encode_prompt
 from drafter.decoding.results import Completion, StreamEvent, Update, event_of
 from drafter.decoding.runner import PrefillRow, Runner, StepResult, StepWants
 from drafter.decoding.scheduler import Scheduler, bucket, neighbours
@@ -22,8 +22,6 @@ from drafter.decoding.sized import SizedProposers
 from drafter.decoding.text import IncrementalText
 from drafter.model.recurrent import RecurrentDrafter
 from drafter.target.adapter import Target
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 _log = logging.getLogger(__name__)
 
@@ -58,12 +56,14 @@ class Engine:
         self.config = config or EngineConfig(method="autoregressive" if drafter is None else "redrafter")
         self.compiler = compiler = Compiler(target.device, is_on=is_compiled(self.config.compile, target.device))
         self._sized: SizedProposers | None = None
+        self._learnt = nothing_learnt(target, drafter) if self.config.method in LEARNING_METHODS else None
         if self.config.speculation is None:
-            self.proposer = make_proposer(self.config, target, drafter, draft_model, compiler)
+            self.proposer = make_proposer(self.config, target, drafter, draft_model, compiler, self._learnt)
         else:
-            self._sized = SizedProposers(self.config, target, drafter, compiler)
+            self._sized = SizedProposers(self.config, target, drafter, compiler, self._learnt)
             self.proposer = self._sized.largest
         self._contexts = contexts_of(self.config, target, drafter)
+        self._models = [target] if draft_model is None else [target, draft_model]
         self._scheduler = Scheduler(self.config.max_rows)
         self._runner: Runner | None = None
         self._ids = count()
@@ -93,7 +93,7 @@ class Engine:
             Completions in the order of the prompts.
 
         Raises:
-            ValueError: an empty or too long prompt, or parameters the target cannot meet.
+            ValueError: an empty or too long prompt, parameters the target cannot meet, or another call is under way.
         """
         done: list[Completion | None] = [None] * len(prompts)
         with tqdm(total=len(prompts), desc="Decoding", unit="prompt", disable=not progress) as bar:
@@ -114,12 +114,17 @@ class Engine:
         *,
         raw: bool = False,
     ) -> Iterator[StreamEvent]:
-        """Answer prompts, yielding what each step brings. Arguments as of :meth:`generate`."""
+        """Answer prompts, yielding what each step brings. Arguments and errors as of :meth:`generate`."""
+        check_prompts(prompts)
+        if not prompts:
+            return
+        if self.has_work:
+            raise ValueError("the engine is in the middle of another call: read its answers to the end first")
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts: give one, or one for each")
         encoded = [self.encode(prompt, raw=raw) for prompt in prompts]
-        self.reserve(max((self._num_slots_of(len(ids), p) for ids, p in zip(encoded, each, strict=True)), default=0))
+        self.reserve(max(self._num_slots_of(len(ids), p) for ids, p in zip(encoded, each, strict=True)))
         index_of: dict[int, int] = {}
         added: list[TokenSequence] = []
         try:
@@ -154,14 +159,7 @@ class Engine:
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Token ids of a prompt in any of its forms; ValueError for a list of anything but messages or token ids."""
-        if isinstance(prompt, str):
-            return self.target.encode(prompt) if raw else self.target.encode_chat([{"role": "user", "content": prompt}])
-        if len(prompt) > 0 and isinstance(prompt[0], Mapping):
-            messages = [item for item in prompt if isinstance(item, Mapping)]
-            if len(messages) < len(prompt):
-                raise ValueError(f"a prompt mixes messages and other things: {prompt!r}")
-            return self.target.encode_chat(messages)
-        return [_token_id(token) for token in prompt]
+        return encode_prompt(self.target, prompt, raw=raw)
 
     def reserve(self, num_slots: int) -> None:
         """Make sure that rows have at least so many slots; the cache is allocated anew when they have fewer.
@@ -177,10 +175,12 @@ class Engine:
                 "set --max-length to the longest prompt and answer together"
             )
         num_slots = -(-num_slots // 64) * 64
-        self._scheduler = Scheduler(self.config.max_rows)
+        row_limit, self._scheduler = self._scheduler.row_limit, Scheduler(self.config.max_rows)
+        self.limit_rows(row_limit)
         self._prefixes.clear()
-        self._runner = None  # the old cache is freed before the new one is made
-        check_fit(self.target, self.config.max_rows, num_slots, self.proposer.num_nodes, self.proposer.max_depth)
+        self._runner = None  # the old caches are freed before the new ones are made
+        self.proposer.reserve(0, 0)
+        check_fit(self._models, self.config.max_rows, num_slots, self.proposer.num_nodes, self.proposer.max_depth)
         self._runner = Runner(
             self.target,
             self.config.max_rows,
@@ -234,7 +234,7 @@ class Engine:
         if want_text and self.target.tokenizer is not None:
             text = IncrementalText(self.target.decode, params.stop)
         elif params.stop:
-            raise ValueError(f"stop strings {params.stop} need a tokenizer, which target {self.target.name!r} lacks")
+            raise ValueError(f"stop strings {params.stop} need a tokenizer and text: {self.target.name!r}")
         stop_ids = frozenset((*own_stops, *params.stop_token_ids))
         options = options or RequestOptions()
         sequence = TokenSequence(next(self._ids), list(prompt_ids), params, limit, stop_ids, text, options)
@@ -288,6 +288,12 @@ class Engine:
         self._prefixes.clear()
         return dropped
 
+    def forget(self) -> None:
+        """Between requests: the next ones are drafted as if none had come before (the tokens are the same anyway)."""
+        for part in (self._learnt, self._sized):
+            if part is not None:
+                part.forget()
+
     def limit_rows(self, num_rows: int) -> None:
         """Run at most so many rows from now on (never more than ``max_rows``); running requests are not interrupted."""
         self._scheduler.row_limit = max(1, min(num_rows, self.config.max_rows))
@@ -317,7 +323,8 @@ class Engine:
     def _share_prefix(self, runner: Runner, sequence: TokenSequence) -> None:
         """Give a row that was just admitted the slots that another row has already, and save what the row held."""
         row, prefixes = sequence.row, self._prefixes
-        if not self.config.reuse_prefixes:
+        # A drafter that remembers the text has to read it: slots alone would leave its memory empty.
+        if not self.config.reuse_prefixes or self._contexts.read is not None:
             return
         shared = prefixes.find(sequence.prompt_ids)
         refuge = prefixes.refuge(row, shared, range(len(self._scheduler.rows), self.config.max_rows))
@@ -388,11 +395,3 @@ class Engine:
         if self.config.max_length is not None:
             length = self._max_length  # one size for all requests: a server's cache is allocated once
         return length + self.proposer.num_nodes
-
-
-def _token_id(token: object) -> int:
-    """A token id as an int, whatever library's integer it is."""
-    try:
-        return index(token)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise ValueError(f"{token!r} is no token id: a prompt is text, messages, or a list of integers") from error

@@ -22,10 +22,16 @@ class Learnt(NamedTuple):
     table: FollowerTable
     rates: HitRates
 
+    def forget(self) -> None:
+        """Nothing is learnt any more. In place: whoever holds the parts sees it."""
+        self.table.forget()
+        self.rates.forget_all()
+
 
 def nothing_learnt(target: Target, drafter: RecurrentDrafter | None) -> Learnt:
     """For hybrids of a target, with or without a drafter, that are to share what they learn."""
-    return Learnt(_new_table(target), no_hits(2 + (drafter is not None), target.device))
+    table = FollowerTable(target.vocab_size, NUM_FOLLOWERS, target.device)
+    return Learnt(table, no_hits(2 + (drafter is not None), target.device))
 
 
 def make_proposer(
@@ -44,7 +50,7 @@ def make_proposer(
         drafter: a trained drafter; ``redrafter`` needs one.
         draft_model: a smaller model of the same tokenizer; ``draft-model`` needs one.
         compiler: of the engine's steps; it compiles the drafter's beam search.
-        learnt: what hybrids share; None: it learns for itself.
+        learnt: what a hybrid or recycling goes on learning, and hybrids may share; None: something of its own.
 
     Raises:
         ValueError: what the method needs is missing or does not fit the target.
@@ -59,7 +65,9 @@ def make_proposer(
     if config.method == "lookup":
         return PromptLookupProposer(_lookup(config, target), config.num_nodes)
     if config.method == "recycling":
-        return RecyclingProposer(_recycling(config, target, _new_table(target)), config.num_nodes)
+        return RecyclingProposer(
+            _recycling(config, target, (learnt or nothing_learnt(target, None)).table), config.num_nodes
+        )
     if config.method == "hybrid":
         return _hybrid(config, target, drafter, compiler, learnt or nothing_learnt(target, drafter))
     if config.method == "draft-model":
@@ -81,6 +89,8 @@ def contexts_of(config: EngineConfig, target: Target, drafter: RecurrentDrafter 
     if config.method not in SIZED_METHODS or drafter is None:
         return Contexts((), target.hidden_size)
     layers, size = tuple(drafter.config.context_layers), drafter.config.context_size
+    if max(layers, default=0) > target.num_layers:
+        raise ValueError(f"the drafter reads layers {list(layers)} but target {target.name!r} has {target.num_layers}")
     if drafter.history is None:
         return Contexts(layers, size)
     return Contexts(
@@ -102,10 +112,6 @@ def _beam_search(
 def _lookup(config: EngineConfig, target: Target) -> LookupSource:
     length = min(config.lookup_length, config.num_nodes - 1)
     return LookupSource(config.beam_width, length, config.max_ngram, target.device)
-
-
-def _new_table(target: Target) -> FollowerTable:
-    return FollowerTable(target.vocab_size, NUM_FOLLOWERS, target.device)
 
 
 def _recycling(config: EngineConfig, target: Target, table: FollowerTable) -> RecyclingSource:

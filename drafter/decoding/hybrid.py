@@ -93,6 +93,11 @@ class HitRates:
         self.hits_BC[row] = 0
         self.expected_BC[row] = 0
 
+    def forget_all(self) -> None:
+        """No row has a record, nor have all rows together."""
+        for sums in (self._hits_C, self._expected_C, self.hits_BC, self.expected_BC):
+            sums.zero_()
+
     def move(self, source: int, destination: int) -> None:
         """A row's record goes along with it."""
         self.hits_BC[destination] = self.hits_BC[source]

@@ -41,7 +41,9 @@ def find_matches(history_BS: Tensor, position_B: Tensor, max_ngram: int, num_mat
         shifted_BS = F.pad(history_BS, (back, 0), value=-1)[:, :num_slots]
         matches_BS = matches_BS & (shifted_BS == suffix_B1)
         length_BS += matches_BS
-    key_BM, index_BM = (length_BS * num_slots + slot_S).topk(num_matches, dim=1)
+    key_BM, index_BM = (length_BS * num_slots + slot_S).topk(min(num_matches, num_slots), dim=1)
+    if num_slots < num_matches:  # more matches than the text has places: the rest are none
+        key_BM, index_BM = (F.pad(found, (0, num_matches - num_slots)) for found in (key_BM, index_BM))
     # Places without a match may lie behind the text.
     return torch.minimum(index_BM, (position_B[:, None] - 1).clamp_min(0)), key_BM // num_slots
 

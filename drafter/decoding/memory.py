@@ -3,6 +3,7 @@
 Shapes: B rows · N tree nodes · L draft length · V vocabulary · S slots.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -51,14 +52,19 @@ def available_bytes(device: torch.device) -> int | None:
     return None
 
 
-def check_fit(target: Target, num_rows: int, num_slots: int, num_nodes: int, max_depth: int) -> None:
+def check_fit(models: Sequence[Target], num_rows: int, num_slots: int, num_nodes: int, max_depth: int) -> None:
     """Refuse, before anything is allocated, what cannot fit beside the weights.
+
+    Args:
+        models: the target, and a draft model if there is one, which has a cache as well.
+        num_rows, num_slots, num_nodes, max_depth: B, S, N, L.
 
     Raises:
         ValueError: with what is needed and what there is.
     """
+    target = models[0]
     available = available_bytes(target.device)
-    cache = cache_bytes(target, num_rows, num_slots)
+    cache = sum(cache_bytes(model, num_rows, num_slots) for model in models)
     step = step_bytes(target, num_rows, num_nodes, max_depth, has_noise=False)
     if available is not None and cache + step > available:
         raise ValueError(

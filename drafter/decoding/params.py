@@ -9,6 +9,7 @@ Method = Literal["redrafter", "hybrid", "draft-model", "lookup", "recycling", "a
 TreePolicy = Literal["all-nodes", "final-beams"]
 Verification = Literal["coupled", "rejection"]
 SIZED_METHODS: tuple[Method, ...] = ("redrafter", "hybrid")  # those whose trees `drafter tune` sizes
+LEARNING_METHODS: tuple[Method, ...] = ("recycling", "hybrid")  # those that draft from what earlier requests brought
 
 _DEFAULT_TREE_SIZE = 24
 CPU_DRAFTED_ROWS = 2  # rows that a server drafts for on a CPU, untuned: further ones take what arithmetic is left
@@ -43,7 +44,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _require_int("max_new_tokens", self.max_new_tokens, low=1)
         _require_number("temperature", self.temperature, low=0.0, mend="0 is greedy")
-        _require_int("top_k", self.top_k, low=0, mend="0 turns it off")
+        _require_int("top_k", self.top_k, low=0, high=2**31 - 1, mend="0 turns it off")
         _require_number("top_p", self.top_p, above=0.0, high=1.0, mend="1 turns it off")
         _require_number("min_p", self.min_p, low=0.0, high=1.0, mend="0 turns it off")
         _require_int("seed", self.seed, low=-(2**63), high=2**64 - 1, mend="any 64-bit integer")
@@ -66,7 +67,8 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What a caller wants to know of one request and how its tokens may come. None of it changes a token.
+    """What a caller wants to know of one request and how its tokens may come. None of it changes a token
+    (under ``verify="rejection"``, where drafts decide which of the equally likely texts comes: not the distribution).
 
     Attributes:
         speculate: False: its drafts are not looked at, so that its tokens come one per target forward; a step in which
@@ -91,7 +93,7 @@ class EngineConfig:
     Attributes:
         method: what proposes; ``autoregressive`` proposes nothing (N = 1).
         max_rows: B, rows that decode at the same time.
-        max_length: slots of a row (prompt + answer + tree); None takes what the prompts of a call need.
+        max_length: most tokens of prompt and answer together; None takes what the prompts of a call need.
         beam_width: W, beams kept at each drafting step (for lookup: matches that are followed).
         draft_length: L, drafting steps, the greatest depth of a tree.
         tree_size: N, nodes that the target verifies in one forward, root included; None: 24, or all that W and L can

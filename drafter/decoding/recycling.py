@@ -102,6 +102,13 @@ class FollowerTable:
         """K."""
         return self.token_VK.shape[1]
 
+    def forget(self) -> None:
+        """No token was ever seen."""
+        self.token_VK.zero_()
+        self.logit_VK.fill_(-torch.inf)
+        self._stamp_V.fill_(-1)
+        self._clock.zero_()
+
     def update(self, token_BN: Tensor, logits_BNV: Tensor, is_known_BN: Tensor, is_certain_BN: Tensor) -> None:
         """Store what follows the given tokens.
 

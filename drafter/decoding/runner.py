@@ -135,8 +135,12 @@ class Runner:
         self._length_B[row] = num_tokens
 
     def vacate(self, first_row: int) -> None:
-        """Rows from ``first_row`` on are empty: as padding of a bucket they must stay within their slots."""
+        """Rows from ``first_row`` on are empty: padding of a bucket, which stays within its slots and never samples."""
         self._length_B[first_row:] = 0
+        unset = [SamplingParams()] * (self.num_rows - first_row)
+        if self._params[first_row:] != unset:
+            self._params[first_row:] = unset
+            self._warps.clear()
 
     def move(self, source: int, destination: int, num_slots: int) -> None:
         """Carry a row's first ``num_slots`` slots and its state over to another row."""
@@ -249,16 +253,21 @@ class Runner:
     def _active_rows(self, is_active: Sequence[bool]) -> Tensor:
         """Which rows decode, on the device: it seldom changes, and a copy that the device is not waited for."""
         if self._active[0] != tuple(is_active):
-            device = self.target.device
-            active_B = torch.tensor(is_active, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-            self._active = tuple(is_active), active_B
+            self._active = tuple(is_active), self._sent(is_active)
         return self._active[1]
+
+    def _sent(self, flags: Sequence[bool]) -> Tensor:
+        """Flags on the device, which is not waited for."""
+        device = self.target.device
+        return torch.tensor(flags, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
     def _mute(self, candidates: Candidates, rows: list[int]) -> Candidates:
         """Turn all drafted nodes of some rows into padding, so that the root's own pick is all they emit."""
-        is_node_BN = candidates.is_node_BN.clone()
-        is_node_BN[torch.tensor(rows, device=is_node_BN.device), 1:] = False
-        return candidates._replace(is_node_BN=is_node_BN)
+        num_rows = candidates.is_node_BN.shape[0]
+        is_heard_B = self._sent([row not in rows for row in range(num_rows)])
+        return candidates._replace(
+            is_node_BN=candidates.is_node_BN & (is_heard_B[:, None] | (candidates.depth_BN == 0))
+        )
 
     def _warp(self, num_rows: int) -> Warp:
         if num_rows not in self._warps:

@@ -14,7 +14,7 @@ import torch
 from drafter.decoding.candidates import Proposer, RootOnly
 from drafter.decoding.compiled import Compiler
 from drafter.decoding.compiled import is_compiled as resolve_compile
-from drafter.decoding.factory import make_proposer, nothing_learnt
+from drafter.decoding.factory import Learnt, make_proposer
 from drafter.decoding.params import SIZED_METHODS, EngineConfig, Method, default_method
 from drafter.decoding.speculation import FILE_NAME, PLAIN, Speculation, Tree, TreeSizer, read_speculation
 from drafter.model.recurrent import RecurrentDrafter
@@ -37,6 +37,7 @@ class SizedProposers:
         target: the model whose answers are wanted.
         drafter: bound to it.
         compiler: of the engine's steps.
+        learnt: what hybrids learn together; None for a method that learns nothing.
 
     Raises:
         ValueError: the file is damaged or was measured for something else, or there is no drafter.
@@ -48,6 +49,7 @@ class SizedProposers:
         target: Target,
         drafter: RecurrentDrafter | None,
         compiler: Compiler,
+        learnt: Learnt | None = None,
     ) -> None:
         assert config.speculation is not None
         self.speculation = read_speculation(Path(config.speculation))
@@ -59,7 +61,6 @@ class SizedProposers:
         reason = misfit(self.speculation, target, drafter, method=config.method, is_compiled=is_compiled)
         if reason:
             raise ValueError(f"--speculation {config.speculation} {reason}: run `drafter tune` here, or leave it out")
-        learnt = nothing_learnt(target, drafter)
         self._proposers: dict[Tree, Proposer] = {
             tree: make_proposer(_settings_of(config, tree), target, drafter, None, compiler, learnt)
             for tree in self.speculation.trees
@@ -77,6 +78,10 @@ class SizedProposers:
     def choose(self, num_rows: int) -> Proposer:
         """Who drafts the next step of ``num_rows`` rows."""
         return self._proposers[self._sizer.choose(num_rows)]
+
+    def forget(self) -> None:
+        """Acceptance is expected to be that of the calibration again."""
+        self._sizer = TreeSizer(self.speculation)
 
     def observe(self, num_accepted: Sequence[int]) -> None:
         """How many drafted tokens the step kept, for each row that looked at its drafts."""

@@ -185,7 +185,7 @@ def _plan_of(item: Mapping[str, Any], method: Method) -> RowPlan:
         sizes = [entry[name] for name in Tree._fields]
         if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
             raise ValueError(f"tree {sizes}")
-        tree = Tree(*sizes)
+        tree = Tree(*sizes) if sizes[-1] > 1 else PLAIN
         # The other sources of a hybrid fill what its beam leaves free.
         if method == "redrafter" and tree.tree_size > 1 + tree.beam_width * tree.draft_length:
             raise ValueError(f"tree {sizes}")

@@ -40,18 +40,15 @@ class IncrementalText:
         self._token_ids.append(token_id)
         self._advance(is_last=False)
         self.ends.append(len(self._seen))
-        if self._stop and not self.is_stopped:
-            found = [position for position in (self._seen.find(stop) for stop in self._stop) if position >= 0]
-            if found:
-                self._seen = self._seen[: min(found)]
-                self.is_stopped = True
+        self._cut_at_stop()
 
     def finish(self) -> None:
         """No more tokens come: an unfinished character is shown as the decoder shows it."""
         if not self.is_stopped:
             self._advance(is_last=True)
-            self._stop = ()
             self.ends[-1:] = [len(self._seen)] if self.ends else []
+            self._cut_at_stop()
+            self._stop = ()
 
     def take(self) -> str:
         """The text that became certain since the last call."""
@@ -59,6 +56,13 @@ class IncrementalText:
         fresh = self._seen[self._num_given : safe]
         self._num_given = max(self._num_given, safe)
         return fresh
+
+    def _cut_at_stop(self) -> None:
+        if self._stop and not self.is_stopped:
+            found = [position for position in (self._seen.find(stop) for stop in self._stop) if position >= 0]
+            if found:
+                self._seen = self._seen[: min(found)]
+                self.is_stopped = True
 
     def _advance(self, *, is_last: bool) -> None:
         before = self._decode(self._token_ids[self._window_start : self._window_end])

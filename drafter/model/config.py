@@ -98,10 +98,16 @@ class DrafterConfig(PreTrainedConfig):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ValueError(f"drafter {name} is {value!r} but must be an integer of at least {low}")
+        for name in ("block_rank", "head_rank", "draft_vocab_size"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"drafter {name} is {value!r} but must be an integer of at least 1, or null")
+        if any(isinstance(layer, bool) or not isinstance(layer, int) or layer < 0 for layer in self.context_layers):
+            raise ValueError(f"drafter context_layers are {list(self.context_layers)} but must be integers from 0 on")
         rank = self.block_rank
-        if rank is not None and not 1 <= rank <= 2 * self.hidden_size:
+        if rank is not None and rank > 2 * self.hidden_size:
             raise ValueError(f"drafter block_rank is {rank} but must lie between 1 and {2 * self.hidden_size}")
-        if (self.head == "low-rank") != (self.head_rank is not None) or self.head_rank == 0:
+        if (self.head == "low-rank") != (self.head_rank is not None):
             raise ValueError(
                 f"drafter head {self.head!r} with head_rank {self.head_rank}: a low-rank head needs one, no other has"
             )

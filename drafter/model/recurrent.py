@@ -278,6 +278,8 @@ class RecurrentDrafter(PreTrainedModel):
         feature_X = self.features(self.fuse(context_XC), state_XD)
         if self.config.head == "full":
             return self.head(feature_X)
+        if self.rows is not None:
+            return self.rows(feature_X)
         if self._packed_rows is not None:
             return self._packed_rows.linear(feature_X)
         return F.linear(feature_X, self.output_rows())

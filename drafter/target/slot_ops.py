@@ -44,9 +44,11 @@ def move_slots(keys: Tensor, values: Tensor, row_B1: Tensor, source_BL: Tensor, 
 def _write_slots(
     keys: Tensor, values: Tensor, layer: int, row_B1: Tensor, slot_BT: Tensor, new_keys: Tensor, new_values: Tensor
 ) -> None:
+    # A slot that may not be seen weighs 0 in attention, and 0 * NaN is NaN: what overflowed at a drafted token, or in
+    # an earlier request, must not reach the tokens beside it.
     # Indices around a slice put the indexed dimensions first: the values go in as [B, T, H, K].
-    keys[layer][row_B1, :, slot_BT] = new_keys.transpose(1, 2)
-    values[layer][row_B1, :, slot_BT] = new_values.transpose(1, 2)
+    keys[layer][row_B1, :, slot_BT] = new_keys.transpose(1, 2).nan_to_num(0.0, 0.0, 0.0)
+    values[layer][row_B1, :, slot_BT] = new_values.transpose(1, 2).nan_to_num(0.0, 0.0, 0.0)
 
 
 def _move_slots(keys: Tensor, values: Tensor, row_B1: Tensor, source_BL: Tensor, destination_BL: Tensor) -> None:

@@ -86,6 +86,10 @@ def test_what_cannot_be_is_refused_in_one_line(
     (tmp_path / "r.jsonl").write_text('{"schema": "older/0"}\n')
     assert "not a benchmark result of schema 'drafter-bench/1'" in fails([*asked, "--methods", "lookup"], capsys)
     assert "older/0" in fails(["bench", "report", str(tmp_path / "r.jsonl")], capsys)
+    foreign = tmp_path / "prompts.jsonl"
+    foreign.write_text('{"prompt": "no line feed behind it"}')
+    assert "prompts.jsonl" in fails([*asked, "--methods", "lookup", "--out", str(foreign)], capsys)
+    assert foreign.read_text() == '{"prompt": "no line feed behind it"}'
     assert "no.yaml" in fails(["bench", "--config", "no.yaml", "--out", "r.jsonl"], capsys)
 
 

@@ -31,6 +31,7 @@ class Server(ThreadingHTTPServer):
         self.bodies: list[tuple[str, dict[str, Any]]] = []
         self.keys: set[str | None] = set()
         self.failure = ""
+        self.most_bodies = 10**6  # later ones are refused
         self.has_usage = True
 
     @property
@@ -55,7 +56,9 @@ class Handler(BaseHTTPRequestHandler):
             self.server.most_present = max(self.server.most_present, self.server.num_present)
             self.server.bodies.append((self.path, body))
             self.server.keys.add(self.headers.get("Authorization"))
-        if self.server.failure == "status" or (self.server.failure == "some" and len(self.server.bodies) % 2):
+        num_bodies = len(self.server.bodies)
+        is_refused = self.server.failure == "status" or num_bodies > self.server.most_bodies
+        if is_refused or (self.server.failure == "some" and num_bodies % 2):
             self.send_error(503, "busy")
         else:
             self._start("text/event-stream")
@@ -145,6 +148,18 @@ def test_a_server_that_refuses_everything_is_an_error(server: Server, failure: s
         run_load(LoadSettings(server.url, num_requests=2), WORKLOAD, [Stretch(concurrency=2)])
 
 
+def test_stretches_that_ended_are_kept_when_a_later_one_fails(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hello"}\n')
+    out = tmp_path / "load.jsonl"
+    server.most_bodies = 1 + 2  # the first one warms up
+    words = ["bench", "serve", "--url", server.url, "--prompts", str(tmp_path / "p.jsonl"), "--num-requests", "2"]
+    assert main([*words, "--concurrency", "1,2", "--out", str(out)]) == 2
+    assert "refused all 2 requests" in capsys.readouterr().err
+    assert [record["concurrency"] for record in read_records([out])] == [1]
+
+
 def test_a_server_that_is_not_there_is_an_error() -> None:
     with pytest.raises(ValueError, match="does not answer"):
         run_load(LoadSettings("http://127.0.0.1:9", num_requests=1), WORKLOAD, [Stretch(concurrency=1)])
@@ -170,6 +185,14 @@ def test_the_command_records_and_shows_the_table(
     ("flags", "reason"),
     [
         (["--url", "localhost:8000"], "--url is 'localhost:8000'"),
+        (
+            ["--url", "http://localhost:abc"],
+            "--url is 'http://localhost:abc', which is no address: Invalid port: 'abc'",
+        ),
+        (["--url", "http://[::1"], "--url is 'http://[::1'"),
+        (["--url", "http://xn--a"], "--url is 'http://xn--a'"),
+        (["--url", "http://"], "--url is 'http://' but must name a host"),
+        (["--url", "http://:8000", "--model", "x"], "--url is 'http://:8000' but must name a host"),
         (["--concurrency", "0"], "--concurrency is 0"),
         (["--rate", "0"], "--rate is 0.0"),
         (["--num-requests", "0"], "--num-requests is 0"),

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -9,9 +10,9 @@ from PIL import Image
 
 from drafter.bench.figures import histogram, median, quantile, spread_apart, survival
 from drafter.bench.plots import draw_all
-from drafter.bench.records import append_record, read_records, resume_records
+from drafter.bench.records import SCHEMA, append_record, read_records, resume_records
 from drafter.bench.report import report, table
-from drafter.bench.summary import summarise
+from drafter.bench.summary import distinct_names, summarise
 from tests.bench.synthetic import grid, loads, run, sweep
 
 
@@ -70,6 +71,73 @@ def test_drafters_of_one_file_are_told_apart() -> None:
     assert [method.label for method in methods] == ["autoregressive", "redrafter (with)", "redrafter (without)"]
 
 
+def test_names_are_the_shortest_endings_that_tell_paths_apart() -> None:
+    names = distinct_names(["runs/kd/drafter", "runs/ce/drafter/", "runs/old", "drafter", "/a/x/y", "/b/x/y"])
+    assert {str(path): name for path, name in names.items()} == {
+        "runs/kd/drafter": "kd/drafter",
+        "runs/ce/drafter": "ce/drafter",
+        "runs/old": "old",
+        "drafter": "drafter",
+        "/a/x/y": "a/x/y",
+        "/b/x/y": "b/x/y",
+    }
+
+
+def test_drafters_whose_folders_have_the_same_name_are_no_rounds_of_each_other() -> None:
+    records = [
+        run("autoregressive", rate=10.0, tokens_per_step=1.0),
+        run("redrafter", rate=12.0, tokens_per_step=1.5, drafter="runs/kd/drafter"),
+        run("redrafter", rate=11.0, tokens_per_step=1.4, drafter="runs/ce/drafter"),
+        run("redrafter", rate=13.0, tokens_per_step=1.6, drafter="runs/other"),
+    ]
+    (methods,) = summarise(records).values()
+    assert [(method.label, method.num_rounds) for method in methods] == [
+        ("autoregressive", 1),
+        ("redrafter (kd/drafter)", 1),
+        ("redrafter (ce/drafter)", 1),
+        ("redrafter (other)", 1),
+    ]
+
+
+def test_other_weights_and_plans_of_the_same_place_are_no_rounds_of_each_other() -> None:
+    def tuned(**files: str) -> dict[str, Any]:
+        return run("redrafter:tuned", rate=12.0, tokens_per_step=1.5, **files)
+
+    first, second = {"drafter_fingerprint": "a" * 16}, {"drafter_fingerprint": "b" * 16}
+    records = [
+        tuned(),  # of before there were fingerprints
+        tuned(**first, speculation_digest="1" * 16),
+        tuned(**first, speculation_digest="2" * 16),
+        tuned(**second, speculation_digest="3" * 16),
+    ]
+    (methods,) = summarise(records).values()
+    assert [method.label for method in methods] == [
+        "redrafter:tuned (weights unknown)",
+        "redrafter:tuned (weights aaaaaaaa, plan 11111111)",
+        "redrafter:tuned (weights aaaaaaaa, plan 22222222)",
+        "redrafter:tuned (weights bbbbbbbb)",
+    ]
+    (alone,) = summarise(records[3:] * 2).values()
+    assert [(method.label, method.num_rounds) for method in alone] == [("redrafter:tuned", 2)]
+
+
+def test_seeds_are_corners_of_their_own(tmp_path: Path) -> None:
+    records = [
+        run(method, rate=rate * (1 + seed), tokens_per_step=1.0, seed=seed, categories=dict.fromkeys("ab", 1.0))
+        for seed in (3, 7)
+        for method, rate in (("autoregressive", 10.0), ("lookup", 20.0))
+    ]
+    tables = summarise(records)
+    assert [corner.seed for corner in tables] == [3, 7]
+    for _, lookup in tables.values():
+        assert lookup.num_rounds == 1 and lookup.speedup is not None and lookup.speedup.middle == pytest.approx(2.0)
+    text = report(records)
+    assert "## mtbench, batch size 1, greedy, seed 3\n" in text and "greedy, seed 7\n" in text
+    assert "seed" not in report(records[2:])  # one seed tells nothing apart
+    names = {path.stem for path in draw_all(tables, tmp_path)}
+    assert {f"speedup-by-category-mtbench-t0-seed{seed}-batch1" for seed in (3, 7)} <= names
+
+
 def test_a_table_is_aligned_and_safe() -> None:
     assert table(["a", "bc"], [["x|y", "1"]]) == "| a    |  bc |\n|------|----:|\n| x\\|y |   1 |\n"
 
@@ -102,12 +170,59 @@ def test_an_empty_file_holds_no_results(tmp_path: Path) -> None:
 def test_a_line_cut_by_a_crash_is_dropped_on_resuming(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     assert resume_records(path) == []
+    append_record(path, run("lookup", rate=1.0, tokens_per_step=1.0))
+    whole = path.read_bytes()
+    with path.open("ab") as stream:
+        stream.write(whole[:50])
+    assert len(resume_records(path)) == 1 and path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("length", [1, 8, 29])
+def test_a_line_cut_within_its_beginning_is_dropped_too(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "r.jsonl"
+    append_record(path, run("lookup", rate=1.0, tokens_per_step=1.0))
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:length])
+    assert len(resume_records(path)) == 1 and path.read_bytes() == whole
+    path.write_bytes(whole[:length])  # the very first line
+    assert resume_records(path) == [] and path.read_bytes() == b""
+
+
+def test_a_line_that_lacks_only_its_line_feed_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
     record = run("lookup", rate=1.0, tokens_per_step=1.0)
     append_record(path, record)
     whole = path.read_bytes()
-    with path.open("ab") as stream:
-        stream.write(json.dumps(record).encode()[:50])
+    path.write_bytes(whole[:-1])
     assert len(resume_records(path)) == 1 and path.read_bytes() == whole
+    append_record(path, record)
+    assert len(read_records([path])) == 2
+
+
+OURS = f'{{"schema": "{SCHEMA}"'
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('{"prompt": "the only line"}', "r.jsonl: the last line has no line feed and is not the beginning of a"),
+        ('{"prompt": "one"}\n{"prompt": "two"}', "r.jsonl, line 1: not a benchmark result"),
+        ('{"prompt": "one"}\n' + OURS, "r.jsonl, line 1: not a benchmark result"),
+        ('RECORD\n{"schema": "drafter-steps/1"', "the last line has no line feed"),
+        (f'{OURS[:-1]}0"', "the last line has no line feed"),  # schema 10 begins like schema 1
+        (OURS + ', "kind": "newer"}', "r.jsonl, line 1: kind is 'newer'"),
+        ("RECORD\n" + OURS + ', "kind": "newer"}', "r.jsonl, line 2: kind is 'newer'"),
+        ("\ud8ff\n", "r.jsonl is not UTF-8 text"),
+    ],
+)
+def test_other_files_are_refused_and_left_as_they_are(tmp_path: Path, content: str, reason: str) -> None:
+    path = tmp_path / "r.jsonl"
+    record = json.dumps({"schema": SCHEMA, **run("lookup", rate=1.0, tokens_per_step=1.0)})
+    before = content.replace("RECORD", record).encode(errors="surrogatepass")
+    path.write_bytes(before)
+    with pytest.raises(ValueError, match=reason):
+        resume_records(path)
+    assert path.read_bytes() == before
 
 
 def test_every_picture_is_drawn_as_png_and_svg(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Runs: who answers when, what is recorded, what is compared, what is not repeated."""
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from drafter.bench.records import Record, read_records
 from drafter.bench.report import report
 from drafter.bench.run import run_benchmark
 from drafter.bench.settings import BenchSettings
+from drafter.bench.summary import summarise
 from drafter.bench.workload import Item, Workload
 from drafter.decoding.engine import Engine
 from drafter.decoding.params import EngineConfig, Method
@@ -139,6 +141,53 @@ def test_warm_up_runs_before_the_clock(tmp_path: Path, arena: Arena, monkeypatch
     assert events == ["2 of 2", "3 of 10", "1 of 10", "3 of 10", "1 of 10"]  # then two turns, twice
 
 
+def test_every_run_begins_with_nothing_learnt(tmp_path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    answer, forget = EngineContestant.answer, Engine.forget
+
+    def noted_answer(self: EngineContestant, prompts: Any, params: Any, on_answer: Any) -> Any:
+        events.append(f"{len(prompts)} answers")
+        return answer(self, prompts, params, on_answer)
+
+    def noted_forget(self: Engine) -> None:
+        if events[-1] != "forget":
+            events.append("forget")
+        forget(self)
+
+    monkeypatch.setattr(EngineContestant, "answer", noted_answer)
+    monkeypatch.setattr(Engine, "forget", noted_forget)
+    settings = replace(SETTINGS, methods=("autoregressive",), rounds=2)
+    run_benchmark(settings, arena, [WORKLOAD], tmp_path / "r.jsonl")
+    rounds = ["forget", "3 answers", "1 answers"]  # a later turn is of the same run
+    assert events == ["1 answers", *rounds, *rounds]
+
+
+@pytest.mark.parametrize("method", ["recycling", "hybrid:W4:L2:N12"])
+def test_later_rounds_know_no_more_than_the_first(tmp_path: Path, arena: Arena, method: str) -> None:
+    out = tmp_path / "r.jsonl"
+    settings = replace(SETTINGS, methods=("autoregressive", method), max_new_tokens=24, rounds=3)
+    run_benchmark(settings, arena, [WORKLOAD], out)
+    runs = [record for record in records_of(out) if record["method"] == method]
+    assert len(runs) == 3 and runs[0]["num_forwards"] < runs[0]["num_tokens"]
+    assert len({(record["num_forwards"], str(record["acceptance"])) for record in runs}) == 1
+
+
+def test_other_weights_in_the_same_folder_are_another_run(tmp_path: Path, arena: Arena) -> None:
+    out = tmp_path / "r.jsonl"
+    settings = replace(SETTINGS, methods=("autoregressive", "redrafter"), max_new_tokens=4, rounds=1)
+    assert run_benchmark(settings, arena, [WORKLOAD], out) == 2
+    assert run_benchmark(settings, arena, [WORKLOAD], out) == 0
+    trained = deepcopy(arena.drafter)
+    assert trained is not None
+    with torch.no_grad():
+        next(trained.parameters()).mul_(1.5)
+    assert run_benchmark(settings, arena._replace(drafter=trained), [WORKLOAD], out) == 1  # plain decoding has none
+    plain, *drafted = records_of(out)
+    assert "drafter_fingerprint" not in plain and "speculation_digest" not in plain
+    assert len({record["drafter_fingerprint"] for record in drafted}) == len({r["run_id"] for r in drafted}) == 2
+    assert len({method.label for methods in summarise(drafted).values() for method in methods}) == 2
+
+
 @pytest.mark.parametrize("method", ["redrafter", "hybrid"])
 def test_a_tuned_method_goes_by_its_file(tmp_path: Path, arena: Arena, method: Method) -> None:
     target = arena.target
@@ -154,6 +203,13 @@ def test_a_tuned_method_goes_by_its_file(tmp_path: Path, arena: Arena, method: M
     assert record["identical"]["num_identical"] == 3 and record["num_forwards"] < record["num_tokens"]
     assert record["settings"]["speculation"] == "speculation.json"  # no paths of this machine
     assert record["compile"] is False
+    assert run_benchmark(tuned, beside, [WORKLOAD], tmp_path / "r.jsonl") == 0
+    retuned = replace(content, plans=(RowPlan(1, (Choice(PLAIN, 1.0, 1.0), Choice(Tree(8, 2, 12), 1.5, 1.1))),))
+    write_atomic(tmp_path / "speculation.json", json.dumps(retuned.as_json()))
+    assert run_benchmark(tuned, beside, [WORKLOAD], tmp_path / "r.jsonl") == 1
+    again = records_of(tmp_path / "r.jsonl")[2]
+    assert again["drafter_fingerprint"] == record["drafter_fingerprint"]
+    assert again["speculation_digest"] != record["speculation_digest"]
     other = "hybrid" if method == "redrafter" else "redrafter"
     with pytest.raises(ValueError, match="was measured for another method"):
         run_benchmark(replace(tuned, methods=(f"{other}:tuned",)), beside, [WORKLOAD], tmp_path / "other.jsonl")

@@ -233,6 +233,12 @@ def test_the_command_writes_a_file_that_other_commands_take(
     assert "say with --out where the file goes" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", ["0", "-3"])
+def test_a_number_of_prompts_below_one_is_refused(capsys: pytest.CaptureFixture[str], number: str) -> None:
+    assert main(["tune", "--target", "no-target", "--drafter", "no-drafter", "--num-prompts", number]) == 2
+    assert f"--num-prompts is {number} but must be at least 1" in capsys.readouterr().err
+
+
 def _decoded_with(words: list[str], folder: Path) -> tuple[str, str | None]:
     """Method and speculation file that `drafter decode` used."""
     out = folder / "answers.jsonl"

@@ -51,13 +51,20 @@ def test_pad_states() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(30, 90), st.integers(0, 9), st.integers(0, 3))
-def test_an_epoch_holds_every_row_once_under_the_budget(lengths: list[int], budget: int, seed: int, epoch: int) -> None:
-    length_R = torch.tensor(lengths)
-    plan = plan_epoch(length_R, batch_tokens=budget, seed=seed, epoch=epoch)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=60),
+    batch_tokens=st.integers(32, 90),
+    seed=st.integers(0, 9),
+    epoch=st.integers(0, 3),
+    pad_multiple=st.sampled_from([1, 4, 8]),
+)
+def test_an_epoch_holds_every_row_once_under_the_budget(lengths: list[int], batch_tokens: int, **options: int) -> None:
+    length_R, store = torch.tensor(lengths), store_of(lengths)
+    plan = plan_epoch(length_R, batch_tokens=batch_tokens, **options)
     assert sorted(row for rows in plan for row in rows) == list(range(len(lengths)))
-    assert all(len(rows) * max(lengths[row] for row in rows) <= budget for rows in plan)
-    assert plan == plan_epoch(length_R, batch_tokens=budget, seed=seed, epoch=epoch)
+    padded = [gather(store, rows, pad_multiple=options["pad_multiple"]).token_BT.numel() for rows in plan]
+    assert max(padded) <= batch_tokens
+    assert plan == plan_epoch(length_R, batch_tokens=batch_tokens, **options)
 
 
 def test_seed_and_epoch_change_the_order() -> None:
@@ -68,6 +75,7 @@ def test_seed_and_epoch_change_the_order() -> None:
 
 def test_validation_batches_are_sorted_by_length() -> None:
     assert plan_in_order(torch.tensor([3, 1, 2, 4]), batch_tokens=6) == [[1, 2], [0], [3]]
+    assert plan_in_order(torch.tensor([3, 1, 2, 4]), batch_tokens=6, pad_multiple=4) == [[1], [2], [0], [3]]
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 4, 9, 25])
@@ -115,12 +123,21 @@ def test_ranks_share_an_epoch() -> None:
     [
         ({"batch_tokens": 20}, r"another --data.batch_tokens \(12 then, 20 now\)"),
         ({"seed": 6}, r"another --data.seed"),
+        ({"pad_multiple": 8}, r"another --data.pad_multiple \(1 then, 8 now\)"),
         ({"fingerprint": "b"}, "another training data, so"),
     ],
 )
 def test_a_position_in_another_stream_is_refused(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         loader_of(**change).load_state_dict(loader_of().state_dict())
+
+
+def test_a_position_from_before_padding_was_counted() -> None:
+    state = loader_of().state_dict()
+    del state["pad_multiple"]
+    loader_of().load_state_dict(state)
+    with pytest.raises(ValueError, match=r"another --data.pad_multiple \(1 then, 8 now\)"):
+        loader_of(pad_multiple=8).load_state_dict(state)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 2)])

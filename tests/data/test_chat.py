@@ -41,6 +41,15 @@ def test_prompt_and_text_rows(tmp_path: Path) -> None:
     assert rows[1].text == "plain" and rows[1].messages == ()
 
 
+def test_of_mt_bench_rows_the_first_turn_is_the_prompt(tmp_path: Path) -> None:
+    asked = {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]}
+    (row,) = read_rows(write_jsonl(tmp_path / "a.jsonl", [asked]))
+    assert list(row.messages) == chat("Write.") and row.id == "81"
+    for bad in ([], [7]):
+        with pytest.raises(ValueError, match="turn"):
+            list(read_rows(write_jsonl(tmp_path / "a.jsonl", [{"turns": bad}])))
+
+
 def test_the_prompt_of_a_conversation_ends_at_the_last_user_turn(tmp_path: Path) -> None:
     system = {"role": "system", "content": "Be brief."}
     (row,) = read_rows(write_jsonl(tmp_path / "a.jsonl", [{"messages": [system, *chat("a", "b", "c", "d")]}]))
@@ -117,6 +126,7 @@ BAD_ROWS = [
     ({"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]}, "turn 2 is 'system'"),
     ({"messages": [{"role": "system", "content": "a"}]}, "no user turn"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "turn 1 has the role 'tool'"),
+    ({"messages": [{"role": ["x"], "content": "a"}]}, r"turn 1 has the role \['x'\]; known are system"),
     ({"messages": [{"role": "user", "content": None}]}, "turn 1 has no text"),
     ({"messages": ["hello"]}, "turn 1 of messages must be an object"),
     ({"messages": []}, "messages is empty"),

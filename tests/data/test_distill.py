@@ -135,6 +135,36 @@ def test_bad_options(target, prompts: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out.jsonl").exists()
 
 
+def test_a_name_that_would_be_read_otherwise_is_refused_before_anything_is_done(prompts: str, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "answers.json"
+    for wanted in (prompts, "magpie"):
+        # Its identity is asked for by whatever comes next, and this one has none.
+        with pytest.raises(ValueError, match=r"is read as \.json; use \.jsonl"):
+            distill(None, wanted, out, num_prompts=2, answerer=object(), progress=False)
+    assert not out.parent.exists()
+
+
+def test_answers_to_prompts_that_are_excluded_later(target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The invented list is mended by itself, the answers that are there already are not."""
+    texts = [f"What about the number {number}, my friend?" for number in range(5)]
+    monkeypatch.setattr(
+        EngineAnswerer, "sample_openings", lambda self, opening, seeds, settings: [(text, True) for text in texts]
+    )
+    out = tmp_path / "out.jsonl"
+    monkeypatch.setattr("drafter.data.magpie._SMALLEST_BLOCK", len(texts))
+    options = {"num_prompts": 3, "max_new_tokens": 4}
+    run(target, "magpie", out, **options)
+    exclude = write_jsonl(tmp_path / "x.jsonl", [{"prompt": texts[1]}])
+    with pytest.raises(ValueError, match=r"holds answers to 1 prompts that are on the excluded list \(id magpie-1\)"):
+        run(target, "magpie", out, exclude=exclude, **options)
+    lines = out.read_text().splitlines(keepends=True)
+    out.write_text("".join(line for line in lines if '"magpie-1"' not in line))
+    report = run(target, "magpie", out, exclude=exclude, **options)
+    asked = {row["messages"][0]["content"] for row in rows_of(out).values()}
+    assert len(asked) == 3 and texts[1] not in asked and asked <= set(texts)
+    assert report.num_done_before == 2 and report.dropped_inventions["excluded"] == 1
+
+
 def test_groups_share_a_cache_only_if_their_lengths_are_close() -> None:
     lengths = [300, 290, 210, 199, 150, 140, 90, 10]
     groups = [lengths[group] for group in _groups(lengths)]

@@ -186,6 +186,35 @@ def test_a_refused_prompt_is_counted_and_the_rest_goes_on(server: FakeServer, pr
         run(prompts, tmp_path / "other.jsonl", endpoint_of(server))
 
 
+def test_a_finished_run_is_finished_when_it_is_started_again(server: FakeServer, tmp_path: Path) -> None:
+    """Only the refused prompts are left, and are refused again: more of them than a new run would put up with."""
+    prompts = write_jsonl(tmp_path / "p.jsonl", [{"id": str(i), "prompt": f"Q{i}"} for i in range(24)])
+    server.reply = lambda body, count: (
+        (400, {"error": {"message": "too long"}}, {})
+        if int(body["messages"][-1]["content"][1:]) >= 14
+        else (200, answer_of(body), {})
+    )
+    first = run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
+    before = (tmp_path / "out.jsonl").read_bytes()
+    again = run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
+    assert first.num_refused == again.num_refused == 10
+    assert again.num_done_before == 14 and again.num_new == 0
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_a_server_that_came_to_refuse_everything_is_noticed(server: FakeServer, tmp_path: Path) -> None:
+    prompts = write_jsonl(tmp_path / "p.jsonl", [{"id": str(i), "prompt": f"Q{i}"} for i in range(24)])
+    server.reply = lambda body, count: (
+        (401, {}, {}) if body["messages"][-1]["content"] == "Q4" else (200, answer_of(body), {})
+    )
+    with pytest.raises(EndpointError, match="HTTP 401"):
+        run(prompts, tmp_path / "out.jsonl", endpoint_of(server, concurrency=1))
+    assert len(answered(tmp_path / "out.jsonl")) == 4
+    server.reply = lambda body, count: (400, {"error": {"message": "unknown field"}}, {})
+    with pytest.raises(EndpointError, match="refuses every prompt: HTTP 400: unknown field"):
+        run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
+
+
 @pytest.mark.parametrize("status", [401, 403, 404])
 def test_a_wrong_key_or_model_stops_at_once(server: FakeServer, prompts: str, tmp_path: Path, status: int) -> None:
     server.reply = lambda body, count: (status, {"message": "no such model"}, {})
@@ -205,6 +234,9 @@ def test_what_an_endpoint_cannot_do(server: FakeServer, prompts: str, tmp_path: 
         distill(None, "magpie", tmp_path / "o.jsonl", num_prompts=3, endpoint=endpoint_of(server), progress=False)
     with pytest.raises(ValueError, match="it is the server that decodes"):
         run(prompts, tmp_path / "o.jsonl", endpoint_of(server), drafter=object())
+    with pytest.raises(ValueError, match="--endpoint and --ray both say who is to answer"):
+        run(prompts, tmp_path / "o.jsonl", endpoint_of(server), answerer=object())
+    assert not server.bodies
     run(prompts, tmp_path / "o.jsonl", endpoint_of(server))
     with pytest.raises(ValueError, match="begun with endpoint_model = 'tiny', now it is 'm'"):
         run(prompts, tmp_path / "o.jsonl", Endpoint(server.url, "m"))

@@ -92,6 +92,13 @@ def test_foreign_and_damaged_files_are_refused(tmp_path: Path) -> None:
         Journal(tmp_path, {})
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.JSON", "a.json.gz", "a.parquet", "a.jsonl.gz", "a.jsonl.GZ"])
+def test_names_of_other_formats_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"--out .*{name}: .*; use \.jsonl"):
+        Journal(tmp_path / "deep" / name, {})
+    assert not list(tmp_path.iterdir())
+
+
 def test_two_runs_cannot_write_one_file(tmp_path: Path) -> None:
     with Journal(tmp_path / "a.jsonl", {}), pytest.raises(ValueError, match="another run is writing this file"):
         Journal(tmp_path / "a.jsonl", {})

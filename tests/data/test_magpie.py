@@ -124,6 +124,19 @@ def test_repeated_and_excluded_texts_are_dropped(tmp_path: Path) -> None:
     assert fewer[0] == prompts[1] and dropped["excluded"] > 0
 
 
+def test_prompts_excluded_later_are_replaced(tmp_path: Path) -> None:
+    """The list is the one of a run that knew of the exclusion from its start."""
+    more, _ = invent(tmp_path / "p.jsonl", FakeSampler(), 30)
+    unwanted = Exclusion([more[3].messages[0]["content"], more[28].messages[0]["content"]])
+    fresh, _ = invent(tmp_path / "fresh.jsonl", FakeSampler(), 30, exclude=unwanted)
+    fewer, dropped = invent(tmp_path / "p.jsonl", FakeSampler(dies_after=0), 20, exclude=unwanted)
+    assert fewer == fresh[:20] == more[:3] + more[4:21] and dropped == {"excluded": 2}
+    later, dropped = invent(tmp_path / "p.jsonl", FakeSampler(), 30, exclude=unwanted)
+    assert later == fresh and later[:27] == more[:3] + more[4:28] and dropped["excluded"] == 2
+    again, dropped = invent(tmp_path / "p.jsonl", FakeSampler(dies_after=0), 30, exclude=unwanted)
+    assert again == later and dropped == {"excluded": 2}
+
+
 def test_a_target_that_invents_nothing_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'tiny' invents no usable prompt any more after .* of 60 .*seen before"):
         invent(tmp_path / "p.jsonl", FakeSampler(num_texts=5))

@@ -57,6 +57,30 @@ def test_val_prompts_are_ready_to_be_answered(tmp_path: Path, target: str) -> No
     assert len(data.val_prompts(99)) == 4
 
 
+def test_val_prompts_of_plain_text_are_its_first_tokens(tmp_path: Path, target: str) -> None:
+    texts = ["a long text that goes on " * 3, "abcd", "ab", "x"]
+    val = write_jsonl(tmp_path / "val.jsonl", [{"text": text} for text in texts])
+    data = module_of(tmp_path, target, val=val)
+    ids = [data.tokenizer(text)["input_ids"] for text in texts]
+    assert [len(row) for row in ids][1:] == [4, 2, 1] and len(ids[0]) > 33
+    assert data.val_prompts(8) == [ids[0][:32], ids[1][:3]], "nothing would be left to answer of the others"
+    assert data.val_prompts(1) == [ids[0][:32]]
+    both = write_jsonl(tmp_path / "both.jsonl", [{"text": "abcd"}, {"messages": chat("Why?", "So.")}])
+    prompts = module_of(tmp_path, target, val=both).val_prompts(8)
+    assert prompts[0] == ids[1][:3] and data.tokenizer.decode(prompts[1]).endswith("<|bot|>\n")
+    short = write_jsonl(tmp_path / "short.jsonl", [{"text": "ab"}])
+    with pytest.raises(ValueError, match="no held-out row gives a prompt of at least 2 tokens"):
+        module_of(tmp_path, target, val=short).val_prompts(8)
+
+
+def test_batches_keep_to_the_budget_with_their_padding(tmp_path: Path, target: str) -> None:
+    data = module_of(tmp_path, target, pad_multiple=32)
+    loaders = [data.train_dataloader(), data.val_dataloader()]
+    shapes = [batch.token_BT.shape for loader in loaders for batch in loader]
+    assert all(width % 32 == 0 and num_rows * width <= 140 for num_rows, width in shapes)
+    assert max(num_rows for num_rows, _ in shapes) > 1
+
+
 def test_token_counts_are_of_answers(tmp_path: Path, target: str) -> None:
     data = module_of(tmp_path, target)
     counts_V = data.token_counts(300)

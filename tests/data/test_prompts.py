@@ -68,6 +68,17 @@ def test_excluded_texts_are_left_out(tmp_path: Path) -> None:
         read_prompts(write_jsonl(tmp_path / "q.jsonl", rows[:1]), exclude=exclude)
 
 
+def test_system_messages_exclude_nothing(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "You are a helpful assistant."}
+    evaluation = [{"messages": [system, *chat("Why is it so?", "It is.", "Really?")]}, {"prompt": "Be brief."}]
+    exclude = Exclusion.read(write_jsonl(tmp_path / "x.jsonl", evaluation))
+    rows = [{"messages": [system, *chat(question)]} for question in ("How do bees sleep?", "really", "It is")]
+    rows.append({"messages": [{"role": "developer", "content": "Be brief."}, *chat("Why do cats purr?")]})
+    found = read_prompts(write_jsonl(tmp_path / "p.jsonl", rows), exclude=exclude)
+    assert [p.messages[-1]["content"] for p in found.prompts] == ["How do bees sleep?", "Why do cats purr?"]
+    assert found.num_excluded == 2 and not exclude.matches(system["content"])
+
+
 def test_text_rows_are_no_prompts(tmp_path: Path) -> None:
     name = write_jsonl(tmp_path / "p.jsonl", [{"text": "abc"}])
     with pytest.raises(ValueError, match="line 1: plain text is no prompt; name the key with --column"):

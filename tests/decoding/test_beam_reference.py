@@ -66,7 +66,14 @@ class Case:
         self.drafter.set_draft_token_ids(torch.randperm(self.vocab_size)[: self.draft_size].sort().values)
         embedding_VD = torch.randn(self.vocab_size, D)
         self.embed = lambda token: embedding_VD[token]
-        target = SimpleNamespace(name="t", vocab_size=self.vocab_size, hidden_size=D, fingerprint="", embed=self.embed)
+        target = SimpleNamespace(
+            name="t",
+            vocab_size=self.vocab_size,
+            hidden_size=D,
+            fingerprint="",
+            embed=self.embed,
+            device=torch.device("cpu"),
+        )
         self.search = BeamSearch(self.drafter, target, self.width, self.length, self.tau, self.noise_weight)
         self.rows = self._rows()
         self.noise_BLV = None

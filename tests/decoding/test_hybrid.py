@@ -42,6 +42,20 @@ def test_rows_that_are_too_many_decode_plainly_and_are_learnt_from() -> None:
     assert assert_lossless(engine, asked[:1]) > 1.0
 
 
+@pytest.mark.parametrize("method", ["hybrid", "recycling"])
+def test_an_engine_forgets_what_it_learnt(method: Method) -> None:
+    engine = new_engine(method)
+    prompts = prompts_for(4, seed=100)
+
+    def num_steps() -> list[int]:
+        return [item.num_target_forwards for item in engine.generate(prompts, NO_EOS)]
+
+    first = num_steps()
+    assert num_steps() != first  # of the same texts
+    engine.forget()
+    assert num_steps() == first
+
+
 def test_factors_follow_hits() -> None:
     """Class 0 is right twice as often as expected, class 1 never; a row without a record takes over from all rows."""
     rates = HitRates(2, torch.device("cpu"))

@@ -50,6 +50,14 @@ def test_unfinished_character_is_shown_at_the_end_as_the_decoder_shows_it() -> N
     assert "\ufffd" in text.text
 
 
+def test_a_stop_string_in_what_the_end_brings_is_cut() -> None:
+    words = {1: "a END\ufffd"}
+    text = IncrementalText(lambda token_ids: "".join(words[token] for token in token_ids), ("END",))
+    text.push(1)
+    text.finish()
+    assert text.text == "a " and text.is_stopped
+
+
 def test_broken_bytes_within_a_text_do_not_hold_it_back_for_ever() -> None:
     token_ids = encode("a") + encode("😀")[:2] + encode("bcd")
     text = IncrementalText(decode)

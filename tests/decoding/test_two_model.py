@@ -11,7 +11,6 @@ from drafter.decoding.candidates import Candidates
 from drafter.decoding.engine import Engine
 from drafter.decoding.params import EngineConfig, SamplingParams
 from drafter.decoding.sampling import STREAM_DRAFT, STREAM_RESIDUAL, gumbel_noise
-from drafter.decoding.sweep import sweep_gamma
 from drafter.decoding.two_model import DraftModelProposer, check_same_vocabulary
 from drafter.decoding.verify import accept_samples
 from drafter.target.adapter import Target
@@ -176,14 +175,3 @@ def test_draft_cache_is_exact_after_long_decoding() -> None:
     torch.testing.assert_close(
         proposer._cache.keys[:, 0, :, :num_sure], cache.keys[:, 0, :, :num_sure], atol=1e-5, rtol=1e-5
     )
-
-
-def test_sweep_reports_every_gamma() -> None:
-    target = tiny_target()
-    results = sweep_gamma(
-        target, tiny_target(), [[1, 2, 3], [4]], SamplingParams(max_new_tokens=24, ignore_eos=True), gammas=(2, 5)
-    )
-    assert [result.gamma for result in results] == [2, 5]
-    assert [result.tokens_per_step for result in results] == [3, 6]
-    assert [result.share_kept for result in results] == [1, 1]
-    assert all(result.seconds > 0 and result.num_tokens == 48 for result in results)

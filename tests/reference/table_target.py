@@ -50,6 +50,7 @@ class TableTarget:
     name, revision, fingerprint, tokenizer = "table", None, "", None
     device, dtype, eos_token_ids, max_length = torch.device("cpu"), torch.float32, (), 64
     output_bias_V = None
+    num_layers = 1
     cache_shape = CacheShape(num_layers=1, num_heads=1, key_dim=1, value_dim=1)  # tokens and positions
 
     def __init__(self, vocab_size, prompt_length, *, seed=0, sharpness=1.5):
