@@ -5,7 +5,8 @@ same batches, decode prompts with each drafter, write a row of JSON for each, an
     scripts/ablations.py --answers answers.jsonl --prompts prompts.jsonl --steps 64
 
 Runs that are in the results already are not repeated. The target's hidden states are computed once: the first run
-makes a cache with the layers of the fused context, which serves the others too.
+makes a cache with the layers of the fused context, which serves the others too. A memory of the text has to read whole
+prompts, which that cache does not hold: it is trained on-line.
 """
 
 import argparse
@@ -76,13 +77,14 @@ def run(name: str, args: argparse.Namespace, target: Target, prompts: list[Promp
     """Train and measure one config: a row of the results."""
     words = ["--config", str(CONFIGS / "base.yaml")]
     words += [] if name == "base" else ["--config", str(CONFIGS / f"{name}.yaml")]
-    words += ["--data.train", str(args.answers), "--data.cache_hidden_states", str(args.work / "states")]
+    states = "null" if name == "context-history" else str(args.work / "states")
+    words += ["--data.train", str(args.answers), "--data.cache_hidden_states", states]
     words += ["--trainer.max_steps", str(args.steps), "--trainer.val_check_interval", str(args.steps)]
     words += ["--trainer.default_root_dir", str(args.work / name), "--trainer.enable_progress_bar", "false"]
     words += ["--model.target", args.target]
     if args.token_counts:
         words += ["--model.drafter.token_counts", str(args.token_counts)]
-    if not (args.work / "states").exists():
+    if states != "null" and not Path(states).exists():
         make_states(words)
     start = time.process_time()
     if main_train(words):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from drafter.packed import can_pack, count_parameters, pack_linears
@@ -21,6 +21,7 @@ from drafter.target.checks import (
     check_tree_forward,
     decoder_of,
     fingerprint_of,
+    identity,
     probe_cache_shape,
     probe_logit_map,
     sliding_window_of,
@@ -191,6 +192,14 @@ class Target:
     def dtype(self) -> torch.dtype:
         """Floating point type of the weights."""
         return self.embedding_weight_VD.dtype
+
+    @property
+    def has_plain_logits(self) -> bool:
+        """Whether logits are the output matrix times the final hidden state and no more (no bias, scale or soft cap),
+        so that some of them can be had from a few of its rows.
+        """
+        is_product = isinstance(self.model.get_output_embeddings(), nn.Linear) and self.output_bias_V is None
+        return is_product and self._logit_map is identity
 
     def embed(self, token_BT: Tensor) -> Tensor:
         """Input embeddings as the model's first layer gets them: int64 [..., T] -> [..., T, D]."""

@@ -112,7 +112,7 @@ def probe_logit_map(model: PreTrainedModel, name: str) -> Callable[[Tensor], Ten
     """Find what the model does to ``output_matrix @ hidden`` before it calls the result logits.
 
     Most models do nothing; some multiply or divide by a constant, some squash with a soft cap. The candidates come from
-    the configuration and the one that reproduces the model's own logits is kept.
+    the configuration and the one that reproduces the model's own logits is kept: :func:`identity` for nothing.
 
     Raises:
         ValueError: none does, so that picks from our logits would not be the model's.
@@ -127,11 +127,11 @@ def probe_logit_map(model: PreTrainedModel, name: str) -> Callable[[Tensor], Ten
     scales = [getattr(config, "logit_scale", None)]
     divisor = getattr(config, "logits_scaling", None)
     scales.append(1.0 / divisor if divisor else None)
-    maps += [_scale_by(float(scale)) for scale in scales if scale]
+    maps += [_scale_by(float(scale)) for scale in scales if scale and scale != 1]
     cap = getattr(config, "final_logit_softcapping", None)
     if cap:
         maps.append(_soft_cap(float(cap)))
-    maps.append(_identity)
+    maps.append(identity)
     tolerance = 1e-4 if raw_BTV.dtype == torch.float32 else 2e-2
     for logit_map in maps:
         got_BTV = logit_map(raw_BTV).float()
@@ -212,7 +212,8 @@ def _run_small_tree(target: "Target") -> tuple[Tensor, Tensor, Tensor]:
     return hidden_BND[:, 2:].flatten(0, 1).float(), torch.stack(path).float(), torch.stack(chain).float()
 
 
-def _identity(logits: Tensor) -> Tensor:
+def identity(logits: Tensor) -> Tensor:
+    """The logit map of most models, which do nothing."""
     return logits
 
 

@@ -14,8 +14,9 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from drafter.decoding.engine import Engine, Prompt
+from drafter.decoding.engine import Engine
 from drafter.decoding.params import EngineConfig, SamplingParams
+from drafter.decoding.prompt import Prompt
 from drafter.model.recurrent import RecurrentDrafter
 from drafter.target.adapter import Target
 
@@ -103,7 +104,8 @@ class SaveWhenStopped(Callback):
     """On Ctrl-C or SIGTERM finish the step, write ``last.ckpt`` and stop, so that ``--ckpt_path last`` loses nothing;
     write it at the end of a run as well.
 
-    A checkpoint written in the middle of a step would have taken its batch from the data without training on it. A
+    A checkpoint written in the middle of a step would have taken its batch from the data without training on it. One
+    written in the middle of a validation says so, and the resumed run begins with that validation, as a whole. A
     second Ctrl-C stops at once and saves nothing. A run that fails by itself saves nothing here either: its weights may
     be what failed, and the last good checkpoint stays.
     """
@@ -112,22 +114,43 @@ class SaveWhenStopped(Callback):
         self._signal = 0
         self._before: dict[int, Any] = {}
         self._step = 0
+        self._is_whole_step = True
+        self._is_validation_due = False
+        self._max_steps = -1
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["is_validation_due"] = self._is_validation_due
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._is_validation_due = checkpoint.get("is_validation_due", False)
+        self._max_steps = trainer.max_steps
+        if self._is_validation_due and 0 <= trainer.max_steps <= checkpoint["global_step"]:
+            # With no step left Lightning would leave before on_train_start, where the validation is made up for.
+            trainer.fit_loop.epoch_loop.max_steps = checkpoint["global_step"] + 1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._signal, self._step = 0, trainer.global_step
+        self._signal, self._step, self._is_whole_step = 0, trainer.global_step, True
         if threading.current_thread() is threading.main_thread():
             self._before = {
                 number: signal.signal(number, self._take_note) for number in (signal.SIGINT, signal.SIGTERM)
             }
+        _go_on_in_the_data(trainer)
+        if self._is_validation_due:
+            self._is_validation_due = False
+            trainer.fit_loop.epoch_loop.max_steps = self._max_steps
+            _validate(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         # Between optimizer steps gradients are being collected, and a checkpoint does not hold those.
-        is_whole_step = trainer.global_step != self._step
+        self._is_whole_step = trainer.global_step != self._step
         self._step = trainer.global_step
-        self._stop_if_told(trainer, is_whole_step)
+        fit_loop: Any = trainer.fit_loop
+        # Where a validation follows, it is stopped in there: Lightning holds it for done in what is saved here.
+        if not fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher):
+            self._stop_if_told(trainer, self._is_whole_step)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self._stop_if_told(trainer, not trainer.sanity_checking)
+        self._stop_if_told(trainer, self._is_whole_step and not trainer.sanity_checking, is_validation_due=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning saves with validations; the steps behind the last one are the run's too.
@@ -146,13 +169,34 @@ class SaveWhenStopped(Callback):
         self._signal = number
         print("\nstopping after this step; a checkpoint is written (Ctrl-C again stops at once)", file=sys.stderr)
 
-    def _stop_if_told(self, trainer: Trainer, can_save: bool) -> None:
+    def _stop_if_told(self, trainer: Trainer, can_save: bool, *, is_validation_due: bool = False) -> None:
         # Every process asks, so that all stop after the same step whichever got the signal.
         if not trainer.strategy.reduce_boolean_decision(bool(self._signal), all=False) or not can_save:
             return
+        self._is_validation_due = is_validation_due
         folder = getattr(trainer.checkpoint_callback, "dirpath", None)
         if folder:
             path = Path(folder) / "last.ckpt"
             trainer.save_checkpoint(path)
             rank_zero_warn(f"stopped at step {trainer.global_step}; saved {path}. Go on with --ckpt_path last")
         raise KeyboardInterrupt if self._signal == signal.SIGINT else SIGTERMException
+
+
+def _go_on_in_the_data(trainer: Any) -> None:
+    """Lightning makes the loader to count the steps of an epoch, before it has read where it stood, and then does not
+    tell it; nor does it after a whole epoch, where another order of the rows begins."""
+    fit_loop = trainer.fit_loop
+    fit_loop._combined_loader._load_state_dicts(fit_loop._combined_loader_states_to_load)
+    fit_loop._combined_loader_states_to_load = []
+
+
+def _validate(trainer: Any) -> None:
+    """A whole validation at the start of training, as Lightning runs one between two steps."""
+    val_loop, connector = trainer.fit_loop.epoch_loop.val_loop, trainer._logger_connector
+    is_first = connector._first_loop_iter
+    val_loop.restarting = False  # from its first batch
+    trainer.validating = True
+    val_loop.run()
+    trainer.training = True
+    connector._first_loop_iter = is_first
+    val_loop._has_run = False  # an epoch that ends here is left by the loop over it, which must be entered for that

@@ -55,6 +55,19 @@ def rescale_progress(checkpoint: dict[str, Any], world_size: int) -> None:
             counts[name] = count * before // world_size
 
 
+def reopen_epoch(checkpoint: dict[str, Any]) -> None:
+    """Turn an epoch that a limit (``--trainer.max_time``) has cut short into one to go on with, in place.
+
+    Lightning counts it as done when it stops, and would begin with the next one, or be through with the last.
+    """
+    fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    if not fit_loop or fit_loop["epoch_loop.batch_progress"]["is_last_batch"]:
+        return
+    for counts in (fit_loop["epoch_progress"]["current"], fit_loop["epoch_progress"]["total"]):
+        for name in ("processed", "completed"):
+            counts[name] = min(counts[name], counts["started"] - 1)
+
+
 def drafter_from_checkpoint(checkpoint: dict[str, Any]) -> RecurrentDrafter:
     """The drafter of :func:`read_checkpoint`'s result."""
     config = DrafterConfig.from_dict(dict(checkpoint["drafter_config"]))

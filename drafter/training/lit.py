@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Timer
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -19,7 +20,7 @@ from drafter.data.batch import ChatBatch
 from drafter.model.recurrent import RecurrentDrafter
 from drafter.target.adapter import Target, TargetOutput
 from drafter.training.build import build_drafter, describe, expect_same_shape
-from drafter.training.checkpoint import rescale_progress
+from drafter.training.checkpoint import reopen_epoch, rescale_progress
 from drafter.training.losses import LossOutput, PairTargets, chunked_loss
 from drafter.training.metrics import NUM_RANKS, AnswerRanks, DepthCounts, best_tree
 from drafter.training.options import DrafterOptions, Objective, OptimOptions
@@ -30,6 +31,8 @@ from drafter.training.watch import DivergenceWatch
 
 # Trees for which the expected tokens per step are logged: (W, L, N).
 TREES = ((8, 4, 24), (12, 5, 63))
+
+_NO_CROP = 2**31 - 1  # positions before an answer that are kept: more than any text has
 
 
 class BatchResult(NamedTuple):
@@ -132,11 +135,15 @@ class DrafterModule(LightningModule):
         """Load the target, choose the draft vocabulary, measure the scales, make the drafter."""
         if hasattr(self, "drafter"):
             return
+        precision = str(self.trainer.precision)
+        if precision.startswith("16"):
+            # A fused optimizer takes the scale of 16-mixed off the gradients by itself, after they were clipped.
+            raise ValueError(f"--trainer.precision {precision} is not supported: use bf16-mixed or 32-true")
         target = self._load_target(str(self.trainer.strategy.root_device))
         data: Any = getattr(self.trainer, "datamodule", None)
         built = build_drafter(target, data, self.options, self.hparams["init_from"])
         self.drafter = built.drafter
-        dtype = torch.bfloat16 if str(self.trainer.precision).startswith("bf16") else torch.float32
+        dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
         ids_R = self.drafter.draft_token_ids_R
         teacher = Teacher(target, ids_R.to(target.device), dtype)
         index_V = draft_index_of(ids_R.to(target.device), target.vocab_size)
@@ -153,9 +160,11 @@ class DrafterModule(LightningModule):
         if not hasattr(data, "cache_states"):
             return
         layers = tuple(self.drafter.config.context_layers)
+        # A memory begins with the text, and so must the rows that it is made of; others can use them as they are.
+        draft_length = len(self._rates) if self.drafter.history is None else _NO_CROP
         for is_turn in (self.trainer.is_global_zero, not self.trainer.is_global_zero):
             if is_turn:
-                data.cache_states(self.teacher.target, draft_length=len(self._rates), context_layers=layers)
+                data.cache_states(self.teacher.target, draft_length=draft_length, context_layers=layers)
             self.trainer.strategy.barrier()
 
     def configure_optimizers(self) -> Any:
@@ -169,7 +178,7 @@ class DrafterModule(LightningModule):
             betas=options.betas,
             fused=True,
         )
-        factor = learning_rate_factor(options, int(self.trainer.estimated_stepping_batches))
+        factor = learning_rate_factor(options, self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -185,6 +194,9 @@ class DrafterModule(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the measured constants of the interrupted run; refuse a checkpoint of another shape."""
         rescale_progress(checkpoint, self.trainer.world_size)
+        reopen_epoch(checkpoint)
+        # --trainer.max_time is for each start: with the time that is used up already no step would be made.
+        checkpoint.get("callbacks", {}).pop(Timer.__qualname__, None)
         saved = checkpoint["drafter_config"]
         expect_same_shape(self.drafter.config, saved)
         self.drafter.set_scales(saved["hidden_scale"], saved["embedding_scale"])
@@ -210,7 +222,9 @@ class DrafterModule(LightningModule):
         hidden_MD = hidden_SD[position_M]
         ranked_P = self._draft_index_V[self.teacher.picks(hidden_MD)][teacher_P] if with_ranks else None
         is_tied = self.drafter.config.head == "tied"
-        targets = PairTargets(pairs.label_P, weight_P, teacher_P, hidden_MD, self.teacher.logits, ranked_P)
+        # Guesses are counted at depths of weight 0 as well.
+        is_used_P = pairs.is_valid_P if with_ranks else None
+        targets = PairTargets(pairs.label_P, weight_P, teacher_P, hidden_MD, self.teacher.logits, ranked_P, is_used_P)
         output = chunked_loss(
             feature_PF,
             self.teacher.rows_RD if is_tied else self.drafter.output_rows(),
@@ -277,13 +291,17 @@ class DrafterModule(LightningModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip by the global norm (Lightning refuses to for a fused optimizer, though bfloat16 needs no unscaling).
+        """Clip by the global norm, or by value if told to (Lightning refuses to for a fused optimizer, though bfloat16
+        needs no unscaling).
 
         Called before every optimizer step, so a gradient that is not finite stops the run before it spoils the weights.
         """
-        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), gradient_clip_val or float("inf"))
+        limit, is_by_value = gradient_clip_val or math.inf, gradient_clip_algorithm == "value"
+        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), math.inf if is_by_value else limit)
         if not torch.isfinite(norm):
             self._stop_diverged("a gradient is not finite")
+        if is_by_value:
+            torch.nn.utils.clip_grad_value_(self.drafter.parameters(), limit)
         self.log("train/grad_norm", norm)
 
     def validation_step(self, batch: ChatBatch, batch_idx: int) -> None:

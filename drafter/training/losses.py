@@ -88,11 +88,12 @@ class PairTargets(NamedTuple):
 
     Attributes:
         label_P: int64 draft index of the text's next token.
-        weight_P: float32 weight of each pair in the sum; pairs of weight 0 cost nothing.
+        weight_P: float32 weight of each pair in the sum; pairs of weight 0 cost nothing, unless ``is_used_P`` has them.
         teacher_P: int64 index of each pair's row in ``hidden_MD``.
         hidden_MD: the target's final hidden states.
         teacher_logits: [C, D] -> the target's logits over the draft vocabulary [C, R].
         ranked_P: draft index whose rank among the drafter's logits is wanted (-1: counts as last); None skips it.
+        is_used_P: bool, pairs whose loss and rank are wanted, whatever their weight; None = those with weight.
     """
 
     label_P: Tensor
@@ -101,10 +102,11 @@ class PairTargets(NamedTuple):
     hidden_MD: Tensor
     teacher_logits: Callable[[Tensor], Tensor]
     ranked_P: Tensor | None = None
+    is_used_P: Tensor | None = None
 
 
 class LossOutput(NamedTuple):
-    """``loss``: the weighted sum over pairs, with gradient; ``loss_P``: each pair's, 0 where its weight is;
+    """``loss``: the weighted sum over pairs, with gradient; ``loss_P``: each used pair's, else 0;
     ``rank_P``: how many draft tokens have a higher logit than ``ranked_P`` (empty when not asked for)."""
 
     loss: Tensor
@@ -161,8 +163,9 @@ class _ChunkedLoss(torch.autograd.Function):
 def _chunks(
     targets: PairTargets, num_outputs: int, element_size: int, memory_mib: int
 ) -> Iterator[tuple[Tensor, int, int]]:
-    """Indices of pairs with weight, by rising teacher position, with the range of positions of each chunk."""
-    used_P = targets.weight_P.nonzero().squeeze(1)
+    """Indices of used pairs, by rising teacher position, with the range of positions of each chunk."""
+    is_used_P = targets.weight_P if targets.is_used_P is None else targets.is_used_P
+    used_P = is_used_P.nonzero().squeeze(1)
     order_P = used_P[targets.teacher_P[used_P].argsort(stable=True)]
     # Three blocks of logits live at a time: the drafter's, its softmax, the target's.
     size = max(1, memory_mib * _BLOCK_BYTES // (3 * num_outputs * element_size))

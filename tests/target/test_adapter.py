@@ -112,6 +112,11 @@ def test_logits_are_the_models_own(name: str) -> None:
     assert torch.allclose(got_BTV, wanted_BTV, atol=1e-5, rtol=1e-5)
     assert target.vocab_size == VOCAB and target.hidden_size == 32 and target.num_layers == 2
     assert target.embed(token_BT).shape == (2, 6, 32)
+    # Where the target says so, they are the output matrix times the hidden state.
+    assert target.has_plain_logits == (name not in ("Gemma2", "Cohere", "Cohere2", "Granite", "GPTJ"))
+    if target.has_plain_logits:
+        product_BTV = target.forward(token_BT).hidden_BTD @ target.output_weight_VD.T
+        assert torch.allclose(product_BTV, wanted_BTV, atol=1e-5, rtol=1e-5)
     # Right padding changes nothing before it.
     padded_BT = torch.cat([token_BT, torch.zeros(2, 3, dtype=torch.int64)], dim=1)
     assert torch.allclose(target.forward(padded_BT).hidden_BTD[:, :6], target.forward(token_BT).hidden_BTD, atol=1e-5)

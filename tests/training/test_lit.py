@@ -103,6 +103,70 @@ def test_bfloat16_learns_too(tmp_path) -> None:
     assert module.teacher.rows_RD.dtype == torch.bfloat16 and accuracy(module, greedy_rows(target)) > 0.8
 
 
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
+def test_float16_is_refused(precision: str, tmp_path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.precision_plugin.precision = precision  # the real one asks for a GPU
+    with pytest.raises(ValueError, match=f"--trainer.precision {precision}.*use bf16-mixed or 32-true"):
+        trainer.fit(make_module(make_target()), datamodule=FakeData(greedy_rows(make_target()), 1))
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_gradients_are_clipped_as_told(algorithm: str, tmp_path) -> None:
+    module = make_module(make_target())
+    clipped: list[torch.Tensor] = []
+
+    def look(*_: object) -> None:
+        grads = [p.grad.flatten() for p in module.parameters() if p.grad is not None]
+        clipped.extend([torch.cat(grads)] if grads else [])
+
+    module.on_before_zero_grad = look
+    trainer = make_trainer(tmp_path, max_steps=2, gradient_clip_val=1e-3, gradient_clip_algorithm=algorithm)
+    trainer.fit(module, datamodule=FakeData(greedy_rows(make_target()), 2))
+    norm, largest = clipped[0].norm().item(), clipped[0].abs().max().item()
+    assert trainer.callback_metrics["train/grad_norm"] > 0.1
+    if algorithm == "norm":
+        assert norm == pytest.approx(1e-3, rel=1e-3) and largest < 5e-4
+    else:
+        assert largest == pytest.approx(1e-3) and norm > 5e-3
+
+
+def test_a_run_without_a_last_step_needs_a_constant_learning_rate(tmp_path) -> None:
+    limits = {"max_epochs": -1, "max_time": {"hours": 1}}
+    data = FakeData(greedy_rows(make_target()), 1)
+    for schedule in ("cosine", "linear"):
+        module = make_module(make_target(), optim={"schedule": schedule})
+        with pytest.raises(ValueError, match=f"schedule {schedule}.*--trainer.max_steps or --trainer.max_epochs"):
+            make_trainer(tmp_path, **limits).fit(module, datamodule=data)
+    module = make_module(make_target(), optim={"schedule": "constant", "warmup_steps": 2})
+    rates: list[float] = []
+
+    def stop(*_: object) -> None:
+        rates.append(module.trainer.optimizers[0].param_groups[0]["lr"])
+        module.trainer.should_stop = len(rates) == 3
+
+    module.on_train_batch_end = stop
+    make_trainer(tmp_path, **limits, limit_val_batches=0).fit(module, datamodule=data)
+    assert rates == [0.01, 0.01, 0.01]
+
+
+def test_depths_without_weight_are_counted_too(tmp_path) -> None:
+    """The same drafter is as good at a depth whether that depth is trained or not."""
+    target = make_target()
+    data = FakeData(greedy_rows(target), 1)
+    module = fit(tmp_path, target, 40)
+    with torch.no_grad():
+        weighted = module.run_batch(data.batch, rates=(1.0,) * 3, with_ranks=True)
+        module._depth_weight_K = torch.tensor([1.0, 0.0, 1.0])
+        other = module.run_batch(data.batch, rates=(1.0,) * 3, with_ranks=True)
+    assert torch.equal(other.output.rank_P, weighted.output.rank_P)
+    torch.testing.assert_close(other.output.loss_P, weighted.output.loss_P)
+    is_second_P = weighted.pairs.depth_P == 1
+    assert (weighted.output.rank_P[is_second_P] == 0).float().mean() > 0.3
+    counted_P = weighted.pairs.is_valid_P & ~is_second_P
+    assert float(other.loss) == pytest.approx(float(weighted.output.loss_P[counted_P].mean()), rel=1e-5)
+
+
 def test_validation_logs_counts_of_the_whole_set(tmp_path) -> None:
     target = make_target()
     module = make_module(target, objective={"cross_entropy": 1.0}, optim={"lr": 0.02})

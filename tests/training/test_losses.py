@@ -68,6 +68,21 @@ def test_ranks_count_better_logits() -> None:
         assert int(ranks[i]) == wanted
 
 
+def test_pairs_without_weight_can_be_looked_at_and_change_nothing() -> None:
+    feature, rows, targets = make(D)
+    feature.requires_grad_()
+    is_used_P = (targets.weight_P > 0) | (torch.arange(P) % 2 == 0)
+    plain = chunked_loss(feature, rows, targets, LossMix(), memory_mib=1)
+    output = chunked_loss(feature, rows, targets._replace(is_used_P=is_used_P), LossMix(), memory_mib=1)
+    torch.testing.assert_close(output.loss, plain.loss)
+    grads = [torch.autograd.grad(loss, feature)[0] for loss in (output.loss, plain.loss)]
+    torch.testing.assert_close(grads[0], grads[1])
+    teacher = targets.teacher_logits(targets.hidden_MD)[targets.teacher_P]
+    each = mixed_loss(feature @ rows.T, teacher, targets.label_P, LossMix())
+    torch.testing.assert_close(output.loss_P, each.where(is_used_P, 0), rtol=1e-5, atol=1e-5)
+    assert ((output.rank_P < R) == (is_used_P & (targets.ranked_P >= 0))).all()
+
+
 @pytest.mark.parametrize("mix", MIXES)
 def test_bfloat16_is_close(mix: LossMix) -> None:
     feature, rows, targets = make(D, torch.bfloat16)

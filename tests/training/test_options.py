@@ -22,6 +22,11 @@ def test_learning_rate_rises_then_falls_to_its_end(schedule: str) -> None:
     assert values[100] == pytest.approx(1.0 if schedule == "constant" else 0.1)
     assert all(a >= b for a, b in zip(values[10:], values[11:], strict=False))
     assert learning_rate_factor(OptimOptions(warmup_steps=1000), 5)(4) <= 1
+    if schedule == "constant":
+        assert learning_rate_factor(OptimOptions(warmup_steps=2, schedule=schedule), math.inf)(1000) == 1
+    else:
+        with pytest.raises(ValueError, match=f"--model.optim.schedule {schedule}.*--trainer.max_steps"):
+            learning_rate_factor(OptimOptions(schedule=schedule), math.inf)
 
 
 def test_worked_example_of_the_schedule() -> None:

@@ -1,5 +1,6 @@
 """``drafter train`` and ``drafter export``, as functions, on a target in a folder."""
 
+import csv
 import json
 import os
 import signal
@@ -7,10 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import BinaryIO
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import timer
 
 from drafter.model.recurrent import RecurrentDrafter
 from drafter.target.adapter import Target
@@ -21,6 +24,10 @@ from drafter.training.teacher import Teacher
 from tests.data.tiny import chat, tiny_target, write_jsonl
 
 NUM_STEPS = 8
+TWO_EPOCHS = (
+    *("--trainer.max_steps", "-1", "--trainer.max_epochs", "2", "--trainer.val_check_interval", "1.0"),
+    *("--trainer.check_val_every_n_epoch", "1"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +71,32 @@ def trained(place: Path) -> Path:
     return run
 
 
+@pytest.fixture(scope="module")
+def trained_epochs(place: Path) -> Path:
+    """A finished run of two epochs."""
+    run = place / "whole-epochs"
+    assert main_train(words(place, run, *TWO_EPOCHS)) == 0
+    return run
+
+
+def assert_same_end(whole: Path, resumed: Path) -> None:
+    """Weights, Adam's moments, and what was measured of them, bit for bit."""
+    one, other = (read_checkpoint(folder / "checkpoints" / "last.ckpt") for folder in (whole, resumed))
+    for name in ("num_positions", "global_step", "metrics"):
+        assert one[name] == other[name], name
+    assert all(torch.equal(other["state_dict"][name], value) for name, value in one["state_dict"].items())
+    moments = [checkpoint["optimizer_states"][0]["state"] for checkpoint in (one, other)]
+    assert all(torch.equal(moments[0][i]["exp_avg_sq"], moments[1][i]["exp_avg_sq"]) for i in moments[0])
+    assert read_checkpoint(resumed / "checkpoints" / "best.ckpt")["metrics"]["val/loss"] == one["metrics"]["val/loss"]
+
+
+def validations(run: Path) -> list[tuple[str, str]]:
+    """(step, loss) of every validation, of all starts of a run."""
+    files = sorted((run / "logs").glob("version_*/metrics.csv"))
+    rows = [row for file in files for row in csv.DictReader(file.read_text().splitlines())]
+    return [(row["step"], row["val/loss"]) for row in rows if row.get("val/loss")]
+
+
 def test_a_run_leaves_checkpoints_curves_and_its_config(trained: Path, place: Path) -> None:
     checkpoint = read_checkpoint(trained / "checkpoints" / "last.ckpt")
     assert checkpoint["global_step"] == NUM_STEPS and checkpoint["num_positions"] > 0
@@ -95,12 +128,58 @@ def test_interrupted_and_resumed_gives_the_same_weights(
     assert read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"] == 4
     monkeypatch.undo()
     assert main_train(words(place, run, "--ckpt_path", "last")) == 0
-    whole, resumed = (read_checkpoint(folder / "checkpoints" / "last.ckpt") for folder in (trained, run))
-    assert resumed["num_positions"] == whole["num_positions"] and resumed["global_step"] == NUM_STEPS
-    for name, value in whole["state_dict"].items():
-        assert torch.equal(resumed["state_dict"][name], value), name
-    moments = [checkpoint["optimizer_states"][0]["state"] for checkpoint in (whole, resumed)]
-    assert all(torch.equal(moments[0][i]["exp_avg_sq"], moments[1][i]["exp_avg_sq"]) for i in moments[0])
+    assert_same_end(trained, run)
+
+
+@pytest.mark.parametrize("hook", ["validation_step", "on_train_batch_start"])
+@pytest.mark.parametrize("where", ["first", "last"])
+@pytest.mark.parametrize("limit", ["steps", "epochs"])
+def test_a_validation_that_was_stopped_is_made_up_for(
+    limit: str, where: str, hook: str, place: Path, request: pytest.FixtureRequest, monkeypatch
+) -> None:
+    """Stopped in a validation, or in the step before it, and once more in the one that makes up for it."""
+    whole = request.getfixturevalue("trained" if limit == "steps" else "trained_epochs")
+    more = () if limit == "steps" else TWO_EPOCHS
+    last = read_checkpoint(whole / "checkpoints" / "last.ckpt")["global_step"]
+    step = last // 2 if where == "first" else last
+    run = place / f"stopped-{limit}-{where}-{hook}"
+    step_hook = getattr(DrafterModule, hook, None)
+
+    def stop_here(module: DrafterModule, *batch: object) -> object:
+        if module.trainer.global_step == step - (hook == "on_train_batch_start"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step_hook(module, *batch)
+
+    monkeypatch.setattr(DrafterModule, hook, stop_here)
+    starts: list[tuple[str, ...]] = [(), ("--ckpt_path", "last")]
+    for start in starts[: 2 if hook == "validation_step" else 1]:
+        with pytest.raises(SystemExit):
+            main_train(words(place, run, *more, *start))
+        assert read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"] == step
+        assert len(validations(run)) == (0 if where == "first" else 1)
+    monkeypatch.undo()
+    assert main_train(words(place, run, *more, "--ckpt_path", "last")) == 0
+    assert_same_end(whole, run)
+    assert validations(run) == validations(whole)
+
+
+def test_max_time_is_for_each_start(place: Path, trained_epochs: Path, monkeypatch) -> None:
+    """Steps of ten seconds, fifty seconds a start, in epochs of more steps than that."""
+    run, clock, starts = place / "timed", SimpleNamespace(now=0.0), 0
+
+    def tick(module: DrafterModule, *_: object) -> None:
+        clock.now += 10
+
+    monkeypatch.setattr(DrafterModule, "on_train_batch_start", tick)
+    monkeypatch.setattr(timer, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    last, step = read_checkpoint(trained_epochs / "checkpoints" / "last.ckpt")["global_step"], 0
+    while step < last:
+        more = ("--trainer.max_time", "00:00:00:50", "--ckpt_path", "last")
+        assert main_train(words(place, run, *TWO_EPOCHS, *more)) == 0
+        step, starts = read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"], starts + 1
+        assert step == min(5 * starts, last)
+    assert starts > 3
+    assert_same_end(trained_epochs, run)
 
 
 def test_the_steps_behind_the_last_validation_are_saved_too(place: Path) -> None:
@@ -133,9 +212,7 @@ def test_kill_9_and_resumed_gives_the_same_weights(place: Path, trained: Path) -
     assert process.returncode == -signal.SIGKILL, process.stderr
     assert read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"] == 4
     assert main_train(words(place, run, "--ckpt_path", "last")) == 0
-    whole, resumed = (read_checkpoint(folder / "checkpoints" / "last.ckpt") for folder in (trained, run))
-    assert resumed["num_positions"] == whole["num_positions"] and resumed["global_step"] == NUM_STEPS
-    assert all(torch.equal(resumed["state_dict"][name], value) for name, value in whole["state_dict"].items())
+    assert_same_end(trained, run)
 
 
 def test_full_disk_at_a_checkpoint_leaves_the_last_one(place: Path, tmp_path, monkeypatch, capsys) -> None:
