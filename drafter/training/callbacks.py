@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -152,16 +153,28 @@ class SaveWhenStopped(Callback):
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self._stop_if_told(trainer, self._is_whole_step and not trainer.sanity_checking, is_validation_due=True)
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning saves at a new best only: where there is none for long, a crash would cost more than one interval.
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._save_last(trainer)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning saves with validations; the steps behind the last one are the run's too.
-        folder = getattr(trainer.checkpoint_callback, "dirpath", None)
-        if folder and not trainer.interrupted:
-            trainer.save_checkpoint(Path(folder) / "last.ckpt")
+        # The steps behind the last validation are the run's too.
+        if not trainer.interrupted:
+            self._save_last(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+
+    def _save_last(self, trainer: Trainer) -> Path | None:
+        folder = getattr(trainer.checkpoint_callback, "dirpath", None)
+        if not folder:
+            return None
+        path = Path(folder) / "last.ckpt"
+        trainer.save_checkpoint(path)
+        return path
 
     def _take_note(self, number: int, frame: Any) -> None:
         if self._signal == number == signal.SIGINT:
@@ -174,10 +187,8 @@ class SaveWhenStopped(Callback):
         if not trainer.strategy.reduce_boolean_decision(bool(self._signal), all=False) or not can_save:
             return
         self._is_validation_due = is_validation_due
-        folder = getattr(trainer.checkpoint_callback, "dirpath", None)
-        if folder:
-            path = Path(folder) / "last.ckpt"
-            trainer.save_checkpoint(path)
+        path = self._save_last(trainer)
+        if path is not None:
             rank_zero_warn(f"stopped at step {trainer.global_step}; saved {path}. Go on with --ckpt_path last")
         raise KeyboardInterrupt if self._signal == signal.SIGINT else SIGTERMException
 

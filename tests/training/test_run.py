@@ -190,6 +190,19 @@ def test_the_steps_behind_the_last_validation_are_saved_too(place: Path) -> None
     assert read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"] == NUM_STEPS
 
 
+def test_a_validation_without_a_new_best_is_saved_after_as_well(place: Path, monkeypatch) -> None:
+    def fail(module: DrafterModule, *_: object) -> None:
+        if module.trainer.global_step == 10:
+            raise RuntimeError("the power is gone")
+
+    monkeypatch.setattr(DrafterModule, "on_train_batch_start", fail)
+    run = place / "plateau"
+    with pytest.raises(RuntimeError, match="the power"):
+        main_train(words(place, run, "--model.optim.lr", "1e-30", "--trainer.max_steps", "12"))
+    assert read_checkpoint(run / "checkpoints" / "best.ckpt")["global_step"] == 4
+    assert read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"] == 8
+
+
 KILLED = """
 import os, signal, sys
 from drafter.training.lit import DrafterModule
