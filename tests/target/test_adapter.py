@@ -15,6 +15,7 @@ from torch import Tensor
 from drafter.target.adapter import Target, resolve_device, resolve_dtype
 from drafter.target.cache import SlotCache
 from drafter.target.mask import chunk_mask, tree_mask
+from tests.serving.tiny import tiny_target as tiny_chat_target
 from tests.target.trees import ancestors_of, depths_of, path_to, random_parents
 from tests.target.zoo import MAX_LENGTH, OTHERS, TARGETS, VOCAB, build
 
@@ -300,3 +301,9 @@ def test_dtypes_by_name() -> None:
     assert resolve_dtype("float16", cpu) == torch.float16
     with pytest.raises(ValueError, match="int8"):
         resolve_dtype("int8", cpu)
+
+
+@pytest.mark.parametrize("content", [[{"type": "text", "text": "hey"}], 7])
+def test_messages_that_a_template_cannot_take_are_refused(content: object) -> None:
+    with pytest.raises(ValueError, match="refuses these messages"):
+        tiny_chat_target().encode_chat([{"role": "user", "content": content}])  # type: ignore[dict-item]
