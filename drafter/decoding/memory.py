@@ -25,8 +25,9 @@ def step_bytes(target: Target, num_rows: int, num_nodes: int, max_depth: int, *,
 
     Greedy: B N V numbers of the target's format. Sampling: at the pick, besides them, the noise of every depth (L + 1),
     in a tree that of every node, and the logits after temperature: B V (N b + 4 (L + 1) + 8 N); or before, while the
-    noise is made, three words for every number of it. What else a step allocates is small beside one row of logits
-    for every node, as long as V is large beside the hidden size. Filters (top-k, top-p) are not counted.
+    noise is made, three words for every number of it; on a CPU the noise and four words for every token. What else a
+    step allocates is small beside one row of logits for every node, as long as V is large beside the hidden size.
+    Filters (top-k, top-p) are not counted.
     """
     logits = num_rows * num_nodes * target.vocab_size * target.dtype.itemsize
     if not has_noise:
@@ -34,6 +35,8 @@ def step_bytes(target: Target, num_rows: int, num_nodes: int, max_depth: int, *,
     by_depth = num_rows * (max_depth + 1) * target.vocab_size
     by_node = num_rows * num_nodes * target.vocab_size
     picking = logits + _SCORE * by_depth + _SCORE * (1 + (max_depth > 0)) * by_node
+    if target.device.type == "cpu":
+        return max(picking, _SCORE * by_depth + 4 * _WORD * target.vocab_size)
     return max(picking, 3 * _WORD * by_depth)
 
 

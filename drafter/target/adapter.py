@@ -292,8 +292,8 @@ class Target:
                 [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=True
             )
         except Exception as error:
-            # Templates raise jinja2's TemplateError (its own hierarchy) for turns they do not accept, and TypeError where
-            # they put together what is no text.
+            # Templates raise jinja2's TemplateError (its own hierarchy) for turns they do not accept, and TypeError
+            # where they put together what is no text.
             if not isinstance(error, TypeError) and not type(error).__module__.startswith("jinja2"):
                 raise
             raise ValueError(f"the chat template of {self.name!r} refuses these messages: {error}") from error
