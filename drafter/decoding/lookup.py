@@ -112,24 +112,21 @@ class LookupSource:
 
     def _score(self, token_BML: Tensor, size_BM: Tensor) -> Tensor:
         """Cumulative log-probability of token l of every match, [B, L, M]."""
+        # same[b, l, i, j]: match j, if it is one, has proposed the same l + 1 tokens as match i.
+        token_BLM = token_BML.transpose(1, 2)
+        equal_BLMM = token_BLM[:, :, :, None] == token_BLM[:, :, None, :]
         is_match_BM = size_BM > 0
-        # same[b, i, j]: match j has proposed the same tokens as match i so far.
-        same_BMM = is_match_BM[:, None, :].expand(-1, size_BM.shape[1], -1)
-        total_BM = torch.zeros_like(size_BM, dtype=torch.float32).masked_fill(~is_match_BM, -torch.inf)
-        longest_BMM = size_BM[:, None, :].expand_as(same_BMM)
-        scores = []
-        for step in range(self.length):
-            # A match that was right so far is longer by that many tokens now.
-            best_BM1 = (longest_BMM * same_BMM).amax(dim=2, keepdim=True)
-            weight_BMM = same_BMM * _WEIGHT_PER_TOKEN ** (size_BM[:, None, :] - best_BM1).float()
-            odds_BM1 = self._odds_X[(best_BM1 + step - 1).clamp(0, len(_ODDS) - 1)]
-            none_BM = (1 / odds_BM1)[:, :, 0]
-            token_BM = token_BML[:, :, step]
-            same_BMM = same_BMM & (token_BM[:, :, None] == token_BM[:, None, :])
-            share_BM = (weight_BMM * same_BMM).sum(dim=2) / (weight_BMM.sum(dim=2) + none_BM)
-            total_BM = total_BM + share_BM.log()
-            scores.append(total_BM)
-        return torch.stack(scores, dim=1)
+        same_BLMM = equal_BLMM.cummin(dim=1).values & is_match_BM[:, None, None, :]
+        before_BLMM = torch.cat([is_match_BM[:, None, None, :].expand_as(same_BLMM[:, :1]), same_BLMM[:, :-1]], dim=1)
+        # A match that was right so far is longer by that many tokens now.
+        size_B11M = size_BM[:, None, None, :]
+        best_BLM1 = (size_B11M * before_BLMM).amax(dim=3, keepdim=True)
+        weight_BLMM = before_BLMM * _WEIGHT_PER_TOKEN ** (size_B11M - best_BLM1).float()
+        step_L1 = torch.arange(self.length, device=size_BM.device)[:, None]
+        none_BLM = 1 / self._odds_X[(best_BLM1[..., 0] + step_L1 - 1).clamp(0, len(_ODDS) - 1)]
+        share_BLM = (weight_BLMM * same_BLMM).sum(dim=3) / (weight_BLMM.sum(dim=3) + none_BLM)
+        total_BLM = share_BLM.log().cumsum(dim=1)
+        return total_BLM.masked_fill(~is_match_BM[:, None], -torch.inf)
 
 
 class PromptLookupProposer(StatelessRows):

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from drafter.decoding.candidates import Candidates, pack_nodes
+from drafter.decoding.sampling import mix64
+
+_PATH_FACTOR = 0x5851F42D4C957F2D  # any large odd number
 
 
 class NodeList(NamedTuple):
@@ -87,23 +90,29 @@ def merge_equal(nodes: NodeList) -> NodeList:
     Returns:
         A list of the same shape.
     """
-    place_BM = torch.empty_like(nodes.parent_BM)  # which node stands for each
-    parents, scores = [], []
-    start = 0
-    for level, size in enumerate(nodes.level_sizes):
+    path_BM = _paths(nodes)
+    same_BMM = path_BM[:, :, None] == path_BM[:, None, :]
+    first_BM = same_BMM.int().argmax(dim=2)  # of several largest the first
+    best_BM = torch.where(same_BMM, nodes.score_BM[:, None, :], -torch.inf).amax(dim=2)
+    is_first_BM = first_BM == torch.arange(first_BM.shape[1], device=first_BM.device)
+    parent_BM = torch.where(nodes.parent_BM < 0, -1, first_BM.gather(1, nodes.parent_BM.clamp_min(0)))
+    return nodes._replace(parent_BM=parent_BM, score_BM=torch.where(is_first_BM, best_BM, -torch.inf))
+
+
+def _paths(nodes: NodeList) -> Tensor:
+    """A number for the tokens from the root to each node, int64 [B, M]: the same where they are the same.
+
+    Two different paths have the same number about once in 2^64 pairs, which would cost a draft.
+    """
+    own_BM = mix64(nodes.token_BM + 1)  # mix64 leaves 0 as it is
+    levels = [own_BM[:, : nodes.level_sizes[0]]]
+    above, start = 0, nodes.level_sizes[0]
+    for size in nodes.level_sizes[1:]:
         span = slice(start, start + size)
-        token_BX, score_BX, parent_BX = nodes.token_BM[:, span], nodes.score_BM[:, span], nodes.parent_BM[:, span]
-        if level:
-            parent_BX = place_BM.gather(1, parent_BX)
-        same_BXX = (token_BX[:, :, None] == token_BX[:, None, :]) & (parent_BX[:, :, None] == parent_BX[:, None, :])
-        first_BX = same_BXX.int().argmax(dim=2)  # of several largest the first
-        best_BX = torch.where(same_BXX, score_BX[:, None, :], -torch.inf).amax(dim=2)
-        is_first_BX = first_BX == torch.arange(size, device=first_BX.device)
-        place_BM[:, span] = first_BX + start
-        parents.append(parent_BX)
-        scores.append(torch.where(is_first_BX, best_BX, -torch.inf))
-        start += size
-    return nodes._replace(parent_BM=torch.cat(parents, 1), score_BM=torch.cat(scores, 1))
+        above_BX = levels[-1].gather(1, nodes.parent_BM[:, span] - above)
+        levels.append(own_BM[:, span] + above_BX * _PATH_FACTOR)
+        above, start = start, start + size
+    return torch.cat(levels, dim=1)
 
 
 def conditional(nodes: NodeList) -> Tensor:
