@@ -1,6 +1,7 @@
 """PromptLookupProposer: the text so far, prompt included, is searched for what followed when it last read like this.
 
-Shapes: B rows · S slots of history · M matches · L tokens that a match proposes · N tree nodes.
+Shapes: B rows · S slots of history · M matches · L tokens that a match proposes · G tokens of the longest match ·
+N tree nodes.
 """
 
 import torch
@@ -26,21 +27,19 @@ def find_matches(history_BS: Tensor, position_B: Tensor, max_ngram: int, num_mat
         history_BS: token ids by position; what stands behind ``position`` means nothing. int64 [B, S].
         position_B: position of the last token (the root), int64 [B].
         max_ngram: longer matches count as this long.
-        num_matches: M, at most S.
+        num_matches: M.
 
     Returns:
         Position of the match's last token, int64 [B, M], and its length in tokens, 0 = no match, int64 [B, M].
     """
     num_slots = history_BS.shape[1]
     slot_S = torch.arange(num_slots, device=history_BS.device)
-    matches_BS = slot_S < position_B[:, None]
-    length_BS = torch.zeros_like(history_BS)
-    for back in range(max_ngram):
-        suffix_B1 = history_BS.gather(1, (position_B[:, None] - back).clamp_min(0))
-        # Before the start of the text there is nothing to match: -1 is no token.
-        shifted_BS = F.pad(history_BS, (back, 0), value=-1)[:, :num_slots]
-        matches_BS = matches_BS & (shifted_BS == suffix_B1)
-        length_BS += matches_BS
+    back_G = torch.arange(max_ngram - 1, -1, -1, device=history_BS.device)
+    suffix_BG = history_BS.gather(1, (position_B[:, None] - back_G).clamp_min(0))
+    # The tokens that end at each slot; before the start of the text there is nothing to match: -1 is no token.
+    window_BSG = F.pad(history_BS, (max_ngram - 1, 0), value=-1).unfold(1, max_ngram, 1)
+    is_same_BSG = (window_BSG == suffix_BG[:, None]).flip(2)  # the last token first
+    length_BS = is_same_BSG.cumprod(dim=2).sum(dim=2) * (slot_S < position_B[:, None])
     key_BM, index_BM = (length_BS * num_slots + slot_S).topk(min(num_matches, num_slots), dim=1)
     if num_slots < num_matches:  # more matches than the text has places: the rest are none
         key_BM, index_BM = (F.pad(found, (0, num_matches - num_slots)) for found in (key_BM, index_BM))
@@ -116,7 +115,7 @@ class LookupSource:
         token_BLM = token_BML.transpose(1, 2)
         equal_BLMM = token_BLM[:, :, :, None] == token_BLM[:, :, None, :]
         is_match_BM = size_BM > 0
-        same_BLMM = equal_BLMM.cummin(dim=1).values & is_match_BM[:, None, None, :]
+        same_BLMM = equal_BLMM.cumprod(dim=1).bool() & is_match_BM[:, None, None, :]
         before_BLMM = torch.cat([is_match_BM[:, None, None, :].expand_as(same_BLMM[:, :1]), same_BLMM[:, :-1]], dim=1)
         # A match that was right so far is longer by that many tokens now.
         size_B11M = size_BM[:, None, None, :]
