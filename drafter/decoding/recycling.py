@@ -30,6 +30,8 @@ RANK_RATES = (
 # A node's probability is rank rate ^ (1 - a) * stored probability ^ a. Tokens per step on those answers, N = 24:
 # 1.815 at a = 0 (a fixed tree), 1.824 at 0.25, 1.820 at 0.5, 1.797 at 1.
 _STORED_WEIGHT = 0.25
+# Rows of a plain step that are learnt from, in turn: what is learnt must not cost more than it can bring.
+_TAUGHT_ROWS = 4
 _LOWEST = -20.0  # log-probability of followers that the request's filters leave out: drafted last
 
 
@@ -157,6 +159,7 @@ class RecyclingSource:
         self._parents = [torch.tensor(level, device=device) for level in template.parents]
         self._ranks = [torch.tensor(level, device=device) for level in template.ranks]
         self._log_rate_K = torch.tensor([math.log(rate) for rate in rates], device=device)
+        self._first_row = 0
 
     @property
     def max_depth(self) -> int:
@@ -181,11 +184,18 @@ class RecyclingSource:
         return NodeList(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), self.level_sizes)
 
     def observe(self, rows: RowState, outcome: StepOutcome) -> None:
-        """Take the target's followers of every verified node into the table."""
+        """Take the target's followers of every verified node into the table; of plain steps over many rows, of some."""
         candidates = outcome.candidates
         is_known_BN = candidates.is_node_BN & rows.is_active_B[:, None]
         is_certain_BN = torch.zeros_like(is_known_BN).scatter_(1, outcome.path_BL, True)
-        self.table.update(candidates.token_BN, outcome.logits_BNV, is_known_BN, is_certain_BN)
+        num_rows, num_nodes = candidates.token_BN.shape
+        if num_nodes == 1 and num_rows > _TAUGHT_ROWS:
+            self._first_row = first = self._first_row % num_rows
+            part = slice(first, first + _TAUGHT_ROWS)
+            self._first_row += _TAUGHT_ROWS
+        else:
+            part = slice(None)
+        self.table.update(candidates.token_BN[part], outcome.logits_BNV[part], is_known_BN[part], is_certain_BN[part])
 
     def _followers(self, token_BP: Tensor, noise_BV: Tensor | None, warp: Warp) -> tuple[Tensor, Tensor]:
         """Followers in order of rank, int64 [B, P, K], and the log of the estimated probability of each."""

@@ -159,3 +159,21 @@ def test_idle_rows_teach_nothing() -> None:
     assert not sequences[1].is_prefilled
     written = other.proposer._source.table.token_VK  # type: ignore[attr-defined]
     assert torch.equal(written[:-1], alone[:-1])
+
+
+def test_of_plain_steps_over_many_rows_some_are_learnt_from_in_turn() -> None:
+    config = EngineConfig(method="recycling", max_rows=6, max_drafted_rows=1, tree_size=8)
+    engine = Engine(tiny_target(), config=config)
+    asked = [(prompt, SamplingParams(max_new_tokens=4, ignore_eos=True)) for prompt in ([3 + i] for i in range(6))]
+    taught: list[list[int]] = []
+    table = engine.proposer._source.table  # type: ignore[attr-defined]
+    update = table.update
+
+    def note(token_BN: torch.Tensor, *rest: torch.Tensor) -> None:
+        taught.append(token_BN[:, 0].tolist())
+        update(token_BN, *rest)
+
+    table.update = note
+    assert assert_lossless(engine, asked) == 1.0
+    assert taught[0] == [3, 4, 5, 6]
+    assert [len(tokens) for tokens in taught] == [4, 2, 4, 4]
