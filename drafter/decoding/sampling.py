@@ -41,6 +41,7 @@ STREAM_DRAFT = 1  # drafts sampled from q for the rejection rule
 STREAM_ACCEPT = 2  # the uniform number that is compared with p / q
 STREAM_RESIDUAL = 3  # the token drawn after a rejection, or after a chain accepted whole
 
+_MANY_TOKENS = 4096  # fewer are a small part of a processor's cache
 _TOP_P_SHORTLISTS = (256, 4096)  # how many of the best tokens a CPU looks at before it sorts a row whole
 
 
@@ -99,7 +100,7 @@ def gumbel_noise(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, *, stre
     vocabulary in any order: the result is the same columns of the full noise. Gumbel-max: Maddison, Tarlow, Minka,
     "A* Sampling", 2014.
     """
-    if token_ids.device.type != "cpu":
+    if token_ids.device.type != "cpu" or len(token_ids) < _MANY_TOKENS:
         return _gumbel(_uniform(random_bits(seed_B, position_BT, token_ids, stream=stream))).float()
     # A position at a time: some twenty passes over the numbers of one stay within a processor's cache.
     key_M = (token_ids.long() + 1) * _GAMMA
