@@ -44,7 +44,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _require_int("max_new_tokens", self.max_new_tokens, low=1)
         _require_number("temperature", self.temperature, low=0.0, mend="0 is greedy")
-        _require_int("top_k", self.top_k, low=0, high=2**31 - 1, mend="0 turns it off")
+        _require_int("top_k", self.top_k, low=0, high=2**31, mend="0 turns it off")
         _require_number("top_p", self.top_p, above=0.0, high=1.0, mend="1 turns it off")
         _require_number("min_p", self.min_p, low=0.0, high=1.0, mend="0 turns it off")
         _require_int("seed", self.seed, low=-(2**63), high=2**64 - 1, mend="any 64-bit integer")
