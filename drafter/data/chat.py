@@ -49,6 +49,7 @@ class Row:
         source: where the row says it comes from, or None.
         where: file and line, for error messages.
         is_cut: the last answer ended at a length limit, so that its end-of-turn token was never generated.
+        later_turns: what the user says later, to answers that are not there (MT-bench).
     """
 
     messages: tuple[Message, ...] = ()
@@ -57,6 +58,7 @@ class Row:
     source: str | None = None
     where: str = ""
     is_cut: bool = False
+    later_turns: tuple[str, ...] = ()
 
     @property
     def prompt(self) -> tuple[Message, ...]:
@@ -133,6 +135,9 @@ def parse_row(record: Record, *, format: str | None = None, columns: Mapping[str
     if kind == "text":
         return Row(text=_text(fields, "text", record.where), **common)
     messages = _READERS[kind](fields, record.where)
+    if kind == "turns":
+        first, *later = messages
+        return Row(messages=(first,), later_turns=tuple(message["content"] for message in later), **common)
     check_turns(messages, record.where)
     return Row(messages=tuple(messages), **common)
 
@@ -224,11 +229,14 @@ def _read_prompt(fields: Mapping[str, Any], where: str) -> list[Message]:
     return messages
 
 
-def _read_first_turn(fields: Mapping[str, Any], where: str) -> list[Message]:
+def _read_user_turns(fields: Mapping[str, Any], where: str) -> list[Message]:
+    """One user turn after the other: their answers are not there."""
     turns = fields.get("turns")
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
         raise ValueError(f"{where}: turns must be an array of at least one text{_keys(fields)}")
-    return [{"role": "user", "content": _content(turns[0], f"{where}: turn 1")}]
+    return [
+        {"role": "user", "content": _content(turn, f"{where}: turn {number}")} for number, turn in enumerate(turns, 1)
+    ]
 
 
 _READERS = {
@@ -236,7 +244,7 @@ _READERS = {
     "sharegpt": _read_sharegpt,
     "alpaca": _read_alpaca,
     "prompt": _read_prompt,
-    "turns": _read_first_turn,
+    "turns": _read_user_turns,
 }
 
 

@@ -79,7 +79,9 @@ class Exclusion:
         if name is None:
             return cls()
         return cls(
-            text for row in read_rows(name) for text in ([row.text] if row.text is not None else _turns(row.messages))
+            text
+            for row in read_rows(name)
+            for text in ([row.text] if row.text is not None else [*_turns(row.messages), *row.later_turns])
         )
 
     def matches(self, text: str) -> bool:

@@ -234,7 +234,7 @@ class Engine:
         if want_text and self.target.tokenizer is not None:
             text = IncrementalText(self.target.decode, params.stop)
         elif params.stop:
-            raise ValueError(f"stop strings {params.stop} need a tokenizer and text: {self.target.name!r}")
+            raise ValueError(f"stop strings {params.stop} need a tokenizer of {self.target.name!r}, and want_text")
         stop_ids = frozenset((*own_stops, *params.stop_token_ids))
         options = options or RequestOptions()
         sequence = TokenSequence(next(self._ids), list(prompt_ids), params, limit, stop_ids, text, options)

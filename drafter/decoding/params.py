@@ -68,7 +68,7 @@ class SamplingParams:
 @dataclass(frozen=True)
 class RequestOptions:
     """What a caller wants to know of one request and how its tokens may come. None of it changes a token
-    (under ``verify="rejection"``, where drafts decide which of the equally likely texts comes: not the distribution).
+    (under ``verify="rejection"``: the distribution of the tokens).
 
     Attributes:
         speculate: False: its drafts are not looked at, so that its tokens come one per target forward; a step in which

@@ -44,7 +44,7 @@ def test_prompt_and_text_rows(tmp_path: Path) -> None:
 def test_of_mt_bench_rows_the_first_turn_is_the_prompt(tmp_path: Path) -> None:
     asked = {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]}
     (row,) = read_rows(write_jsonl(tmp_path / "a.jsonl", [asked]))
-    assert list(row.messages) == chat("Write.") and row.id == "81"
+    assert list(row.messages) == chat("Write.") and row.id == "81" and row.later_turns == ("Rewrite.",)
     for bad in ([], [7]):
         with pytest.raises(ValueError, match="turn"):
             list(read_rows(write_jsonl(tmp_path / "a.jsonl", [{"turns": bad}])))

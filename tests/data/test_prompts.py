@@ -79,6 +79,12 @@ def test_system_messages_exclude_nothing(tmp_path: Path) -> None:
     assert found.num_excluded == 2 and not exclude.matches(system["content"])
 
 
+def test_later_turns_of_mt_bench_are_excluded_as_well(tmp_path: Path) -> None:
+    asked = {"question_id": 81, "turns": ["Write a letter.", "Now rewrite it in one sentence."]}
+    exclude = Exclusion.read(write_jsonl(tmp_path / "x.jsonl", [asked]))
+    assert exclude.matches("write a letter") and exclude.matches("Now rewrite it in one sentence")
+
+
 def test_text_rows_are_no_prompts(tmp_path: Path) -> None:
     name = write_jsonl(tmp_path / "p.jsonl", [{"text": "abc"}])
     with pytest.raises(ValueError, match="line 1: plain text is no prompt; name the key with --column"):
