@@ -7,22 +7,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from drafter.decoding.engine import Completion, Engine
-    from drafter.decoding.params import EngineConfig, SamplingParams
-    from drafter.model.config import DrafterConfig
-    from drafter.model.recurrent import RecurrentDrafter
-    from drafter.target.adapter import Target
+    from drafter.decoding.params import SamplingParams
+    from drafter.engine.config import EngineConfig
+    from drafter.engine.engine import Completion, Engine
+    from drafter.models.config import DrafterConfig
+    from drafter.models.drafter import RecurrentDrafter
+    from drafter.targets.target import Target
 
 __version__ = "0.1.0"
 
 _HOME_OF = {
-    "Completion": "drafter.decoding.engine",
-    "Engine": "drafter.decoding.engine",
-    "EngineConfig": "drafter.decoding.params",
+    "Completion": "drafter.engine.engine",
+    "Engine": "drafter.engine.engine",
+    "EngineConfig": "drafter.engine.config",
     "SamplingParams": "drafter.decoding.params",
-    "DrafterConfig": "drafter.model.config",
-    "RecurrentDrafter": "drafter.model.recurrent",
-    "Target": "drafter.target.adapter",
+    "DrafterConfig": "drafter.models.config",
+    "RecurrentDrafter": "drafter.models.drafter",
+    "Target": "drafter.targets.target",
 }
 
 __all__ = [

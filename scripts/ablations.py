@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from drafter import EngineConfig, SamplingParams, Target
-from drafter.answer_files import read_prompts
-from drafter.decoding.prompt import Prompt
-from drafter.model.recurrent import RecurrentDrafter
+from drafter.cli.answer_files import read_prompts
+from drafter.engine.prompt import Prompt
+from drafter.models.drafter import RecurrentDrafter
 from drafter.training.callbacks import tokens_per_step
 from drafter.training.checkpoint import load_drafter, read_checkpoint
 from drafter.training.run import main_train

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from drafter import EngineConfig, SamplingParams, Target
-from drafter.answer_files import read_prompts
+from drafter.cli.answer_files import read_prompts
 from drafter.training.callbacks import tokens_per_step
 from drafter.training.checkpoint import load_drafter, read_checkpoint
 

@@ -1,5 +1,5 @@
 import sys
 
-from drafter.cli import main
+from drafter.cli.main import main
 
 sys.exit(main(["decode", *sys.argv[1:]]))

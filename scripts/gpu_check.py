@@ -15,10 +15,11 @@ import torch
 
 from drafter.bench.hardware import CheckSettings, check_table, check_target
 from drafter.bench.steptime import Budget
-from drafter.model.config import DrafterConfig
-from drafter.model.recurrent import RecurrentDrafter
-from drafter.provenance import run_record, write_atomic
-from drafter.target.adapter import Target
+from drafter.models.config import DrafterConfig
+from drafter.models.drafter import RecurrentDrafter
+from drafter.targets.target import Target
+from drafter.utils.io import write_atomic
+from drafter.utils.provenance import run_record
 
 # hidden, intermediate, layers, heads, key/value heads, vocabulary, output matrix is the embedding
 SHAPES = {

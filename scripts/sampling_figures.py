@@ -20,8 +20,8 @@ import torch
 
 from drafter import SamplingParams, Target
 from drafter.decoding.sampling import gumbel_noise, make_warp, pick
-from drafter.provenance import run_record
-from tests.decoding.test_exactness import NUM_TOKENS, V, make_engine, markov_distribution, sample
+from drafter.utils.provenance import run_record
+from tests.engine.test_exactness import NUM_TOKENS, V, make_engine, markov_distribution, sample
 from tests.reference.published_rule import published_answers
 from tests.reference.warpers import softmax
 

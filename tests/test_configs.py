@@ -12,7 +12,7 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 def parse_train(file: Path) -> None:
     """The parser of `drafter train`, and the frozen options that check their own values."""
     from drafter.data.module import ChatDataModule
-    from drafter.training.lit import DrafterModule
+    from drafter.training.module import DrafterModule
     from drafter.training.run import TrainCLI
 
     class Parsed(TrainCLI):

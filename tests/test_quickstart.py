@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drafter.cli import main
+from drafter.cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = "smollm2-135m"

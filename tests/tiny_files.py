@@ -5,8 +5,8 @@ from pathlib import Path
 
 def make_target(folder: Path, *, seed: int = 0) -> str:
     """A Llama of hidden size 32, context 128, with a byte-level tokenizer and a chat template; its folder."""
-    from drafter.target.catalog import resolve
-    from tests.target.tiny_gguf import write_gguf
+    from drafter.targets.catalog import resolve
+    from tests.targets.tiny_gguf import write_gguf
 
     return str(resolve(str(write_gguf(folder / "tiny.gguf", seed=seed))))
 

@@ -9,11 +9,12 @@ from drafter.bench.compare import Transcript, Turn
 from drafter.bench.contest import Contestant, EngineContestant
 from drafter.bench.methods import MethodSpec
 from drafter.bench.workload import Item, Workload
-from drafter.decoding.engine import Engine
-from drafter.decoding.params import EngineConfig, SamplingParams
-from drafter.model.recurrent import RecurrentDrafter
-from drafter.shipped import speculation_path
-from drafter.target.adapter import Target
+from drafter.decoding.params import SamplingParams
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.engine.shipped import speculation_path
+from drafter.models.drafter import RecurrentDrafter
+from drafter.targets.target import Target
 
 _TEMPLATE_TOKENS = 64  # of a chat template, per turn, at most
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from drafter.bench.contest import Answer
-from drafter.target.adapter import Target
+from drafter.targets.target import Target
 
 _MAX_MARGINS = 16  # one forward of the target for each
 

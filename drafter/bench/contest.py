@@ -6,9 +6,9 @@ The clock of a contestant runs from token ids to token ids: no tokenizer is time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from drafter.decoding.engine import Engine
 from drafter.decoding.params import SamplingParams
-from drafter.decoding.sequence import Sequence as TokenSequence
+from drafter.engine.engine import Engine
+from drafter.engine.request import Sequence as TokenSequence
 
 
 class Answer(NamedTuple):

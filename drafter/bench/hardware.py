@@ -16,12 +16,12 @@ from drafter.bench.figures import median
 from drafter.bench.memory import PeakMemory
 from drafter.bench.report import table
 from drafter.bench.steptime import Budget, FixedTree, StepClock, Timed, synchronise
-from drafter.decoding.candidates import Proposer, RootOnly
-from drafter.decoding.factory import make_proposer
-from drafter.decoding.params import EngineConfig
-from drafter.decoding.sized import dtype_name
-from drafter.model.recurrent import RecurrentDrafter
-from drafter.target.adapter import Target
+from drafter.decoding.proposer import Proposer, RootOnly
+from drafter.engine.config import EngineConfig
+from drafter.engine.defaults import dtype_name
+from drafter.models.drafter import RecurrentDrafter
+from drafter.proposers.table import make_proposer
+from drafter.targets.target import Target
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,16 @@ from torch import Tensor
 
 from drafter.bench.ranks import UNREACHED, count_steps
 from drafter.bench.steptime import Budget
-from drafter.decoding.candidates import Candidates, RowState, StatelessRows, StepOutcome
-from drafter.decoding.engine import Engine
-from drafter.decoding.factory import make_proposer, nothing_learnt
-from drafter.decoding.hybrid import HybridProposer, level_spans
-from drafter.decoding.merge import NodeList
-from drafter.decoding.params import EngineConfig, SamplingParams
+from drafter.decoding.params import SamplingParams
+from drafter.decoding.proposer import RowState, StatelessRows, StepOutcome
+from drafter.decoding.tree import Candidates, NodeList
 from drafter.decoding.verify import accept_picks
-from drafter.model.recurrent import RecurrentDrafter
-from drafter.target.adapter import Target
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.models.drafter import RecurrentDrafter
+from drafter.proposers.hybrid import HybridProposer, level_spans
+from drafter.proposers.table import make_proposer, nothing_learnt
+from drafter.targets.target import Target
 
 Shape = tuple[int, int]  # W and L of the drafter's beam
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from drafter.bench.figures import spread
 from drafter.bench.records import Record, run_id
 from drafter.bench.workload import Item, Workload
-from drafter.provenance import run_record
+from drafter.utils.provenance import run_record
 
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from drafter.decoding.params import EngineConfig
+from drafter.engine.config import EngineConfig
 
 BASELINE = "autoregressive"
 PEER_BASELINE = "hf-generate"

@@ -15,7 +15,7 @@ from transformers import CompileConfig, GenerationConfig, StoppingCriteria, Stop
 from drafter.bench.contest import Answer
 from drafter.bench.methods import MethodSpec
 from drafter.decoding.params import SamplingParams
-from drafter.target.adapter import Target
+from drafter.targets.target import Target
 
 _LOOKUP_TOKENS = 10  # what transformers' documentation suggests for prompt lookup
 _CACHE_STEP = 64

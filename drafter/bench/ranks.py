@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafter.decoding.beam import BeamSearch
-from drafter.decoding.candidates import RowState
 from drafter.decoding.params import SamplingParams
+from drafter.decoding.proposer import RowState
 from drafter.decoding.sampling import make_warp
-from drafter.target.adapter import Target
+from drafter.proposers.beam import BeamSearch
+from drafter.targets.target import Target
 
 UNREACHED = 2**30  # rank of a token that no beam holds
 _LOGITS_AT_ONCE = 2**24  # numbers: 64 MiB in float32

@@ -23,9 +23,9 @@ from drafter.bench.methods import BASELINE, MethodSpec, parse_method
 from drafter.bench.records import Record, append_record, resume_records, run_id
 from drafter.bench.settings import BenchSettings
 from drafter.bench.workload import Workload
-from drafter.decoding.compiled import is_compiled
-from drafter.decoding.sized import device_name, dtype_name, fingerprint_of_weights
-from drafter.provenance import run_record
+from drafter.decoding.compile import is_compiled
+from drafter.engine.defaults import device_name, dtype_name, fingerprint_of_weights
+from drafter.utils.provenance import run_record
 
 _WARM_UP_TOKENS = 16
 

@@ -11,13 +11,15 @@ from typing import TypeVar
 import torch
 
 from drafter.bench.figures import median
-from drafter.decoding.candidates import Candidates, Proposer, RootOnly, RowState, StatelessRows, StepOutcome
-from drafter.decoding.compiled import Compiler
-from drafter.decoding.engine import Engine
-from drafter.decoding.params import EngineConfig, SamplingParams
-from drafter.decoding.sequence import Sequence as TokenSequence
-from drafter.model.recurrent import RecurrentDrafter
-from drafter.target.adapter import Target
+from drafter.decoding.compile import Compiler
+from drafter.decoding.params import SamplingParams
+from drafter.decoding.proposer import Proposer, RootOnly, RowState, StatelessRows, StepOutcome
+from drafter.decoding.tree import Candidates
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.engine.request import Sequence as TokenSequence
+from drafter.models.drafter import RecurrentDrafter
+from drafter.targets.target import Target
 
 _MAX_DEPTH = 6
 Key = TypeVar("Key", bound=Hashable)

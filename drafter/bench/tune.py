@@ -20,16 +20,18 @@ from tqdm import tqdm
 from drafter.bench.hybrid_ranks import Recording, record_hybrids
 from drafter.bench.ranks import Acceptance, Drafts, draft_everywhere
 from drafter.bench.steptime import Budget, FixedTree, StepClock, Timed
-from drafter.decoding.beam import BeamSearch
-from drafter.decoding.candidates import Proposer, RootOnly
-from drafter.decoding.compiled import is_compiled
-from drafter.decoding.engine import Engine
-from drafter.decoding.factory import make_proposer, nothing_learnt
-from drafter.decoding.params import SIZED_METHODS, EngineConfig, Method, SamplingParams
-from drafter.decoding.sized import device_name, dtype_name, fingerprint_of_weights
-from drafter.decoding.speculation import PLAIN, Choice, RowPlan, Speculation, Tree
-from drafter.model.recurrent import RecurrentDrafter
-from drafter.target.adapter import Target
+from drafter.decoding.compile import is_compiled
+from drafter.decoding.params import SamplingParams
+from drafter.decoding.proposer import Proposer, RootOnly
+from drafter.engine.config import EngineConfig
+from drafter.engine.defaults import device_name, dtype_name, fingerprint_of_weights
+from drafter.engine.engine import Engine
+from drafter.engine.sizes import PLAIN, Choice, RowPlan, Speculation, Tree
+from drafter.models.drafter import RecurrentDrafter
+from drafter.proposers.beam import BeamSearch
+from drafter.proposers.options import SIZED_METHODS, Method
+from drafter.proposers.table import make_proposer, nothing_learnt
+from drafter.targets.target import Target
 
 _RATIOS = (0.4, 0.7, 1.0, 1.3)  # acceptance, relative to calibration, that the engine should have a tree for
 _NUM_BEST = 3  # trees of the best prediction that are measured

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from drafter.data.batch import plan_in_order
 from drafter.data.store import TokenStore
-from drafter.target.adapter import Target
+from drafter.targets.target import Target
 
 _SHARD_BYTES = 1 << 29
 _SPARE = 1.02  # headers, and what the file system takes for itself

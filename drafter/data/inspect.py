@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from drafter.data.chat import ReadReport, read_rows
+from drafter.data.formats import ReadReport, read_rows
 from drafter.data.prepare import short_name, with_progress
 from drafter.data.tokenize import ConversationEncoder, Encoded, EncodeReport
 
@@ -35,7 +35,8 @@ def inspect_file(
         The counts; whether they are good enough to train on, ``report.check(name)`` says.
 
     Raises:
-        FileNotFoundError, ValueError: see :func:`drafter.data.chat.read_rows`; a chat template without usable prefixes.
+        FileNotFoundError, ValueError: see :func:`drafter.data.formats.read_rows`.
+        ValueError: a chat template without usable prefixes.
     """
     if num_rows < 0:
         raise ValueError(f"--num-rows {num_rows} must be at least 0")

@@ -14,8 +14,8 @@ from drafter.data.hidden_states import HiddenStates, build_states
 from drafter.data.loader import Gather, TrainLoader, ValLoader
 from drafter.data.prepare import TokenizeOptions, load_stores, split_by_prompt
 from drafter.data.store import TokenStore
-from drafter.target.adapter import Target
-from drafter.target.catalog import load_tokenizer
+from drafter.targets.catalog import load_tokenizer
+from drafter.targets.target import Target
 
 _MIN_PROMPT = 2  # the token that every text begins with, and one that says something
 _MAX_TEXT_PROMPT = 32  # of plain text, which does not say itself where its prompt ends

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from drafter.data.chat import ReadReport, Row, read_rows
 from drafter.data.files import is_hub_name, load_hub
+from drafter.data.formats import ReadReport, Row, read_rows
 from drafter.data.store import TokenStore, build_store, concat, load_store, save_store
 from drafter.data.tokenize import (
     ENCODING_VERSION,
@@ -20,7 +20,7 @@ from drafter.data.tokenize import (
     EncodeReport,
     tokenizer_fingerprint,
 )
-from drafter.target.catalog import home_folder
+from drafter.targets.catalog import home_folder
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
-from drafter.data.chat import Message, Row
+from drafter.data.formats import Message, Row
 
 _CHUNK_ROWS = 256
 MAX_FAILED_SHARE = 0.01

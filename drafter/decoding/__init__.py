@@ -1,1 +1,1 @@
-"""Propose, verify, accept: the engine that decodes with a drafter and never changes the answer."""
+"""The mathematics of speculative decoding: sampling, trees, verification. Pure tensors."""

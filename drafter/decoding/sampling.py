@@ -33,7 +33,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from drafter.decoding.largest import argmax
+from drafter.kernels.largest import argmax
 
 # Streams keep draws for different purposes at one position independent of each other.
 STREAM_TARGET = 0  # the pick; coupled drafting uses it too, on purpose

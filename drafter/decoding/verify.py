@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafter.decoding.candidates import Candidates
-from drafter.decoding.largest import argmax
 from drafter.decoding.sampling import STREAM_ACCEPT, uniform_noise
+from drafter.decoding.tree import Candidates
+from drafter.kernels.largest import argmax
 
 
 class Accepted(NamedTuple):

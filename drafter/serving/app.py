@@ -11,7 +11,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from drafter.decoding.engine import Engine
+from drafter.engine.engine import Engine
 from drafter.serving.guard import Guard
 from drafter.serving.protocol import ApiError, ChatRequest, CompletionRequest, ErrorBody, error_of
 from drafter.serving.server import Server, ServerSettings

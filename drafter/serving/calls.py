@@ -5,8 +5,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from drafter.decoding.params import RequestOptions, SamplingParams
-from drafter.decoding.report import StepTree
+from drafter.decoding.params import SamplingParams
+from drafter.engine.config import RequestOptions
+from drafter.engine.report import StepTree
 from drafter.serving.pieces import Piece
 from drafter.serving.protocol import ApiError
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from drafter.decoding.engine import Engine
+from drafter.engine.engine import Engine
 from drafter.serving.app import create_app
 from drafter.serving.options import ServeOptions
 from drafter.serving.server import ServerSettings

@@ -8,8 +8,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from drafter.decoding.params import SIZED_METHODS, EngineConfig, Method
-from drafter.shipped import shipped_drafter
+from drafter.engine.config import EngineConfig
+from drafter.engine.shipped import shipped_drafter
+from drafter.proposers.options import SIZED_METHODS, Method
 
 NO_DRAFTER = "none"
 DEFAULT_CONTEXT = 4096  # tokens of a row, unless the target's own context is shorter

@@ -6,9 +6,9 @@ tokens of held text are held back with it, so that what a client reads of tokens
 
 from typing import NamedTuple
 
-from drafter.decoding.report import TokenLogprob
-from drafter.decoding.results import Update
-from drafter.decoding.text import IncrementalText
+from drafter.engine.outputs import Update
+from drafter.engine.report import TokenLogprob
+from drafter.engine.text import IncrementalText
 
 
 class Piece(NamedTuple):

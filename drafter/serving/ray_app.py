@@ -81,8 +81,8 @@ def read_args(args: Mapping[str, Any]) -> tuple[ServeOptions, ReplicaOptions]:
 def build_replica(options: ServeOptions) -> "FastAPI":
     """The application of one replica, with its own engine."""
     from drafter.serving.app import create_app
-    from drafter.serving.command import api_keys_of, load_engine
     from drafter.serving.listen import settings_of
+    from drafter.serving.loading import api_keys_of, load_engine
 
     return create_app(load_engine(options), settings_of(options, api_keys_of(options)))
 

@@ -13,8 +13,9 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from drafter.decoding.engine import Engine
-from drafter.decoding.params import RequestOptions, SamplingParams
+from drafter.decoding.params import SamplingParams
+from drafter.engine.config import RequestOptions
+from drafter.engine.engine import Engine
 from drafter.serving.answers import Answer, ChatAnswer, CompletionAnswer, Model
 from drafter.serving.calls import Call, Job
 from drafter.serving.guard import CLOSED_BY_CLIENT, OUTCOME
@@ -23,7 +24,7 @@ from drafter.serving.names import TokenNames
 from drafter.serving.protocol import GREEDY_BELOW, ApiError, ChatRequest, CompletionRequest, Generation
 from drafter.serving.stream import DONE, KEEP_ALIVE, EventStream, event, hung_up
 from drafter.serving.worker import Worker
-from drafter.target.adapter import Target
+from drafter.targets.target import Target
 
 _KEEP_ALIVE_SECONDS = 15.0
 _CHARS_LOOKED_AT = 16  # for each token of a row; text has about four

@@ -17,10 +17,10 @@ from typing import Literal
 
 import torch
 
-from drafter.decoding.engine import Engine
 from drafter.decoding.params import SamplingParams
-from drafter.decoding.results import Update
-from drafter.decoding.sequence import Sequence
+from drafter.engine.engine import Engine
+from drafter.engine.outputs import Update
+from drafter.engine.request import Sequence
 from drafter.serving.calls import Accepted, Call, Delta, Failure, Job, News
 from drafter.serving.metrics import Metrics
 from drafter.serving.pieces import PieceFeed, Release

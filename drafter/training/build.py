@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from drafter.model.config import DrafterConfig
-from drafter.model.recurrent import RecurrentDrafter
-from drafter.target.adapter import Target
+from drafter.models.config import DrafterConfig
+from drafter.models.drafter import RecurrentDrafter
+from drafter.targets.target import Target
 from drafter.training.checkpoint import load_drafter
 from drafter.training.options import DrafterOptions
 from drafter.training.teacher import measure_scales

@@ -15,11 +15,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from drafter.decoding.engine import Engine
-from drafter.decoding.params import EngineConfig, SamplingParams
-from drafter.decoding.prompt import Prompt
-from drafter.model.recurrent import RecurrentDrafter
-from drafter.target.adapter import Target
+from drafter.decoding.params import SamplingParams
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.engine.prompt import Prompt
+from drafter.models.drafter import RecurrentDrafter
+from drafter.targets.target import Target
 
 
 def tokens_per_step(

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from drafter.model.recurrent import RecurrentDrafter
+from drafter.models.drafter import RecurrentDrafter
 
 _TEMPLATE = """---
 library_name: drafter

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafter.model.config import DrafterConfig
-from drafter.model.recurrent import RecurrentDrafter
+from drafter.models.config import DrafterConfig
+from drafter.models.drafter import RecurrentDrafter
 from drafter.training.card import model_card
 
 # Prefix of the drafter's tensors in the state dict of DrafterModule.
@@ -129,8 +129,8 @@ def export_checkpoint(checkpoint: str | Path, out: str | Path, *, dtype: str = "
 
 
 def _write(drafter: RecurrentDrafter, checkpoint: dict[str, Any], folder: Path) -> None:
-    from drafter.provenance import write_run_record
-    from drafter.publish import write_custom_generate
+    from drafter.integrations.hub import write_custom_generate
+    from drafter.utils.provenance import write_run_record
 
     drafter.config.dtype = drafter.dtype
     drafter.save_pretrained(folder)

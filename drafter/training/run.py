@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from drafter.data.module import ChatDataModule
 from drafter.training.callbacks import SaveWhenStopped, ShortProgressBar
 from drafter.training.checkpoint import export_checkpoint
-from drafter.training.lit import DrafterModule
+from drafter.training.module import DrafterModule
 from drafter.training.storage import WholeCheckpointIO
 
 __all__ = ["export_checkpoint", "main_train"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafter.target.adapter import Target, TargetOutput
+from drafter.targets.target import Target, TargetOutput
 
 _PICK_CHUNK = 1024
 

@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafter.bench.hardware import CheckSettings, check_table, check_target, copy_bandwidth, weight_bytes
 from drafter.bench.steptime import Budget
-from drafter.target.adapter import Target
-from tests.decoding.drafters import shared_target, trained_drafter
+from drafter.targets.target import Target
+from tests.engine.drafters import shared_target, trained_drafter
 
 SETTINGS = CheckSettings(
     (1, 2), (4, 8), beam_width=4, draft_length=2, context_length=16, num_rounds=2, copy_bytes=2**20
@@ -106,8 +106,8 @@ def test_the_shell_script_reads() -> None:
 
 @pytest.mark.gpu
 def test_the_check_runs_on_cuda() -> None:
-    from drafter.model.config import DrafterConfig
-    from drafter.model.recurrent import RecurrentDrafter
+    from drafter.models.config import DrafterConfig
+    from drafter.models.drafter import RecurrentDrafter
 
     target = small_llama(is_tied=False)
     target.model.to("cuda", torch.bfloat16)

@@ -8,12 +8,13 @@ import torch
 from drafter.bench.hybrid_ranks import HybridAcceptance, Recorder, Recording, ranks_along, record_hybrids
 from drafter.bench.ranks import UNREACHED
 from drafter.bench.steptime import Budget
-from drafter.decoding.engine import Engine
-from drafter.decoding.hybrid import HybridProposer
-from drafter.decoding.merge import NodeList
-from drafter.decoding.params import EngineConfig, SamplingParams
-from tests.decoding.drafters import prompts_for, shared_target, trained_drafter
-from tests.decoding.oracle import assert_lossless, requests
+from drafter.decoding.params import SamplingParams
+from drafter.decoding.tree import NodeList
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.proposers.hybrid import HybridProposer
+from tests.engine.drafters import prompts_for, shared_target, trained_drafter
+from tests.engine.oracle import assert_lossless, requests
 
 PROMPTS = prompts_for(12, seed=11)
 NUM_TOKENS = 40

@@ -13,7 +13,7 @@ import pytest
 from drafter.bench.load import LoadSettings, Stretch, run_load
 from drafter.bench.records import read_records
 from drafter.bench.workload import Item, Workload
-from drafter.cli import main
+from drafter.cli.main import main
 
 WORKLOAD = Workload("mine", (Item("0", "", ("hello",)), Item("1", "", ("once",), is_raw=True)))
 NUM_PIECES, PIECE_SECONDS = 4, 0.01

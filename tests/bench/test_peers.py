@@ -6,8 +6,9 @@ from transformers import GenerationConfig
 from drafter.bench.contest import Answer, EngineContestant
 from drafter.bench.methods import parse_method
 from drafter.bench.peers import GenerateContestant
-from drafter.decoding.engine import Engine
-from drafter.decoding.params import EngineConfig, SamplingParams
+from drafter.decoding.params import SamplingParams
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
 from tests.serving.tiny import tiny_target
 
 PROMPTS = [[0, 40, 41, 42, 40, 41], [0, 90], [0, 17, 18, 19, 20, 21, 22, 23, 24, 25]]

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from drafter.bench.ranks import Acceptance, Drafts, count_steps, draft_everywhere, num_kept, ranks_of
-from drafter.decoding.beam import BeamSearch
-from drafter.decoding.engine import Engine
-from drafter.decoding.params import EngineConfig, SamplingParams
-from tests.decoding.drafters import prompts_for, shared_target, trained_drafter
+from drafter.decoding.params import SamplingParams
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.proposers.beam import BeamSearch
+from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 
 PARAMS = SamplingParams(max_new_tokens=40, ignore_eos=True)
 WIDEST, LONGEST = 16, 4

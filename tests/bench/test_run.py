@@ -20,11 +20,12 @@ from drafter.bench.run import run_benchmark
 from drafter.bench.settings import BenchSettings
 from drafter.bench.summary import summarise
 from drafter.bench.workload import Item, Workload
-from drafter.decoding.engine import Engine
-from drafter.decoding.params import EngineConfig, Method
-from drafter.decoding.sized import device_name
-from drafter.decoding.speculation import PLAIN, Choice, RowPlan, Speculation, Tree
-from drafter.provenance import write_atomic
+from drafter.engine.config import EngineConfig
+from drafter.engine.defaults import device_name
+from drafter.engine.engine import Engine
+from drafter.engine.sizes import PLAIN, Choice, RowPlan, Speculation, Tree
+from drafter.proposers.options import Method
+from drafter.utils.io import write_atomic
 from tests.serving.tiny import tiny_drafter, tiny_target
 
 ITEMS = (

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from drafter.bench.command import sweep_methods
 from drafter.bench.methods import parse_method, parse_methods
 from drafter.bench.settings import BenchSettings, merge_settings, read_settings
-from drafter.decoding.params import EngineConfig
+from drafter.cli.bench import sweep_methods
+from drafter.engine.config import EngineConfig
 
 
 def test_options_become_the_engines_settings() -> None:

@@ -10,13 +10,15 @@ import torch
 
 from drafter.bench.steptime import Budget, FixedTree, StepClock, Timed
 from drafter.bench.tune import COLUMNS, TuneSettings, _RowCurves, table_rows, tune
-from drafter.cli import main
-from drafter.decoding.candidates import Candidates, RootOnly, RowState
-from drafter.decoding.engine import Engine
-from drafter.decoding.params import EngineConfig, Method
-from drafter.decoding.speculation import PLAIN, Tree, read_speculation
-from tests.decoding.drafters import prompts_for, shared_target, trained_drafter
-from tests.decoding.oracle import assert_lossless, requests, rows_of
+from drafter.cli.main import main
+from drafter.decoding.proposer import RootOnly, RowState
+from drafter.decoding.tree import Candidates
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.engine.sizes import PLAIN, Tree, read_speculation
+from drafter.proposers.options import Method
+from tests.engine.drafters import prompts_for, shared_target, trained_drafter
+from tests.engine.oracle import assert_lossless, requests, rows_of
 from tests.tiny_files import make_drafter, make_target
 
 SETTINGS = TuneSettings(

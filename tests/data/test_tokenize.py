@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.data.chat import Row
+from drafter.data.formats import Row
 from drafter.data.tokenize import (
     ConversationEncoder,
     Encoded,

@@ -79,7 +79,7 @@ def tiny_target(**changes: int):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from drafter.target.adapter import Target
+    from drafter.targets.target import Target
 
     tokenizer = tiny_tokenizer()
     sizes = {

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.decoding.candidates import Candidates
-from drafter.decoding.merge import NodeList, concatenate, merge_equal
+from drafter.decoding.tree import Candidates, NodeList, concatenate, merge_equal
 from tests.reference.merge_loop import Node, merge_loop, paths_of
 
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafter.model.apple import config_from_apple, config_to_apple, from_apple, to_apple, write_folder
-from drafter.model.config import DrafterConfig
-from drafter.model.recurrent import RecurrentDrafter
+from drafter.models.apple_format import config_from_apple, config_to_apple, from_apple, to_apple, write_folder
+from drafter.models.config import DrafterConfig
+from drafter.models.drafter import RecurrentDrafter
 from tests.golden.apple_twin import FOLDER, NUM_LAYERS, SIZE, VOCAB, read_golden, twin_logits
 
 TOLERANCE = 1e-4

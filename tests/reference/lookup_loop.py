@@ -1,4 +1,4 @@
-"""Loop twins of drafter.decoding.lookup: one row, Python lists, no tensors."""
+"""Loop twins of drafter.proposers.lookup: one row, Python lists, no tensors."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Loop twins of drafter.decoding.merge: one row, Python lists, no tensors."""
+"""Loop twins of drafter.decoding.tree: one row, Python lists, no tensors."""
 
 import math
 from typing import NamedTuple

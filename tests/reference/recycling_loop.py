@@ -1,4 +1,4 @@
-"""Loop twin of drafter.decoding.recycling: dictionaries and lists, no tensors."""
+"""Loop twin of drafter.proposers.recycling: dictionaries and lists, no tensors."""
 
 import itertools
 import math

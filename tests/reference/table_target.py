@@ -8,8 +8,8 @@ import itertools
 
 import torch
 
-from drafter.target.adapter import TargetOutput
-from drafter.target.cache import CacheShape
+from drafter.targets.cache import CacheShape
+from drafter.targets.target import TargetOutput
 
 MEMORY = 2  # generated tokens that the logits depend on
 

@@ -10,8 +10,8 @@ import httpx
 import openai
 import uvicorn
 
-from drafter.decoding.engine import Engine
 from drafter.decoding.params import SamplingParams
+from drafter.engine.engine import Engine
 from drafter.serving.app import create_app
 from drafter.serving.server import Server, ServerSettings
 from tests.serving.tiny import tiny_engine

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from drafter.cli import COMMANDS, build_parser, load_command
-from drafter.serving.command import KEY_VARIABLE
+from drafter.cli.main import COMMANDS, build_parser, load_command
+from drafter.serving.loading import KEY_VARIABLE
 from drafter.serving.options import ServeOptions, read_options
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from drafter.decoding.engine import Engine
+from drafter.engine.engine import Engine
 from drafter.serving.listen import bind, listen
 from drafter.serving.options import ServeOptions
 from tests.serving.live import MODEL

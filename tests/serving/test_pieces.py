@@ -5,9 +5,9 @@ import random
 import pytest
 
 from drafter.decoding.params import SamplingParams
-from drafter.decoding.results import Update
-from drafter.decoding.sequence import Sequence
-from drafter.decoding.text import IncrementalText
+from drafter.engine.outputs import Update
+from drafter.engine.request import Sequence
+from drafter.engine.text import IncrementalText
 from drafter.serving.names import TokenNames
 from drafter.serving.pieces import Piece, PieceFeed
 from tests.data.tiny import tiny_tokenizer

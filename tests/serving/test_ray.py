@@ -121,9 +121,10 @@ def ask_until_answered(address: str, number: int) -> tuple[str, int]:
 
 def expected_texts(models: dict[str, str]) -> list[str]:
     """What plain decoding says."""
-    from drafter.decoding.engine import Engine
-    from drafter.decoding.params import EngineConfig, SamplingParams
-    from drafter.target.adapter import Target
+    from drafter.decoding.params import SamplingParams
+    from drafter.engine.config import EngineConfig
+    from drafter.engine.engine import Engine
+    from drafter.targets.target import Target
 
     engine = Engine(Target.load(models["target"], device="cpu"), config=EngineConfig(method="autoregressive"))
     bodies = [body_of(number) for number in range(40)]

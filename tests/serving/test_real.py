@@ -13,10 +13,11 @@ import httpx
 import openai
 import pytest
 
-from drafter.decoding.engine import Engine
-from drafter.decoding.params import EngineConfig, SamplingParams
-from drafter.target.adapter import Target
-from drafter.target.catalog import fetch
+from drafter.decoding.params import SamplingParams
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.targets.catalog import fetch
+from drafter.targets.target import Target
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -40,7 +41,7 @@ def client() -> Iterator[openai.OpenAI]:
     """Small trees: sixteen rows of them are one forward, on a processor."""
     flags = ["--target", NAME, "--port", "0", "--max-rows", str(NUM_ROWS), "--max-length", "256", "--dtype", "float32"]
     tree = ["--beam-width", "4", "--draft-length", "3", "--tree-size", "6"]
-    command = [sys.executable, "-m", "drafter.cli", "serve", *flags, *tree]
+    command = [sys.executable, "-m", "drafter.cli.main", "serve", *flags, *tree]
     fetch(NAME, progress=False)
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}

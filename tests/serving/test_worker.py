@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from drafter.decoding.engine import Engine
 from drafter.decoding.params import SamplingParams
-from drafter.decoding.results import Update
+from drafter.engine.engine import Engine
+from drafter.engine.outputs import Update
 from drafter.serving.calls import Call, Delta, Job
 from drafter.serving.metrics import Metrics
 from drafter.serving.protocol import ApiError

@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from drafter.decoding.engine import Engine
-from drafter.decoding.params import EngineConfig
-from drafter.model.config import DrafterConfig
-from drafter.model.recurrent import RecurrentDrafter
-from drafter.target.adapter import Target
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.models.config import DrafterConfig
+from drafter.models.drafter import RecurrentDrafter
+from drafter.targets.target import Target
 from tests.data.tiny import END, tiny_tokenizer
 
 CONTEXT = 512  # tokens

@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch import LightningDataModule, Trainer
 
 from drafter.data.batch import ChatBatch, collate
-from drafter.target.adapter import Target
-from drafter.training.lit import DrafterModule
+from drafter.targets.target import Target
+from drafter.training.module import DrafterModule
 from drafter.training.options import DrafterOptions, Objective, OptimOptions
 from tests.data.tiny import tiny_target
 

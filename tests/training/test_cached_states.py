@@ -8,8 +8,8 @@ from torch import Tensor
 
 from drafter.data import hidden_states
 from drafter.data.module import ChatDataModule
-from drafter.target.adapter import Target
-from drafter.training.lit import DrafterModule
+from drafter.targets.target import Target
+from drafter.training.module import DrafterModule
 from tests.data.tiny import chat, save_tiny_target, tiny_target, write_jsonl
 from tests.training.fakes import make_module, make_trainer
 

@@ -75,7 +75,7 @@ def finish(place: Path, run: str, *processes: subprocess.Popen[str]) -> dict[str
 
 def train(place: Path, run: str, num_steps: int, processes: list[str], *more: str) -> dict[str, Any]:
     """Run ``drafter train`` as a user does; the last checkpoint."""
-    command = [sys.executable, "-m", "drafter.cli", "train", *settings(run, num_steps), *processes, *more]
+    command = [sys.executable, "-m", "drafter.cli.main", "train", *settings(run, num_steps), *processes, *more]
     return finish(place, run, launch(place, command))
 
 

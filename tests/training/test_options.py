@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 
-from drafter.model.recurrent import RecurrentDrafter
+from drafter.models.drafter import RecurrentDrafter
 from drafter.training.build import describe, drafter_config
 from drafter.training.options import DrafterOptions, Objective, OptimOptions
 from drafter.training.schedule import learning_rate_factor

@@ -15,10 +15,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import timer
 
-from drafter.model.recurrent import RecurrentDrafter
-from drafter.target.adapter import Target
+from drafter.models.drafter import RecurrentDrafter
+from drafter.targets.target import Target
 from drafter.training.checkpoint import export_checkpoint, load_drafter, read_checkpoint
-from drafter.training.lit import DrafterModule
+from drafter.training.module import DrafterModule
 from drafter.training.run import main_train
 from drafter.training.teacher import Teacher
 from tests.data.tiny import chat, tiny_target, write_jsonl
@@ -205,7 +205,7 @@ def test_a_validation_without_a_new_best_is_saved_after_as_well(place: Path, mon
 
 KILLED = """
 import os, signal, sys
-from drafter.training.lit import DrafterModule
+from drafter.training.module import DrafterModule
 from drafter.training.run import main_train
 
 def kill(module, *_):
@@ -229,7 +229,7 @@ def test_kill_9_and_resumed_gives_the_same_weights(place: Path, trained: Path) -
 
 
 def test_full_disk_at_a_checkpoint_leaves_the_last_one(place: Path, tmp_path, monkeypatch, capsys) -> None:
-    from drafter.cli import main
+    from drafter.cli.main import main
 
     save, folder = torch.save, tmp_path / "run" / "checkpoints"
 
@@ -287,7 +287,7 @@ def test_a_tied_head_can_go_on_with_a_larger_draft_vocabulary(place: Path, train
     ],
 )
 def test_mistakes_are_one_line(more: list[str], fragments: list[str], place: Path, capsys, tmp_path) -> None:
-    from drafter.cli import main
+    from drafter.cli.main import main
 
     assert main(["train", *words(place, tmp_path / "run", *more)]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("drafter: error:")]

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from drafter.target.adapter import Target
+from drafter.targets.target import Target
 from drafter.training.teacher import Teacher
-from tests.target.zoo import TARGETS, build
+from tests.targets.zoo import TARGETS, build
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Cohere", "GPTJ"])

@@ -2,7 +2,7 @@
 
     model.generate(**inputs, max_new_tokens=128, custom_generate="THIS FOLDER OR HUB NAME", trust_remote_code=True)
 
-Needs the package `drafter`. See drafter.hf.generate for what is honoured and what is refused.
+Needs the package `drafter`. See drafter.integrations.transformers.generate for what is honoured and what is refused.
 """
 
 import sys
@@ -10,7 +10,7 @@ import sys
 
 def generate(model, drafter=None, **arguments):
     """Called by transformers with the arguments of model.generate; `drafter` overrides where the drafter is."""
-    from drafter.hf import generate as generate_with_drafter
+    from drafter.integrations.transformers import generate as generate_with_drafter
 
     if drafter is None:
         # transformers copies this file away before it runs it, and says nowhere from where; its own call still knows.

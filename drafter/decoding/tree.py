@@ -1,0 +1,206 @@
+"""Draft trees: packed trees of candidates, lists of drafted nodes, and how the one is made of the other.
+
+Shapes: B rows · N tree nodes (node 0 is the root, parents stand before their children) · M nodes of a list, level
+after level · X nodes of one level · L draft length · V target vocabulary.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from drafter.decoding.sampling import mix64
+
+_PATH_FACTOR = 0x5851F42D4C957F2D  # any large odd number
+
+
+class Candidates(NamedTuple):
+    """A tree of N nodes per row, packed by depth: a parent always has a smaller index than its children.
+
+    The tree ``root -> (7 -> 9), 8`` in N = 5 nodes, the last one padding::
+
+        token    [root, 7, 8, 9, 0]
+        parent   [   0, 0, 0, 1, 4]     the root and padding are their own parents
+        depth    [   0, 1, 1, 2, 0]
+        is_node  [   1, 1, 1, 1, 0]
+
+    No two children of one node hold the same token.
+    """
+
+    token_BN: Tensor
+    parent_BN: Tensor
+    depth_BN: Tensor
+    is_node_BN: Tensor
+    # Draft distributions of the nodes' tokens, [B, N - 1, V]: only for drafts that are samples (two-model chain).
+    log_q_BNV: Tensor | None = None
+
+    def ancestors(self, max_depth: int) -> Tensor:
+        """Which nodes are a node's ancestors, bool [B, N, N] (see :func:`ancestors`)."""
+        return ancestors(self.parent_BN, max_depth)
+
+
+def ancestors(parent_BN: Tensor, max_depth: int) -> Tensor:
+    """[b, i, j] is True where j is i or an ancestor of i; ``max_depth`` gathers climb the whole tree.
+
+    Returns:
+        bool [B, N, N].
+    """
+    num_rows, num_nodes = parent_BN.shape
+    node_N = torch.arange(num_nodes, device=parent_BN.device)
+    climber_BN = node_N.expand(num_rows, num_nodes)
+    ancestor_BNN = (climber_BN[:, :, None] == node_N).clone()
+    for _ in range(max_depth):
+        climber_BN = parent_BN.gather(1, climber_BN)
+        ancestor_BNN |= climber_BN[:, :, None] == node_N
+    return ancestor_BNN
+
+
+def pack_nodes(
+    root_B: Tensor, token_BM: Tensor, parent_BM: Tensor, depth_BM: Tensor, score_BM: Tensor, num_nodes: int
+) -> Candidates:
+    """Keep the ``num_nodes - 1`` best of M drafted nodes and pack them behind the root.
+
+    Drafted nodes are listed by depth; ``parent`` holds indices into the same list, or -1 for children of the root. A
+    score is a cumulative log-probability, so no child scores above its parent; the sort is stable and parents stand
+    first, so that ties keep the parent too and what is kept is a tree. Nodes with score -inf become padding.
+
+    Args:
+        root_B: int64 [B].
+        token_BM, parent_BM, depth_BM: int64 [B, M].
+        score_BM: float [B, M].
+        num_nodes: N; at most M + 1.
+
+    Returns:
+        Candidates with N nodes.
+    """
+    num_rows, num_drafted = token_BM.shape
+    assert num_nodes - 1 <= num_drafted, (num_nodes, num_drafted)
+    device = token_BM.device
+    best_BM = torch.sort(score_BM, dim=1, descending=True, stable=True).indices[:, : num_nodes - 1]
+    kept_BK = best_BM.sort(dim=1).values  # back into order of depth
+    # Where each drafted node ends up in the packed tree; index M stands for "the root".
+    place_BM = torch.zeros(num_rows, num_drafted + 1, dtype=torch.int64, device=device)
+    node_K = torch.arange(1, num_nodes, device=device)
+    place_BM.scatter_(1, kept_BK, node_K.expand(num_rows, -1))
+    parent_BK = parent_BM.gather(1, kept_BK)
+    parent_BK = place_BM.gather(1, torch.where(parent_BK < 0, num_drafted, parent_BK))
+    is_node_BK = score_BM.gather(1, kept_BK) > -torch.inf
+    parent_BK = torch.where(is_node_BK, parent_BK, node_K)
+    depth_BK = torch.where(is_node_BK, depth_BM.gather(1, kept_BK), 0)
+    token_BK = torch.where(is_node_BK, token_BM.gather(1, kept_BK), 0)
+    zero_B1 = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)
+    return Candidates(
+        token_BN=torch.cat([root_B[:, None], token_BK], dim=1),
+        parent_BN=torch.cat([zero_B1, parent_BK], dim=1),
+        depth_BN=torch.cat([zero_B1, depth_BK], dim=1),
+        is_node_BN=torch.cat([torch.ones_like(zero_B1, dtype=torch.bool), is_node_BK], dim=1),
+    )
+
+
+class NodeList(NamedTuple):
+    """Drafted nodes without their root, all of depth 1 first, then all of depth 2, and so on.
+
+    Attributes:
+        token_BM: int64 [B, M].
+        parent_BM: index into the list, a node of the level above; -1 = the root. int64 [B, M].
+        score_BM: log of the (estimated) probability that the node is accepted, never above its parent's; -inf for
+            places that hold no node. float32 [B, M].
+        level_sizes: number of places at depth 1, 2, ...; they sum to M. The same for all rows, known to the host.
+    """
+
+    token_BM: Tensor
+    parent_BM: Tensor
+    score_BM: Tensor
+    level_sizes: tuple[int, ...]
+
+    @property
+    def depth_M(self) -> Tensor:
+        """Depth of every place, int64 [M]."""
+        device = self.token_BM.device  # written there: a copy from the host would be waited for
+        levels = [torch.full((size,), depth, device=device) for depth, size in enumerate(self.level_sizes, start=1)]
+        return torch.cat(levels)
+
+    def pack(self, root_B: Tensor, num_nodes: int) -> Candidates:
+        """The ``num_nodes - 1`` best nodes behind their root (see :func:`pack_nodes`); no two may be equal."""
+        depth_BM = self.depth_M.expand_as(self.token_BM)
+        return pack_nodes(root_B, self.token_BM, self.parent_BM, depth_BM, self.score_BM, num_nodes)
+
+
+def concatenate(lists: Sequence[NodeList]) -> NodeList:
+    """One list of all nodes; equal ones stay side by side.
+
+    Two sources with levels of sizes (1, 1) and (2,) become levels (3, 1): the nodes of depth 1 of both, then those of
+    depth 2, and parents are renumbered.
+    """
+    num_levels = max(len(item.level_sizes) for item in lists)
+    sizes = [[*item.level_sizes, *[0] * (num_levels - len(item.level_sizes))] for item in lists]
+    starts = [[0, *accumulate(size)] for size in sizes]
+    level_sizes = tuple(sum(level) for level in zip(*sizes, strict=True))
+    tokens, parents, scores = [], [], []
+    above = 0  # where the level above starts in the new list
+    below = 0
+    for level in range(num_levels):
+        offset = above
+        for item, size, start in zip(lists, sizes, starts, strict=True):
+            span = slice(start[level], start[level + 1])
+            tokens.append(item.token_BM[:, span])
+            scores.append(item.score_BM[:, span])
+            parent_BX = item.parent_BM[:, span]
+            parents.append(parent_BX if level == 0 else parent_BX - start[level - 1] + offset)
+            if level:
+                offset += size[level - 1]
+        above, below = below, below + level_sizes[level]
+    return NodeList(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), level_sizes)
+
+
+def merge_equal(nodes: NodeList) -> NodeList:
+    """Keep one of several nodes that hold the same token under the same parent.
+
+    The first of the list stays, with the highest score of them all, and takes over their children; the others become
+    places without a node. The list (7 -> 9), (7 -> 8), written level by level::
+
+        token  [7, 7, 9, 8]    parent [-1, -1, 0, 1]    score [-2, -1, -4, -3]     becomes
+        token  [7, 7, 9, 8]    parent [-1, -1, 0, 0]    score [-1, -inf, -4, -3]
+
+    Scores still never rise from parent to child: the best of equal children has a parent that scores at least as high,
+    and that parent is merged into the one that stays.
+
+    Args:
+        nodes: any list.
+
+    Returns:
+        A list of the same shape.
+    """
+    path_BM = _paths(nodes)
+    same_BMM = path_BM[:, :, None] == path_BM[:, None, :]
+    first_BM = same_BMM.int().argmax(dim=2)  # of several largest the first
+    best_BM = torch.where(same_BMM, nodes.score_BM[:, None, :], -torch.inf).amax(dim=2)
+    is_first_BM = first_BM == torch.arange(first_BM.shape[1], device=first_BM.device)
+    parent_BM = torch.where(nodes.parent_BM < 0, -1, first_BM.gather(1, nodes.parent_BM.clamp_min(0)))
+    return nodes._replace(parent_BM=parent_BM, score_BM=torch.where(is_first_BM, best_BM, -torch.inf))
+
+
+def _paths(nodes: NodeList) -> Tensor:
+    """A number for the tokens from the root to each node, int64 [B, M]: the same where they are the same.
+
+    Two different paths have the same number about once in 2^64 pairs, which would cost a draft.
+    """
+    own_BM = mix64(nodes.token_BM + 1)  # mix64 leaves 0 as it is
+    levels = [own_BM[:, : nodes.level_sizes[0]]]
+    above, start = 0, nodes.level_sizes[0]
+    for size in nodes.level_sizes[1:]:
+        span = slice(start, start + size)
+        above_BX = levels[-1].gather(1, nodes.parent_BM[:, span] - above)
+        levels.append(own_BM[:, span] + above_BX * _PATH_FACTOR)
+        above, start = start, start + size
+    return torch.cat(levels, dim=1)
+
+
+def conditional(nodes: NodeList) -> Tensor:
+    """Probability of every node given its parent, 0 for places without a node, [B, M]."""
+    is_node_BM = nodes.score_BM > -torch.inf
+    above_BM = nodes.score_BM.gather(1, nodes.parent_BM.clamp_min(0))
+    above_BM[:, : nodes.level_sizes[0]] = 0.0  # children of the root
+    return torch.where(is_node_BM, nodes.score_BM - above_BM, -torch.inf).exp()

@@ -1,0 +1,1 @@
+"""Training data: the target answers prompts."""

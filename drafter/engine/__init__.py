@@ -1,0 +1,1 @@
+"""The engine: schedules requests, steps over their rows, hands out tokens."""

@@ -1,0 +1,77 @@
+"""Settings of one engine, and options of one request. No torch here."""
+
+from dataclasses import dataclass, replace
+
+from drafter.proposers.options import SIZED_METHODS, DraftOptions
+from drafter.utils.validate import require_int
+
+CPU_DRAFTED_ROWS = 2  # rows that a server drafts for on a CPU, untuned: further ones take what arithmetic is left
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """What a caller wants to know of one request and how its tokens may come. None of it changes a token
+    (under ``verify="rejection"``: the distribution of the tokens).
+
+    Attributes:
+        speculate: False: its drafts are not looked at, so that its tokens come one per target forward; a step in which
+            no row speculates is plain decoding.
+        num_logprobs: log-probabilities of its tokens, and of so many likeliest tokens at each position; None: no.
+        want_tree: each update brings the tree of its step.
+    """
+
+    speculate: bool = True
+    num_logprobs: int | None = None
+    want_tree: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_logprobs is not None:
+            require_int("num_logprobs", self.num_logprobs, low=0)
+
+
+@dataclass(frozen=True)
+class EngineConfig(DraftOptions):
+    """Settings of one engine; those of :class:`DraftOptions` belong to them.
+
+    Attributes:
+        max_rows: B, rows that decode at the same time.
+        max_length: most tokens of prompt and answer together; None takes what the prompts of a call need.
+        prefill_chunk: prompt tokens per forward.
+        reuse_prefixes: a prompt that begins like what a row of the cache holds takes keys and values from there.
+        compile: compile the step (torch.compile); None: on CUDA only.
+        exact_attention: attention in float64. Its sums then round alike wherever in the cache a token stands, so that
+            in bfloat16 too the text is, token for token, that of ``autoregressive`` in steps of as many nodes.
+        speculation: file that `drafter tune` wrote for this method: W, L and N follow the number of running rows and
+            the acceptance of late (redrafter, hybrid); None keeps the tree as it is set here.
+        max_drafted_rows: with more rows than that under way a step is plain decoding (never for draft-model); None: no
+            limit.
+    """
+
+    max_rows: int = 8
+    max_length: int | None = None
+    prefill_chunk: int = 256
+    reuse_prefixes: bool = False
+    compile: bool | None = None
+    exact_attention: bool = False
+    speculation: str | None = None
+    max_drafted_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_int("max_rows", self.max_rows, low=1, high=1024, flag="batch-size")
+        if self.max_length is not None:
+            require_int("max_length", self.max_length, low=2)
+        if self.max_drafted_rows is not None:
+            require_int("max_drafted_rows", self.max_drafted_rows, low=0)
+        require_int("prefill_chunk", self.prefill_chunk, low=1)
+        if self.speculation is not None and (
+            self.method not in SIZED_METHODS or self.tree_size is not None or self.tree_policy != "all-nodes"
+        ):
+            raise ValueError(
+                f"--speculation sizes the trees of --method {' and '.join(SIZED_METHODS)}: it goes with no other "
+                "method, and without --tree-size and --tree-policy"
+            )
+
+    def for_cpu(self) -> "EngineConfig":
+        """The same with a small tree, for a CPU that `drafter tune` has not measured: a node costs arithmetic there."""
+        return replace(self, beam_width=4, draft_length=3, tree_size=8)

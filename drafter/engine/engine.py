@@ -1,0 +1,407 @@
+"""Engine: prompts in, answers out. ``step`` = schedule, prefill, propose, verify, accept, commit, hand out tokens."""
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+
+from tqdm import tqdm
+
+from drafter.decoding.compile import Compiler, is_compiled
+from drafter.decoding.params import SamplingParams
+from drafter.decoding.proposer import Proposer
+from drafter.engine.config import EngineConfig, RequestOptions
+from drafter.engine.defaults import SizedProposers
+from drafter.engine.memory import check_fit
+from drafter.engine.outputs import Completion, StreamEvent, Update, event_of
+from drafter.engine.prefix_cache import PrefixIndex
+from drafter.engine.prompt import Prompt, check_prompts, encode_prompt
+from drafter.engine.request import Sequence as TokenSequence
+from drafter.engine.runner import PrefillRow, Runner, StepResult, StepWants
+from drafter.engine.scheduler import Scheduler, bucket, neighbours
+from drafter.engine.text import IncrementalText
+from drafter.models.drafter import RecurrentDrafter
+from drafter.proposers.options import LEARNING_METHODS
+from drafter.proposers.table import contexts_of, make_proposer, nothing_learnt
+from drafter.targets.target import Target
+
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Decodes batches of prompts with a target and, if given, a drafter.
+
+    The tokens are those of autoregressive decoding whatever the configuration; that only decides how fast they come.
+
+    Attributes:
+        compiler: compiles the parts of a step, or leaves them as they are.
+
+    Args:
+        target: the model whose answers are wanted.
+        drafter: a trained drafter; needed for ``method="redrafter"``.
+        config: settings.
+        draft_model: a smaller model of the same tokenizer; needed for ``method="draft-model"``.
+
+    Raises:
+        ValueError: the method lacks what it needs, or the drafter belongs to another target.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: RecurrentDrafter | None = None,
+        config: EngineConfig | None = None,
+        *,
+        draft_model: Target | None = None,
+    ) -> None:
+        self.target = target
+        self.config = config or EngineConfig(method="autoregressive" if drafter is None else "redrafter")
+        self.compiler = compiler = Compiler(target.device, is_on=is_compiled(self.config.compile, target.device))
+        self._sized: SizedProposers | None = None
+        self._learnt = nothing_learnt(target, drafter) if self.config.method in LEARNING_METHODS else None
+        if self.config.speculation is None:
+            self.proposer = make_proposer(
+                self.config,
+                target,
+                drafter,
+                draft_model,
+                compiler,
+                self._learnt,
+                prefill_chunk=self.config.prefill_chunk,
+            )
+        else:
+            self._sized = SizedProposers(self.config, target, drafter, compiler, self._learnt)
+            self.proposer = self._sized.largest
+        self._contexts = contexts_of(self.config, target, drafter)
+        self._models = [target] if draft_model is None else [target, draft_model]
+        self._scheduler = Scheduler(self.config.max_rows)
+        self._runner: Runner | None = None
+        self._ids = count()
+        self._plain = self.proposer.plain
+        self._prefixes = PrefixIndex()
+        self._is_arranged = True
+
+    # -- whole calls -----------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        raw: bool = False,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Answer prompts.
+
+        Args:
+            prompts: texts (one user message each, or raw text), message lists, or token id lists.
+            params: for all, or one for each.
+            raw: texts go to the model as they are, without chat template.
+            progress: show a bar.
+
+        Returns:
+            Completions in the order of the prompts.
+
+        Raises:
+            ValueError: an empty or too long prompt, parameters the target cannot meet, or another call is under way.
+        """
+        done: list[Completion | None] = [None] * len(prompts)
+        with tqdm(total=len(prompts), desc="Decoding", unit="prompt", disable=not progress) as bar:
+            num_tokens = 0
+            for event in self.stream(prompts, params, raw=raw):
+                num_tokens += len(event.token_ids)
+                if event.completion is not None:
+                    done[event.index] = event.completion
+                    bar.update()
+                    elapsed = bar.format_dict["elapsed"]
+                    bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s" if elapsed else "")
+        return [completion for completion in done if completion is not None]
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        raw: bool = False,
+    ) -> Iterator[StreamEvent]:
+        """Answer prompts, yielding what each step brings. Arguments and errors as of :meth:`generate`."""
+        check_prompts(prompts)
+        if not prompts:
+            return
+        if self.has_work:
+            raise ValueError("the engine is in the middle of another call: read its answers to the end first")
+        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts: give one, or one for each")
+        encoded = [self.encode(prompt, raw=raw) for prompt in prompts]
+        self.reserve(max(self._num_slots_of(len(ids), p) for ids, p in zip(encoded, each, strict=True)))
+        index_of: dict[int, int] = {}
+        added: list[TokenSequence] = []
+        try:
+            for place, (ids, p) in enumerate(zip(encoded, each, strict=True)):
+                added.append(self.add(ids, p))
+                index_of[added[-1].request_id] = place
+            while self.has_work:
+                for update in self.step():
+                    yield event_of(index_of[update.sequence.request_id], update)
+        finally:
+            # Neither a caller that stops listening nor a prompt that is refused leaves a row behind.
+            for sequence in added:
+                if not sequence.is_finished:
+                    sequence.finish("abort")
+
+    # -- the core, for servers -------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Something waits or runs."""
+        return self._scheduler.has_work
+
+    @property
+    def num_running(self) -> int:
+        """Rows in use."""
+        return sum(not sequence.is_finished for sequence in self._scheduler.rows)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row."""
+        return sum(not sequence.is_finished for sequence in self._scheduler.waiting)
+
+    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
+        """Token ids of a prompt in any of its forms; ValueError for a list of anything but messages or token ids."""
+        return encode_prompt(self.target, prompt, raw=raw)
+
+    def reserve(self, num_slots: int) -> None:
+        """Make sure that rows have at least so many slots; the cache is allocated anew when they have fewer.
+
+        Raises:
+            ValueError: more than ``max_length`` allows, the cache is in use, or memory does not suffice.
+        """
+        if self._runner is not None and self._runner.num_slots >= num_slots:
+            return
+        if self.has_work:
+            raise ValueError(
+                f"a request needs {num_slots} slots but running rows have {self._runner and self._runner.num_slots}: "
+                "set --max-length to the longest prompt and answer together"
+            )
+        num_slots = -(-num_slots // 64) * 64
+        row_limit, self._scheduler = self._scheduler.row_limit, Scheduler(self.config.max_rows)
+        self.limit_rows(row_limit)
+        self._prefixes.clear()
+        self._runner = None  # the old caches are freed before the new ones are made
+        self.proposer.reserve(0, 0)
+        check_fit(self._models, self.config.max_rows, num_slots, self.proposer.num_nodes, self.proposer.max_depth)
+        self._runner = Runner(
+            self.target,
+            self.config.max_rows,
+            num_slots,
+            contexts=self._contexts,
+            is_rejection=self.config.verify == "rejection",
+            compiler=self.compiler,
+            exact_attention=self.config.exact_attention,
+        )
+        self.proposer.reserve(self.config.max_rows, num_slots)
+        others = self._sized.proposers if self._sized is not None else ()
+        self.warm_up([self.proposer, *others, *([self._plain] if self._plain is not None else [])])
+
+    def warm_up(self, proposers: Iterable[Proposer]) -> None:
+        """Compile the steps of these proposers for every bucket of rows, with a bar; nothing is compiled later.
+
+        The steps that are made for it have no active row, so that they change nothing.
+        """
+        runner = self._runner
+        assert runner is not None, "warm-up without a cache"
+        if not self.compiler.is_on:
+            return
+        buckets = sorted(
+            {min(bucket(num_rows), self.config.max_rows) for num_rows in range(1, self.config.max_rows + 1)}
+        )
+        start = time.perf_counter()
+        work = [(num_rows, proposer) for proposer in dict.fromkeys(proposers) for num_rows in buckets]
+        with self.compiler.warming_up(), tqdm(work, desc="Compiling", unit="shape") as bar:
+            for num_rows, proposer in bar:
+                bar.set_postfix_str(f"{num_rows} rows, {proposer.num_nodes} nodes")
+                runner.warm_up(proposer, num_rows)
+        _log.info("compiled the steps of %d shapes in %.1f s", len(work), time.perf_counter() - start)
+
+    def add(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        options: RequestOptions | None = None,
+        *,
+        want_text: bool = True,
+    ) -> TokenSequence:
+        """Queue a request; it starts at a step when a row is free.
+
+        Raises:
+            ValueError: the prompt is empty, holds an unknown id, or leaves no room for an answer.
+        """
+        limit = self._limit_of(prompt_ids, params)
+        self.reserve(self._num_slots_of(len(prompt_ids), params))
+        own_stops = () if params.ignore_eos else self.target.eos_token_ids
+        text = None
+        if want_text and self.target.tokenizer is not None:
+            text = IncrementalText(self.target.decode, params.stop)
+        elif params.stop:
+            raise ValueError(f"stop strings {params.stop} need a tokenizer of {self.target.name!r}, and want_text")
+        stop_ids = frozenset((*own_stops, *params.stop_token_ids))
+        options = options or RequestOptions()
+        sequence = TokenSequence(next(self._ids), list(prompt_ids), params, limit, stop_ids, text, options)
+        self._scheduler.add(sequence)
+        return sequence
+
+    def abort(self, request_id: int) -> None:
+        """Take a request back; its row is free at the next step. Unknown and finished ones are left alone."""
+        sequence = self._scheduler.find(request_id)
+        if sequence is not None and not sequence.is_finished:
+            sequence.finish("abort")
+
+    def step(self) -> list[Update]:
+        """One step of all rows; returns the news of those that decoded."""
+        runner = self._runner
+        assert runner is not None, "step without a request"
+        self._arrange(runner)
+        rows = self._scheduler.rows
+        self._prefill(runner)
+        is_active = [sequence.is_prefilled for sequence in rows]
+        if not any(is_active):
+            return []
+        padding = min(bucket(len(rows)), self.config.max_rows) - len(rows)
+        longest = max(sequence.num_committed for sequence in rows)
+        proposer, wants = self._wants([sequence for sequence in rows if sequence.is_prefilled])
+        result = runner.step(proposer, is_active + [False] * padding, longest, wants)
+        if self._sized is not None and proposer is not self._plain:
+            self._sized.observe(
+                [len(result.emitted[item.row]) - 1 for item in rows if item.is_prefilled and item.options.speculate]
+            )
+        return [self._update(sequence, result) for sequence in list(rows) if sequence.is_prefilled]
+
+    def drop(self, keep: int = 0) -> list[TokenSequence]:
+        """After a step that raised: take back running requests, the latest first, until ``keep`` are left.
+
+        Those that are left go on as if the step had not been. None can be left when it failed while rows were set up.
+        Waiting requests stay.
+
+        Returns:
+            The requests taken back.
+        """
+        running = sorted(
+            (item for item in self._scheduler.rows if not item.is_finished), key=lambda item: item.request_id
+        )
+        dropped = running[keep:] if self._is_arranged else running
+        for sequence in dropped:
+            sequence.finish("abort")
+        if len(dropped) == len(running):
+            self._scheduler.rows.clear()  # what their slots hold is in doubt
+        self._is_arranged = True
+        self._prefixes.clear()
+        return dropped
+
+    def forget(self) -> None:
+        """Between requests: the next ones are drafted as if none had come before (the tokens are the same anyway)."""
+        for part in (self._learnt, self._sized):
+            if part is not None:
+                part.forget()
+
+    def limit_rows(self, num_rows: int) -> None:
+        """Run at most so many rows from now on (never more than ``max_rows``); running requests are not interrupted."""
+        self._scheduler.row_limit = max(1, min(num_rows, self.config.max_rows))
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _arrange(self, runner: Runner) -> None:
+        """Free finished rows, start waiting requests, close gaps."""
+        self._is_arranged = False
+        scheduler = self._scheduler
+        if self.config.reuse_prefixes:
+            # Running rows are looked at only when someone may take from them.
+            self._prefixes.note(item for item in scheduler.rows if item.is_finished or scheduler.waiting)
+        started, moves = scheduler.schedule()
+        for source, destination in moves:
+            runner.move(source, destination, scheduler.rows[destination].num_committed)
+            self.proposer.move(source, destination)
+            self._prefixes.copy(source, destination)
+        for sequence in started:
+            runner.admit(sequence.row, sequence.prompt_ids, sequence.params)
+            self.proposer.admit(sequence.row, sequence.prompt_ids)
+            self._share_prefix(runner, sequence)
+            sequence.start()
+        runner.vacate(len(scheduler.rows))
+        self._is_arranged = True
+
+    def _share_prefix(self, runner: Runner, sequence: TokenSequence) -> None:
+        """Give a row that was just admitted the slots that another row has already, and save what the row held."""
+        row, prefixes = sequence.row, self._prefixes
+        # A drafter that remembers the text has to read it: slots alone would leave its memory empty.
+        if not self.config.reuse_prefixes or self._contexts.read is not None:
+            return
+        shared = prefixes.find(sequence.prompt_ids)
+        refuge = prefixes.refuge(row, shared, range(len(self._scheduler.rows), self.config.max_rows))
+        if refuge is not None:
+            runner.cache.copy_row(row, refuge, prefixes.length(row))
+            prefixes.copy(row, refuge)
+        if shared is not None:
+            runner.share(shared.row, row, shared.num_tokens)
+            sequence.num_prefilled = sequence.num_shared = shared.num_tokens
+        prefixes.hold(row, sequence.prompt_ids[: sequence.num_prefilled])
+
+    def _wants(self, active: list[TokenSequence]) -> tuple[Proposer, StepWants | None]:
+        """Who drafts this step, and what the rows that decode ask for."""
+        mute_rows = [item.row for item in active if not item.options.speculate]
+        wanted = [item.options.num_logprobs for item in active if item.options.num_logprobs is not None]
+        wants = StepWants(
+            mute_rows,
+            [item.row for item in active if item.options.num_logprobs is not None],
+            max(wanted, default=0),
+            [item.row for item in active if item.options.want_tree],
+        )
+        most = self.config.max_drafted_rows
+        is_plain = len(mute_rows) == len(active) or (most is not None and len(active) > most)
+        if is_plain and self._plain is not None:
+            return self._plain, wants._replace(mute_rows=[])
+        proposer = self.proposer if self._sized is None else self._sized.choose(len(self._scheduler.rows))
+        return proposer, wants if any(wants) else None
+
+    def _update(self, sequence: TokenSequence, result: StepResult) -> Update:
+        row = sequence.row
+        taken = sequence.extend(result.emitted[row])
+        logprobs = result.logprobs.get(row)
+        if logprobs is not None:
+            num_top = sequence.options.num_logprobs
+            logprobs = [item._replace(top=item.top[:num_top]) for item in logprobs[: len(taken)]]
+        return Update(sequence, taken, logprobs, result.trees.get(row))
+
+    def _prefill(self, runner: Runner) -> None:
+        for run in neighbours(self._scheduler.prefill_chunks(self.config.prefill_chunk)):
+            runner.prefill([PrefillRow(c.sequence.row, c.start, c.sequence.prompt_ids[c.start : c.stop]) for c in run])
+            for chunk in run:
+                chunk.sequence.num_prefilled = chunk.stop
+
+    def _limit_of(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+        """How many tokens may be generated after this prompt."""
+        if not prompt_ids:
+            raise ValueError("a prompt is empty: every prompt needs at least one token")
+        bad = next((token for token in prompt_ids if not 0 <= token < self.target.vocab_size), None)
+        if bad is not None:
+            raise ValueError(f"token id {bad} is not in the vocabulary of {self.target.vocab_size} tokens")
+        room = self._max_length - len(prompt_ids)
+        if room < 1:
+            raise ValueError(
+                f"a prompt has {len(prompt_ids)} tokens but the context is {self._max_length}: shorten it"
+                + (" or raise --max-length" if self._max_length < self.target.max_length else "")
+            )
+        return min(params.max_new_tokens, room)
+
+    @property
+    def _max_length(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return min(self.config.max_length or self.target.max_length, self.target.max_length)
+
+    def _num_slots_of(self, prompt_length: int, params: SamplingParams) -> int:
+        """Slots a request needs: everything up to its last root, and one tree."""
+        length = min(prompt_length + params.max_new_tokens, self._max_length)
+        self.target.check_length(length)
+        if self.config.max_length is not None:
+            length = self._max_length  # one size for all requests: a server's cache is allocated once
+        return length + self.proposer.num_nodes

@@ -1,0 +1,67 @@
+"""Targets and drafters by name, as commands load them."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from drafter.models.drafter import RecurrentDrafter
+    from drafter.targets.target import Target
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def load_target(
+    name: str,
+    *,
+    dtype: str,
+    device: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    pack: bool = True,
+) -> "Target":
+    """The target of a command, without the bars and notices of the library that reads it.
+
+    ``pack``: for decoding on a CPU without compilation, which packs by itself (see :meth:`Target.load`).
+    """
+    from transformers.utils import logging
+
+    from drafter.targets.target import Target
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return Target.load(
+        name, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code, pack=pack
+    )
+
+
+def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
+    """A drafter on the target's device and in its number format, checked against the target (ValueError).
+
+    ``name`` is a drafter that comes with the package, an exported folder, or a hub id; a folder goes first.
+    """
+    from safetensors import SafetensorError
+    from torch.nn import Module
+
+    from drafter.engine.shipped import shipped_drafter, shipped_drafters
+    from drafter.models.drafter import RecurrentDrafter
+
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        folder = shipped_drafter(name) or folder
+    is_hub_id = name.count("/") == 1 and name[0] not in "./~"
+    if not folder.is_dir() and not is_hub_id:
+        known = ", ".join(shipped_drafters())
+        raise FileNotFoundError(f"--drafter {name}: there is no such folder, and no such drafter comes along ({known})")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ValueError(f"--drafter {name}: the folder holds no config.json; give one that `drafter export` made")
+    place = str(folder) if folder.is_dir() else name
+    try:
+        drafter = RecurrentDrafter.from_pretrained(place, use_safetensors=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"--drafter {name} cannot be read: {reason}") from error
+    module: Module = drafter  # whose `to` has its signature; transformers hides it behind a decorator
+    module.to(target.device, target.dtype)
+    if target.is_packed:
+        drafter.pack()
+    return drafter.eval().bind(target)

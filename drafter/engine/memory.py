@@ -1,0 +1,77 @@
+"""What a step needs above the weights, and whether an engine fits before it starts.
+
+Shapes: B rows · N tree nodes · L draft length · V vocabulary · S slots.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from drafter.targets.target import Target
+
+_WORD = 8  # bytes of the integers and float64 numbers that noise is made of
+_SCORE = 4  # bytes of noise and of warped logits
+_MEMINFO = Path("/proc/meminfo")
+
+
+def cache_bytes(target: Target, num_rows: int, num_slots: int) -> int:
+    """Keys and values of all rows."""
+    return target.cache_shape.num_bytes(num_rows, num_slots, target.dtype)
+
+
+def step_bytes(target: Target, num_rows: int, num_nodes: int, max_depth: int, *, has_noise: bool) -> int:
+    """The peak of a decoding step above weights and cache: its logits, and where rows sample, their noise.
+
+    Greedy: B N V numbers of the target's format. Sampling: at the pick, besides them, the noise of every depth (L + 1),
+    in a tree that of every node, and the logits after temperature: B V (N b + 4 (L + 1) + 8 N); or before, while the
+    noise is made, three words for every number of it; on a CPU the noise and four words for every token. What else a
+    step allocates is small beside one row of logits for every node, as long as V is large beside the hidden size.
+    Filters (top-k, top-p) are not counted.
+    """
+    logits = num_rows * num_nodes * target.vocab_size * target.dtype.itemsize
+    if not has_noise:
+        return logits
+    by_depth = num_rows * (max_depth + 1) * target.vocab_size
+    by_node = num_rows * num_nodes * target.vocab_size
+    picking = logits + _SCORE * by_depth + _SCORE * (1 + (max_depth > 0)) * by_node
+    if target.device.type == "cpu":
+        return max(picking, _SCORE * by_depth + 4 * _WORD * target.vocab_size)
+    return max(picking, 3 * _WORD * by_depth)
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Memory that could be had now; None where nobody says."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # What torch holds without using it can be had as well.
+        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    try:
+        for line in _MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def check_fit(models: Sequence[Target], num_rows: int, num_slots: int, num_nodes: int, max_depth: int) -> None:
+    """Refuse, before anything is allocated, what cannot fit beside the weights.
+
+    Args:
+        models: the target, and a draft model if there is one, which has a cache as well.
+        num_rows, num_slots, num_nodes, max_depth: B, S, N, L.
+
+    Raises:
+        ValueError: with what is needed and what there is.
+    """
+    target = models[0]
+    available = available_bytes(target.device)
+    cache = sum(cache_bytes(model, num_rows, num_slots) for model in models)
+    step = step_bytes(target, num_rows, num_nodes, max_depth, has_noise=False)
+    if available is not None and cache + step > available:
+        raise ValueError(
+            f"{num_rows} rows of {num_slots} slots need {cache / 2**30:.2f} GiB for keys and values and a step with "
+            f"{num_nodes} nodes {step / 2**30:.2f} GiB, but only {available / 2**30:.2f} GiB of memory are left on "
+            f"{target.device}: lower --batch-size, --max-length or --tree-size"
+        )

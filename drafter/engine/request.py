@@ -1,0 +1,117 @@
+"""One request on its way: prompt, generated tokens, where it stands, and where it ends. No torch here."""
+
+import time
+from collections.abc import Sequence as ABCSequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from drafter.decoding.params import SamplingParams
+from drafter.engine.config import RequestOptions
+from drafter.engine.text import IncrementalText
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass
+class Sequence:
+    """A prompt and what has been generated for it.
+
+    Attributes:
+        request_id: unique within an engine.
+        prompt_ids: token ids of the prompt, at least one.
+        params: how to answer.
+        limit: most tokens it may generate (``max_new_tokens``, or less where the context ends).
+        stop_ids: tokens that end it.
+        text: incremental text, or None where nobody wants text.
+        options: what the caller wants to know besides.
+        token_ids: generated tokens.
+        num_accepted: for each step, how many of its tokens were drafted.
+        num_prefilled: prompt tokens in the cache so far; the last one is never prefilled, it is the first root.
+        num_shared: of them, those whose keys and values were copied from another row.
+        num_forwards: target forwards that generated tokens (prefill not counted).
+        finish_reason: None while running.
+    """
+
+    request_id: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    limit: int
+    stop_ids: frozenset[int]
+    text: IncrementalText | None = None
+    options: RequestOptions = field(default_factory=RequestOptions)
+    row: int = -1
+    token_ids: list[int] = field(default_factory=list)
+    num_accepted: list[int] = field(default_factory=list)
+    num_prefilled: int = 0
+    num_shared: int = 0
+    num_forwards: int = 0
+    finish_reason: FinishReason | None = None
+    created: float = field(default_factory=time.perf_counter)
+    started: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Everything before the first root is in the cache."""
+        return self.num_prefilled == len(self.prompt_ids) - 1
+
+    @property
+    def num_committed(self) -> int:
+        """Slots of the cache that hold accepted tokens = absolute position of the root."""
+        return self.num_prefilled + len(self.token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        """No more tokens will come."""
+        return self.finish_reason is not None
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Generated tokens / target forwards; 1.0 for autoregressive decoding, 0.0 before the first."""
+        return len(self.token_ids) / self.num_forwards if self.num_forwards else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """From the row's start (prefill included) to now or the end."""
+        if self.started is None:
+            return 0.0
+        return (self.finished or time.perf_counter()) - self.started
+
+    def start(self) -> None:
+        """Its row is there."""
+        self.started = time.perf_counter()
+
+    def extend(self, emitted: ABCSequence[int]) -> list[int]:
+        """Take a step's tokens, cut exactly where decoding one by one would have ended.
+
+        Args:
+            emitted: the accepted draft tokens and, last, the target's own token.
+
+        Returns:
+            The tokens that were taken.
+        """
+        assert self.finish_reason is None
+        self.num_forwards += 1
+        if self.first_token is None:
+            self.first_token = time.perf_counter()
+        num_before = len(self.token_ids)
+        for token in emitted:
+            self.token_ids.append(token)
+            is_stop = token in self.stop_ids
+            if self.text is not None and not is_stop:
+                self.text.push(token)
+                is_stop = self.text.is_stopped
+            if is_stop or len(self.token_ids) >= self.limit:
+                self.finish("stop" if is_stop else "length")
+                break
+        taken = self.token_ids[num_before:]
+        self.num_accepted.append(min(len(taken), len(emitted) - 1))
+        return taken
+
+    def finish(self, reason: FinishReason) -> None:
+        """End it."""
+        self.finish_reason = reason
+        self.finished = time.perf_counter()
+        if self.text is not None:
+            self.text.finish()

@@ -1,0 +1,399 @@
+"""Runner: the tensors of the running rows and one step over them. It never sees a queue.
+
+Shapes: B rows of a step · T tokens of a prefill chunk · N tree nodes · L draft length (L + 1 depths) · V vocabulary ·
+C context size · S slots of a row.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from drafter.decoding.compile import Compiler
+from drafter.decoding.params import SamplingParams
+from drafter.decoding.proposer import Contexts, Proposer, RowState, StepOutcome
+from drafter.decoding.sampling import STREAM_RESIDUAL, Warp, gumbel_noise, make_warp, pick, warped_log_probs
+from drafter.decoding.tree import Candidates, ancestors
+from drafter.decoding.verify import Accepted, accept_picks, accept_samples
+from drafter.engine.report import StepTree, TokenLogprob, read_logprobs, read_trees
+from drafter.kernels.largest import argmax
+from drafter.targets.masks import chunk_mask, tree_mask
+from drafter.targets.target import Target, TargetOutput
+
+_SLOT_BUCKET = 128  # visible slots are rounded up to a multiple of this, so that few shapes occur
+
+
+class PrefillRow(NamedTuple):
+    """Prompt tokens that go to slots start .. start + len(token_ids) - 1 of a row."""
+
+    row: int
+    start: int
+    token_ids: list[int]
+
+
+class StepWants(NamedTuple):
+    """What a step's caller asks for besides the tokens; rows are indices.
+
+    Attributes:
+        mute_rows: rows whose drafts are not looked at, so that they emit one token.
+        logprob_rows: rows whose tokens' log-probabilities are wanted, ``num_logprobs`` alternatives with each.
+        tree_rows: rows whose trees are wanted.
+    """
+
+    mute_rows: list[int]
+    logprob_rows: list[int]
+    num_logprobs: int
+    tree_rows: list[int]
+
+
+class StepResult(NamedTuple):
+    """Emitted tokens of each row, uncut, empty for rows that are not active; and by row what else was asked for."""
+
+    emitted: list[list[int]]
+    logprobs: dict[int, list[TokenLogprob]]
+    trees: dict[int, StepTree]
+
+
+class Runner:
+    """Rows 0 .. num_rows-1 on the target's device: cache, roots, lengths, contexts, noise.
+
+    Args:
+        target: the frozen model.
+        num_rows: most rows that run together.
+        num_slots: slots of a row; a row needs its longest length plus N.
+        contexts: what the drafter wants as context.
+        is_rejection: verify by the two-model rule instead of keyed noise.
+        compiler: compiles the parts of a step; None leaves them as they are.
+        exact_attention: the target's attention is computed in float64.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        num_rows: int,
+        num_slots: int,
+        *,
+        contexts: Contexts | None = None,
+        is_rejection: bool = False,
+        compiler: Compiler | None = None,
+        exact_attention: bool = False,
+    ) -> None:
+        self.target = target
+        self.num_rows = num_rows
+        self.num_slots = num_slots
+        self._contexts = contexts = contexts or Contexts((), target.hidden_size)
+        self._is_rejection = is_rejection
+        device = target.device
+        target.fold_attention()
+        self.cache = target.new_cache(num_rows, num_slots, exact_attention=exact_attention)
+        self._root_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._length_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._seed_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._context_BC = torch.zeros(num_rows, contexts.size, dtype=target.dtype, device=device)
+        # One entry more than slots: the last root stands behind the last committed token.
+        self._history_BS = torch.zeros(num_rows, num_slots + 1, dtype=torch.int64, device=device)
+        self._token_V = torch.arange(target.vocab_size, device=device)
+        self._params = [SamplingParams()] * num_rows
+        self._warps: dict[int, Warp] = {}
+        self._active: tuple[tuple[bool, ...], Tensor] = (), torch.zeros(0)
+        self._slot_S = torch.arange(num_slots, device=device)
+        self._spare_slot = torch.tensor(self.cache.spare_slot, device=device)
+        self._compiler = compiler = compiler or Compiler(device, is_on=False)
+        self._prepare(compiler)
+
+    def _prepare(self, compiler: Compiler) -> None:
+        """The parts of a step as they will be called; which dimensions differ between calls stands beside each."""
+        if compiler.is_on:
+            compiler.keep((self._root_B, (0,)), (self._length_B, (0,)), (self._context_BC, (0,)))
+            compiler.keep((self._history_BS, (0, 1)), (self.cache.keys, (1, 3)), (self.cache.values, (1, 3)))
+        tree = ((0, 1),) * 4
+        self._ancestors = compiler(ancestors, ((0, 1),))
+        self._forward_tree = compiler(self._tree_forward, ((0, 1), (0, 1), (0, 1, 2), (0,), (0,), (0,)))
+        self._accept = compiler(_accept, (*tree, (0, 1), (0, 1, 2)))
+        self._commit = compiler(self._commit_rows, ((0,), (0,), (0,), (0,), (0, 1), (0,)))
+
+    def visible_slots(self, num_needed: int) -> int:
+        """``num_needed`` rounded up to a bucket, at most the slots there are; all of them for CUDA graphs."""
+        if self._compiler.has_static_shapes:
+            return self.num_slots
+        return min(-(-num_needed // _SLOT_BUCKET) * _SLOT_BUCKET, self.num_slots)
+
+    def admit(self, row: int, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """Start a request in a row: nothing is committed yet, the last prompt token is the first root."""
+        self._history_BS[row, : len(prompt_ids)] = torch.tensor(prompt_ids, device=self.target.device)
+        self._root_B[row] = prompt_ids[-1]
+        self._length_B[row] = 0
+        self._seed_B[row] = params.signed_seed
+        self._context_BC[row] = 0
+        self._params[row] = params
+        self._warps.clear()
+
+    def share(self, source: int, row: int, num_tokens: int) -> None:
+        """Begin an admitted row with the first ``num_tokens`` slots of ``source``, which hold the same tokens."""
+        if source != row:
+            self.cache.copy_row(source, row, num_tokens)
+        self._length_B[row] = num_tokens
+
+    def vacate(self, first_row: int) -> None:
+        """Rows from ``first_row`` on are empty: padding of a bucket, which stays within its slots and never samples."""
+        self._length_B[first_row:] = 0
+        unset = [SamplingParams()] * (self.num_rows - first_row)
+        if self._params[first_row:] != unset:
+            self._params[first_row:] = unset
+            self._warps.clear()
+
+    def move(self, source: int, destination: int, num_slots: int) -> None:
+        """Carry a row's first ``num_slots`` slots and its state over to another row."""
+        self.cache.copy_row(source, destination, num_slots)
+        for state in (self._root_B, self._length_B, self._seed_B, self._context_BC, self._history_BS):
+            state[destination] = state[source]
+        self._params[destination] = self._params[source]
+        self._warps.clear()
+
+    @torch.inference_mode()
+    def prefill(self, rows: Sequence[PrefillRow]) -> None:
+        """Put prompt tokens of neighbouring rows into the cache, in one forward, padded to the longest.
+
+        Args:
+            rows: consecutive rows in rising order.
+        """
+        first = rows[0].row
+        assert [item.row for item in rows] == list(range(first, first + len(rows)))
+        device = self.target.device
+        sizes = [len(item.token_ids) for item in rows]
+        width = max(sizes)
+        token_BT = torch.tensor([item.token_ids + [0] * (width - len(item.token_ids)) for item in rows], device=device)
+        start_B = torch.tensor([item.start for item in rows], device=device)
+        size_B = torch.tensor(sizes, device=device)
+        offset_T = torch.arange(width, device=device)
+        position_BT = start_B[:, None] + offset_T
+        # Padding writes to the spare slot, which nobody sees.
+        slot_BT = torch.where(offset_T < size_B[:, None], position_BT, self.cache.spare_slot)
+        num_visible = self.visible_slots(max(item.start for item in rows) + width)
+        self.cache.plan(slot_BT, first_row=first, num_visible=num_visible)
+        output = self.target.forward(
+            token_BT,
+            position_BT=position_BT.clamp_max(self.target.max_length - 1),
+            mask=chunk_mask(start_B, width, num_visible),
+            cache=self.cache,
+            context_layers=self._contexts.layers,
+        )
+        span = slice(first, first + len(rows))
+        context_BTC = output.context_BTC
+        if self._contexts.read is not None:
+            context_BTC = self._contexts.read(self._context_BC[span], context_BTC, token_BT)
+        last_B11 = (size_B - 1)[:, None, None].expand(-1, 1, context_BTC.shape[2])
+        self._context_BC[span] = context_BTC.gather(1, last_B11)[:, 0]
+        self._length_B[span] = start_B + size_B
+
+    @torch.inference_mode()
+    def step(
+        self, proposer: Proposer, is_active: Sequence[bool], max_committed: int, wants: StepWants | None = None
+    ) -> StepResult:
+        """Propose, verify, accept, commit for the rows 0 .. len(is_active)-1.
+
+        Args:
+            proposer: drafts the trees.
+            is_active: rows that decode; the others (still in prefill, or padding of a bucket) only keep the shape.
+            max_committed: the longest row's committed slots, known to the host.
+            wants: what else is asked for.
+
+        Returns:
+            Tokens, and what was asked for.
+        """
+        self._compiler.begin_step()
+        num_rows = len(is_active)
+        warp = self._warp(num_rows)
+        rows = self._row_state(
+            self._active_rows(is_active), warp, self.visible_slots(max_committed + proposer.num_nodes)
+        )
+        has_noise = warp.flags.has_noise and not self._is_rejection  # that rule draws its own
+        noise_BLV = self._noise(rows, proposer.max_depth) if has_noise else None
+        candidates = proposer.propose(rows, noise_BLV)
+        if wants is not None and wants.mute_rows:
+            candidates = self._mute(candidates, wants.mute_rows)
+        accepted, outcome, context_BNC = self._verify(rows, candidates, noise_BLV, proposer.max_depth)
+        proposer.observe(rows, outcome)
+        emitted_BL = accepted.emitted(candidates)
+        counted_BL = torch.cat([accepted.num_accepted_B[:, None] + 1, emitted_BL], dim=1)
+        logprobs: dict[int, list[TokenLogprob]] = {}
+        trees: dict[int, StepTree] = {}
+        if wants is not None and wants.logprob_rows:
+            logits_BNV = outcome.logits_BNV
+            logprobs = read_logprobs(logits_BNV, accepted, emitted_BL, wants.logprob_rows, wants.num_logprobs)
+        if wants is not None and wants.tree_rows:
+            trees = read_trees(candidates, accepted, wants.tree_rows)
+        if self._contexts.read is not None:
+            context_BNC = self._read_path(rows, candidates.token_BN, accepted, context_BNC)
+        self._commit(*accepted, emitted_BL, context_BNC, rows.is_active_B)
+        return StepResult(self._hand_out(counted_BL, is_active), logprobs, trees)
+
+    def _read_path(self, rows: RowState, token_BN: Tensor, accepted: Accepted, hidden_BNH: Tensor) -> Tensor:
+        """The context after the accepted path, at every node [B, N, C]: a memory reads the path's tokens in turn."""
+        assert self._contexts.read is not None
+        path_BL, num_rows = accepted.path_BL, token_BN.shape[0]
+        hidden_BLH = hidden_BNH[torch.arange(num_rows, device=path_BL.device)[:, None], path_BL]
+        context_BLC = self._contexts.read(rows.context_BC, hidden_BLH, token_BN.gather(1, path_BL))
+        last_B11 = accepted.num_accepted_B[:, None, None].expand(-1, 1, context_BLC.shape[2])
+        return context_BLC.gather(1, last_B11).expand(-1, token_BN.shape[1], -1)
+
+    def _hand_out(self, counted_BL: Tensor, is_active: Sequence[bool]) -> list[list[int]]:
+        """The one wait for the device: tokens and their count leave together."""
+        return [
+            line[1 : 1 + line[0]] if active else [] for line, active in zip(counted_BL.tolist(), is_active, strict=True)
+        ]
+
+    def warm_up(self, proposer: Proposer, num_rows: int) -> None:
+        """Steps without an active row, at the fewest and the most visible slots: the compiler sees every shape."""
+        is_static = self._compiler.has_static_shapes
+        lengths = (0, 0, 0) if is_static else (0, _SLOT_BUCKET, self.num_slots)  # a CUDA graph is recorded at last
+        for length in dict.fromkeys(lengths) if not is_static else lengths:
+            self.step(proposer, [False] * num_rows, length)
+
+    def _active_rows(self, is_active: Sequence[bool]) -> Tensor:
+        """Which rows decode, on the device: it seldom changes, and a copy that the device is not waited for."""
+        if self._active[0] != tuple(is_active):
+            self._active = tuple(is_active), self._sent(is_active)
+        return self._active[1]
+
+    def _sent(self, flags: Sequence[bool]) -> Tensor:
+        """Flags on the device, which is not waited for."""
+        device = self.target.device
+        return torch.tensor(flags, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+    def _mute(self, candidates: Candidates, rows: list[int]) -> Candidates:
+        """Turn all drafted nodes of some rows into padding, so that the root's own pick is all they emit."""
+        num_rows = candidates.is_node_BN.shape[0]
+        is_heard_B = self._sent([row not in rows for row in range(num_rows)])
+        return candidates._replace(
+            is_node_BN=candidates.is_node_BN & (is_heard_B[:, None] | (candidates.depth_BN == 0))
+        )
+
+    def _warp(self, num_rows: int) -> Warp:
+        if num_rows not in self._warps:
+            self._warps[num_rows] = make_warp(self._params[:num_rows], self.target.device)
+        return self._warps[num_rows]
+
+    def _row_state(self, active_B: Tensor, warp: Warp, num_visible: int) -> RowState:
+        num_rows = active_B.shape[0]
+        return RowState(
+            root_B=self._root_B[:num_rows],
+            length_B=self._length_B[:num_rows],
+            context_BC=self._context_BC[:num_rows],
+            history_BS=self._history_BS[:num_rows],
+            seed_B=self._seed_B[:num_rows],
+            is_active_B=active_B,
+            warp=warp,
+            num_visible=num_visible,
+        )
+
+    def _noise(self, rows: RowState, max_depth: int, **stream: int) -> Tensor:
+        """Noise of the picks at depth 0 .. L: the token picked at depth d stands at position length + d + 1."""
+        position_BL = rows.length_B[:, None] + torch.arange(1, max_depth + 2, device=rows.length_B.device)
+        return gumbel_noise(rows.seed_B, position_BL, self._token_V, **stream)
+
+    def _verify(
+        self, rows: RowState, candidates: Candidates, noise_BLV: Tensor | None, max_depth: int
+    ) -> tuple[Accepted, StepOutcome, Tensor]:
+        """The target's forward over the trees, and what it accepts."""
+        ancestor_BNN = self._ancestors(candidates.parent_BN, max_depth)
+        slot_S = self._slot_S[: rows.num_visible]
+        logits_BNV, context_BNC = self._forward_tree(
+            candidates.token_BN, candidates.depth_BN, ancestor_BNN, rows.length_B, rows.is_active_B, slot_S
+        )
+        if self._is_rejection:
+            log_p_BNV = warped_log_probs(logits_BNV, rows.warp)
+            noise_BNV = self._noise(rows, candidates.token_BN.shape[1] - 1, stream=STREAM_RESIDUAL)
+            position_BN = rows.length_B[:, None] + candidates.depth_BN + 1
+            accepted = accept_samples(candidates, log_p_BNV, rows.seed_B, position_BN, noise_BNV)
+            pick_BN = argmax(log_p_BNV)
+        else:
+            # Never compiled: the filters that rows may combine are many, and the noise is to have the same bits always.
+            pick_BN = pick(logits_BNV, _by_depth(noise_BLV, candidates), rows.warp)
+            accepted = self._accept(*candidates[:4], pick_BN, ancestor_BNN, max_depth)
+        outcome = StepOutcome(candidates, logits_BNV, pick_BN, *accepted)
+        return accepted, outcome, context_BNC
+
+    def _tree_forward(
+        self,
+        token_BN: Tensor,
+        depth_BN: Tensor,
+        ancestor_BNN: Tensor,
+        length_B: Tensor,
+        active_B: Tensor,
+        slot_S: Tensor,
+    ) -> TargetOutput:
+        """Logits [B, N, V] and contexts [B, N, C] of all nodes; their keys and values go behind the committed slots.
+
+        ``slot_S`` counts the visible slots: 0 .. S - 1.
+        """
+        slot_BN = length_B[:, None] + torch.arange(token_BN.shape[1], device=length_B.device)
+        # Rows that do not decode keep their slots as they are, also when they are only what a finished request left.
+        slot_BN = torch.where(active_B[:, None], slot_BN, self._spare_slot)
+        num_visible = slot_S.shape[0]
+        self.cache.plan(slot_BN, num_visible=num_visible)
+        output = self.target.forward(
+            token_BN,
+            # Nodes past the end of the context only fill the shape; no token behind the end is ever kept.
+            position_BT=(length_B[:, None] + depth_BN).clamp_max(self.target.max_length - 1),
+            mask=tree_mask(length_B, ancestor_BNN, num_visible),
+            cache=self.cache,
+            context_layers=self._contexts.layers,
+        )
+        return TargetOutput(self.target.logits(output.hidden_BTD), output.context_BTC)
+
+    def _commit_rows(
+        self,
+        path_BL: Tensor,
+        num_accepted_B: Tensor,
+        bonus_B: Tensor,
+        emitted_BL: Tensor,
+        context_BNC: Tensor,
+        active_B: Tensor,
+    ) -> None:
+        """Move the accepted slots together, go on from the bonus token; rows that are not active stay as they are."""
+        num_rows, num_emitted = emitted_BL.shape
+        length_B = self._length_B[:num_rows]
+        if num_emitted > 1:
+            step_L = torch.arange(1, num_emitted, device=emitted_BL.device)
+            # Depth d of the path goes to slot length + d. Behind the accepted ones the last is copied again: those
+            # slots are not committed and the next tree overwrites them. Rows that are not active move nothing.
+            from_BL = torch.where(active_B[:, None], length_B[:, None] + path_BL[:, 1:], 0)
+            to_BL = torch.where(active_B[:, None], length_B[:, None] + step_L, 0)
+            self.cache.move_slots(from_BL, to_BL)
+        last_B11 = path_BL[:, -1:, None].expand(-1, -1, context_BNC.shape[2])
+        context_BC = context_BNC.gather(1, last_B11)[:, 0]
+        # Tokens behind the committed length mean nothing, so rows that are not active may be written there as well.
+        place_BL = length_B[:, None] + torch.arange(1, num_emitted + 1, device=emitted_BL.device)
+        kept_BL = torch.where(active_B[:, None], emitted_BL, self._history_BS[:num_rows].gather(1, place_BL))
+        self._history_BS[:num_rows].scatter_(1, place_BL, kept_BL)
+        context_BC = torch.where(active_B[:, None], context_BC, self._context_BC[:num_rows])
+        root_B = torch.where(active_B, bonus_B, self._root_B[:num_rows])
+        length_B = length_B + (num_accepted_B + 1) * active_B
+        # Only now, when no allocation can fail any more, the rows go on: a step that ran out of memory changed nothing.
+        self._context_BC[:num_rows] = context_BC
+        self._root_B[:num_rows] = root_B
+        self._length_B[:num_rows] = length_B
+
+
+def _accept(
+    token_BN: Tensor,
+    parent_BN: Tensor,
+    depth_BN: Tensor,
+    is_node_BN: Tensor,
+    pick_BN: Tensor,
+    ancestor_BNN: Tensor,
+    max_depth: int,
+) -> Accepted:
+    """:func:`accept_picks` of plain tensors."""
+    return accept_picks(Candidates(token_BN, parent_BN, depth_BN, is_node_BN), pick_BN, ancestor_BNN, max_depth)
+
+
+def _by_depth(noise_BLV: Tensor | None, candidates: Candidates) -> Tensor | None:
+    """Noise of each node's pick [B, N, V] from noise by depth [B, L + 1, V]."""
+    if noise_BLV is None or noise_BLV.shape[1] == 1:  # of one depth: broadcast
+        return noise_BLV
+    # Copies whole rows of V numbers; a gather would look up each number on its own.
+    row_B1 = torch.arange(noise_BLV.shape[0], device=noise_BLV.device)[:, None]
+    return noise_BLV[row_B1, candidates.depth_BN]

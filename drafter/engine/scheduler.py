@@ -1,0 +1,126 @@
+"""Scheduler: who waits, who has which row, what is prefilled next. It never sees a tensor. No torch here."""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from drafter.engine.request import Sequence
+
+_LARGEST_BUCKET = 64  # above, the number of rows is rounded up to a multiple of this
+
+
+class PrefillChunk(NamedTuple):
+    """Prompt tokens start .. stop - 1 of a sequence, to be prefilled in this step."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+
+class Schedule(NamedTuple):
+    """What changed: who started (its row is set), and which rows moved (source, destination), in this order."""
+
+    started: list[Sequence]
+    moves: list[tuple[int, int]]
+
+
+class Scheduler:
+    """First come, first served, over a fixed number of rows.
+
+    Rows in use are kept at the front, so that a step runs over rows 0 .. n-1: a finished row is taken by a waiting
+    request, or else by the last row in use, which moves.
+
+    Attributes:
+        row_limit: most rows in use; lowered when memory is short, it takes effect as rows finish.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.waiting: deque[Sequence] = deque()
+        self.rows: list[Sequence] = []
+        self.row_limit = num_rows
+
+    @property
+    def has_work(self) -> bool:
+        """Something waits or runs."""
+        return any(not sequence.is_finished for sequence in (*self.waiting, *self.rows))
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a request."""
+        self.waiting.append(sequence)
+
+    def find(self, request_id: int) -> Sequence | None:
+        """The waiting or running request of that id."""
+        return next((item for item in (*self.waiting, *self.rows) if item.request_id == request_id), None)
+
+    def schedule(self) -> Schedule:
+        """Between two steps: finished rows are freed, waiting requests start, gaps close."""
+        self.waiting = deque(sequence for sequence in self.waiting if not sequence.is_finished)
+        started, moves = [], []
+        row = 0
+        while row < len(self.rows):
+            if not self.rows[row].is_finished:
+                row += 1
+            elif self.waiting and len(self.rows) <= self.row_limit:
+                self._release(row)
+                started.append(self._start(row))
+            elif self.rows[-1].is_finished:
+                self._release(len(self.rows) - 1)
+                self.rows.pop()
+            else:
+                self._release(row)
+                last = self.rows.pop()
+                moves.append((last.row, row))
+                last.row = row
+                self.rows[row] = last
+        while self.waiting and len(self.rows) < self.row_limit:
+            self.rows.append(self.waiting[0])
+            started.append(self._start(len(self.rows) - 1))
+        return Schedule(started, moves)
+
+    def _release(self, row: int) -> None:
+        self.rows[row].row = -1
+
+    def _start(self, row: int) -> Sequence:
+        sequence = self.waiting.popleft()
+        sequence.row = row
+        self.rows[row] = sequence
+        return sequence
+
+    def prefill_chunks(self, chunk: int) -> list[PrefillChunk]:
+        """Prompt parts for this step: one ``chunk`` of tokens in all while others decode, else one for every row."""
+        # In order of arrival: by row, newcomers in the first rows could starve a prompt in the last.
+        pending = sorted((item for item in self.rows if not item.is_prefilled), key=lambda item: item.request_id)
+        is_decoding = len(pending) < len(self.rows)
+        budget = chunk if is_decoding else chunk * len(pending)
+        chunks = []
+        for sequence in pending:
+            start = sequence.num_prefilled
+            stop = min(len(sequence.prompt_ids) - 1, start + chunk, start + budget)
+            if stop > start:
+                chunks.append(PrefillChunk(sequence, start, stop))
+                budget -= stop - start
+        return chunks
+
+
+def bucket(num_rows: int) -> int:
+    """1, 2, 4, ..., 64, then multiples of 64: few shapes for any number of rows."""
+    if num_rows > _LARGEST_BUCKET:
+        return -(-num_rows // _LARGEST_BUCKET) * _LARGEST_BUCKET
+    return 1 << (num_rows - 1).bit_length()
+
+
+def neighbours(chunks: list[PrefillChunk]) -> Iterator[list[PrefillChunk]]:
+    """Runs of chunks in consecutive rows and of similar length, so that padding wastes less than half."""
+    run: list[PrefillChunk] = []
+    smallest = largest = 0
+    for chunk in sorted(chunks, key=lambda chunk: chunk.sequence.row):
+        size = chunk.stop - chunk.start
+        if run and chunk.sequence.row == run[-1].sequence.row + 1 and max(largest, size) <= 2 * min(smallest, size):
+            smallest, largest = min(smallest, size), max(largest, size)
+        else:
+            if run:
+                yield run
+            run, smallest, largest = [], size, size
+        run.append(chunk)
+    if run:
+        yield run

@@ -1,0 +1,276 @@
+"""Speculation sized by measurement: the file that `drafter tune` writes, and the choice of a tree between two steps.
+
+No torch here. The choice never changes a token, only how fast tokens come.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from drafter.proposers.options import SIZED_METHODS, Method
+
+SCHEMA = "drafter-speculation/1"
+FILE_NAME = "speculation.json"
+
+_WINDOW = 128  # row-steps that the running acceptance remembers (exponentially)
+_PRIOR = 16.0  # drafted tokens that the calibration counts for, against what is seen
+_GAIN_TO_SWITCH = 1.02  # a tree must promise so much more than the present one
+_PROBE_ROW_STEPS = 16  # what a probe looks at, and
+_MIN_PROBE_STEPS = 4  # at least so many steps
+_FIRST_PAUSE = 256  # plain steps before the first probe; doubled by each that fails, up to
+_LONGEST_PAUSE = 4096
+
+
+class Tree(NamedTuple):
+    """Size of a tree: beam width W, draft length L, nodes N (root included). N = 1 is plain decoding."""
+
+    beam_width: int
+    draft_length: int
+    tree_size: int
+
+    @property
+    def is_plain(self) -> bool:
+        return self.tree_size == 1
+
+
+PLAIN = Tree(1, 1, 1)
+
+
+class Choice(NamedTuple):
+    """A tree and what was measured for it at some number of rows.
+
+    Attributes:
+        tree: its size.
+        tokens_per_step: tokens that a step gives each row, on the calibration prompts.
+        step_seconds: duration of a step of all rows.
+    """
+
+    tree: Tree
+    tokens_per_step: float
+    step_seconds: float
+
+    def rate(self, ratio: float = 1.0) -> float:
+        """Tokens per second of one row when drafts are accepted ``ratio`` times as often as in calibration."""
+        return (1.0 + ratio * (self.tokens_per_step - 1.0)) / self.step_seconds
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """What to do when at most ``num_rows`` rows run.
+
+    Attributes:
+        num_rows: rows that it was measured for.
+        choices: plain decoding, and the trees that are best at some acceptance.
+    """
+
+    num_rows: int
+    choices: tuple[Choice, ...]
+
+    @property
+    def plain(self) -> Choice:
+        """Plain decoding."""
+        return next(choice for choice in self.choices if choice.tree.is_plain)
+
+    def best(self, ratio: float = 1.0) -> Choice:
+        """The fastest choice at that acceptance; the smaller tree of equals."""
+        return max(self.choices, key=lambda choice: (choice.rate(ratio), -choice.tree.tree_size))
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """The measured plans of one machine, target and drafter.
+
+    Attributes:
+        device: name of the device, and the number of threads of a CPU.
+        dtype: number format of the target.
+        is_compiled: measured with compiled steps.
+        target_fingerprint: sketch of the target's output matrix.
+        plans: by rising number of rows.
+        drafter_fingerprint: of the drafter's weights in that number format; empty where nobody took it down.
+        method: whose trees were measured; files that do not say it are of the time when there was only ``redrafter``.
+    """
+
+    device: str
+    dtype: str
+    is_compiled: bool
+    target_fingerprint: str
+    plans: tuple[RowPlan, ...]
+    drafter_fingerprint: str = ""
+    method: Method = "redrafter"
+
+    def plan_for(self, num_rows: int) -> RowPlan | None:
+        """The plan of the fewest measured rows that hold ``num_rows``; None beyond all measurements."""
+        return next((plan for plan in self.plans if plan.num_rows >= num_rows), None)
+
+    @property
+    def trees(self) -> list[Tree]:
+        """Every tree that may be asked for, each once; plain decoding is one of them."""
+        return sorted({PLAIN, *(choice.tree for plan in self.plans for choice in plan.choices)}, key=lambda t: t[::-1])
+
+    def summary(self) -> str:
+        """The calibrated choice for each number of rows, in one line."""
+        parts = []
+        for plan in self.plans:
+            tree = plan.best().tree
+            size = "plain" if tree.is_plain else f"W {tree.beam_width} L {tree.draft_length} N {tree.tree_size}"
+            parts.append(f"{plan.num_rows}: {size}")
+        return f"{self.method}, trees by rows: " + "; ".join(parts)
+
+    def as_json(self) -> dict[str, Any]:
+        """What :func:`read_speculation` reads."""
+        plans = [
+            {
+                "num_rows": plan.num_rows,
+                "choices": [
+                    {
+                        **choice.tree._asdict(),
+                        "tokens_per_step": choice.tokens_per_step,
+                        "step_seconds": choice.step_seconds,
+                    }
+                    for choice in plan.choices
+                ],
+            }
+            for plan in self.plans
+        ]
+        return {
+            "schema": SCHEMA,
+            "method": self.method,
+            "device": self.device,
+            "dtype": self.dtype,
+            "compile": self.is_compiled,
+            "target_fingerprint": self.target_fingerprint,
+            "drafter_fingerprint": self.drafter_fingerprint,
+            "plans": plans,
+        }  # fmt: skip
+
+
+def read_speculation(path: Path) -> Speculation:
+    """Read a speculation file; keys that say more about the measurement are passed over.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no file of this schema, or one whose numbers cannot be.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"--speculation {path}: no JSON ({error})") from error
+    schema = found.get("schema") if isinstance(found, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(f"--speculation {path}: schema is {schema!r} but must be {SCHEMA!r}: run `drafter tune` again")
+    try:
+        method = found.get("method", "redrafter")
+        if method not in SIZED_METHODS:
+            raise ValueError(f"method {method!r}")
+        plans = tuple(sorted((_plan_of(item, method) for item in found["plans"]), key=lambda plan: plan.num_rows))
+        texts = [found[key] for key in ("device", "dtype", "target_fingerprint")]
+        texts.append(found.get("drafter_fingerprint", ""))
+        is_compiled = found["compile"]
+        if not plans or not all(isinstance(text, str) for text in texts) or not isinstance(is_compiled, bool):
+            raise ValueError("no plans, or a value of the wrong kind")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"--speculation {path}: damaged ({type(error).__name__}: {error}): run `drafter tune` again"
+        ) from error
+    device, dtype, fingerprint, drafter_fingerprint = texts
+    return Speculation(device, dtype, is_compiled, fingerprint, plans, drafter_fingerprint, method)
+
+
+def _plan_of(item: Mapping[str, Any], method: Method) -> RowPlan:
+    choices = []
+    for entry in item["choices"]:
+        sizes = [entry[name] for name in Tree._fields]
+        if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+            raise ValueError(f"tree {sizes}")
+        tree = Tree(*sizes) if sizes[-1] > 1 else PLAIN
+        # The other sources of a hybrid fill what its beam leaves free.
+        if method == "redrafter" and tree.tree_size > 1 + tree.beam_width * tree.draft_length:
+            raise ValueError(f"tree {sizes}")
+        numbers = [float(entry["tokens_per_step"]), float(entry["step_seconds"])]
+        if not all(map(math.isfinite, numbers)) or numbers[0] < 1 or numbers[1] <= 0:
+            raise ValueError(f"measured {numbers} for tree {sizes}")
+        choices.append(Choice(tree, *numbers))
+    if not any(choice.tree.is_plain for choice in choices):
+        raise ValueError("no measurement of plain decoding")
+    if not isinstance(item["num_rows"], int) or item["num_rows"] < 1:
+        raise ValueError(f"num_rows {item['num_rows']!r}")
+    return RowPlan(item["num_rows"], tuple(choices))
+
+
+class TreeSizer:
+    """Chooses the tree of every step: by the number of rows, and by how often drafts are accepted of late.
+
+    The running acceptance is a ratio: drafted tokens kept, over drafted tokens that the calibration would have kept,
+    both forgotten exponentially. It scales the measured curves of all trees alike (an approximation). Under the
+    break-even of every tree plain decoding is the fastest; then nothing is drafted and nothing is learnt, so that after
+    a pause the calibrated tree is tried for a few steps. Every probe that fails doubles the pause.
+    """
+
+    def __init__(self, speculation: Speculation) -> None:
+        self._speculation = speculation
+        self._kept = 0.0
+        self._expected = 0.0
+        self._prior = _PRIOR
+        self._present: Choice | None = None
+        self._num_plain = 0  # plain steps since drafts were last looked at
+        self._pause = _FIRST_PAUSE
+        self._num_probe_steps = 0  # of the probe that is under way
+        self._is_after_probe = False
+
+    @property
+    def ratio(self) -> float:
+        """Acceptance of late, relative to calibration."""
+        expected = self._expected + self._prior
+        return (self._kept + self._prior) / expected if expected > 0 else 1.0
+
+    def choose(self, num_rows: int) -> Tree:
+        """The tree for the next step of ``num_rows`` rows."""
+        plan = self._speculation.plan_for(num_rows)
+        if plan is None:
+            self._present = None  # nobody measured so many rows
+            return PLAIN
+        if self._num_probe_steps > 0:
+            self._present = plan.best()
+            return self._present.tree
+        self._present = self._fastest(plan)
+        if self._present.tree.is_plain and not plan.best().tree.is_plain:
+            self._wait(plan, num_rows)
+        else:
+            self._num_plain = 0
+            self._pause = _FIRST_PAUSE if self._is_after_probe else self._pause
+            self._is_after_probe = False
+        return self._present.tree
+
+    def observe(self, num_accepted: Sequence[int]) -> None:
+        """What came of the step: for each row that decoded with drafts, how many of them were kept."""
+        if self._present is None or self._present.tree.is_plain or not num_accepted:
+            return
+        keep = (1 - 1 / _WINDOW) ** len(num_accepted)
+        self._kept = self._kept * keep + sum(num_accepted)
+        self._expected = self._expected * keep + len(num_accepted) * (self._present.tokens_per_step - 1.0)
+        self._prior *= keep
+        self._num_probe_steps = max(0, self._num_probe_steps - 1)
+
+    def _fastest(self, plan: RowPlan) -> Choice:
+        """The best choice at the present acceptance; the present tree unless another is clearly better."""
+        best = plan.best(self.ratio)
+        tree = None if self._present is None else self._present.tree
+        present = next((choice for choice in plan.choices if choice.tree == tree), best)
+        return best if best.rate(self.ratio) > _GAIN_TO_SWITCH * present.rate(self.ratio) else present
+
+    def _wait(self, plan: RowPlan, num_rows: int) -> None:
+        """Plain for now; after the pause a probe begins."""
+        if self._is_after_probe:  # it has failed
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            self._is_after_probe = False
+        self._num_plain += 1
+        if self._num_plain <= self._pause:
+            return
+        self._num_plain = 0
+        self._kept = self._expected = self._prior = 0.0
+        self._num_probe_steps = max(_MIN_PROBE_STEPS, -(-_PROBE_ROW_STEPS // num_rows))
+        self._is_after_probe = True
+        self._present = plan.best()

@@ -1,0 +1,1 @@
+"""Drafters in transformers and on the Hugging Face hub."""

@@ -1,0 +1,188 @@
+"""What leaves the house beside our own folder: the published format, a script for transformers, the hub."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from drafter.engine.engine import Engine
+    from drafter.models.drafter import RecurrentDrafter
+    from drafter.targets.target import Target
+
+_CUSTOM_GENERATE = '''"""Decode with this folder's drafter: the tokens of the model alone, in fewer of its forwards.
+
+    model.generate(**inputs, max_new_tokens=128, custom_generate="THIS FOLDER OR HUB NAME", trust_remote_code=True)
+
+Needs the package `drafter`. See drafter.integrations.transformers.generate for what is honoured and what is refused.
+"""
+
+import sys
+
+
+def generate(model, drafter=None, **arguments):
+    """Called by transformers with the arguments of model.generate; `drafter` overrides where the drafter is."""
+    from drafter.integrations.transformers import generate as generate_with_drafter
+
+    if drafter is None:
+        # transformers copies this file away before it runs it, and says nowhere from where; its own call still knows.
+        drafter = sys._getframe(1).f_locals.get("custom_generate")
+    if not isinstance(drafter, str):
+        raise ValueError("say where the drafter is: model.generate(..., drafter='FOLDER OR HUB NAME')")
+    return generate_with_drafter(model, drafter=drafter, **arguments)
+'''
+_REQUIREMENTS = "drafter>={version}\n"
+_CHECK_TOKENS = 48  # generated for each prompt of a check
+_CHECK_DEPTH = 4
+
+
+class FormCheck(NamedTuple):
+    """Two forms of one drafter compared on a few prompts.
+
+    Attributes:
+        max_difference: greatest difference of a logit, over tokens that both forms can propose.
+        max_logit: greatest magnitude among them, to judge the difference by.
+        tokens_per_step: of our form.
+        tokens_per_step_apple: of the published form.
+    """
+
+    max_difference: float
+    max_logit: float
+    tokens_per_step: float
+    tokens_per_step_apple: float
+
+    def __str__(self) -> str:
+        return (
+            f"logits differ by at most {self.max_difference:.3g} (they reach {self.max_logit:.3g}); "
+            f"tokens per step {self.tokens_per_step:.3f} here, {self.tokens_per_step_apple:.3f} in the published format"
+        )
+
+
+def write_custom_generate(folder: Path) -> None:
+    """Add what ``model.generate(custom_generate=FOLDER)`` of transformers runs."""
+    from drafter import __version__
+
+    place = folder / "custom_generate"
+    place.mkdir(exist_ok=True)
+    (place / "generate.py").write_text(_CUSTOM_GENERATE, encoding="utf-8")
+    (place / "requirements.txt").write_text(_REQUIREMENTS.format(version=__version__), encoding="utf-8")
+
+
+def export_apple(drafter: "RecurrentDrafter", out: Path, *, target: "Target | None", dtype: str = "float32") -> Path:
+    """Write a drafter in the published format; the folder is whole or not there at all.
+
+    Args:
+        drafter: rnn cell, last hidden state as context, head full or tied.
+        out: the folder; a published drafter that stands there already is replaced.
+        target: needed for a tied head, which is multiplied out.
+        dtype: ``float32`` or ``bfloat16`` weights.
+
+    Raises:
+        ValueError: the format cannot express the drafter, or ``out`` is in use.
+        OSError: the disk is full or not writable.
+    """
+    import torch
+
+    from drafter.models.apple_format import MODEL_TYPE, write_folder
+
+    config = out / "config.json"
+    is_ours = config.is_file() and MODEL_TYPE in config.read_text(encoding="utf-8", errors="replace")
+    if out.exists() and not (is_ours or (out.is_dir() and not any(out.iterdir()))):
+        raise ValueError(f"--out {str(out)!r} exists and is no published drafter: choose another folder or remove it")
+    tensors = {
+        name: tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+        for name, tensor in drafter.state_dict().items()
+    }
+    if target is not None:
+        drafter.bind(target)  # refuses another target than the drafter's
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        scratch.mkdir()
+        write_folder(scratch, drafter.config, tensors, None if target is None else target.output_weight_VD)
+        shutil.copymode(scratch / "config.json", scratch / "model.safetensors")  # safetensors writes for one user only
+        if out.exists():
+            shutil.rmtree(out)
+        scratch.rename(out)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return out
+
+
+def check_apple(drafter: "RecurrentDrafter", folder: Path, target: "Target", prompts: Sequence[list[int]]) -> FormCheck:
+    """Read a published drafter back and set it beside ours: logits along the target's own answers, tokens per step."""
+    from torch import nn
+
+    from drafter.engine.config import EngineConfig
+    from drafter.engine.engine import Engine
+    from drafter.models.drafter import RecurrentDrafter
+
+    own = nn.Module.to(drafter.eval(), target.device).bind(target)
+    other = nn.Module.to(RecurrentDrafter.from_apple(folder), target.device, own.dtype).bind(target)
+    config = EngineConfig(max_rows=min(len(prompts), 8), beam_width=min(8, own.config.num_outputs))
+    answers, steps = _answers(Engine(target, own, config), prompts)
+    _, other_steps = _answers(Engine(target, other, config), prompts)
+    texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    difference, largest = _logit_difference(own, other, target, texts)
+    return FormCheck(difference, largest, steps, other_steps)
+
+
+def _answers(engine: "Engine", prompts: Sequence[list[int]]) -> tuple[list[list[int]], float]:
+    from drafter.decoding.params import SamplingParams
+
+    completions = engine.generate(prompts, SamplingParams(max_new_tokens=_CHECK_TOKENS))
+    num_tokens = sum(len(completion.token_ids) for completion in completions)
+    num_forwards = sum(completion.num_target_forwards for completion in completions)
+    return [completion.token_ids for completion in completions], num_tokens / num_forwards
+
+
+def _logit_difference(
+    own: "RecurrentDrafter", other: "RecurrentDrafter", target: "Target", texts: Sequence[list[int]]
+) -> tuple[float, float]:
+    """Greatest difference and magnitude of the logits after 1 .. 4 tokens from every position of the texts."""
+    import torch
+
+    difference = largest = 0.0
+    with torch.inference_mode():
+        for text in texts:
+            depth = min(_CHECK_DEPTH, len(text) - 1)
+            token_1T = torch.tensor([text], device=target.device)
+            context_1PC = target.forward(token_1T).context_BTC[:, :-depth].to(own.dtype)
+            embedding_1PLD = target.embed(token_1T)[:, 1:].unfold(1, depth, 1).transpose(2, 3).to(own.dtype)
+            mine_1PLR = own(context_1PC, embedding_1PLD).float()
+            theirs_1PLR = other(context_1PC, embedding_1PLD).float()[..., own.draft_token_ids_R]
+            difference = max(difference, (mine_1PLR - theirs_1PLR).abs().max().item())
+            largest = max(largest, mine_1PLR.abs().max().item())
+    return difference, largest
+
+
+def push_to_hub(folder: Path, name: str, *, private: bool = True, api: Any = None) -> str:
+    """Upload an exported folder to the hub; the address of its page.
+
+    Args:
+        folder: what ``drafter export`` wrote.
+        name: ``owner/name``, or a name under the owner who is logged in.
+        private: only for repositories that do not exist yet.
+        api: an ``huggingface_hub.HfApi``, or something that stands in for it.
+
+    Raises:
+        ValueError: the hub refused; OSError: it could not be reached.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+    hub = api or HfApi()
+    try:
+        repo = hub.create_repo(name, private=private, exist_ok=True, repo_type="model")
+        hub.upload_folder(repo_id=repo.repo_id, folder_path=str(folder), commit_message="Upload recurrent drafter")
+    except (HFValidationError, LocalTokenNotFoundError) as error:
+        raise ValueError(f"--push-to-hub {name!r}: {_line(error)}") from error
+    except HfHubHTTPError as error:
+        raise ValueError(f"--push-to-hub {name!r}: the hub refused: {_line(error)} (`hf auth login`?)") from error
+    return str(repo)
+
+
+def _line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

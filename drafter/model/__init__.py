@@ -1,1 +1,0 @@
-"""What the drafter is: its configuration, its cell and the recurrent head."""

@@ -1,0 +1,1 @@
+"""The drafter: its configuration, cells and heads."""

@@ -1,0 +1,211 @@
+"""The published checkpoint format: what Apple's ml-recurrent-drafter loads and TensorRT-LLM's converter reads.
+
+A folder with ``config.json`` (model_type ``recurrent_drafting_drafter``) and ``model.safetensors``::
+
+    rnn_w.weight [D, D]                  rnn_u.weight [D, D], rnn_u.bias [D]
+    lm_head.{i}.linear.weight [E, E]     lm_head.{i}.linear.bias [E]              residual blocks i < num_draft_layers
+    lm_head.{num_draft_layers}.weight [V, E]
+
+    s_0 = 0;  s_k = SiLU(rnn_w e + rnn_u s_{k-1});  x = [h; s_k];  x += SiLU(lm_head.i(x)) ...;  logits = lm_head.n(x)
+
+Our constant scales of h and e fold into the weights that read them, and a tied or low-rank head is multiplied out with
+its output rows, over the whole vocabulary. A drafter of another shape cannot be written this way and is refused.
+
+Shapes: V vocabulary · D hidden size · E = 2D (``exit_dim``) · F features between the factors of a head.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafter.models.config import DrafterConfig
+
+MODEL_TYPE = "recurrent_drafting_drafter"
+_CHUNK_ROWS = 8192  # rows of the vocabulary multiplied out at once, in float32
+_WEIGHTS = "model.safetensors"
+
+
+def to_apple(
+    config: DrafterConfig, tensors: Mapping[str, Tensor], output_weight_VD: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Our tensors under their published names, in the dtype of ``head.weight``.
+
+    Args:
+        config: what the drafter is.
+        tensors: its state dict.
+        output_weight_VD: the target's output matrix; needed for a tied head.
+
+    Raises:
+        ValueError: the drafter has what the format cannot say; the field is named.
+    """
+    _check_expressible(config)
+    dtype = tensors["head.weight"].dtype
+    found = {
+        "rnn_w.weight": (tensors["cell.w.weight"].float() * config.embedding_scale).to(dtype),
+        "rnn_u.weight": tensors["cell.u.weight"],
+        "rnn_u.bias": tensors["cell.u.bias"],
+    }
+    for block in range(config.num_res_blocks):
+        found[f"lm_head.{block}.linear.weight"] = _fold_hidden_scale(_block_weight(tensors, block), config)
+        found[f"lm_head.{block}.linear.bias"] = tensors[f"blocks.{block}.linear.bias"]
+    if config.head == "full":
+        head = _fold_hidden_scale(tensors["head.weight"], config)
+    elif config.head == "tied" and output_weight_VD is None:
+        raise ValueError("a drafter with head 'tied' is multiplied out with its target's output matrix: give --target")
+    else:
+        # From the unrounded product of scale and weight, so that only the result is rounded.
+        head_FE = tensors["head.weight"].float() * _input_scale(config, tensors["head.weight"].device)
+        rows_VF = tensors["rows.weight"] if config.head == "low-rank" else output_weight_VD
+        assert rows_VF is not None
+        head = _multiply_out(rows_VF, head_FE, dtype)
+    found[f"lm_head.{config.num_res_blocks}.weight"] = head
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
+
+
+def from_apple(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Published tensors under our names.
+
+    Args:
+        config: of :func:`config_from_apple`.
+        tensors: the file's.
+
+    Raises:
+        ValueError: a tensor is missing, unknown, or of another shape.
+    """
+    size, exit_dim = config.hidden_size, 2 * config.hidden_size
+    names = {
+        "rnn_w.weight": ("cell.w.weight", (size, size)),
+        "rnn_u.weight": ("cell.u.weight", (size, size)),
+        "rnn_u.bias": ("cell.u.bias", (size,)),
+        f"lm_head.{config.num_res_blocks}.weight": ("head.weight", (config.vocab_size, exit_dim)),
+    }
+    for block in range(config.num_res_blocks):
+        names[f"lm_head.{block}.linear.weight"] = (f"blocks.{block}.linear.weight", (exit_dim, exit_dim))
+        names[f"lm_head.{block}.linear.bias"] = (f"blocks.{block}.linear.bias", (exit_dim,))
+    for name in sorted(names.keys() ^ tensors.keys()):
+        raise ValueError(f"published checkpoint: tensor {name!r} is {'missing' if name in names else 'unknown'}")
+    found = {}
+    for name, (own_name, shape) in names.items():
+        if tuple(tensors[name].shape) != shape:
+            raise ValueError(
+                f"published checkpoint: tensor {name!r} has shape {list(tensors[name].shape)}, "
+                f"its config asks for {list(shape)}"
+            )
+        found[own_name] = tensors[name]
+    found["draft_token_ids_R"] = torch.arange(config.vocab_size)
+    return found
+
+
+def config_to_apple(config: DrafterConfig) -> dict[str, Any]:
+    """The published ``config.json``."""
+    _check_expressible(config)
+    return {
+        "model_type": MODEL_TYPE,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "exit_dim": 2 * config.hidden_size,
+        "num_draft_layers": config.num_res_blocks,
+        "num_lookback_tokens": 1,  # no reader of the format uses it for drafters with an rnn
+        "rnn": True,
+    }
+
+
+def config_from_apple(found: Mapping[str, Any]) -> DrafterConfig:
+    """Our config of a published one; ValueError naming the field that has no counterpart."""
+    if found.get("model_type") != MODEL_TYPE:
+        raise ValueError(f"model_type is {found.get('model_type')!r}, a published drafter has {MODEL_TYPE!r}")
+    sizes = {}
+    for name in ("vocab_size", "hidden_size", "exit_dim", "num_draft_layers"):
+        value = found.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < (name != "num_draft_layers"):
+            raise ValueError(f"published drafter config: {name} is {value!r} but must be a positive integer")
+        sizes[name] = value
+    if found.get("rnn") is not True:
+        raise ValueError(f"published drafter config: rnn is {found.get('rnn')!r}; only drafters with rnn can be read")
+    if sizes["exit_dim"] != 2 * sizes["hidden_size"]:
+        raise ValueError(
+            f"published drafter config: exit_dim is {sizes['exit_dim']}, not twice the hidden_size "
+            f"{sizes['hidden_size']}: the input projection that this asks for has no counterpart here"
+        )
+    return DrafterConfig(
+        vocab_size=sizes["vocab_size"], hidden_size=sizes["hidden_size"], num_res_blocks=sizes["num_draft_layers"]
+    )
+
+
+def _multiply_out(rows_VF: Tensor, head_FE: Tensor, dtype: torch.dtype) -> Tensor:
+    """A head of two factors as one matrix: output rows times projection, [V, F] x [F, E] -> [V, E], in float32."""
+    parts = [(rows.float() @ head_FE.to(rows.device)).to(dtype).cpu() for rows in rows_VF.split(_CHUNK_ROWS)]
+    return torch.cat(parts)
+
+
+def read_folder(folder: str | Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
+    """Config and tensors (under our names) of a published checkpoint.
+
+    Raises:
+        ValueError: no such checkpoint, a damaged file, or one that has no counterpart here.
+    """
+    folder = Path(folder)
+    for name in ("config.json", _WEIGHTS):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} holds no {name}: give the folder of a published drafter")
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it holds no object")
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'} is damaged: {error}") from error
+    config = config_from_apple(found)
+    try:
+        tensors = load_file(folder / _WEIGHTS)
+    except SafetensorError as error:
+        raise ValueError(f"{folder / _WEIGHTS} is damaged: {error}") from error
+    return config, from_apple(config, tensors)
+
+
+def write_folder(
+    folder: Path, config: DrafterConfig, tensors: Mapping[str, Tensor], output_weight_VD: Tensor | None = None
+) -> None:
+    """Write the two files of the format into a folder that exists. Arguments and errors as of :func:`to_apple`."""
+    save_file(to_apple(config, tensors, output_weight_VD), folder / _WEIGHTS, metadata={"format": "pt"})
+    text = json.dumps(config_to_apple(config), indent=2) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def _check_expressible(config: DrafterConfig) -> None:
+    reason = ""
+    if config.cell != "rnn":
+        reason = f"cell {config.cell!r}: the format knows rnn only"
+    elif config.context != "last":
+        reason = f"context {config.context!r}: the format knows the last hidden state only"
+    elif config.head != "tied" and config.num_outputs != config.vocab_size:
+        reason = (
+            f"draft_vocab_size {config.num_outputs} with head {config.head!r}: the format has a row for every token of "
+            f"the vocabulary of {config.vocab_size}, and these were never trained"
+        )
+    if reason:
+        raise ValueError(f"this drafter cannot be written in the published format: {reason}")
+
+
+def _block_weight(tensors: Mapping[str, Tensor], block: int) -> Tensor:
+    """The dense matrix of a residual block; the two narrow ones of a low-rank block are multiplied out in float32."""
+    weight, down = tensors[f"blocks.{block}.linear.weight"], tensors.get(f"blocks.{block}.down.weight")
+    return weight if down is None else (weight.float() @ down.float()).to(weight.dtype)
+
+
+def _input_scale(config: DrafterConfig, device: torch.device) -> Tensor:
+    """What linear layers multiply their input with: hidden_scale on the h half, 1 on the s half, [E]."""
+    scale_E = torch.ones(2 * config.hidden_size, device=device)
+    scale_E[: config.hidden_size] = config.hidden_scale
+    return scale_E
+
+
+def _fold_hidden_scale(weight_OE: Tensor, config: DrafterConfig) -> Tensor:
+    if config.hidden_scale == 1.0:
+        return weight_OE
+    return (weight_OE.float() * _input_scale(config, weight_OE.device)).to(weight_OE.dtype)

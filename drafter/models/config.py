@@ -1,0 +1,144 @@
+"""DrafterConfig: what a drafter is, as written to ``config.json`` beside its weights."""
+
+import struct
+from typing import Any, Literal, get_args
+
+from transformers import PreTrainedConfig
+
+Cell = Literal["rnn", "gru", "rnn2"]
+Context = Literal["last", "fused", "history"]
+Head = Literal["full", "tied", "low-rank"]
+
+# Keys that transformers itself writes into or passes through a config; any other unknown key is a mistake.
+_LIBRARY_KEYS = {
+    "model_type",
+    "transformers_version",
+    "architectures",
+    "torch_dtype",
+    "name_or_path",
+    "_name_or_path",
+    "_commit_hash",
+    "attn_implementation",
+    "output_attentions",
+    "_attn_implementation_autoset",
+}
+
+
+class DrafterConfig(PreTrainedConfig):
+    """Shape of a recurrent drafter and the target it belongs to. Validated on construction; unknown keys are errors.
+
+    Attributes:
+        vocab_size: V, rows of the target's output matrix.
+        hidden_size: D, the target's hidden size, and the size of the recurrent state.
+        cell: ``rnn``: s' = SiLU(W e + U s + b), as published; ``gru``: a gated recurrent unit; ``rnn2``: two layers
+            of the published cell.
+        context: ``last``: the target's final hidden state; ``fused``: hidden states of ``context_layers`` through one
+            linear layer; ``history``: the final hidden state beside a memory of the committed text
+            (:mod:`drafter.models.history`), through one linear layer.
+        context_layers: indices into the target's hidden states (0 = embeddings); only with ``fused``.
+        head: ``full``: own R x 2D output matrix, as published; ``tied``: a 2D -> D projection before the target's own
+            frozen output rows; ``low-rank``: own R x 2D matrix as a product of two narrow ones of rank ``head_rank``.
+        head_rank: rank of a ``low-rank`` head; None with the others.
+        num_res_blocks: residual blocks x + SiLU(linear(x)) between [h; s] and the head.
+        block_rank: rank of the residual blocks' matrices (each a product of two narrow ones); None: full matrices.
+        draft_vocab_size: R, or None for the whole vocabulary.
+        draft_length: the depth T it was trained to.
+        hidden_scale: constant on the h half of whatever a linear layer reads; brings it to rms 1.
+        embedding_scale: constant on e before the cell; brings it to rms 1. Both fold into the weights.
+        target_name: the target it was trained for, for messages and as a default.
+        target_revision: its hub revision, if any.
+        target_fingerprint: sketch of the target's output matrix; empty = unchecked.
+
+    Raises:
+        ValueError: a value out of range, or an unknown key.
+    """
+
+    model_type = "recurrent_drafter"
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    cell: str = "rnn"
+    context: str = "last"
+    context_layers: tuple[int, ...] | list[int] = ()
+    head: str = "full"
+    head_rank: int | None = None
+    num_res_blocks: int = 2
+    block_rank: int | None = None
+    draft_vocab_size: int | None = None
+    draft_length: int = 4
+    hidden_scale: float = 1.0
+    embedding_scale: float = 1.0
+    target_name: str = ""
+    target_revision: str | None = None
+    target_fingerprint: str = ""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        unknown = sorted(set(kwargs) - _LIBRARY_KEYS)
+        if unknown:
+            raise ValueError(f"drafter config has unknown key {unknown[0]!r}: remove it, or correct its spelling")
+        self.context_layers = tuple(self.context_layers)
+        super().__post_init__(**kwargs)
+        self._check()
+
+    @property
+    def num_outputs(self) -> int:
+        """R: how many tokens the drafter can propose."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+
+    @property
+    def context_size(self) -> int:
+        """C: size of the context that the target hands over."""
+        return self.hidden_size * {"last": 1, "fused": len(self.context_layers), "history": 2}[self.context]
+
+    def _check(self) -> None:
+        for name, allowed in (("cell", get_args(Cell)), ("context", get_args(Context)), ("head", get_args(Head))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"drafter {name} is {getattr(self, name)!r} but must be one of {', '.join(allowed)}")
+        for name, low in (("vocab_size", 2), ("hidden_size", 1), ("num_res_blocks", 0), ("draft_length", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ValueError(f"drafter {name} is {value!r} but must be an integer of at least {low}")
+        for name in ("block_rank", "head_rank", "draft_vocab_size"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"drafter {name} is {value!r} but must be an integer of at least 1, or null")
+        if any(isinstance(layer, bool) or not isinstance(layer, int) or layer < 0 for layer in self.context_layers):
+            raise ValueError(f"drafter context_layers are {list(self.context_layers)} but must be integers from 0 on")
+        rank = self.block_rank
+        if rank is not None and rank > 2 * self.hidden_size:
+            raise ValueError(f"drafter block_rank is {rank} but must lie between 1 and {2 * self.hidden_size}")
+        if (self.head == "low-rank") != (self.head_rank is not None):
+            raise ValueError(
+                f"drafter head {self.head!r} with head_rank {self.head_rank}: a low-rank head needs one, no other has"
+            )
+        size = self.draft_vocab_size
+        if size is not None and not 2 <= size <= self.vocab_size:
+            raise ValueError(
+                f"drafter draft_vocab_size is {size} but must lie between 2 and the target's {self.vocab_size} tokens"
+            )
+        if (self.context == "fused") != bool(self.context_layers):
+            raise ValueError(
+                f"drafter context {self.context!r} with context_layers {list(self.context_layers)}: "
+                "fused needs layers, the others take none"
+            )
+        for name in ("hidden_scale", "embedding_scale"):
+            if not 0.0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"drafter {name} is {getattr(self, name)!r} but must be a positive number")
+
+
+def same_fingerprint(first: str, second: str) -> bool:
+    """Whether two sketches (bfloat16 values in hex) show the same matrix, up to the rounding of a float16 copy.
+
+    >>> same_fingerprint("803f", "813f"), same_fingerprint("803f", "0040")
+    (True, False)
+    """
+    values = [_bfloat16_values(sketch) for sketch in (first, second)]
+    if len(values[0]) != len(values[1]):
+        return False
+    return all(abs(a - b) <= 2.0**-6 * max(abs(a), abs(b)) + 1e-6 for a, b in zip(*values, strict=True))
+
+
+def _bfloat16_values(sketch: str) -> list[float]:
+    """Little-endian bfloat16 numbers of a hex string: each is the upper half of a float32."""
+    raw = bytes.fromhex(sketch)
+    return [struct.unpack("<f", b"\0\0" + raw[i : i + 2])[0] for i in range(0, len(raw) - 1, 2)]

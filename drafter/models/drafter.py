@@ -1,0 +1,309 @@
+"""RecurrentDrafter: a small recurrent head that guesses the tokens a target is about to write.
+
+Given h, the target's final hidden state at the last committed token, and the root token x_1 (chosen, not yet seen by
+the target), the drafter feeds itself the target's own input embeddings e:
+
+    s_0 = 0;  s_k = cell(e(x_k), s_{k-1});  logits_k = head(ResBlocks([h; s_k]))  predicts x_{k+1}.
+
+h stays the same over the steps. Source: Recurrent Drafter, arXiv 2403.09919.
+
+Shapes: X any leading dimensions (rows, beams, text positions) · L steps · C context size · D hidden size · E = 2D ·
+Z size of the state (D for each layer of the cell) · F feature size of the head · V target vocabulary · R draft
+vocabulary.
+"""
+
+import math
+from pathlib import Path
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers import initialization as init
+
+from drafter.kernels.packed import PackedMatrix, pack_linears
+from drafter.models.cells import CELLS, GruCell, RnnCell
+from drafter.models.config import DrafterConfig, same_fingerprint
+from drafter.models.history import History
+
+
+class TargetLike(Protocol):
+    """What a drafter needs to know of its target."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def output_weight_VD(self) -> Tensor: ...
+
+
+class ResBlock(nn.Module):
+    """x + SiLU(linear(x)). The residual stays in the target's own units, the linear layer reads scaled input.
+
+    With a rank the matrix is a product of two narrow ones, which a reader of dense matrices gets multiplied out.
+    """
+
+    def __init__(self, size: int, rank: int | None) -> None:
+        super().__init__()
+        self.down = None if rank is None else nn.Linear(size, rank, bias=False)
+        self.linear = nn.Linear(size if rank is None else rank, size)
+
+    def forward(self, x_XE: Tensor, scaled_XE: Tensor) -> Tensor:
+        """The stream [..., E] and the same scaled for linear layers -> the stream [..., E]."""
+        narrow = scaled_XE if self.down is None else self.down(scaled_XE)
+        return x_XE + F.silu(self.linear(narrow))
+
+
+class RecurrentDrafter(PreTrainedModel):
+    """The drafter; see the module's text for its mathematics.
+
+    Attributes:
+        draft_token_ids_R: int64 buffer, draft index -> target token id, ascending; the identity when R == V.
+        output_rows_RD: rows of the target's output matrix for a tied head, set by :meth:`bind`; not in the state dict.
+    """
+
+    config_class = DrafterConfig
+    config: DrafterConfig
+    base_model_prefix = ""
+    main_input_name = "context_XC"
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__(config)
+        size = config.hidden_size
+        self.history = History(size) if config.context == "history" else None
+        self.fuse_context = nn.Linear(config.context_size, size, bias=False) if config.context != "last" else None
+        self.cell = CELLS[config.cell](size, config.embedding_scale)
+        self.blocks = nn.ModuleList(ResBlock(2 * size, config.block_rank) for _ in range(config.num_res_blocks))
+        widths = {"full": config.num_outputs, "tied": size, "low-rank": config.head_rank}
+        self.head = nn.Linear(2 * size, widths[config.head] or size, bias=False)
+        # The second factor of a low-rank head: the rows that its narrow features are multiplied with.
+        is_low_rank = config.head == "low-rank"
+        self.rows = nn.Linear(self.head.out_features, config.num_outputs, bias=False) if is_low_rank else None
+        self.register_buffer("draft_token_ids_R", torch.arange(config.num_outputs))
+        self.draft_token_ids_R: Tensor
+        self.output_rows_RD: Tensor | None = None
+        self._packed_rows: PackedMatrix | None = None
+        self._is_packed = False
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Weights that suit inputs of rms 1: the state matters as much as h from the first steps of training on.
+
+        The head starts small (nearly uniform guesses), every layer before it at full strength, so that the first
+        gradients meet useful random features of [h; s] instead of zeros.
+        """
+        if isinstance(module, RnnCell | GruCell):
+            init.normal_(module.w.weight, std=1 / math.sqrt(module.w.in_features))
+            init.normal_(module.u.weight, std=1 / math.sqrt(module.u.in_features))
+            init.zeros_(module.u.bias)
+        elif isinstance(module, ResBlock):
+            init.normal_(module.linear.weight, std=1 / math.sqrt(module.linear.in_features))
+            init.zeros_(module.linear.bias)
+            if module.down is not None:
+                init.normal_(module.down.weight, std=1 / math.sqrt(module.down.in_features))
+        elif isinstance(module, RecurrentDrafter):
+            init.normal_(module.head.weight, std=0.1 / math.sqrt(module.head.in_features))
+            if module.rows is not None:
+                init.normal_(module.head.weight, std=1 / math.sqrt(module.head.in_features))
+                init.normal_(module.rows.weight, std=0.1 / math.sqrt(module.rows.in_features))
+            init.copy_(module.draft_token_ids_R, torch.arange(module.config.num_outputs))
+            if module.fuse_context is not None:
+                # Starts as the mean of the layers it fuses, a vector much like a hidden state; the memory is silent.
+                size, num_parts = (
+                    module.config.hidden_size,
+                    module.fuse_context.in_features // module.config.hidden_size,
+                )
+                weights = [1.0, 0.0] if module.config.context == "history" else [1 / num_parts] * num_parts
+                init.copy_(
+                    module.fuse_context.weight, torch.cat([torch.eye(size) * weight for weight in weights], dim=1)
+                )
+            if module.history is not None:
+                module.history.reset()
+
+    @classmethod
+    def from_apple(cls, folder: str | Path) -> Self:
+        """Read a drafter in the published format (:mod:`drafter.models.apple_format`).
+
+        The drafter knows nothing of its target but the sizes: any target of these sizes is accepted.
+
+        Raises:
+            ValueError: a part of the published format has no counterpart here.
+        """
+        from drafter.models.apple_format import read_folder
+
+        config, tensors = read_folder(folder)
+        drafter = cls(config)
+        torch.nn.Module.to(drafter, next(tensor.dtype for tensor in tensors.values()))
+        drafter.load_state_dict(tensors)
+        return drafter.eval()
+
+    def bind(self, target: TargetLike) -> Self:
+        """Check that this is the drafter's target and, for a tied head, take its output rows.
+
+        The rows [R, D] are one contiguous tensor in the drafter's dtype: reading them is what a drafting step costs.
+        Call it again after moving the drafter to another device or dtype.
+
+        Raises:
+            ValueError: another target than the one the drafter was trained for; both are named.
+        """
+        config = self.config
+        mine = f"the drafter was trained for target {config.target_name or 'unknown'!r}"
+        for what, wanted, found in (
+            ("vocabulary", config.vocab_size, target.vocab_size),
+            ("hidden size", config.hidden_size, target.hidden_size),
+        ):
+            if wanted != found:
+                raise ValueError(f"{mine} ({what} {wanted}) and cannot draft for {target.name!r} ({what} {found})")
+        if config.target_fingerprint and not same_fingerprint(config.target_fingerprint, target.fingerprint):
+            raise ValueError(
+                f"{mine} and cannot draft for {target.name!r}: their output matrices differ; "
+                "give the target it was trained for (--target), or train a drafter for this one"
+            )
+        if config.head == "tied":
+            weight_VD = target.output_weight_VD
+            rows_RD = (
+                weight_VD
+                if config.num_outputs == config.vocab_size
+                else weight_VD[self.draft_token_ids_R.to(weight_VD.device)]
+            )
+            self.output_rows_RD = rows_RD.detach().to(self.device, self.dtype).contiguous()
+            self._packed_rows = PackedMatrix(self.output_rows_RD) if self._is_packed else None
+        return self
+
+    def pack(self) -> Self:
+        """Pack the weights for the CPU's kernels (:mod:`drafter.kernels.packed`), for decoding only.
+
+        The plain weights stay as well. Call this method where ``can_pack`` holds, before or after :meth:`bind`.
+        """
+        self._is_packed = True
+        pack_linears(self, keep=True)
+        if self.output_rows_RD is not None:
+            self._packed_rows = PackedMatrix(self.output_rows_RD)
+        return self
+
+    def set_scales(self, hidden_scale: float, embedding_scale: float) -> Self:
+        """Set the constants that bring h and e to rms 1 (see DrafterConfig)."""
+        self.config.hidden_scale = hidden_scale
+        self.config.embedding_scale = self.cell.embedding_scale = embedding_scale
+        return self
+
+    def set_draft_token_ids(self, token_ids_R: Tensor) -> Self:
+        """Set the draft vocabulary: int64 [R] target token ids, ascending, each once."""
+        assert token_ids_R.shape == self.draft_token_ids_R.shape and bool((token_ids_R.diff() > 0).all())
+        self.draft_token_ids_R.copy_(token_ids_R)
+        return self
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype that linear layers give: the parameters', or autocast's where that is on (training)."""
+        device_type = self.device.type
+        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else self.dtype
+
+    def read(self, context_BC: Tensor, hidden_BTH: Tensor, embedding_BTD: Tensor) -> Tensor:
+        """Contexts after each of T more committed tokens: with a history its memory goes on, else they are what the
+        target hands over.
+
+        Args:
+            context_BC: context at the last token before them; zeros at a text's beginning.
+            hidden_BTH: the target's hidden state(s) at the tokens, [B, T, H].
+            embedding_BTD: the target's embeddings of the tokens.
+
+        Returns:
+            [B, T, C].
+        """
+        if self.history is None:
+            return hidden_BTH
+        scaled_BTD = hidden_BTH * self.config.hidden_scale
+        input_BTE = torch.cat([scaled_BTD, embedding_BTD * self.config.embedding_scale], dim=-1).to(self.compute_dtype)
+        memory_BD = context_BC[..., self.config.hidden_size :].to(self.compute_dtype)
+        # The drafter reads a memory as it reads a hidden state: in the target's units.
+        memory_BTD = self.history(memory_BD * self.config.hidden_scale, input_BTE) / self.config.hidden_scale
+        return torch.cat([hidden_BTH, memory_BTD.to(hidden_BTH.dtype)], dim=-1)
+
+    def init_state(self, context_XC: Tensor) -> Tensor:
+        """State before the root: zeros [..., Z] for contexts [..., C]."""
+        shape = (*context_XC.shape[:-1], self.config.hidden_size * self.cell.num_layers)
+        return context_XC.new_zeros(shape, dtype=self.compute_dtype)
+
+    def step(self, context_XC: Tensor, state_XD: Tensor, embedding_XD: Tensor) -> Tensor:
+        """Feed one token: contexts [..., C], states [..., Z], input embeddings [..., D] -> next states [..., Z]."""
+        return self.cell(embedding_XD.to(state_XD.dtype), state_XD)
+
+    def unroll(self, context_XC: Tensor, embedding_XLD: Tensor) -> Tensor:
+        """Feed L known tokens (training): contexts [..., C], embeddings [..., L, D] -> states [..., L, Z]."""
+        state_XD = self.init_state(context_XC)
+        states = []
+        for embedding_XD in embedding_XLD.unbind(dim=-2):
+            state_XD = self.step(context_XC, state_XD, embedding_XD)
+            states.append(state_XD)
+        return torch.stack(states, dim=-2)
+
+    def fuse(self, context_XC: Tensor) -> Tensor:
+        """What of the context the head reads: [..., C] -> [..., D]."""
+        context_XC = context_XC.to(self.compute_dtype)
+        return context_XC if self.fuse_context is None else self.fuse_context(context_XC)
+
+    def features(self, hidden_XD: Tensor, state_XD: Tensor) -> Tensor:
+        """What the output rows are multiplied with: fused contexts [..., D], states [..., Z] -> [..., F].
+
+        F is D for a tied head (after the projection), the rank for a low-rank one, 2D for a full one, whose own rows
+        are ``head.weight``.
+        """
+        if self.cell.num_layers > 1:
+            state_XD = state_XD[..., -self.config.hidden_size :]
+        x_XE = torch.cat([hidden_XD.expand(state_XD.shape), state_XD.to(hidden_XD.dtype)], dim=-1)
+        for block in self.blocks:
+            x_XE = block(x_XE, self._scaled(x_XE))
+        scaled_XE = self._scaled(x_XE)
+        return scaled_XE if self.config.head == "full" else self.head(scaled_XE)
+
+    def output_rows(self) -> Tensor:
+        """Output matrix over the draft vocabulary [R, F]: the target's rows (tied), or the drafter's own."""
+        if self.rows is not None:
+            return self.rows.weight
+        if self.config.head == "full":
+            return self.head.weight
+        assert self.output_rows_RD is not None, "a tied head needs bind(target) before it can give logits"
+        return self.output_rows_RD
+
+    def logits(self, context_XC: Tensor, state_XD: Tensor) -> Tensor:
+        """Logits over the draft vocabulary [..., R] for contexts [..., C] and states [..., Z].
+
+        Index r stands for target token ``draft_token_ids_R[r]``. Leading dimensions broadcast: context [B, 1, C] with
+        state [B, W, Z] is fine.
+        """
+        feature_X = self.features(self.fuse(context_XC), state_XD)
+        if self.config.head == "full":
+            return self.head(feature_X)
+        if self.rows is not None:
+            return self.rows(feature_X)
+        if self._packed_rows is not None:
+            return self._packed_rows.linear(feature_X)
+        return F.linear(feature_X, self.output_rows())
+
+    def forward(self, context_XC: Tensor, embedding_XLD: Tensor) -> Tensor:
+        """Logits [..., L, R] after each of L known tokens with embeddings [..., L, D]."""
+        return self.logits(context_XC.unsqueeze(-2), self.unroll(context_XC, embedding_XLD))
+
+    def num_parameters_by_part(self) -> dict[str, int]:
+        """Trained parameters of each part: fuse_context, cell, blocks, head."""
+        return {name: sum(p.numel() for p in part.parameters()) for name, part in self.named_children()}
+
+    def _scaled(self, x_XE: Tensor) -> Tensor:
+        """The stream as linear layers read it: its h half times ``hidden_scale``."""
+        scale = self.config.hidden_scale
+        if scale == 1.0:
+            return x_XE
+        hidden_XD, state_XD = x_XE.chunk(2, dim=-1)
+        return torch.cat([hidden_XD * scale, state_XD], dim=-1)
+
+    def extra_repr(self) -> str:
+        config = self.config
+        return f"cell={config.cell}, context={config.context}, head={config.head}, num_outputs={config.num_outputs}"

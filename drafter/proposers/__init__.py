@@ -1,0 +1,1 @@
+"""Ways to draft tokens, one file each, and the table of them."""

@@ -1,0 +1,181 @@
+"""DraftModelProposer: a smaller language model of the same tokenizer writes a chain of tokens, one by one.
+
+Shapes: B rows · T tokens of a prefill chunk · N = gamma + 1 nodes · V vocabulary · S slots of a row.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from drafter.decoding.proposer import RowState
+from drafter.decoding.sampling import STREAM_DRAFT, gumbel_noise, pick, warped_log_probs
+from drafter.decoding.tree import Candidates
+from drafter.kernels.largest import argmax
+from drafter.proposers.options import Verification
+from drafter.targets.cache import SlotCache
+from drafter.targets.masks import chunk_mask
+from drafter.targets.target import Target
+
+
+class DraftModelProposer:
+    """Two-model speculative decoding (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
+
+    The draft model has a cache of its own, with the target's slots and lengths. When a step begins it holds the keys
+    and values of all committed tokens but perhaps the last, whose draft nobody went on from; so every step feeds the
+    last committed token again, together with the root, and the shapes are the same whatever was accepted.
+
+    With ``coupled`` verification a draft is the draft model's own pick under the noise of the target's coming pick;
+    with ``rejection`` it is a sample of q by noise of its own, and q goes along for the acceptance rule. The request's
+    temperature and filters shape q as they shape p.
+
+    Args:
+        draft: the smaller model.
+        target: the model whose answers are wanted.
+        num_draft_tokens: gamma.
+        verify: how the drafts will be accepted.
+        coupled: draft with the noise of the target's picks; without, the likeliest token is drafted.
+        prefill_chunk: prompt tokens per forward.
+
+    Raises:
+        ValueError: the two models do not share their vocabulary or device.
+    """
+
+    def __init__(
+        self,
+        draft: Target,
+        target: Target,
+        num_draft_tokens: int,
+        *,
+        verify: Verification = "coupled",
+        coupled: bool = True,
+        prefill_chunk: int = 256,
+    ) -> None:
+        check_same_vocabulary(draft, target)
+        if draft.device != target.device:
+            raise ValueError(
+                f"--draft-model is on {draft.device}, the target on {target.device}: load both on one device"
+            )
+        self.num_nodes = 1 + num_draft_tokens
+        self.max_depth = num_draft_tokens
+        self._draft = draft
+        self._is_rejection = verify == "rejection"
+        self._coupled = coupled
+        self._prefill_chunk = prefill_chunk
+        self._token_V = torch.arange(target.vocab_size, device=target.device)
+        draft.fold_attention()
+        self._cache: SlotCache = draft.new_cache(0, 0)
+
+    @property
+    def plain(self) -> None:
+        """The draft model has to read every token."""
+        return None
+
+    def reserve(self, num_rows: int, num_slots: int) -> None:
+        """Allocate the draft model's cache."""
+        self._cache = self._draft.new_cache(0, 0)  # the old cache is freed before the new one is made
+        self._cache = self._draft.new_cache(num_rows, num_slots)
+
+    @torch.inference_mode()
+    def admit(self, row: int, prompt_ids: Sequence[int]) -> None:
+        """Prefill the prompt up to the first root, in chunks."""
+        for start in range(0, len(prompt_ids) - 1, self._prefill_chunk):
+            stop = min(start + self._prefill_chunk, len(prompt_ids) - 1)
+            token_BT = torch.tensor([prompt_ids[start:stop]], device=self._draft.device)
+            start_B = torch.full((1,), start, device=self._draft.device)
+            self._forward(token_BT, start_B, first_row=row, num_visible=stop)
+
+    def move(self, source: int, destination: int) -> None:
+        """Carry a row's keys and values over."""
+        self._cache.copy_row(source, destination, self._cache.num_slots)
+
+    def observe(self, rows: RowState, outcome: object) -> None:
+        """Nothing is learnt: the accepted drafts' keys and values are in the cache already."""
+
+    @torch.inference_mode()
+    def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
+        """Draft gamma tokens for every row (see :class:`drafter.decoding.proposer.Proposer`)."""
+        # A row of length 0 has no token before its root: there the second token is the garbage behind the root, whose
+        # slot the next forward writes again before anyone sees it.
+        start_B = (rows.length_B - 1).clamp_min(0)
+        place_BT = start_B[:, None] + torch.arange(2, device=start_B.device)
+        hidden_BTD = self._forward(rows.history_BS.gather(1, place_BT), start_B, rows=rows)
+        root_BTD = (rows.length_B - start_B)[:, None, None].expand(-1, 1, hidden_BTD.shape[2])
+        hidden_BTD = hidden_BTD.gather(1, root_BTD)
+        drafts: list[Tensor] = []
+        log_qs: list[Tensor] = []
+        for step in range(self.max_depth):
+            if step:
+                hidden_BTD = self._forward(drafts[-1], rows.length_B + step, rows=rows)
+            logits_BTV = self._draft.logits(hidden_BTD)
+            if self._is_rejection:
+                log_qs.append(warped_log_probs(logits_BTV, rows.warp))
+                drafts.append(self._sample(log_qs[-1], rows, step))
+            elif noise_BLV is None or not self._coupled:
+                drafts.append(argmax(logits_BTV))
+            else:
+                drafts.append(pick(logits_BTV, noise_BLV[:, step : step + 1], rows.warp))
+        node_N = torch.arange(self.num_nodes, device=start_B.device)
+        token_BN = torch.cat([rows.root_B[:, None], *drafts], dim=1)
+        return Candidates(
+            token_BN=token_BN,
+            parent_BN=(node_N - 1).clamp_min(0).expand_as(token_BN),
+            depth_BN=node_N.expand_as(token_BN),
+            is_node_BN=torch.ones_like(token_BN, dtype=torch.bool),
+            log_q_BNV=torch.cat(log_qs, dim=1) if log_qs else None,
+        )
+
+    def _sample(self, log_q_BTV: Tensor, rows: RowState, step: int) -> Tensor:
+        """A sample of q for each row, int64 [B, 1]; a greedy row's q has all its mass on one token."""
+        if not rows.warp.flags.has_noise:
+            return argmax(log_q_BTV)
+        position_BT = rows.length_B[:, None] + step + 1
+        return argmax(log_q_BTV + gumbel_noise(rows.seed_B, position_BT, self._token_V, stream=STREAM_DRAFT))
+
+    def _forward(
+        self,
+        token_BT: Tensor,
+        start_B: Tensor,
+        *,
+        rows: RowState | None = None,
+        first_row: int = 0,
+        num_visible: int = 0,
+    ) -> Tensor:
+        """Feed consecutive tokens to the slots from ``start`` on; hidden states [B, T, D].
+
+        With ``rows`` the tokens of rows that do not decode go to the spare slot: what their prefill wrote stays.
+        """
+        num_tokens = token_BT.shape[1]
+        position_BT = start_B[:, None] + torch.arange(num_tokens, device=start_B.device)
+        slot_BT = position_BT
+        if rows is not None:
+            num_visible = rows.num_visible
+            slot_BT = torch.where(rows.is_active_B[:, None], position_BT, self._cache.spare_slot)
+        self._cache.plan(slot_BT, first_row=first_row, num_visible=num_visible)
+        output = self._draft.forward(
+            token_BT,
+            position_BT=position_BT.clamp_max(self._draft.max_length - 1),
+            mask=chunk_mask(start_B, num_tokens, num_visible),
+            cache=self._cache,
+        )
+        return output.hidden_BTD
+
+
+def check_same_vocabulary(draft: Target, target: Target) -> None:
+    """ValueError unless a token id means the same to both models."""
+    family = "take a draft model of the target's family"
+    if draft.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"--draft-model {draft.name!r} has a vocabulary of {draft.vocab_size} tokens, the target {target.name!r} "
+            f"one of {target.vocab_size}: {family}"
+        )
+    if draft.tokenizer is None or target.tokenizer is None:
+        return  # nothing more is known of token ids
+    own, other = draft.tokenizer.get_vocab(), target.tokenizer.get_vocab()
+    different = own.items() ^ other.items()
+    if different:
+        raise ValueError(
+            f"--draft-model {draft.name!r} and the target {target.name!r} both have {target.vocab_size} token ids, but "
+            f"their tokenizers ({len(own)} and {len(other)} tokens) differ in {len(different)} entries, "
+            f"{min(different)[0]!r} for one: {family}"
+        )

@@ -1,1 +1,0 @@
-"""The frozen language model: the only room that knows Hugging Face internals."""

@@ -1,0 +1,1 @@
+"""The target model. The only room that knows the insides of transformers."""

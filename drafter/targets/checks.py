@@ -1,0 +1,158 @@
+"""Which models can be a target: asked of the model itself, by small probes, rather than of a list of names.
+
+Shapes: B rows · T tokens · N tree nodes · V vocabulary · D hidden size.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from drafter.targets.attention import NAME as FOLDED_ATTENTION
+from drafter.targets.cache import CacheShape
+
+_ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+_MASKABLE = ("sdpa", "eager", FOLDED_ATTENTION)  # attention implementations that take any mask as a tensor
+_NUM_SKETCH_VALUES = 32
+
+
+def check_architecture(model: PreTrainedModel, name: str) -> None:
+    """Refuse, with the reason, models whose state a tree of tokens cannot use.
+
+    Raises:
+        ValueError: encoder-decoder, linear-attention or recurrent layers, no output matrix, an attention kernel
+            without masks.
+    """
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"target {name!r} is an encoder-decoder model; a decoder-only causal LM is needed")
+    text = config.get_text_config(decoder=True)
+    kinds = set(getattr(text, "layer_types", None) or ()) - _ATTENTION_KINDS
+    if kinds or getattr(model, "_is_stateful", False):
+        what = ", ".join(sorted(kinds)) or "recurrent state"
+        raise ValueError(
+            f"target {name!r} has layers of kind {what}: their state cannot branch into a tree or be rolled back; "
+            "only plain key/value attention works"
+        )
+    if "local" in (getattr(text, "attention_layers", None) or ()):
+        raise ValueError(
+            f"target {name!r} has local attention layers that count their window from the end of the cache, not from "
+            "the position of a token: a tree of tokens cannot use them"
+        )
+    if model.get_output_embeddings() is None or decoder_of(model) is model:
+        raise ValueError(f"target {name!r} is no causal LM: it has no output matrix over the vocabulary")
+    kernel = getattr(config, "_attn_implementation", None) or "eager"
+    if kernel not in _MASKABLE:
+        raise ValueError(
+            f"target {name!r} runs with attention {kernel!r}, which takes no tree mask: "
+            "load the model with attn_implementation='sdpa'"
+        )
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without its output matrix: token ids in, final hidden states (after the last norm) out."""
+    # Llama 4 names a base that it does not have, and then says that it is its own decoder.
+    found: tuple[Any, ...] = (model.base_model, model.get_decoder(), getattr(model, "model", model))
+    return next((decoder for decoder in found if decoder is not model), model)
+
+
+def _embedding_of(model: PreTrainedModel) -> Tensor:
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def sliding_window_of(model: PreTrainedModel) -> int | None:
+    """The shortest attention window in tokens of any layer, or None when every layer sees everything."""
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "use_sliding_window", True) is False:
+        return None
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and not {"sliding_attention", "chunked_attention"} & set(kinds):
+        return None
+    windows = [getattr(config, key, None) for key in ("sliding_window", "attention_chunk_size")]
+    return min((int(window) for window in windows if window), default=None)
+
+
+@torch.no_grad()
+def probe_cache_shape(model: PreTrainedModel, name: str) -> CacheShape:
+    """Run two tokens with the library's own cache and look at what each layer stores.
+
+    Raises:
+        ValueError: a layer stores something else than one key and one value per head and token, or layers differ.
+    """
+    cache = DynamicCache()
+    token_BT = torch.zeros(1, 2, dtype=torch.int64, device=_embedding_of(model).device)
+    decoder_of(model)(input_ids=token_BT, past_key_values=cache, use_cache=True)
+    shapes = set()
+    for layer in cache.layers:
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or values is None or keys.ndim != 4 or keys.shape[2] != 2 or values.shape[2] != 2:
+            raise ValueError(
+                f"target {name!r} keeps a state other than keys and values per token; it cannot be drafted for"
+            )
+        shapes.add((keys.shape[1], keys.shape[3], values.shape[3]))
+    if len(shapes) != 1:
+        raise ValueError(f"target {name!r} has layers with keys of different shapes {sorted(shapes)}: not supported")
+    num_heads, key_dim, value_dim = shapes.pop()
+    return CacheShape(len(cache.layers), num_heads, key_dim, value_dim)
+
+
+@torch.no_grad()
+def probe_logit_map(model: PreTrainedModel, name: str) -> Callable[[Tensor], Tensor]:
+    """Find what the model does to ``output_matrix @ hidden`` before it calls the result logits.
+
+    Most models do nothing; some multiply or divide by a constant, some squash with a soft cap. The candidates come from
+    the configuration and the one that reproduces the model's own logits is kept: :func:`identity` for nothing.
+
+    Raises:
+        ValueError: none does, so that picks from our logits would not be the model's.
+    """
+    config = model.config.get_text_config(decoder=True)
+    embedding_VD = _embedding_of(model)
+    token_BT = torch.arange(1, 4, device=embedding_VD.device)[None] % embedding_VD.shape[0]
+    wanted_BTV = model(input_ids=token_BT, use_cache=False).logits.float()
+    raw_BTV = model.get_output_embeddings()(decoder_of(model)(input_ids=token_BT, use_cache=False).last_hidden_state)
+    # What the configuration names comes first: on small logits a soft cap looks like nothing.
+    maps: list[Callable[[Tensor], Tensor]] = []
+    scales = [getattr(config, "logit_scale", None)]
+    divisor = getattr(config, "logits_scaling", None)
+    scales.append(1.0 / divisor if divisor else None)
+    maps += [_scale_by(float(scale)) for scale in scales if scale and scale != 1]
+    cap = getattr(config, "final_logit_softcapping", None)
+    if cap:
+        maps.append(_soft_cap(float(cap)))
+    maps.append(identity)
+    tolerance = 1e-4 if raw_BTV.dtype == torch.float32 else 2e-2
+    for logit_map in maps:
+        got_BTV = logit_map(raw_BTV).float()
+        if torch.allclose(got_BTV, wanted_BTV, rtol=tolerance, atol=tolerance):
+            return logit_map
+    raise ValueError(f"target {name!r} computes its logits from the last hidden state in a way that is not known here")
+
+
+def identity(logits: Tensor) -> Tensor:
+    """The logit map of most models, which do nothing."""
+    return logits
+
+
+def _scale_by(scale: float) -> Callable[[Tensor], Tensor]:
+    return lambda logits: logits * scale
+
+
+def _soft_cap(cap: float) -> Callable[[Tensor], Tensor]:
+    return lambda logits: torch.tanh(logits / cap) * cap
+
+
+def fingerprint_of(output_weight_VD: Tensor) -> str:
+    """A sketch of the output matrix that tells targets apart: 32 evenly spread entries as bfloat16, in hex.
+
+    Compared with a tolerance (:func:`drafter.models.config.same_fingerprint`), because a float16 copy of the weights
+    rounds a little differently. Depends on neither device nor file format.
+    """
+    flat = output_weight_VD.reshape(-1)
+    index = torch.linspace(0, flat.numel() - 1, _NUM_SKETCH_VALUES, dtype=torch.float64).long()
+    values = flat[index.to(flat.device)].float().to(torch.bfloat16).cpu()
+    return values.view(torch.int16).numpy().astype("<i2").tobytes().hex()

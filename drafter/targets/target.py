@@ -1,0 +1,424 @@
+"""Target: an unpatched Hugging Face causal language model, seen the way the rest of the house needs it.
+
+Shapes: B rows · T tokens of a forward · S visible cache slots · V vocabulary · D hidden size · C context size
+(D, or D times the number of selected layers).
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from drafter.kernels.packed import can_pack, count_parameters, pack_linears
+from drafter.targets.attention import use_folded_attention
+from drafter.targets.cache import CacheShape, SlotCache
+from drafter.targets.catalog import resolve
+from drafter.targets.checks import (
+    check_architecture,
+    decoder_of,
+    fingerprint_of,
+    identity,
+    probe_cache_shape,
+    probe_logit_map,
+    sliding_window_of,
+)
+from drafter.targets.masks import chunk_mask, tree_mask
+from drafter.targets.sharding import load_sharded
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# What models raise that cannot do with a 4-D mask, positions or a foreign cache.
+_FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
+
+
+class TargetOutput(NamedTuple):
+    """One forward: the final hidden states (after the last norm) and what a drafter takes as context."""
+
+    hidden_BTD: Tensor
+    context_BTC: Tensor
+
+
+def resolve_device(device: str) -> torch.device:
+    """Turn ``auto``, ``cpu``, ``cuda`` or ``cuda:1`` into a device; ValueError for anything this machine lacks."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"--device {device!r} is no device: use auto, cpu, cuda or cuda:N") from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {device!r} is not supported: use auto, cpu, cuda or cuda:N")
+    if resolved.type == "cuda":
+        count = torch.cuda.device_count()
+        if count == 0:
+            raise ValueError(f"--device {device!r}: no CUDA device here; use --device cpu or auto")
+        if (resolved.index or 0) >= count:
+            raise ValueError(f"--device {device!r}: this machine has {count} CUDA device(s), numbered from 0")
+    return resolved
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """Turn ``float32``, ``bfloat16``, ``float16`` or ``auto`` (bfloat16 on CUDA, else float32) into a torch dtype."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype!r} is unknown: use auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+class Target:
+    """A frozen decoder-only causal language model with plain key/value attention.
+
+    Attributes:
+        model: the Hugging Face model, in eval mode, without gradients.
+        tokenizer: its tokenizer, or None.
+        name: what the user called it.
+        revision: hub revision, or None.
+        vocab_size: V, rows of the output matrix.
+        hidden_size: D.
+        num_layers: decoder layers.
+        max_length: context window in tokens.
+        eos_token_ids: the tokens that end an answer.
+        fingerprint: short sketch of the output matrix (see :func:`drafter.targets.checks.fingerprint_of`).
+        cache_shape: what one token's keys and values take.
+        is_sharded: other processes hold parts of the weights, and take part in every forward.
+        is_packed: the linear layers are packed for this CPU's kernels.
+        num_parameters: of the model, each shared one once.
+    """
+
+    is_sharded = False
+    is_packed = False
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        name: str,
+        revision: str | None = None,
+    ) -> None:
+        check_architecture(model, name)
+        model.eval().requires_grad_(False)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.name = name
+        self.revision = revision
+        config = model.config.get_text_config(decoder=True)
+        output: Any = model.get_output_embeddings()
+        self.output_weight_VD: Tensor = output.weight.detach()
+        bias = getattr(output, "bias", None)
+        self.output_bias_V: Tensor | None = None if bias is None else bias.detach()
+        embedding: Any = model.get_input_embeddings()
+        self.embedding_weight_VD: Tensor = embedding.weight.detach()
+        self.vocab_size, self.hidden_size = self.output_weight_VD.shape
+        self.num_layers = int(config.num_hidden_layers)
+        self.num_parameters = count_parameters(model)
+        self.max_length = int(getattr(config, "max_position_embeddings", 0) or 0) or 2**31 - 1
+        self.eos_token_ids = _eos_token_ids(model, tokenizer)
+        self.fingerprint = fingerprint_of(self.output_weight_VD)
+        self.cache_shape: CacheShape = probe_cache_shape(model, name)
+        self._logit_map = probe_logit_map(model, name)
+        self._decoder = decoder_of(model)
+        _check_tree_forward(self)
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        *,
+        dtype: str = "float32",
+        device: str = "auto",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        num_shards: int = 1,
+        pack: bool = True,
+    ) -> "Target":
+        """Load a target by alias, hub id, local folder or ``.gguf`` file.
+
+        Args:
+            name: for instance ``smollm2-135m``, ``meta-llama/Llama-3.1-8B-Instruct``, ``./my-model``, ``model.gguf``.
+            dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (bfloat16 on CUDA, float32 on CPU).
+            device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``.
+            revision: hub revision.
+            trust_remote_code: run code that comes with the model; never done unless asked for.
+            num_shards: processes of a node that share the weights (:mod:`drafter.targets.sharding`).
+            pack: on a CPU, pack the weights for its matrix kernels (:mod:`drafter.kernels.packed`). Decoding is faster,
+                but packed weights can be neither read nor trained. No effect where the kernels are missing.
+
+        Raises:
+            ValueError: unknown name, dtype or device, unreadable files, or a model that cannot be a target.
+        """
+        torch_device = resolve_device(device)
+        torch_dtype = resolve_dtype(dtype, torch_device)
+        place = resolve(name)
+        shared: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        try:
+            if num_shards > 1:
+                model: Any = load_sharded(
+                    lambda: _load_model(place, torch_dtype, shared), num_shards, torch_device, name
+                )
+            else:
+                model = _load_model(place, torch_dtype, shared)
+            tokenizer = AutoTokenizer.from_pretrained(place, **shared) if _has_tokenizer(place) else None
+        except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+            raise ValueError(f"--target {name!r} cannot be loaded: {_first_line(error)}") from error
+        except Exception as error:
+            # safetensors' own error type derives from Exception alone; anything else is a bug and goes on.
+            if type(error).__name__ != "SafetensorError":
+                raise
+            raise ValueError(f"--target {name!r}: a weight file is damaged ({_first_line(error)})") from error
+        model = model.to(torch_device)
+        is_packed = pack and num_shards == 1 and can_pack(torch_device, model.dtype)
+        if is_packed:
+            pack_linears(model, keep=(model.get_output_embeddings(),))
+        target = cls(model, tokenizer, name=name, revision=revision)
+        target.is_packed = is_packed
+        target.is_sharded = num_shards > 1
+        return target
+
+    @classmethod
+    def from_model(
+        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, name: str = ""
+    ) -> "Target":
+        """Wrap a model that is already in memory; it is put in eval mode and frozen."""
+        return cls(model, tokenizer, name=name or getattr(model, "name_or_path", "") or type(model).__name__)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the input embeddings, where token ids go."""
+        return self.embedding_weight_VD.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating point type of the weights."""
+        return self.embedding_weight_VD.dtype
+
+    @property
+    def has_plain_logits(self) -> bool:
+        """Whether logits are the output matrix times the final hidden state and no more (no bias, scale or soft cap),
+        so that some of them can be had from a few of its rows.
+        """
+        is_product = isinstance(self.model.get_output_embeddings(), nn.Linear) and self.output_bias_V is None
+        return is_product and self._logit_map is identity
+
+    def embed(self, token_BT: Tensor) -> Tensor:
+        """Input embeddings as the model's first layer gets them: int64 [..., T] -> [..., T, D]."""
+        return self.model.get_input_embeddings()(token_BT)
+
+    def forward(
+        self,
+        token_BT: Tensor,
+        *,
+        position_BT: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: SlotCache | None = None,
+        context_layers: Sequence[int] = (),
+    ) -> TargetOutput:
+        """Run the decoder without its output matrix.
+
+        Args:
+            token_BT: int64 [B, T].
+            position_BT: absolute positions, int64 [B, T]; 0 .. T-1 when None.
+            mask: bool [B, 1, T, S], True = may be seen; None means causal (padding on the right is then harmless).
+            cache: where keys and values go; :meth:`SlotCache.plan` says which slots.
+            context_layers: indices into the hidden states (0 = embeddings, i = after layer i) that the drafter takes as
+                context instead of the final hidden state.
+
+        Returns:
+            hidden [B, T, D] and context [B, T, C].
+        """
+        assert cache is None or mask is not None, "a forward over a slot cache needs its mask"
+        output = self._decoder(
+            input_ids=token_BT,
+            attention_mask=self._own_mask(mask),
+            position_ids=position_BT,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            output_hidden_states=bool(context_layers),
+            return_dict=True,
+        )
+        hidden_BTD = output.last_hidden_state
+        if not context_layers:
+            return TargetOutput(hidden_BTD, hidden_BTD)
+        return TargetOutput(hidden_BTD, torch.cat([output.hidden_states[i] for i in context_layers], dim=-1))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Output logits [..., V] of final hidden states [..., D], with the model's own scaling or soft cap."""
+        return self._logit_map(self.model.get_output_embeddings()(hidden))
+
+    def fold_attention(self) -> bool:
+        """Let the query heads of a group share their keys, which transformers' SDPA attention copies under a mask
+        (:mod:`drafter.targets.attention`). Decoding does it; the model stays so. Whether the model can.
+        """
+        return use_folded_attention(self.model)
+
+    def new_cache(self, num_rows: int, num_slots: int, *, exact_attention: bool = False) -> SlotCache:
+        """An empty :class:`SlotCache` of ``num_rows`` rows and ``num_slots`` slots for this target.
+
+        Args:
+            num_rows, num_slots: its size.
+            exact_attention: attention over it is computed in float64 (:mod:`drafter.targets.attention`).
+
+        Raises:
+            ValueError: exact attention of a model whose attention is not SDPA.
+        """
+        if exact_attention and not self.fold_attention():
+            raise ValueError(f"--exact-attention needs a target that runs with SDPA attention; {self.name!r} does not")
+        read_dtype = torch.float64 if exact_attention else None
+        return SlotCache(
+            self.cache_shape, num_rows, num_slots, dtype=self.dtype, device=self.device, read_dtype=read_dtype
+        )
+
+    def check_length(self, num_tokens: int) -> None:
+        """Refuse contexts that the sliding window of some layers would cut (a tree mask cannot slide)."""
+        window = sliding_window_of(self.model)
+        if window is not None and num_tokens > window:
+            raise ValueError(
+                f"target {self.name!r} has layers with a sliding window of {window} tokens, shorter than the context "
+                f"of {num_tokens} tokens asked for: use shorter prompts, fewer new tokens, or --max-length {window}"
+            )
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of raw text, with the special tokens the tokenizer adds by itself."""
+        return list(self._tokenizer()(text)["input_ids"])
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation up to the opening of the assistant's turn, by the tokenizer's own template."""
+        tokenizer = self._tokenizer()
+        if not tokenizer.chat_template:
+            raise ValueError(f"target {self.name!r} has no chat template: use raw text (--raw)")
+        try:
+            encoded = tokenizer.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        except Exception as error:
+            # Templates raise jinja2's TemplateError (its own hierarchy) for turns they do not accept, and TypeError
+            # where they put together what is no text.
+            if not isinstance(error, TypeError) and not type(error).__module__.startswith("jinja2"):
+                raise
+            raise ValueError(f"the chat template of {self.name!r} refuses these messages: {error}") from error
+        return list(encoded["input_ids"])
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        return str(self._tokenizer().decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def _own_mask(self, mask: Tensor | None) -> Tensor | None:
+        """The mask as the model's attention reads a ready 4-D mask: eager attention adds it to the scores."""
+        kernel = self.model.config._attn_implementation
+        if mask is None or kernel == "sdpa":
+            return mask
+        # Folded attention can add it as well: once, where SDPA would make a sum out of a bool mask in every layer.
+        return torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, torch.finfo(self.dtype).min)
+
+    def _tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise ValueError(f"target {self.name!r} has no tokenizer: give token ids")
+        return self.tokenizer
+
+
+def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -> PreTrainedModel:
+    """SDPA attention where the model has it; else (soft-capped scores, attention sinks) its own plain formulas."""
+    arguments = {"dtype": dtype, "use_safetensors": True, **shared}
+    try:
+        return AutoModelForCausalLM.from_pretrained(place, attn_implementation="sdpa", **arguments)
+    except ValueError as error:
+        if "attn_implementation" not in str(error):
+            raise
+        return AutoModelForCausalLM.from_pretrained(place, attn_implementation="eager", **arguments)
+
+
+def _has_tokenizer(place: Path | str) -> bool:
+    """A local folder without any tokenizer file is a bare model (tests, research); a hub id always has one."""
+    if not isinstance(place, Path):
+        return True
+    return any((place / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Stop tokens: of the generation config, else of the config, else of the tokenizer."""
+    for owner in (model.generation_config, model.config, tokenizer):
+        found = getattr(owner, "eos_token_id", None)
+        if found is not None:
+            return (int(found),) if isinstance(found, int) else tuple(int(token) for token in found)
+    return ()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+@torch.no_grad()
+def _check_tree_forward(target: Target) -> None:
+    """Run a small tree the way decoding does and compare every node with a plain forward over its path.
+
+    Two rows with prefixes of different length share a forward over five nodes::
+
+        root -> a -> c
+             -> b -> d
+
+    A model that takes positions from somewhere else (ALiBi biases by slot, counts of a 2-D mask), or does not honour
+    the mask, gives b, c and d other hidden states than their paths do. The yardstick is how far those three are from
+    what a plain causal forward over the packed nodes gives, that is from ignoring the tree.
+
+    Raises:
+        ValueError: the model cannot run a tree, or runs it wrong.
+    """
+    target.check_length(10)
+    try:
+        tree_XD, path_XD, chain_XD = _run_small_tree(target)
+    except torch.OutOfMemoryError:
+        raise
+    except _FORWARD_ERRORS as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"target {target.name!r} cannot run a tree of tokens, which brings its own mask and positions (models with "
+            f"ALiBi want to make both themselves): {reason}"
+        ) from error
+    distance = (tree_XD - path_XD).norm().item()
+    yardstick = (chain_XD - path_XD).norm().item()
+    # Rounding: a few units in the last place; in 16 bits that is most of what can be told.
+    rounding = 16 * torch.finfo(target.dtype).eps * path_XD.norm().item()
+    if not distance <= 0.01 * yardstick + rounding:
+        raise ValueError(
+            f"target {target.name!r} gives tokens of a tree other hidden states than the same tokens in a row "
+            f"(off by {distance:.2g}, ignoring the tree by {yardstick:.2g}): its attention does not heed the mask, or "
+            "takes positions from elsewhere than the position argument (ALiBi does)"
+        )
+
+
+def _run_small_tree(target: Target) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states float32 [6, D] of the nodes b, c, d of both rows: as a tree, by paths, and as a plain chain."""
+    device, num_slots = target.device, 12
+    sizes = (3, 5)
+    token_BT = (torch.arange(1, 21, device=device).view(2, 10) * 7919) % target.vocab_size
+    prefix_BT, tree_BN = token_BT[:, :5], token_BT[:, 5:]
+    depth_N = torch.tensor([0, 1, 1, 2, 2], device=device)
+    ancestor_NN = torch.eye(5, dtype=torch.bool, device=device)
+    for node, ancestor in ((1, 0), (2, 0), (3, 0), (3, 1), (4, 0), (4, 2)):
+        ancestor_NN[node, ancestor] = True
+    cache = target.new_cache(2, num_slots)
+    length_B = torch.tensor(sizes, device=device)
+    position_T = torch.arange(5, device=device)
+    cache.plan(torch.where(position_T < length_B[:, None], position_T, cache.spare_slot), num_visible=num_slots)
+    mask = chunk_mask(torch.zeros_like(length_B), 5, num_slots)
+    target.forward(prefix_BT, position_BT=position_T.expand(2, -1), mask=mask, cache=cache)
+    cache.plan(length_B[:, None] + position_T, num_visible=num_slots)
+    mask = tree_mask(length_B, ancestor_NN.expand(2, -1, -1), num_slots)
+    hidden_BND = target.forward(tree_BN, position_BT=length_B[:, None] + depth_N, mask=mask, cache=cache).hidden_BTD
+
+    # Rows of plain causal forwards, padded on the right: root a c, root b d, and all five in a row.
+    orders = ([0, 1, 3], [0, 2, 4], [0, 1, 2, 3, 4])
+    plain_XT = torch.zeros(6, 10, dtype=torch.int64, device=device)
+    for row, size in enumerate(sizes):
+        for order, nodes in enumerate(orders):
+            line_T = torch.cat([prefix_BT[row, :size], tree_BN[row, nodes]])
+            plain_XT[3 * row + order, : len(line_T)] = line_T
+    plain_XTD = target.forward(plain_XT).hidden_BTD
+    path = [plain_XTD[3 * row + o, size + i] for row, size in enumerate(sizes) for o, i in ((1, 1), (0, 2), (1, 2))]
+    chain = [plain_XTD[3 * row + 2, size + i] for row, size in enumerate(sizes) for i in (2, 3, 4)]
+    return hidden_BND[:, 2:].flatten(0, 1).float(), torch.stack(path).float(), torch.stack(chain).float()

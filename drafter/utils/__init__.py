@@ -1,0 +1,1 @@
+"""Files, provenance and checks of values; standard library only."""

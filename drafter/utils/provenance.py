@@ -1,0 +1,127 @@
+"""What made an output: a `run.json` beside everything that a command writes, so that it can be made again.
+
+Nothing here imports torch: versions come from package metadata, the GPU's name only when torch is loaded already.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from drafter.utils.io import write_atomic
+
+_PACKAGES = ("drafter", "torch", "transformers", "lightning", "datasets", "safetensors", "gguf")
+_SECRET_WORDS = ("key", "password", "secret", "auth")
+
+
+def run_record(
+    *, seed: int | None = None, settings: Mapping[str, Any] | None = None, argv: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Command line, settings, seed, versions, git revision (of a source checkout), machine and date (UTC).
+
+    `settings`: what the command line does not say, such as figures measured on the way. Values of flags that look like
+    secrets are left out.
+    """
+    return {
+        "argv": _without_secrets(sys.argv if argv is None else argv),
+        "seed": seed,
+        "settings": dict(settings or {}),
+        "versions": _versions(),
+        "git_revision": _git_revision(),
+        "machine": _machine(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def write_run_record(
+    output: Path,
+    *,
+    seed: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+    argv: Sequence[str] | None = None,
+) -> Path:
+    """Write the record of an output: `DIR/run.json`, or `NAME.run.json` beside a file `NAME.jsonl`; its path."""
+    path = output / "run.json" if output.is_dir() else output.with_suffix(".run.json")
+    record = run_record(seed=seed, settings=settings, argv=argv)
+    write_atomic(path, json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n")
+    return path
+
+
+def _without_secrets(argv: Sequence[str]) -> list[str]:
+    """The command line with the program's bare name and `***` for the value of, say, `--api-key`."""
+    kept = [Path(argv[0]).name] if argv else []
+    is_hidden = False
+    for word in argv[1:]:
+        flag, equals, _ = word.partition("=")
+        is_secret = flag.startswith("-") and any(part in _SECRET_WORDS for part in flag.lower().strip("-").split("-"))
+        if is_hidden:
+            kept.append("***")
+        else:
+            kept.append(f"{flag}=***" if is_secret and equals else word)
+        is_hidden = is_secret and not equals
+    return kept
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _git_revision() -> str | None:
+    """Commit of the checkout that this package runs from, `+changes` if its files differ; None when installed."""
+    folder = Path(__file__).resolve().parent.parent
+    if not (folder.parent / ".git").exists():
+        return None
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
+        except OSError:
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    revision = git("rev-parse", "HEAD")
+    if not revision:
+        return None
+    return revision + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _machine() -> dict[str, Any]:
+    machine: dict[str, Any] = {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu_name(),
+        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": _memory_gib(),
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        machine["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return machine
+
+
+def cpu_name() -> str:
+    """The processor's name as its maker writes it; empty where the system does not say."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        return platform.processor()  # no /proc: not Linux
+    return platform.processor()
+
+
+def _memory_gib() -> float | None:
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
+        return None
+    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)

@@ -1,0 +1,163 @@
+"""What a user can do wrong: one line that names it, exit code 2, and nothing half-written."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from drafter.cli.main import main
+from tests.tiny_files import make_drafter, make_target
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTER_HOME", str(tmp_path_factory.mktemp("home")))
+        yield make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def drafter(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_drafter(target, tmp_path_factory.mktemp("drafter"))
+
+
+class Refusal:
+    """Runs commands that must be refused."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+
+    def __call__(self, words: list[str], *parts: str) -> None:
+        assert main(words) == 2
+        error = self.capsys.readouterr().err
+        line = error.splitlines()[-1]
+        assert line.startswith("drafter: error: ") and "Traceback" not in error
+        for part in parts:
+            assert part in line, line
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refusal:
+    return Refusal(capsys)
+
+
+def decode(target: str, *words: str) -> list[str]:
+    return ["decode", "--target", target, "--device", "cpu", "--method", "autoregressive", *words]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no rows"),
+        ("\n\n", "holds no rows"),
+        ('{"prompt": "hi"}\n{"question": "hi"}\n', "line 2: no known keys"),
+        ('{"prompt": "hi"}\n{"prompt": \n', "line 2: broken JSON"),
+        ('{"messages": [{"role": "assistant", "content": "hi"}]}\n', "line 1: turns out of order"),
+        ('{"prompt": "' + "long " * 40 + '"}\n', "context is 128: shorten it"),
+    ],
+)
+def test_bad_prompt_files(target: str, refused: Refusal, tmp_path: Path, content: str, message: str) -> None:
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    file.write_text(content)
+    refused(decode(target, "--prompts", str(file), "--out", str(out)), message)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl"]
+
+
+def test_missing_things(target: str, refused: Refusal, tmp_path: Path) -> None:
+    refused(decode(target, "--prompts", "none.jsonl"), "none.jsonl: there is no such file")
+    refused(decode(target, "--prompts", str(tmp_path)), "is a folder")
+    refused(decode(target, "--prompt", ""), "--prompt is empty")
+    refused(decode("smollm", "--prompt", "hi"), "unknown target 'smollm': did you mean smollm2-135m?")
+    refused(decode("./none", "--prompt", "hi"), "--target ./none: there is no such file or folder")
+    refused(decode(target, "--prompt", "hi", "--out", str(tmp_path)), "is a folder: name a file in it")
+    refused(decode(target, "--compare", "--prompt", "hi"), "--compare sets a method beside")
+    refused(decode(target, "--out", "x.jsonl"), "need --prompt or --prompts")
+    refused(decode(target, "--prompt", "hi", "--device", "gpu"), "--device 'gpu'")
+    for method in ("redrafter", "hybrid"):
+        words = ["decode", "--target", target, "--prompt", "hi", "--method", method]
+        refused(words, f"--method {method} needs --drafter DIR")
+    refused([*words[:-1], "draft-model"], "needs --draft-model NAME")
+    words = ["decode", "--target", target, "--prompt", "hi", "--drafter"]
+    refused([*words, str(tmp_path / "none")], "there is no such folder")
+    refused([*words, str(tmp_path)], "holds no config.json")
+    refused(["export", str(tmp_path / "none.ckpt"), "--out", str(tmp_path / "d")], "none.ckpt")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--beam-width", "0"),
+        ("--draft-length", "0"),
+        ("--tree-size", "-3"),
+        ("--tree-size", "34"),
+        ("--batch-size", "0"),
+        ("--gamma", "0"),
+        ("--tau", "0"),
+        ("--noise-weight", "-1"),
+        ("--max-new-tokens", "0"),
+        ("--temperature", "-0.5"),
+        ("--temperature", "nan"),
+        ("--top-k", "-1"),
+        ("--top-p", "0"),
+        ("--min-p", "1.5"),
+        ("--seed", str(2**64)),
+    ],
+)
+def test_values_out_of_range(target: str, drafter: str, refused: Refusal, flag: str, value: str) -> None:
+    words = ["decode", "--target", target, "--drafter", drafter, "--device", "cpu", "--prompt", "hi", flag, value]
+    refused(words, flag, value)
+
+
+def test_damaged_weights(target: str, drafter: str, refused: Refusal, tmp_path: Path) -> None:
+    for name, folder in (("target", target), ("drafter", drafter)):
+        copy = tmp_path / name
+        shutil.copytree(folder, copy)
+        weights = copy / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-50])
+    refused(decode(str(tmp_path / "target"), "--prompt", "hi"), "--target", "target'")
+    words = ["decode", "--target", target, "--device", "cpu", "--prompt", "hi", "--drafter", str(tmp_path / "drafter")]
+    refused(words, "--drafter", "cannot be read")
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
+    refused(decode(str(tmp_path / "bad.gguf"), "--prompt", "hi"), "bad.gguf", "damaged")
+
+
+def test_full_disk_at_export(drafter: str, refused: Refusal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from safetensors import SafetensorError
+
+    from drafter import RecurrentDrafter
+
+    loaded = RecurrentDrafter.from_pretrained(drafter)
+    state = {f"drafter.{name}": value for name, value in loaded.state_dict().items()}
+    torch.save({"drafter_config": loaded.config.to_dict(), "state_dict": state}, tmp_path / "last.ckpt")
+    words = ["export", str(tmp_path / "last.ckpt"), "--out", str(tmp_path / "out")]
+    for error in (OSError(28, "No space left on device"), SafetensorError("No space left on device (os error 28)")):
+
+        def write_half(self: RecurrentDrafter, folder: Path, error: Exception = error) -> None:
+            folder.mkdir()
+            (folder / "config.json").write_text("{}")
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(RecurrentDrafter, "save_pretrained", write_half)
+            refused(words, "No space left on device")
+        assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+    assert main(words) == 0
+    (tmp_path / "last.ckpt").write_bytes((tmp_path / "last.ckpt").read_bytes()[:500])
+    refused(words, "last.ckpt", "damaged")
+
+
+def test_drafter_of_another_target_or_kind(target: str, drafter: str, refused: Refusal, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+        other = make_target(tmp_path, seed=1)
+    refused(["decode", "--target", other, "--drafter", drafter, "--prompt", "hi"], "trained for target 'tiny'", other)
+    refused(["decode", "--target", target, "--drafter", target, "--prompt", "hi"], "--drafter")
+    copy = tmp_path / "drafter"
+    shutil.copytree(drafter, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "num_blocks": 3}))
+    refused(["decode", "--target", target, "--drafter", str(copy), "--prompt", "hi"], "num_blocks")

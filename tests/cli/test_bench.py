@@ -1,0 +1,101 @@
+"""The commands from end to end: a tiny target and drafter as folders, a file of prompts, results, report."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from drafter.cli.main import main
+from tests.bench.synthetic import run as synthetic_run
+from tests.tiny_files import make_drafter, make_target
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("bench")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTER_HOME", str(folder / "home"))
+        target = make_target(folder)
+    rows = [{"turns": ["one", "two"], "category": "a"}, {"prompt": "three", "category": "b"}]
+    (folder / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "target": target,
+        "drafter": make_drafter(target, folder / "drafter"),
+        "other": make_drafter(target, folder / "other"),
+        "prompts": str(folder / "mine.jsonl"),
+        "folder": str(folder),
+    }
+
+
+def test_one_command_measures_and_prints_the_table(
+    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "bench.yaml"
+    config.write_text(
+        f"target: {files['target']}\nprompts: {files['prompts']}\nmethods: [autoregressive, redrafter]\n"
+        "max_new_tokens: 4\nrounds: 3\n"
+    )
+    out = tmp_path / "r.jsonl"
+    words = ["bench", "--config", str(config), "--drafter", files["drafter"], "--rounds", "1", "--out", str(out)]
+    assert main([*words, "--report", str(tmp_path / "report")]) == 0
+    shown = capsys.readouterr()
+    assert "| redrafter" in shown.out and "2 runs made" in shown.err
+    assert (tmp_path / "report" / "speedup-by-category-mine-t0-batch1.svg").is_file()
+    assert main(words) == 0 and "0 runs made" in capsys.readouterr().err
+    assert main(["bench", "report", str(out), "--out", str(tmp_path / "again")]) == 0
+    assert (tmp_path / "again" / "report.md").read_bytes() == (tmp_path / "report" / "report.md").read_bytes()
+    capsys.readouterr()
+    assert main(["bench", "report", str(out)]) == 0
+    assert capsys.readouterr().out == (tmp_path / "again" / "report.md").read_text() + "\n"
+
+
+def test_a_sweep_sets_two_drafters_side_by_side(
+    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bench", "sweep", "--target", files["target"], "--prompts", files["prompts"]]
+    words += ["--drafter", files["drafter"], "--drafter", files["other"], "--out", str(tmp_path / "s.jsonl")]
+    words += ["--batch-sizes", "1,2", "--beam-widths", "1,2", "--draft-lengths", "1,2", "--max-new-tokens", "2"]
+    assert main(words) == 0
+    shown = capsys.readouterr()
+    with (tmp_path / "s.jsonl").open() as stream:
+        assert {json.loads(line)["prompts"]["num_answers"] for line in stream} == {2}  # first turns only
+    # Plain decoding at two batch sizes is measured once, four shapes for each drafter.
+    assert "10 runs made" in shown.err and "8 runs made" in shown.err
+    assert "redrafter:W2:L2:N5 (drafter)" in shown.out and "redrafter:W2:L2:N5 (other)" in shown.out
+
+
+def fails(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    assert shown.err.count("\n") == 1 and not shown.out
+    return shown.err
+
+
+def test_what_cannot_be_is_refused_in_one_line(
+    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ["bench", "--target", files["target"], "--out", str(tmp_path / "r.jsonl")]
+    asked = [*base, "--prompts", files["prompts"]]
+    assert "unknown method 'lokup' (did you mean lookup or hf-lookup?)" in fails([*asked, "--methods", "lokup"], capsys)
+    assert "needs a drafter" in fails([*asked, "--methods", "redrafter"], capsys)
+    assert "nowhere.jsonl" in fails([*base, "--prompts", "nowhere.jsonl", "--methods", "lookup"], capsys)
+    (tmp_path / "empty.jsonl").touch()
+    empty = [*base, "--prompts", str(tmp_path / "empty.jsonl"), "--methods", "lookup"]
+    assert "empty.jsonl holds no rows" in fails(empty, capsys)
+    assert "--out x.txt must be a file NAME.jsonl" in fails([*asked, "--out", "x.txt", "--methods", "lookup"], capsys)
+    (tmp_path / "r.jsonl").write_text('{"schema": "older/0"}\n')
+    assert "not a benchmark result of schema 'drafter-bench/1'" in fails([*asked, "--methods", "lookup"], capsys)
+    assert "older/0" in fails(["bench", "report", str(tmp_path / "r.jsonl")], capsys)
+    foreign = tmp_path / "prompts.jsonl"
+    foreign.write_text('{"prompt": "no line feed behind it"}')
+    assert "prompts.jsonl" in fails([*asked, "--methods", "lookup", "--out", str(foreign)], capsys)
+    assert foreign.read_text() == '{"prompt": "no line feed behind it"}'
+    assert "no.yaml" in fails(["bench", "--config", "no.yaml", "--out", "r.jsonl"], capsys)
+
+
+def test_a_report_of_pictures_needs_no_target(tmp_path: Path) -> None:
+    from drafter.bench.records import append_record
+
+    append_record(tmp_path / "r.jsonl", synthetic_run("lookup", rate=2.0, tokens_per_step=1.1))
+    assert main(["bench", "report", str(tmp_path / "r.jsonl"), "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "report.md").read_text().startswith("# Benchmark results")

@@ -1,0 +1,284 @@
+"""``drafter serve``: options, refusals, and the process from its start to its exit code."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from drafter.cli.main import main
+from drafter.engine.config import CPU_DRAFTED_ROWS, EngineConfig
+from drafter.engine.defaults import device_name
+from drafter.engine.sizes import PLAIN, Choice, RowPlan, Speculation, Tree
+from drafter.serving.listen import bind
+from drafter.serving.loading import load_engine
+from drafter.serving.options import ServeOptions, read_options
+from drafter.targets.target import Target
+from tests.serving.test_limits import CHAT
+from tests.serving.tiny import save_target
+from tests.tiny_files import make_drafter, make_target
+
+
+def test_flags_go_before_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("target: a\nport: 9000\nmax_rows: 3\napi_key: one\nrequest_timeout: 5\nreuse_prefixes: false\n")
+    options = read_options(file, {"port": 9001, "target": None, "max_rows": None, "reuse_prefixes": True})
+    assert (options.target, options.port, options.max_rows) == ("a", 9001, 3)
+    assert (options.api_key, options.request_timeout, options.reuse_prefixes) == (("one",), 5.0, False)
+    assert options.engine_config(None, 100).method == "autoregressive"
+    assert options.engine_config(None, 100).max_length == 100
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("target: a\nprot: 1", "unknown key 'prot', did you mean port?"),
+        ("target: a\nport: x", "port is 'x' but must be of type int"),
+        ("target: a\nport: true", "must be of type int"),
+        ("target: a\nport: 70000", "--port is 70000"),
+        ("target: a\nmax_rows: 0", "--max-rows is 0"),
+        ("target: a\nmax_queue: -1", "--max-queue is -1"),
+        ("target: a\nrequest_timeout: 0", "--request-timeout is 0.0"),
+        ("target: a\nrequest_timeout: .nan", "--request-timeout is nan"),
+        ("target: a\nmethod: redrafter", "--method redrafter needs a drafter"),
+        ("target: a\nmethod: hybrid", "--method hybrid needs a drafter"),
+        ("target: smollm2-135m\nmethod: redrafter\ndrafter: none", "--method redrafter needs a drafter"),
+        ("target: a\nmethod: draft-model", "give --draft-model"),
+        ("target: a\ndrafter: b\ndraft_model: c", "say with --method which of them"),
+        ("target: a\nspeculation: plan.json", "--speculation sizes the trees of --method redrafter and hybrid"),
+        ("target: a\nmethod: magic", "--method is 'magic'"),
+        ("target: a\ndtype: int8", "--dtype is 'int8'"),
+        ("target: a\nbeam_width: 0", "--beam-width is 0"),
+        ("port: 1", "needs a target"),
+        ("- a", "keys with values"),
+        ("{", "broken YAML"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_options(file, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "method", "drafter"),
+    [
+        ({"target": "smollm2-135m"}, "redrafter", "smollm2-135m"),
+        ({"target": "smollm2-135m", "method": "hybrid"}, "hybrid", "smollm2-135m"),
+        ({"target": "smollm2-135m", "drafter": "mine"}, "redrafter", "mine"),
+        ({"target": "smollm2-135m", "drafter": "none"}, "autoregressive", None),
+        ({"target": "smollm2-135m", "method": "autoregressive"}, "autoregressive", None),
+        ({"target": "smollm2-135m", "method": "lookup"}, "lookup", None),
+        ({"target": "smollm2-135m", "draft_model": "small"}, "draft-model", None),
+        ({"target": "owner/other"}, "autoregressive", None),
+        ({"target": "owner/other", "drafter": "mine"}, "redrafter", "mine"),
+        ({"target": "owner/other", "drafter": "mine", "method": "autoregressive"}, "autoregressive", None),
+    ],
+)
+def test_targets_own_drafter_is_used_unless_told_otherwise(
+    given: dict[str, Any], method: str, drafter: str | None
+) -> None:
+    options = ServeOptions(**given)
+    assert (options.method_used, options.drafter_used) == (method, drafter)
+    assert options.engine_config(None, 100).method == method
+
+
+def test_what_measured_sizes_are_used(tmp_path: Path) -> None:
+    """Those beside the drafter if they fit this machine and nothing else was asked for."""
+    target = make_target(tmp_path)
+    folder = Path(make_drafter(target, tmp_path / "drafter"))
+    loaded = Target.load(target, device="cpu")
+    plan = RowPlan(1, (Choice(PLAIN, 1.0, 1.0), Choice(Tree(2, 2, 4), 1.5, 1.2)))
+    found = Speculation(device_name(loaded.device), "float32", False, loaded.fingerprint, (plan,)).as_json()
+    file = folder / "speculation.json"
+
+    def settled(**settings: Any) -> EngineConfig:
+        options = ServeOptions(target, str(folder), dtype="float32", device="cpu", max_length=64, **settings)
+        return load_engine(options).config
+
+    def used(**settings: Any) -> str | None:
+        return settled(**settings).speculation
+
+    assert used() is None, "nothing was measured"
+    for method in (None, "hybrid", "redrafter"):
+        config = settled(method=method)
+        assert (config.method, config.tree_size, config.max_drafted_rows) == (method or "hybrid", 8, CPU_DRAFTED_ROWS)
+    config = settled(tree_size=4)
+    assert (config.method, config.tree_size, config.max_drafted_rows) == ("hybrid", 4, None)
+    for method, other in (("hybrid", "redrafter"), ("redrafter", "hybrid")):
+        file.write_text(json.dumps(found | {"method": method}))
+        config = settled()
+        assert (config.method, config.speculation, config.max_drafted_rows) == (method, str(file), None)
+        assert used(method=method) == str(file) and used(method=other) is None
+        with pytest.raises(ValueError, match="was measured for another method"):
+            used(method=other, speculation=str(file))
+    file.write_text(json.dumps(found))
+    assert used() == str(file)
+    assert used(speculation="off") is None and used(tree_size=4) is None and used(method="autoregressive") is None
+    file.rename(tmp_path / "elsewhere.json")
+    assert used(speculation=str(tmp_path / "elsewhere.json")) == str(tmp_path / "elsewhere.json")
+    file.write_text(json.dumps(found | {"device": "another"}))
+    assert used() is None
+    with pytest.raises(ValueError, match="was measured for another device"):
+        used(speculation=str(file))
+
+
+def test_nobody_else_comes_in_unless_told() -> None:
+    options = ServeOptions("a")
+    assert (options.host, options.cors_origin, options.api_key) == ("127.0.0.1", (), ())
+
+
+def test_names_that_clients_see(tmp_path: Path) -> None:
+    assert ServeOptions(str(tmp_path)).served_name == tmp_path.name
+    assert ServeOptions("owner/model").served_name == "owner/model"
+    assert ServeOptions("./x/model.gguf").served_name == "model.gguf"
+    assert ServeOptions("a", model_name="b").served_name == "b"
+
+
+def test_taken_port_is_told_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with bind("127.0.0.1", 0) as socket:
+        socket.listen()
+        port = socket.getsockname()[1]
+        assert main(["serve", "--target", "no-such-target", "--port", str(port)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("drafter: error: cannot listen on 127.0.0.1") and "--port" in error
+    with pytest.raises(OSError, match="--host no.such.host.invalid"):
+        bind("no.such.host.invalid", 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max-rows", "1000", "--max-length", "100000000"], "lower --max-rows or --max-length"),
+        (["--drafter", "nowhere"], "--drafter nowhere"),
+        (["--method", "draft-model"], "--draft-model"),
+    ],
+)
+def test_servers_that_cannot_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    folder = save_target(tmp_path / "target")
+    if "--max-length" in flags:  # a context long enough to ask for too much
+        file = Path(folder) / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 10**9}))
+    capsys.readouterr()  # saving showed a bar
+    assert main(["serve", "--target", folder, "--port", "0", "--device", "cpu", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("drafter: error:") and message in error and error.count("\n") == 1
+
+
+@contextmanager
+def process(folder: str, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a process of its own, ready; the process and its address."""
+    command = [
+        sys.executable,
+        "-m",
+        "drafter.cli.main",
+        "serve",
+        "--target",
+        folder,
+        "--port",
+        "0",
+        "--max-length",
+        "200",
+    ]
+    environment = os.environ | {"DRAFTER_API_KEY": "from-environment", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True, env=environment) as server:
+        try:
+            assert server.stderr is not None
+            url = ""
+            for line in server.stderr:
+                found = re.search(r"http://127.0.0.1:\d+", line)
+                if found:
+                    url = found[0]
+                    break
+            deadline = time.monotonic() + 60
+            while not ready(url):
+                assert time.monotonic() < deadline and server.poll() is None
+                time.sleep(0.05)
+            yield server, url
+        finally:
+            server.kill()
+
+
+def ready(url: str) -> bool:
+    try:
+        return httpx.get(url + "/ready").status_code == 200
+    except httpx.ConnectError:
+        return False
+
+
+def ask(url: str, **fields: Any) -> Any:
+    body = {"model": "target", "messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "stream": True}
+    headers = {"Authorization": "Bearer from-environment"}
+    return httpx.stream("POST", url + CHAT, json=body | fields, headers=headers, timeout=30)
+
+
+_LOADS_FOR_EVER = """
+import sys, time
+import drafter.engine.loading
+from drafter.cli.main import main
+
+def load_target(*args, **options):
+    print("loading", flush=True)
+    while True:
+        try:
+            time.sleep(60)
+        except BaseException:  # as a library may have it
+            pass
+
+drafter.engine.loading.load_target = load_target
+sys.exit(main(["serve", "--target", "x", "--port", "0"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_is_told_to_stop_while_loading_stops(number: signal.Signals) -> None:
+    command = [sys.executable, "-c", _LOADS_FOR_EVER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None and server.stderr is not None
+            assert server.stdout.readline() == "loading\n"
+            server.send_signal(number)
+            assert server.wait(20) == 0
+            assert f"told to stop ({number.name})" in server.stderr.read()
+        finally:
+            server.kill()
+
+
+@pytest.mark.slow
+def test_sigterm_lets_streams_finish_and_exits_with_zero(tmp_path: Path) -> None:
+    with process(save_target(tmp_path / "target")) as (server, url):
+        assert httpx.post(url + CHAT, json={}).status_code == 401, "the key of the environment counts"
+        with ask(url, max_tokens=150) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert rest[-2] == "data: [DONE]", "the running stream was finished"
+        assert server.wait(20) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(url + "/health")
+
+
+@pytest.mark.slow
+def test_streams_that_outlast_the_drain_are_told(tmp_path: Path) -> None:
+    with process(save_target(tmp_path / "target"), "--drain-seconds", "0") as (server, url):
+        with ask(url, max_tokens=190, n=8) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGINT)
+            rest = list(lines)
+        assert "shut down" in rest[-2] and "[DONE]" not in rest[-2]
+        assert server.wait(20) == 0

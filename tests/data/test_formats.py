@@ -1,0 +1,194 @@
+"""Formats of rows and files, and what bad ones get."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from drafter.data.files import read_records
+from drafter.data.formats import ReadReport, read_rows
+from tests.data.tiny import chat, write_jsonl
+
+SAME_CONVERSATION = [
+    {"messages": chat("Why?", "Because.")},
+    {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]},
+    {"instruction": "Why?", "input": "", "output": "Because."},
+    {"prompt": "Why?", "completion": "Because."},
+    {"prompt": "Why?", "response": "Because."},
+    {"prompt": "Why?", "text": "Because."},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "Why?"}]}, *chat("", "Because.")[1:]]},
+]
+
+
+@pytest.mark.parametrize("fields", SAME_CONVERSATION, ids=lambda fields: "-".join(fields))
+def test_every_format_becomes_the_same_messages(tmp_path: Path, fields: dict) -> None:
+    (row,) = read_rows(write_jsonl(tmp_path / "a.jsonl", [fields]))
+    assert list(row.messages) == chat("Why?", "Because.")
+    assert row.text is None and not row.is_cut and row.where == f"{tmp_path}/a.jsonl, line 1"
+
+
+def test_alpaca_input_follows_the_instruction(tmp_path: Path) -> None:
+    (row,) = read_rows(write_jsonl(tmp_path / "a.jsonl", [{"instruction": "Add.", "input": "1 2", "output": "3"}]))
+    assert row.messages[0]["content"] == "Add.\n\n1 2"
+
+
+def test_prompt_and_text_rows(tmp_path: Path) -> None:
+    rows = list(read_rows(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "Why?", "id": 7}, {"text": "plain"}])))
+    assert list(rows[0].messages) == chat("Why?") and rows[0].id == "7"
+    assert rows[1].text == "plain" and rows[1].messages == ()
+
+
+def test_of_mt_bench_rows_the_first_turn_is_the_prompt(tmp_path: Path) -> None:
+    asked = {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]}
+    (row,) = read_rows(write_jsonl(tmp_path / "a.jsonl", [asked]))
+    assert list(row.messages) == chat("Write.") and row.id == "81" and row.later_turns == ("Rewrite.",)
+    for bad in ([], [7]):
+        with pytest.raises(ValueError, match="turn"):
+            list(read_rows(write_jsonl(tmp_path / "a.jsonl", [{"turns": bad}])))
+
+
+def test_the_prompt_of_a_conversation_ends_at_the_last_user_turn(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    (row,) = read_rows(write_jsonl(tmp_path / "a.jsonl", [{"messages": [system, *chat("a", "b", "c", "d")]}]))
+    assert list(row.prompt) == [system, *chat("a", "b", "c")]
+
+
+def test_a_cut_answer_is_known_by_its_finish_reason(tmp_path: Path) -> None:
+    rows = [{"messages": chat("a", "b"), "finish_reason": reason} for reason in ("length", "stop")]
+    assert [row.is_cut for row in read_rows(write_jsonl(tmp_path / "a.jsonl", rows))] == [True, False]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet"])
+def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, suffix: str) -> None:
+    rows = [
+        {"messages": chat("Grüße?", "Ja\u2028nein\x85."), "source": "x"},
+        {"messages": chat("b", "c"), "source": "y"},
+    ]
+    path = tmp_path / f"rows{suffix}"
+    if suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        lines = (
+            "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+            if "l" in suffix[-4:] or "jsonl" in suffix
+            else ""
+        )
+        data = (lines or json.dumps(rows, ensure_ascii=False)).encode()
+        path.write_bytes(gzip.compress(data) if suffix.endswith(".gz") else data)
+    read = list(read_rows(path))
+    assert [list(row.messages) for row in read] == [row["messages"] for row in rows]
+    assert [row.source for row in read] == ["x", "y"]
+
+
+def test_jsonl_ends_lines_at_the_line_feed_only(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('\ufeff{"text": "a\u2028b\u2029c\x85d"}\r\n\n{"text": "e"}'.encode())
+    records = list(read_records(path))
+    assert [record.fields["text"] for record in records] == ["a\u2028b\u2029c\x85d", "e"]
+    assert [record.number for record in records] == [1, 3]
+
+
+def test_json_with_one_array_inside(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"version": 1, "data": [{"text": "a"}, {"text": "b"}]}))
+    assert [row.text for row in read_rows(path)] == ["a", "b"]
+
+
+def test_columns_rename_keys(tmp_path: Path) -> None:
+    name = write_jsonl(tmp_path / "a.jsonl", [{"question": "Why?", "reply": "So."}])
+    (row,) = read_rows(name, columns={"prompt": "question", "completion": "reply"})
+    assert list(row.messages) == chat("Why?", "So.")
+    with pytest.raises(ValueError, match=r"line 1: no key 'q', which --column names for 'prompt'"):
+        list(read_rows(name, columns={"prompt": "q"}))
+
+
+def test_a_named_format_wins_over_the_keys(tmp_path: Path) -> None:
+    name = write_jsonl(tmp_path / "a.jsonl", [{"text": "plain", "prompt": "Why?"}])
+    assert next(read_rows(name, format="text")).text == "plain"
+    with pytest.raises(ValueError, match=r"--format 'csv' is unknown"):
+        list(read_rows(name, format="csv"))
+    with pytest.raises(ValueError, match=r"line 1: messages must be an array"):
+        list(read_rows(name, format="messages"))
+
+
+BAD_ROWS = [
+    ({"foo": 1}, r"no known keys \(the row has 'foo'\)"),
+    ({}, r"no known keys \(the row is empty\)"),
+    (["text"], "must be an object with keys, not list"),
+    (
+        {"messages": [*chat("a", "b"), {"role": "assistant", "content": "c"}]},
+        "turn 3 is 'assistant' where 'user' is due",
+    ),
+    ({"messages": [{"role": "assistant", "content": "c"}]}, "turns out of order: turn 1 is 'assistant'"),
+    ({"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]}, "turn 2 is 'system'"),
+    ({"messages": [{"role": "system", "content": "a"}]}, "no user turn"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "turn 1 has the role 'tool'"),
+    ({"messages": [{"role": ["x"], "content": "a"}]}, r"turn 1 has the role \['x'\]; known are system"),
+    ({"messages": [{"role": "user", "content": None}]}, "turn 1 has no text"),
+    ({"messages": ["hello"]}, "turn 1 of messages must be an object"),
+    ({"messages": []}, "messages is empty"),
+    ({"prompt": 3}, "prompt must be text, not int"),
+    ({"prompt": " "}, "prompt is empty"),
+    ({"text": "\ud800"}, "half a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), BAD_ROWS, ids=lambda value: str(value)[:40])
+def test_bad_rows_are_named_by_line(tmp_path: Path, row: object, message: str) -> None:
+    name = write_jsonl(tmp_path / "a.jsonl", [{"text": "fine"}, row])
+    with pytest.raises(ValueError, match=rf"a\.jsonl, line 2.*{message}"):
+        list(read_rows(name))
+
+
+def test_invalid_rows_can_be_skipped_and_are_counted(tmp_path: Path) -> None:
+    rows = [{"messages": chat("a", "b")}, {"messages": chat("a")[::-1] * 2}, {"foo": 1}]
+    report = ReadReport()
+    read = list(read_rows(write_jsonl(tmp_path / "a.jsonl", rows), skip_invalid=True, report=report))
+    assert len(read) == 1 and report.num_rows == 3 and report.num_invalid == 2
+    assert "line 2" in report.first_invalid
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    def refuse(name: str, data: bytes | None, error: type[Exception], message: str) -> None:
+        path = tmp_path / name
+        if data is not None:
+            path.write_bytes(data)
+        with pytest.raises(error, match=message):
+            list(read_rows(path))
+
+    refuse("missing.jsonl", None, FileNotFoundError, "there is no such file")
+    refuse("empty.jsonl", b"", ValueError, "holds no rows")
+    refuse("blank.jsonl", b"\n \n", ValueError, "holds no rows")
+    refuse("empty.json", b"[]", ValueError, "holds no rows")
+    refuse("text.json", b'"abc"', ValueError, "must hold an array of objects, not str")
+    refuse("torn.jsonl", b'{"text": "a"}\n{"text": "b', ValueError, "line 2: broken JSON")
+    refuse("latin.jsonl", b'{"text": "\xe9"}\n', ValueError, "line 1: not UTF-8")
+    refuse("deep.jsonl", b"[" * 100_000, ValueError, "line 1: broken JSON")
+    refuse("torn.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 1000)[:-20], ValueError, "damaged gzip")
+    refuse("no.jsonl.gz", b'{"text": "a"}\n', ValueError, "damaged gzip")
+    refuse("no.json.gz", b"[]", ValueError, "damaged gzip")
+    refuse("no.parquet", b"PAR1", ValueError, "damaged Parquet")
+    refuse("table.csv", b"a,b\n", ValueError, "unknown kind of file")
+    with pytest.raises(ValueError, match="is a folder"):
+        list(read_rows(tmp_path))
+
+
+def test_a_hub_name_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked = []
+
+    def load(name: str, split: str) -> list[dict]:
+        asked.append((name, split))
+        if name == "owner/none":
+            raise ConnectionError("offline\nvery")
+        return [{"prompt": "Why?"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert [row.where for row in read_rows("owner/name:test")] == ["owner/name:test, row 1"]
+    with pytest.raises(ValueError, match=r"data set 'owner/none' cannot be loaded from the hub: offline$"):
+        list(read_rows("owner/none"))
+    assert asked == [("owner/name", "test"), ("owner/none", "train")]

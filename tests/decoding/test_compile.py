@@ -1,0 +1,77 @@
+"""Compiled steps: the texts of plain ones, and nothing is compiled once the warm-up is over."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from drafter.decoding.compile import is_compiled
+from drafter.decoding.params import SamplingParams
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.targets.masks import chunk_mask
+from tests.engine.drafters import prompts_for, shared_target, trained_drafter
+from tests.engine.oracle import assert_lossless, tiny_target
+
+GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(max_new_tokens=24, temperature=0.8, top_p=0.9, seed=3, ignore_eos=True)
+
+
+def test_it_is_the_default_on_cuda_only() -> None:
+    assert is_compiled(None, torch.device("cuda")) and not is_compiled(None, torch.device("cpu"))
+    assert is_compiled(True, torch.device("cpu")) and not is_compiled(False, torch.device("cuda"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("method", ["redrafter", "hybrid", "autoregressive"])
+def test_compiled_steps_give_the_oracles_texts_and_nothing_is_compiled_after_the_warm_up(method: str) -> None:
+    """Rows come and go (1 to 4 at a time), texts grow over several buckets of slots, some rows sample."""
+    torch.compiler.reset()
+    config = EngineConfig(
+        method=method,  # type: ignore[arg-type]
+        max_rows=4,
+        max_length=200,
+        beam_width=3,
+        draft_length=3,
+        tree_size=None if method == "autoregressive" else 7,
+        compile=True,
+    )
+    drafter = None if method == "autoregressive" else trained_drafter()
+    engine = Engine(shared_target(), drafter, config)
+    engine.reserve(200)
+    prompts = prompts_for(6, seed=5, sizes=(1, 5, 20, 130))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        kept = assert_lossless(engine, [(prompt, GREEDY) for prompt in prompts])
+        assert_lossless(engine, [(prompt, SAMPLED) for prompt in prompts[:3]])
+        assert_lossless(engine, [(prompts[0], GREEDY)])
+    plain = Engine(shared_target(), drafter, replace(config, compile=False))
+    # Inductor may round a score otherwise, and so draft another tree, but seldom.
+    assert kept == pytest.approx(assert_lossless(plain, [(prompt, GREEDY) for prompt in prompts]), rel=0.05)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_compiled_forwards_write_into_the_cache_and_copy_nothing_of_it() -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    torch.compiler.reset()
+    target = tiny_target()
+    target.fold_attention()
+    cache = target.new_cache(2, 50)
+    slot_BT, start_B = torch.tensor([[0, 1], [3, 4]]), torch.tensor([0, 3])
+
+    def forward(token_BT: torch.Tensor) -> torch.Tensor:
+        cache.plan(slot_BT, num_visible=8)
+        mask = chunk_mask(start_B, 2, 8)
+        return target.forward(token_BT, position_BT=slot_BT, mask=mask, cache=cache).hidden_BTD
+
+    token_BT = torch.tensor([[3, 4], [5, 6]])
+    wanted_BTD, wanted_keys = forward(token_BT), cache.keys.clone()
+    cache.keys.zero_()
+    got_BTD, (code,) = run_and_get_code(torch.compile(forward, fullgraph=True), token_BT)
+    assert torch.allclose(got_BTD, wanted_BTD, atol=1e-5)
+    assert torch.allclose(cache.keys, wanted_keys, atol=1e-5)
+    # Straight into the arguments of the graph, not into copies of them.
+    assert code.count("torch.ops.drafter.write_slots.default(arg") == target.num_layers
+    assert "index_put" not in code

@@ -1,0 +1,242 @@
+"""An OpenAI-compatible server: retries, refusals, interruptions, against a real socket."""
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from drafter.distill.endpoint import Endpoint, EndpointError
+from drafter.distill.local import distill
+from tests.data.tiny import chat, write_jsonl
+
+Reply = tuple[int, object, dict[str, str]]
+
+
+def answer_of(body: dict) -> object:
+    text = f"{body['messages'][-1]['content']} {body['temperature']} {body['seed']}"
+    return {"choices": [{"message": {"content": text}, "finish_reason": "length"}], "usage": {"completion_tokens": 7}}
+
+
+class FakeServer:
+    """Answers by ``reply(body, how often this prompt came)``; counts requests and how many came at once."""
+
+    def __init__(self) -> None:
+        self.reply: Callable[[dict, int], Reply] = lambda body, count: (200, answer_of(body), {})
+        self.bodies: list[dict] = []
+        self.headers: list[dict] = []
+        self.counts: Counter[str] = Counter()
+        self.most_at_once = self.at_once = 0
+        lock = threading.Lock()
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with lock:
+                    fake.bodies.append(body)
+                    fake.headers.append(dict(self.headers) | {"path": self.path})
+                    prompt = body["messages"][-1]["content"]
+                    fake.counts[prompt] += 1
+                    count = fake.counts[prompt]
+                    fake.at_once += 1
+                    fake.most_at_once = max(fake.most_at_once, fake.at_once)
+                status, payload, headers = fake.reply(body, count)
+                with lock:
+                    fake.at_once -= 1
+                data = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Keep the test's output quiet."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
+    monkeypatch.setenv("NO_PROXY", "*")
+    fake = FakeServer()
+    yield fake
+    fake.close()
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    return write_jsonl(tmp_path / "prompts.jsonl", [{"id": str(i), "prompt": f"Q{i}"} for i in range(12)])
+
+
+def endpoint_of(server: FakeServer, **options) -> Endpoint:
+    return Endpoint(server.url, "tiny", **{"pause": 0.01, "concurrency": 4, "retries": 3, "timeout": 5.0, **options})
+
+
+def run(prompts: str, out: Path, endpoint: Endpoint, **options):
+    return distill(None, prompts, out, endpoint=endpoint, progress=False, max_new_tokens=9, **options)
+
+
+def answered(out: Path) -> dict[str, str]:
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len({row["id"] for row in rows}) == len(rows)
+    return {row["id"]: row["messages"][-1]["content"] for row in rows}
+
+
+def test_every_prompt_is_answered_once(server: FakeServer, prompts: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "hush")
+
+    def slow(body: dict, count: int) -> Reply:
+        time.sleep(0.02)
+        return 200, answer_of(body), {}
+
+    server.reply = slow
+    report = run(prompts, tmp_path / "out.jsonl", endpoint_of(server), temperature=(0.0, 0.7), top_k=5, min_p=0.1)
+    assert set(server.counts.values()) == {1} and len(server.counts) == 12
+    assert 1 < server.most_at_once <= 4
+    assert report.num_new == 12 and report.num_tokens == 84 and report.num_cut == 12
+    assert answered(tmp_path / "out.jsonl")["3"].startswith("Q3 0.")
+    body = server.bodies[0]
+    assert body["model"] == "tiny" and body["max_tokens"] == 9 and body["top_k"] == 5 and body["min_p"] == 0.1
+    assert "top_p" not in body and body["messages"] == chat(body["messages"][0]["content"])
+    assert server.headers[0]["path"] == "/v1/chat/completions"
+    assert server.headers[0]["Authorization"] == "Bearer hush"
+    assert "hush" not in (tmp_path / "out.jsonl.settings.json").read_text()
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/", "/v1/chat/completions"])
+def test_addresses(suffix: str) -> None:
+    assert Endpoint("http://host:1" + suffix, "m").chat_url == "http://host:1/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": "host:8000"}, "must be an http or https address"),
+        ({"url": "file:///etc/passwd"}, "must be an http or https address"),
+        ({"model": ""}, "needs --model"),
+        ({"concurrency": 0}, "--concurrency 0"),
+        ({"retries": -1}, "--retries -1"),
+    ],
+)
+def test_bad_endpoints(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Endpoint(**{"url": "http://host", "model": "m", **options})
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        (503, {"error": {"message": "busy"}}, {}),
+        (429, b"slow down", {"Retry-After": "0"}),
+        (429, b"", {"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}),
+        (429, b"", {"Retry-After": "soon"}),
+        (200, b"not json", {}),
+        (200, {"choices": []}, {}),
+    ],
+    ids=["503", "429", "429-date", "429-nonsense", "no-json", "no-choice"],
+)
+def test_passing_failures_are_retried(server: FakeServer, prompts: str, tmp_path: Path, failure: Reply) -> None:
+    server.reply = lambda body, count: failure if count <= 2 else (200, answer_of(body), {})
+    report = run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
+    assert report.num_new == 12 and set(server.counts.values()) == {3}
+
+
+def test_a_server_that_stays_away_keeps_finished_answers(server: FakeServer, prompts: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    server.reply = lambda body, count: (
+        (503, {"error": {"message": "out of\nmemory"}}, {})
+        if body["messages"][-1]["content"] == "Q7"
+        else (200, answer_of(body), {})
+    )
+    with pytest.raises(EndpointError, match=r"no answer after 4 attempts .HTTP 503: out of memory.; finished answers"):
+        run(prompts, out, endpoint_of(server, concurrency=2))
+    before = answered(out)
+    assert "7" not in before and len(before) >= 5
+    server.reply = lambda body, count: (200, answer_of(body), {})
+    asked = Counter(server.counts)
+    report = run(prompts, out, endpoint_of(server))
+    assert report.num_done_before == len(before) and len(answered(out)) == 12
+    assert all(server.counts[f"Q{key}"] == asked[f"Q{key}"] for key in before)
+    assert {key: value for key, value in answered(out).items() if key in before} == before
+
+
+def test_a_refused_prompt_is_counted_and_the_rest_goes_on(server: FakeServer, prompts: str, tmp_path: Path) -> None:
+    server.reply = lambda body, count: (
+        (400, {"error": {"message": "too long"}}, {})
+        if body["messages"][-1]["content"] == "Q7"
+        else (200, answer_of(body), {})
+    )
+    report = run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
+    assert report.num_refused == 1 and report.num_new == 11 and server.counts["Q7"] == 1
+    server.reply = lambda body, count: (400, {"error": {"message": "unknown field"}}, {})
+    with pytest.raises(EndpointError, match="refuses every prompt: HTTP 400: unknown field"):
+        run(prompts, tmp_path / "other.jsonl", endpoint_of(server))
+
+
+def test_a_finished_run_is_finished_when_it_is_started_again(server: FakeServer, tmp_path: Path) -> None:
+    """Only the refused prompts are left, and are refused again: more of them than a new run would put up with."""
+    prompts = write_jsonl(tmp_path / "p.jsonl", [{"id": str(i), "prompt": f"Q{i}"} for i in range(24)])
+    server.reply = lambda body, count: (
+        (400, {"error": {"message": "too long"}}, {})
+        if int(body["messages"][-1]["content"][1:]) >= 14
+        else (200, answer_of(body), {})
+    )
+    first = run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
+    before = (tmp_path / "out.jsonl").read_bytes()
+    again = run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
+    assert first.num_refused == again.num_refused == 10
+    assert again.num_done_before == 14 and again.num_new == 0
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_a_server_that_came_to_refuse_everything_is_noticed(server: FakeServer, tmp_path: Path) -> None:
+    prompts = write_jsonl(tmp_path / "p.jsonl", [{"id": str(i), "prompt": f"Q{i}"} for i in range(24)])
+    server.reply = lambda body, count: (
+        (401, {}, {}) if body["messages"][-1]["content"] == "Q4" else (200, answer_of(body), {})
+    )
+    with pytest.raises(EndpointError, match="HTTP 401"):
+        run(prompts, tmp_path / "out.jsonl", endpoint_of(server, concurrency=1))
+    assert len(answered(tmp_path / "out.jsonl")) == 4
+    server.reply = lambda body, count: (400, {"error": {"message": "unknown field"}}, {})
+    with pytest.raises(EndpointError, match="refuses every prompt: HTTP 400: unknown field"):
+        run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_wrong_key_or_model_stops_at_once(server: FakeServer, prompts: str, tmp_path: Path, status: int) -> None:
+    server.reply = lambda body, count: (status, {"message": "no such model"}, {})
+    with pytest.raises(EndpointError, match=f"answers HTTP {status}: no such model"):
+        run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
+    assert set(server.counts.values()) == {1}
+
+
+def test_nobody_listens(prompts: str, tmp_path: Path) -> None:
+    endpoint = Endpoint("http://127.0.0.1:9", "m", retries=1, pause=0.01)
+    with pytest.raises(EndpointError, match="no answer after 2 attempts"):
+        run(prompts, tmp_path / "out.jsonl", endpoint)
+
+
+def test_what_an_endpoint_cannot_do(server: FakeServer, prompts: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--prompts magpie needs --target"):
+        distill(None, "magpie", tmp_path / "o.jsonl", num_prompts=3, endpoint=endpoint_of(server), progress=False)
+    with pytest.raises(ValueError, match="it is the server that decodes"):
+        run(prompts, tmp_path / "o.jsonl", endpoint_of(server), drafter=object())
+    with pytest.raises(ValueError, match="--endpoint and --ray both say who is to answer"):
+        run(prompts, tmp_path / "o.jsonl", endpoint_of(server), answerer=object())
+    assert not server.bodies
+    run(prompts, tmp_path / "o.jsonl", endpoint_of(server))
+    with pytest.raises(ValueError, match="begun with endpoint_model = 'tiny', now it is 'm'"):
+        run(prompts, tmp_path / "o.jsonl", Endpoint(server.url, "m"))

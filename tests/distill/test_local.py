@@ -1,0 +1,248 @@
+"""Distillation through the real engine over a tiny random target: resumable, sharded, the same whatever the batch."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from drafter.data.formats import read_rows
+from drafter.decoding.params import SamplingParams
+from drafter.distill.jobs import Answer, AnswerSettings, Job
+from drafter.distill.journal import Journal
+from drafter.distill.local import DistillReport, EngineAnswerer, _answer_all, _groups, distill
+from drafter.distill.prompts import Prompt
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from tests.data.tiny import chat, tiny_target, write_jsonl
+
+QUESTIONS = ["Why?", "What is the and the?", "Tell me more and more and more of it.", "a", "the end"]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    return write_jsonl(tmp_path / "prompts.jsonl", [{"id": f"q{i}", "prompt": q} for i, q in enumerate(QUESTIONS)])
+
+
+def rows_of(path: Path) -> dict[tuple[str, int], dict]:
+    rows = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+    keyed = {(row["id"], row["answer"]): row for row in rows}
+    assert len(keyed) == len(rows)
+    return keyed
+
+
+def run(target, prompts: str, out: Path, **options) -> DistillReport:
+    return distill(target, prompts, out, **{"max_new_tokens": 8, "progress": False, **options})
+
+
+def test_answers_are_those_of_the_engine(target, prompts: str, tmp_path: Path) -> None:
+    report = run(target, prompts, tmp_path / "out.jsonl", batch_size=2)
+    rows = rows_of(tmp_path / "out.jsonl")
+    engine = Engine(target, None, EngineConfig(method="autoregressive"))
+    for (number, _), row in rows.items():
+        question = QUESTIONS[int(number[1:])]
+        (alone,) = engine.generate([question], SamplingParams(max_new_tokens=8))
+        assert row["messages"] == chat(question, alone.text)
+        assert row["finish_reason"] == alone.finish_reason and row["num_tokens"] == len(alone.token_ids)
+        assert row["source"] == "prompts.jsonl" and row["temperature"] == 0.0
+    assert len(rows) == report.num_new == report.num_answers == 5
+    assert report.num_tokens == sum(row["num_tokens"] for row in rows.values())
+    assert "5 of 5 answers to 5 prompts" in report.lines()[0]
+    conversations = list(read_rows(tmp_path / "out.jsonl"))
+    assert [row.is_cut for row in conversations] == [row["finish_reason"] == "length" for row in rows.values()]
+
+
+def test_batches_do_not_change_sampled_answers(target, prompts: str, tmp_path: Path) -> None:
+    options = {"temperature": (0.5, 1.0), "num_answers": 2, "seed": 3, "top_k": 50}
+    run(target, prompts, tmp_path / "a.jsonl", batch_size=1, **options)
+    run(target, prompts, tmp_path / "b.jsonl", batch_size=64, batch_tokens=120, **options)
+    first, second = rows_of(tmp_path / "a.jsonl"), rows_of(tmp_path / "b.jsonl")
+    assert first == second and len(first) == 10
+    assert first["q0", 0]["messages"] != first["q0", 1]["messages"]
+    run(target, prompts, tmp_path / "c.jsonl", **{**options, "seed": 4})
+    assert rows_of(tmp_path / "c.jsonl") != first
+
+
+def test_a_second_run_has_nothing_to_do(target, prompts: str, tmp_path: Path) -> None:
+    run(target, prompts, tmp_path / "out.jsonl")
+    before = (tmp_path / "out.jsonl").read_bytes()
+    report = run(target, prompts, tmp_path / "out.jsonl")
+    assert report.num_new == 0 and report.num_done_before == 5
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("cut", [0, 1, 150, -1])
+def test_a_cut_file_is_completed(target, prompts: str, tmp_path: Path, cut: int) -> None:
+    out = tmp_path / "out.jsonl"
+    run(target, prompts, out, temperature=1.0)
+    whole = rows_of(out)
+    out.write_bytes(out.read_bytes()[:cut])
+    report = run(target, prompts, out, temperature=1.0)
+    assert rows_of(out) == whole
+    assert report.num_done_before + report.num_new == 5 and report.num_new > 0
+
+
+def test_other_settings_or_prompts_are_refused(target, prompts: str, tmp_path: Path) -> None:
+    run(target, prompts, tmp_path / "out.jsonl")
+    with pytest.raises(ValueError, match="begun with max_new_tokens = 8, now it is 9"):
+        run(target, prompts, tmp_path / "out.jsonl", max_new_tokens=9)
+    with pytest.raises(ValueError, match="begun with shard"):
+        run(target, prompts, tmp_path / "out.jsonl", num_prompts=2, shard="1/2")
+    with pytest.raises(ValueError, match="begun with prompts"):
+        run(target, prompts, tmp_path / "out.jsonl", num_prompts=2)
+
+
+def test_shards_make_the_whole(target, prompts: str, tmp_path: Path) -> None:
+    run(target, prompts, tmp_path / "all.jsonl", temperature=1.0)
+    parts: dict = {}
+    for shard in ("1/2", "2/2"):
+        run(target, prompts, tmp_path / f"{shard[0]}.jsonl", shard=shard, temperature=1.0)
+        parts |= rows_of(tmp_path / f"{shard[0]}.jsonl")
+    assert parts == rows_of(tmp_path / "all.jsonl")
+
+
+def test_prompts_without_room_are_counted(target, tmp_path: Path) -> None:
+    name = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "x" * 200}, {"prompt": "short"}])
+    report = run(target, name, tmp_path / "out.jsonl")
+    assert report.num_too_long == 1 and report.num_new == 1
+    assert any("leaves no room" in line for line in report.lines())
+
+
+def test_bad_options(target, prompts: str, tmp_path: Path) -> None:
+    for options, message in (
+        ({"batch_size": 0}, "--batch-size 0"),
+        ({"batch_tokens": 0}, "--batch-tokens 0"),
+        ({"num_prompts": 0}, "--num-prompts 0"),
+        ({"shard": "9"}, "--shard '9'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(target, prompts, tmp_path / "out.jsonl", **options)
+    with pytest.raises(ValueError, match="Give --target or --endpoint"):
+        run(None, prompts, tmp_path / "out.jsonl")
+    with pytest.raises(ValueError, match="--prompts magpie needs --num-prompts"):
+        run(target, "magpie", tmp_path / "out.jsonl")
+    with pytest.raises(FileNotFoundError, match=r"none\.jsonl"):
+        run(target, str(tmp_path / "none.jsonl"), tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_name_that_would_be_read_otherwise_is_refused_before_anything_is_done(prompts: str, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "answers.json"
+    for wanted in (prompts, "magpie"):
+        # Its identity is asked for by whatever comes next, and this one has none.
+        with pytest.raises(ValueError, match=r"is read as \.json; use \.jsonl"):
+            distill(None, wanted, out, num_prompts=2, answerer=object(), progress=False)
+    assert not out.parent.exists()
+
+
+def test_answers_to_prompts_that_are_excluded_later(target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The invented list is mended by itself, the answers that are there already are not."""
+    texts = [f"What about the number {number}, my friend?" for number in range(5)]
+    monkeypatch.setattr(
+        EngineAnswerer, "sample_openings", lambda self, opening, seeds, settings: [(text, True) for text in texts]
+    )
+    out = tmp_path / "out.jsonl"
+    monkeypatch.setattr("drafter.distill.magpie._SMALLEST_BLOCK", len(texts))
+    options = {"num_prompts": 3, "max_new_tokens": 4}
+    run(target, "magpie", out, **options)
+    exclude = write_jsonl(tmp_path / "x.jsonl", [{"prompt": texts[1]}])
+    with pytest.raises(ValueError, match=r"holds answers to 1 prompts that are on the excluded list \(id magpie-1\)"):
+        run(target, "magpie", out, exclude=exclude, **options)
+    lines = out.read_text().splitlines(keepends=True)
+    out.write_text("".join(line for line in lines if '"magpie-1"' not in line))
+    report = run(target, "magpie", out, exclude=exclude, **options)
+    asked = {row["messages"][0]["content"] for row in rows_of(out).values()}
+    assert len(asked) == 3 and texts[1] not in asked and asked <= set(texts)
+    assert report.num_done_before == 2 and report.dropped_inventions["excluded"] == 1
+
+
+def test_groups_share_a_cache_only_if_their_lengths_are_close() -> None:
+    lengths = [300, 290, 210, 199, 150, 140, 90, 10]
+    groups = [lengths[group] for group in _groups(lengths)]
+    assert groups == [[300, 290, 210], [199, 150, 140], [90], [10]]
+    assert list(_groups([])) == []
+
+
+class Killed(Exception):
+    pass
+
+
+class FakeAnswerer:
+    """Answers in an order of its own and dies after some answers."""
+
+    identity = {"fake": 1}
+
+    def __init__(self, dies_after: int | None = None) -> None:
+        self.dies_after = dies_after
+
+    def answer(self, jobs: Sequence[Job], settings: AnswerSettings) -> Iterator[tuple[Job, Answer | None]]:
+        for count, job in enumerate(sorted(jobs, key=lambda job: job.seed)):
+            if count == self.dies_after:
+                raise Killed
+            yield job, Answer(f"{job.prompt.id} {job.seed}", "stop", 2)
+
+
+def test_any_series_of_interruptions_gives_the_same_rows(tmp_path: Path) -> None:
+    prompts = [Prompt(f"p{i}", tuple(chat(f"{i}")), "test") for i in range(20)]
+    settings = AnswerSettings(temperature=(1.0,), num_answers=2)
+
+    def attempt(path: Path, answerer: FakeAnswerer) -> None:
+        with Journal(path, {"a": 1}) as journal:
+            _answer_all(answerer, prompts, settings, journal, DistillReport(), False)
+
+    attempt(tmp_path / "whole.jsonl", FakeAnswerer())
+    for dies_after in (3, 0, 10, 7):
+        with pytest.raises(Killed):
+            attempt(tmp_path / "parts.jsonl", FakeAnswerer(dies_after))
+        with (tmp_path / "parts.jsonl").open("ab") as stream:
+            stream.write(b'{"id": "p1", "answ')
+    attempt(tmp_path / "parts.jsonl", FakeAnswerer())
+    assert rows_of(tmp_path / "parts.jsonl") == rows_of(tmp_path / "whole.jsonl")
+
+
+def test_openings_are_sampled_by_seed(target) -> None:
+    from drafter.distill.magpie import MagpieSettings, user_opening
+
+    opening = user_opening(target.tokenizer, "tiny")
+    settings = MagpieSettings(4, max_tokens=30)
+    texts = EngineAnswerer(target).sample_openings(opening, [1, 2, 3, 2], settings)
+    assert texts[1] == texts[3] and len({text for text, _ in texts}) == 3
+    assert all("<|end|>" not in text for text, _ in texts)
+
+
+SCRIPT = """
+import sys
+from drafter.distill.local import distill
+from tests.data.tiny import tiny_target
+distill(tiny_target(), sys.argv[1], sys.argv[2], max_new_tokens=60, temperature=1.0, batch_size=2, progress=False)
+"""
+
+
+@pytest.mark.slow
+def test_kill_9_in_the_middle(tmp_path: Path) -> None:
+    prompts = write_jsonl(tmp_path / "p.jsonl", [{"prompt": f"Question number {i}?"} for i in range(60)])
+    command = [sys.executable, "-c", SCRIPT, prompts]
+    subprocess.run([*command, str(tmp_path / "whole.jsonl")], check=True)
+    out = tmp_path / "killed.jsonl"
+    num_kills = 0
+    for wanted in (3, 41):
+        process = subprocess.Popen([*command, str(out)])
+        while process.poll() is None and (not out.exists() or out.read_bytes().count(b"\n") < wanted):
+            time.sleep(0.002)
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+            num_kills += 1
+        process.wait()
+    assert num_kills > 0
+    subprocess.run([*command, str(out)], check=True)
+    assert rows_of(out) == rows_of(tmp_path / "whole.jsonl") and len(rows_of(out)) == 60

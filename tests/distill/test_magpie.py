@@ -1,0 +1,144 @@
+"""Invented prompts: the opening of the user's turn, the filters, and interruptions."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from drafter.distill.magpie import MagpieSettings, Opening, invent_prompts, problem_of, user_opening
+from drafter.distill.prompts import Exclusion, Shard
+from tests.data.tiny import CHAT_TEMPLATE, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+SPECIAL = ["<s>", "<|user|>", "<|bot|>", "<|end|>"]
+
+
+def test_the_opening_comes_from_the_template() -> None:
+    opening = user_opening(TOKENIZER, "tiny")
+    assert TOKENIZER.decode(opening.token_ids) == "<s><|user|>\n"
+    assert opening.stop_token_ids == (3,) and opening.stop == ()
+
+
+def test_a_template_that_ends_a_turn_by_words() -> None:
+    template = "{% for m in messages %}{{ '### ' + m['role'] + ': ' + m['content'] + '\n### end' }}{% endfor %}"
+    tokenizer = tiny_tokenizer(template)
+    opening = user_opening(tokenizer, "tiny")
+    assert tokenizer.decode(opening.token_ids) == "### user:"
+    assert opening.stop_token_ids == () and opening.stop == ("### end",)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "has no chat template"),
+        ("{{ 'x' }}", "does not show a user's message once"),
+        (CHAT_TEMPLATE + "{{ messages[0]['content'] }}", "does not show a user's message once"),
+        ("{{ messages[0]['content'] }}", "has nothing before a user's message"),
+        ("{{ 'user: ' + messages[0]['content'] }}", "does not end a user's message"),
+    ],
+)
+def test_templates_that_cannot_be_opened(template: str | None, message: str) -> None:
+    with pytest.raises(ValueError, match=f"target 'tiny' {message}"):
+        user_opening(tiny_tokenizer(template), "tiny")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("What is the capital of Norway?", None),
+        ("ノルウェーの首都はどこですか、教えて", None),
+        ("Why?", "too short"),
+        ("!!! ??? ... --- ///", "too short"),
+        ("What is \ufffd in this text here?", "damaged characters"),
+        ("What is this?<|bot|>Something.", "template tokens"),
+        ("again and " * 40, "repeats itself"),
+        ("\n".join(["one line here", "one line here", "one line here", "other"]), "repeats itself"),
+    ],
+)
+def test_filters(text: str, problem: str | None) -> None:
+    assert problem_of(text, SPECIAL) == problem
+
+
+class FakeSampler:
+    """Candidate texts that follow from the seed, some of them unusable; dies after some calls."""
+
+    def __init__(self, dies_after: int | None = None, num_texts: int = 10**6) -> None:
+        self.dies_after = dies_after
+        self.num_texts = num_texts
+        self.num_calls = 0
+        self.num_seeds = 0
+
+    def __call__(self, opening: Opening, seeds: Sequence[int], settings: MagpieSettings) -> list[tuple[str, bool]]:
+        if self.num_calls == self.dies_after:
+            raise InterruptedError
+        self.num_calls += 1
+        self.num_seeds += len(seeds)
+        kinds = ["What about number {}, my friend?", "short {}", "Is it the number {} that you mean?"]
+        return [(kinds[seed % 3].format(seed % self.num_texts), seed % 5 != 0) for seed in seeds]
+
+
+def invent(path: Path, sampler: FakeSampler, num_prompts: int = 60, **options):
+    return invent_prompts(
+        path,
+        TOKENIZER,
+        sampler,
+        MagpieSettings(num_prompts, seed=1),
+        target_name="tiny",
+        identity={"target": "tiny"},
+        progress=False,
+        **options,
+    )
+
+
+def test_invented_prompts_are_usable_and_counted(tmp_path: Path) -> None:
+    prompts, dropped = invent(tmp_path / "p.jsonl", FakeSampler())
+    assert len(prompts) == 60 and len({prompt.id for prompt in prompts}) == 60
+    assert dropped["too short"] > 0 and dropped["cut"] > 0
+    assert all(problem_of(prompt.messages[0]["content"], SPECIAL) is None for prompt in prompts)
+    again, dropped = invent(tmp_path / "p.jsonl", FakeSampler(dies_after=0))
+    assert again == prompts and dropped == {}
+
+
+def test_interruptions_and_more_prompts_give_the_same_list(tmp_path: Path) -> None:
+    whole, _ = invent(tmp_path / "whole.jsonl", FakeSampler(), 200)
+    few, _ = invent(tmp_path / "parts.jsonl", FakeSampler(), 30)
+    assert few == whole[:30]
+    with pytest.raises(InterruptedError):
+        invent(tmp_path / "parts.jsonl", FakeSampler(dies_after=1), 200)
+    with (tmp_path / "parts.jsonl").open("ab") as stream:
+        stream.write(b'{"id": "magpie-7')
+    assert invent(tmp_path / "parts.jsonl", FakeSampler(), 200)[0] == whole
+
+
+def test_shards_invent_different_prompts(tmp_path: Path) -> None:
+    parts = [invent(tmp_path / f"{i}.jsonl", FakeSampler(), 11, shard=Shard(i, 3))[0] for i in (1, 2, 3)]
+    assert [len(part) for part in parts] == [4, 4, 3]
+    assert len({prompt.id for part in parts for prompt in part}) == 11
+
+
+def test_repeated_and_excluded_texts_are_dropped(tmp_path: Path) -> None:
+    prompts, dropped = invent(tmp_path / "p.jsonl", FakeSampler(num_texts=20), 12)
+    assert len({prompt.messages[0]["content"] for prompt in prompts}) == 12 and dropped["seen before"] > 0
+    unwanted = Exclusion([prompts[0].messages[0]["content"]])
+    fewer, dropped = invent(tmp_path / "q.jsonl", FakeSampler(num_texts=20), 12, exclude=unwanted)
+    assert fewer[0] == prompts[1] and dropped["excluded"] > 0
+
+
+def test_prompts_excluded_later_are_replaced(tmp_path: Path) -> None:
+    """The list is the one of a run that knew of the exclusion from its start."""
+    more, _ = invent(tmp_path / "p.jsonl", FakeSampler(), 30)
+    unwanted = Exclusion([more[3].messages[0]["content"], more[28].messages[0]["content"]])
+    fresh, _ = invent(tmp_path / "fresh.jsonl", FakeSampler(), 30, exclude=unwanted)
+    fewer, dropped = invent(tmp_path / "p.jsonl", FakeSampler(dies_after=0), 20, exclude=unwanted)
+    assert fewer == fresh[:20] == more[:3] + more[4:21] and dropped == {"excluded": 2}
+    later, dropped = invent(tmp_path / "p.jsonl", FakeSampler(), 30, exclude=unwanted)
+    assert later == fresh and later[:27] == more[:3] + more[4:28] and dropped["excluded"] == 2
+    again, dropped = invent(tmp_path / "p.jsonl", FakeSampler(dies_after=0), 30, exclude=unwanted)
+    assert again == later and dropped == {"excluded": 2}
+
+
+def test_a_target_that_invents_nothing_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'tiny' invents no usable prompt any more after .* of 60 .*seen before"):
+        invent(tmp_path / "p.jsonl", FakeSampler(num_texts=5))
+    with pytest.raises(ValueError, match="--num-prompts 0"):
+        MagpieSettings(0)

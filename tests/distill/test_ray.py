@@ -1,0 +1,125 @@
+"""Answers by engines on a Ray cluster: the same rows as by one engine here, also when a worker is lost."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from drafter.cli.distill import engine_answerer
+from drafter.cli.main import main
+from drafter.distill.jobs import Answer, AnswerSettings, Job
+from drafter.distill.local import EngineAnswerer, distill
+from drafter.distill.ray_answers import RayAnswerer, RayOptions
+from tests.data.tiny import write_jsonl
+from tests.tiny_files import make_target
+
+NUM_PROMPTS = 30
+OPTIONS = {"max_new_tokens": 8, "temperature": (0.0, 0.9), "num_answers": 2, "seed": 5}
+
+
+class DyingAnswerer(EngineAnswerer):
+    """The first of all workers to get its second batch takes its process down in the middle of it."""
+
+    num_batches = 0
+    marker: Path
+
+    def answer(self, jobs: Sequence[Job], settings: AnswerSettings) -> Iterator[tuple[Job, Answer | None]]:
+        self.num_batches += 1
+        for done, pair in enumerate(super().answer(jobs, settings)):
+            if self.num_batches == 2 and done == 2 and not self.marker.exists():
+                self.marker.write_text("dead")
+                os._exit(1)
+            yield pair
+
+
+def make_dying(target: str, marker: Path) -> EngineAnswerer:
+    from drafter.targets.target import Target
+
+    answerer = DyingAnswerer(Target.load(target, device="cpu"))
+    answerer.marker = marker
+    return answerer
+
+
+def rows_of(path: Path) -> dict[tuple[str, int], dict]:
+    rows = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+    keyed = {(row["id"], row["answer"]): row for row in rows}
+    assert len(keyed) == len(rows), "no answer stands there twice"
+    return keyed
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"num_workers": 0}, "num workers is 0"), ({"batch_size": 0}, "batch size"), ({"num_gpus": -1}, "num gpus is -1")],
+)
+def test_options_out_of_range_are_refused(options: dict, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        RayOptions(**options)
+
+
+def test_cluster_without_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["distill", "--out", str(tmp_path / "a.jsonl"), "--ray", "auto", "--endpoint", "http://x", "--model", "m"]
+    assert main(words) == 2
+    assert "--ray needs --target" in capsys.readouterr().err
+
+
+def test_cluster_and_endpoint_together_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["distill", "--target", "t", "--out", str(tmp_path / "a.jsonl"), "--ray", "auto"]
+    assert main([*words, "--endpoint", "http://x", "--model", "m"]) == 2
+    assert "--endpoint and --ray both say who is to answer" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a target, prompts, the answers of one engine here, and a cluster of this machine."""
+    ray = pytest.importorskip("ray")
+    folder = tmp_path_factory.mktemp("ray")
+    (folder / "target").symlink_to(make_target(folder))
+    write_jsonl(
+        folder / "prompts.jsonl",
+        [{"id": f"q{i}", "prompt": f"What is {i} and " + "more " * (i % 7)} for i in range(NUM_PROMPTS)],
+    )
+    ray.init(num_cpus=3, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    alone = engine_answerer(
+        str(folder / "target"), None, batch_size=8, batch_tokens=4096, dtype="float32", device="cpu"
+    )
+    distill(None, folder / "prompts.jsonl", folder / "alone.jsonl", answerer=alone, progress=False, **OPTIONS)
+    try:
+        yield folder
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.slow
+def test_cluster_gives_the_rows_of_one_engine(place: Path) -> None:
+    words = [
+        *("distill", "--target", str(place / "target"), "--prompts", str(place / "prompts.jsonl")),
+        *("--out", str(place / "cluster.jsonl"), "--max-new-tokens", "8", "--temperature", "0,0.9"),
+        *("--num-answers", "2", "--seed", "5", "--dtype", "float32", "--device", "cpu"),
+        *("--ray", "auto", "--ray-workers", "2", "--batch-size", "7"),
+    ]
+    assert main(words) == 0
+    wanted = rows_of(place / "alone.jsonl")
+    assert rows_of(place / "cluster.jsonl") == wanted and len(wanted) == 2 * NUM_PROMPTS
+    before = (place / "cluster.jsonl").read_bytes()
+    assert main(words) == 0, "a second run has nothing to do"
+    assert (place / "cluster.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_rows_of_a_lost_worker_are_made_again(place: Path) -> None:
+    make = partial(make_dying, str(place / "target"), place / "died")
+    answerer = RayAnswerer(make, RayOptions(num_workers=2, batch_size=7))
+    report = distill(None, place / "prompts.jsonl", place / "lossy.jsonl", answerer=answerer, progress=False, **OPTIONS)
+    assert (place / "died").exists(), "a worker was lost"
+    assert report.num_new == 2 * NUM_PROMPTS
+    assert rows_of(place / "lossy.jsonl") == rows_of(place / "alone.jsonl")
+
+
+@pytest.mark.slow
+def test_what_a_worker_cannot_do_is_one_line(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["distill", "--target", "./nowhere", "--out", str(place / "x.jsonl"), "--ray", "auto"]
+    assert main(words) == 2
+    assert "there is no such file or folder" in capsys.readouterr().err.splitlines()[-1]

@@ -1,0 +1,90 @@
+"""Drafters for tiny targets: one that has learnt its target a little, so that paths of every length are accepted."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafter.decoding.params import SamplingParams
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.models.config import DrafterConfig
+from drafter.models.drafter import RecurrentDrafter
+from drafter.targets.target import Target
+from tests.engine.oracle import VOCAB, tiny_target
+
+_UNROLL = 4
+_ANSWER = SamplingParams(max_new_tokens=48, ignore_eos=True)
+
+
+@cache
+def shared_target() -> Target:
+    """One target for tests that change nothing about it."""
+    return tiny_target()
+
+
+def prompts_for(num_prompts: int, *, seed: int, sizes: tuple[int, ...] = (1, 2, 5, 12)) -> list[list[int]]:
+    """Random prompts of the given sizes in turn."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCAB, (sizes[i % len(sizes)],), generator=generator).tolist() for i in range(num_prompts)]
+
+
+def answers_of(target: Target, prompts: list[list[int]], params: SamplingParams = _ANSWER) -> list[list[int]]:
+    """The oracle: autoregressive decoding."""
+    engine = Engine(target, config=EngineConfig(method="autoregressive", max_rows=8))
+    return [completion.token_ids for completion in engine.generate(prompts, params)]
+
+
+@cache
+def trained_drafter(
+    cell: str = "rnn", context: str = "last", head: str = "full", num_steps: int = 40
+) -> RecurrentDrafter:
+    """A drafter trained for a second on the target's own answers, for :func:`shared_target`."""
+    target = shared_target()
+    settings: dict[str, Any] = {"context_layers": (1, 2)} if context == "fused" else {}
+    if head == "tied":
+        settings["draft_vocab_size"] = VOCAB - 7
+    torch.manual_seed(0)
+    config = DrafterConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        cell=cell,
+        context=context,
+        head=head,
+        num_res_blocks=1,
+        **settings,
+    )
+    drafter = RecurrentDrafter(config).bind(target)
+    if head == "tied":
+        drafter.set_draft_token_ids(torch.arange(7, VOCAB)).bind(target)
+    prompts = prompts_for(16, seed=100)
+    texts = [(prompt + answer)[:49] for prompt, answer in zip(prompts, answers_of(target, prompts), strict=True)]
+    return train_on_texts(drafter, target, torch.tensor(texts), num_steps)
+
+
+def train_on_texts(drafter: RecurrentDrafter, target: Target, text_BT: Tensor, num_steps: int) -> RecurrentDrafter:
+    """Overfit a drafter to a few texts of the same length: cross-entropy at every position and depth."""
+    with torch.no_grad():
+        hidden_BTH = target.forward(text_BT, context_layers=drafter.config.context_layers).context_BTC
+        embedding_BTD = target.embed(text_BT)
+    optimizer = torch.optim.Adam(drafter.parameters(), lr=1e-2)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        start_BC = hidden_BTH.new_zeros(len(text_BT), drafter.config.context_size)
+        context_BTC = drafter.read(start_BC, hidden_BTH, embedding_BTD)
+        _loss(drafter, text_BT, context_BTC, embedding_BTD).backward()
+        optimizer.step()
+    return drafter.eval()
+
+
+def _loss(drafter: RecurrentDrafter, text_BT: Tensor, context_BTC: Tensor, embedding_BTD: Tensor) -> Tensor:
+    """Cross-entropy of the next tokens at every position and depth that has one."""
+    num_positions = text_BT.shape[1] - _UNROLL - 1
+    window_BPLD = embedding_BTD[:, 1:-1].unfold(1, _UNROLL, 1).transpose(2, 3)[:, :num_positions]
+    label_BPL = text_BT[:, 2:].unfold(1, _UNROLL, 1)[:, :num_positions]
+    logits_BPLR = drafter(context_BTC[:, :num_positions], window_BPLD)
+    place_V = torch.full((drafter.config.vocab_size,), -100)
+    place_V[drafter.draft_token_ids_R] = torch.arange(len(drafter.draft_token_ids_R))
+    return F.cross_entropy(logits_BPLR.flatten(0, 2), place_V[label_BPL].flatten())

@@ -1,0 +1,95 @@
+"""A tiny target, requests of every kind, and the oracle: what autoregressive decoding answers to them."""
+
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from drafter.decoding.params import SamplingParams
+from drafter.decoding.proposer import RowState
+from drafter.decoding.sampling import make_warp
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Completion, Engine
+from drafter.targets.target import Target
+
+VOCAB = 61
+
+
+def tiny_target(seed: int = 0, *, vocab_size: int = VOCAB, hidden_size: int = 32, max_length: int = 256) -> Target:
+    """A random two-layer Llama, sharp enough to repeat itself."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=max_length,
+        initializer_range=0.15,
+    )
+    return Target.from_model(LlamaForCausalLM(config), name=f"tiny-{seed}")
+
+
+Request = tuple[tuple[int, ...], SamplingParams]
+
+
+def requests(
+    num_requests: int = 8, *, seed: int = 0, temperatures: Sequence[float] = (0.0, 1.0)
+) -> tuple[Request, ...]:
+    """Prompts of 1 to 20 tokens, answers of 1 to 40, greedy and sampled, with and without filters: all in one batch."""
+    generator = random.Random(seed)
+    made = []
+    for index in range(num_requests):
+        prompt = tuple(generator.randrange(VOCAB) for _ in range(generator.choice((1, 2, 5, 20))))
+        params = SamplingParams(
+            max_new_tokens=generator.choice((1, 9, 20, 32)),
+            temperature=temperatures[index % len(temperatures)],
+            top_p=generator.choice((1.0, 0.9)),
+            top_k=generator.choice((0, 0, 20)),
+            seed=generator.randrange(1000),
+            ignore_eos=True,
+        )
+        made.append((prompt, params))
+    return tuple(made)
+
+
+def answer(engine: Engine, asked: Sequence[Request]) -> list[Completion]:
+    """All requests in one call."""
+    return engine.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+
+
+@lru_cache
+def oracle(target: Target, asked: tuple[Request, ...]) -> list[list[int]]:
+    """What autoregressive decoding answers; the same target and requests are asked once."""
+    engine = Engine(target, config=EngineConfig(method="autoregressive", max_rows=4))
+    return [completion.token_ids for completion in answer(engine, asked)]
+
+
+def assert_lossless(engine: Engine, asked: Sequence[tuple[Sequence[int], SamplingParams]]) -> float:
+    """The engine's answers are the oracle's, token for token; returns the engine's tokens per step."""
+    hashable = tuple((tuple(prompt), params) for prompt, params in asked)
+    found = answer(engine, hashable)
+    for expected, completion in zip(oracle(engine.target, hashable), found, strict=True):
+        assert completion.token_ids == expected, completion.index
+    return sum(len(c.token_ids) for c in found) / sum(c.num_target_forwards for c in found)
+
+
+def rows_of(texts: Sequence[Sequence[int]], *, num_slots: int = 64, garbage: int = 7) -> RowState:
+    """Greedy rows whose history is ``texts``, the last token of each being the root; behind it stands garbage."""
+    history_BS = torch.full((len(texts), num_slots), garbage)
+    for row, text in enumerate(texts):
+        history_BS[row, : len(text)] = torch.tensor(text)
+    length_B = torch.tensor([len(text) - 1 for text in texts])
+    return RowState(
+        root_B=torch.tensor([text[-1] for text in texts]),
+        length_B=length_B,
+        context_BC=torch.zeros(len(texts), 1),
+        history_BS=history_BS,
+        seed_B=torch.zeros(len(texts), dtype=torch.int64),
+        is_active_B=torch.ones(len(texts), dtype=torch.bool),
+        warp=make_warp([SamplingParams()] * len(texts)),
+        num_visible=num_slots,
+    )

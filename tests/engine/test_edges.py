@@ -1,0 +1,145 @@
+"""Rare cases: numbers that overflow, rows left behind, more matches than text, calls within calls, mixed-up types."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from drafter.decoding.params import SamplingParams
+from drafter.engine import memory, runner
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.engine.sizes import PLAIN, _plan_of
+from drafter.models.config import DrafterConfig
+from drafter.models.drafter import RecurrentDrafter
+from drafter.proposers.options import Method
+from tests.engine.drafters import answers_of, prompts_for, shared_target, trained_drafter
+from tests.engine.oracle import assert_lossless, tiny_target
+
+NO_EOS = SamplingParams(max_new_tokens=20, ignore_eos=True)
+KNOWN = prompts_for(4, seed=100, sizes=(5,))
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "redrafter"])
+def test_a_token_whose_numbers_overflow_spoils_no_other(method: Method) -> None:
+    """Neither where it is drafted in vain nor where an earlier request held it."""
+    target = tiny_target()
+    bad = 60
+    prompt, *_ = KNOWN
+    wanted = answers_of(target, [prompt], NO_EOS)
+    assert bad not in [*prompt, *wanted[0]]
+    target.model.get_input_embeddings().weight.data[bad] = torch.nan
+    config = EngineConfig(method=method, max_rows=1, beam_width=61, draft_length=2, tree_size=62)
+    drafter = trained_drafter() if method == "redrafter" else None
+    engine = Engine(target, drafter, replace(config, tree_size=None) if drafter is None else config)
+    engine.generate([[bad, *prompt]], NO_EOS)
+    assert [item.token_ids for item in engine.generate([prompt], NO_EOS)] == wanted
+
+
+def test_rows_that_were_left_do_not_make_a_greedy_batch_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_rows=4, tree_size=8))
+    engine.generate(KNOWN, replace(NO_EOS, temperature=1.0, top_p=0.9))
+    noises: list[int] = []
+    monkeypatch.setattr(runner, "gumbel_noise", lambda *_, **__: noises.append(1))
+    engine.generate(KNOWN[:3], NO_EOS)
+    assert not noises
+
+
+@pytest.mark.parametrize("method", ["lookup", "hybrid"])
+def test_more_matches_than_the_text_has_places(method: Method) -> None:
+    config = EngineConfig(method=method, beam_width=200, draft_length=2, max_rows=2, tree_size=12)
+    drafter = None if method == "hybrid" else trained_drafter()
+    assert assert_lossless(Engine(shared_target(), drafter, config), [(prompt, NO_EOS) for prompt in KNOWN]) > 1.0
+
+
+@pytest.mark.parametrize("context", ["last", "history"])
+def test_a_reused_prefix_gives_the_context_that_reading_it_gives(context: str) -> None:
+    """A memory of the text cannot be taken over with the slots, so such a drafter reads the whole prompt."""
+    (prompt,) = prompts_for(1, seed=5, sizes=(40,))
+    contexts = []
+    for reuse in (False, True):
+        engine = Engine(
+            shared_target(), trained_drafter(context=context), EngineConfig(max_rows=1, reuse_prefixes=reuse)
+        )
+        engine.reserve(90)
+        engine.generate([prompt], replace(NO_EOS, max_new_tokens=1))
+        request = engine.add(prompt, NO_EOS)
+        while not request.token_ids:
+            engine.step()
+        assert (request.num_shared > 0) == (reuse and context == "last")
+        assert engine._runner is not None
+        contexts.append(engine._runner._context_BC[0].clone())
+    torch.testing.assert_close(*contexts, atol=1e-5, rtol=1e-4)
+
+
+def test_no_prompts_need_no_cache() -> None:
+    engine = Engine(shared_target(), trained_drafter())
+    assert engine.generate([]) == [] and engine._runner is None
+
+
+def test_one_call_at_a_time() -> None:
+    engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_rows=2, tree_size=8))
+    stream = engine.stream(KNOWN[:1], NO_EOS)
+    tokens = list(next(stream).token_ids)
+    with pytest.raises(ValueError, match="another call"):
+        engine.generate(KNOWN[1:2], NO_EOS)
+    for event in stream:
+        tokens += event.token_ids
+    assert [tokens] == answers_of(shared_target(), KNOWN[:1], NO_EOS)
+
+
+@pytest.mark.parametrize("prompts", ["hey", [1, 2, 3], [{"role": "user", "content": "hey"}]])
+def test_one_prompt_is_no_list_of_prompts(prompts: Any) -> None:
+    with pytest.raises(ValueError, match="list of prompts"):
+        Engine(shared_target()).generate(prompts)
+
+
+def test_a_row_limit_outlives_a_larger_cache() -> None:
+    engine = Engine(shared_target(), config=EngineConfig(method="autoregressive", max_rows=4))
+    engine.limit_rows(1)
+    engine.reserve(200)
+    for prompt in KNOWN:
+        engine.add(prompt, NO_EOS)
+    engine.step()
+    assert engine.num_running == 1
+
+
+def test_a_draft_models_cache_must_fit_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft_model = tiny_target(), tiny_target(1)
+    engine = Engine(target, config=EngineConfig(method="draft-model", max_rows=2), draft_model=draft_model)
+    alone = memory.cache_bytes(target, 2, 128) + memory.step_bytes(target, 2, 6, 5, has_noise=False)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: alone)
+    with pytest.raises(ValueError, match="2 rows of 128 slots need"):
+        engine.reserve(100)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: alone + memory.cache_bytes(draft_model, 2, 128))
+    engine.reserve(100)
+
+
+def test_drafters_that_cannot_work_are_refused_before_the_first_step() -> None:
+    fields: dict[str, Any] = {"vocab_size": shared_target().vocab_size, "hidden_size": shared_target().hidden_size}
+    elsewhere = RecurrentDrafter(DrafterConfig(**fields)).to("meta")
+    with pytest.raises(ValueError, match="the drafter is on meta but the target on cpu"):
+        Engine(shared_target(), elsewhere)
+    too_deep = RecurrentDrafter(DrafterConfig(**fields, context="fused", context_layers=(1, 9)))
+    with pytest.raises(ValueError, match=r"reads layers \[1, 9\] but target .* has 2"):
+        Engine(shared_target(), too_deep)
+
+
+def test_a_packed_low_rank_head_is_used() -> None:
+    torch.manual_seed(0)
+    fields: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "head": "low-rank", "head_rank": 8}
+    drafter = RecurrentDrafter(DrafterConfig(**fields)).eval()
+    state, context = torch.randn(2, 3, 32), torch.randn(2, 1, 32)
+    wanted = drafter.logits(context, state)
+    drafter.pack()
+    used: list[int] = []
+    assert drafter.rows is not None
+    drafter.rows.register_forward_hook(lambda *_: used.append(1))
+    torch.testing.assert_close(drafter.logits(context, state), wanted, atol=1e-5, rtol=1e-5)
+    assert used
+
+
+def test_a_tree_of_one_node_is_plain_decoding_however_it_is_written() -> None:
+    entry = {"beam_width": 2, "draft_length": 2, "tree_size": 1, "tokens_per_step": 1.0, "step_seconds": 0.1}
+    assert _plan_of({"num_rows": 1, "choices": [entry]}, "hybrid").plain.tree == PLAIN

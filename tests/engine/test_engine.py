@@ -1,0 +1,364 @@
+"""The engine against its oracle: autoregressive decoding, and transformers' own generate, token for token."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from drafter.decoding.params import SamplingParams
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Completion, Engine
+from drafter.proposers.options import TreePolicy
+from drafter.targets.target import Target
+from tests.engine.drafters import answers_of, prompts_for, shared_target, trained_drafter
+from tests.engine.oracle import VOCAB, assert_lossless, requests, tiny_target
+
+NO_EOS = SamplingParams(max_new_tokens=30, ignore_eos=True)
+# The drafter was trained on the answers to these: it drafts most of them right.
+KNOWN = prompts_for(16, seed=100)
+
+
+def new_engine(**settings: object) -> Engine:
+    fields: dict[str, object] = {"beam_width": 4, "draft_length": 4, "tree_size": 10, "max_rows": 4}
+    return Engine(shared_target(), trained_drafter(), EngineConfig(**(fields | settings)))  # type: ignore[arg-type]
+
+
+def ids(completions: Sequence[Completion]) -> list[list[int]]:
+    return [completion.token_ids for completion in completions]
+
+
+def hugging_face_answer(target: Target, prompt: list[int], num_tokens: int, eos: Sequence[int] = ()) -> list[int]:
+    prompt_1T = torch.tensor([prompt])
+    output = target.model.generate(
+        prompt_1T,
+        attention_mask=torch.ones_like(prompt_1T),
+        do_sample=False,
+        max_new_tokens=num_tokens,
+        eos_token_id=list(eos) or VOCAB + 1,
+        pad_token_id=0,
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+def test_hugging_face_generates_the_same() -> None:
+    for prompt, completion in zip(KNOWN[:4], new_engine().generate(KNOWN[:4], NO_EOS), strict=True):
+        assert completion.token_ids == hugging_face_answer(shared_target(), prompt, 30)
+        assert completion.finish_reason == "length" and completion.prompt_ids == prompt
+
+
+def test_autoregressive_decoding_takes_one_forward_per_token() -> None:
+    engine = new_engine(method="autoregressive", tree_size=None)
+    for completion in engine.generate(KNOWN[:5], NO_EOS):
+        assert completion.num_target_forwards == 30 and completion.tokens_per_step == 1.0
+
+
+def test_trained_drafter_keeps_long_paths() -> None:
+    """Otherwise the tests below would say little."""
+    completions = new_engine().generate(KNOWN, NO_EOS)
+    kept = {accepted for completion in completions for accepted in completion.num_accepted}
+    assert kept == {0, 1, 2, 3, 4}
+    for completion in completions:
+        assert len(completion.num_accepted) == completion.num_target_forwards
+        assert completion.tokens_per_step == len(completion.token_ids) / completion.num_target_forwards
+
+
+SHAPES: list[tuple[int, int, int, int | None, TreePolicy]] = [
+    # rows, W, L, N, policy
+    (1, 1, 1, 2, "all-nodes"),
+    (1, 8, 4, 24, "all-nodes"),
+    (3, 2, 3, 1, "all-nodes"),
+    (3, 5, 2, 4, "all-nodes"),
+    (5, 3, 6, 19, "all-nodes"),
+    (8, 16, 3, None, "all-nodes"),
+    (1, 2, 5, None, "final-beams"),
+    (4, 5, 3, None, "final-beams"),
+]
+
+
+@pytest.mark.parametrize(("rows", "width", "length", "size", "policy"), SHAPES)
+def test_any_tree_gives_the_oracles_tokens(
+    rows: int, width: int, length: int, size: int | None, policy: TreePolicy
+) -> None:
+    engine = new_engine(max_rows=rows, beam_width=width, draft_length=length, tree_size=size, tree_policy=policy)
+    assert_lossless(engine, [*((prompt, NO_EOS) for prompt in KNOWN[:3]), *requests(4, seed=rows)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["all-nodes", "final-beams"])
+@pytest.mark.parametrize(("rows", "width", "length"), list(product((1, 5, 16), (1, 3, 32), (1, 4, 9))))
+def test_grid(rows: int, width: int, length: int, policy: TreePolicy) -> None:
+    largest = 1 + width * length
+    for size in sorted({2, min(33, largest), largest}) if policy == "all-nodes" else [None]:
+        engine = new_engine(
+            max_rows=rows,
+            beam_width=width,
+            draft_length=length,
+            tree_size=size,
+            tree_policy=policy,
+            prefill_chunk=1 + length,
+        )
+        assert_lossless(engine, [*((prompt, NO_EOS) for prompt in KNOWN[:8]), *requests(10, seed=rows)])
+
+
+@pytest.mark.parametrize(
+    ("cell", "context", "head"), [("gru", "last", "full"), ("rnn", "fused", "tied"), ("rnn", "history", "tied")]
+)
+def test_any_drafter_gives_the_oracles_tokens(cell: str, context: str, head: str) -> None:
+    config = EngineConfig(beam_width=4, draft_length=3, tree_size=9, max_rows=3)
+    engine = Engine(shared_target(), trained_drafter(cell, context, head), config)
+    assert assert_lossless(engine, [(prompt, NO_EOS) for prompt in KNOWN[:6]]) > 1.5
+    assert_lossless(engine, requests(4, seed=4))
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_rows_come_and_go_while_others_prefill(chunk: int) -> None:
+    """More requests than rows, answers and prompts of many lengths, prompts prefilled in tiny chunks."""
+    prompts = prompts_for(8, seed=chunk, sizes=(1, 17, 2, 9, 24))
+    asked = [
+        (prompt, replace(NO_EOS, max_new_tokens=1 + 4 * (i % 5), temperature=0.7 * (i % 2), seed=i))
+        for i, prompt in enumerate(prompts + KNOWN[:3])
+    ]
+    assert_lossless(new_engine(max_rows=3, prefill_chunk=chunk), asked)
+
+
+def test_one_token_prompts_and_one_token_answers() -> None:
+    prompts = [[5], [6], [5, 6]]
+    assert ids(new_engine().generate(prompts, NO_EOS)) == answers_of(shared_target(), prompts, NO_EOS)
+    single = replace(NO_EOS, max_new_tokens=1)
+    completions = new_engine().generate(prompts, single)
+    assert ids(completions) == answers_of(shared_target(), prompts, single)
+    assert all(c.num_target_forwards == 1 and len(c.token_ids) == 1 for c in completions)
+
+
+def test_stop_tokens_cut_wherever_they_stand_in_an_accepted_path() -> None:
+    """Every token of an answer in turn is the stop token: first, within and last of what a step brings."""
+    prompt = KNOWN[0]
+    full = answers_of(shared_target(), [prompt], NO_EOS)[0]
+    prompts, params = [], []
+    for token in dict.fromkeys(full):
+        prompts.append(prompt)
+        params.append(replace(NO_EOS, stop_token_ids=(token,)))
+    for token, completion in zip(dict.fromkeys(full), new_engine().generate(prompts, params), strict=True):
+        expected = full[: full.index(token) + 1]
+        assert completion.token_ids == expected and completion.finish_reason == "stop"
+        assert completion.token_ids == hugging_face_answer(shared_target(), prompt, 30, [token])
+        assert sum(completion.num_accepted) <= len(expected)
+
+
+def test_end_of_sequence_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = KNOWN[:6]
+    answers = answers_of(shared_target(), prompts, NO_EOS)
+    eos = (answers[0][7], answers[1][3])
+    monkeypatch.setattr(shared_target(), "eos_token_ids", eos)
+    completions = new_engine().generate(prompts, replace(NO_EOS, ignore_eos=False))
+    assert any(completion.finish_reason == "stop" for completion in completions)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert completion.token_ids == hugging_face_answer(shared_target(), prompt, 30, eos)
+        assert (completion.finish_reason == "stop") == (completion.token_ids[-1] in eos)
+    assert ids(new_engine().generate(prompts, NO_EOS)) == answers
+
+
+def test_context_limit() -> None:
+    target = tiny_target(3, max_length=40)
+    drafter = trained_drafter()
+    engine = Engine(target, drafter, EngineConfig(beam_width=4, draft_length=4, tree_size=12))
+    prompts = [list(range(3, 3 + size)) for size in (1, 30, 36, 38, 39)]
+    for prompt, completion in zip(prompts, engine.generate(prompts, replace(NO_EOS, max_new_tokens=60)), strict=True):
+        room = 40 - len(prompt)
+        assert completion.finish_reason == "length" and len(completion.token_ids) == room
+        assert completion.token_ids == hugging_face_answer(target, prompt, room)
+    with pytest.raises(ValueError, match="a prompt has 40 tokens but the context is 40: shorten it$"):
+        engine.generate([list(range(3, 43))], NO_EOS)
+
+
+def test_max_length_of_the_engine() -> None:
+    engine = new_engine(max_length=20)
+    completion = engine.generate([KNOWN[0]], NO_EOS)[0]
+    assert len(completion.token_ids) == 20 - len(KNOWN[0]) and completion.finish_reason == "length"
+    with pytest.raises(ValueError, match="raise --max-length"):
+        engine.generate([[5] * 20], NO_EOS)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "match"),
+    [
+        ([[5, 6], []], "a prompt is empty"),
+        ([[5, 6], [5] * 300], "a prompt has 300 tokens but the context is 256"),
+        ([[5, 6], [VOCAB]], f"token id {VOCAB} is not in the vocabulary"),
+        ([[5, 6], [-1]], "token id -1 is not in the vocabulary"),
+        ([[5, 6], [5, 6.5]], "6.5 is no token id"),
+        ([[5, 6], [5, "a"]], "'a' is no token id"),
+        (["text"], "no tokenizer"),
+    ],
+)
+def test_bad_prompts_are_refused_and_leave_nothing_behind(prompts: list, match: str) -> None:
+    engine = new_engine()
+    with pytest.raises(ValueError, match=match):
+        engine.generate(prompts, NO_EOS)
+    assert not engine.has_work
+    assert ids(engine.generate(KNOWN[:2], NO_EOS)) == answers_of(shared_target(), KNOWN[:2], NO_EOS)
+
+
+def test_prompts_may_be_tensors() -> None:
+    prompts = [torch.tensor(prompt) for prompt in KNOWN[:2]]
+    assert ids(new_engine().generate(prompts, NO_EOS)) == answers_of(shared_target(), KNOWN[:2], NO_EOS)
+
+
+def test_parameters_are_one_or_one_for_each() -> None:
+    engine = new_engine()
+    with pytest.raises(ValueError, match="2 sampling parameters for 3 prompts"):
+        engine.generate(KNOWN[:3], [NO_EOS] * 2)
+    assert engine.generate([], NO_EOS) == []
+    with pytest.raises(ValueError, match="stop strings .* need a tokenizer"):
+        engine.generate(KNOWN[:1], SamplingParams(stop=("x",)))
+    assert not engine.has_work
+
+
+def test_what_a_method_needs_is_asked_for() -> None:
+    with pytest.raises(ValueError, match="--method redrafter needs a drafter"):
+        Engine(shared_target(), None, EngineConfig(method="redrafter"))
+    with pytest.raises(ValueError, match="--beam-width 64 exceeds the drafter's vocabulary of 61"):
+        new_engine(beam_width=64)
+    other = tiny_target(9, hidden_size=16)
+    with pytest.raises(ValueError, match="'tiny-9'"):
+        Engine(other, trained_drafter())
+    assert Engine(shared_target()).config.method == "autoregressive"
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_stream_brings_every_token_once_and_in_order(rows: int) -> None:
+    engine = new_engine(max_rows=rows)
+    tokens: dict[int, list[int]] = {}
+    done: dict[int, Completion] = {}
+    for event in engine.stream(KNOWN[:6], NO_EOS):
+        assert event.index not in done, "news after the end"
+        tokens.setdefault(event.index, []).extend(event.token_ids)
+        assert event.token_ids
+        if event.completion is not None:
+            done[event.index] = event.completion
+    assert [tokens[index] for index in range(6)] == answers_of(shared_target(), KNOWN[:6], NO_EOS)
+    assert all(done[index].token_ids == tokens[index] and done[index].index == index for index in range(6))
+
+
+def test_stream_that_is_left_leaves_no_row_behind() -> None:
+    engine = new_engine(max_rows=2)
+    for event in engine.stream(KNOWN[:5], NO_EOS):
+        if event.index == 1:
+            break
+    assert not engine.has_work
+    assert ids(engine.generate(KNOWN[:5], NO_EOS)) == answers_of(shared_target(), KNOWN[:5], NO_EOS)
+
+
+def test_abort_of_waiting_and_running_requests() -> None:
+    engine = new_engine(max_rows=2)
+    sequences = [engine.add(prompt, NO_EOS) for prompt in KNOWN[:5]]
+    engine.step()
+    assert (engine.num_running, engine.num_waiting) == (2, 3)
+    engine.abort(sequences[0].request_id)
+    engine.abort(sequences[3].request_id)
+    engine.abort(12345)
+    assert (engine.num_running, engine.num_waiting) == (1, 2)
+    while engine.has_work:
+        engine.step()
+    answers = answers_of(shared_target(), KNOWN[:5], NO_EOS)
+    for index, sequence in enumerate(sequences):
+        if index in (0, 3):
+            assert sequence.finish_reason == "abort"
+            assert sequence.token_ids == answers[index][: len(sequence.token_ids)]
+        else:
+            assert sequence.finish_reason == "length" and sequence.token_ids == answers[index]
+    engine.abort(sequences[1].request_id)
+    assert sequences[1].finish_reason == "length"
+
+
+def test_rows_grow_between_calls_but_not_under_running_requests() -> None:
+    engine = new_engine()
+    engine.add(KNOWN[0], NO_EOS)
+    with pytest.raises(ValueError, match="set --max-length"):
+        engine.add(KNOWN[1], replace(NO_EOS, max_new_tokens=200))
+    while engine.has_work:
+        engine.step()
+    longer = replace(NO_EOS, max_new_tokens=80)
+    assert ids(engine.generate(KNOWN[:2], longer)) == answers_of(shared_target(), KNOWN[:2], longer)
+
+
+def test_seed_alone_decides_a_sampled_answer() -> None:
+    """Same prompt, many seeds: a seed's answer is the same in any batch, row, tree and method."""
+    params = [SamplingParams(max_new_tokens=16, temperature=1.2, seed=seed, ignore_eos=True) for seed in range(6)]
+    alone = [new_engine(max_rows=1).generate([[7, 8]], one)[0].token_ids for one in params]
+    assert len({tuple(answer) for answer in alone}) == 6
+    order = [3, 0, 5, 1, 4, 2, 3]
+    together = new_engine(max_rows=3, beam_width=7, tree_size=20).generate([[7, 8]] * 7, [params[i] for i in order])
+    assert ids(together) == [alone[i] for i in order]
+    plain = new_engine(method="autoregressive", tree_size=None).generate([[7, 8]] * 6, params)
+    assert ids(plain) == alone
+
+
+def test_every_kind_of_sampling_in_one_batch() -> None:
+    params = [
+        NO_EOS,
+        replace(NO_EOS, temperature=1.0, seed=1),
+        replace(NO_EOS, temperature=0.3, top_k=5, seed=2),
+        replace(NO_EOS, temperature=2.0, top_p=0.5, seed=3),
+        replace(NO_EOS, temperature=1.5, min_p=0.2, seed=4),
+        replace(NO_EOS, temperature=1.0, top_k=20, top_p=0.9, min_p=0.05, seed=-5),
+        replace(NO_EOS, temperature=1e-3, seed=2**64 - 1),
+    ]
+    engine = new_engine(max_rows=7)
+    assert_lossless(engine, [(KNOWN[0], one) for one in params])
+    greedy, cold = engine.generate([KNOWN[0]] * 2, [params[0], params[-1]])
+    assert greedy.token_ids == cold.token_ids
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "GPT2", "Phi3", "GptOss"])
+def test_other_architectures(name: str) -> None:
+    """Eager attention, learnt positions, fused projections, attention sinks; an untrained drafter with wide beams."""
+    from drafter.models.config import DrafterConfig
+    from drafter.models.drafter import RecurrentDrafter
+    from tests.targets.zoo import TARGETS, build
+
+    target = Target.from_model(build(TARGETS[name]()), name=name)
+    drafter = RecurrentDrafter(DrafterConfig(vocab_size=target.vocab_size, hidden_size=target.hidden_size)).eval()
+    engine = Engine(target, drafter, EngineConfig(beam_width=32, draft_length=2, tree_size=40, prefill_chunk=4))
+    asked = requests(5, seed=1)
+    assert assert_lossless(engine, asked) > 1.1
+    prompt, params = next((prompt, params) for prompt, params in asked if params.temperature == 0)
+    answer = engine.generate([prompt], replace(params, max_new_tokens=12))[0].token_ids
+    assert answer == hugging_face_answer(target, prompt, 12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_run(dtype: torch.dtype) -> None:
+    """Rounding differs between shapes of a batch there, so only what any numbers must give is asked for."""
+    target = Target.from_model(tiny_target(2).model.to(dtype), name="half")
+    drafter = trained_drafter().__class__(trained_drafter().config).to(dtype).eval()
+    drafter.config.target_fingerprint = ""
+    engine = Engine(target, drafter, EngineConfig(beam_width=8, draft_length=3, tree_size=20))
+    params = [replace(NO_EOS, temperature=0.8 * (i % 2), top_p=0.9, seed=i) for i in range(6)]
+    for completion in engine.generate(KNOWN[:6], params):
+        assert len(completion.token_ids) == 30 and completion.finish_reason == "length"
+        assert all(0 <= token < VOCAB for token in completion.token_ids)
+        assert 1.0 <= completion.tokens_per_step <= 4.0
+
+
+def test_progress_bar_is_shown_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    new_engine().generate(KNOWN[:2], NO_EOS, progress=True)
+    assert "2/2" in capsys.readouterr().err
+    new_engine().generate(KNOWN[:2], NO_EOS)
+    assert capsys.readouterr().err == ""
+
+
+def test_beyond_so_many_rows_steps_are_plain() -> None:
+    limited = new_engine(max_drafted_rows=1)
+    together = limited.generate(KNOWN[:4], NO_EOS)  # equally long, so that none is ever alone
+    assert [item.num_target_forwards for item in together] == [len(item.token_ids) for item in together]
+    alone = limited.generate(KNOWN[:1], NO_EOS)[0]
+    assert alone.num_target_forwards < len(alone.token_ids)
+    assert ids(together) == ids(new_engine().generate(KNOWN[:4], NO_EOS)) and alone.token_ids == together[0].token_ids
+
+
+def test_rows_to_draft_for_are_checked() -> None:
+    with pytest.raises(ValueError, match="max-drafted-rows is -1"):
+        EngineConfig(max_drafted_rows=-1)

@@ -1,0 +1,194 @@
+"""Exactness by statistics: whole answers of the engine against the exact distribution of a target that is a table.
+
+One answer of 3 tokens for each seed, four settings mixed in every batch; for each setting, chi-square over all V^3
+answers. A test rejects at ALPHA = 1e-8 and there are fewer than 100 of them, so that the file raises a false alarm with
+a probability below 1e-6. The tests have teeth: the published rule for beams, a swap of two temperatures and noise that
+is the same at every position fail them.
+
+`pytest -m slow` runs 200,000 seeds for every method (DRAFTER_EXACT_SEEDS changes that).
+"""
+
+import os
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from drafter.decoding.params import SamplingParams
+from drafter.engine import runner
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.models.config import DrafterConfig
+from drafter.models.drafter import RecurrentDrafter
+from tests.reference.published_rule import published_answers
+from tests.reference.table_target import TableTarget, exact_distribution
+from tests.reference.warpers import softmax, warp
+
+ALPHA = 1e-8
+NUM_SEEDS = int(os.environ.get("DRAFTER_EXACT_SEEDS", 200_000))
+FEW_SEEDS = 1024
+NUM_TOKENS = 3
+V = 5
+PROMPT = [1, 2, 3, 1, 2, 3, 1]  # repeats itself, so that lookup has something to propose
+
+TREE = EngineConfig(max_rows=256, reuse_prefixes=False, beam_width=3, draft_length=3, tree_size=8)
+METHODS = {
+    "autoregressive": replace(TREE, method="autoregressive"),
+    "redrafter": TREE,
+    "redrafter final-beams": replace(TREE, tree_size=None, tree_policy="final-beams"),
+    "redrafter uncoupled": replace(TREE, coupled=False),
+    "redrafter tau": replace(TREE, tau=2.0),
+    "lookup": replace(TREE, method="lookup"),
+    "hybrid": replace(TREE, method="hybrid"),
+    "recycling": replace(TREE, method="recycling"),
+    "draft-model": replace(TREE, method="draft-model", num_draft_tokens=3),
+    "draft-model uncoupled": replace(TREE, method="draft-model", num_draft_tokens=3, coupled=False),
+    "draft-model rejection": replace(TREE, method="draft-model", num_draft_tokens=3, verify="rejection"),
+}
+SETTINGS = {
+    "temperature 0.7": SamplingParams(temperature=0.7, max_new_tokens=NUM_TOKENS),
+    "temperature 1.3": SamplingParams(temperature=1.3, max_new_tokens=NUM_TOKENS),
+    "top-k": SamplingParams(temperature=1.3, top_k=3, max_new_tokens=NUM_TOKENS),
+    "top-p": SamplingParams(temperature=1.0, top_p=0.8, max_new_tokens=NUM_TOKENS),
+}
+
+
+def make_engine(method):
+    """An engine for a table target, with a random drafter and a draft model that is like the target, but not quite."""
+    torch.manual_seed(0)
+    target = TableTarget(V, len(PROMPT), seed=1)
+    drafter = RecurrentDrafter(DrafterConfig(vocab_size=V, hidden_size=target.hidden_size, num_res_blocks=1)).eval()
+    for parameter in drafter.parameters():
+        parameter.requires_grad_(False).normal_(std=0.5)
+    draft_model = TableTarget(V, len(PROMPT), seed=1)
+    draft_model.table = target.table + 0.7 * torch.randn(target.table.shape)
+    return Engine(target, drafter, METHODS[method], draft_model=draft_model)
+
+
+def sample(engine, num_seeds, settings=SETTINGS):
+    """Answers by setting, one for each seed, and tokens per step; the settings take turns in every batch."""
+    answers = {name: [] for name in settings}
+    names = list(settings) * engine.config.max_rows
+    num_forwards = 0
+    for start in range(0, num_seeds, engine.config.max_rows):
+        seeds = range(start, min(start + engine.config.max_rows, num_seeds))
+        params = [replace(settings[name], seed=seed) for name, seed in zip(names, seeds, strict=False)]
+        for name, completion in zip(names, engine.generate([PROMPT] * len(seeds), params), strict=False):
+            answers[name].append(tuple(completion.token_ids))
+            num_forwards += completion.num_target_forwards
+    return answers, num_seeds * NUM_TOKENS / num_forwards
+
+
+def distribution_of(target, params):
+    """Probability of every answer."""
+
+    def step(logits):
+        return softmax(warp(logits, params.temperature, params.top_k, params.top_p, params.min_p))
+
+    return exact_distribution(target, NUM_TOKENS, step)
+
+
+def p_value(answers, probs):
+    """Chi-square; answers expected less than 5 times are pooled, an impossible answer gives 0."""
+    counts, num_answers = Counter(answers), len(answers)
+    if any(probs[answer] == 0 for answer in counts):
+        return 0.0
+    expected, observed = [0.0], [0]
+    for prob, count in sorted((prob, counts[answer]) for answer, prob in probs.items() if prob > 0):
+        if expected[-1] >= 5:
+            expected.append(0.0)
+            observed.append(0)
+        expected[-1] += prob * num_answers
+        observed[-1] += count
+    return stats.chisquare(observed, np.array(expected) * (num_answers / sum(expected))).pvalue
+
+
+def p_values(engine, answers):
+    return {name: p_value(answers[name], distribution_of(engine.target, params)) for name, params in SETTINGS.items()}
+
+
+@pytest.fixture(scope="module")
+def autoregressive_answers():
+    return sample(make_engine("autoregressive"), FEW_SEEDS)[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_few_seeds(method, autoregressive_answers):
+    """As below, small enough for every run. Also: drafts are kept, and a seed means the same to all coupled methods."""
+    engine = make_engine(method)
+    answers, tokens_per_step = sample(engine, FEW_SEEDS)
+    values = p_values(engine, answers)
+    assert min(values.values()) > ALPHA, values
+    assert (answers == autoregressive_answers) == (engine.config.verify == "coupled")
+    assert tokens_per_step == 1.0 if method == "autoregressive" else tokens_per_step > 1.1, tokens_per_step
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("method", METHODS)
+def test_many_seeds(method):
+    engine = make_engine(method)
+    values = p_values(engine, sample(engine, NUM_SEEDS)[0])
+    print(f"{method}: {NUM_SEEDS} seeds, p-values {values}")
+    assert min(values.values()) > ALPHA, values
+
+
+def test_probabilities_of_all_answers_sum_to_one():
+    target = TableTarget(V, len(PROMPT), seed=1)
+    for params in SETTINGS.values():
+        assert sum(distribution_of(target, params).values()) == pytest.approx(1.0)
+
+
+def test_teeth_temperatures_swapped():
+    """Answers at 0.7 are told from those at 1.3."""
+    engine = make_engine("autoregressive")
+    names = "temperature 0.7", "temperature 1.3"
+    answers, _ = sample(engine, FEW_SEEDS, {name: SETTINGS[name] for name in names})
+    for name, other in (names, names[::-1]):
+        assert p_value(answers[name], distribution_of(engine.target, SETTINGS[name])) > ALPHA
+        assert p_value(answers[name], distribution_of(engine.target, SETTINGS[other])) < ALPHA
+
+
+def test_teeth_noise_without_position(monkeypatch):
+    """Noise that is the same at every position gives every token its right distribution, but not the answers."""
+    keyed = runner.gumbel_noise
+
+    def unkeyed(seed_B, position_BT, token_ids, **stream):
+        return keyed(seed_B, torch.zeros_like(position_BT), token_ids, **stream)
+
+    monkeypatch.setattr(runner, "gumbel_noise", unkeyed)
+    engine = make_engine("redrafter")
+    values = p_values(engine, sample(engine, FEW_SEEDS)[0])
+    assert max(values.values()) < ALPHA, values
+
+
+def markov_distribution(p_VV, root):
+    """Probability of every answer of a target that knows only its last token."""
+    return {
+        (a, b, c): p_VV[root, a] * p_VV[a, b] * p_VV[b, c]
+        for a in range(len(p_VV))
+        for b in range(len(p_VV))
+        for c in range(len(p_VV))
+    }
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("likeness", [0.0, 0.7])
+def test_teeth_published_rule(seed, likeness):
+    """p / q on beams fails the same test, even with a drafter much like the target: the total variation is large."""
+    generator = np.random.default_rng(seed)
+    target_logits, noise = generator.normal(size=(2, V, V))
+    p_VV = np.array([softmax(row) for row in target_logits])
+    q_VV = np.array([softmax(row) for row in likeness * target_logits + (1 - likeness) * noise])
+    answers = published_answers(p_VV, q_VV, root=0, num_tokens=NUM_TOKENS, num_answers=3000, width=3, length=3)
+    probs = markov_distribution(p_VV, root=0)
+    assert p_value([tuple(row) for row in answers.tolist()], probs) < ALPHA
+    counts = Counter(map(tuple, answers.tolist()))
+    distance = sum(abs(counts[answer] / len(answers) - prob) for answer, prob in probs.items()) / 2
+    exact = generator.choice(len(probs), size=len(answers), p=np.array(list(probs.values())) / sum(probs.values()))
+    noise_floor = sum(abs(np.bincount(exact, minlength=len(probs)) / len(answers) - list(probs.values()))) / 2
+    assert distance > noise_floor + 0.15, (distance, noise_floor)
+    assert p_value([list(probs)[i] for i in exact], probs) > ALPHA

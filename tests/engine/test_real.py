@@ -1,0 +1,121 @@
+"""A real language model: SmolLM2-135M in float32 answers the same words with and without a drafter."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from drafter.decoding.params import SamplingParams
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.models.config import DrafterConfig
+from drafter.models.drafter import RecurrentDrafter
+from drafter.proposers.options import TreePolicy
+from drafter.targets.target import Target
+from tests.engine.drafters import train_on_texts
+
+pytestmark = pytest.mark.slow
+
+NUM_TOKENS = 64
+PROMPTS = [
+    "Why does bread rise? Answer in three sentences.",
+    "Write a Python function that counts the vowels of a word.",
+    "List five rivers of Europe, one on each line.",
+    "Translate to French: the cat sleeps on the warm stone.",
+    "What is 17 + 26? Show each step.",
+]
+GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS)
+
+
+@cache
+def target() -> Target:
+    from drafter.targets.catalog import fetch
+
+    return Target.load(str(fetch("smollm2-135m", progress=False)), device="cpu")
+
+
+@cache
+def hugging_face_answers() -> list[list[int]]:
+    """What transformers says, one prompt at a time."""
+    answers = []
+    for prompt in PROMPTS:
+        prompt_1T = torch.tensor([target().encode_chat([{"role": "user", "content": prompt}])])
+        output = target().model.generate(
+            prompt_1T, attention_mask=torch.ones_like(prompt_1T), do_sample=False, max_new_tokens=NUM_TOKENS
+        )
+        answers.append(output[0, prompt_1T.shape[1] :].tolist())
+    return answers
+
+
+@cache
+def drafter() -> RecurrentDrafter:
+    """A small tied head that has read the answers before, over the few tokens that occur in them."""
+    prompts = [target().encode_chat([{"role": "user", "content": prompt}]) for prompt in PROMPTS]
+    texts = [prompt + answer for prompt, answer in zip(prompts, hugging_face_answers(), strict=True)]
+    shortest = min(len(text) for text in texts)
+    text_BT = torch.tensor([text[-shortest:] for text in texts])
+    token_R = torch.tensor([token for text in texts for token in text]).unique()
+    torch.manual_seed(0)
+    config = DrafterConfig(
+        vocab_size=target().vocab_size,
+        hidden_size=target().hidden_size,
+        head="tied",
+        num_res_blocks=1,
+        draft_vocab_size=len(token_R),
+        hidden_scale=1 / target().forward(text_BT).hidden_BTD.square().mean().sqrt().item(),
+        embedding_scale=1 / target().embed(text_BT).square().mean().sqrt().item(),
+    )
+    head = RecurrentDrafter(config).set_draft_token_ids(token_R).bind(target())
+    with torch.random.fork_rng():
+        return train_on_texts(head, target(), text_BT, num_steps=60)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "length", "size", "policy"),
+    [
+        (1, 8, 4, 24, "all-nodes"),
+        (8, 8, 4, 24, "all-nodes"),
+        (8, 3, 6, 10, "all-nodes"),
+        (1, 4, 3, None, "final-beams"),
+        (8, 16, 2, 33, "all-nodes"),
+    ],
+)
+def test_answers_are_transformers_own(rows: int, width: int, length: int, size: int | None, policy: TreePolicy) -> None:
+    config = EngineConfig(max_rows=rows, beam_width=width, draft_length=length, tree_size=size, tree_policy=policy)
+    completions = Engine(target(), drafter(), config).generate(PROMPTS, GREEDY)
+    assert [completion.token_ids for completion in completions] == hugging_face_answers()
+    num_tokens = sum(len(completion.token_ids) for completion in completions)
+    assert num_tokens / sum(completion.num_target_forwards for completion in completions) > 1.3
+    for completion in completions:
+        ended = completion.token_ids[-1] in target().eos_token_ids
+        assert completion.finish_reason == ("stop" if ended else "length")
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_autoregressive_decoding_is_transformers_own(rows: int) -> None:
+    completions = Engine(target(), config=EngineConfig(method="autoregressive", max_rows=rows)).generate(
+        PROMPTS, GREEDY
+    )
+    assert [completion.token_ids for completion in completions] == hugging_face_answers()
+
+
+def test_seed_decides_a_sampled_answer() -> None:
+    params = [SamplingParams(max_new_tokens=24, temperature=0.8, top_p=0.95, seed=seed) for seed in range(len(PROMPTS))]
+    plain = Engine(target(), config=EngineConfig(method="autoregressive", max_rows=8)).generate(PROMPTS, params)
+    drafted = Engine(target(), drafter(), EngineConfig(max_rows=2)).generate(PROMPTS, params)
+    assert [completion.token_ids for completion in drafted] == [completion.token_ids for completion in plain]
+
+
+def test_exact_attention_drafts_the_text_of_plain_bfloat16_steps() -> None:
+    from drafter.engine.loading import load_drafter, load_target
+
+    half = load_target("smollm2-135m", dtype="bfloat16", device="cpu")
+    shipped = load_drafter("smollm2-135m", half)
+
+    def answers(config: EngineConfig) -> list[list[int]]:
+        found = Engine(half, None if config.method == "autoregressive" else shipped, config).generate(PROMPTS, GREEDY)
+        return [completion.token_ids for completion in found]
+
+    plain = EngineConfig(method="autoregressive", max_rows=1, tree_size=8, exact_attention=True)
+    drafted = EngineConfig(method="hybrid", max_rows=1, beam_width=4, draft_length=3, tree_size=8, exact_attention=True)
+    assert answers(drafted) == answers(plain)

@@ -1,0 +1,287 @@
+"""What servers need of the engine: prefixes reused, speculation off, log-probabilities, trees, failed steps."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from drafter.decoding.params import SamplingParams
+from drafter.engine.config import RequestOptions
+from drafter.engine.engine import Engine
+from drafter.engine.outputs import Update
+from drafter.engine.prefix_cache import MIN_SHARED_TOKENS, PrefixIndex, SharedPrefix, common_length
+from drafter.engine.request import Sequence
+from drafter.engine.scheduler import Scheduler
+from tests.serving.tiny import tiny_engine, tiny_target
+
+GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
+SYSTEM = "You are a careful assistant who answers in few words."
+
+
+def run(engine: Engine, *, until: Callable[[], bool] | None = None) -> list[Update]:
+    updates = []
+    while engine.has_work and not (until and until()):
+        updates += engine.step()
+    return updates
+
+
+def plain_answer(prompt_ids: list[int], params: SamplingParams = GREEDY) -> list[int]:
+    return tiny_engine(method="autoregressive", tree_size=None).generate([prompt_ids], params)[0].token_ids
+
+
+def chat(text: str) -> list[int]:
+    return tiny_target().encode_chat([{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}])
+
+
+def test_common_length() -> None:
+    assert common_length([1, 2, 3], [1, 2, 4, 5]) == 2
+    assert common_length([], [1]) == 0
+    assert common_length([1, 2], [1, 2, 3]) == 2
+    assert common_length([2], [1]) == 0
+
+
+def test_prefix_index_finds_the_longest_and_leaves_two_tokens() -> None:
+    index = PrefixIndex()
+    prompt = list(range(100, 140))
+    index.hold(0, prompt[:20])
+    index.hold(1, [*prompt[:30], 7, 7])
+    index.hold(2, prompt[1:])
+    assert index.find(prompt) == SharedPrefix(1, 30)
+    index.hold(0, prompt * 2)
+    assert index.find(prompt) == SharedPrefix(0, 38)
+    index.copy(0, 3)
+    index.hold(0, [])
+    assert index.find(prompt) == SharedPrefix(3, 38)
+    assert index.length(3) == 80
+    assert index.find(prompt[: MIN_SHARED_TOKENS + 1]) is None, "too short to be worth it"
+    index.clear()
+    assert index.find(prompt) is None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_prefix_index_agrees_with_a_loop(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    held = [torch.randint(2, (40,), generator=generator).tolist() for _ in range(8)]
+    prompt = [*held[seed][: 20 + seed], *([1] * 20)]
+    index = PrefixIndex()
+    for row, tokens in enumerate(held):
+        index.hold(row, tokens)
+    lengths = []
+    for tokens in held:
+        count = 0
+        while count < min(len(tokens), len(prompt) - 2) and tokens[count] == prompt[count]:
+            count += 1
+        lengths.append(count)
+    found = index.find(prompt)
+    assert found is not None and found.num_tokens == max(lengths) == lengths[found.row]
+
+
+def test_what_a_row_held_is_saved_where_it_was_missed_least() -> None:
+    index = PrefixIndex()
+    for row in range(4):
+        index.hold(row, [row] * 40)
+    index.hold(2, [2] * 40)
+    assert index.refuge(0, None, [1, 2, 3]) == 1, "1 was used longest ago"
+    assert index.refuge(0, SharedPrefix(1, 20), [1, 2, 3]) == 3, "1 is about to be copied from"
+    assert index.refuge(0, None, []) is None
+    assert index.refuge(0, SharedPrefix(0, 38), [1, 2, 3]) is None, "next to nothing is lost"
+    index.hold(0, [1] * 30 + [5] * 9)
+    assert index.refuge(0, SharedPrefix(1, 25), [2, 3]) is None
+    assert index.refuge(0, SharedPrefix(1, 20), [2, 3]) == 3
+
+
+def test_shared_system_prompt_is_not_computed_again() -> None:
+    engine = tiny_engine()
+    first = engine.add(chat("Name a colour."), GREEDY)
+    run(engine)
+    others = [engine.add(chat(text), GREEDY) for text in ("Name a river.", "What is two and two?", "Why?")]
+    run(engine)
+    assert first.num_shared == 0
+    shared = common_length(chat("Name a colour."), chat("What"))
+    assert all(other.num_shared >= shared for other in others)
+    for sequence in (first, *others):
+        assert sequence.token_ids == plain_answer(sequence.prompt_ids)
+
+
+def test_next_turn_of_a_chat_reuses_the_answer_too() -> None:
+    engine = tiny_engine()
+    first = engine.add(chat("Name a colour."), GREEDY)
+    run(engine)
+    # Other requests come in between, on its row too: what it left must survive them.
+    neighbours = [engine.add(chat("Name a river, please, and a mountain."), GREEDY) for _ in range(3)]
+    run(engine)
+    prompt = [*first.prompt_ids, *first.token_ids, *tiny_target().encode("<|end|>\n<|user|>\nMore.<|bot|>\n")]
+    second = engine.add(prompt, GREEDY)
+    run(engine)
+    assert all(neighbour.token_ids == plain_answer(neighbour.prompt_ids) for neighbour in neighbours)
+    assert second.num_shared >= len(first.prompt_ids) - 2
+    assert second.token_ids == plain_answer(prompt)
+
+
+def test_prefixes_survive_rows_that_come_go_and_move() -> None:
+    engine = tiny_engine(max_rows=3)
+    sequences = []
+    for turn in range(12):
+        params = SamplingParams(
+            max_new_tokens=3 + 5 * (turn % 4), ignore_eos=True, temperature=0.9 * (turn % 2), seed=turn
+        )
+        sequences.append(engine.add(chat(f"Question {turn % 5}, please?"), params))
+        for _ in range(turn % 3):
+            engine.step()
+        if turn % 5 == 4:
+            engine.abort(sequences[-2].request_id)
+    run(engine)
+    assert sum(sequence.num_shared > 0 for sequence in sequences) >= 8
+    for sequence in sequences:
+        if sequence.finish_reason != "abort":
+            assert sequence.token_ids == plain_answer(sequence.prompt_ids, sequence.params)
+
+
+def test_prefixes_are_left_alone_unless_asked_for() -> None:
+    engine = tiny_engine(reuse_prefixes=False)
+    sequences = [engine.add(chat("Name a colour."), GREEDY)]
+    run(engine)
+    sequences.append(engine.add(chat("Name a colour."), GREEDY))
+    run(engine)
+    assert [sequence.num_shared for sequence in sequences] == [0, 0]
+
+
+def test_speculation_off_is_one_token_a_forward_and_the_same_text() -> None:
+    engine = tiny_engine()
+    drafted = engine.add(chat("Name a colour."), GREEDY)
+    plain = engine.add(chat("Name a colour."), GREEDY, RequestOptions(speculate=False))
+    run(engine)
+    assert plain.token_ids == drafted.token_ids
+    assert plain.tokens_per_step == 1.0 and sum(plain.num_accepted) == 0
+    assert drafted.tokens_per_step > 1.0 and sum(drafted.num_accepted) > 0
+
+
+def test_step_without_speculating_rows_runs_the_root_alone() -> None:
+    engine = tiny_engine()
+    sequence = engine.add(chat("Name a colour."), GREEDY, RequestOptions(speculate=False, want_tree=True))
+    trees = [update.tree for update in run(engine)]
+    assert all(tree is not None and len(tree.token_ids) == 1 for tree in trees)
+    assert sequence.token_ids == plain_answer(sequence.prompt_ids)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_logprobs_are_those_of_the_target(temperature: float) -> None:
+    engine = tiny_engine()
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True, temperature=temperature, seed=3)
+    neighbour = engine.add(chat("Why is that so?"), params)
+    sequence = engine.add(chat("Name a colour."), params, RequestOptions(num_logprobs=3))
+    updates = run(engine)
+    assert all(update.logprobs is None for update in updates if update.sequence is neighbour)
+    logprobs = [item for update in updates if update.sequence is sequence for item in update.logprobs or ()]
+    assert len(logprobs) == len(sequence.token_ids)
+    target = tiny_target()
+    tokens_1T = torch.tensor([[*sequence.prompt_ids, *sequence.token_ids]])
+    with torch.no_grad():
+        wanted_TV = target.model(tokens_1T).logits[0].log_softmax(-1)
+    start = len(sequence.prompt_ids) - 1
+    for place, (token, item) in enumerate(zip(sequence.token_ids, logprobs, strict=True)):
+        row_V = wanted_TV[start + place]
+        assert math.isclose(item.logprob, row_V[token].item(), abs_tol=1e-4)
+        best = row_V.topk(3)
+        assert [token_id for token_id, _ in item.top] == best.indices.tolist()
+        assert torch.allclose(torch.tensor([value for _, value in item.top]), best.values, atol=1e-4)
+
+
+def test_trees_tell_what_was_accepted() -> None:
+    engine = tiny_engine()
+    sequence = engine.add(chat("Name a colour."), GREEDY, RequestOptions(want_tree=True))
+    root = sequence.prompt_ids[-1]
+    for update in run(engine):
+        tree = update.tree
+        assert tree is not None
+        assert len(tree.token_ids) == len(tree.parents) == 96
+        assert all(parent < node for node, parent in enumerate(tree.parents) if node)
+        assert tree.token_ids[0] == root and tree.path[0] == 0
+        assert all(tree.parents[child] == parent for parent, child in zip(tree.path, tree.path[1:], strict=False))
+        emitted = [*(tree.token_ids[node] for node in tree.path[1:]), tree.bonus_id]
+        assert emitted[: len(update.token_ids)] == update.token_ids
+        root = tree.bonus_id
+
+
+def failing_once(engine: Engine, error: Exception, *, after: int) -> None:
+    """The runner's step raises once, after some good ones, when its work is half done."""
+    assert engine._runner is not None
+    commit, calls = engine._runner._commit, [0]
+
+    def broken(*args: object) -> None:
+        calls[0] += 1
+        if calls[0] == after:
+            raise error
+        commit(*args)  # type: ignore[arg-type]
+
+    engine._runner._commit = broken  # type: ignore[method-assign,assignment]
+
+
+def test_dropped_rows_are_gone_and_waiting_requests_go_on() -> None:
+    engine = tiny_engine(max_rows=2)
+    sequences = [engine.add(chat(f"Question {i}?"), GREEDY) for i in range(4)]
+    failing_once(engine, RuntimeError("broken"), after=3)
+    with pytest.raises(RuntimeError, match="broken"):
+        run(engine)
+    assert engine.drop() == sequences[:2]
+    assert (engine.num_running, engine.num_waiting) == (0, 2)
+    run(engine)
+    assert [item.finish_reason for item in sequences] == ["abort", "abort", "length", "length"]
+    for sequence in sequences[2:]:
+        assert sequence.token_ids == plain_answer(sequence.prompt_ids)
+
+
+def test_rows_that_are_kept_after_a_failed_step_are_unharmed() -> None:
+    engine = tiny_engine()
+    sequences = [engine.add(chat(f"Question {i}?"), GREEDY) for i in range(4)]
+    failing_once(engine, torch.OutOfMemoryError("no memory"), after=3)
+    with pytest.raises(torch.OutOfMemoryError):
+        run(engine)
+    assert engine.drop(keep=2) == sequences[2:]
+    engine.limit_rows(2)
+    late = [engine.add(chat(f"Late {i}?"), GREEDY) for i in range(3)]
+    most = 0
+    while engine.has_work:
+        engine.step()
+        most = max(most, engine.num_running)
+    assert most == 2
+    for sequence in (*sequences[:2], *late):
+        assert sequence.token_ids == plain_answer(sequence.prompt_ids)
+    engine.limit_rows(100)
+    for i in range(4):
+        engine.add(chat(f"More {i}?"), GREEDY)
+    engine.step()
+    assert engine.num_running == 4
+
+
+def test_prompts_are_prefilled_in_order_of_arrival() -> None:
+    scheduler = Scheduler(3)
+    for request_id, (row, length) in enumerate([(2, 100), (0, 100), (1, 1)]):
+        sequence = Sequence(request_id, [1] * length, GREEDY, 5, frozenset())
+        sequence.row = row
+        scheduler.rows.append(sequence)
+    scheduler.rows.sort(key=lambda item: item.row)
+    (chunk,) = scheduler.prefill_chunks(32)
+    assert (chunk.sequence.request_id, chunk.start, chunk.stop) == (0, 0, 32)
+
+
+def test_row_limit_shrinks_as_rows_finish() -> None:
+    scheduler = Scheduler(4)
+    sequences = [Sequence(i, [1], GREEDY, 5, frozenset()) for i in range(6)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    assert scheduler.schedule().started == sequences[:4]
+    scheduler.row_limit = 2
+    sequences[0].finish("stop")
+    assert scheduler.schedule().started == []
+    assert [item.request_id for item in scheduler.rows] == [3, 1, 2]
+    sequences[1].finish("stop")
+    sequences[2].finish("stop")
+    assert scheduler.schedule().started == [sequences[4]]
+    assert [item.request_id for item in scheduler.rows] == [3, 4]
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ValueError, match="num-logprobs is -1"):
+        RequestOptions(num_logprobs=-1)

@@ -1,0 +1,225 @@
+"""The scheduler and what else of decoding knows no tensors: rows, moves, prefill budgets, cut sequences."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafter.decoding.params import SamplingParams
+from drafter.engine.config import EngineConfig
+from drafter.engine.request import Sequence
+from drafter.engine.scheduler import Scheduler
+
+
+def new_sequence(
+    request_id: int, *, prompt_length: int = 1, limit: int = 10, stop_ids: frozenset[int] = frozenset()
+) -> Sequence:
+    return Sequence(request_id, [1] * prompt_length, SamplingParams(), limit, stop_ids)
+
+
+def scheduler_with(num_rows: int, lengths: list[int]) -> tuple[Scheduler, list[Sequence]]:
+    scheduler = Scheduler(num_rows)
+    sequences = [new_sequence(index, prompt_length=length) for index, length in enumerate(lengths)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    return scheduler, sequences
+
+
+def test_these_files_do_not_import_torch() -> None:
+    modules = [f"drafter.engine.{name}" for name in ("config", "scheduler", "request", "text", "prefix_cache")]
+    code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_first_come_first_served() -> None:
+    scheduler, sequences = scheduler_with(2, [1, 1, 1])
+    schedule = scheduler.schedule()
+    assert schedule.started == sequences[:2] and schedule.moves == []
+    assert [item.row for item in sequences] == [0, 1, -1]
+    assert scheduler.schedule() == ([], [])
+
+
+def test_finished_row_goes_to_who_waits() -> None:
+    scheduler, sequences = scheduler_with(2, [1, 1, 1])
+    scheduler.schedule()
+    sequences[0].finish("stop")
+    assert scheduler.schedule() == ([sequences[2]], [])
+    assert [item.row for item in sequences] == [-1, 1, 0]
+
+
+def test_last_row_closes_a_gap_when_nobody_waits() -> None:
+    scheduler, sequences = scheduler_with(4, [1, 1, 1, 1])
+    scheduler.schedule()
+    for index in (0, 2):
+        sequences[index].finish("length")
+    assert scheduler.schedule() == ([], [(3, 0)])
+    assert [item.row for item in sequences] == [-1, 1, -1, 0]
+    assert scheduler.rows == [sequences[3], sequences[1]]
+
+
+def test_finished_rows_at_the_end_just_go() -> None:
+    scheduler, sequences = scheduler_with(3, [1, 1, 1])
+    scheduler.schedule()
+    for index in (1, 2):
+        sequences[index].finish("length")
+    assert scheduler.schedule() == ([], [])
+    assert scheduler.rows == [sequences[0]]
+
+
+def test_requests_that_are_taken_back_while_they_wait_are_no_work() -> None:
+    scheduler, sequences = scheduler_with(1, [1, 1])
+    scheduler.schedule()
+    assert scheduler.find(1) is sequences[1] and scheduler.find(7) is None
+    sequences[1].finish("abort")
+    assert scheduler.has_work
+    sequences[0].finish("stop")
+    assert not scheduler.has_work
+    assert scheduler.schedule() == ([], [])
+    assert not scheduler.rows and not scheduler.waiting
+
+
+def test_prefill_while_nobody_decodes_gives_every_row_a_chunk() -> None:
+    scheduler, sequences = scheduler_with(3, [1 + 10, 1 + 3, 1 + 4])
+    scheduler.schedule()
+    chunks = scheduler.prefill_chunks(4)
+    assert [(c.sequence, c.start, c.stop) for c in chunks] == [
+        (sequences[0], 0, 4),
+        (sequences[1], 0, 3),
+        (sequences[2], 0, 4),
+    ]
+
+
+def test_prefill_beside_decoding_rows_shares_one_chunk() -> None:
+    scheduler, sequences = scheduler_with(3, [1, 1 + 3, 1 + 9])
+    scheduler.schedule()
+    assert sequences[0].is_prefilled
+    chunks = scheduler.prefill_chunks(4)
+    assert [(c.sequence, c.start, c.stop) for c in chunks] == [(sequences[1], 0, 3), (sequences[2], 0, 1)]
+    for chunk in chunks:
+        chunk.sequence.num_prefilled = chunk.stop
+    assert scheduler.prefill_chunks(4) == [(sequences[2], 1, 5)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_rows=st.integers(1, 4),
+    chunk=st.integers(1, 5),
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=9),
+    ends=st.lists(st.integers(0, 4), min_size=1, max_size=9),
+)
+def test_everybody_is_served_and_rows_stay_packed(
+    num_rows: int, chunk: int, lengths: list[int], ends: list[int]
+) -> None:
+    """Any mix of prompts and answers: rows are 0 .. n-1, no two share one, moves carry what stands there, all end."""
+    scheduler, sequences = scheduler_with(num_rows, lengths)
+    held: dict[int, int] = {}  # row -> the request whose state stands in it
+    order = []
+    for _ in range(400):
+        if not scheduler.has_work:
+            break
+        started, moves = scheduler.schedule()
+        for source, destination in moves:
+            held[destination] = held[source]
+        for sequence in started:
+            held[sequence.row] = sequence.request_id
+            order.append(sequence.request_id)
+        assert [item.row for item in scheduler.rows] == list(range(len(scheduler.rows)))
+        assert [held[item.row] for item in scheduler.rows] == [item.request_id for item in scheduler.rows]
+        assert len(scheduler.rows) == min(num_rows, len(scheduler.rows) + len(scheduler.waiting))
+        for part in scheduler.prefill_chunks(chunk):
+            assert part.start == part.sequence.num_prefilled and 0 < part.stop - part.start <= chunk
+            part.sequence.num_prefilled = part.stop
+        for item in scheduler.rows:
+            if item.is_prefilled:
+                item.extend([5])
+                if len(item.token_ids) > ends[item.request_id % len(ends)]:
+                    item.finish("stop")
+    assert not scheduler.has_work and order == sorted(order) == list(range(len(lengths)))
+    assert all(item.finish_reason for item in sequences)
+
+
+@pytest.mark.parametrize(
+    ("emitted", "taken", "reason", "accepted"),
+    [
+        ([4, 5, 6], [4, 5, 6], None, 2),
+        ([4, 9, 6], [4, 9], "stop", 2),
+        ([9, 5, 6], [9], "stop", 1),
+        ([4, 5, 9], [4, 5, 9], "stop", 2),
+        ([4, 5, 6, 7], [4, 5, 6, 7], "length", 3),
+        ([4, 5, 6, 7, 8], [4, 5, 6, 7], "length", 4),
+        ([4, 5, 6, 9], [4, 5, 6, 9], "stop", 3),
+        ([9], [9], "stop", 0),
+    ],
+)
+def test_sequence_is_cut_where_decoding_one_by_one_ends(
+    emitted: list[int], taken: list[int], reason: str | None, accepted: int
+) -> None:
+    sequence = new_sequence(0, limit=4, stop_ids=frozenset({9}))
+    assert sequence.extend(emitted) == taken == sequence.token_ids
+    assert sequence.finish_reason == reason and sequence.num_accepted == [accepted]
+    assert sequence.num_forwards == 1 and sequence.tokens_per_step == len(taken)
+
+
+def test_sequence_counts_where_it_stands() -> None:
+    sequence = new_sequence(0, prompt_length=4)
+    assert not sequence.is_prefilled and sequence.seconds == 0.0 and sequence.tokens_per_step == 0.0
+    sequence.start()
+    sequence.num_prefilled = 3
+    sequence.extend([5, 6])
+    assert sequence.is_prefilled and sequence.num_committed == 5
+    assert 0 < sequence.seconds < 60
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_new_tokens", 0),
+        ("max_new_tokens", 1.5),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", 2),
+        ("seed", 2**64),
+        ("seed", True),
+        ("stop", "x"),
+        ("stop", ("",)),
+        ("stop_token_ids", (-1,)),
+    ],
+)
+def test_sampling_parameters_out_of_range_name_their_flag(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field.replace("_", "[-_]")):
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings_", "match"),
+    [
+        ({"method": "magic"}, "--method"),
+        ({"max_rows": 0}, "--batch-size"),
+        ({"max_length": 1}, "--max-length"),
+        ({"beam_width": 0}, "--beam-width"),
+        ({"draft_length": 33}, "--draft-length"),
+        ({"tree_size": 0}, "--tree-size"),
+        ({"tree_size": 10, "beam_width": 2, "draft_length": 4}, "--tree-size 10 exceeds the 9 nodes"),
+        ({"tree_policy": "some"}, "--tree-policy"),
+        ({"tau": 0.0}, "--tau"),
+        ({"prefill_chunk": 0}, "--prefill-chunk"),
+        ({"verify": "rejection"}, "--verify rejection needs drafts"),
+    ],
+)
+def test_engine_settings_out_of_range_name_their_flag(settings_: dict, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        EngineConfig(**settings_)
+
+
+def test_number_of_nodes() -> None:
+    assert EngineConfig(method="autoregressive").num_nodes == 1
+    assert EngineConfig().num_nodes == 24
+    assert EngineConfig(beam_width=2, draft_length=3).num_nodes == 7
+    assert EngineConfig(beam_width=2, draft_length=3, tree_size=5).num_nodes == 5
+    assert EngineConfig(beam_width=10, draft_length=4, tree_policy="final-beams").num_nodes == 41
+    assert SamplingParams(seed=2**64 - 1).signed_seed == -1 and SamplingParams(seed=-1).signed_seed == -1

@@ -1,0 +1,169 @@
+"""Text while tokens come: whole characters, stop strings across tokens, and in the end exactly the decoder's text."""
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from drafter.decoding.params import SamplingParams
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.engine.text import IncrementalText
+from tests.data.tiny import END, tiny_tokenizer
+from tests.serving.tiny import tiny_engine, tiny_target
+
+TOKENIZER = tiny_tokenizer()
+
+
+def decode(token_ids: list[int]) -> str:
+    return str(TOKENIZER.decode(list(token_ids), skip_special_tokens=True))
+
+
+def encode(text: str) -> list[int]:
+    return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+
+def push_all(text: IncrementalText, token_ids: list[int]) -> list[str]:
+    """What each token brings, and last what finishing brings."""
+    pieces = []
+    for token in token_ids:
+        text.push(token)
+        pieces.append(text.take())
+        if text.is_stopped:
+            break
+    text.finish()
+    pieces.append(text.take())
+    return pieces
+
+
+def test_characters_of_several_tokens_come_whole() -> None:
+    """The bytes of the emoji are four tokens, those of the letter two; nothing half is ever shown."""
+    token_ids = encode("aé😀b")
+    assert len(token_ids) == 8
+    pieces = push_all(IncrementalText(decode), token_ids)
+    assert pieces == ["a", "", "é", "", "", "", "😀", "b", ""]
+
+
+def test_unfinished_character_is_shown_at_the_end_as_the_decoder_shows_it() -> None:
+    token_ids = encode("a😀")[:3]
+    text = IncrementalText(decode)
+    pieces = push_all(text, token_ids)
+    assert pieces[:-1] == ["a", "", ""] and text.text == "".join(pieces) == decode(token_ids)
+    assert "\ufffd" in text.text
+
+
+def test_a_stop_string_in_what_the_end_brings_is_cut() -> None:
+    words = {1: "a END\ufffd"}
+    text = IncrementalText(lambda token_ids: "".join(words[token] for token in token_ids), ("END",))
+    text.push(1)
+    text.finish()
+    assert text.text == "a " and text.is_stopped
+
+
+def test_broken_bytes_within_a_text_do_not_hold_it_back_for_ever() -> None:
+    token_ids = encode("a") + encode("😀")[:2] + encode("bcd")
+    text = IncrementalText(decode)
+    pieces = push_all(text, token_ids)
+    assert text.text == decode(token_ids) and pieces[-2] == "d"
+
+
+def test_special_tokens_bring_no_text() -> None:
+    special = TOKENIZER.convert_tokens_to_ids(END)
+    assert push_all(IncrementalText(decode), [special, *encode("ab"), special]) == ["", "a", "b", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "wanted", "is_stopped"),
+    [
+        ("one two three", ("two",), "one ", True),
+        ("one two three", ("o t", "wo"), "one t", True),
+        ("one two three", ("four",), "one two three", False),
+        ("one two thr", ("three",), "one two thr", False),
+        ("aaab", ("aab",), "a", True),
+        ("ababac", ("abac",), "ab", True),
+        ("x😀y", ("😀",), "x", True),
+        ("stop", ("stop",), "", True),
+        ("say the end", ("the", " the e"), "say ", True),
+    ],
+)
+def test_stop_strings(text: str, stops: tuple[str, ...], wanted: str, is_stopped: bool) -> None:
+    incremental = IncrementalText(decode, stops)
+    pieces = push_all(incremental, encode(text))
+    assert "".join(pieces) == incremental.text == wanted and incremental.is_stopped == is_stopped
+
+
+def test_nothing_of_a_stop_string_is_ever_shown() -> None:
+    pieces = push_all(IncrementalText(decode, ("###",)), encode("a#b##c###d"))
+    assert pieces == ["a", "", "#b", "", "", "##c", "", "", "", ""]
+
+
+# Letters of one to four bytes, merges of the tokenizer, and a stop string's own letters, so that all of it happens.
+_TEXTS = st.text(alphabet=st.sampled_from("ab the\nné€😀#"), max_size=40)
+_TOKENS = st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=40)
+
+
+@settings(max_examples=150, deadline=None)
+@given(_TOKENS)
+@example([200, 201, 202])
+def test_any_tokens_give_the_decoders_text_in_the_end(token_ids: list[int]) -> None:
+    text = IncrementalText(decode)
+    assert "".join(push_all(text, token_ids)) == text.text == decode(token_ids)
+    assert len(text.ends) == len(token_ids) and text.ends == sorted(text.ends)
+
+
+@settings(max_examples=200, deadline=None)
+@given(_TEXTS, st.lists(st.text(alphabet=st.sampled_from("ab the#é"), min_size=1, max_size=4), max_size=3))
+def test_any_stop_strings_cut_where_the_first_is_complete(text: str, stops: list[str]) -> None:
+    token_ids = encode(text)
+    wanted = decode(token_ids)
+    for end in range(len(token_ids) + 1):  # the first prefix of tokens whose text holds a stop string
+        seen = decode(token_ids[:end])
+        found = [seen.find(stop) for stop in stops if stop in seen]
+        if found:
+            wanted = seen[: min(found)]
+            break
+    incremental = IncrementalText(decode, stops)
+    pieces = push_all(incremental, token_ids)
+    assert "".join(pieces) == incremental.text == wanted
+
+
+NO_EOS = SamplingParams(max_new_tokens=40, ignore_eos=True)
+CHATS = [[{"role": "user", "content": text}] for text in ("Name a colour.", "Why?", "One two three")]
+
+
+def plain_engine() -> Engine:
+    return Engine(tiny_target(), None, EngineConfig(method="autoregressive"))
+
+
+def test_engines_text_is_the_decoders_and_streams_in_whole() -> None:
+    engine = tiny_engine()
+    streamed = {index: "" for index in range(3)}
+    for event in engine.stream(CHATS, NO_EOS):
+        streamed[event.index] += event.text
+        if event.completion is not None:
+            assert streamed[event.index] == event.completion.text
+            assert event.completion.text == tiny_target().decode(event.completion.token_ids)
+    assert all(streamed.values())
+
+
+def test_prompts_of_every_form_are_the_same_prompt() -> None:
+    engine = tiny_engine()
+    forms = ["Why?", [{"role": "user", "content": "Why?"}], engine.encode("Why?")]
+    first, *others = [completion.token_ids for completion in engine.generate(forms, NO_EOS)]
+    assert others == [first, first]
+    assert engine.encode("Why?", raw=True) == tiny_target().encode("Why?") != engine.encode("Why?")
+    with pytest.raises(ValueError, match="mixes messages"):
+        engine.generate([[{"role": "user", "content": "Why?"}, 5]], NO_EOS)
+
+
+def test_stop_strings_end_an_answer_the_same_with_and_without_drafts() -> None:
+    full = plain_engine().generate(CHATS, NO_EOS)
+    for index, completion in enumerate(full):
+        # Printable stop strings taken from the middle of the answer, across tokens.
+        stops = {completion.text[place : place + 3] for place in (4, 9, 15)} - {""}
+        for stop in sorted(item for item in stops if "\ufffd" not in item):
+            params = SamplingParams(max_new_tokens=40, ignore_eos=True, stop=(stop,))
+            plain = plain_engine().generate(CHATS[index : index + 1], params)[0]
+            drafted = tiny_engine().generate(CHATS[index : index + 1], params)[0]
+            assert drafted.token_ids == plain.token_ids == completion.token_ids[: len(plain.token_ids)]
+            assert drafted.text == plain.text == completion.text[: completion.text.find(stop)]
+            assert drafted.finish_reason == plain.finish_reason == "stop"

@@ -1,0 +1,228 @@
+"""What leaves the house: the published format from the command line, its check, and the hub (a local stand-in)."""
+
+import json
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from safetensors.torch import load_file
+
+from drafter.cli.main import main
+from drafter.engine.shipped import shipped_drafter
+from drafter.integrations.hub import check_apple, export_apple, push_to_hub
+from drafter.models.config import DrafterConfig
+from drafter.models.drafter import RecurrentDrafter
+from drafter.targets.catalog import fetch
+from drafter.targets.target import Target
+from tests.engine.drafters import prompts_for, shared_target, trained_drafter
+from tests.tiny_files import make_target
+
+KNOWN = prompts_for(4, seed=100)
+
+
+class FakeHub:
+    """Repositories in memory, with the calls of an HfApi that uploading makes."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.private: dict[str, bool] = {}
+        self.files: dict[str, dict[str, bytes]] = {}
+        self._error = error
+
+    def create_repo(self, name: str, *, private: bool, exist_ok: bool, repo_type: str) -> Any:
+        assert exist_ok and repo_type == "model"
+        if self._error is not None:
+            raise self._error
+        full = name if "/" in name else f"me/{name}"
+        self.private.setdefault(full, private)
+        return SimpleNamespace(repo_id=full)
+
+    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> None:
+        root = Path(folder_path)
+        found = {str(file.relative_to(root)): file.read_bytes() for file in root.rglob("*") if file.is_file()}
+        self.files[repo_id] = self.files.get(repo_id, {}) | found
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def drafter(target: str, tmp_path: Path) -> Path:
+    """An exported drafter with a tied head over half of the vocabulary."""
+    loaded = Target.load(target, device="cpu")
+    torch.manual_seed(0)
+    config = DrafterConfig(
+        vocab_size=loaded.vocab_size,
+        hidden_size=loaded.hidden_size,
+        head="tied",
+        draft_vocab_size=loaded.vocab_size // 2,
+        hidden_scale=0.5,
+        target_name=target,
+        target_fingerprint=loaded.fingerprint,
+    )
+    RecurrentDrafter(config).save_pretrained(tmp_path / "drafter")
+    return tmp_path / "drafter"
+
+
+def umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
+def test_export_to_the_published_format_and_check(
+    drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "published"
+    words = ["export", str(drafter), "--format", "apple", "--out", str(out), "--dtype", "float32"]
+    assert main([*words, "--check"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.strip() == str(out)
+    difference = float(shown.err.split("at most ")[1].split()[0])
+    assert difference < 1e-4 and "tokens per step" in shown.err
+    assert sorted(file.name for file in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert json.loads((out / "config.json").read_text())["model_type"] == "recurrent_drafting_drafter"
+    assert RecurrentDrafter.from_apple(out).dtype == torch.float32
+    assert {file.stat().st_mode & 0o777 for file in out.iterdir()} == {0o666 & ~umask()}, "others may read it too"
+    # Again over the same place, in 16 bits; nothing else is left beside it.
+    assert main(["export", str(drafter), "--format", "apple", "--out", str(out)]) == 0
+    assert RecurrentDrafter.from_apple(out).dtype == torch.bfloat16
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["drafter", "published"]
+
+
+def test_trainers_checkpoint_goes_straight_to_the_published_format(tmp_path: Path) -> None:
+    drafter = trained_drafter("rnn", "last", "full", 2)
+    checkpoint = {
+        "drafter_config": drafter.config.to_dict(),
+        "state_dict": {f"drafter.{name}": tensor for name, tensor in drafter.state_dict().items()},
+    }
+    torch.save(checkpoint, tmp_path / "last.ckpt")
+    out = tmp_path / "published"
+    words = ["export", str(tmp_path / "last.ckpt"), "--format", "apple", "--out", str(out), "--dtype", "float32"]
+    assert main(words) == 0
+    inputs = torch.randn(3, drafter.config.hidden_size), torch.randn(3, 4, drafter.config.hidden_size)
+    assert torch.allclose(RecurrentDrafter.from_apple(out)(*inputs), drafter(*inputs), atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_drafter_of_the_package_means_the_same_in_the_published_format(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tied and with a draft vocabulary, so everything is multiplied out; read as the format's description says."""
+    folder = shipped_drafter("smollm2-135m")
+    assert folder is not None
+    out = tmp_path / "published"
+    words = ["export", str(folder), "--format", "apple", "--out", str(out), "--dtype", "float32", "--check"]
+    fetch("smollm2-135m", progress=False)
+    assert main(words) == 0
+    found = re.search(r"at most (\S+) .*tokens per step (\S+) here, (\S+) in", capsys.readouterr().err)
+    assert found and float(found[1]) < 1e-4
+    # Products in another order may rank two nodes the other way round, and so take a step or two of 170 more or less.
+    assert float(found[2]) > 1.4 and float(found[3]) == pytest.approx(float(found[2]), rel=0.02)
+    config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+    size, exit_dim, vocab = config["hidden_size"], config["exit_dim"], config["vocab_size"]
+    assert (size, exit_dim, vocab, config["rnn"]) == (576, 1152, 49152, True)
+    wanted = {"rnn_u.weight": [size, size], "rnn_u.bias": [size], "rnn_w.weight": [size, size]}
+    for layer in range(config["num_draft_layers"]):
+        wanted[f"lm_head.{layer}.linear.weight"] = [exit_dim, exit_dim]
+        wanted[f"lm_head.{layer}.linear.bias"] = [exit_dim]
+    wanted[f"lm_head.{config['num_draft_layers']}.weight"] = [vocab, exit_dim]
+    assert {name: list(tensor.shape) for name, tensor in tensors.items()} == wanted
+
+
+def test_check_finds_the_tokens_per_step_of_both_forms(tmp_path: Path) -> None:
+    out = export_apple(trained_drafter(), tmp_path / "published", target=shared_target())
+    check = check_apple(trained_drafter(), out, shared_target(), KNOWN)
+    assert check.max_difference < 1e-4 < check.max_logit
+    assert check.tokens_per_step == check.tokens_per_step_apple > 1.5
+
+
+def test_check_finds_a_wrong_export(tmp_path: Path) -> None:
+    out = export_apple(trained_drafter("rnn", "last", "full", 0), tmp_path / "published", target=shared_target())
+    assert check_apple(trained_drafter(), out, shared_target(), KNOWN).max_difference > 0.1
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--check"], "--check belongs to the published format"),
+        (["--target", "x"], "--target belongs to the published format"),
+        (["--public"], "--public says how --push-to-hub"),
+        (["--format", "apple", "--target", "nobody-knows-it"], "unknown target"),
+        (["--format", "pear"], "pear"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(
+    words: list[str], match: str, drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(drafter), "--out", str(tmp_path / "out"), *words]) == 2
+    assert match in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_stands_at_the_place_already_is_kept(drafter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(file.name for file in drafter.iterdir())
+    assert main(["export", str(drafter), "--format", "apple", "--out", str(drafter)]) == 2
+    assert "is no published drafter" in capsys.readouterr().err
+    assert sorted(file.name for file in drafter.iterdir()) == before
+
+
+def test_drafter_of_another_target_is_refused(tmp_path: Path) -> None:
+    other = shared_target()
+    config = trained_drafter().config.to_dict() | {"target_fingerprint": "80" * 64, "target_name": "somebody"}
+    stranger = RecurrentDrafter(DrafterConfig.from_dict(config))
+    with pytest.raises(ValueError, match=f"'somebody' and cannot draft for '{other.name}'"):
+        export_apple(stranger, tmp_path / "out", target=other)
+    assert not list(tmp_path.iterdir())
+
+
+def test_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("drafter.models.apple_format.save_file", full)
+    with pytest.raises(OSError, match="No space"):
+        export_apple(trained_drafter(), tmp_path / "out", target=None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_push_is_private_unless_asked(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "custom_generate").mkdir()
+    (tmp_path / "custom_generate" / "generate.py").write_text("x")
+    hub = FakeHub()
+    push_to_hub(tmp_path, "me/first", api=hub)
+    push_to_hub(tmp_path, "second", private=False, api=hub)
+    assert hub.private == {"me/first": True, "me/second": False}
+    assert set(hub.files["me/first"]) == {"config.json", "custom_generate/generate.py"}
+
+
+@pytest.mark.parametrize(
+    ("error", "match"),
+    [
+        (LocalTokenNotFoundError("Token is required"), "Token is required"),
+        (
+            HfHubHTTPError("401 Unauthorized", response=SimpleNamespace(headers={}, request=None)),
+            "the hub refused: 401",
+        ),  # type: ignore[arg-type]
+    ],
+)
+def test_refusal_of_the_hub_is_one_line(error: Exception, match: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=match):
+        push_to_hub(tmp_path, "me/first", api=FakeHub(error))
+
+
+def test_push_from_the_command_line(drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = FakeHub()
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+    words = ["export", str(drafter), "--format", "apple", "--out", str(tmp_path / "out"), "--push-to-hub", "me/it"]
+    assert main(words) == 0
+    assert hub.private == {"me/it": True} and set(hub.files["me/it"]) == {"config.json", "model.safetensors"}

@@ -1,0 +1,68 @@
+"""Packed linear layers: the same products, and only where they belong."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from drafter.kernels.packed import PackedLinear, PackedMatrix, can_pack, count_parameters, pack_linears
+from drafter.models.config import DrafterConfig
+from drafter.models.drafter import RecurrentDrafter
+from tests.engine.oracle import tiny_target
+
+CPU = torch.device("cpu")
+needs_kernels = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="no packed kernels on this machine")
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 64, 300])
+def test_products_are_those_of_the_plain_layer(num_rows: int) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(96, 160)
+    packed = PackedLinear(linear, keep_weight=False)
+    x = torch.randn(2, num_rows, 192)[:, :, ::2]  # not contiguous
+    with torch.no_grad():
+        assert torch.allclose(packed(x), linear(x), atol=1e-5, rtol=1e-5)
+    assert not hasattr(packed, "weight")
+
+
+@needs_kernels
+def test_a_wrong_product_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PackedMatrix, "linear", lambda self, x, bias=None: x.new_zeros(*x.shape[:-1], 48))
+    assert not can_pack(CPU, torch.float32)
+
+
+def test_other_devices_and_formats_are_left_alone() -> None:
+    assert not can_pack(torch.device("cuda"), torch.float32)
+    assert not can_pack(CPU, torch.float64)
+
+
+@needs_kernels
+def test_a_packed_model_computes_and_counts_the_same() -> None:
+    plain = tiny_target()
+    model = copy.deepcopy(plain.model)
+    output = model.get_output_embeddings()
+    assert pack_linears(model, keep=(output,)) > 4
+    assert torch.equal(model.get_output_embeddings().weight, plain.output_weight_VD)
+    token_BT = torch.randint(0, plain.vocab_size, (2, 9))
+    with torch.no_grad():
+        assert torch.allclose(model(token_BT).logits, plain.model(token_BT).logits, atol=1e-5)
+    assert count_parameters(model) == sum(p.numel() for p in plain.model.parameters()) == plain.num_parameters
+
+
+@needs_kernels
+@pytest.mark.parametrize("head", ["tied", "full"])
+def test_a_packed_drafter_drafts_the_same(head: str) -> None:
+    target = tiny_target()
+    config = DrafterConfig(
+        vocab_size=target.vocab_size, hidden_size=target.hidden_size, head=head, draft_vocab_size=target.vocab_size // 2
+    )
+    torch.manual_seed(0)
+    plain = RecurrentDrafter(config).eval().bind(target)
+    packed = copy.deepcopy(plain).pack().bind(target)
+    context = torch.randn(3, 1, target.hidden_size)
+    state = torch.randn(3, 4, target.hidden_size)
+    with torch.no_grad():
+        assert torch.allclose(packed.logits(context, state), plain.logits(context, state), atol=1e-5)
+    assert packed.state_dict().keys() == plain.state_dict().keys()

@@ -1,0 +1,66 @@
+import json
+
+import pytest
+
+from drafter.models.config import DrafterConfig, same_fingerprint
+
+
+def test_defaults_and_derived_sizes() -> None:
+    config = DrafterConfig(vocab_size=100, hidden_size=8)
+    assert (config.num_outputs, config.context_size) == (100, 8)
+    config = DrafterConfig(
+        vocab_size=100, hidden_size=8, draft_vocab_size=30, context="fused", context_layers=[1, 3, 5]
+    )
+    assert (config.num_outputs, config.context_size, config.context_layers) == (30, 24, (1, 3, 5))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"cell": "lstm"}, ["cell", "lstm", "rnn, gru"]),
+        ({"head": "own"}, ["head", "own", "full, tied"]),
+        ({"context": "middle"}, ["context", "middle"]),
+        ({"num_res_blocks": -1}, ["num_res_blocks", "-1"]),
+        ({"draft_length": 0}, ["draft_length", "0"]),
+        ({"hidden_size": 2.5}, ["hidden_size", "2.5"]),
+        ({"draft_vocab_size": 101, "vocab_size": 100}, ["draft_vocab_size", "101", "100"]),
+        ({"block_rank": 0}, ["block_rank", "0"]),
+        ({"head": "low-rank"}, ["low-rank", "head_rank None"]),
+        ({"head": "low-rank", "head_rank": 0}, ["head_rank", "0"]),
+        ({"head": "low-rank", "head_rank": 2.5}, ["head_rank", "2.5"]),
+        ({"block_rank": "8"}, ["block_rank", "'8'"]),
+        ({"draft_vocab_size": 7.5}, ["draft_vocab_size", "7.5"]),
+        ({"context": "fused", "context_layers": ["a"]}, ["context_layers", "'a'"]),
+        ({"head": "tied", "head_rank": 8}, ["tied", "head_rank 8"]),
+        ({"context": "fused"}, ["fused", "context_layers"]),
+        ({"context_layers": (1,)}, ["last", "[1]"]),
+        ({"embedding_scale": 0.0}, ["embedding_scale", "0.0"]),
+        ({"hidden_scale": float("nan")}, ["hidden_scale", "nan"]),
+        ({"num_resblocks": 2}, ["unknown", "num_resblocks"]),
+    ],
+)
+def test_mistakes_are_named(fields: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        DrafterConfig(**fields)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_json_round_trip(tmp_path) -> None:
+    config = DrafterConfig(
+        vocab_size=100, hidden_size=8, context="fused", context_layers=(1, 2), target_name="t", embedding_scale=8.5
+    )
+    config.save_pretrained(tmp_path)
+    again = DrafterConfig.from_pretrained(tmp_path)
+    assert again.to_dict() == config.to_dict() and again.context_layers == (1, 2)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["model_type"] == "recurrent_drafter"
+    (tmp_path / "config.json").write_text(json.dumps({**saved, "beam": 3}))
+    with pytest.raises(ValueError, match="unknown key 'beam'"):
+        DrafterConfig.from_pretrained(tmp_path)
+
+
+def test_fingerprints_forgive_rounding_only() -> None:
+    one, next_to_one, two = "803f", "813f", "0040"
+    assert same_fingerprint(one * 2, one + next_to_one)
+    assert not same_fingerprint(one * 2, one + two)
+    assert not same_fingerprint(one, one * 2)

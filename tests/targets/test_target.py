@@ -1,0 +1,309 @@
+"""Target over many architectures: a packed tree gives what each of its paths gives, wherever the row stands.
+
+Shapes: B rows · N tree nodes · T tokens · S slots · D hidden size · V vocabulary.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from drafter.targets.cache import SlotCache
+from drafter.targets.masks import chunk_mask, tree_mask
+from drafter.targets.target import Target, resolve_device, resolve_dtype
+from tests.serving.tiny import tiny_target as tiny_chat_target
+from tests.targets.trees import ancestors_of, depths_of, path_to, random_parents
+from tests.targets.zoo import MAX_LENGTH, OTHERS, TARGETS, VOCAB, build
+
+TOLERANCE = 1e-5
+NUM_NODES, NUM_SLOTS = 7, 40
+
+
+def tiny(name: str = "Llama", **changes: Any) -> Target:
+    config = TARGETS[name]()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    return Target.from_model(build(config), name=name)
+
+
+def tokens(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def prefill(target: Target, cache: SlotCache, prefixes: list[list[int]]) -> None:
+    """Two chunks: up to three tokens of every row, then the rest; padding goes to the spare slot."""
+    for start, stop in ((0, 3), (3, max(map(len, prefixes)))):
+        parts = [prefix[start:stop] for prefix in prefixes]
+        width = max(map(len, parts))
+        token_BT = torch.tensor([part + [0] * (width - len(part)) for part in parts])
+        slot_BT = torch.tensor(
+            [[start + i if i < len(part) else cache.spare_slot for i in range(width)] for part in parts]
+        )
+        start_B = torch.full((len(parts),), start)
+        cache.plan(slot_BT, num_visible=NUM_SLOTS)
+        position_BT = (start + torch.arange(width)).expand(len(parts), -1)
+        target.forward(token_BT, position_BT=position_BT, mask=chunk_mask(start_B, width, NUM_SLOTS), cache=cache)
+
+
+def run_tree(target: Target, cache: SlotCache, length_B: Tensor, token_BN: Tensor, parents: list[list[int]]) -> Tensor:
+    slot_BN = length_B[:, None] + torch.arange(token_BN.shape[1])
+    num_visible = int(length_B.max()) + token_BN.shape[1]
+    cache.plan(slot_BN, num_visible=num_visible)
+    return target.forward(
+        token_BN,
+        position_BT=length_B[:, None] + torch.stack([depths_of(line) for line in parents]),
+        mask=tree_mask(length_B, torch.stack([ancestors_of(line) for line in parents]), num_visible),
+        cache=cache,
+    ).hidden_BTD
+
+
+def assert_tree_equals_paths(
+    target: Target, hidden_BND: Tensor, texts: list[list[int]], token_BN: Tensor, parents: list[list[int]]
+) -> None:
+    for row, line in enumerate(parents):
+        for node in range(len(line)):
+            path = texts[row] + token_BN[row, path_to(line, node)].tolist()
+            wanted_D = target.forward(torch.tensor([path])).hidden_BTD[0, -1]
+            assert torch.allclose(hidden_BND[row, node], wanted_D, atol=TOLERANCE, rtol=TOLERANCE), (row, node)
+
+
+@pytest.mark.parametrize("is_folded", [False, True])
+@pytest.mark.parametrize("name", TARGETS)
+@torch.no_grad()
+def test_trees_over_ragged_rows_equal_their_paths_before_and_after_compaction(name: str, is_folded: bool) -> None:
+    target = tiny(name)
+    if is_folded and not target.fold_attention():
+        pytest.skip("its attention is not SDPA")
+    generator = torch.Generator().manual_seed(1)
+    prefixes = [tokens(size, seed=size).tolist() for size in (1, 4, 9)]
+    length_B = torch.tensor([len(prefix) for prefix in prefixes])
+    cache = target.new_cache(3, NUM_SLOTS)
+    prefill(target, cache, prefixes)
+
+    parents = [random_parents(NUM_NODES, generator) for _ in prefixes]
+    token_BN = tokens(3, NUM_NODES, seed=2)
+    hidden_BND = run_tree(target, cache, length_B, token_BN, parents)
+    assert_tree_equals_paths(target, hidden_BND, prefixes, token_BN, parents)
+
+    # Each row keeps the path to its deepest node: those slots move together, and the next tree stands behind them.
+    paths = [path_to(line, int(depths_of(line).argmax())) for line in parents]
+    longest = max(map(len, paths))
+    source_BL = length_B[:, None] + torch.tensor([path + [path[-1]] * (longest - len(path)) for path in paths])
+    cache.move_slots(source_BL, length_B[:, None] + torch.arange(longest))
+    texts = [
+        prefix + token_BN[row, path].tolist() for row, (prefix, path) in enumerate(zip(prefixes, paths, strict=True))
+    ]
+    parents = [random_parents(NUM_NODES, generator) for _ in prefixes]
+    token_BN = tokens(3, NUM_NODES, seed=3)
+    hidden_BND = run_tree(target, cache, torch.tensor([len(text) for text in texts]), token_BN, parents)
+    assert_tree_equals_paths(target, hidden_BND, texts, token_BN, parents)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@torch.no_grad()
+def test_logits_are_the_models_own(name: str) -> None:
+    target = tiny(name)
+    token_BT = tokens(2, 6)
+    wanted_BTV = target.model(token_BT).logits
+    got_BTV = target.logits(target.forward(token_BT).hidden_BTD)
+    assert torch.allclose(got_BTV, wanted_BTV, atol=1e-5, rtol=1e-5)
+    assert target.vocab_size == VOCAB and target.hidden_size == 32 and target.num_layers == 2
+    assert target.embed(token_BT).shape == (2, 6, 32)
+    # Where the target says so, they are the output matrix times the hidden state.
+    assert target.has_plain_logits == (name not in ("Gemma2", "Cohere", "Cohere2", "Granite", "GPTJ"))
+    if target.has_plain_logits:
+        product_BTV = target.forward(token_BT).hidden_BTD @ target.output_weight_VD.T
+        assert torch.allclose(product_BTV, wanted_BTV, atol=1e-5, rtol=1e-5)
+    # Right padding changes nothing before it.
+    padded_BT = torch.cat([token_BT, torch.zeros(2, 3, dtype=torch.int64)], dim=1)
+    assert torch.allclose(target.forward(padded_BT).hidden_BTD[:, :6], target.forward(token_BT).hidden_BTD, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_that_cannot_be_targets_are_refused_with_the_reason(name: str) -> None:
+    config, why = OTHERS[name]
+    model = build(config())
+    with pytest.raises(ValueError, match=why) as caught:
+        Target.from_model(model, name=f"my-{name}")
+    assert f"'my-{name}'" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_model_without_output_matrix_is_refused() -> None:
+    model = transformers.LlamaModel(TARGETS["Llama"]())
+    with pytest.raises(ValueError, match="no output matrix"):
+        Target.from_model(model)
+
+
+def test_attention_without_masks_is_refused() -> None:
+    model = build(TARGETS["Llama"]())
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
+        Target.from_model(model)
+
+
+@pytest.mark.parametrize("fault", ["mask", "positions"])
+def test_model_that_ignores_what_it_is_given_is_refused(fault: str) -> None:
+    """An architecture nobody here knows, which takes the arguments and does not use them."""
+    model = build(TARGETS["Llama"]())
+    decoder_forward = model.model.forward
+
+    def careless(**arguments: Any) -> Any:
+        mask = arguments.get("attention_mask")
+        if mask is not None:
+            if fault == "positions":
+                width = mask.shape[2]
+                arguments["position_ids"] = arguments["position_ids"][:, :1] + torch.arange(width)
+            else:
+                slot_S = torch.arange(mask.shape[3])
+                arguments["attention_mask"] = slot_S <= arguments["position_ids"][:, None, :, None] + 2
+        return decoder_forward(**arguments)
+
+    model.model.forward = careless
+    with pytest.raises(ValueError, match="other hidden states than the same tokens in a row"):
+        Target.from_model(model)
+
+
+def test_layers_of_different_shapes_are_refused() -> None:
+    model = build(TARGETS["Llama"]())
+    layer = model.model.layers[1].self_attn
+    layer.k_proj, layer.v_proj = layer.q_proj, layer.q_proj
+    layer.num_key_value_groups = 1
+    with pytest.raises(ValueError, match="different shapes"):
+        Target.from_model(model)
+
+
+def test_sliding_window_shorter_than_the_context_is_refused() -> None:
+    target = tiny("Mistral", sliding_window=16)
+    target.check_length(16)
+    with pytest.raises(ValueError, match="sliding window of 16 tokens, shorter than the context of 17"):
+        target.check_length(17)
+    tiny("Mistral", sliding_window=None).check_length(MAX_LENGTH)
+    tiny("Qwen2", sliding_window=16, use_sliding_window=False).check_length(MAX_LENGTH)
+    with pytest.raises(ValueError, match="sliding window of 4"):
+        tiny("Mistral", sliding_window=4)
+
+
+@torch.no_grad()
+def test_context_layers_are_the_models_hidden_states() -> None:
+    target = tiny()
+    token_BT = tokens(2, 5)
+    output = target.forward(token_BT, context_layers=(0, 1))
+    hidden_states = target.model(token_BT, output_hidden_states=True).hidden_states
+    assert torch.equal(output.context_BTC, torch.cat([hidden_states[0], hidden_states[1]], dim=-1))
+    assert torch.equal(output.hidden_BTD, hidden_states[-1])
+    plain = target.forward(token_BT)
+    assert plain.context_BTC is plain.hidden_BTD
+
+
+def test_target_is_frozen() -> None:
+    target = tiny("GPT2")
+    assert not target.model.training
+    assert not any(parameter.requires_grad for parameter in target.model.parameters())
+    assert target.embedding_weight_VD.data_ptr() == target.model.get_input_embeddings().weight.data_ptr()
+
+
+def test_soft_cap_is_found_even_where_logits_are_small() -> None:
+    config = TARGETS["Gemma2"]()
+    target = Target.from_model(build(config, std=0.01), name="flat")
+    assert target.logits(1e6 * torch.ones(1, 32)).abs().max() <= config.final_logit_softcapping
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_models_pass_the_checks(dtype: torch.dtype) -> None:
+    for name in ("Llama", "Gemma2", "GPT2"):
+        target = Target.from_model(build(TARGETS[name](), std=0.02).to(dtype), name=name)
+        assert target.dtype == dtype
+        assert target.new_cache(1, 8).keys.dtype == dtype
+
+
+def test_fingerprint_tells_targets_apart_and_outlives_rounding() -> None:
+    from drafter.models.config import same_fingerprint
+
+    first, half, other = tiny(), Target.from_model(build(TARGETS["Llama"]()).to(torch.float16)), tiny("Qwen2")
+    assert same_fingerprint(first.fingerprint, half.fingerprint)
+    assert not same_fingerprint(first.fingerprint, other.fingerprint)
+
+
+def test_stop_tokens_come_from_the_generation_config_first() -> None:
+    model = build(TARGETS["Llama"]())
+    model.generation_config.eos_token_id = [5, 7]
+    assert Target.from_model(model).eos_token_ids == (5, 7)
+    model.generation_config.eos_token_id = None
+    assert Target.from_model(model).eos_token_ids == (2,)
+    model.config.eos_token_id = None
+    tokenizer: Any = SimpleNamespace(eos_token_id=9)
+    assert Target.from_model(model, tokenizer).eos_token_ids == (9,)
+    assert Target.from_model(model).eos_token_ids == ()
+
+
+def test_without_a_tokenizer_text_is_refused() -> None:
+    target = tiny()
+    for use in (lambda: target.encode("a"), lambda: target.decode([1]), lambda: target.encode_chat([])):
+        with pytest.raises(ValueError, match="no tokenizer"):
+            use()
+
+
+@pytest.mark.parametrize(("name", "kernel"), [("Llama", "sdpa"), ("Gemma2", "eager")])
+@torch.no_grad()
+def test_load_from_a_folder(name: str, kernel: str, tmp_path: Path) -> None:
+    made = tiny(name)
+    made.model.save_pretrained(tmp_path)
+    target = Target.load(str(tmp_path), device="cpu")
+    assert target.tokenizer is None and target.name == str(tmp_path)
+    assert target.model.config._attn_implementation == kernel
+    assert target.fingerprint == made.fingerprint
+    token_BT = tokens(1, 5)
+    assert torch.equal(target.forward(token_BT).hidden_BTD, made.forward(token_BT).hidden_BTD)
+    assert Target.load(str(tmp_path), dtype="bfloat16", device="cpu").dtype == torch.bfloat16
+
+
+def test_sharing_weights_needs_processes_to_share_them(tmp_path: Path) -> None:
+    tiny().model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="shared by 2 processes but 1 run: start that many on every node"):
+        Target.load(str(tmp_path), device="cpu", num_shards=2)
+    assert not Target.load(str(tmp_path), device="cpu").is_sharded
+
+
+def test_damaged_or_missing_weights_are_refused(tmp_path: Path) -> None:
+    tiny().model.save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="damaged"):
+        Target.load(str(tmp_path), device="cpu")
+    weights.unlink()
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        Target.load(str(tmp_path), device="cpu")
+
+
+@pytest.mark.parametrize("device", ["gpu", "mps", "cpu:x"])
+def test_unknown_devices_are_refused(device: str) -> None:
+    with pytest.raises(ValueError, match="--device"):
+        resolve_device(device)
+
+
+def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="no CUDA device"):
+        resolve_device("cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(ValueError, match="2 CUDA device"):
+        resolve_device("cuda:2")
+
+
+def test_dtypes_by_name() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert resolve_dtype("auto", cpu) == torch.float32 and resolve_dtype("auto", cuda) == torch.bfloat16
+    assert resolve_dtype("float16", cpu) == torch.float16
+    with pytest.raises(ValueError, match="int8"):
+        resolve_dtype("int8", cpu)
+
+
+@pytest.mark.parametrize("content", [[{"type": "text", "text": "hey"}], 7])
+def test_messages_that_a_template_cannot_take_are_refused(content: object) -> None:
+    with pytest.raises(ValueError, match="refuses these messages"):
+        tiny_chat_target().encode_chat([{"role": "user", "content": content}])  # type: ignore[dict-item]

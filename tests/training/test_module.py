@@ -1,0 +1,223 @@
+"""Training itself, on a tiny target's own greedy text."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from drafter.decoding.params import SamplingParams
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.training.callbacks import tokens_per_step
+from drafter.training.module import DrafterModule
+from tests.training.fakes import FakeData, depth_one_guesses, fit, greedy_rows, make_module, make_target, make_trainer
+
+
+def accuracy(module: DrafterModule, rows: list[list[int]]) -> float:
+    guesses = list(depth_one_guesses(module, rows))
+    return sum(guess == right for guess, right in guesses) / len(guesses)
+
+
+@pytest.mark.parametrize("drafter", [{}, {"cell": "rnn2", "head": "low-rank", "head_rank": 32}])
+def test_overfits_the_targets_own_text(drafter: dict, tmp_path) -> None:
+    """Wrong shifts or masks could not: the text is varied, and the guesses are made without the training code."""
+    target = make_target()
+    rows = greedy_rows(target)
+    assert len({token for row in rows for token in row[3:]}) > 30
+    module = fit(tmp_path, target, 100, drafter=drafter)
+    assert accuracy(module, rows) > 0.95
+    learned = copy.deepcopy(module.drafter).eval()
+    engine = Engine(target, learned, EngineConfig(beam_width=2, draft_length=3, tree_size=7))
+    answers = engine.generate([row[:3] for row in rows], SamplingParams(max_new_tokens=13, ignore_eos=True))
+    assert [a.token_ids for a in answers] == [row[3:16] for row in rows]
+    assert sum(len(a.token_ids) for a in answers) / sum(a.num_target_forwards for a in answers) > 2.5
+
+
+@pytest.mark.parametrize(
+    ("drafter", "objective"),
+    [
+        ({"head": "full", "draft_vocab_size": None}, {"cross_entropy": 1.0, "kl": 0.0}),
+        ({"head": "tied", "draft_vocab_size": 100, "block_rank": 4}, {"feature": 0.1, "depth_rates": (1.0, 0.8, 0.5)}),
+        ({"cell": "gru"}, {"total_variation": 0.5}),
+        ({"cell": "rnn2", "head": "low-rank", "head_rank": 8}, {}),
+        ({"context": "fused", "context_layers": (0, 1, 2)}, {"temperature": 2.0, "depth_weights": (1.0, 0.5, 0.25)}),
+        ({"context": "history"}, {}),
+    ],
+)
+def test_gradient_reaches_the_drafter_and_only_it(drafter: dict, objective: dict, tmp_path) -> None:
+    target = make_target()
+    before = {name: value.clone() for name, value in target.model.state_dict().items()}
+    module = make_module(target, drafter=drafter, objective=objective)
+    seen: dict[str, bool] = {}
+
+    def look(*_: object) -> None:
+        seen.update({name: bool(p.grad.abs().max() > 0) for name, p in module.named_parameters() if p.grad is not None})
+
+    module.on_before_optimizer_step = look
+    trainer = make_trainer(tmp_path, max_steps=3, limit_val_batches=1)
+    first = {}
+    module.on_fit_start = lambda: first.update({n: p.detach().clone() for n, p in module.named_parameters()})
+    trainer.fit(module, datamodule=FakeData(greedy_rows(target), 3))
+    assert set(seen) == set(first) and all(seen.values())
+    assert all(not torch.equal(p, first[n]) for n, p in module.named_parameters())
+    # The target: the same bits, no gradient, evaluation mode, not in the module or its state.
+    after = target.model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert all(p.grad is None and not p.requires_grad for p in target.model.parameters()) and not target.model.training
+    assert all(name.startswith("drafter.") for name in module.state_dict())
+    assert math.isfinite(float(trainer.callback_metrics["val/loss"]))
+
+
+def test_loss_is_that_of_each_pair_by_itself(tmp_path) -> None:
+    """The batch's loss against drafter and target called position by position with plain loops."""
+    target = make_target()
+    rows = [row[: 12 - i % 3] for i, row in enumerate(greedy_rows(target, 4))]
+    module = make_module(target, objective={"depth_weights": (1.0, 0.5, 0.25)}, drafter={"draft_vocab_size": 40})
+    data = FakeData(rows, 1)
+    make_trainer(tmp_path, max_steps=1, limit_val_batches=0).fit(module, datamodule=data)
+    drafter, ids = module.drafter, module.drafter.draft_token_ids_R.tolist()
+    total = weights = 0.0
+    with torch.no_grad():
+        for row in rows:
+            hidden = target.forward(torch.tensor([row])).hidden_BTD[0]
+            for t in range(len(row)):
+                state = drafter.init_state(hidden[t])
+                for k, weight in enumerate((1.0, 0.5, 0.25), 1):
+                    if t + 1 + k >= len(row):
+                        break
+                    state = drafter.step(hidden[t], state, target.embed(torch.tensor(row[t + k])))
+                    if t + 1 + k < 3 or row[t + 1 + k] not in ids:
+                        continue
+                    log_p = target.logits(hidden[t + k])[ids].log_softmax(dim=-1)
+                    log_q = drafter.logits(hidden[t], state).log_softmax(dim=-1)
+                    total += weight * float((log_p.exp() * (log_p - log_q)).sum())
+                    weights += weight
+        result = module.run_batch(data.batch, rates=(1.0, 1.0, 1.0), with_ranks=False)
+    assert float(result.loss) == pytest.approx(total / weights, rel=1e-4)
+
+
+def test_bfloat16_learns_too(tmp_path) -> None:
+    target = make_target()
+    module = fit(tmp_path, target, 60, trainer={"precision": "bf16-mixed"})
+    assert all(p.dtype == torch.float32 for p in module.parameters())
+    assert module.teacher.rows_RD.dtype == torch.bfloat16 and accuracy(module, greedy_rows(target)) > 0.8
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
+def test_float16_is_refused(precision: str, tmp_path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.precision_plugin.precision = precision  # the real one asks for a GPU
+    with pytest.raises(ValueError, match=f"--trainer.precision {precision}.*use bf16-mixed or 32-true"):
+        trainer.fit(make_module(make_target()), datamodule=FakeData(greedy_rows(make_target()), 1))
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_gradients_are_clipped_as_told(algorithm: str, tmp_path) -> None:
+    module = make_module(make_target())
+    clipped: list[torch.Tensor] = []
+
+    def look(*_: object) -> None:
+        grads = [p.grad.flatten() for p in module.parameters() if p.grad is not None]
+        clipped.extend([torch.cat(grads)] if grads else [])
+
+    module.on_before_zero_grad = look
+    trainer = make_trainer(tmp_path, max_steps=2, gradient_clip_val=1e-3, gradient_clip_algorithm=algorithm)
+    trainer.fit(module, datamodule=FakeData(greedy_rows(make_target()), 2))
+    norm, largest = clipped[0].norm().item(), clipped[0].abs().max().item()
+    assert trainer.callback_metrics["train/grad_norm"] > 0.1
+    if algorithm == "norm":
+        assert norm == pytest.approx(1e-3, rel=1e-3) and largest < 5e-4
+    else:
+        assert largest == pytest.approx(1e-3) and norm > 5e-3
+
+
+def test_a_run_without_a_last_step_needs_a_constant_learning_rate(tmp_path) -> None:
+    limits = {"max_epochs": -1, "max_time": {"hours": 1}}
+    data = FakeData(greedy_rows(make_target()), 1)
+    for schedule in ("cosine", "linear"):
+        module = make_module(make_target(), optim={"schedule": schedule})
+        with pytest.raises(ValueError, match=f"schedule {schedule}.*--trainer.max_steps or --trainer.max_epochs"):
+            make_trainer(tmp_path, **limits).fit(module, datamodule=data)
+    module = make_module(make_target(), optim={"schedule": "constant", "warmup_steps": 2})
+    rates: list[float] = []
+
+    def stop(*_: object) -> None:
+        rates.append(module.trainer.optimizers[0].param_groups[0]["lr"])
+        module.trainer.should_stop = len(rates) == 3
+
+    module.on_train_batch_end = stop
+    make_trainer(tmp_path, **limits, limit_val_batches=0).fit(module, datamodule=data)
+    assert rates == [0.01, 0.01, 0.01]
+
+
+def test_depths_without_weight_are_counted_too(tmp_path) -> None:
+    """The same drafter is as good at a depth whether that depth is trained or not."""
+    target = make_target()
+    data = FakeData(greedy_rows(target), 1)
+    module = fit(tmp_path, target, 40)
+    with torch.no_grad():
+        weighted = module.run_batch(data.batch, rates=(1.0,) * 3, with_ranks=True)
+        module._depth_weight_K = torch.tensor([1.0, 0.0, 1.0])
+        other = module.run_batch(data.batch, rates=(1.0,) * 3, with_ranks=True)
+    assert torch.equal(other.output.rank_P, weighted.output.rank_P)
+    torch.testing.assert_close(other.output.loss_P, weighted.output.loss_P)
+    is_second_P = weighted.pairs.depth_P == 1
+    assert (weighted.output.rank_P[is_second_P] == 0).float().mean() > 0.3
+    counted_P = weighted.pairs.is_valid_P & ~is_second_P
+    assert float(other.loss) == pytest.approx(float(weighted.output.loss_P[counted_P].mean()), rel=1e-5)
+
+
+def test_validation_logs_counts_of_the_whole_set(tmp_path) -> None:
+    target = make_target()
+    module = make_module(target, objective={"cross_entropy": 1.0}, optim={"lr": 0.02})
+    trainer = make_trainer(tmp_path, max_steps=60, check_val_every_n_epoch=1, max_epochs=2)
+    trainer.fit(module, datamodule=FakeData(greedy_rows(target), 30))
+    logged = trainer.callback_metrics
+    assert logged["val/top1_d1"] > 0.5 and logged["val/top8_d3"] >= logged["val/top1_d3"]
+    assert 1.5 < logged["val/expected_tokens_per_step_n24"] <= logged["val/expected_tokens_per_step_n63"] + 0.1 <= 7
+    assert logged["val/positions"] == module.num_positions > 0
+
+
+def test_divergence_names_step_and_checkpoint(tmp_path) -> None:
+    target = make_target()
+    module = make_module(target, optim={"lr": 1e-3})
+    calls = []
+
+    def poison(*_: object) -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            module.drafter.head.weight.data.fill_(float("nan"))
+
+    module.on_train_batch_start = poison
+    with pytest.raises(ValueError, match=r"nan at step 3; no checkpoint was written yet.*--model.optim.lr"):
+        make_trainer(tmp_path, max_steps=9, limit_val_batches=0).fit(
+            module, datamodule=FakeData(greedy_rows(target), 9)
+        )
+
+
+def test_cached_states_give_the_same_loss(tmp_path) -> None:
+    target = make_target()
+    module = fit(tmp_path, target, 1)
+    batch = FakeData(greedy_rows(target), 1).batch
+    cached = batch._replace(hidden_BTD=target.forward(batch.token_BT).hidden_BTD)
+    seconds = module.teacher.seconds
+    with torch.no_grad():
+        with_cache = module.run_batch(cached, rates=(1.0,) * 3, with_ranks=False).loss
+        assert module.teacher.seconds == seconds
+        assert torch.equal(with_cache, module.run_batch(batch, rates=(1.0,) * 3, with_ranks=False).loss)
+
+
+@pytest.mark.parametrize("num_steps", [6, 25])
+def test_the_estimate_of_tokens_per_step_is_near_the_decoders(num_steps: int, tmp_path) -> None:
+    """Half-trained drafters, on the same answers: within a tenth of the real decoder's figure."""
+    target = make_target()
+    rows = greedy_rows(target, 12, 60)
+    module = make_module(target, objective={"cross_entropy": 1.0, "kl": 0.0}, optim={"lr": 0.02})
+    trainer = make_trainer(tmp_path, max_steps=num_steps, check_val_every_n_epoch=1)
+    trainer.fit(module, datamodule=FakeData(rows, num_steps))
+    config = EngineConfig(max_rows=12, beam_width=8, draft_length=3, tree_size=24)
+    params = SamplingParams(max_new_tokens=57, ignore_eos=True)
+    real = tokens_per_step(target, module.drafter, [row[:3] for row in rows], config, params)
+    assert real > 1.2
+    assert trainer.callback_metrics["val/expected_tokens_per_step_n24"] == pytest.approx(real, rel=0.1)

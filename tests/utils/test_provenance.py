@@ -1,0 +1,44 @@
+"""run.json: what it holds, what it leaves out, and files that are whole or as before."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from drafter.utils.io import write_atomic
+from drafter.utils.provenance import run_record, write_run_record
+
+
+def test_record_tells_how_an_output_was_made() -> None:
+    record = run_record(seed=7, settings={"rows": 3}, argv=["/usr/bin/drafter", "distill", "--seed", "7"])
+    assert record["argv"] == ["drafter", "distill", "--seed", "7"]
+    assert (record["seed"], record["settings"]) == (7, {"rows": 3})
+    assert {"python", "drafter", "torch", "transformers"} <= record["versions"].keys()
+    assert record["machine"]["num_cpus"] >= 1
+    assert record["date"].endswith("+00:00")
+    revision = record["git_revision"]
+    assert revision is None or len(revision.removesuffix("+changes")) == 40
+
+
+def test_secrets_stay_out() -> None:
+    argv = ["drafter", "distill", "--api-key", "s3cret", "--auth=s3cret", "--max-new-tokens", "9", "--keyboard", "x"]
+    record = run_record(argv=argv)
+    assert record["argv"][2:] == ["--api-key", "***", "--auth=***", "--max-new-tokens", "9", "--keyboard", "x"]
+    assert "s3cret" not in json.dumps(record)
+
+
+def test_record_lies_in_a_folder_or_beside_a_file(tmp_path: Path) -> None:
+    assert write_run_record(tmp_path, argv=["drafter"]) == tmp_path / "run.json"
+    (tmp_path / "answers.jsonl").write_text("{}\n")
+    beside = write_run_record(tmp_path / "answers.jsonl", settings={"path": tmp_path}, argv=["drafter"])
+    assert beside == tmp_path / "answers.run.json"
+    assert json.loads(beside.read_text())["settings"] == {"path": str(tmp_path)}
+
+
+def test_broken_off_write_keeps_the_old_file(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "out.jsonl"
+    write_atomic(file, "old\n")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomic(file, "new \ud800\n")
+    assert file.read_text() == "old\n"
+    assert [path.name for path in file.parent.iterdir()] == ["out.jsonl"]
