@@ -401,7 +401,6 @@ class Engine:
     def _num_slots_of(self, prompt_length: int, params: SamplingParams) -> int:
         """Slots a request needs: everything up to its last root, and one tree."""
         length = min(prompt_length + params.max_new_tokens, self._max_length)
-        self.target.check_length(length)
         if self.config.max_length is not None:
             length = self._max_length  # one size for all requests: a server's cache is allocated once
         return length + self.proposer.num_nodes

@@ -89,6 +89,11 @@ class SlotCache(Cache):
         self._slot_BT = slot_BT
         self._window = self.num_slots if num_visible is None else num_visible
 
+    @property
+    def planned_slots(self) -> Tensor:
+        """Slot of every token of the next forward, int64 [B, T]."""
+        return self._slot_BT
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

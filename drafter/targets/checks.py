@@ -3,8 +3,8 @@
 Shapes: B rows · T tokens · N tree nodes · V vocabulary · D hidden size.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from drafter.targets.attention import NAME as FOLDED_ATTENTION
 from drafter.targets.cache import CacheShape
+from drafter.targets.masks import Window
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _MASKABLE = ("sdpa", "eager", FOLDED_ATTENTION)  # attention implementations that take any mask as a tensor
@@ -64,16 +65,52 @@ def _embedding_of(model: PreTrainedModel) -> Tensor:
     return weight
 
 
-def sliding_window_of(model: PreTrainedModel) -> int | None:
-    """The shortest attention window in tokens of any layer, or None when every layer sees everything."""
+class LayerWindows(NamedTuple):
+    """Which windows the attention layers of a model have.
+
+    Attributes:
+        by_kind: the window of each kind of layer, None for layers that see everything; empty where nothing is windowed.
+        is_mapped: the model takes one mask for each kind of layer. Otherwise all layers share one kind and one mask.
+    """
+
+    by_kind: dict[str, Window | None]
+    is_mapped: bool
+
+    @property
+    def shortest(self) -> int | None:
+        """Tokens of the shortest window; None where nothing is windowed."""
+        return min((window.size for window in self.by_kind.values() if window is not None), default=None)
+
+
+def layer_windows(model: PreTrainedModel) -> LayerWindows:
+    """Windows of the model's attention layers, from its configuration and what its forward accepts."""
     config = model.config.get_text_config(decoder=True)
-    if getattr(config, "use_sliding_window", True) is False:
-        return None
+    sizes: dict[str, Window | None] = {"full_attention": None}
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    if window and getattr(config, "use_sliding_window", True) is not False:
+        sizes["sliding_attention"] = Window("sliding", int(window))
+    if chunk:
+        sizes["chunked_attention"] = Window("chunked", int(chunk))
     kinds = getattr(config, "layer_types", None)
-    if kinds is not None and not {"sliding_attention", "chunked_attention"} & set(kinds):
-        return None
-    windows = [getattr(config, key, None) for key in ("sliding_window", "attention_chunk_size")]
-    return min((int(window) for window in windows if window), default=None)
+    if kinds is None:  # every layer has the same window, if any
+        kinds = [next((kind for kind in sizes if sizes[kind] is not None), "full_attention")]
+    by_kind = {kind: sizes.get(kind) for kind in dict.fromkeys(kinds)}
+    if not any(by_kind.values()):
+        return LayerWindows({}, is_mapped=False)
+    return LayerWindows(by_kind, is_mapped=_takes_masks_by_kind(model, by_kind))
+
+
+@torch.no_grad()
+def _takes_masks_by_kind(model: PreTrainedModel, kinds: Iterable[str]) -> bool:
+    """Run one token with a mapping of masks: models with layers of one kind only take a tensor and raise."""
+    embedding_VD = _embedding_of(model)
+    token_BT = torch.zeros(1, 1, dtype=torch.int64, device=embedding_VD.device)
+    mask = torch.zeros(1, 1, 1, 1, dtype=embedding_VD.dtype, device=embedding_VD.device)
+    try:
+        decoder_of(model)(input_ids=token_BT, attention_mask=dict.fromkeys(kinds, mask), use_cache=False)
+    except (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError):
+        return False
+    return True
 
 
 @torch.no_grad()

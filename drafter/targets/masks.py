@@ -4,8 +4,64 @@ Shapes: B rows · T new tokens of a chunk · N tree nodes (root included) · S v
 All masks are boolean, True = may be seen, and shaped [B, 1, T or N, S] as ``attention_mask`` of a Hugging Face model.
 """
 
+from typing import Literal, NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class Window(NamedTuple):
+    """How far a windowed attention layer sees.
+
+    Attributes:
+        kind: ``sliding``: a token sees itself and the ``size`` - 1 positions before its own. ``chunked``: positions are
+            cut into chunks of ``size``, and a token sees its own chunk only.
+        size: tokens.
+    """
+
+    kind: Literal["sliding", "chunked"]
+    size: int
+
+    def mask(self, query_position_BT: Tensor, key_position_BS: Tensor) -> Tensor:
+        """Which keys lie inside the window of each query, later keys included; combine with a causal or tree mask.
+
+        For a sliding window of 2, queries at positions [1, 3] and keys at positions 0 .. 3::
+
+            [[1, 1, 1, 1],
+             [0, 0, 1, 1]]
+
+        Args:
+            query_position_BT: int64 [B, T].
+            key_position_BS: position of the token in each slot, int64 [B, S].
+
+        Returns:
+            bool [B, 1, T, S].
+        """
+        query_BT1, key_B1S = query_position_BT[:, :, None], key_position_BS[:, None, :]
+        if self.kind == "chunked":
+            inside_BTS = query_BT1 // self.size <= key_B1S // self.size
+        else:
+            inside_BTS = key_B1S > query_BT1 - self.size
+        return inside_BTS[:, None]
+
+
+def slot_positions(slot_BT: Tensor, position_BT: Tensor, num_slots: int) -> Tensor:
+    """Position of the token in each visible slot: committed tokens stand at their slot, new ones where they are told.
+
+    A tree node's slot says nothing of its depth. For nodes in slots [2, 3, 4] at positions [2, 3, 3] and five slots
+    the result is [0, 1, 2, 3, 3].
+
+    Args:
+        slot_BT: slot of every new token, int64 [B, T]; slots that are not visible are left out.
+        position_BT: its position, int64 [B, T].
+        num_slots: S, the visible slots.
+
+    Returns:
+        int64 [B, S].
+    """
+    slot_S = torch.arange(num_slots + 1, device=slot_BT.device)
+    position_BS = slot_S.repeat(slot_BT.shape[0], 1).scatter_(1, slot_BT.clamp(max=num_slots), position_BT)
+    return position_BS[:, :num_slots]
 
 
 def chunk_mask(start_B: Tensor, num_tokens: int, num_slots: int) -> Tensor:

@@ -21,11 +21,11 @@ from drafter.targets.checks import (
     decoder_of,
     fingerprint_of,
     identity,
+    layer_windows,
     probe_cache_shape,
     probe_logit_map,
-    sliding_window_of,
 )
-from drafter.targets.masks import chunk_mask, tree_mask
+from drafter.targets.masks import chunk_mask, slot_positions, tree_mask
 from drafter.targets.sharding import load_sharded
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -122,6 +122,7 @@ class Target:
         self.cache_shape: CacheShape = probe_cache_shape(model, name)
         self._logit_map = probe_logit_map(model, name)
         self._decoder = decoder_of(model)
+        self._windows = layer_windows(model)
         _check_tree_forward(self)
 
     @classmethod
@@ -233,7 +234,7 @@ class Target:
         assert cache is None or mask is not None, "a forward over a slot cache needs its mask"
         output = self._decoder(
             input_ids=token_BT,
-            attention_mask=self._own_mask(mask),
+            attention_mask=self._own_masks(mask, position_BT, cache),
             position_ids=position_BT,
             past_key_values=cache,
             use_cache=cache is not None,
@@ -272,15 +273,6 @@ class Target:
             self.cache_shape, num_rows, num_slots, dtype=self.dtype, device=self.device, read_dtype=read_dtype
         )
 
-    def check_length(self, num_tokens: int) -> None:
-        """Refuse contexts that the sliding window of some layers would cut (a tree mask cannot slide)."""
-        window = sliding_window_of(self.model)
-        if window is not None and num_tokens > window:
-            raise ValueError(
-                f"target {self.name!r} has layers with a sliding window of {window} tokens, shorter than the context "
-                f"of {num_tokens} tokens asked for: use shorter prompts, fewer new tokens, or --max-length {window}"
-            )
-
     def encode(self, text: str) -> list[int]:
         """Token ids of raw text, with the special tokens the tokenizer adds by itself."""
         return list(self._tokenizer()(text)["input_ids"])
@@ -306,7 +298,22 @@ class Target:
         """Text of token ids."""
         return str(self._tokenizer().decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def _own_mask(self, mask: Tensor | None) -> Tensor | None:
+    def _own_masks(
+        self, mask: Tensor | None, position_BT: Tensor | None, cache: SlotCache | None
+    ) -> Tensor | dict[str, Tensor] | None:
+        """The mask of every kind of layer, as the model's forward takes them."""
+        shortest = self._windows.shortest
+        if mask is None or shortest is None or mask.shape[-1] <= shortest:  # no visible slot lies outside a window
+            return self._own_mask(mask)
+        assert cache is not None and position_BT is not None, "a windowed layer needs positions"
+        key_position_BS = slot_positions(cache.planned_slots, position_BT, mask.shape[-1])
+        own = {
+            kind: self._own_mask(mask if window is None else mask & window.mask(position_BT, key_position_BS))
+            for kind, window in self._windows.by_kind.items()
+        }
+        return own if self._windows.is_mapped else next(iter(own.values()))
+
+    def _own_mask(self, mask: Any) -> Any:
         """The mask as the model's attention reads a ready 4-D mask: eager attention adds it to the scores."""
         kernel = self.model.config._attn_implementation
         if mask is None or kernel == "sdpa":
@@ -368,7 +375,6 @@ def _check_tree_forward(target: Target) -> None:
     Raises:
         ValueError: the model cannot run a tree, or runs it wrong.
     """
-    target.check_length(10)
     try:
         tree_XD, path_XD, chain_XD = _run_small_tree(target)
     except torch.OutOfMemoryError:

@@ -72,9 +72,6 @@ class TableTarget:
         assert not exact_attention
         return TokenCache(num_rows, num_slots)
 
-    def check_length(self, num_tokens):
-        assert num_tokens <= self.max_length
-
     def forward(self, token_BT, *, position_BT=None, mask=None, cache=None, context_layers=()):
         assert not context_layers
         token_BS, position_BS = cache.update(token_BT, position_BT)

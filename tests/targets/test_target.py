@@ -17,7 +17,7 @@ from drafter.targets.masks import chunk_mask, tree_mask
 from drafter.targets.target import Target, resolve_device, resolve_dtype
 from tests.serving.tiny import tiny_target as tiny_chat_target
 from tests.targets.trees import ancestors_of, depths_of, path_to, random_parents
-from tests.targets.zoo import MAX_LENGTH, OTHERS, TARGETS, VOCAB, build
+from tests.targets.zoo import OTHERS, TARGETS, VOCAB, build
 
 TOLERANCE = 1e-5
 NUM_NODES, NUM_SLOTS = 7, 40
@@ -174,17 +174,6 @@ def test_layers_of_different_shapes_are_refused() -> None:
     layer.num_key_value_groups = 1
     with pytest.raises(ValueError, match="different shapes"):
         Target.from_model(model)
-
-
-def test_sliding_window_shorter_than_the_context_is_refused() -> None:
-    target = tiny("Mistral", sliding_window=16)
-    target.check_length(16)
-    with pytest.raises(ValueError, match="sliding window of 16 tokens, shorter than the context of 17"):
-        target.check_length(17)
-    tiny("Mistral", sliding_window=None).check_length(MAX_LENGTH)
-    tiny("Qwen2", sliding_window=16, use_sliding_window=False).check_length(MAX_LENGTH)
-    with pytest.raises(ValueError, match="sliding window of 4"):
-        tiny("Mistral", sliding_window=4)
 
 
 @torch.no_grad()

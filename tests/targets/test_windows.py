@@ -1,0 +1,113 @@
+"""Layers with windows: texts of several windows are, token for token, what transformers generates."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from drafter.decoding.params import SamplingParams
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.targets.checks import layer_windows
+from drafter.targets.masks import Window, slot_positions
+from drafter.targets.target import Target
+from tests.targets.zoo import TARGETS, VOCAB, build
+
+WINDOW = 8
+MODELS: dict[str, dict[str, Any]] = {
+    "Mistral": {"sliding_window": WINDOW},
+    "Mixtral": {"sliding_window": WINDOW},
+    "Phi3": {"sliding_window": WINDOW},
+    "Starcoder2": {"sliding_window": WINDOW},
+    "Qwen2": {
+        "sliding_window": WINDOW,
+        "use_sliding_window": True,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "Qwen3": {
+        "sliding_window": WINDOW,
+        "use_sliding_window": True,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "Gemma2": {"sliding_window": WINDOW},
+    "Gemma3Text": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    "Cohere2": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    "Olmo3": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    "SmolLM3": {
+        "sliding_window": WINDOW,
+        "use_sliding_window": True,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "GptOss": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    "Llama4Text": {"attention_chunk_size": WINDOW, "layer_types": ["chunked_attention", "full_attention"]},
+}
+PROMPT_LENGTHS = (3, 5, 13, 30)
+NUM_NEW = 24
+
+
+def windowed(name: str) -> Target:
+    config = TARGETS[name]()
+    for key, value in MODELS[name].items():
+        setattr(config, key, value)
+    return Target.from_model(build(config), name=name)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, VOCAB, (size,), generator=generator).tolist() for size in PROMPT_LENGTHS]
+
+
+def generated(target: Target, prompt: list[int]) -> list[int]:
+    arguments = {"max_new_tokens": NUM_NEW, "min_new_tokens": NUM_NEW, "do_sample": False, "eos_token_id": None}
+    ids: Any = target.model.generate(torch.tensor([prompt]), **arguments)  # type: ignore[operator]
+    return list(ids[0, len(prompt) :].tolist())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_texts_of_several_windows_are_those_of_generate(name: str) -> None:
+    target = windowed(name)
+    wanted = [generated(target, prompt) for prompt in prompts()]
+    params = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True)
+    for method, max_rows in (("autoregressive", 1), ("autoregressive", 4), ("hybrid", 1), ("hybrid", 4)):
+        engine = Engine(target, config=EngineConfig(method=method, max_rows=max_rows, prefill_chunk=7))  # type: ignore[arg-type]
+        found = engine.generate(prompts(), params)
+        assert [completion.token_ids for completion in found] == wanted, (method, max_rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Mistral", "Gemma2", "Llama4Text"])
+def test_compiled_steps_see_the_same_windows(name: str) -> None:
+    target = windowed(name)
+    wanted = [generated(target, prompt) for prompt in prompts()]
+    engine = Engine(target, config=EngineConfig(method="hybrid", max_rows=4, compile=True))
+    found = engine.generate(prompts(), SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True))
+    assert [completion.token_ids for completion in found] == wanted
+
+
+def test_windows_matter_to_these_models() -> None:
+    """Without its window a model writes another text, so that the comparisons above can fail."""
+    for name in ("Mistral", "Gemma2", "Llama4Text"):
+        target = windowed(name)
+        wide = Target.from_model(target.model, name=name)
+        wide._windows = layer_windows(target.model)._replace(by_kind={})
+        engine = Engine(wide, config=EngineConfig(method="autoregressive", max_rows=4))
+        found = engine.generate(prompts(), SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True))
+        assert [completion.token_ids for completion in found] != [generated(target, prompt) for prompt in prompts()]
+
+
+def test_window_examples() -> None:
+    slot_BT, position_BT = torch.tensor([[2, 3, 4]]), torch.tensor([[2, 3, 3]])
+    assert slot_positions(slot_BT, position_BT, 5).tolist() == [[0, 1, 2, 3, 3]]
+    assert slot_positions(torch.tensor([[2, 9]]), torch.tensor([[2, 3]]), 4).tolist() == [[0, 1, 2, 3]]
+    query_BT, key_BS = torch.tensor([[1, 3]]), torch.arange(4)[None]
+    assert Window("sliding", 2).mask(query_BT, key_BS)[0, 0].int().tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
+    assert Window("chunked", 2).mask(query_BT, key_BS)[0, 0].int().tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
+    assert Window("chunked", 3).mask(query_BT, key_BS)[0, 0].int().tolist() == [[1, 1, 1, 1], [0, 0, 0, 1]]
+
+
+def test_a_window_that_is_switched_off_is_none() -> None:
+    for name, settings in (("Mistral", {"sliding_window": None}), ("Qwen2", {"use_sliding_window": False})):
+        config = TARGETS[name]()
+        for key, value in settings.items():
+            setattr(config, key, value)
+        assert layer_windows(build(config)).shortest is None
