@@ -21,20 +21,21 @@ from torch import Tensor
 from drafter.bench.ranks import UNREACHED, count_steps
 from drafter.bench.steptime import Budget
 from drafter.decoding.params import SamplingParams
-from drafter.decoding.proposer import RowState, StatelessRows, StepOutcome
-from drafter.decoding.tree import Candidates, NodeList
+from drafter.decoding.proposer import Proposer, RowState, StepOutcome
+from drafter.decoding.tree import Candidates, NodeList, level_spans
 from drafter.decoding.verify import accept_picks
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.hybrid import HybridProposer, level_spans
-from drafter.proposers.table import make_proposer, nothing_learnt
+from drafter.proposers.hybrid import HybridProposer
+from drafter.proposers.parts import new_memory
+from drafter.proposers.table import make_proposer
 from drafter.targets.target import Target
 
 Shape = tuple[int, int]  # W and L of the drafter's beam
 
 
-class Recorder(StatelessRows):
+class Recorder(Proposer):
     """Drafts with hybrids and has a tree verified, of which the step keeps nothing: rows go on by one token.
 
     Args:
@@ -44,6 +45,7 @@ class Recorder(StatelessRows):
     """
 
     def __init__(self, hybrids: Mapping[Shape, HybridProposer], num_nodes: int) -> None:
+        super().__init__(next(iter(hybrids.values())).level_sizes)
         self._hybrids = dict(hybrids)
         self._first = next(iter(hybrids.values()))
         self.num_nodes = min(num_nodes, self._first.num_nodes)
@@ -189,15 +191,15 @@ def record_hybrids(
         budget: time for it; one batch of rows is always answered.
         on_answer: called after each answer.
     """
-    learnt = nothing_learnt(target, drafter)
+    memory = new_memory(target, drafter)
     hybrids: dict[Shape, HybridProposer] = {}
     for width, length in recording.shapes:
         config = EngineConfig(
             method="hybrid", beam_width=width, draft_length=length, tree_size=recording.largest, compile=False,
             max_rows=min(recording.num_rows, len(prompts)),
         )  # fmt: skip
-        own = nothing_learnt(target, drafter)._replace(table=learnt.table)
-        made = make_proposer(config, target, drafter, None, learnt=own)
+        own = new_memory(target, drafter)._replace(followers=memory.followers)
+        made = make_proposer(config, target, drafter, None, memory=own)
         assert isinstance(made, HybridProposer)
         hybrids[width, length] = made
     engine = Engine(target, drafter, config)

@@ -20,7 +20,7 @@ from torch import Tensor
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import RowState
 from drafter.decoding.sampling import make_warp
-from drafter.proposers.beam import BeamSearch
+from drafter.proposers.beam import BeamProposer
 from drafter.targets.target import Target
 
 UNREACHED = 2**30  # rank of a token that no beam holds
@@ -52,7 +52,7 @@ class Drafts(NamedTuple):
 
 @torch.inference_mode()
 def draft_everywhere(
-    target: Target, search: BeamSearch, prompt_ids: Sequence[int], answer_ids: Sequence[int]
+    target: Target, search: BeamProposer, prompt_ids: Sequence[int], answer_ids: Sequence[int]
 ) -> Drafts:
     """Search a beam from every position of an answer as its root.
 
@@ -78,16 +78,16 @@ def draft_everywhere(
     root_S = text_T[len(prompt_ids) - 1 : -1]
     num_at_once = max(1, _LOGITS_AT_ONCE // (search.width * search.drafter.config.num_outputs))
     parts = [
-        search.search(_rows(root_X, context_XC), None)
+        search.draft(_rows(root_X, context_XC), None)[:3]
         for root_X, context_XC in zip(root_S.split(num_at_once), context_SC.split(num_at_once), strict=True)
     ]
     token_SM, parent_SM, score_SM = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
-    shape = (len(answer_ids), search.length, search.width)
+    shape = (len(answer_ids), search.max_depth, search.width)
     # Parents come as places in the whole list, -1 = root; here they count within the step before.
-    parent_SLW = parent_SM.view(shape) - torch.arange(-1, search.length - 1)[:, None] * search.width
+    parent_SLW = parent_SM.view(shape) - torch.arange(-1, search.max_depth - 1)[:, None] * search.width
     parent_SLW[:, 0] = 0
-    behind_T = torch.cat([text_T[len(prompt_ids) :].cpu(), torch.full((search.length,), -1)])
-    true_SL = behind_T.unfold(0, search.length, 1)[: len(answer_ids)]
+    behind_T = torch.cat([text_T[len(prompt_ids) :].cpu(), torch.full((search.max_depth,), -1)])
+    true_SL = behind_T.unfold(0, search.max_depth, 1)[: len(answer_ids)]
     return Drafts(token_SM.view(shape), parent_SLW, score_SM.view(shape), true_SL)
 
 

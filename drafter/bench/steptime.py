@@ -13,7 +13,7 @@ import torch
 from drafter.bench.figures import median
 from drafter.decoding.compile import Compiler
 from drafter.decoding.params import SamplingParams
-from drafter.decoding.proposer import Proposer, RootOnly, RowState, StatelessRows, StepOutcome
+from drafter.decoding.proposer import Proposer, RootOnly, RowState, StepOutcome
 from drafter.decoding.tree import Candidates
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
@@ -25,7 +25,7 @@ _MAX_DEPTH = 6
 Key = TypeVar("Key", bound=Hashable)
 
 
-class FixedTree(StatelessRows):
+class FixedTree(Proposer):
     """Trees of ``num_nodes`` nodes that cost nothing to draft: chains, with tokens counted up from the root's.
 
     Args:
@@ -35,10 +35,9 @@ class FixedTree(StatelessRows):
     """
 
     def __init__(self, num_nodes: int, vocab_size: int, device: torch.device) -> None:
-        self.num_nodes = num_nodes
-        self._vocab_size = vocab_size
         num_chains = -(-(num_nodes - 1) // _MAX_DEPTH)
-        self.max_depth = -(-(num_nodes - 1) // num_chains)
+        super().__init__([num_chains] * -(-(num_nodes - 1) // num_chains), num_nodes)
+        self._vocab_size = vocab_size
         node_N = torch.arange(num_nodes, device=device)
         # Level by level: the first num_chains nodes hang from the root, every other one from the node a level above.
         self._parent_N = (node_N - num_chains).clamp_min(0)
@@ -57,7 +56,7 @@ class FixedTree(StatelessRows):
         )
 
 
-class Timed(StatelessRows):
+class Timed(Proposer):
     """A proposer whose drafting, and learning from what came of it, is timed, device included.
 
     Attributes:
@@ -65,17 +64,11 @@ class Timed(StatelessRows):
     """
 
     def __init__(self, proposer: Proposer, device: torch.device) -> None:
+        super().__init__(proposer.level_sizes)
+        self.num_nodes, self.max_depth = proposer.num_nodes, proposer.max_depth
         self._proposer = proposer
         self._device = device
         self.seconds: list[float] = []
-
-    @property
-    def num_nodes(self) -> int:
-        return self._proposer.num_nodes
-
-    @property
-    def max_depth(self) -> int:
-        return self._proposer.max_depth
 
     def propose(self, rows: RowState, noise_BLV: torch.Tensor | None) -> Candidates:
         """What the proposer proposes, between two looks at the clock."""

@@ -28,9 +28,10 @@ from drafter.engine.defaults import device_name, dtype_name, fingerprint_of_weig
 from drafter.engine.engine import Engine
 from drafter.engine.sizes import PLAIN, Choice, RowPlan, Speculation, Tree
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.beam import BeamSearch
+from drafter.proposers.beam import BeamProposer
 from drafter.proposers.options import SIZED_METHODS, Method
-from drafter.proposers.table import make_proposer, nothing_learnt
+from drafter.proposers.parts import new_memory
+from drafter.proposers.table import make_proposer
 from drafter.targets.target import Target
 
 _RATIOS = (0.4, 0.7, 1.0, 1.3)  # acceptance, relative to calibration, that the engine should have a tree for
@@ -195,7 +196,7 @@ def _record(
     engine = Engine(target, drafter, EngineConfig(max_rows=min(_ROWS_AT_ONCE, len(prompts))))
     params = SamplingParams(max_new_tokens=settings.max_new_tokens)
     widest = max(tree.beam_width for tree in trees)
-    search = BeamSearch(drafter, target, widest, max(settings.draft_lengths), engine.config.tau)
+    search = BeamProposer(drafter, target, widest, max(settings.draft_lengths), tau=engine.config.tau)
     budget = Budget(settings.seconds / 3)
     drafts: list[Drafts] = []
     for start in range(0, len(prompts), _ROWS_AT_ONCE):
@@ -247,7 +248,7 @@ class _RowBench:
         self._num_rows = num_rows
         self._kept = kept
         self._bar = bar
-        self._learnt = nothing_learnt(target, drafter)
+        self._memory = new_memory(target, drafter)
         self._sizes = sorted({tree.tree_size for tree in kept})
         num_kinds = 2 * len(self._sizes) + 2 * len({tree.beam_width for tree in kept}) + len(_RATIOS) + _NUM_BEST + 1
         context_length = min(settings.context_length, target.max_length // 8)
@@ -320,7 +321,7 @@ class _RowBench:
             method=self._settings.method, beam_width=width, draft_length=length, tree_size=size,
             compile=self._settings.compile,
         )  # fmt: skip
-        proposer = make_proposer(config, self._target, self._drafter, None, self._clock.compiler, self._learnt)
+        proposer = make_proposer(config, self._target, self._drafter, None, self._clock.compiler, self._memory)
         proposer.reserve(self._num_rows, 0)
         return proposer
 

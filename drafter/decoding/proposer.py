@@ -1,26 +1,28 @@
-"""The protocol of whatever proposes draft tokens, and what a proposer is told.
+"""Proposer: the base class of every way to draft, and the tensors that a proposer reads.
 
 Shapes: B rows · N tree nodes · L draft length · V target vocabulary · D hidden size · C context size · S slots.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from drafter.decoding.compile import Compiler
 from drafter.decoding.sampling import Warp
-from drafter.decoding.tree import Candidates
+from drafter.decoding.tree import Candidates, NodeList, pack_nodes
 
 
 class Contexts(NamedTuple):
-    """What a proposer wants to know of the text so far, beyond its tokens.
+    """The context vectors that the drafter reads.
 
     Attributes:
-        layers: hidden states of the target that make up the context; empty is the final one.
+        layers: layers of the target whose hidden states form the context; empty means the final hidden state.
         size: C.
-        read: contexts [B, T, C] after T more committed tokens from the context before them [B, C], the target's hidden
-            states at them and their ids [B, T]; None: those hidden states are the contexts.
+        read: computes the contexts [B, T, C] after T committed tokens from the previous context [B, C], the target's
+            hidden states [B, T, H] and the token ids [B, T]. None: the hidden states are the contexts.
     """
 
     layers: tuple[int, ...]
@@ -29,19 +31,18 @@ class Contexts(NamedTuple):
 
 
 class RowState(NamedTuple):
-    """What is known of the running rows when a step begins; tensors stay on the device.
+    """The state of the running rows at the beginning of a step, on the target's device.
 
     Attributes:
         root_B: last chosen token, not yet in the cache, int64 [B].
         length_B: committed slots = absolute position of the root, int64 [B].
-        context_BC: the target's hidden state(s) at the last committed token, or what :class:`Contexts` makes of them
-            and of those before [B, C].
-        history_BS: token ids by absolute position, root included; what stands behind it means nothing, int64 [B, S].
+        context_BC: context at the last committed token (see :class:`Contexts`) [B, C].
+        history_BS: token ids by absolute position, root included; entries after the root are undefined, int64 [B, S].
         seed_B: int64 [B].
-        is_active_B: rows that decode; the others (in prefill, or padding) only keep the shape, bool [B].
-        warp: per-row temperature and filters, with flags of what any row uses.
-        num_visible: slots that the longest row may use in this step, its tree included: known to the host and rounded
-            up, so that few values occur. No row has history from there on.
+        is_active_B: True for rows that decode; rows in prefill and padding rows are False, bool [B].
+        warp: temperature and filters of each row.
+        num_visible: number of slots that the longest row may use in this step, its tree included, rounded up. No row
+            has history from there on.
     """
 
     root_B: Tensor
@@ -55,12 +56,12 @@ class RowState(NamedTuple):
 
 
 class StepOutcome(NamedTuple):
-    """What a step found out, for proposers that learn from it.
+    """The result of a verified step, for proposers that learn from it.
 
     Attributes:
         candidates: the verified tree.
         logits_BNV: the target's logits at every node.
-        pick_BN: the target's own pick at every node, int64.
+        pick_BN: the target's pick at every node, int64.
         path_BL: node index at each depth 0 .. L of the accepted path (deeper entries repeat the last), int64 [B, L+1].
         num_accepted_B: accepted draft tokens, root excluded, int64 [B].
         bonus_B: the pick after the last accepted node: the next root, int64 [B].
@@ -74,102 +75,92 @@ class StepOutcome(NamedTuple):
     bonus_B: Tensor
 
 
-class Proposer(Protocol):
-    """Whatever proposes candidates. A proposer can change how many tokens a step keeps, never which ones.
+class Proposer:
+    """Base class of the proposers. A proposer changes how many tokens a step emits, never which tokens.
 
-    Rows are numbered 0 .. B-1 within a step; a proposer with state per row keeps it for ``max_rows`` rows and is told
-    when a row starts, moves or is released. All tensors live on the target's device; no method may wait for the device.
+    A subclass implements :meth:`draft`. Rows are numbered 0 .. B-1 within a step. A proposer with state per row keeps
+    the state for the rows of :meth:`reserve` and follows :meth:`admit` and :meth:`move`. All tensors live on the
+    target's device, and no method may wait for an accelerator.
+
+    Attributes:
+        level_sizes: places of the node lists at depth 1, 2, ...
+        num_nodes: N of the trees.
+        max_depth: L, the greatest depth of a node.
+
+    Args:
+        level_sizes: see above.
+        num_nodes: largest N; None: a tree of all places. Trees never have more nodes than places.
+        compiler: on CUDA the packing of the trees becomes a graph.
     """
 
-    @property
-    def num_nodes(self) -> int:
-        """N of the candidates it makes."""
-        ...
+    level_sizes: tuple[int, ...]
+    num_nodes: int
+    max_depth: int
 
-    @property
-    def max_depth(self) -> int:
-        """L, the greatest depth of a node."""
-        ...
+    def __init__(
+        self, level_sizes: Sequence[int], num_nodes: int | None = None, compiler: Compiler | None = None
+    ) -> None:
+        self.level_sizes = tuple(level_sizes)
+        self.max_depth = len(self.level_sizes)
+        most = 1 + sum(self.level_sizes)
+        self.num_nodes = most if num_nodes is None else min(num_nodes, most)
+        has_graphs = compiler is not None and compiler.has_static_shapes
+        self._pack = compiler(self._pack_nodes) if compiler is not None and has_graphs else self._pack_nodes
 
-    @property
-    def plain(self) -> "Proposer | None":
-        """Who takes over for steps of plain decoding, and has what comes of them learnt; None: it has to see all steps
-        itself, because it keeps something of every token.
-        """
-        ...
-
-    def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
-        """Draft a tree for every row.
+    def draft(self, rows: RowState, noise_BLV: Tensor | None) -> NodeList:
+        """Draft nodes for every row; no two nodes of a row may have the same path.
 
         Args:
             rows: state of the B running rows.
-            noise_BLV: keyed Gumbel noise of the picks at depth 0 .. L, [B, L + 1, V]; None when every row is greedy.
+            noise_BLV: keyed Gumbel noise of the target's picks at depth 0 .. L, [B, >= L, V]; None when every row is
+                greedy.
         """
-        ...
+        raise NotImplementedError
+
+    def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
+        """Draft, and pack the N - 1 best nodes behind the root of every row. Arguments as of :meth:`draft`."""
+        nodes = self.draft(rows, noise_BLV)
+        return Candidates(*self._pack(rows.root_B, nodes.token_BM, nodes.parent_BM, nodes.depth_BM, nodes.score_BM))
+
+    def _pack_nodes(
+        self, root_B: Tensor, token_BM: Tensor, parent_BM: Tensor, depth_BM: Tensor, score_BM: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return pack_nodes(root_B, token_BM, parent_BM, depth_BM, score_BM, self.num_nodes)[:4]
 
     def observe(self, rows: RowState, outcome: StepOutcome) -> None:
-        """Learn from a verified step (``rows`` is the state before it)."""
-        ...
+        """Learn from a verified step (``rows`` is the state before the step)."""
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
-        """Make room for rows 0 .. ``num_rows`` - 1 of ``num_slots`` slots; what was known of earlier rows is void."""
-        ...
+        """Allocate state for rows 0 .. ``num_rows`` - 1 of ``num_slots`` slots and drop the state of earlier rows."""
 
     def admit(self, row: int, prompt_ids: list[int]) -> None:
-        """A request starts in ``row``; called before its prefill."""
-        ...
+        """Start a request in ``row``; called before its prefill."""
 
     def move(self, source: int, destination: int) -> None:
-        """The request of row ``source`` goes on in row ``destination``."""
-        ...
+        """Move the state of row ``source`` to row ``destination``."""
+
+    @cached_property
+    def plain(self) -> "Proposer | None":
+        """The proposer of plain decoding steps, whose results this proposer observes; None: every step must draft."""
+        return RootOnly(learners=[self])
 
 
-class Learner(Protocol):
-    """Learns from steps."""
-
-    def observe(self, rows: RowState, outcome: StepOutcome) -> None:
-        """What came of a step (``rows`` is the state before it)."""
-        ...
-
-
-class StatelessRows:
-    """The part of the protocol that proposers without state per row share: nothing to do."""
-
-    @property
-    def plain(self) -> Proposer | None:
-        """Steps may be left out, and nothing is learnt from them."""
-        return RootOnly()
-
-    def observe(self, rows: RowState, outcome: StepOutcome) -> None:
-        """Nothing is learnt."""
-
-    def reserve(self, num_rows: int, num_slots: int) -> None:
-        """No state to make room for."""
-
-    def admit(self, row: int, prompt_ids: list[int]) -> None:
-        """No state to start."""
-
-    def move(self, source: int, destination: int) -> None:
-        """No state to move."""
-
-
-class RootOnly(StatelessRows):
-    """Autoregressive decoding: the tree is its root, and padding up to ``num_nodes`` nodes.
+class RootOnly(Proposer):
+    """Autoregressive decoding: the tree is its root, padded to ``num_nodes`` nodes.
 
     Args:
         num_nodes: N.
-        learners: what came of the steps is of use to them.
+        learners: proposers that observe the steps.
     """
 
-    max_depth = 0
-
-    def __init__(self, num_nodes: int = 1, learners: Sequence[Learner] = ()) -> None:
+    def __init__(self, num_nodes: int = 1, learners: Sequence[Proposer] = ()) -> None:
+        super().__init__(())
         self.num_nodes = num_nodes
         self._learners = tuple(learners)
 
-    @property
+    @cached_property
     def plain(self) -> Proposer:
-        """It is plain."""
+        """The proposer itself."""
         return self
 
     def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
@@ -184,6 +175,6 @@ class RootOnly(StatelessRows):
         )
 
     def observe(self, rows: RowState, outcome: StepOutcome) -> None:
-        """Hand it on."""
+        """Let the learners observe the step."""
         for learner in self._learners:
             learner.observe(rows, outcome)

@@ -5,6 +5,7 @@ after level · X nodes of one level · L draft length · V target vocabulary.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -116,16 +117,20 @@ class NodeList(NamedTuple):
     level_sizes: tuple[int, ...]
 
     @property
-    def depth_M(self) -> Tensor:
-        """Depth of every place, int64 [M]."""
-        device = self.token_BM.device  # written there: a copy from the host would be waited for
-        levels = [torch.full((size,), depth, device=device) for depth, size in enumerate(self.level_sizes, start=1)]
-        return torch.cat(levels)
+    def depth_BM(self) -> Tensor:
+        """Depth of every place, int64 [B, M]."""
+        return _depths(self.level_sizes, self.token_BM.device).expand_as(self.token_BM)
 
     def pack(self, root_B: Tensor, num_nodes: int) -> Candidates:
         """The ``num_nodes - 1`` best nodes behind their root (see :func:`pack_nodes`); no two may be equal."""
-        depth_BM = self.depth_M.expand_as(self.token_BM)
-        return pack_nodes(root_B, self.token_BM, self.parent_BM, depth_BM, self.score_BM, num_nodes)
+        return pack_nodes(root_B, self.token_BM, self.parent_BM, self.depth_BM, self.score_BM, num_nodes)
+
+
+@cache
+def _depths(level_sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    # Filled on the device: a copy from the host would have to be waited for.
+    with torch.inference_mode(False):
+        return torch.cat([torch.full((size,), depth, device=device) for depth, size in enumerate(level_sizes, start=1)])
 
 
 def concatenate(lists: Sequence[NodeList]) -> NodeList:
@@ -196,6 +201,20 @@ def _paths(nodes: NodeList) -> Tensor:
         levels.append(own_BM[:, span] + above_BX * _PATH_FACTOR)
         above, start = start, start + size
     return torch.cat(levels, dim=1)
+
+
+def level_spans(nodes: NodeList) -> list[slice]:
+    """The places of each level in a list."""
+    ends = list(accumulate(nodes.level_sizes))
+    return [slice(end - size, end) for end, size in zip(ends, nodes.level_sizes, strict=True)]
+
+
+def cumulative(nodes: NodeList, log_BM: Tensor) -> Tensor:
+    """Sum of ``log_BM`` over a node and its ancestors, [B, M]."""
+    total_BM = log_BM.clone()
+    for span in level_spans(nodes)[1:]:
+        total_BM[:, span] += total_BM.gather(1, nodes.parent_BM[:, span].clamp_min(0))
+    return total_BM
 
 
 def conditional(nodes: NodeList) -> Tensor:

@@ -18,7 +18,8 @@ from drafter.engine.config import EngineConfig
 from drafter.engine.sizes import FILE_NAME, PLAIN, Speculation, Tree, TreeSizer, read_speculation
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.options import SIZED_METHODS, Method, default_method
-from drafter.proposers.table import Learnt, make_proposer
+from drafter.proposers.parts import DraftMemory
+from drafter.proposers.table import make_proposer
 from drafter.targets.target import Target
 from drafter.utils.provenance import cpu_name
 
@@ -38,7 +39,7 @@ class SizedProposers:
         target: the model whose answers are wanted.
         drafter: bound to it.
         compiler: of the engine's steps.
-        learnt: what hybrids learn together; None for a method that learns nothing.
+        memory: learned state that all proposers share; None for a method that learns nothing.
 
     Raises:
         ValueError: the file is damaged or was measured for something else, or there is no drafter.
@@ -50,7 +51,7 @@ class SizedProposers:
         target: Target,
         drafter: RecurrentDrafter | None,
         compiler: Compiler,
-        learnt: Learnt | None = None,
+        memory: DraftMemory | None = None,
     ) -> None:
         assert config.speculation is not None
         self.speculation = read_speculation(Path(config.speculation))
@@ -63,11 +64,11 @@ class SizedProposers:
         if reason:
             raise ValueError(f"--speculation {config.speculation} {reason}: run `drafter tune` here, or leave it out")
         self._proposers: dict[Tree, Proposer] = {
-            tree: make_proposer(_settings_of(config, tree), target, drafter, None, compiler, learnt)
+            tree: make_proposer(_settings_of(config, tree), target, drafter, None, compiler, memory)
             for tree in self.speculation.trees
             if not tree.is_plain
         }
-        # Rows are set up in this one only: what others keep of a row, they keep in `learnt`.
+        # Rows are set up in this one only: what others keep of a row, they keep in `memory`.
         self.largest = max(self._proposers.values(), key=lambda proposer: proposer.num_nodes, default=RootOnly())
         plain = self.largest.plain
         assert plain is not None, config.method

@@ -22,7 +22,8 @@ from drafter.engine.scheduler import Scheduler, bucket, neighbours
 from drafter.engine.text import IncrementalText
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.options import LEARNING_METHODS
-from drafter.proposers.table import contexts_of, make_proposer, nothing_learnt
+from drafter.proposers.parts import new_memory
+from drafter.proposers.table import contexts_of, make_proposer
 from drafter.targets.target import Target
 
 _log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Engine:
         self.config = config or EngineConfig(method="autoregressive" if drafter is None else "redrafter")
         self.compiler = compiler = Compiler(target.device, is_on=is_compiled(self.config.compile, target.device))
         self._sized: SizedProposers | None = None
-        self._learnt = nothing_learnt(target, drafter) if self.config.method in LEARNING_METHODS else None
+        self._memory = new_memory(target, drafter) if self.config.method in LEARNING_METHODS else None
         if self.config.speculation is None:
             self.proposer = make_proposer(
                 self.config,
@@ -66,11 +67,11 @@ class Engine:
                 drafter,
                 draft_model,
                 compiler,
-                self._learnt,
+                self._memory,
                 prefill_chunk=self.config.prefill_chunk,
             )
         else:
-            self._sized = SizedProposers(self.config, target, drafter, compiler, self._learnt)
+            self._sized = SizedProposers(self.config, target, drafter, compiler, self._memory)
             self.proposer = self._sized.largest
         self._contexts = contexts_of(self.config, target, drafter)
         self._models = [target] if draft_model is None else [target, draft_model]
@@ -300,9 +301,10 @@ class Engine:
 
     def forget(self) -> None:
         """Between requests: the next ones are drafted as if none had come before (the tokens are the same anyway)."""
-        for part in (self._learnt, self._sized):
-            if part is not None:
-                part.forget()
+        if self._memory is not None:
+            self._memory.clear()
+        if self._sized is not None:
+            self._sized.forget()
 
     def limit_rows(self, num_rows: int) -> None:
         """Run at most so many rows from now on (never more than ``max_rows``); running requests are not interrupted."""
@@ -348,18 +350,18 @@ class Engine:
 
     def _wants(self, active: list[TokenSequence]) -> tuple[Proposer, StepWants | None]:
         """Who drafts this step, and what the rows that decode ask for."""
-        mute_rows = [item.row for item in active if not item.options.speculate]
+        plain_rows = [item.row for item in active if not item.options.speculate]
         wanted = [item.options.num_logprobs for item in active if item.options.num_logprobs is not None]
         wants = StepWants(
-            mute_rows,
+            plain_rows,
             [item.row for item in active if item.options.num_logprobs is not None],
             max(wanted, default=0),
             [item.row for item in active if item.options.want_tree],
         )
         most = self.config.max_drafted_rows
-        is_plain = len(mute_rows) == len(active) or (most is not None and len(active) > most)
+        is_plain = len(plain_rows) == len(active) or (most is not None and len(active) > most)
         if is_plain and self._plain is not None:
-            return self._plain, wants._replace(mute_rows=[])
+            return self._plain, wants._replace(plain_rows=[])
         proposer = self.proposer if self._sized is None else self._sized.choose(len(self._scheduler.rows))
         return proposer, wants if any(wants) else None
 

@@ -36,12 +36,12 @@ class StepWants(NamedTuple):
     """What a step's caller asks for besides the tokens; rows are indices.
 
     Attributes:
-        mute_rows: rows whose drafts are not looked at, so that they emit one token.
+        plain_rows: rows that ignore their drafts and emit one token.
         logprob_rows: rows whose tokens' log-probabilities are wanted, ``num_logprobs`` alternatives with each.
         tree_rows: rows whose trees are wanted.
     """
 
-    mute_rows: list[int]
+    plain_rows: list[int]
     logprob_rows: list[int]
     num_logprobs: int
     tree_rows: list[int]
@@ -211,8 +211,8 @@ class Runner:
         has_noise = warp.flags.has_noise and not self._is_rejection  # that rule draws its own
         noise_BLV = self._noise(rows, proposer.max_depth) if has_noise else None
         candidates = proposer.propose(rows, noise_BLV)
-        if wants is not None and wants.mute_rows:
-            candidates = self._mute(candidates, wants.mute_rows)
+        if wants is not None and wants.plain_rows:
+            candidates = self._without_drafts(candidates, wants.plain_rows)
         accepted, outcome, context_BNC = self._verify(rows, candidates, noise_BLV, proposer.max_depth)
         proposer.observe(rows, outcome)
         emitted_BL = accepted.emitted(candidates)
@@ -262,12 +262,12 @@ class Runner:
         device = self.target.device
         return torch.tensor(flags, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
-    def _mute(self, candidates: Candidates, rows: list[int]) -> Candidates:
-        """Turn all drafted nodes of some rows into padding, so that the root's own pick is all they emit."""
+    def _without_drafts(self, candidates: Candidates, rows: list[int]) -> Candidates:
+        """The same trees with the drafted nodes of ``rows`` turned into padding."""
         num_rows = candidates.is_node_BN.shape[0]
-        is_heard_B = self._sent([row not in rows for row in range(num_rows)])
+        is_drafted_B = self._sent([row not in rows for row in range(num_rows)])
         return candidates._replace(
-            is_node_BN=candidates.is_node_BN & (is_heard_B[:, None] | (candidates.depth_BN == 0))
+            is_node_BN=candidates.is_node_BN & (is_drafted_B[:, None] | (candidates.depth_BN == 0))
         )
 
     def _warp(self, num_rows: int) -> Warp:

@@ -1,36 +1,49 @@
-"""BeamProposer: the recurrent drafter searches a beam, and what it searched is the tree.
+"""BeamProposer: beam search with the recurrent drafter; the nodes of the search form the tree.
 
 Shapes: B rows · W beam width (1 at the first step) · L draft length · R draft vocabulary · V target vocabulary ·
 D hidden size · C context size · M = L * W drafted nodes.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
 from drafter.decoding.compile import Compiler
-from drafter.decoding.proposer import RowState, StatelessRows
+from drafter.decoding.proposer import Proposer, RowState
 from drafter.decoding.sampling import Warp, warp_logits
-from drafter.decoding.tree import Candidates, pack_nodes
+from drafter.decoding.tree import NodeList
 from drafter.kernels.largest import topk
 from drafter.models.drafter import RecurrentDrafter
+from drafter.proposers.options import TreePolicy
+from drafter.proposers.parts import Parts
 from drafter.targets.target import Target
 
 
-class BeamSearch:
+class BeamProposer(Proposer):
     """Beam search of a recurrent drafter: L steps, each keeps the W best of all (parent, token) pairs.
 
-    Children are ranked by the log of softmax((log q / temperature + weight * noise) / tau): with the target's coming
-    noise known this is how likely the child is the target's next pick; without noise and with tau = 1 it is log q.
-    Temperature 0 counts as 1 here, and has no noise. (ReDrafter, arXiv 2403.09919, section 3; noise: docs/sampling.md.)
+    Children are ranked by the log of softmax((log q / temperature + weight * noise) / tau). With the noise of the
+    target's coming picks, the rank is the probability that the child is the target's next pick. Without noise and with
+    tau = 1, the rank is log q. Greedy rows have temperature 1 and no noise here. (ReDrafter, arXiv 2403.09919,
+    section 3; noise: docs/sampling.md.)
+
+    Two policies choose the nodes of the tree. ``all-nodes`` keeps the N - 1 most probable nodes of all steps, including
+    nodes of abandoned beams. ``final-beams`` is the published policy: the W final beams with shared prefixes merged.
+
+    A compiler applies to steps of greedy rows only, because sampled rows combine filters in too many ways.
 
     Args:
         drafter: a trained drafter.
         target: its target.
-        beam_width, draft_length, tau: W, L, and the softness of the ranking.
-        noise_weight: what the noise counts; below 1 where q is flatter than p.
-        is_frozen: the drafter's weights will not change any more, so that a compiler may make copies of them.
+        beam_width, draft_length: W and L.
+        num_nodes: N; None: all nodes.
+        policy: see above.
+        tau: softness of the ranking.
+        noise_weight: weight of the noise; below 1 where q is flatter than p.
+        coupled: rank with the noise.
+        compiler: compiles the search of greedy rows. The drafter's weights must not change afterwards.
+
+    Raises:
+        ValueError: the drafter belongs to another target or device, or W exceeds the draft vocabulary.
     """
 
     def __init__(
@@ -39,50 +52,54 @@ class BeamSearch:
         target: Target,
         beam_width: int,
         draft_length: int,
-        tau: float,
-        noise_weight: float = 1.0,
+        num_nodes: int | None = None,
+        policy: TreePolicy = "all-nodes",
         *,
-        is_frozen: bool = False,
+        tau: float = 1.0,
+        noise_weight: float = 1.0,
+        coupled: bool = True,
+        compiler: Compiler | None = None,
     ) -> None:
+        super().__init__((beam_width,) * draft_length, num_nodes, compiler)
         if drafter.draft_token_ids_R.device.type != target.device.type:
             raise ValueError(
                 f"the drafter is on {drafter.device} but the target on {target.device}: drafter.to(...) first"
             )
         self.drafter = drafter.bind(target)
+        self.width = beam_width
         self._embed = target.embed
         self._token_R = drafter.draft_token_ids_R
-        self.device = self._token_R.device
-        self.width = beam_width
-        self.length = draft_length
-        self.tau = tau
-        self.noise_weight = noise_weight
-        # A compiler takes for a weight only what is a module's parameter.
-        self._frozen_head = _linear_of(self.drafter.output_rows()) if is_frozen else None
-        num_draft_tokens = self._token_R.shape[0]
-        if beam_width > num_draft_tokens:
+        if beam_width > self._token_R.shape[0]:
             raise ValueError(
-                f"--beam-width {beam_width} exceeds the drafter's vocabulary of {num_draft_tokens} tokens: lower it"
+                f"--beam-width {beam_width} exceeds the drafter's vocabulary of {self._token_R.shape[0]} tokens: "
+                "lower it"
             )
+        self._policy = policy
+        self._tau = tau
+        self._noise_weight = noise_weight
+        self._coupled = coupled
+        is_compiled = compiler is not None and compiler.is_on
+        # A compiler recognises a weight only as a parameter of a module.
+        self._frozen_head = _linear_of(self.drafter.output_rows()) if is_compiled else None
+        self._search_greedily = self._search
+        if compiler is not None and is_compiled:
+            self._search_greedily = compiler(self._search, ((0,), (0,)))
 
-    def search(self, rows: RowState, noise_BLV: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """All nodes of the search, step after step.
-
-        Args:
-            rows: the running rows.
-            noise_BLV: noise of the picks by depth [B, >= L, V] to rank with, or None.
-
-        Returns:
-            token int64, parent int64 (index into the list, -1 = root), cumulative score float32; each [B, L * W].
-        """
-        return self._search(rows.root_B, rows.context_BC, rows.warp, noise_BLV)
-
-    def search_greedily(self, root_B: Tensor, context_BC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """:meth:`search` for rows without noise."""
-        return self._search(root_B, context_BC, None, None)
+    def draft(self, rows: RowState, noise_BLV: Tensor | None) -> NodeList:
+        """All nodes of the search, or the nodes of the final beams; the score is the cumulative log-probability."""
+        if rows.warp.flags.has_noise:
+            found = self._search(rows.root_B, rows.context_BC, rows.warp, noise_BLV if self._coupled else None)
+        else:
+            found = self._search_greedily(rows.root_B, rows.context_BC)
+        nodes = NodeList(*found, self.level_sizes)
+        if self._policy == "final-beams":
+            nodes = nodes._replace(score_BM=keep_final_beams(nodes.parent_BM, nodes.score_BM, self.width))
+        return nodes
 
     def _search(
-        self, root_B: Tensor, context_BC: Tensor, warp: Warp | None, noise_BLV: Tensor | None
+        self, root_B: Tensor, context_BC: Tensor, warp: Warp | None = None, noise_BLV: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens int64, parents int64 (index into the list, -1 = root) and scores float32, each [B, L * W]."""
         width = self.width
         dtype = self.drafter.dtype
         context_B1C = context_BC[:, None].to(dtype)
@@ -90,7 +107,7 @@ class BeamSearch:
         token_BW = root_B[:, None]
         total_BW = torch.zeros_like(token_BW, dtype=torch.float32)
         tokens, parents, scores = [], [], []
-        for step in range(self.length):
+        for step in range(self.max_depth):
             context_BWC = context_B1C.expand(-1, token_BW.shape[1], -1)
             state_BWD = self.drafter.step(context_BWC, state_BWD, self._embed(token_BW).to(dtype))
             logits_BWR = self._logits(context_BWC, state_BWD)
@@ -120,65 +137,19 @@ class BeamSearch:
         rank_BWR = warp_logits(logits_BWR, warp) if warp is not None and has_noise else logits_BWR.float()
         if noise_BR is not None:
             assert warp is not None
-            weight_B11 = ((warp.temperature_B > 0) * self.noise_weight)[:, None, None]
+            weight_B11 = ((warp.temperature_B > 0) * self._noise_weight)[:, None, None]
             rank_BWR = rank_BWR + noise_BR[:, None] * weight_B11
-        if self.tau != 1.0:
-            rank_BWR = rank_BWR / self.tau
+        if self._tau != 1.0:
+            rank_BWR = rank_BWR / self._tau
         value_BWK, index_BWK = topk(rank_BWR, self.width)
         return value_BWK - rank_BWR.logsumexp(dim=2, keepdim=True), index_BWK
 
 
 def _linear_of(weight_RX: Tensor) -> nn.Linear:
-    """A layer that multiplies with this very weight."""
+    """A linear layer that shares this weight."""
     layer = nn.Linear(weight_RX.shape[1], weight_RX.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight_RX.detach(), requires_grad=False)
     return layer.eval()
-
-
-class BeamProposer(StatelessRows):
-    """The recurrent drafter as a proposer.
-
-    ``all-nodes``: the N - 1 likeliest nodes of all steps, dead beams included. ``final-beams``: the published policy,
-    the W final beams with shared prefixes merged, 1 + W * L nodes of which the unused ones are padding.
-
-    A compiler is used in steps in which no row samples. (Rows that sample combine filters in too many ways.)
-    """
-
-    def __init__(
-        self,
-        search: BeamSearch,
-        num_nodes: int,
-        policy: Literal["all-nodes", "final-beams"],
-        *,
-        coupled: bool = True,
-        compiler: Compiler | None = None,
-    ) -> None:
-        self._search = search
-        self._policy = policy
-        self._coupled = coupled
-        self.num_nodes = num_nodes
-        self.max_depth = search.length
-        step_L = torch.arange(1, search.length + 1, device=search.device)
-        self._depth_M = step_L.repeat_interleave(search.width)
-        self._compiled = None
-        if compiler is not None and compiler.is_on:
-            self._compiled = compiler(self._propose_greedily, ((0,), (0,)))
-
-    def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
-        """Search a beam for every row and pack its nodes (see :class:`drafter.decoding.proposer.Proposer`)."""
-        if self._compiled is not None and not rows.warp.flags.has_noise:
-            return Candidates(*self._compiled(rows.root_B, rows.context_BC))
-        return self._pack(rows.root_B, *self._search.search(rows, noise_BLV if self._coupled else None))
-
-    def _propose_greedily(self, root_B: Tensor, context_BC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The four tensors of the candidates."""
-        found = self._pack(root_B, *self._search.search_greedily(root_B, context_BC))
-        return found.token_BN, found.parent_BN, found.depth_BN, found.is_node_BN
-
-    def _pack(self, root_B: Tensor, token_BM: Tensor, parent_BM: Tensor, score_BM: Tensor) -> Candidates:
-        if self._policy == "final-beams":
-            score_BM = keep_final_beams(parent_BM, score_BM, self._search.width)
-        return pack_nodes(root_B, token_BM, parent_BM, self._depth_M.expand_as(token_BM), score_BM, self.num_nodes)
 
 
 def keep_final_beams(parent_BM: Tensor, score_BM: Tensor, width: int) -> Tensor:
@@ -203,3 +174,22 @@ def keep_final_beams(parent_BM: Tensor, score_BM: Tensor, width: int) -> Tensor:
             1, step_BW, is_kept_BM[:, start : start + width], reduce="amax", include_self=True
         )
     return score_BM.masked_fill(~is_kept_BM, -torch.inf)
+
+
+def make(parts: Parts) -> Proposer:
+    """The proposer of ``method="redrafter"``."""
+    config, drafter = parts.config, parts.drafter
+    if drafter is None:
+        raise ValueError("--method redrafter needs a drafter: give --drafter DIR, or --method autoregressive")
+    return BeamProposer(
+        drafter,
+        parts.target,
+        config.beam_width,
+        min(config.draft_length, config.num_nodes - 1),  # a tree of N nodes is at most N - 1 deep
+        config.num_nodes,
+        config.tree_policy if config.method == "redrafter" else "all-nodes",
+        tau=config.tau,
+        noise_weight=config.noise_weight,
+        coupled=config.coupled,
+        compiler=parts.compiler,
+    )

@@ -1,40 +1,41 @@
-"""DraftModelProposer: a smaller language model of the same tokenizer writes a chain of tokens, one by one.
+"""DraftModelProposer: a smaller language model of the same tokenizer drafts a chain of tokens, one by one.
 
 Shapes: B rows · T tokens of a prefill chunk · N = gamma + 1 nodes · V vocabulary · S slots of a row.
 """
 
-from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from drafter.decoding.proposer import RowState
+from drafter.decoding.proposer import Proposer, RowState
 from drafter.decoding.sampling import STREAM_DRAFT, gumbel_noise, pick, warped_log_probs
 from drafter.decoding.tree import Candidates
 from drafter.kernels.largest import argmax
 from drafter.proposers.options import Verification
+from drafter.proposers.parts import Parts
 from drafter.targets.cache import SlotCache
 from drafter.targets.masks import chunk_mask
 from drafter.targets.target import Target
 
 
-class DraftModelProposer:
+class DraftModelProposer(Proposer):
     """Two-model speculative decoding (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
 
-    The draft model has a cache of its own, with the target's slots and lengths. When a step begins it holds the keys
-    and values of all committed tokens but perhaps the last, whose draft nobody went on from; so every step feeds the
-    last committed token again, together with the root, and the shapes are the same whatever was accepted.
+    The draft model has its own cache with the slots and lengths of the target's cache. At the beginning of a step the
+    cache holds the keys and values of all committed tokens, except possibly the last one. Every step therefore feeds
+    the last committed token again together with the root, which keeps the shapes constant.
 
-    With ``coupled`` verification a draft is the draft model's own pick under the noise of the target's coming pick;
-    with ``rejection`` it is a sample of q by noise of its own, and q goes along for the acceptance rule. The request's
-    temperature and filters shape q as they shape p.
+    With ``coupled`` verification a draft token is the draft model's pick under the noise of the target's coming pick.
+    With ``rejection`` a draft token is a sample of q by independent noise, and the candidates carry q for the
+    acceptance rule. The temperature and filters of a request apply to q as to p.
 
     Args:
         draft: the smaller model.
-        target: the model whose answers are wanted.
+        target: the target.
         num_draft_tokens: gamma.
-        verify: how the drafts will be accepted.
-        coupled: draft with the noise of the target's picks; without, the likeliest token is drafted.
+        verify: the acceptance rule.
+        coupled: draft with the noise of the target's picks; False: draft the most probable token.
         prefill_chunk: prompt tokens per forward.
 
     Raises:
@@ -56,8 +57,7 @@ class DraftModelProposer:
             raise ValueError(
                 f"--draft-model is on {draft.device}, the target on {target.device}: load both on one device"
             )
-        self.num_nodes = 1 + num_draft_tokens
-        self.max_depth = num_draft_tokens
+        super().__init__((1,) * num_draft_tokens)
         self._draft = draft
         self._is_rejection = verify == "rejection"
         self._coupled = coupled
@@ -66,10 +66,9 @@ class DraftModelProposer:
         draft.fold_attention()
         self._cache: SlotCache = draft.new_cache(0, 0)
 
-    @property
+    @cached_property
     def plain(self) -> None:
-        """The draft model has to read every token."""
-        return None
+        """None: the draft model has to read every token."""
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """Allocate the draft model's cache."""
@@ -77,7 +76,7 @@ class DraftModelProposer:
         self._cache = self._draft.new_cache(num_rows, num_slots)
 
     @torch.inference_mode()
-    def admit(self, row: int, prompt_ids: Sequence[int]) -> None:
+    def admit(self, row: int, prompt_ids: list[int]) -> None:
         """Prefill the prompt up to the first root, in chunks."""
         for start in range(0, len(prompt_ids) - 1, self._prefill_chunk):
             stop = min(start + self._prefill_chunk, len(prompt_ids) - 1)
@@ -86,17 +85,14 @@ class DraftModelProposer:
             self._forward(token_BT, start_B, first_row=row, num_visible=stop)
 
     def move(self, source: int, destination: int) -> None:
-        """Carry a row's keys and values over."""
+        """Copy the keys and values of a row."""
         self._cache.copy_row(source, destination, self._cache.num_slots)
-
-    def observe(self, rows: RowState, outcome: object) -> None:
-        """Nothing is learnt: the accepted drafts' keys and values are in the cache already."""
 
     @torch.inference_mode()
     def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
         """Draft gamma tokens for every row (see :class:`drafter.decoding.proposer.Proposer`)."""
-        # A row of length 0 has no token before its root: there the second token is the garbage behind the root, whose
-        # slot the next forward writes again before anyone sees it.
+        # A row of length 0 has no token before its root. Its second token is undefined here, and the next forward
+        # overwrites the slot of that token before any read.
         start_B = (rows.length_B - 1).clamp_min(0)
         place_BT = start_B[:, None] + torch.arange(2, device=start_B.device)
         hidden_BTD = self._forward(rows.history_BS.gather(1, place_BT), start_B, rows=rows)
@@ -126,7 +122,7 @@ class DraftModelProposer:
         )
 
     def _sample(self, log_q_BTV: Tensor, rows: RowState, step: int) -> Tensor:
-        """A sample of q for each row, int64 [B, 1]; a greedy row's q has all its mass on one token."""
+        """A sample of q for each row, int64 [B, 1]; the q of a greedy row has all its mass on one token."""
         if not rows.warp.flags.has_noise:
             return argmax(log_q_BTV)
         position_BT = rows.length_B[:, None] + step + 1
@@ -143,7 +139,7 @@ class DraftModelProposer:
     ) -> Tensor:
         """Feed consecutive tokens to the slots from ``start`` on; hidden states [B, T, D].
 
-        With ``rows`` the tokens of rows that do not decode go to the spare slot: what their prefill wrote stays.
+        With ``rows``, tokens of rows that do not decode go to the spare slot, which keeps the results of their prefill.
         """
         num_tokens = token_BT.shape[1]
         position_BT = start_B[:, None] + torch.arange(num_tokens, device=start_B.device)
@@ -170,7 +166,7 @@ def check_same_vocabulary(draft: Target, target: Target) -> None:
             f"one of {target.vocab_size}: {family}"
         )
     if draft.tokenizer is None or target.tokenizer is None:
-        return  # nothing more is known of token ids
+        return  # the sizes are all that can be compared
     own, other = draft.tokenizer.get_vocab(), target.tokenizer.get_vocab()
     different = own.items() ^ other.items()
     if different:
@@ -179,3 +175,18 @@ def check_same_vocabulary(draft: Target, target: Target) -> None:
             f"their tokenizers ({len(own)} and {len(other)} tokens) differ in {len(different)} entries, "
             f"{min(different)[0]!r} for one: {family}"
         )
+
+
+def make(parts: Parts) -> Proposer:
+    """The proposer of ``method="draft-model"``."""
+    config = parts.config
+    if parts.draft_model is None:
+        raise ValueError("--method draft-model needs a draft model: give --draft-model NAME")
+    return DraftModelProposer(
+        parts.draft_model,
+        parts.target,
+        config.num_draft_tokens,
+        verify=config.verify,
+        coupled=config.coupled,
+        prefill_chunk=parts.prefill_chunk,
+    )

@@ -1,4 +1,4 @@
-"""PromptLookupProposer: the text so far, prompt included, is searched for what followed when it last read like this.
+"""LookupProposer: drafts the tokens that followed earlier occurrences of the last tokens, prompt included.
 
 Shapes: B rows · S slots of history · M matches · L tokens that a match proposes · G tokens of the longest match ·
 N tree nodes.
@@ -8,23 +8,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafter.decoding.proposer import RowState, StatelessRows, StepOutcome
-from drafter.decoding.tree import Candidates, NodeList, merge_equal
+from drafter.decoding.compile import Compiler
+from drafter.decoding.proposer import Proposer, RowState
+from drafter.decoding.tree import NodeList, merge_equal
+from drafter.proposers.parts import Parts
 
-# Odds that a match of 1, 2, ..., 8 or more tokens goes on like the text, when no other match speaks for or against it.
-# Counted on 496 greedy answers of a 135M chat model to questions, summaries and chat (75,000 places).
+# Odds that the text continues like a match of 1, 2, ..., 8 or more tokens, when there is no other match.
+# Counted on 496 greedy answers of a 135M chat model to questions, summaries and chat (75,000 positions).
 _ODDS = (0.48, 1.36, 1.92, 2.6, 2.75, 3.2, 4.3, 8.5)
-# A match that is one token longer counts so many times as much against a shorter one that goes on differently.
+# Relative weight of a match against a match that is one token shorter and continues differently.
 _WEIGHT_PER_TOKEN = 2.0
 
 
 def find_matches(history_BS: Tensor, position_B: Tensor, max_ngram: int, num_matches: int) -> tuple[Tensor, Tensor]:
-    """Earlier places where the text reads as it does now: the longest matches, the latest first among equals.
+    """Earlier occurrences of the last tokens: the longest matches first, the latest first among equally long ones.
 
     In "1 2 3 1 2 4 1 2" with the root at position 7, the best match of two tokens ends at position 4, the next at 1.
 
     Args:
-        history_BS: token ids by position; what stands behind ``position`` means nothing. int64 [B, S].
+        history_BS: token ids by position; entries after ``position`` are undefined. int64 [B, S].
         position_B: position of the last token (the root), int64 [B].
         max_ngram: longer matches count as this long.
         num_matches: M.
@@ -48,7 +50,7 @@ def find_matches(history_BS: Tensor, position_B: Tensor, max_ngram: int, num_mat
 
 
 def follow_matches(history_BS: Tensor, position_B: Tensor, match_BM: Tensor, num_tokens: int) -> Tensor:
-    """What followed each match. Where that runs into the end of the text, the text is continued periodically.
+    """The tokens after each match. Beyond the end of the text, the text continues periodically.
 
     After "1 2 3 1 2 3" the match that ends at position 2 proposes 1 2 3, and then 1 2 3 again.
 
@@ -66,31 +68,42 @@ def follow_matches(history_BS: Tensor, position_B: Tensor, match_BM: Tensor, num
     return history_BS.gather(1, source_BML.flatten(1)).view(source_BML.shape)
 
 
-class LookupSource:
-    """Drafts what followed earlier occurrences of the last 1 .. ``max_ngram`` tokens.
+class LookupProposer(Proposer):
+    """Drafts the continuations of earlier occurrences of the last 1 .. ``max_ngram`` tokens.
 
-    Every match votes for its continuation with a weight that grows with its length; a node's probability is its share
-    of the votes, some of which are for "none of them". (Prompt lookup decoding without its votes and tree: Saxena,
-    2023; hit rates: docs/methods.md.)
+    Every match votes for its continuation with a weight that grows with the length of the match. The probability of a
+    node is its share of the votes, some of which are for "none of the matches". (Prompt lookup decoding without votes
+    and tree: Saxena, 2023.)
 
     Args:
-        num_matches: M, matches that are followed.
+        num_matches: M, matches that are followed; 1 drafts a chain.
         length: L.
-        max_ngram: longest match that is told from longer ones.
+        max_ngram: longer matches count as this long.
         device: the target's.
+        num_nodes: N; None: all nodes.
+        compiler: see :class:`Proposer`.
     """
 
-    def __init__(self, num_matches: int, length: int, max_ngram: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_matches: int,
+        length: int,
+        max_ngram: int,
+        device: torch.device,
+        num_nodes: int | None = None,
+        compiler: Compiler | None = None,
+    ) -> None:
+        super().__init__((num_matches,) * length, num_nodes, compiler)
         self.num_matches = num_matches
         self.length = length
         self.max_ngram = max_ngram
-        # Index n - 1 for a match of n tokens; the last entry goes for all longer ones.
-        self.level_sizes = (num_matches,) * length
+        # Index n - 1 for a match of n tokens; the last entry holds for all longer matches.
         self._odds_X = torch.tensor(_ODDS, device=device)
 
     def draft(self, rows: RowState, noise_BLV: Tensor | None = None) -> NodeList:
-        """All continuations, level by level: place l * M + m is token l of match m, or nothing where an earlier match
-        proposes the same so far. (What matched is not a question of noise.)
+        """Place l * M + m holds token l of match m, and no node where an earlier match proposes the same tokens.
+
+        The noise is not used.
         """
         history_BS = rows.history_BS[:, : rows.num_visible]
         match_BM, size_BM = find_matches(history_BS, rows.length_B, self.max_ngram, self.num_matches)
@@ -105,9 +118,6 @@ class LookupSource:
             level_sizes=self.level_sizes,
         )
         return merge_equal(nodes)
-
-    def observe(self, rows: RowState, outcome: StepOutcome) -> None:
-        """Nothing is learnt."""
 
     def _score(self, token_BML: Tensor, size_BM: Tensor) -> Tensor:
         """Cumulative log-probability of token l of every match, [B, L, M]."""
@@ -128,19 +138,10 @@ class LookupSource:
         return total_BLM.masked_fill(~is_match_BM[:, None], -torch.inf)
 
 
-class PromptLookupProposer(StatelessRows):
-    """Drafts from the text so far, as a chain (one match) or as the tree of several matches' continuations.
-
-    Args:
-        source: what is looked up.
-        num_nodes: N, at most 1 + M * L; places that the matches do not fill are padding.
-    """
-
-    def __init__(self, source: LookupSource, num_nodes: int) -> None:
-        self._source = source
-        self.num_nodes = min(num_nodes, 1 + source.num_matches * source.length)
-        self.max_depth = source.length
-
-    def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
-        """Look up every row (see :class:`drafter.decoding.proposer.Proposer`)."""
-        return self._source.draft(rows).pack(rows.root_B, self.num_nodes)
+def make(parts: Parts) -> Proposer:
+    """The proposer of ``method="lookup"``."""
+    config = parts.config
+    length = min(config.lookup_length, config.num_nodes - 1)
+    return LookupProposer(
+        config.beam_width, length, config.max_ngram, parts.target.device, config.num_nodes, parts.compiler
+    )

@@ -9,7 +9,7 @@ from drafter.bench.ranks import Acceptance, Drafts, count_steps, draft_everywher
 from drafter.decoding.params import SamplingParams
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.proposers.beam import BeamSearch
+from drafter.proposers.beam import BeamProposer
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 
 PARAMS = SamplingParams(max_new_tokens=40, ignore_eos=True)
@@ -25,7 +25,7 @@ def answers() -> tuple[list[list[int]], list[list[int]]]:
 
 def recorded(**settings: str) -> Acceptance:
     target, drafter = shared_target(), trained_drafter(**settings)
-    search = BeamSearch(drafter, target, WIDEST, LONGEST, 1.0)
+    search = BeamProposer(drafter, target, WIDEST, LONGEST)
     return Acceptance([draft_everywhere(target, search, *pair) for pair in zip(*answers(), strict=True)])
 
 

@@ -67,7 +67,7 @@ def test_concatenation_example() -> None:
     one = NodeList(torch.tensor([[1, 2]]), torch.tensor([[-1, 0]]), torch.tensor([[-1.0, -2.0]]), (1, 1))
     other = NodeList(torch.tensor([[3, 4]]), torch.tensor([[-1, -1]]), torch.tensor([[-3.0, -4.0]]), (2,))
     both = concatenate([other, one])
-    assert both.level_sizes == (3, 1) and both.depth_M.tolist() == [1, 1, 1, 2]
+    assert both.level_sizes == (3, 1) and both.depth_BM.tolist() == [[1, 1, 1, 2]]
     assert both.token_BM.tolist() == [[3, 4, 1, 2]]
     assert both.parent_BM.tolist() == [[-1, -1, -1, 2]]
 

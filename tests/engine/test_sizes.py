@@ -235,8 +235,8 @@ def test_hybrids_of_all_sizes_learn_together_also_from_plain_steps(tmp_path: Pat
     engine = Engine(shared_target(), trained_drafter(), EngineConfig(method="hybrid", max_rows=4, speculation=path))
     assert engine._sized is not None
     small, large = (proposer for proposer in engine._sized.proposers if isinstance(proposer, HybridProposer))
-    table = small._sources[-1].table  # type: ignore[attr-defined]
-    assert large._sources[-1].table is table and large._rates is small._rates  # type: ignore[attr-defined]
+    table = small.parts[-1].table  # type: ignore[attr-defined]
+    assert large.parts[-1].table is table and large._rates is small._rates  # type: ignore[attr-defined]
     params = SamplingParams(max_new_tokens=5, ignore_eos=True)
     prompts = prompts_for(4, seed=6, sizes=(3,))
     assert all(item.tokens_per_step == 1 for item in engine.generate(prompts, params))  # nobody measured four rows

@@ -20,7 +20,7 @@ from drafter.decoding.tree import Candidates, pack_nodes
 from drafter.decoding.verify import accept_picks, accept_samples
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.beam import BeamProposer, BeamSearch
+from drafter.proposers.beam import BeamProposer
 from tests.reference import loops
 from tests.reference.loops import Packed
 
@@ -75,7 +75,16 @@ class Case:
             embed=self.embed,
             device=torch.device("cpu"),
         )
-        self.search = BeamSearch(self.drafter, target, self.width, self.length, self.tau, self.noise_weight)
+        self.proposer = partial(
+            BeamProposer,
+            self.drafter,
+            target,
+            self.width,
+            self.length,
+            tau=self.tau,
+            noise_weight=self.noise_weight,
+            coupled=self.is_coupled,
+        )
         self.rows = self._rows()
         self.noise_BLV = None
         if any(p.temperature > 0 for p in self.params):
@@ -163,11 +172,10 @@ def test_beam_search_equals_both_references(block):
     num_compared = num_on_edge = 0
     for number in range(block * per_block, (block + 1) * per_block):
         case = Case(number)
-        noise_BLV = case.noise_BLV if case.is_coupled else None
-        token_BM, parent_BM, score_BM = case.search.search(case.rows, noise_BLV)
+        token_BM, parent_BM, score_BM = case.proposer().draft(case.rows, case.noise_BLV)[:3]
         num_nodes = random.Random(-number).randint(2, 1 + case.width * case.length)
-        all_nodes = BeamProposer(case.search, num_nodes, "all-nodes", coupled=case.is_coupled)
-        final = BeamProposer(case.search, 1 + case.width * case.length, "final-beams", coupled=case.is_coupled)
+        all_nodes = case.proposer(num_nodes)
+        final = case.proposer(policy="final-beams")
         trees = all_nodes.propose(case.rows, case.noise_BLV), final.propose(case.rows, case.noise_BLV)
         for row in range(case.num_rows):
             twin = case.twin_search(row)

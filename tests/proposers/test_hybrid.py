@@ -1,14 +1,14 @@
-"""HybridProposer: lossless, learning from its hits, and no worse than its sources."""
+"""HybridProposer: lossless, learning from its hits, and no worse than its parts."""
 
 import pytest
 import torch
 
 from drafter.decoding.params import SamplingParams
-from drafter.decoding.tree import NodeList, conditional
+from drafter.decoding.tree import NodeList, conditional, cumulative
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.proposers.hybrid import HitRates, cumulative
 from drafter.proposers.options import Method
+from drafter.proposers.parts import HitRates
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 from tests.engine.oracle import assert_lossless, requests
 
@@ -28,7 +28,7 @@ def test_any_tree_gives_the_oracles_tokens(rows: int, size: int) -> None:
     assert_lossless(engine, [*known, *requests(8, seed=rows)])
 
 
-def test_no_fewer_tokens_per_step_than_the_best_of_its_sources() -> None:
+def test_no_fewer_tokens_per_step_than_the_best_of_its_parts() -> None:
     asked = [(prompt, NO_EOS) for prompt in prompts_for(12, seed=100)]
     methods: tuple[Method, ...] = ("redrafter", "lookup", "recycling")
     best = max(assert_lossless(new_engine(method), asked) for method in methods)
@@ -39,13 +39,13 @@ def test_rows_that_are_too_many_decode_plainly_and_are_learnt_from() -> None:
     engine = new_engine(max_drafted_rows=1)
     asked = [(prompt, NO_EOS) for prompt in prompts_for(3, seed=100, sizes=(5,))]  # equally long: never alone
     assert assert_lossless(engine, asked) == 1.0
-    table = engine.proposer._sources[-1].table  # type: ignore[attr-defined]
+    table = engine.proposer.parts[-1].table  # type: ignore[attr-defined]
     assert (table.logit_VK[:-1, 0] > -torch.inf).sum() > 3
     assert assert_lossless(engine, asked[:1]) > 1.0
 
 
 @pytest.mark.parametrize("method", ["hybrid", "recycling"])
-def test_an_engine_forgets_what_it_learnt(method: Method) -> None:
+def test_an_engine_forgets_what_it_learned(method: Method) -> None:
     engine = new_engine(method)
     prompts = prompts_for(4, seed=100)
 

@@ -14,8 +14,7 @@ from drafter.engine.engine import Engine
 from drafter.proposers.lookup import (
     _ODDS,
     _WEIGHT_PER_TOKEN,
-    LookupSource,
-    PromptLookupProposer,
+    LookupProposer,
     find_matches,
     follow_matches,
 )
@@ -53,7 +52,7 @@ def test_matches_and_continuations_equal_the_loop(texts: list[list[int]], max_ng
 @given(texts=TEXTS, num_matches=st.integers(1, 6), length=st.integers(1, 4))
 def test_scores_equal_the_loop(texts: list[list[int]], num_matches: int, length: int) -> None:
     rows = rows_of(texts)
-    nodes = LookupSource(num_matches, length, 8, torch.device("cpu")).draft(rows)
+    nodes = LookupProposer(num_matches, length, 8, torch.device("cpu")).draft(rows, None)
     for row, text in enumerate(texts):
         best = find_matches_loop(text, 8)[:num_matches]
         proposals = [follow_loop(text, end, length) for _, end in best]
@@ -66,9 +65,9 @@ def test_scores_equal_the_loop(texts: list[list[int]], num_matches: int, length:
 
 
 def test_garbage_behind_the_root_is_never_read() -> None:
-    source = LookupSource(8, 6, 8, torch.device("cpu"))
+    proposer = LookupProposer(8, 6, 8, torch.device("cpu"), 12)
     texts = [[1, 2, 3, 1, 2, 1, 2], [5], [4, 4, 4], [7, 1, 7]]
-    one, other = (PromptLookupProposer(source, 12).propose(rows_of(texts, garbage=g), None) for g in (7, 2))
+    one, other = (proposer.propose(rows_of(texts, garbage=g), None) for g in (7, 2))
     for a, b in zip(one[:4], other[:4], strict=True):
         assert torch.equal(a, b)
     assert one.is_node_BN.sum(dim=1).tolist()[1] == 1  # a single token has no earlier occurrence
@@ -77,17 +76,17 @@ def test_garbage_behind_the_root_is_never_read() -> None:
 def test_tree_merges_equal_prefixes() -> None:
     """Two matches of (1, 2) go on with 3 5 and 3 6: one node 3 with two children."""
     rows = rows_of([[1, 2, 3, 5, 1, 2, 3, 6, 1, 2]])
-    source = LookupSource(2, 2, 4, torch.device("cpu"))
-    tree = PromptLookupProposer(source, 5).propose(rows, None)
+    proposer = LookupProposer(2, 2, 4, torch.device("cpu"))
+    tree = proposer.propose(rows, None)
     assert tree.token_BN.tolist() == [[2, 3, 0, 6, 5]]
     assert tree.parent_BN.tolist() == [[0, 0, 2, 1, 1]]
     assert tree.is_node_BN.tolist() == [[True, True, False, True, True]]
-    assert merge_equal(source.draft(rows)).score_BM.isinf().tolist() == [[False, True, False, False]]
+    assert merge_equal(proposer.draft(rows, None)).score_BM.isinf().tolist() == [[False, True, False, False]]
 
 
 def test_chain_is_a_tree_of_one_match() -> None:
     rows = rows_of([[1, 2, 3, 5, 1, 2, 4, 6, 1, 2]])
-    tree = PromptLookupProposer(LookupSource(1, 4, 4, torch.device("cpu")), 5).propose(rows, None)
+    tree = LookupProposer(1, 4, 4, torch.device("cpu")).propose(rows, None)
     assert tree.token_BN.tolist() == [[2, 4, 6, 1, 2]] and tree.parent_BN.tolist() == [[0, 0, 1, 2, 3]]
 
 

@@ -11,12 +11,11 @@ from drafter.decoding.params import SamplingParams
 from drafter.decoding.sampling import make_warp
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.proposers.parts import FollowerTable
 from drafter.proposers.recycling import (
     _STORED_WEIGHT,
     RANK_RATES,
-    FollowerTable,
     RecyclingProposer,
-    RecyclingSource,
     best_template,
 )
 from tests.decoding.test_merge import assert_tree
@@ -87,11 +86,11 @@ def test_table_and_tree_equal_the_loop(seed: int) -> None:
             certain_BN.flatten().tolist(),
             num_followers,
         )
-    source = RecyclingSource(table, 9, 3)
+    proposer = RecyclingProposer(table, 9, 3, 6)
     template = best_template(9, 3, RANK_RATES[:num_followers])
     rows = rows_of([[token] for token in range(vocab_size)])
-    nodes = source.draft(rows, None)
-    tree = RecyclingProposer(source, 6).propose(rows, None)
+    nodes = proposer.draft(rows, None)
+    tree = proposer.propose(rows, None)
     assert_tree(tree)
     for row in range(vocab_size):
         expected = draft_loop(twin, row, template.parents, template.ranks, RANK_RATES, _STORED_WEIGHT)
@@ -101,31 +100,31 @@ def test_table_and_tree_equal_the_loop(seed: int) -> None:
 
 
 def test_tokens_never_seen_are_padding() -> None:
-    source = RecyclingSource(table_of({1: [2, 3, 4]}), 8, 3)
-    tree = RecyclingProposer(source, 5).propose(rows_of([[5], [1]]), None)
+    proposer = RecyclingProposer(table_of({1: [2, 3, 4]}), 8, 3, 5)
+    tree = proposer.propose(rows_of([[5], [1]]), None)
     assert tree.is_node_BN.tolist() == [[True, False, False, False, False], [True, True, True, True, False]]
     assert tree.token_BN[1, 1:4].tolist() == [2, 3, 4]
 
 
 def test_followers_are_ranked_with_the_noise() -> None:
     """At temperature 1 noise of +2 lifts the third follower (logit 1) over the first (logit 3 - 1)."""
-    source = RecyclingSource(table_of({1: [2, 3, 4]}), 3, 1)
+    proposer = RecyclingProposer(table_of({1: [2, 3, 4]}), 3, 1)
     rows = rows_of([[1], [1]])
     rows = rows._replace(warp=make_warp([SamplingParams(temperature=1.0), SamplingParams()]))
     noise_BLV = torch.zeros(2, 2, 8)
     noise_BLV[:, 0, 2], noise_BLV[:, 0, 4] = -1.0, 2.0
-    nodes = source.draft(rows, noise_BLV)
+    nodes = proposer.draft(rows, noise_BLV)
     assert nodes.token_BM.tolist() == [[4, 2, 3], [2, 3, 4]]  # the greedy row does not look at noise
-    uncoupled = RecyclingSource(source.table, 3, 1, coupled=False).draft(rows, noise_BLV)
+    uncoupled = RecyclingProposer(proposer.table, 3, 1, coupled=False).draft(rows, noise_BLV)
     assert uncoupled.token_BM.tolist() == [[2, 3, 4], [2, 3, 4]]
 
 
 def test_filtered_followers_come_last() -> None:
-    source = RecyclingSource(table_of({1: [2, 3, 4]}), 3, 1)
+    proposer = RecyclingProposer(table_of({1: [2, 3, 4]}), 3, 1)
     rows = rows_of([[1]])._replace(warp=make_warp([SamplingParams(temperature=1.0, top_k=1)]))
     noise_BLV = torch.zeros(1, 2, 8)
     noise_BLV[:, 0, 4] = 9.0
-    nodes = source.draft(rows, noise_BLV)
+    nodes = proposer.draft(rows, noise_BLV)
     assert nodes.token_BM[0, 0] == 2 and nodes.score_BM[0, 1:].max() < -5
 
 
@@ -152,13 +151,13 @@ def test_idle_rows_teach_nothing() -> None:
     engine = Engine(target, config=EngineConfig(method="recycling", max_rows=4, prefill_chunk=2))
     asked = [((1,), SamplingParams(max_new_tokens=6)), (tuple(range(20)), SamplingParams(max_new_tokens=1))]
     answer(engine, asked[:1])
-    alone = engine.proposer._source.table.token_VK.clone()  # type: ignore[attr-defined]
+    alone = engine.proposer.table.token_VK.clone()  # type: ignore[attr-defined]
     other = Engine(target, config=engine.config)
     sequences = [other.add(list(prompt), params) for prompt, params in asked]
     while not sequences[0].is_finished:
         other.step()
     assert not sequences[1].is_prefilled
-    written = other.proposer._source.table.token_VK  # type: ignore[attr-defined]
+    written = other.proposer.table.token_VK  # type: ignore[attr-defined]
     assert torch.equal(written[:-1], alone[:-1])
 
 
@@ -167,7 +166,7 @@ def test_of_plain_steps_over_many_rows_some_are_learnt_from_in_turn() -> None:
     engine = Engine(tiny_target(), config=config)
     asked = [(prompt, SamplingParams(max_new_tokens=4, ignore_eos=True)) for prompt in ([3 + i] for i in range(6))]
     taught: list[list[int]] = []
-    table = engine.proposer._source.table  # type: ignore[attr-defined]
+    table = engine.proposer.table  # type: ignore[attr-defined]
     update = table.update
 
     def note(token_BN: torch.Tensor, *rest: torch.Tensor) -> None:
