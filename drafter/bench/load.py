@@ -15,6 +15,7 @@ from tqdm import tqdm
 from drafter.bench.figures import spread
 from drafter.bench.records import Record, run_id
 from drafter.bench.workload import Item, Workload
+from drafter.utils.io import first_line
 from drafter.utils.provenance import run_record
 
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
@@ -46,7 +47,7 @@ class LoadSettings:
         try:
             host = httpx.URL(self.base).host
         except (httpx.InvalidURL, UnicodeError) as error:
-            raise ValueError(f"--url is {self.url!r}, which is no address: {_reason(error)}") from error
+            raise ValueError(f"--url is {self.url!r}, which is no address: {first_line(error)}") from error
         if not host:
             raise ValueError(f"--url is {self.url!r} but must name a host, such as http://localhost:8000")
         if self.num_requests < 1:
@@ -147,7 +148,7 @@ async def _first_model(client: httpx.AsyncClient, settings: LoadSettings) -> str
         response.raise_for_status()
         return str(response.json()["data"][0]["id"])
     except httpx.HTTPError as error:
-        raise ValueError(f"--url {settings.url}: the server does not answer: {_reason(error)}") from error
+        raise ValueError(f"--url {settings.url}: the server does not answer: {first_line(error)}") from error
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"--url {settings.url} lists no models: name one with --model") from error
 
@@ -218,7 +219,7 @@ async def _ask(client: httpx.AsyncClient, settings: LoadSettings, model: str, it
                     num_pieces += 1
                 num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
     except (httpx.HTTPError, json.JSONDecodeError) as error:
-        return Reply(error=_reason(error))
+        return Reply(error=first_line(error))
     if not num_pieces:
         return Reply(num_tokens=num_tokens or 0, first=time.perf_counter() - start, last=time.perf_counter() - start)
     return Reply(num_tokens or num_pieces, first, last)
@@ -281,7 +282,3 @@ def _record(
         "git_revision": made_by["git_revision"],
         "date": made_by["date"],
     }
-
-
-def _reason(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

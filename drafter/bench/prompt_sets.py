@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from drafter.bench.workload import Item, Workload, as_raw, item_of
+from drafter.utils.io import first_line
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,8 @@ def load_hub_rows(name: str, place: HubSet) -> list[dict[str, Any]]:
     try:
         rows = datasets.load_dataset(place.path, place.config, split=place.split, **files)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"--prompts {name} cannot be fetched from {place.data_files or place.path}: {reason}; "
+            f"--prompts {name} cannot be fetched from {place.data_files or place.path}: {first_line(error)}; "
             "give a file of prompts instead"
         ) from error
     return [dict(row) for row in rows]

@@ -2,10 +2,11 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from drafter.utils.io import append, is_stream
 
 SCHEMA = "drafter-bench/1"
 Record = dict[str, Any]
@@ -32,12 +33,7 @@ def run_id(identity: Mapping[str, Any]) -> str:
 
 def append_record(path: Path, record: Record) -> None:
     """Add a line to a results file, complete on disk before this returns."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    line = json.dumps({"schema": SCHEMA, **record}, ensure_ascii=False) + "\n"
-    with path.open("a", encoding="utf-8") as stream:
-        stream.write(line)
-        stream.flush()
-        os.fsync(stream.fileno())
+    append(path, json.dumps({"schema": SCHEMA, **record}, ensure_ascii=False) + "\n")
 
 
 def read_records(paths: Iterable[Path]) -> list[Record]:
@@ -64,7 +60,7 @@ def resume_records(path: Path) -> list[Record]:
     Raises:
         ValueError: the file holds something else, as of :func:`read_records`; it is left as it is.
     """
-    if not path.exists():
+    if not path.exists() or is_stream(path):
         return []
     whole, newline, rest = path.read_bytes().rpartition(b"\n")
     records = _parse_lines(whole, path)  # before anything is cut: what is not ours is not ours to mend

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from drafter.utils.io import first_line
+
 _JSONL = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 _JSON = (".json", ".json.gz")
 _KNOWN = "*.jsonl, *.json (both also .gz), *.parquet, or a hub data set (owner/name or owner/name:split)"
@@ -132,7 +134,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
                     number += 1
                     yield Record(item, f"{path}, row {number}", number)
     except pyarrow.ArrowException as error:
-        raise ValueError(f"{path}: damaged Parquet file ({_first_line(error)})") from error
+        raise ValueError(f"{path}: damaged Parquet file ({first_line(error)})") from error
 
 
 def load_hub(name: str) -> Any:
@@ -143,14 +145,9 @@ def load_hub(name: str) -> Any:
     try:
         return datasets.load_dataset(base, split=split or "train")
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"data set {name!r} cannot be loaded from the hub: {_first_line(error)}") from error
+        raise ValueError(f"data set {name!r} cannot be loaded from the hub: {first_line(error)}") from error
 
 
 def _read_hub(name: str) -> Iterator[Record]:
     for number, item in enumerate(load_hub(name), start=1):
         yield Record(dict(item), f"{name}, row {number}", number)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -24,6 +24,7 @@ from torch import Tensor
 from drafter.data.batch import plan_in_order
 from drafter.data.store import TokenStore
 from drafter.targets.target import Target
+from drafter.utils.io import replacing, write_atomic
 
 _SHARD_BYTES = 1 << 29
 _SPARE = 1.02  # headers, and what the file system takes for itself
@@ -288,23 +289,15 @@ def _check_room(folder: Path, spec: StateSpec, share: float) -> None:
 
 
 def _write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
-    beside = path.with_name(f".{path.name}.tmp")
     try:
-        save_file(tensors, beside)
-        beside.replace(path)
+        with replacing(path) as new:
+            save_file(tensors, new)
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written ({error}): is the disk full?") from error
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    beside = path.with_name(f".{path.name}.tmp")
-    try:
-        beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_atomic(path, json.dumps(content, indent=2) + "\n")
 
 
 def _progress_bar(total: int, progress: bool) -> Any:

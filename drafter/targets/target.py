@@ -27,6 +27,7 @@ from drafter.targets.checks import (
 )
 from drafter.targets.masks import chunk_mask, slot_positions, tree_mask
 from drafter.targets.sharding import load_sharded
+from drafter.utils.io import first_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -165,12 +166,12 @@ class Target:
                 model = _load_model(place, torch_dtype, shared)
             tokenizer = AutoTokenizer.from_pretrained(place, **shared) if _has_tokenizer(place) else None
         except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-            raise ValueError(f"--target {name!r} cannot be loaded: {_first_line(error)}") from error
+            raise ValueError(f"--target {name!r} cannot be loaded: {first_line(error)}") from error
         except Exception as error:
             # safetensors' own error type derives from Exception alone; anything else is a bug and goes on.
             if type(error).__name__ != "SafetensorError":
                 raise
-            raise ValueError(f"--target {name!r}: a weight file is damaged ({_first_line(error)})") from error
+            raise ValueError(f"--target {name!r}: a weight file is damaged ({first_line(error)})") from error
         model = model.to(torch_device)
         is_packed = pack and num_shards == 1 and can_pack(torch_device, model.dtype)
         if is_packed:
@@ -354,11 +355,6 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
     return ()
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
 @torch.no_grad()
 def _check_tree_forward(target: Target) -> None:
     """Run a small tree the way decoding does and compare every node with a plain forward over its path.
@@ -380,10 +376,9 @@ def _check_tree_forward(target: Target) -> None:
     except torch.OutOfMemoryError:
         raise
     except _FORWARD_ERRORS as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"target {target.name!r} cannot run a tree of tokens, which brings its own mask and positions (models with "
-            f"ALiBi want to make both themselves): {reason}"
+            f"ALiBi want to make both themselves): {first_line(error)}"
         ) from error
     distance = (tree_XD - path_XD).norm().item()
     yardstick = (chain_XD - path_XD).norm().item()

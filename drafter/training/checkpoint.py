@@ -1,6 +1,5 @@
 """From a trainer's checkpoint to a drafter, and to the folder that users load. Nothing is unpickled but plain data."""
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,12 @@ from torch import Tensor
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.training.card import model_card
+from drafter.utils.io import check_output_folder, first_line, recover, replacing
 
 # Prefix of the drafter's tensors in the state dict of DrafterModule.
 PREFIX = "drafter."
+# Files of an exported drafter, and those that `drafter tune` adds to them.
+_OUTPUTS = ("config.json", "model.safetensors", "README.md", "run.json", "custom_generate", "speculation*.json")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -31,7 +33,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     except Exception as error:
         # torch.load raises pickle, zip, runtime and key errors of many types for damaged files.
         raise ValueError(
-            f"checkpoint {str(path)!r} cannot be read: it is damaged or no checkpoint ({_line(error)})"
+            f"checkpoint {str(path)!r} cannot be read: it is damaged or no checkpoint ({first_line(error)})"
         ) from error
     if not isinstance(checkpoint, dict) or "drafter_config" not in checkpoint or "state_dict" not in checkpoint:
         raise ValueError(f"checkpoint {str(path)!r} holds no drafter: give a .ckpt file that `drafter train` wrote")
@@ -81,11 +83,12 @@ def drafter_from_checkpoint(checkpoint: dict[str, Any]) -> RecurrentDrafter:
 
 def load_drafter(path: str | Path) -> RecurrentDrafter:
     """A drafter from an exported folder or a trainer's checkpoint; ValueError when it is neither."""
+    recover(Path(path))
     if Path(path).is_dir():
         try:
             return RecurrentDrafter.from_pretrained(path)
         except OSError as error:
-            raise ValueError(f"{str(path)!r} is no exported drafter: {_line(error)}") from error
+            raise ValueError(f"{str(path)!r} is no exported drafter: {first_line(error)}") from error
     return drafter_from_checkpoint(read_checkpoint(path))
 
 
@@ -93,8 +96,8 @@ def export_checkpoint(checkpoint: str | Path, out: str | Path, *, dtype: str = "
     """Write the drafter of a trainer's checkpoint as a folder: config.json, model.safetensors, README.md, run.json, and
     what ``model.generate(custom_generate=...)`` of transformers runs.
 
-    The folder is written beside its place and then renamed, so an interrupted export leaves nothing that looks whole.
-    An exported drafter that stands there already is replaced; any other folder is refused.
+    The folder is whole at every moment: an interrupted export leaves the drafter that stood there before. An exported
+    drafter is replaced; any other folder, and one with further files in it, is refused.
 
     Args:
         checkpoint: a .ckpt file of ``drafter train``.
@@ -111,20 +114,12 @@ def export_checkpoint(checkpoint: str | Path, out: str | Path, *, dtype: str = "
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype!r} must be one of {', '.join(DTYPES)}")
     out = Path(out)
-    if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or _is_drafter(out))):
-        raise ValueError(f"--out {str(out)!r} exists and is no exported drafter: choose another folder or remove it")
+    check_output_folder(out, mark=DrafterConfig.model_type, files=_OUTPUTS, what="exported drafter")
     read = read_checkpoint(checkpoint)
     drafter = drafter_from_checkpoint(read)
     torch.nn.Module.to(drafter, DTYPES[dtype])
-    out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        _write(drafter, read, scratch)
-        if out.exists():
-            shutil.rmtree(out)
-        scratch.rename(out)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    with replacing(out) as folder:
+        _write(drafter, read, folder)
     return out
 
 
@@ -146,13 +141,3 @@ def _write(drafter: RecurrentDrafter, checkpoint: dict[str, Any], folder: Path) 
     (folder / "README.md").write_text(model_card(drafter, facts), encoding="utf-8")
     write_run_record(folder, settings=facts)
     write_custom_generate(folder)
-
-
-def _is_drafter(folder: Path) -> bool:
-    config = folder / "config.json"
-    return config.is_file() and DrafterConfig.model_type in config.read_text(encoding="utf-8", errors="replace")
-
-
-def _line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

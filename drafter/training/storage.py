@@ -1,11 +1,12 @@
 """How checkpoints reach the disk: beside their place, then renamed, whatever the disk does meanwhile."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from drafter.utils.io import replacing
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
@@ -18,16 +19,9 @@ class WholeCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """OSError, naming the file, when there is no room; what stood at ``path`` before is still there."""
         place = Path(path)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        beside = place.with_name(f".{place.name}.{os.getpid()}.tmp")
         try:
-            with beside.open("wb") as stream:
+            with replacing(place) as new, new.open("wb") as stream:
                 torch.save(checkpoint, stream)
-                stream.flush()
-                os.fsync(stream.fileno())
-            beside.replace(place)
         except (OSError, RuntimeError) as error:
             # torch.save reports a failed write as a RuntimeError of its own.
             raise OSError(f"checkpoint {place} could not be written ({error}); the one before it is intact") from error
-        finally:
-            beside.unlink(missing_ok=True)

@@ -1,28 +1,230 @@
-"""Files that are whole or not there: written beside their place and renamed."""
+"""Output files and folders that are whole or not there, and the first line of an error.
 
+A version is written into a hidden folder beside its place, ``.NAME.RANDOM.tmp``, which its writer keeps locked. Then a
+file is renamed over the old one. A folder cannot be: the old one is renamed into the hidden folder, the new one is
+renamed in, the hidden folder is removed. A kill between the two renames leaves both versions in the hidden folder, and
+:func:`recover` finishes the swap at the next start.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
 import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
+
+_NEW, _OLD, _GONE = "new", "old", "gone"  # the versions in a hidden folder
+_STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")  # regular files where the shell redirects
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or the error's type where it has no text."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def run_file(output: Path) -> Path:
+    """Where the run record of an output lies: `DIR/run.json`, or `NAME.run.json` beside a file `NAME.jsonl`."""
+    return output / "run.json" if output.is_dir() else output.with_suffix(".run.json")
+
+
+def is_stream(path: Path) -> bool:
+    """Whether `path` is a pipe, a device or a standard stream: written to, never replaced, without a run record."""
+    is_special = path.exists() and not path.is_file() and not path.is_dir()
+    return is_special or str(path).startswith(_STREAMS)
+
+
+def check_output(
+    out: Path, *, overwrite: bool = False, is_ours: Callable[[Path], bool] | None = None, flag: str = "--out"
+) -> None:
+    """Refuse, before the work, an output file that cannot be written or that holds something else.
+
+    A file that an earlier run wrote (its run record names the file, or `is_ours` recognises its content) and an empty
+    file may be replaced.
+
+    Raises:
+        ValueError: another file stands there and `overwrite` is not set.
+        OSError: a folder stands there, or the place is not writable.
+    """
+    if out.is_dir():
+        raise IsADirectoryError(f"{flag} {out} is a folder: name a file in it")
+    if is_stream(out):
+        return
+    may_replace = overwrite or not out.exists() or not out.stat().st_size
+    if not (may_replace or _is_recorded(out) or (is_ours is not None and is_ours(out))):
+        raise ValueError(f"{flag} {out} exists and no earlier run wrote it: give another file, or --overwrite")
+    place = out.resolve()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with _hidden_folder(place):
+        pass
+
+
+def check_output_folder(out: Path, *, mark: str, files: Sequence[str], what: str) -> None:
+    """Refuse an output folder that holds something else than an earlier output; a file of the user's is never removed.
+
+    Args:
+        out: the folder.
+        mark: text that the ``config.json`` of an earlier output holds.
+        files: patterns of the names that an output may hold.
+        what: an earlier output, for the message.
+
+    Raises:
+        ValueError: the folder is in use.
+    """
+    recover(out)
+    if not out.exists():
+        return
+    names = sorted(entry.name for entry in out.iterdir()) if out.is_dir() else []
+    config = out / "config.json"
+    is_earlier = config.is_file() and mark in config.read_text(encoding="utf-8", errors="replace")
+    if not out.is_dir() or (names and not is_earlier):
+        raise ValueError(f"--out {str(out)!r} exists and is no {what}: choose another folder or remove it")
+    foreign = [name for name in names if not any(fnmatch(name, pattern) for pattern in files)]
+    if foreign:
+        raise ValueError(
+            f"--out {str(out)!r} holds {foreign[0]!r} beside the {what}, and would be replaced whole: move that file "
+            "away, or choose another folder"
+        )
+
+
+def check_writable(out: Path) -> None:
+    """:func:`check_output` for commands without ``--overwrite``."""
+    check_output(out, overwrite=True)
+
+
+def _is_recorded(out: Path) -> bool:
+    try:
+        record = json.loads(run_file(out).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and record.get("output") == out.name
 
 
 def write_atomic(path: Path, text: str) -> None:
     """Write `text` (UTF-8) so that `path` holds either all of it or what it held before; OSError when it cannot."""
+    if is_stream(path):
+        append(path, text)
+        return
+    with replacing(path) as new:
+        new.write_text(text, encoding="utf-8")
+
+
+def append(path: Path, text: str) -> None:
+    """Add text to the end of a file, complete on disk before this returns, or send the text to a pipe or device."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    data = text.encode()
     try:
-        with scratch.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        scratch.replace(path)
+        with path.open("ab", buffering=0) as stream:
+            while data:
+                data = data[stream.write(data) :]
+            if not is_stream(path):
+                os.fsync(stream.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path at which the block writes a file or folder, which then takes the place of `path`.
+
+    An error in the block leaves what stood at `path`. A symbolic link stays, and its end is replaced. An OSError names
+    `path`, not the hidden place.
+    """
+    place = path.resolve()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    recover(place)
+    try:
+        with _hidden_folder(place) as hidden:
+            new = hidden / _NEW
+            yield new
+            _force_to_disk(new)
+            if place.is_dir() and not new.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+            with _locked(place.parent, wait=True):  # two writers of one folder swap one after the other
+                if place.is_dir():
+                    place.rename(hidden / _OLD)
+                new.replace(place)
+    except OSError as error:
+        if error.filename is not None and f".{place.name}." in str(error.filename):
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
+def recover(path: Path) -> None:
+    """Finish the folder swap of a process that was killed within it, and remove what killed writers left behind."""
+    place = path.resolve()
+    name = re.compile(rf"\.{re.escape(place.name)}\.[^.]+\.tmp")
+    try:
+        found = [entry for entry in place.parent.iterdir() if name.fullmatch(entry.name)]
+    except OSError:
+        return  # no such folder, or no right to list the folder
+    for hidden in found:
+        # A living writer within its swap is waited for; one that still writes is left alone.
+        with _locked(hidden, wait=(hidden / _OLD).exists()) as is_locked:
+            if is_locked:
+                with contextlib.suppress(OSError):  # a reader may have no right to write
+                    _clear(hidden, place)
+
+
+def _clear(hidden: Path, place: Path) -> None:
+    """Remove a hidden folder, after the end of a swap that stopped between its renames."""
+    if hidden.is_dir():
+        if not place.exists() and (hidden / _OLD).exists():
+            # The old version goes aside only when the new one is whole.
+            (hidden / (_NEW if (hidden / _NEW).exists() else _OLD)).rename(place)
+        if (hidden / _OLD).exists():
+            (hidden / _OLD).rename(hidden / _GONE)  # half removed, it must not come back
+        shutil.rmtree(hidden, ignore_errors=True)
+    else:
+        hidden.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _hidden_folder(place: Path) -> Iterator[Path]:
+    """A locked folder beside `place`, removed at the end."""
+    while True:
+        hidden = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".tmp", dir=place.parent))
+        with _locked(hidden) as is_locked:
+            if is_locked is False:
+                continue  # another process took the folder for a left one before the lock
+            try:
+                yield hidden
+            finally:
+                _clear(hidden, place)
+            return
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, *, wait: bool = False) -> Iterator[bool | None]:
+    """Whether this process has the folder for itself, until its end; None where the file system knows no locks."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        yield False  # gone, or another user's
+        return
+    is_locked: bool | None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            is_locked = folder.exists()
+        except BlockingIOError:
+            is_locked = False
+        except OSError:
+            is_locked = None
+        yield is_locked
     finally:
-        scratch.unlink(missing_ok=True)
+        os.close(descriptor)
 
 
-def check_writable(out: Path) -> None:
-    """Find out before the work, not after it, that a result file cannot be written (OSError)."""
-    if out.is_dir():
-        raise IsADirectoryError(f"--out {out} is a folder: name a file in it")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    probe = out.with_name(f".{out.name}.probe")
-    probe.touch()
-    probe.unlink()
+def _force_to_disk(new: Path) -> None:
+    for file in [entry for entry in new.rglob("*") if entry.is_file()] if new.is_dir() else [new]:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from drafter.utils.io import write_atomic
+from drafter.utils.io import is_stream, run_file, write_atomic
 
 _PACKAGES = ("drafter", "torch", "transformers", "lightning", "datasets", "safetensors", "gguf")
 _SECRET_WORDS = ("key", "password", "secret", "auth")
@@ -46,9 +46,14 @@ def write_run_record(
     settings: Mapping[str, Any] | None = None,
     argv: Sequence[str] | None = None,
 ) -> Path:
-    """Write the record of an output: `DIR/run.json`, or `NAME.run.json` beside a file `NAME.jsonl`; its path."""
-    path = output / "run.json" if output.is_dir() else output.with_suffix(".run.json")
-    record = run_record(seed=seed, settings=settings, argv=argv)
+    """Write the record of an output: `DIR/run.json`, or `NAME.run.json` beside a file `NAME.jsonl`; its path.
+
+    A file's record is written before the file, so that a later run knows the file as its own. A pipe has no record.
+    """
+    path = run_file(output)
+    if is_stream(output):
+        return path
+    record = {"output": output.name, **run_record(seed=seed, settings=settings, argv=argv)}
     write_atomic(path, json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n")
     return path
 

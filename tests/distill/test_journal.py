@@ -1,6 +1,7 @@
 """The journal: whatever a kill leaves behind, the next run continues it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -121,3 +122,10 @@ with Journal(sys.argv[1], {}) as journal:
     with Journal(tmp_path / "a.jsonl", {}) as journal:
         assert [row["id"] for row in journal.rows] == [0, 1, 2, 3]
         assert journal.num_torn_bytes > 0
+
+
+def test_pipes_and_devices_are_refused_before_they_are_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")  # to open one would wait for a reader
+    for place in (tmp_path / "pipe.jsonl", Path("/dev/full")):
+        with pytest.raises(ValueError, match="pipe or device"):
+            Journal(place, {})

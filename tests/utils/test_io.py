@@ -1,0 +1,212 @@
+"""Outputs are whole or not there, whatever stands in their place and whenever a writer is killed."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from drafter.utils import io
+from drafter.utils.io import append, check_output, first_line, is_stream, recover, replacing, write_atomic
+from drafter.utils.provenance import write_run_record
+
+
+def hidden(folder: Path) -> list[str]:
+    return [entry.name for entry in folder.iterdir() if entry.name.startswith(".")]
+
+
+def write_folder(place: Path, text: str) -> None:
+    with replacing(place) as new:
+        new.mkdir()
+        for name in ("one", "two"):
+            (new / name).write_text(text)
+
+
+def content(folder: Path) -> set[str]:
+    assert {entry.name for entry in folder.iterdir()} == {"one", "two"}
+    return {entry.read_text() for entry in folder.iterdir()}
+
+
+def test_first_line() -> None:
+    assert first_line(ValueError("one\ntwo")) == "one"
+    assert first_line(ValueError()) == "ValueError"
+
+
+def test_a_file_is_replaced_whole_and_a_failed_write_leaves_the_old_one(tmp_path: Path) -> None:
+    place = tmp_path / "new folder" / "out.txt"
+    write_atomic(place, "old")
+    with pytest.raises(KeyError), replacing(place) as new:
+        new.write_text("half")
+        raise KeyError
+    assert place.read_text() == "old"
+    write_atomic(place, "neu")
+    assert place.read_text() == "neu" and not hidden(place.parent)
+
+
+def test_a_folder_is_never_replaced_by_a_file(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "kept").touch()
+    with pytest.raises(IsADirectoryError):
+        write_atomic(tmp_path / "out", "text")
+    assert (tmp_path / "out" / "kept").exists() and not hidden(tmp_path)
+
+
+def test_errors_name_the_place(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="out.txt") as found, replacing(tmp_path / "out.txt") as new:
+        raise OSError(errno.ENOSPC, "No space left on device", str(new))
+    assert found.value.filename == str(tmp_path / "out.txt")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_a_swap_that_fails_between_its_renames_keeps_a_whole_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    place = tmp_path / "drafter"
+    write_folder(place, "old")
+
+    def interrupted(self: Path, target: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(error):
+        write_folder(place, "new")
+    assert content(place) == {"new"} and not hidden(tmp_path)
+
+
+@pytest.mark.parametrize("moment", ["before", "between", "after"])
+def test_a_kill_within_a_swap_is_mended_at_the_next_start(tmp_path: Path, moment: str) -> None:
+    """A process kills itself at each of the three moments around the two renames."""
+    place = tmp_path / "drafter"
+    write_folder(place, "old")
+    kill = "os.kill(os.getpid(), signal.SIGKILL)"
+    script = f"""
+import os, signal
+from pathlib import Path
+from drafter.utils import io
+rename, replace = Path.rename, Path.replace
+if {moment!r} == "before":
+    Path.rename = lambda *_: {kill}
+if {moment!r} == "between":
+    Path.replace = lambda *_: {kill}
+if {moment!r} == "after":
+    io._clear = lambda *_: {kill}
+with io.replacing(Path({str(place)!r})) as new:
+    new.mkdir()
+    for name in ("one", "two"):
+        (new / name).write_text("new")
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert len(hidden(tmp_path)) == 1
+    recover(place)
+    assert content(place) == {"old" if moment == "before" else "new"}
+    assert not hidden(tmp_path)
+
+
+def test_a_living_writer_and_another_output_are_left_alone(tmp_path: Path) -> None:
+    with replacing(tmp_path / "a") as first, replacing(tmp_path / "a.b") as other:
+        recover(tmp_path / "a")
+        first.write_text("1")
+        other.write_text("2")
+    assert (tmp_path / "a").read_text() == "1" and (tmp_path / "a.b").read_text() == "2"
+    left = tmp_path / ".a.b.123.tmp"  # of a killed run
+    left.mkdir()
+    recover(tmp_path / "a")
+    assert left.exists()
+    recover(tmp_path / "a.b")
+    assert not left.exists()
+
+
+def test_what_earlier_versions_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".out.jsonl.4711.tmp").write_text("half")
+    (tmp_path / ".out.jsonl.4712.tmp").mkdir()
+    write_atomic(tmp_path / "out.jsonl", "whole")
+    assert not hidden(tmp_path)
+
+
+def test_writers_at_once_leave_one_whole_folder(tmp_path: Path) -> None:
+    threads = [threading.Thread(target=write_folder, args=(tmp_path / "out", str(number))) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    recover(tmp_path / "out")
+    assert len(content(tmp_path / "out")) == 1 and not hidden(tmp_path)
+
+
+def test_links_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "file").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "file")
+    write_atomic(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "far" / "file").read_text() == "new"
+
+
+def test_pipes_are_written_to(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    found: list[str] = []
+    reader = threading.Thread(target=lambda: found.append(pipe.read_text()))
+    reader.start()
+    check_output(pipe)
+    write_atomic(pipe, "through")
+    reader.join(10)
+    assert found == ["through"] and pipe.is_fifo()
+
+
+def test_devices_are_written_to() -> None:
+    assert is_stream(Path("/dev/null")) and is_stream(Path("/dev/stdout")) and not is_stream(Path("/dev/shm"))
+    check_output(Path("/dev/null"))
+    write_atomic(Path("/dev/null"), "gone")
+    with pytest.raises(OSError, match="/dev/full"):
+        write_atomic(Path("/dev/full"), "no room")
+    assert not Path("/dev/full").is_file()
+
+
+def test_standard_output_of_a_redirected_process_is_appended_to(tmp_path: Path) -> None:
+    script = "from pathlib import Path; from drafter.utils.io import *; write_atomic(Path('/dev/stdout'), 'text')"
+    with (tmp_path / "caught").open("wb") as stream:
+        before = os.fstat(stream.fileno()).st_ino
+        subprocess.run([sys.executable, "-c", script], stdout=stream, check=True)
+    assert (tmp_path / "caught").read_text() == "text" and (tmp_path / "caught").stat().st_ino == before
+
+
+def test_foreign_files_are_refused_without_overwrite(tmp_path: Path) -> None:
+    out = tmp_path / "thesis.txt"
+    out.write_text("years of work")
+    with pytest.raises(ValueError, match="--overwrite"):
+        check_output(out)
+    with pytest.raises(IsADirectoryError, match="--out"):
+        check_output(tmp_path)
+    check_output(out, overwrite=True)
+    check_output(out, is_ours=lambda path: path.read_text().startswith("years"))
+    assert out.read_text() == "years of work" and not hidden(tmp_path)
+    write_run_record(tmp_path / "thesis.jsonl")  # another output of the same stem vouches for nothing
+    with pytest.raises(ValueError, match="--overwrite"):
+        check_output(out)
+    write_run_record(out)
+    check_output(out)
+    check_output(tmp_path / "new" / "file.txt")
+    assert (tmp_path / "new").is_dir()
+
+
+def test_appended_lines(tmp_path: Path) -> None:
+    append(tmp_path / "deep" / "rows.jsonl", "1\n")
+    append(tmp_path / "deep" / "rows.jsonl", "2\n")
+    assert (tmp_path / "deep" / "rows.jsonl").read_text() == "1\n2\n"
+    with pytest.raises(OSError, match="/dev/full"):
+        append(Path("/dev/full"), "x")
+
+
+def test_no_locks_on_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(io.fcntl, "flock", refuse)
+    (tmp_path / ".out.123.tmp").mkdir()  # perhaps another process's: kept
+    write_atomic(tmp_path / "out", "text")
+    assert (tmp_path / "out").read_text() == "text" and hidden(tmp_path) == [".out.123.tmp"]
