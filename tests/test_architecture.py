@@ -101,7 +101,7 @@ TORCH_FREE = (
     "engine/config.py",
     "engine/scheduler.py",
     "engine/request.py",
-    "engine/sizes.py",
+    "engine/defaults.py",
     "engine/text.py",
     "serving/protocol.py",
 )

@@ -11,8 +11,8 @@ from drafter.bench.methods import MethodSpec
 from drafter.bench.workload import Item, Workload
 from drafter.decoding.params import SamplingParams
 from drafter.engine.config import EngineConfig
+from drafter.engine.defaults import NO_FILE, choose, tuned_path
 from drafter.engine.engine import Engine
-from drafter.engine.shipped import speculation_path
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 
@@ -27,7 +27,7 @@ class Arena(NamedTuple):
         drafter: for methods that need one.
         drafter_name: what the results call it.
         draft_model: for methods that need one.
-        speculation: file for tuned methods; None is the one beside the drafter.
+        tuned: file for tuned methods; None is the one beside the drafter.
         compile: compile our own engine's step; None: on CUDA only.
         peer_target: what transformers' own methods run on; None: ``target``.
     """
@@ -36,7 +36,7 @@ class Arena(NamedTuple):
     drafter: RecurrentDrafter | None = None
     drafter_name: str = ""
     draft_model: Target | None = None
-    speculation: str | None = None
+    tuned: str | None = None
     compile: bool | None = None
     peer_target: Target | None = None
 
@@ -57,21 +57,23 @@ class Arena(NamedTuple):
         return EngineContestant(engine)
 
     def engine_config(self, spec: MethodSpec, batch_size: int) -> EngineConfig:
-        """Settings of our engine for one method."""
-        speculation = self.speculation_file(spec) if spec.is_tuned else None
-        return spec.engine_config(batch_size=batch_size, compile=self.compile, speculation=speculation)
+        """Settings of our engine for one method; what the method's options leave open is that of :func:`choose`."""
+        tuned = self.tuned_file(spec) if spec.is_tuned else NO_FILE
+        given = {**spec.fields, "max_rows": batch_size, "compile": self.compile}
+        drafter = self.drafter if spec.needs_drafter else None
+        draft_model = self.draft_model if spec.needs_draft_model else None
+        return choose(self.target, drafter, draft_model=draft_model, given=given, tuned=tuned).config
 
-    def speculation_file(self, spec: MethodSpec) -> str:
+    def tuned_file(self, spec: MethodSpec) -> str:
         """The file that a tuned method goes by; whether it sizes that method is the engine's to say.
 
         Raises:
             ValueError: there is none.
         """
-        path = Path(self.speculation) if self.speculation is not None else speculation_path(self.drafter_name)
+        path = Path(self.tuned) if self.tuned is not None else tuned_path(self.drafter_name)
         if not path.is_file():
             raise ValueError(
-                f"{spec.label} needs {path}: write it with `drafter tune --method {spec.name}`, or give "
-                "--speculation FILE"
+                f"{spec.label} needs {path}: write it with `drafter tune --method {spec.name}`, or give --tuned FILE"
             )
         return str(path)
 

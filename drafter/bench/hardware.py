@@ -18,7 +18,7 @@ from drafter.bench.report import table
 from drafter.bench.steptime import Budget, FixedTree, StepClock, Timed, synchronise
 from drafter.decoding.proposer import Proposer, RootOnly
 from drafter.engine.config import EngineConfig
-from drafter.engine.defaults import dtype_name
+from drafter.engine.sizes import dtype_name
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.table import make_proposer
 from drafter.targets.target import Target

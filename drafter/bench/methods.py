@@ -82,14 +82,9 @@ class MethodSpec:
         value = dict(self.numbers).get(letter)
         return None if value is None else int(value)
 
-    def engine_config(
-        self, *, batch_size: int, compile: bool | None = None, speculation: str | None = None
-    ) -> EngineConfig:
-        """The engine's settings for one of our methods.
-
-        Raises:
-            ValueError: numbers that are out of range or do not go together.
-        """
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of the engine's settings that the options give, the method included."""
         assert not self.is_peer, self.label
         fields: dict[str, Any] = {}
         for letter, name in (("W", "beam_width"), ("L", "draft_length"), ("N", "tree_size"), ("G", "num_draft_tokens")):
@@ -107,9 +102,7 @@ class MethodSpec:
             fields["coupled"] = False
         if "rejection" in self.words:
             fields["verify"] = "rejection"
-        if self.is_tuned:
-            fields["speculation"] = speculation
-        return EngineConfig(method=self.name, max_rows=batch_size, compile=compile, **fields)  # type: ignore[arg-type]
+        return {"method": self.name, **fields}
 
 
 def parse_method(text: str) -> MethodSpec:
@@ -141,7 +134,7 @@ def parse_method(text: str) -> MethodSpec:
         raise ValueError(f"--methods {text}: tuned takes the tree's size from a file: leave the other options out")
     spec = MethodSpec(text, name, tuple(numbers.items()), tuple(words))
     if not spec.is_peer and not spec.is_tuned:
-        spec.engine_config(batch_size=1)  # its ranges
+        EngineConfig(**spec.fields)  # checks the ranges
     return spec
 
 

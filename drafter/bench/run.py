@@ -24,7 +24,7 @@ from drafter.bench.records import Record, append_record, resume_records, run_id
 from drafter.bench.settings import BenchSettings
 from drafter.bench.workload import Workload
 from drafter.decoding.compile import is_compiled
-from drafter.engine.defaults import device_name, dtype_name, fingerprint_of_weights
+from drafter.engine.sizes import device_name, dtype_name, fingerprint_of_weights
 from drafter.utils.provenance import run_record
 
 _WARM_UP_TOKENS = 16
@@ -195,8 +195,8 @@ class _Bench:
         if spec.needs_drafter and self._arena.drafter is not None:
             found["drafter_fingerprint"] = self._drafter_fingerprint
         if spec.is_tuned:
-            content = Path(self._arena.speculation_file(spec)).read_bytes()
-            found["speculation_digest"] = hashlib.sha256(content).hexdigest()[:16]
+            content = Path(self._arena.tuned_file(spec)).read_bytes()
+            found["tuned_digest"] = hashlib.sha256(content).hexdigest()[:16]
         return found
 
     @cached_property
@@ -210,8 +210,8 @@ class _Bench:
         settings: dict[str, Any] = {}
         if not run.spec.is_peer:
             settings = asdict(self._arena.engine_config(run.spec, cell.batch_size))
-            if settings["speculation"] is not None:
-                settings["speculation"] = Path(settings["speculation"]).name  # where it lay is nobody's business
+            if settings["tuned"] is not None:
+                settings["tuned"] = Path(settings["tuned"]).name  # where it lay is nobody's business
         return {
             "kind": "run",
             "run_id": run.id,

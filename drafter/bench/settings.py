@@ -22,8 +22,7 @@ class BenchSettings:
         prompts: prompt sets: files, hub data sets, or names.
         drafter: folder of an exported drafter.
         draft_model: smaller model for `draft-model` and `hf-assistant`.
-        speculation: file that `drafter tune` wrote for the method that is `tuned`; None is speculation.json beside the
-            drafter.
+        tuned: file that `drafter tune` wrote for the method that is `tuned`; None is the drafter's own.
         methods: what is compared, in the order of a round.
         batch_sizes: prompts answered at the same time.
         temperatures: 0 is greedy.
@@ -43,7 +42,7 @@ class BenchSettings:
     prompts: tuple[str, ...]
     drafter: str | None = None
     draft_model: str | None = None
-    speculation: str | None = None
+    tuned: str | None = None
     methods: tuple[str, ...] = DEFAULT_METHODS
     batch_sizes: tuple[int, ...] = (1,)
     temperatures: tuple[float, ...] = (0.0,)

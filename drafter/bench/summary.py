@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from drafter.bench.figures import median, survival
 from drafter.bench.methods import BASELINE, PEER_BASELINE, parse_method
 from drafter.bench.records import Record
+from drafter.engine.config import EngineConfig
 
 
 class Corner(NamedTuple):
@@ -167,7 +168,7 @@ def _labels(runs: Sequence[Record]) -> list[str]:
 def _files_of(record: Record) -> tuple[PurePosixPath, str | None, str | None]:
     """Where the drafter lay, its weights, and the plan that a tuned method went by; older results lack the latter."""
     path = PurePosixPath(record["drafter"])
-    return path, record.get("drafter_fingerprint"), record.get("speculation_digest")
+    return path, record.get("drafter_fingerprint"), record.get("tuned_digest")
 
 
 def _short(digest: str | None) -> str:
@@ -261,7 +262,9 @@ def _size_of(record: Record) -> Size | None:
     spec = parse_method(record["method"])
     if spec.name != "redrafter" or spec.is_tuned or "final-beams" in spec.words:
         return None
-    config = spec.engine_config(batch_size=record["batch_size"])
+    used = record.get("settings", {})
+    tree = {name: used[name] for name in ("beam_width", "draft_length", "tree_size") if name in used}
+    config = EngineConfig(**{**spec.fields, **tree})
     return Size(config.beam_width, config.draft_length, config.num_nodes)
 
 

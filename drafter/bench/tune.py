@@ -24,9 +24,17 @@ from drafter.decoding.compile import is_compiled
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer, RootOnly
 from drafter.engine.config import EngineConfig
-from drafter.engine.defaults import device_name, dtype_name, fingerprint_of_weights
 from drafter.engine.engine import Engine
-from drafter.engine.sizes import PLAIN, Choice, RowPlan, Speculation, Tree
+from drafter.engine.sizes import (
+    PLAIN,
+    MeasuredTree,
+    RowPlan,
+    Tree,
+    TunedSizes,
+    device_name,
+    dtype_name,
+    fingerprint_of_weights,
+)
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.beam import BeamProposer
 from drafter.proposers.options import SIZED_METHODS, Method
@@ -104,12 +112,12 @@ class Tuning(NamedTuple):
     """What was found.
 
     Attributes:
-        speculation: the plans.
+        sizes: the plans.
         curves: what was measured, as the file holds it.
         num_prompts, num_positions: of the calibration.
     """
 
-    speculation: Speculation
+    sizes: TunedSizes
     curves: dict[str, list[list[float]]]
     num_prompts: int
     num_positions: int
@@ -177,11 +185,11 @@ def tune(target: Target, drafter: RecurrentDrafter, prompts: Sequence[list[int]]
             curves[num_rows] = bench.curves()
             plans.append(bench.plan(curves[num_rows]))
         bar.update(num_units - bar.n)
-    speculation = Speculation(
+    sizes = TunedSizes(
         device_name(target.device), dtype_name(target.dtype), is_compiled(settings.compile, target.device),
         target.fingerprint, tuple(plans), fingerprint_of_weights(drafter), settings.method,
     )  # fmt: skip
-    return Tuning(speculation, _as_lists(curves, kept), len(prompts), acceptance.num_positions)
+    return Tuning(sizes, _as_lists(curves, kept), len(prompts), acceptance.num_positions)
 
 
 def _record(
@@ -297,7 +305,7 @@ class _RowBench:
     def plan(self, curves: _RowCurves) -> RowPlan:
         """Plain decoding and the trees that are best at some acceptance, each measured as it is."""
         predicted = [
-            Choice(tree, kept, max(curves.step_seconds(tree), curves.verify[1]))
+            MeasuredTree(tree, kept, max(curves.step_seconds(tree), curves.verify[1]))
             for tree, kept in self._kept.items()
             if tree.tree_size in curves.verify
         ]
@@ -310,7 +318,7 @@ class _RowBench:
         assert plain is not None, self._settings.method
         seconds = self._compare({PLAIN: plain, **proposers})
         # No tree is cheaper than none: what looks so is noise.
-        choices = [Choice(tree, self._kept.get(tree, 1.0), max(seconds[tree], seconds[PLAIN])) for tree in trees]
+        choices = [MeasuredTree(tree, self._kept.get(tree, 1.0), max(seconds[tree], seconds[PLAIN])) for tree in trees]
         least = (_WORTH + _WORTH_PER_DOUBLING * math.log2(self._num_rows)) * choices[0].rate()
         worth = [choice for choice in choices[1:] if choice.rate() > least]
         return RowPlan(self._num_rows, (choices[0], *_useful(worth)))
@@ -332,7 +340,7 @@ class _RowBench:
         return self._clock.compare(proposers, self._num_rounds, Budget(self._seconds / 3), lambda: _advance(self._bar))
 
 
-def _useful(choices: Sequence[Choice]) -> list[Choice]:
+def _useful(choices: Sequence[MeasuredTree]) -> list[MeasuredTree]:
     """Those that are the best of all at some acceptance, by rising size."""
     best = {max(choices, key=lambda choice, ratio=ratio: choice.rate(ratio)) for ratio in _RATIOS if choices}  # type: ignore[misc]
     return sorted(best, key=lambda choice: choice.tree[::-1])
@@ -359,10 +367,10 @@ def _as_lists(curves: dict[int, _RowCurves], kept: dict[Tree, float]) -> dict[st
     }
 
 
-def table_rows(speculation: Speculation) -> list[list[str]]:
+def table_rows(sizes: TunedSizes) -> list[list[str]]:
     """What was chosen for each number of rows, as cells: see :data:`COLUMNS`."""
     rows = []
-    for plan in speculation.plans:
+    for plan in sizes.plans:
         best, plain = plan.best(), plan.plain
         tree = ["1", "-", "-"] if best.tree.is_plain else [str(best.tree[index]) for index in (2, 0, 1)]
         seconds = [f"{1000 * choice.step_seconds:.1f}" for choice in (best, plain)]

@@ -22,7 +22,7 @@ def bench(
     target: str | None = None,
     drafter: str | None = None,
     draft_model: str | None = None,
-    speculation: str | None = None,
+    tuned: str | None = None,
     prompts: list[str] | None = None,
     methods: tuple[str, ...] | None = None,
     batch_sizes: tuple[int, ...] | None = None,
@@ -54,7 +54,7 @@ def bench(
         target: alias, hub id, folder or .gguf file of the language model
         drafter: folder of an exported drafter
         draft_model: smaller model of the same family, for draft-model and hf-assistant
-        speculation: file of `drafter tune` for the method that is tuned (default: speculation.json beside the drafter)
+        tuned: file of `drafter tune` for the method that is tuned (default: the drafter's own)
         prompts: file of prompts, hub data set, or mtbench, specbench, humaneval, gsm8k; may be repeated
         methods: what is compared (default: autoregressive,redrafter,lookup,hf-generate)
         batch_sizes: prompts answered at the same time (default: 1)
@@ -74,7 +74,7 @@ def bench(
     settings = merge_settings(
         config,
         {
-            "target": target, "drafter": drafter, "draft_model": draft_model, "speculation": speculation,
+            "target": target, "drafter": drafter, "draft_model": draft_model, "tuned": tuned,
             "prompts": tuple(prompts) if prompts else None, "methods": methods, "batch_sizes": batch_sizes,
             "temperatures": temperatures, "num_prompts": num_prompts, "num_turns": num_turns,
             "max_new_tokens": max_new_tokens,
@@ -272,7 +272,7 @@ def load_arena(settings: BenchSettings) -> "Arena":
     if any(spec.needs_draft_model for spec in settings.specs):
         assert settings.draft_model is not None
         draft_model = load(settings.draft_model, pack=False)
-    return Arena(target, None, "", draft_model, settings.speculation, settings.compile, peer_target)
+    return Arena(target, None, "", draft_model, settings.tuned, settings.compile, peer_target)
 
 
 def with_drafter(arena: "Arena", settings: BenchSettings) -> "Arena":

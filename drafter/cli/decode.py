@@ -18,8 +18,8 @@ from drafter.cli.answer_files import (
 )
 from drafter.decoding.params import SamplingParams
 from drafter.engine.config import EngineConfig
-from drafter.engine.shipped import shipped_drafter, speculation_path
-from drafter.proposers.options import SIZED_METHODS, Method, TreePolicy, Verification
+from drafter.engine.defaults import check_method, choose, default_drafter
+from drafter.proposers.options import Method, TreePolicy, Verification
 from drafter.utils.io import check_writable
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ def decode(
     beam_width: int | None = None,
     draft_length: int | None = None,
     tree_size: int | None = None,
-    tree_policy: TreePolicy = "all-nodes",
-    speculation: str | None = None,
+    tree_policy: TreePolicy | None = None,
+    tuned: str | None = None,
     coupled: bool = True,
     tau: float = EngineConfig.tau,
     noise_weight: float = EngineConfig.noise_weight,
@@ -63,7 +63,7 @@ def decode(
     compare: bool = False,
     padded: bool = False,
     exact_attention: bool = False,
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32",
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     device: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -81,16 +81,15 @@ def decode(
         draft_model: smaller model of the same tokenizer, for --method draft-model
         prompt: a prompt; may be repeated
         prompts: file of prompts (.jsonl, .json, .parquet) or hub data set
-        method: how tokens are proposed (default: as the measured sizes have it; without any, on a CPU hybrid, on CUDA
-            and with --tree-policy redrafter. With --draft-model: draft-model. Where there is no drafter: hybrid of
-            what needs none)
+        method: how tokens are proposed (default: that of the measured sizes; else draft-model with --draft-model,
+            hybrid on a CPU, and on CUDA redrafter, or autoregressive without a drafter)
         beam_width: W, beams kept at each drafting step (default: 8; on a CPU, where none of W, L, N is given, 4, 3, 8)
         draft_length: L, drafting steps (default: 4)
         tree_size: N, drafted nodes that the target checks at once, root included (default: 24, or 1 + W * L if less)
-        tree_policy: keep the best nodes of all drafting steps, or only the final beams
-        speculation: file of `drafter tune`, which sizes the tree by measurement (default: the one in the drafter's
-            folder if it fits this machine and method, and W, L and N are not given; `off`: none)
-        coupled: draft without looking at the noise of sampling
+        tree_policy: keep the best nodes of all drafting steps, or only the final beams (default: all-nodes)
+        tuned: file of `drafter tune`, whose measured sizes the trees have (default: the drafter's own if it fits this
+            machine and method, and W, L and N are not given; `none`: do not use measured sizes)
+        coupled: drafting looks at the noise of sampling
         tau: softness of the ranking by that noise
         noise_weight: what the noise counts in it beside the drafter's own log-probabilities
         verify: how drafts of a draft model are accepted: the same text as plain decoding, or by the classic rule
@@ -120,38 +119,32 @@ def decode(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
         stop=tuple(stop or ()), ignore_eos=ignore_eos,
     )  # fmt: skip
-    shape = {"beam_width": beam_width, "draft_length": draft_length, "tree_size": tree_size}
-    given: dict[str, Any] = {name: value for name, value in shape.items() if value is not None}
-    wants_drafter = method in SIZED_METHODS or (method is None and draft_model is None)
-    if drafter is None and wants_drafter and shipped_drafter(target) is not None:
-        drafter = target  # the package brings this target's drafter along, by the same name
-    used = method or _unsaid_method(drafter, draft_model)
-    config = EngineConfig(
-        method=used, max_rows=batch_size, tree_policy=tree_policy, coupled=coupled, tau=tau, noise_weight=noise_weight,
-        verify=verify,
-        num_draft_tokens=gamma, compile=compile, exact_attention=exact_attention, **given,
-    )  # fmt: skip
-    _check_method(method, drafter, draft_model, compare)
+    given: dict[str, Any] = {
+        "method": method, "beam_width": beam_width, "draft_length": draft_length, "tree_size": tree_size,
+        "tree_policy": tree_policy, "max_rows": batch_size, "coupled": coupled, "tau": tau,
+        "noise_weight": noise_weight, "verify": verify, "num_draft_tokens": gamma, "compile": compile,
+        "exact_attention": exact_attention,
+    }  # fmt: skip
+    EngineConfig(**{"method": "hybrid", **{name: value for name, value in given.items() if value is not None}})
+    drafter = default_drafter(target, drafter, method=method, draft_model=draft_model)
+    check_method(method, has_drafter=drafter is not None, has_draft_model=draft_model is not None, tuned=tuned)
+    if compare and method == _BASELINE:
+        raise ValueError("--compare sets a method beside autoregressive decoding: give --method another value")
     asked = read_prompts(prompt or [], prompts, raw=raw)
     if not asked and (compare or out is not None):
         raise ValueError("--compare and --out need --prompt or --prompts")
     if out is not None:
         check_writable(out)
 
-    from drafter.engine.defaults import settle
     from drafter.engine.loading import load_drafter, load_target
 
     how = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code, "pack": not compile}
     model = load_target(target, revision=revision, **how)  # type: ignore[arg-type]
-    head = load_drafter(drafter, model) if drafter is not None and used in SIZED_METHODS else None
-    small = load_target(draft_model, **how) if draft_model and used == "draft-model" else None  # type: ignore[arg-type]
-    config = settle(
-        config, model, head, speculation_path(drafter).parent if drafter is not None else None,
-        speculation=speculation, is_size_open=not given and tree_policy == "all-nodes",
-        is_method_open=method is None and head is not None and tree_policy == "all-nodes",
-    )  # fmt: skip
-    if config.method == "hybrid" and head is None:
-        print("no drafter for this target: tokens are proposed from the text alone", file=sys.stderr)
+    head = load_drafter(drafter, model) if drafter is not None else None
+    is_small_used = draft_model is not None and method in (None, "draft-model")
+    small = load_target(draft_model, **how) if is_small_used else None  # type: ignore[arg-type]
+    config, reason = choose(model, head, draft_model=small, given=given, tuned=tuned)
+    print(reason, file=sys.stderr)
     models = Models(model, head, small)
     if compare:
         _compare(models, config, params, asked, raw, out, is_padded=padded)
@@ -159,22 +152,6 @@ def decode(
         _answer(models.engine(config), params, asked, raw, out)
     else:
         _chat(models.engine(config), params, raw)
-
-
-def _unsaid_method(drafter: str | None, draft_model: str | None) -> Method:
-    """What proposes if nobody says; with a drafter the device and the measured sizes may yet say otherwise."""
-    if drafter is not None:
-        return "redrafter"
-    return "hybrid" if draft_model is None else "draft-model"
-
-
-def _check_method(method: Method | None, drafter: str | None, draft_model: str | None, compare: bool) -> None:
-    if method in SIZED_METHODS and drafter is None:
-        raise ValueError(f"--method {method} needs --drafter DIR; without a drafter leave --method out")
-    if method == "draft-model" and draft_model is None:
-        raise ValueError("--method draft-model needs --draft-model NAME")
-    if compare and method == _BASELINE:
-        raise ValueError("--compare sets a method beside autoregressive decoding: give --method another value")
 
 
 @dataclass(frozen=True)
@@ -254,7 +231,7 @@ def _compare(
 ) -> None:
     """Both methods on the same prompts, one after the other, and their table."""
     num_nodes = config.num_nodes if is_padded else None
-    plain = replace(config, method="autoregressive", tree_size=num_nodes, verify="coupled", speculation=None)
+    plain = replace(config, method="autoregressive", tree_size=num_nodes, verify="coupled", tuned=None)
     runs = []
     for settings, file in ((plain, None), (config, out)):
         engine = models.engine(settings)

@@ -30,7 +30,7 @@ def serve(
     beam_width: int | None = None,
     draft_length: int | None = None,
     tree_size: int | None = None,
-    speculation: str | None = None,
+    tuned: str | None = None,
     host: str | None = None,
     port: int | None = None,
     model_name: str | None = None,
@@ -61,12 +61,12 @@ def serve(
         drafter: folder of an exported drafter, or the name of one that comes with the package (default: the target's
             own, where the package has it; `none`: none)
         draft_model: smaller model of the same family, for --method draft-model
-        method: how tokens are proposed (default: with a drafter as its measured sizes have it; without any hybrid on a
-            CPU, and redrafter on CUDA or where the tree is given; without a drafter autoregressive)
+        method: how tokens are proposed (default: that of the measured sizes; else hybrid on a CPU; on CUDA redrafter,
+            or autoregressive without a drafter)
         beam_width: W, beams kept at each drafting step
         draft_length: L, drafting steps
         tree_size: N, drafted nodes that the target checks at once, root included
-        speculation: file of `drafter tune` (default: the one in the drafter's folder if it fits; `off`: none)
+        tuned: file of `drafter tune` (default: the drafter's own if it fits; `none`: do not use measured sizes)
         host: address to listen on (default: 127.0.0.1, this machine only)
         port: port to listen on (default: 8000; 0: any)
         model_name: what clients call the model (default: the target's name)

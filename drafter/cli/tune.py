@@ -43,7 +43,7 @@ def tune(
         drafter: folder of an exported drafter, or the name of one that comes with the package
         method: whose trees are sized: the drafter's alone, or those of drafter, lookup and recycling together
             (default: hybrid; redrafter on CUDA)
-        out: file to write (default: speculation.json in the drafter's folder; for one that comes with the package,
+        out: file to write (default: tuned.json in the drafter's folder; for one that comes with the package,
             under $DRAFTER_HOME)
         prompts: prompts to calibrate with, a file, hub data set or name; `default` come with the package
         num_prompts: at most so many of them
@@ -59,8 +59,7 @@ def tune(
     """
     from drafter.bench.prompt_sets import read_prompt_set
     from drafter.bench.tune import TuneSettings
-    from drafter.engine.shipped import shipped_drafter, speculation_path
-    from drafter.proposers.options import default_method
+    from drafter.engine.defaults import default_method, tuned_path
     from drafter.targets.target import resolve_device
     from drafter.utils.io import check_writable
 
@@ -71,9 +70,7 @@ def tune(
         draft_lengths=draft_lengths, tree_sizes=tree_sizes, max_new_tokens=max_new_tokens, seconds=seconds,
         compile=compile,
     )  # fmt: skip
-    place = out if out is not None else speculation_path(drafter)
-    if out is None and shipped_drafter(drafter) is None and not place.parent.is_dir():
-        raise ValueError(f"--drafter {drafter} is no folder: say with --out where the file goes")
+    place = out if out is not None else tuned_path(drafter)
     if out is None:
         place.parent.mkdir(parents=True, exist_ok=True)
     check_writable(place)
@@ -95,7 +92,7 @@ def _tune_and_write(arena: "Arena", workload: "Workload", settings: "TuneSetting
     found = run_tune(arena.target, arena.drafter, [arena.encode(item, []) for item in workload.items], settings)
     made_by = run_record()
     content = {
-        **found.speculation.as_json(),
+        **found.sizes.as_json(),
         "target": arena.target.name,
         "drafter": arena.drafter_name,
         "calibration": {
@@ -109,5 +106,5 @@ def _tune_and_write(arena: "Arena", workload: "Workload", settings: "TuneSetting
     }
     write_atomic(place, json.dumps(content) + "\n")
     print(f"{settings.method}:")
-    print(table(COLUMNS, table_rows(found.speculation)))
+    print(table(COLUMNS, table_rows(found.sizes)))
     print(place, file=sys.stderr)

@@ -10,7 +10,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,6 +21,7 @@ from drafter.distill.magpie import MagpieSettings, Opening, invent_prompts
 from drafter.distill.prompts import Exclusion, Prompt, Shard, builtin_prompts, read_prompts
 
 if TYPE_CHECKING:
+    from drafter.engine.config import EngineConfig
     from drafter.models.drafter import RecurrentDrafter
     from drafter.targets.target import Target
 
@@ -101,6 +102,7 @@ class EngineAnswerer:
         self._drafter = drafter
         self._batch_size = batch_size
         self._batch_tokens = batch_tokens
+        self._config: EngineConfig | None = None
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -162,13 +164,13 @@ class EngineAnswerer:
                 yield pairs[event.index][0], answer
 
     def _engine(self, num_rows: int, num_slots: int) -> Any:
-        from drafter.engine.config import EngineConfig
+        from drafter.engine.defaults import choose
         from drafter.engine.engine import Engine
-        from drafter.proposers.options import Method
 
-        method: Method = "autoregressive" if self._drafter is None else "redrafter"
+        if self._config is None:
+            self._config = choose(self._target, self._drafter, given={"max_rows": self._batch_size}).config
         rows = max(1, min(num_rows, self._batch_size, self._batch_tokens // num_slots))
-        return Engine(self._target, self._drafter, EngineConfig(method=method, max_rows=rows))
+        return Engine(self._target, self._drafter, replace(self._config, max_rows=rows))
 
 
 def _groups(lengths: Sequence[int]) -> Iterator[slice]:

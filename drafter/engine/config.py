@@ -1,11 +1,9 @@
 """Settings of one engine, and options of one request. No torch here."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from drafter.proposers.options import SIZED_METHODS, DraftOptions
 from drafter.utils.validate import require_int
-
-CPU_DRAFTED_ROWS = 2  # rows that a server drafts for on a CPU, untuned: further ones take what arithmetic is left
 
 
 @dataclass(frozen=True)
@@ -41,10 +39,9 @@ class EngineConfig(DraftOptions):
         compile: compile the step (torch.compile); None: on CUDA only.
         exact_attention: attention in float64. Its sums then round alike wherever in the cache a token stands, so that
             in bfloat16 too the text is, token for token, that of ``autoregressive`` in steps of as many nodes.
-        speculation: file that `drafter tune` wrote for this method: W, L and N follow the number of running rows and
-            the acceptance of late (redrafter, hybrid); None keeps the tree as it is set here.
-        max_drafted_rows: with more rows than that under way a step is plain decoding (never for draft-model); None: no
-            limit.
+        tuned: file of measured sizes that `drafter tune` wrote for this method (redrafter or hybrid): W, L and N follow
+            the number of running rows and the recent acceptance. None: the tree is the one that is set here.
+        max_drafted_rows: a step of more running rows is plain decoding (draft-model has no such limit); None: no limit.
     """
 
     max_rows: int = 8
@@ -53,7 +50,7 @@ class EngineConfig(DraftOptions):
     reuse_prefixes: bool = False
     compile: bool | None = None
     exact_attention: bool = False
-    speculation: str | None = None
+    tuned: str | None = None
     max_drafted_rows: int | None = None
 
     def __post_init__(self) -> None:
@@ -64,14 +61,10 @@ class EngineConfig(DraftOptions):
         if self.max_drafted_rows is not None:
             require_int("max_drafted_rows", self.max_drafted_rows, low=0)
         require_int("prefill_chunk", self.prefill_chunk, low=1)
-        if self.speculation is not None and (
+        if self.tuned is not None and (
             self.method not in SIZED_METHODS or self.tree_size is not None or self.tree_policy != "all-nodes"
         ):
             raise ValueError(
-                f"--speculation sizes the trees of --method {' and '.join(SIZED_METHODS)}: it goes with no other "
-                "method, and without --tree-size and --tree-policy"
+                f"--tuned sizes the trees of --method {' and '.join(SIZED_METHODS)}: leave it out with another method, "
+                "--tree-size or --tree-policy"
             )
-
-    def for_cpu(self) -> "EngineConfig":
-        """The same with a small tree, for a CPU that `drafter tune` has not measured: a node costs arithmetic there."""
-        return replace(self, beam_width=4, draft_length=3, tree_size=8)

@@ -1,217 +1,205 @@
-"""Proposers of several tree sizes for one drafter; between two steps the measured plan says which of them drafts.
+"""The defaults of every engine: which drafter is loaded, which method drafts, and how large the trees are.
 
-Also: which plan, method and size an engine gets when its user left them open.
+The command line, the server, `generate` for transformers, the benchmark and ``Engine(target, drafter)`` all call
+:func:`choose`. No torch is imported before that call.
 """
 
-import hashlib
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from drafter.decoding.compile import Compiler
-from drafter.decoding.compile import is_compiled as resolve_compile
-from drafter.decoding.proposer import Proposer, RootOnly
 from drafter.engine.config import EngineConfig
-from drafter.engine.sizes import FILE_NAME, PLAIN, Speculation, Tree, TreeSizer, read_speculation
-from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.options import SIZED_METHODS, Method, default_method
-from drafter.proposers.parts import DraftMemory
-from drafter.proposers.table import make_proposer
-from drafter.targets.target import Target
-from drafter.utils.provenance import cpu_name
+from drafter.proposers.options import SIZED_METHODS, Method
+
+if TYPE_CHECKING:
+    from drafter.models.drafter import RecurrentDrafter
+    from drafter.targets.target import Target
 
 _log = logging.getLogger(__name__)
 
+NO_DRAFTER = "none"  # --drafter none: do not load the drafter that comes with the package
+NO_FILE = "none"  # --tuned none: do not use measured sizes
+TUNED_FILE = "tuned.json"  # what `drafter tune` writes beside a drafter
 
-class SizedProposers:
-    """One proposer for every tree that a speculation file may ask for, made once; those of a hybrid learn together.
+_ASSETS = Path(__file__).parent.parent / "assets"
+_TREE_METHODS = (*SIZED_METHODS, "recycling", "lookup")
+_TREE_FIELDS = ("beam_width", "draft_length", "tree_size", "tree_policy")
+_SMALL_TREE = {"beam_width": 4, "draft_length": 3, "tree_size": 8}
+_LARGE_TREE = {"beam_width": 8, "draft_length": 4, "tree_size": 24}
+# Tokens that one target forward verifies at little more cost than a single token, for a device that was not measured.
+# On a CPU every further token costs arithmetic; a GPU is bound by reading the weights up to some hundreds of tokens.
+_CHEAP_TOKENS = {"cpu": 16, "cuda": 256}
 
-    Attributes:
-        speculation: the file.
-        largest: the proposer with the most nodes: what rows must have room for.
-        proposers: all of them.
+
+class Choice(NamedTuple):
+    """Settings of an engine, and one line that says where method and tree come from."""
+
+    config: EngineConfig
+    reason: str
+
+
+def choose(
+    target: "Target",
+    drafter: "RecurrentDrafter | None" = None,
+    *,
+    draft_model: "Target | None" = None,
+    given: Mapping[str, Any] | None = None,
+    tuned: str | Path | None = None,
+) -> Choice:
+    """Settings of an engine in which everything that the user left open has its default.
+
+    The defaults, in this order:
+
+    1. The method and tree sizes of a file of `drafter tune` that fits this device, dtype, target and drafter.
+    2. Method: ``draft-model`` with a draft model; with a drafter ``hybrid`` on a CPU and ``redrafter`` on CUDA, where
+       most of the hybrid's drafting is not compiled; without any model that drafts, ``hybrid`` on a CPU and
+       ``autoregressive`` on CUDA.
+    3. Tree: small enough to cost little on a device that nobody measured, and plain decoding for more rows than that.
 
     Args:
-        config: the engine's settings; ``speculation`` names the file.
-        target: the model whose answers are wanted.
-        drafter: bound to it.
-        compiler: of the engine's steps.
-        memory: learned state that all proposers share; None for a method that learns nothing.
+        target: the model whose answers are wanted, as it will be used.
+        drafter: bound to the target. The file of measured sizes is looked for at :func:`tuned_path` of the drafter.
+        draft_model: smaller model of the same tokenizer.
+        given: the fields of :class:`EngineConfig` that the user set; None counts as not set.
+        tuned: file of measured sizes; None: the drafter's, if it fits; ``none``: no measured sizes.
 
     Raises:
-        ValueError: the file is damaged or was measured for something else, or there is no drafter.
+        ValueError: fields that are out of range or do not go together, or a damaged file.
     """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        target: Target,
-        drafter: RecurrentDrafter | None,
-        compiler: Compiler,
-        memory: DraftMemory | None = None,
-    ) -> None:
-        assert config.speculation is not None
-        self.speculation = read_speculation(Path(config.speculation))
-        if drafter is None:
-            raise ValueError(
-                f"--speculation {config.speculation} sizes trees that a drafter had a part in: give --drafter DIR"
-            )
-        is_compiled = resolve_compile(config.compile, target.device)
-        reason = misfit(self.speculation, target, drafter, method=config.method, is_compiled=is_compiled)
-        if reason:
-            raise ValueError(f"--speculation {config.speculation} {reason}: run `drafter tune` here, or leave it out")
-        self._proposers: dict[Tree, Proposer] = {
-            tree: make_proposer(_settings_of(config, tree), target, drafter, None, compiler, memory)
-            for tree in self.speculation.trees
-            if not tree.is_plain
-        }
-        # Rows are set up in this one only: what others keep of a row, they keep in `memory`.
-        self.largest = max(self._proposers.values(), key=lambda proposer: proposer.num_nodes, default=RootOnly())
-        plain = self.largest.plain
-        assert plain is not None, config.method
-        self._proposers[PLAIN] = plain
-        self.proposers = tuple(self._proposers.values())
-        self._sizer = TreeSizer(self.speculation)
-        _log.info("speculation sized by %s: %s", config.speculation, self.speculation.summary())
-
-    def choose(self, num_rows: int) -> Proposer:
-        """Who drafts the next step of ``num_rows`` rows."""
-        return self._proposers[self._sizer.choose(num_rows)]
-
-    def forget(self) -> None:
-        """Acceptance is expected to be that of the calibration again."""
-        self._sizer = TreeSizer(self.speculation)
-
-    def observe(self, num_accepted: Sequence[int]) -> None:
-        """How many drafted tokens the step kept, for each row that looked at its drafts."""
-        self._sizer.observe(num_accepted)
+    fields = {name: value for name, value in (given or {}).items() if value is not None}
+    method: Method | None = fields.pop("method", None)
+    check_method(method, has_drafter=drafter is not None, has_draft_model=draft_model is not None, tuned=tuned)
+    is_size_open = not any(name in fields for name in _TREE_FIELDS)
+    if tuned is not None and tuned != NO_FILE:
+        return _measured(Path(tuned), method, fields)
+    was_passed_over = False
+    if tuned is None and drafter is not None and is_size_open:
+        path = tuned_path(drafter.name_or_path) if drafter.name_or_path else None
+        if path is not None and path.is_file() and method in (None, *SIZED_METHODS):
+            misfit = _misfit(path, target, drafter, method, fields.get("compile"))
+            if not misfit:
+                return _measured(path, method, fields)
+            _log.warning("%s is not used: it %s", path, misfit)
+            was_passed_over = True
+    device = target.device.type
+    is_method_open = method is None
+    if fields.get("tree_policy", "all-nodes") != "all-nodes" and drafter is not None:
+        method = method or "redrafter"  # the only method with another policy
+    method = method or default_method(device, has_drafter=drafter is not None, has_draft_model=draft_model is not None)
+    if is_size_open and method in _TREE_METHODS:
+        fields.update(_default_tree(device, fields.get("max_rows", EngineConfig.max_rows)))
+    config = EngineConfig(method=method, **fields)
+    if not (is_method_open or (is_size_open and method in _TREE_METHODS)):
+        return Choice(config, f"{describe(config)}: as given")
+    reason = f"{describe(config)}: default for {'a CPU' if device == 'cpu' else device.upper()}"
+    if method not in SIZED_METHODS or drafter is None or not is_size_open:
+        return Choice(config, reason)
+    why = "the measured sizes do not fit" if was_passed_over else "nothing was measured (`drafter tune` measures)"
+    return Choice(config, f"{reason}; {why}")
 
 
-def _settings_of(config: EngineConfig, tree: Tree) -> EngineConfig:
-    width, length, size = tree
-    return replace(config, speculation=None, beam_width=width, draft_length=length, tree_size=size)
+def check_method(
+    method: Method | None, *, has_drafter: bool, has_draft_model: bool, tuned: str | Path | None = None
+) -> None:
+    """ValueError for a method or a file of measured sizes without the model that it needs, and for two such models."""
+    if method is None and has_drafter and has_draft_model:
+        raise ValueError("--drafter and --draft-model both propose tokens: name one of them with --method")
+    if method == "redrafter" and not has_drafter:
+        raise ValueError("--method redrafter needs a drafter: give --drafter DIR, or leave --method out")
+    if method == "draft-model" and not has_draft_model:
+        raise ValueError("--method draft-model needs a draft model: give --draft-model NAME")
+    if tuned not in (None, NO_FILE) and not has_drafter:
+        raise ValueError(f"--tuned {tuned} sizes the trees of a drafter: give --drafter DIR, or leave --tuned out")
 
 
-def device_name(device: torch.device) -> str:
-    """What measured step times belong to: the GPU's name, or the processor's and the number of threads in use."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{cpu_name() or device.type}, {torch.get_num_threads()} threads"
+def describe(config: EngineConfig) -> str:
+    """Method, tree and limit of rows in a few words: ``hybrid, W 4 L 3 N 8, at most 2 rows``."""
+    if config.method == "draft-model":
+        return f"draft-model, {config.num_draft_tokens} draft tokens"
+    if config.method not in _TREE_METHODS or config.tuned is not None:
+        return config.method
+    text = f"{config.method}, W {config.beam_width} L {config.draft_length} N {config.num_nodes}"
+    limit = config.max_drafted_rows
+    return text if limit is None or limit >= config.max_rows else f"{text}, plain decoding above {limit} rows"
 
 
-def fingerprint_of_weights(drafter: RecurrentDrafter) -> str:
-    """Short hash of a drafter's weights as they are in memory: each training step and number format has another."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(drafter.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
+def _measured(path: Path, method: Method | None, fields: Mapping[str, Any]) -> Choice:
+    """Settings by a file of measured sizes, whose method is the default."""
+    from drafter.engine.sizes import read_tuned
+
+    clash = next((name for name in _TREE_FIELDS if name in fields), None)
+    if clash is not None:
+        flag = clash.replace("_", "-")
+        raise ValueError(f"--tuned {path} sizes the trees: leave --{flag} out, or give --tuned none")
+    sizes = read_tuned(path)
+    config = EngineConfig(method=method or sizes.method, tuned=str(path), **fields)
+    return Choice(config, f"{sizes.summary()}: measured, {path}")
 
 
-def misfit(
-    speculation: Speculation,
-    target: Target,
-    drafter: RecurrentDrafter | None = None,
-    *,
-    method: Method | None = None,
-    is_compiled: bool,
+def _misfit(
+    path: Path, target: "Target", drafter: "RecurrentDrafter", method: Method | None, is_compiled: bool | None
 ) -> str:
-    """Why the file says nothing about this machine, target, drafter, method or compilation; empty when it does.
+    from drafter.decoding.compile import is_compiled as resolve_compile
+    from drafter.engine.sizes import misfit, read_tuned
 
-    Without a drafter or method, or where the file does not say which drafter it was measured for, the file's is right.
-    """
-    measured_drafter = speculation.drafter_fingerprint
-    present_drafter = measured_drafter
-    if drafter is not None and measured_drafter:
-        present_drafter = fingerprint_of_weights(drafter)
-    pairs = (
-        ("device", speculation.device, device_name(target.device)),
-        ("dtype", speculation.dtype, dtype_name(target.dtype)),
-        ("compilation", _on(speculation.is_compiled), _on(is_compiled)),
-        ("target", speculation.target_fingerprint, target.fingerprint),
-        ("drafter", measured_drafter, present_drafter),
-        ("method", speculation.method, method or speculation.method),
-    )
-    for what, measured, present in pairs:
-        if measured != present:
-            return f"was measured for another {what} ({measured}, not {present})"
-    return ""
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16`, not `torch.bfloat16`."""
-    return str(dtype).removeprefix("torch.")
-
-
-def file_beside(
-    folder: str | Path,
-    target: Target,
-    drafter: RecurrentDrafter | None = None,
-    *,
-    method: Method | None = None,
-    is_compiled: bool | None = None,
-) -> str | None:
-    """The speculation file in a drafter's folder, if there is one and it fits; one that does not is named in the log.
-
-    Args:
-        folder: of the drafter.
-        target: as it will be used.
-        drafter: what was loaded from there; a file for other weights does not fit.
-        method: what is to draft; None: whichever the file sizes.
-        is_compiled: as ``EngineConfig.compile`` will say.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
-    path = Path(folder).expanduser() / FILE_NAME
-    if not path.is_file():
-        return None
     is_on = resolve_compile(is_compiled, target.device)
-    reason = misfit(read_speculation(path), target, drafter, method=method, is_compiled=is_on)
-    if reason:
-        _log.warning("%s is not used: it %s", path, reason)
+    return misfit(read_tuned(path), target, drafter, method=method, is_compiled=is_on)
+
+
+def default_method(device: str, *, has_drafter: bool = True, has_draft_model: bool = False) -> Method:
+    """The method on a device (``cpu`` or ``cuda``) where neither the user nor a measurement names one."""
+    if has_draft_model:
+        return "draft-model"
+    if device == "cpu":
+        return "hybrid"
+    return "redrafter" if has_drafter else "autoregressive"
+
+
+def _default_tree(device: str, max_rows: int) -> dict[str, int]:
+    """A tree for a device that was not measured, and the number of rows above which decoding is plain."""
+    num_tokens = _CHEAP_TOKENS.get(device, _CHEAP_TOKENS["cpu"])
+    tree = _LARGE_TREE if max_rows * _LARGE_TREE["tree_size"] <= num_tokens else _SMALL_TREE
+    return {**tree, "max_drafted_rows": num_tokens // tree["tree_size"]}
+
+
+def default_drafter(
+    target: str, drafter: str | None, *, method: Method | None = None, draft_model: str | None = None
+) -> str | None:
+    """The drafter that a command loads: the given one, else the one that comes with the package for this target.
+
+    None for ``none``, for a method that uses no drafter, and where a draft model drafts.
+    """
+    is_used = method in SIZED_METHODS or (method is None and (draft_model is None or drafter is not None))
+    if not is_used or drafter == NO_DRAFTER:
         return None
-    return str(path)
+    if drafter is not None:
+        return drafter
+    return target if shipped_drafter(target) is not None else None
 
 
-def settle(
-    config: EngineConfig,
-    target: Target,
-    drafter: RecurrentDrafter | None,
-    folder: str | Path | None,
-    *,
-    speculation: str | None = None,
-    is_method_open: bool = False,
-    is_size_open: bool = True,
-) -> EngineConfig:
-    """Settings with what the user left open filled in: by a measured plan that fits, else by what suits the device.
+def shipped_drafters() -> list[str]:
+    """Names of the drafters that come with the package; each is the alias of its target."""
+    return sorted(path.parent.name for path in _ASSETS.glob("*/config.json"))
+
+
+def shipped_drafter(name: str) -> Path | None:
+    """Folder of the drafter of that name, or None when the package has none."""
+    return _ASSETS / name if name in shipped_drafters() else None
+
+
+def tuned_path(drafter: str | Path) -> Path:
+    """Where the measured sizes of a drafter are: in its own folder, else under ``$DRAFTER_HOME/tuned``.
+
+    Drafters that come with the package, whose folder may be read-only, and drafters of the hub have no own folder.
 
     Args:
-        config: without ``speculation``; an open method is ``redrafter`` here.
-        target, drafter: as they will be used.
-        folder: where a plan may lie; None: nowhere.
-        speculation: the plan that the user named; ``off``: none is wanted.
-        is_method_open: nobody named a method; there is a drafter then.
-        is_size_open: nobody gave a size of trees.
-
-    Raises:
-        ValueError: the plan is damaged, or cannot be what the other settings ask for.
+        drafter: folder, hub id, or name of a drafter that comes with the package.
     """
-    plan = None if speculation == "off" else speculation
-    if plan is None and speculation != "off" and folder is not None and is_size_open and config.method in SIZED_METHODS:
-        method = None if is_method_open else config.method
-        plan = file_beside(folder, target, drafter, method=method, is_compiled=config.compile)
-    if plan is not None:
-        method = read_speculation(Path(plan)).method if is_method_open else config.method
-        return replace(config, method=method, speculation=plan)
-    if is_method_open:
-        config = replace(config, method=default_method(target.device.type))
-    has_default_size = is_size_open and config.method in SIZED_METHODS and target.device.type == "cpu"
-    return config.for_cpu() if has_default_size else config
+    from drafter.targets.catalog import home_folder
 
-
-def _on(is_on: bool) -> str:
-    return "on" if is_on else "off"
+    folder = Path(drafter).expanduser()
+    if folder.is_dir() and folder.resolve().parent != _ASSETS.resolve():
+        return folder / TUNED_FILE
+    name = folder.name if folder.is_dir() else str(drafter).replace("/", "--")
+    return home_folder() / "tuned" / name / TUNED_FILE

@@ -11,7 +11,7 @@ from drafter.decoding.compile import Compiler, is_compiled
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer
 from drafter.engine.config import EngineConfig, RequestOptions
-from drafter.engine.defaults import SizedProposers
+from drafter.engine.defaults import choose
 from drafter.engine.memory import check_fit
 from drafter.engine.outputs import Completion, StreamEvent, Update, event_of
 from drafter.engine.prefix_cache import PrefixIndex
@@ -19,6 +19,7 @@ from drafter.engine.prompt import Prompt, check_prompts, encode_prompt
 from drafter.engine.request import Sequence as TokenSequence
 from drafter.engine.runner import PrefillRow, Runner, StepResult, StepWants
 from drafter.engine.scheduler import Scheduler, bucket, neighbours
+from drafter.engine.sizes import SizedProposers
 from drafter.engine.text import IncrementalText
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.options import LEARNING_METHODS
@@ -40,7 +41,7 @@ class Engine:
     Args:
         target: the model whose answers are wanted.
         drafter: a trained drafter; needed for ``method="redrafter"``.
-        config: settings.
+        config: settings; None: the defaults of :func:`drafter.engine.defaults.choose`.
         draft_model: a smaller model of the same tokenizer; needed for ``method="draft-model"``.
 
     Raises:
@@ -56,11 +57,14 @@ class Engine:
         draft_model: Target | None = None,
     ) -> None:
         self.target = target
-        self.config = config or EngineConfig(method="autoregressive" if drafter is None else "redrafter")
+        if config is None:
+            config, reason = choose(target, drafter, draft_model=draft_model)
+            _log.info("%s", reason)
+        self.config = config
         self.compiler = compiler = Compiler(target.device, is_on=is_compiled(self.config.compile, target.device))
         self._sized: SizedProposers | None = None
         self._memory = new_memory(target, drafter) if self.config.method in LEARNING_METHODS else None
-        if self.config.speculation is None:
+        if self.config.tuned is None:
             self.proposer = make_proposer(
                 self.config,
                 target,

@@ -44,7 +44,7 @@ def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
     from safetensors import SafetensorError
     from torch.nn import Module
 
-    from drafter.engine.shipped import shipped_drafter, shipped_drafters
+    from drafter.engine.defaults import shipped_drafter, shipped_drafters
     from drafter.models.drafter import RecurrentDrafter
 
     folder = Path(name).expanduser()

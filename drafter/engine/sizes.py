@@ -1,19 +1,33 @@
-"""Speculation sized by measurement: the file that `drafter tune` writes, and the choice of a tree between two steps.
+"""Trees sized by measurement: the file that `drafter tune` writes, and the choice of a tree between two steps.
 
-No torch here. The choice never changes a token, only how fast tokens come.
+The choice never changes a token, only how fast tokens come.
 """
 
+import hashlib
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from drafter.proposers.options import SIZED_METHODS, Method
+import torch
 
-SCHEMA = "drafter-speculation/1"
-FILE_NAME = "speculation.json"
+from drafter.decoding.compile import Compiler
+from drafter.decoding.compile import is_compiled as resolve_compile
+from drafter.decoding.proposer import Proposer, RootOnly
+from drafter.engine.config import EngineConfig
+from drafter.models.drafter import RecurrentDrafter
+from drafter.proposers.options import SIZED_METHODS, Method
+from drafter.proposers.parts import DraftMemory
+from drafter.proposers.table import make_proposer
+from drafter.targets.target import Target
+from drafter.utils.provenance import cpu_name
+
+_log = logging.getLogger(__name__)
+
+SCHEMA = "drafter-tuned/1"
 
 _WINDOW = 128  # row-steps that the running acceptance remembers (exponentially)
 _PRIOR = 16.0  # drafted tokens that the calibration counts for, against what is seen
@@ -39,7 +53,7 @@ class Tree(NamedTuple):
 PLAIN = Tree(1, 1, 1)
 
 
-class Choice(NamedTuple):
+class MeasuredTree(NamedTuple):
     """A tree and what was measured for it at some number of rows.
 
     Attributes:
@@ -67,20 +81,20 @@ class RowPlan:
     """
 
     num_rows: int
-    choices: tuple[Choice, ...]
+    choices: tuple[MeasuredTree, ...]
 
     @property
-    def plain(self) -> Choice:
+    def plain(self) -> MeasuredTree:
         """Plain decoding."""
         return next(choice for choice in self.choices if choice.tree.is_plain)
 
-    def best(self, ratio: float = 1.0) -> Choice:
+    def best(self, ratio: float = 1.0) -> MeasuredTree:
         """The fastest choice at that acceptance; the smaller tree of equals."""
         return max(self.choices, key=lambda choice: (choice.rate(ratio), -choice.tree.tree_size))
 
 
 @dataclass(frozen=True)
-class Speculation:
+class TunedSizes:
     """The measured plans of one machine, target and drafter.
 
     Attributes:
@@ -120,7 +134,7 @@ class Speculation:
         return f"{self.method}, trees by rows: " + "; ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
-        """What :func:`read_speculation` reads."""
+        """What :func:`read_tuned` reads."""
         plans = [
             {
                 "num_rows": plan.num_rows,
@@ -147,8 +161,8 @@ class Speculation:
         }  # fmt: skip
 
 
-def read_speculation(path: Path) -> Speculation:
-    """Read a speculation file; keys that say more about the measurement are passed over.
+def read_tuned(path: Path) -> TunedSizes:
+    """The measured sizes of a file; further keys of the file are ignored.
 
     Raises:
         FileNotFoundError: no such file.
@@ -157,10 +171,10 @@ def read_speculation(path: Path) -> Speculation:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"--speculation {path}: no JSON ({error})") from error
+        raise ValueError(f"--tuned {path}: no JSON ({error})") from error
     schema = found.get("schema") if isinstance(found, dict) else None
     if schema != SCHEMA:
-        raise ValueError(f"--speculation {path}: schema is {schema!r} but must be {SCHEMA!r}: run `drafter tune` again")
+        raise ValueError(f"--tuned {path}: schema is {schema!r} but must be {SCHEMA!r}: run `drafter tune` again")
     try:
         method = found.get("method", "redrafter")
         if method not in SIZED_METHODS:
@@ -173,10 +187,10 @@ def read_speculation(path: Path) -> Speculation:
             raise ValueError("no plans, or a value of the wrong kind")
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"--speculation {path}: damaged ({type(error).__name__}: {error}): run `drafter tune` again"
+            f"--tuned {path}: damaged ({type(error).__name__}: {error}): run `drafter tune` again"
         ) from error
     device, dtype, fingerprint, drafter_fingerprint = texts
-    return Speculation(device, dtype, is_compiled, fingerprint, plans, drafter_fingerprint, method)
+    return TunedSizes(device, dtype, is_compiled, fingerprint, plans, drafter_fingerprint, method)
 
 
 def _plan_of(item: Mapping[str, Any], method: Method) -> RowPlan:
@@ -192,7 +206,7 @@ def _plan_of(item: Mapping[str, Any], method: Method) -> RowPlan:
         numbers = [float(entry["tokens_per_step"]), float(entry["step_seconds"])]
         if not all(map(math.isfinite, numbers)) or numbers[0] < 1 or numbers[1] <= 0:
             raise ValueError(f"measured {numbers} for tree {sizes}")
-        choices.append(Choice(tree, *numbers))
+        choices.append(MeasuredTree(tree, *numbers))
     if not any(choice.tree.is_plain for choice in choices):
         raise ValueError("no measurement of plain decoding")
     if not isinstance(item["num_rows"], int) or item["num_rows"] < 1:
@@ -209,12 +223,12 @@ class TreeSizer:
     a pause the calibrated tree is tried for a few steps. Every probe that fails doubles the pause.
     """
 
-    def __init__(self, speculation: Speculation) -> None:
-        self._speculation = speculation
+    def __init__(self, sizes: TunedSizes) -> None:
+        self._sizes = sizes
         self._kept = 0.0
         self._expected = 0.0
         self._prior = _PRIOR
-        self._present: Choice | None = None
+        self._present: MeasuredTree | None = None
         self._num_plain = 0  # plain steps since drafts were last looked at
         self._pause = _FIRST_PAUSE
         self._num_probe_steps = 0  # of the probe that is under way
@@ -228,7 +242,7 @@ class TreeSizer:
 
     def choose(self, num_rows: int) -> Tree:
         """The tree for the next step of ``num_rows`` rows."""
-        plan = self._speculation.plan_for(num_rows)
+        plan = self._sizes.plan_for(num_rows)
         if plan is None:
             self._present = None  # nobody measured so many rows
             return PLAIN
@@ -254,7 +268,7 @@ class TreeSizer:
         self._prior *= keep
         self._num_probe_steps = max(0, self._num_probe_steps - 1)
 
-    def _fastest(self, plan: RowPlan) -> Choice:
+    def _fastest(self, plan: RowPlan) -> MeasuredTree:
         """The best choice at the present acceptance; the present tree unless another is clearly better."""
         best = plan.best(self.ratio)
         tree = None if self._present is None else self._present.tree
@@ -274,3 +288,125 @@ class TreeSizer:
         self._num_probe_steps = max(_MIN_PROBE_STEPS, -(-_PROBE_ROW_STEPS // num_rows))
         self._is_after_probe = True
         self._present = plan.best()
+
+
+class SizedProposers:
+    """One proposer for every tree of a file of measured sizes. Hybrids share what they learn.
+
+    Attributes:
+        sizes: the content of the file.
+        largest: the proposer with the most nodes: what rows must have room for.
+        proposers: all of them.
+
+    Args:
+        config: the engine's settings; ``tuned`` names the file.
+        target: the model whose answers are wanted.
+        drafter: bound to it.
+        compiler: of the engine's steps.
+        memory: learned state that all proposers share; None for a method that learns nothing.
+
+    Raises:
+        ValueError: the file is damaged or was measured for something else, or there is no drafter.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        target: Target,
+        drafter: RecurrentDrafter | None,
+        compiler: Compiler,
+        memory: DraftMemory | None = None,
+    ) -> None:
+        assert config.tuned is not None
+        self.sizes = read_tuned(Path(config.tuned))
+        if drafter is None:
+            raise ValueError(f"--tuned {config.tuned} sizes trees that a drafter had a part in: give --drafter DIR")
+        is_compiled = resolve_compile(config.compile, target.device)
+        reason = misfit(self.sizes, target, drafter, method=config.method, is_compiled=is_compiled)
+        if reason:
+            raise ValueError(f"--tuned {config.tuned} {reason}: run `drafter tune` here, or leave it out")
+        self._proposers: dict[Tree, Proposer] = {
+            tree: make_proposer(_settings_of(config, tree), target, drafter, None, compiler, memory)
+            for tree in self.sizes.trees
+            if not tree.is_plain
+        }
+        # Rows are set up in this one only: what others keep of a row, they keep in `memory`.
+        self.largest = max(self._proposers.values(), key=lambda proposer: proposer.num_nodes, default=RootOnly())
+        plain = self.largest.plain
+        assert plain is not None, config.method
+        self._proposers[PLAIN] = plain
+        self.proposers = tuple(self._proposers.values())
+        self._sizer = TreeSizer(self.sizes)
+        _log.info("trees sized by %s: %s", config.tuned, self.sizes.summary())
+
+    def choose(self, num_rows: int) -> Proposer:
+        """Who drafts the next step of ``num_rows`` rows."""
+        return self._proposers[self._sizer.choose(num_rows)]
+
+    def forget(self) -> None:
+        """Acceptance is expected to be that of the calibration again."""
+        self._sizer = TreeSizer(self.sizes)
+
+    def observe(self, num_accepted: Sequence[int]) -> None:
+        """How many drafted tokens the step kept, for each row that looked at its drafts."""
+        self._sizer.observe(num_accepted)
+
+
+def _settings_of(config: EngineConfig, tree: Tree) -> EngineConfig:
+    width, length, size = tree
+    return replace(config, tuned=None, beam_width=width, draft_length=length, tree_size=size)
+
+
+def device_name(device: torch.device) -> str:
+    """What measured step times belong to: the GPU's name, or the processor's and the number of threads in use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_name() or device.type}, {torch.get_num_threads()} threads"
+
+
+def fingerprint_of_weights(drafter: RecurrentDrafter) -> str:
+    """Short hash of a drafter's weights as they are in memory: each training step and number format has another."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(drafter.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def misfit(
+    sizes: TunedSizes,
+    target: Target,
+    drafter: RecurrentDrafter | None = None,
+    *,
+    method: Method | None = None,
+    is_compiled: bool,
+) -> str:
+    """Why the file says nothing about this machine, target, drafter, method or compilation; empty when it does.
+
+    Without a drafter or method, or where the file does not say which drafter it was measured for, the file's is right.
+    """
+    measured_drafter = sizes.drafter_fingerprint
+    present_drafter = measured_drafter
+    if drafter is not None and measured_drafter:
+        present_drafter = fingerprint_of_weights(drafter)
+    pairs = (
+        ("device", sizes.device, device_name(target.device)),
+        ("dtype", sizes.dtype, dtype_name(target.dtype)),
+        ("compilation", _on(sizes.is_compiled), _on(is_compiled)),
+        ("target", sizes.target_fingerprint, target.fingerprint),
+        ("drafter", measured_drafter, present_drafter),
+        ("method", sizes.method, method or sizes.method),
+    )
+    for what, measured, present in pairs:
+        if measured != present:
+            return f"was measured for another {what} ({measured}, not {present})"
+    return ""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16`, not `torch.bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _on(is_on: bool) -> str:
+    return "on" if is_on else "off"

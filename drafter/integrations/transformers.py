@@ -23,8 +23,8 @@ from transformers import AutoConfig, AutoModel, GenerationConfig, PreTrainedMode
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.config import EngineConfig
+from drafter.engine.defaults import choose, shipped_drafter
 from drafter.engine.engine import Engine
-from drafter.engine.shipped import shipped_drafter
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
@@ -60,7 +60,9 @@ class DrafterDecoder:
         model: a causal language model of transformers.
         drafter: a drafter, the folder or hub name of an exported one, or the name of one that comes with the package.
             One in memory is moved to the model's device.
-        engine_config: beam width, tree size and so on; ``max_rows`` is the most rows that run together.
+        engine_config: method, beam width, tree size and so on; None: the defaults of
+            :func:`drafter.engine.defaults.choose`.
+        max_rows: most rows that run together, where ``engine_config`` is None.
 
     Raises:
         ValueError: the model cannot be a target, or the drafter belongs to another one.
@@ -72,6 +74,7 @@ class DrafterDecoder:
         drafter: RecurrentDrafter | str | Path,
         *,
         engine_config: EngineConfig | None = None,
+        max_rows: int = EngineConfig.max_rows,
     ) -> None:
         self.model = model
         with _as_target(model):
@@ -83,7 +86,9 @@ class DrafterDecoder:
             place = name if Path(name).is_dir() else str(shipped_drafter(name) or name)
             found: Any = RecurrentDrafter.from_pretrained(place, use_safetensors=True)
             head = found.to(dtype=target.dtype)
-        self._engine = Engine(target, nn.Module.to(head, target.device), engine_config)
+        head = nn.Module.to(head, target.device)
+        config = engine_config or choose(target, head, given={"max_rows": max_rows}).config
+        self._engine = Engine(target, head, config)
 
     def generate(
         self,
@@ -154,11 +159,10 @@ def generate(
 
     Arguments, result and errors: see :class:`DrafterDecoder` and its :meth:`DrafterDecoder.generate`.
     """
-    if engine_config is None:
-        found = inputs if inputs is not None else settings.get("input_ids")
-        ids = found["input_ids"] if isinstance(found, Mapping) else found
-        engine_config = EngineConfig(max_rows=max(1, len(ids)) if ids is not None else 1)
-    return DrafterDecoder(model, drafter, engine_config=engine_config).generate(inputs, **settings)
+    found = inputs if inputs is not None else settings.get("input_ids")
+    ids = found["input_ids"] if isinstance(found, Mapping) else found
+    max_rows = max(1, len(ids)) if ids is not None else 1
+    return DrafterDecoder(model, drafter, engine_config=engine_config, max_rows=max_rows).generate(inputs, **settings)
 
 
 def sampling_params(config: GenerationConfig, prompt_length: int) -> SamplingParams:

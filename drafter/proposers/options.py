@@ -89,10 +89,3 @@ class DraftOptions:
         if self.tree_size is not None:
             return self.tree_size
         return min(_DEFAULT_TREE_SIZE, largest) if self.method == "redrafter" else _DEFAULT_TREE_SIZE
-
-
-def default_method(device_type: str) -> Method:
-    """What proposes where there is a drafter and nobody said: hybrid, but on CUDA, where most of its drafting is not
-    compiled, the drafter alone.
-    """
-    return "redrafter" if device_type == "cuda" else "hybrid"

@@ -2,18 +2,12 @@
 
 import logging
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from drafter.engine.config import CPU_DRAFTED_ROWS, EngineConfig
-from drafter.engine.shipped import speculation_path
-from drafter.proposers.options import SIZED_METHODS
 from drafter.serving.options import DEFAULT_CONTEXT, ServeOptions
 
 if TYPE_CHECKING:
     from drafter.engine.engine import Engine
-    from drafter.models.drafter import RecurrentDrafter
-    from drafter.targets.target import Target
 
 _log = logging.getLogger("drafter.serving")
 KEY_VARIABLE = "DRAFTER_API_KEY"
@@ -25,6 +19,7 @@ def load_engine(options: ServeOptions) -> "Engine":
     Raises:
         ValueError: a model cannot be loaded, or the cache does not fit into memory.
     """
+    from drafter.engine.defaults import choose
     from drafter.engine.engine import Engine
     from drafter.engine.loading import load_drafter, load_target
     from drafter.engine.memory import available_bytes, cache_bytes
@@ -37,9 +32,15 @@ def load_engine(options: ServeOptions) -> "Engine":
     }
     target = load_target(options.target, revision=options.revision, **how)  # type: ignore[arg-type]
     head = load_drafter(options.drafter_used, target) if options.drafter_used is not None else None
-    is_small = options.method_used == "draft-model" and options.draft_model is not None
-    draft = load_target(options.draft_model, **how) if is_small else None  # type: ignore[arg-type]
-    config = _settled(options, target, head)
+    draft = load_target(options.draft_model_used, **how) if options.draft_model_used else None  # type: ignore[arg-type]
+    config, reason = choose(
+        target,
+        head,
+        draft_model=draft,
+        given=options.engine_fields(min(target.max_length, DEFAULT_CONTEXT)),
+        tuned=options.tuned,
+    )
+    _log.info("%s", reason)
     engine = Engine(target, head, config, draft_model=draft)
     num_slots = min(config.max_length or target.max_length, target.max_length) + engine.proposer.num_nodes
     num_bytes = cache_bytes(target, config.max_rows, num_slots)
@@ -55,26 +56,6 @@ def load_engine(options: ServeOptions) -> "Engine":
             "lower --max-rows or --max-length"
         ) from error
     return engine
-
-
-def _settled(options: ServeOptions, target: "Target", head: "RecurrentDrafter | None") -> EngineConfig:
-    """The engine's settings, those included that the options leave open."""
-    from drafter.engine.defaults import settle
-
-    name, is_size_open = options.drafter_used, not options.sizes_tree
-    config = settle(
-        options.engine_config(None, min(target.max_length, DEFAULT_CONTEXT)), target, head,
-        speculation_path(name).parent if name is not None else None,
-        speculation=options.speculation, is_method_open=options.is_method_open, is_size_open=is_size_open,
-    )  # fmt: skip
-    if config.speculation is not None or config.method not in SIZED_METHODS or not is_size_open:
-        return config
-    if options.speculation is None:
-        _log.warning(
-            "the size of trees was not measured on this machine: `drafter tune` writes a file for --speculation that "
-            "may make it faster"
-        )
-    return replace(config, max_drafted_rows=CPU_DRAFTED_ROWS) if target.device.type == "cpu" else config
 
 
 def api_keys_of(options: ServeOptions) -> tuple[str, ...]:

@@ -9,10 +9,9 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from drafter.engine.config import EngineConfig
-from drafter.engine.shipped import shipped_drafter
-from drafter.proposers.options import SIZED_METHODS, Method
+from drafter.engine.defaults import NO_FILE, check_method, default_drafter
+from drafter.proposers.options import Method
 
-NO_DRAFTER = "none"
 DEFAULT_CONTEXT = 4096  # tokens of a row, unless the target's own context is shorter
 _TREE_FIELDS = ("beam_width", "draft_length", "tree_size")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -27,10 +26,9 @@ class ServeOptions:
         drafter: folder of an exported drafter, hub id, or name of one that comes with the package; None: the target's
             own where the package has it; ``none``: none.
         draft_model: smaller model, for method draft-model.
-        method: what proposes; None: draft-model with a draft model, with a drafter what its measured sizes are for
-            (without any: hybrid on a CPU, redrafter on CUDA), else autoregressive.
+        method: what proposes; None: the default of :func:`drafter.engine.defaults.choose`.
         beam_width, draft_length, tree_size: the tree, as for the engine; None: its defaults.
-        speculation: file of `drafter tune`; None: the one in the drafter's folder if it fits; ``off``: none.
+        tuned: file of `drafter tune`; None: the drafter's own if it fits; ``none``: do not use measured sizes.
         dtype, device, revision, trust_remote_code: how the models are loaded and run.
         compile: compile the steps; None: on CUDA only.
         host, port: where to listen.
@@ -57,7 +55,7 @@ class ServeOptions:
     beam_width: int | None = None
     draft_length: int | None = None
     tree_size: int | None = None
-    speculation: str | None = None
+    tuned: str | None = None
     dtype: str = "auto"
     device: str = "auto"
     revision: str | None = None
@@ -94,48 +92,27 @@ class ServeOptions:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0 and (value > 0 or name == "drain_seconds")):
                 raise ValueError(f"--{name.replace('_', '-')} is {value} but must be a number of seconds")
-        if self.method is None and self.draft_model is not None and self.drafter not in (None, NO_DRAFTER):
-            raise ValueError("--drafter and --draft-model both propose tokens: say with --method which of them")
-        if self.method in SIZED_METHODS and self.drafter_used is None:
-            raise ValueError(f"--method {self.method} needs a drafter: give --drafter DIR, or --method autoregressive")
-        if self.method == "draft-model" and self.draft_model is None:
-            raise ValueError("--method draft-model needs a draft model: give --draft-model NAME")
-        self.engine_config(self.speculation_given, 2)
-
-    @property
-    def method_used(self) -> Method:
-        """What proposes tokens, as far as it is known before the device is (see ``is_method_open``)."""
-        if self.method is not None:
-            return self.method
-        if self.draft_model is not None:
-            return "draft-model"
-        return "autoregressive" if self._drafter_at_hand is None else "redrafter"
+        check_method(
+            self.method,
+            has_drafter=self.drafter_used is not None,
+            has_draft_model=self.draft_model is not None,
+            tuned=self.tuned,
+        )
+        EngineConfig(**{"method": self.method or "hybrid", **self.engine_fields(2), **self._tuned_field})
 
     @property
     def drafter_used(self) -> str | None:
-        """The drafter to load; None where none is wanted, or none is there."""
-        return self._drafter_at_hand if self.method_used in SIZED_METHODS else None
+        """The drafter to load; None where the method uses none, or the package has none for the target."""
+        return default_drafter(self.target, self.drafter, method=self.method, draft_model=self.draft_model)
 
     @property
-    def is_method_open(self) -> bool:
-        """There is a drafter, and nobody said how to use it: ``method_used`` is one of several."""
-        return self.method is None and self.drafter_used is not None
+    def draft_model_used(self) -> str | None:
+        """The draft model to load; None for another method."""
+        return self.draft_model if self.method in (None, "draft-model") else None
 
     @property
-    def _drafter_at_hand(self) -> str | None:
-        if self.drafter is not None:
-            return None if self.drafter == NO_DRAFTER else self.drafter
-        return self.target if shipped_drafter(self.target) is not None else None
-
-    @property
-    def speculation_given(self) -> str | None:
-        """The file that was named to size the tree."""
-        return None if self.speculation == "off" else self.speculation
-
-    @property
-    def sizes_tree(self) -> bool:
-        """The tree's shape was given, so that no measured plan may change it."""
-        return any(getattr(self, name) is not None for name in _TREE_FIELDS)
+    def _tuned_field(self) -> dict[str, Any]:
+        return {} if self.tuned in (None, NO_FILE) else {"tuned": self.tuned}
 
     @property
     def served_name(self) -> str:
@@ -143,24 +120,16 @@ class ServeOptions:
         is_path = Path(self.target).expanduser().exists() or self.target.startswith((".", "/", "~"))
         return self.model_name or (Path(self.target).name if is_path else self.target) or self.target
 
-    def engine_config(self, speculation: str | None, max_length: int) -> EngineConfig:
-        """The engine's settings.
+    def engine_fields(self, max_length: int) -> dict[str, Any]:
+        """The fields of the engine's settings that were given.
 
         Args:
-            speculation: file of a measured plan, or None.
-            max_length: tokens of a row, once the target is known.
+            max_length: tokens of a row where the options name none.
         """
-        tree: dict[str, Any] = {name: getattr(self, name) for name in _TREE_FIELDS}
-        return EngineConfig(
-            method=self.method_used,
-            max_rows=self.max_rows,
-            max_length=self.max_length or max_length,
-            prefill_chunk=self.prefill_chunk,
-            reuse_prefixes=self.reuse_prefixes,
-            compile=self.compile,
-            speculation=speculation,
-            **{name: value for name, value in tree.items() if value is not None},
-        )
+        names = (*_TREE_FIELDS, "method", "max_rows", "prefill_chunk", "reuse_prefixes", "compile")
+        fields = {name: getattr(self, name) for name in names}
+        fields["max_length"] = self.max_length or max_length
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 def read_options(path: Path | None, flags: Mapping[str, Any]) -> ServeOptions:

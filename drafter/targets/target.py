@@ -131,7 +131,7 @@ class Target:
         cls,
         name: str,
         *,
-        dtype: str = "float32",
+        dtype: str = "auto",
         device: str = "auto",
         revision: str | None = None,
         trust_remote_code: bool = False,

@@ -106,9 +106,9 @@ def test_other_weights_and_plans_of_the_same_place_are_no_rounds_of_each_other()
     first, second = {"drafter_fingerprint": "a" * 16}, {"drafter_fingerprint": "b" * 16}
     records = [
         tuned(),  # of before there were fingerprints
-        tuned(**first, speculation_digest="1" * 16),
-        tuned(**first, speculation_digest="2" * 16),
-        tuned(**second, speculation_digest="3" * 16),
+        tuned(**first, tuned_digest="1" * 16),
+        tuned(**first, tuned_digest="2" * 16),
+        tuned(**second, tuned_digest="3" * 16),
     ]
     (methods,) = summarise(records).values()
     assert [method.label for method in methods] == [

@@ -23,7 +23,7 @@ from drafter.bench.workload import Item, Workload
 from drafter.engine.config import EngineConfig
 from drafter.engine.defaults import device_name
 from drafter.engine.engine import Engine
-from drafter.engine.sizes import PLAIN, Choice, RowPlan, Speculation, Tree
+from drafter.engine.sizes import PLAIN, MeasuredTree, RowPlan, Tree, TunedSizes
 from drafter.proposers.options import Method
 from drafter.utils.io import write_atomic
 from tests.serving.tiny import tiny_drafter, tiny_target
@@ -184,7 +184,7 @@ def test_other_weights_in_the_same_folder_are_another_run(tmp_path: Path, arena:
         next(trained.parameters()).mul_(1.5)
     assert run_benchmark(settings, arena._replace(drafter=trained), [WORKLOAD], out) == 1  # plain decoding has none
     plain, *drafted = records_of(out)
-    assert "drafter_fingerprint" not in plain and "speculation_digest" not in plain
+    assert "drafter_fingerprint" not in plain and "tuned_digest" not in plain
     assert len({record["drafter_fingerprint"] for record in drafted}) == len({r["run_id"] for r in drafted}) == 2
     assert len({method.label for methods in summarise(drafted).values() for method in methods}) == 2
 
@@ -192,25 +192,27 @@ def test_other_weights_in_the_same_folder_are_another_run(tmp_path: Path, arena:
 @pytest.mark.parametrize("method", ["redrafter", "hybrid"])
 def test_a_tuned_method_goes_by_its_file(tmp_path: Path, arena: Arena, method: Method) -> None:
     target = arena.target
-    plan = RowPlan(1, (Choice(PLAIN, 1.0, 1.0), Choice(Tree(16, 2, 24), 1.5, 1.1)))
-    content = Speculation(device_name(target.device), "float32", False, target.fingerprint, (plan,), method=method)
-    write_atomic(tmp_path / "speculation.json", json.dumps(content.as_json()))
+    plan = RowPlan(1, (MeasuredTree(PLAIN, 1.0, 1.0), MeasuredTree(Tree(16, 2, 24), 1.5, 1.1)))
+    content = TunedSizes(device_name(target.device), "float32", False, target.fingerprint, (plan,), method=method)
+    write_atomic(tmp_path / "tuned.json", json.dumps(content.as_json()))
     tuned = replace(SETTINGS, methods=("autoregressive", f"{method}:tuned"), rounds=1)
-    with pytest.raises(ValueError, match=f"{method}:tuned needs runs/drafter/speculation.json"):
+    with pytest.raises(ValueError, match=f"{method}:tuned needs runs/drafter/tuned.json"):
         run_benchmark(tuned, arena, [WORKLOAD], tmp_path / "no.jsonl")
     beside = arena._replace(drafter_name=str(tmp_path))
     run_benchmark(tuned, beside, [WORKLOAD], tmp_path / "r.jsonl")
     record = records_of(tmp_path / "r.jsonl")[1]
     assert record["identical"]["num_identical"] == 3 and record["num_forwards"] < record["num_tokens"]
-    assert record["settings"]["speculation"] == "speculation.json"  # no paths of this machine
+    assert record["settings"]["tuned"] == "tuned.json"  # no paths of this machine
     assert record["compile"] is False
     assert run_benchmark(tuned, beside, [WORKLOAD], tmp_path / "r.jsonl") == 0
-    retuned = replace(content, plans=(RowPlan(1, (Choice(PLAIN, 1.0, 1.0), Choice(Tree(8, 2, 12), 1.5, 1.1))),))
-    write_atomic(tmp_path / "speculation.json", json.dumps(retuned.as_json()))
+    retuned = replace(
+        content, plans=(RowPlan(1, (MeasuredTree(PLAIN, 1.0, 1.0), MeasuredTree(Tree(8, 2, 12), 1.5, 1.1))),)
+    )
+    write_atomic(tmp_path / "tuned.json", json.dumps(retuned.as_json()))
     assert run_benchmark(tuned, beside, [WORKLOAD], tmp_path / "r.jsonl") == 1
     again = records_of(tmp_path / "r.jsonl")[2]
     assert again["drafter_fingerprint"] == record["drafter_fingerprint"]
-    assert again["speculation_digest"] != record["speculation_digest"]
+    assert again["tuned_digest"] != record["tuned_digest"]
     other = "hybrid" if method == "redrafter" else "redrafter"
     with pytest.raises(ValueError, match="was measured for another method"):
         run_benchmark(replace(tuned, methods=(f"{other}:tuned",)), beside, [WORKLOAD], tmp_path / "other.jsonl")

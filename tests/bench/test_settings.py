@@ -12,19 +12,15 @@ from drafter.engine.config import EngineConfig
 
 def test_options_become_the_engines_settings() -> None:
     spec = parse_method("redrafter:W6:L3:N12:uncoupled")
-    assert spec.engine_config(batch_size=4) == EngineConfig(
-        max_rows=4, beam_width=6, draft_length=3, tree_size=12, coupled=False
-    )
-    published = parse_method("redrafter:W6:L3:final-beams").engine_config(batch_size=1)
+    assert EngineConfig(**spec.fields) == EngineConfig(beam_width=6, draft_length=3, tree_size=12, coupled=False)
+    published = EngineConfig(**parse_method("redrafter:W6:L3:final-beams").fields)
     assert published.tree_policy == "final-beams" and published.num_nodes == 19
-    assert parse_method("draft-model:G3:rejection").engine_config(batch_size=1).verify == "rejection"
-    assert parse_method("lookup:L6").engine_config(batch_size=1).lookup_length == 6
-    for method in ("redrafter", "hybrid"):
-        tuned = parse_method(f"{method}:tuned").engine_config(batch_size=2, speculation="s.json")
-        assert (tuned.method, tuned.speculation) == (method, "s.json")
+    assert parse_method("draft-model:G3:rejection").fields["verify"] == "rejection"
+    assert parse_method("lookup:L6").fields["lookup_length"] == 6
+    assert parse_method("hybrid:tuned").fields == {"method": "hybrid"}
     assert parse_method("hf-lookup:G7").number("G") == 7
-    assert parse_method("redrafter:W6:tau1.5").engine_config(batch_size=1).tau == 1.5
-    assert parse_method("hybrid:W6:noise0.5").engine_config(batch_size=1).noise_weight == 0.5
+    assert parse_method("redrafter:W6:tau1.5").fields["tau"] == 1.5
+    assert parse_method("hybrid:W6:noise0.5").fields["noise_weight"] == 0.5
 
 
 @pytest.mark.parametrize(

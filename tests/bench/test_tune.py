@@ -15,7 +15,7 @@ from drafter.decoding.proposer import RootOnly, RowState
 from drafter.decoding.tree import Candidates
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.engine.sizes import PLAIN, Tree, read_speculation
+from drafter.engine.sizes import PLAIN, Tree, read_tuned
 from drafter.proposers.options import Method
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 from tests.engine.oracle import assert_lossless, requests, rows_of
@@ -140,20 +140,18 @@ def test_cheap_nodes_make_large_trees_and_dear_ones_none(monkeypatch: pytest.Mon
     settings = replace(SETTINGS, method=method)
     _scaled_steps(monkeypatch, 1e-7)
     cheap = tune(shared_target(), trained_drafter(), prompts, settings)
-    assert cheap.speculation.method == method
-    assert [plan.num_rows for plan in cheap.speculation.plans] == [1, 2]
-    for plan in cheap.speculation.plans:
+    assert cheap.sizes.method == method
+    assert [plan.num_rows for plan in cheap.sizes.plans] == [1, 2]
+    for plan in cheap.sizes.plans:
         best = plan.best()
         assert best.tree.tree_size == 8 and best.tokens_per_step > 1.1
         assert best.step_seconds == pytest.approx(0.01 + 1e-7 * plan.num_rows * 8)
     monkeypatch.undo()
     _scaled_steps(monkeypatch, 3e-2)
     dear = tune(shared_target(), trained_drafter(), prompts, settings)
-    assert [plan.choices for plan in dear.speculation.plans] == [plan.choices[:1] for plan in dear.speculation.plans]
-    assert all(plan.best().tree == PLAIN for plan in dear.speculation.plans)
-    assert table_rows(dear.speculation)[0][:4] == ["1", "1", "-", "-"] and len(table_rows(dear.speculation)[0]) == len(
-        COLUMNS
-    )
+    assert [plan.choices for plan in dear.sizes.plans] == [plan.choices[:1] for plan in dear.sizes.plans]
+    assert all(plan.best().tree == PLAIN for plan in dear.sizes.plans)
+    assert table_rows(dear.sizes)[0][:4] == ["1", "1", "-", "-"] and len(table_rows(dear.sizes)[0]) == len(COLUMNS)
 
 
 def test_curves_hold_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,11 +216,11 @@ def test_the_command_writes_a_file_that_other_commands_take(
     words += ["--batch-sizes", "1", "--beam-widths", "4", "--draft-lengths", "1", "--tree-sizes", "4"]
     assert main([*words, *flags, "--max-new-tokens", "8", "--seconds", "5"]) == 0
     shown = capsys.readouterr()
-    path = tmp_path / "drafter" / "speculation.json"
+    path = tmp_path / "drafter" / "tuned.json"
     assert str(path) in shown.err and "| rows |" in shown.out
     content = json.loads(path.read_text())
     assert content["calibration"]["num_prompts"] == 2 and content["curves"]["tokens_per_step"]
-    found = read_speculation(path)
+    found = read_tuned(path)
     assert [plan.num_rows for plan in found.plans] == [1] and found.method == method
     assert _decoded_with(["--target", target, "--drafter", drafter], tmp_path) == (method, str(path))
     # Who names a method gets it, with the file only where it is for that method.
@@ -231,8 +229,6 @@ def test_the_command_writes_a_file_that_other_commands_take(
     assert _decoded_with(named, tmp_path) == (other, None)
     assert caplog.text.count("was measured for another method") == 1
     capsys.readouterr()
-    assert main([*words, "--drafter", "owner/name"]) == 2
-    assert "say with --out where the file goes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", ["0", "-3"])
@@ -242,8 +238,8 @@ def test_a_number_of_prompts_below_one_is_refused(capsys: pytest.CaptureFixture[
 
 
 def _decoded_with(words: list[str], folder: Path) -> tuple[str, str | None]:
-    """Method and speculation file that `drafter decode` used."""
+    """Method and file of measured sizes that `drafter decode` used."""
     out = folder / "answers.jsonl"
     assert main(["decode", *words, "--device", "cpu", "--prompt", "x", "--max-new-tokens", "2", "--out", str(out)]) == 0
     engine = json.loads((folder / "answers.run.json").read_text())["settings"]["engine"]
-    return engine["method"], engine["speculation"]
+    return engine["method"], engine["tuned"]

@@ -16,9 +16,8 @@ import httpx
 import pytest
 
 from drafter.cli.main import main
-from drafter.engine.config import CPU_DRAFTED_ROWS, EngineConfig
-from drafter.engine.defaults import device_name
-from drafter.engine.sizes import PLAIN, Choice, RowPlan, Speculation, Tree
+from drafter.engine.config import EngineConfig
+from drafter.engine.sizes import PLAIN, MeasuredTree, RowPlan, Tree, TunedSizes, device_name
 from drafter.serving.listen import bind
 from drafter.serving.loading import load_engine
 from drafter.serving.options import ServeOptions, read_options
@@ -34,8 +33,9 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
     options = read_options(file, {"port": 9001, "target": None, "max_rows": None, "reuse_prefixes": True})
     assert (options.target, options.port, options.max_rows) == ("a", 9001, 3)
     assert (options.api_key, options.request_timeout, options.reuse_prefixes) == (("one",), 5.0, False)
-    assert options.engine_config(None, 100).method == "autoregressive"
-    assert options.engine_config(None, 100).max_length == 100
+    assert options.engine_fields(100) == {
+        "max_rows": 3, "max_length": 100, "prefill_chunk": 256, "reuse_prefixes": False,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -50,11 +50,10 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         ("target: a\nrequest_timeout: 0", "--request-timeout is 0.0"),
         ("target: a\nrequest_timeout: .nan", "--request-timeout is nan"),
         ("target: a\nmethod: redrafter", "--method redrafter needs a drafter"),
-        ("target: a\nmethod: hybrid", "--method hybrid needs a drafter"),
         ("target: smollm2-135m\nmethod: redrafter\ndrafter: none", "--method redrafter needs a drafter"),
         ("target: a\nmethod: draft-model", "give --draft-model"),
-        ("target: a\ndrafter: b\ndraft_model: c", "say with --method which of them"),
-        ("target: a\nspeculation: plan.json", "--speculation sizes the trees of --method redrafter and hybrid"),
+        ("target: a\ndrafter: b\ndraft_model: c", "name one of them with --method"),
+        ("target: a\ntuned: plan.json", "--tuned plan.json sizes the trees of a drafter: give --drafter DIR"),
         ("target: a\nmethod: magic", "--method is 'magic'"),
         ("target: a\ndtype: int8", "--dtype is 'int8'"),
         ("target: a\nbeam_width: 0", "--beam-width is 0"),
@@ -71,26 +70,27 @@ def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "method", "drafter"),
+    ("given", "drafter", "draft_model"),
     [
-        ({"target": "smollm2-135m"}, "redrafter", "smollm2-135m"),
-        ({"target": "smollm2-135m", "method": "hybrid"}, "hybrid", "smollm2-135m"),
-        ({"target": "smollm2-135m", "drafter": "mine"}, "redrafter", "mine"),
-        ({"target": "smollm2-135m", "drafter": "none"}, "autoregressive", None),
-        ({"target": "smollm2-135m", "method": "autoregressive"}, "autoregressive", None),
-        ({"target": "smollm2-135m", "method": "lookup"}, "lookup", None),
-        ({"target": "smollm2-135m", "draft_model": "small"}, "draft-model", None),
-        ({"target": "owner/other"}, "autoregressive", None),
-        ({"target": "owner/other", "drafter": "mine"}, "redrafter", "mine"),
-        ({"target": "owner/other", "drafter": "mine", "method": "autoregressive"}, "autoregressive", None),
+        ({"target": "smollm2-135m"}, "smollm2-135m", None),
+        ({"target": "smollm2-135m", "method": "hybrid"}, "smollm2-135m", None),
+        ({"target": "smollm2-135m", "drafter": "mine"}, "mine", None),
+        ({"target": "smollm2-135m", "drafter": "none"}, None, None),
+        ({"target": "smollm2-135m", "method": "autoregressive"}, None, None),
+        ({"target": "smollm2-135m", "method": "lookup"}, None, None),
+        ({"target": "smollm2-135m", "draft_model": "small"}, None, "small"),
+        ({"target": "smollm2-135m", "draft_model": "small", "method": "lookup"}, None, None),
+        ({"target": "owner/other"}, None, None),
+        ({"target": "owner/other", "drafter": "mine"}, "mine", None),
+        ({"target": "owner/other", "drafter": "mine", "method": "autoregressive"}, None, None),
+        ({"target": "owner/other", "drafter": "mine", "draft_model": "small", "method": "draft-model"}, None, "small"),
     ],
 )
 def test_targets_own_drafter_is_used_unless_told_otherwise(
-    given: dict[str, Any], method: str, drafter: str | None
+    given: dict[str, Any], drafter: str | None, draft_model: str | None
 ) -> None:
     options = ServeOptions(**given)
-    assert (options.method_used, options.drafter_used) == (method, drafter)
-    assert options.engine_config(None, 100).method == method
+    assert (options.drafter_used, options.draft_model_used) == (drafter, draft_model)
 
 
 def test_what_measured_sizes_are_used(tmp_path: Path) -> None:
@@ -98,39 +98,39 @@ def test_what_measured_sizes_are_used(tmp_path: Path) -> None:
     target = make_target(tmp_path)
     folder = Path(make_drafter(target, tmp_path / "drafter"))
     loaded = Target.load(target, device="cpu")
-    plan = RowPlan(1, (Choice(PLAIN, 1.0, 1.0), Choice(Tree(2, 2, 4), 1.5, 1.2)))
-    found = Speculation(device_name(loaded.device), "float32", False, loaded.fingerprint, (plan,)).as_json()
-    file = folder / "speculation.json"
+    plan = RowPlan(1, (MeasuredTree(PLAIN, 1.0, 1.0), MeasuredTree(Tree(2, 2, 4), 1.5, 1.2)))
+    found = TunedSizes(device_name(loaded.device), "float32", False, loaded.fingerprint, (plan,)).as_json()
+    file = folder / "tuned.json"
 
     def settled(**settings: Any) -> EngineConfig:
         options = ServeOptions(target, str(folder), dtype="float32", device="cpu", max_length=64, **settings)
         return load_engine(options).config
 
     def used(**settings: Any) -> str | None:
-        return settled(**settings).speculation
+        return settled(**settings).tuned
 
     assert used() is None, "nothing was measured"
     for method in (None, "hybrid", "redrafter"):
         config = settled(method=method)
-        assert (config.method, config.tree_size, config.max_drafted_rows) == (method or "hybrid", 8, CPU_DRAFTED_ROWS)
+        assert (config.method, config.tree_size, config.max_drafted_rows) == (method or "hybrid", 8, 2)
     config = settled(tree_size=4)
     assert (config.method, config.tree_size, config.max_drafted_rows) == ("hybrid", 4, None)
     for method, other in (("hybrid", "redrafter"), ("redrafter", "hybrid")):
         file.write_text(json.dumps(found | {"method": method}))
         config = settled()
-        assert (config.method, config.speculation, config.max_drafted_rows) == (method, str(file), None)
+        assert (config.method, config.tuned, config.max_drafted_rows) == (method, str(file), None)
         assert used(method=method) == str(file) and used(method=other) is None
         with pytest.raises(ValueError, match="was measured for another method"):
-            used(method=other, speculation=str(file))
+            used(method=other, tuned=str(file))
     file.write_text(json.dumps(found))
     assert used() == str(file)
-    assert used(speculation="off") is None and used(tree_size=4) is None and used(method="autoregressive") is None
+    assert used(tuned="none") is None and used(tree_size=4) is None and used(method="autoregressive") is None
     file.rename(tmp_path / "elsewhere.json")
-    assert used(speculation=str(tmp_path / "elsewhere.json")) == str(tmp_path / "elsewhere.json")
+    assert used(tuned=str(tmp_path / "elsewhere.json")) == str(tmp_path / "elsewhere.json")
     file.write_text(json.dumps(found | {"device": "another"}))
     assert used() is None
     with pytest.raises(ValueError, match="was measured for another device"):
-        used(speculation=str(file))
+        used(tuned=str(file))
 
 
 def test_nobody_else_comes_in_unless_told() -> None:

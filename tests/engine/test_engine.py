@@ -224,7 +224,7 @@ def test_what_a_method_needs_is_asked_for() -> None:
     other = tiny_target(9, hidden_size=16)
     with pytest.raises(ValueError, match="'tiny-9'"):
         Engine(other, trained_drafter())
-    assert Engine(shared_target()).config.method == "autoregressive"
+    assert Engine(shared_target()).config.method == "hybrid"  # of lookup and recycling
 
 
 @pytest.mark.parametrize("rows", [1, 4])

@@ -1,4 +1,4 @@
-"""Speculation sized by measurement: the file, the choice between steps, the guard, and that no token changes."""
+"""TunedSizes sized by measurement: the file, the choice between steps, the guard, and that no token changes."""
 
 import json
 import logging
@@ -6,41 +6,53 @@ from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.config import EngineConfig
-from drafter.engine.defaults import device_name, file_beside, fingerprint_of_weights, settle
+from drafter.engine.defaults import choose, default_method, describe
 from drafter.engine.engine import Engine
 from drafter.engine.runner import Runner
-from drafter.engine.sizes import PLAIN, Choice, RowPlan, Speculation, Tree, TreeSizer, read_speculation
+from drafter.engine.sizes import (
+    PLAIN,
+    MeasuredTree,
+    RowPlan,
+    Tree,
+    TreeSizer,
+    TunedSizes,
+    device_name,
+    fingerprint_of_weights,
+    read_tuned,
+)
+from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.hybrid import HybridProposer
-from drafter.proposers.options import Method, default_method
+from drafter.proposers.options import Method
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 from tests.engine.oracle import assert_lossless, requests
 
 SMALL, LARGE = Tree(2, 2, 4), Tree(4, 4, 12)
 # One row: break-even of LARGE at ratio 0.6, SMALL is best between 0.4 and 0.8.
-ONE_ROW = RowPlan(1, (Choice(PLAIN, 1.0, 1.0), Choice(SMALL, 1.5, 1.2), Choice(LARGE, 2.0, 1.5)))
+ONE_ROW = RowPlan(1, (MeasuredTree(PLAIN, 1.0, 1.0), MeasuredTree(SMALL, 1.5, 1.2), MeasuredTree(LARGE, 2.0, 1.5)))
 
 
-def speculation(*plans: RowPlan, method: Method = "redrafter") -> Speculation:
+def sizes_of(*plans: RowPlan, method: Method = "redrafter") -> TunedSizes:
     target = shared_target()
-    return Speculation(
+    return TunedSizes(
         device_name(target.device), "float32", False, target.fingerprint, plans or (ONE_ROW,), method=method
     )
 
 
-def write(path: Path, content: Speculation, **changes: object) -> str:
+def write(path: Path, content: TunedSizes, **changes: object) -> str:
     path.write_text(json.dumps({**content.as_json(), **changes}))
     return str(path)
 
 
 def test_the_file_is_read_as_it_was_written(tmp_path: Path) -> None:
-    other = RowPlan(8, (Choice(PLAIN, 1.0, 2.0), Choice(SMALL, 1.4, 2.5)))
-    found = read_speculation(Path(write(tmp_path / "s.json", speculation(other, ONE_ROW))))
+    other = RowPlan(8, (MeasuredTree(PLAIN, 1.0, 2.0), MeasuredTree(SMALL, 1.4, 2.5)))
+    found = read_tuned(Path(write(tmp_path / "s.json", sizes_of(other, ONE_ROW))))
     assert found.plans == (ONE_ROW, other)
     assert found.trees == [PLAIN, SMALL, LARGE]
     assert found.summary() == "redrafter, trees by rows: 1: W 4 L 4 N 12; 8: W 2 L 2 N 4"
@@ -48,12 +60,14 @@ def test_the_file_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_the_file_says_whose_trees_it_sizes(tmp_path: Path) -> None:
-    wide = RowPlan(1, (Choice(PLAIN, 1.0, 1.0), Choice(Tree(2, 2, 16), 1.5, 1.2)))  # more than the beam can draft
-    hybrid = speculation(wide, method="hybrid")
-    assert read_speculation(Path(write(tmp_path / "s.json", hybrid))) == hybrid
-    older = {key: value for key, value in speculation().as_json().items() if key != "method"}
+    wide = RowPlan(
+        1, (MeasuredTree(PLAIN, 1.0, 1.0), MeasuredTree(Tree(2, 2, 16), 1.5, 1.2))
+    )  # more than the beam can draft
+    hybrid = sizes_of(wide, method="hybrid")
+    assert read_tuned(Path(write(tmp_path / "s.json", hybrid))) == hybrid
+    older = {key: value for key, value in sizes_of().as_json().items() if key != "method"}
     (tmp_path / "s.json").write_text(json.dumps(older))
-    assert read_speculation(tmp_path / "s.json").method == "redrafter"
+    assert read_tuned(tmp_path / "s.json").method == "redrafter"
 
 
 def measured(**changes: object) -> dict[str, object]:
@@ -74,16 +88,16 @@ def measured(**changes: object) -> dict[str, object]:
     ],
 )
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, changes: dict[str, object], reason: str) -> None:
-    path = write(tmp_path / "s.json", speculation(), **changes)
+    path = write(tmp_path / "s.json", sizes_of(), **changes)
     with pytest.raises(ValueError, match=reason) as caught:
-        read_speculation(Path(path))
+        read_tuned(Path(path))
     assert path in str(caught.value)
 
 
 def test_text_that_is_no_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "s.json").write_text("{")
     with pytest.raises(ValueError, match="no JSON"):
-        read_speculation(tmp_path / "s.json")
+        read_tuned(tmp_path / "s.json")
 
 
 @pytest.mark.parametrize("key", ["device", "dtype", "target_fingerprint", "drafter_fingerprint", "compile"])
@@ -91,57 +105,99 @@ def test_a_file_of_another_machine_is_refused_by_the_engine_and_passed_over_besi
     tmp_path: Path, key: str
 ) -> None:
     changes = {"compile": True} if key == "compile" else {key: "other"}
-    path = write(tmp_path / "speculation.json", speculation(), **changes)
+    path = write(tmp_path / "tuned.json", sizes_of(), **changes)
     with pytest.raises(ValueError, match="was measured for another"):
-        Engine(shared_target(), trained_drafter(), EngineConfig(speculation=path))
-    assert file_beside(str(tmp_path), shared_target(), trained_drafter()) is None
-    assert file_beside(str(tmp_path / "nowhere"), shared_target()) is None
+        Engine(shared_target(), trained_drafter(), EngineConfig(tuned=path))
+    drafter = loaded_drafter(tmp_path)
+    found = choose(shared_target(), drafter)
+    assert found.config.tuned is None and "the measured sizes do not fit" in found.reason
+    with pytest.raises(ValueError, match="was measured for another"):
+        Engine(shared_target(), drafter, choose(shared_target(), drafter, tuned=path).config)
+
+
+def loaded_drafter(folder: Path) -> RecurrentDrafter:
+    """The trained drafter as it is loaded from a folder, which it remembers."""
+    trained_drafter().save_pretrained(folder)
+    return RecurrentDrafter.from_pretrained(folder).eval().bind(shared_target())
 
 
 def test_a_fitting_file_beside_the_drafter_is_found(tmp_path: Path) -> None:
-    own = fingerprint_of_weights(trained_drafter())
-    for fingerprint in ("", own):
-        path = write(tmp_path / "speculation.json", speculation(), drafter_fingerprint=fingerprint)
-        assert file_beside(str(tmp_path), shared_target(), trained_drafter()) == path
+    drafter = loaded_drafter(tmp_path)
+    for fingerprint in ("", fingerprint_of_weights(drafter)):
+        path = write(tmp_path / "tuned.json", sizes_of(), drafter_fingerprint=fingerprint)
+        engine = Engine(shared_target(), drafter)
+        assert (engine.config.tuned, engine.config.method) == (path, "redrafter")
 
 
 def test_a_file_for_another_method_is_refused_or_passed_over_with_a_word(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = write(tmp_path / "speculation.json", speculation(method="hybrid"))
+    target, drafter = shared_target(), loaded_drafter(tmp_path)
+    path = write(tmp_path / "tuned.json", sizes_of(method="hybrid"))
     with pytest.raises(ValueError, match=r"another method \(hybrid, not redrafter\)"):
-        Engine(shared_target(), trained_drafter(), EngineConfig(speculation=path))
+        Engine(target, drafter, EngineConfig(tuned=path))
     with pytest.raises(ValueError, match="give --drafter"):
-        Engine(shared_target(), None, EngineConfig(method="hybrid", speculation=path))
-    found = [file_beside(tmp_path, shared_target(), method=method) for method in (None, "hybrid", "redrafter")]
-    assert found == [path, path, None]
+        Engine(target, None, EngineConfig(method="hybrid", tuned=path))
+    with pytest.raises(ValueError, match="give --drafter"):
+        choose(target, None, tuned=path)
+    methods: tuple[Method | None, ...] = (None, "hybrid", "redrafter", "lookup")
+    assert [choose(target, drafter, given={"method": method}).config.tuned for method in methods] == [
+        path, path, None, None,
+    ]  # fmt: skip
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "measured for another method (hybrid, not redrafter)" in caplog.text
 
 
-def test_what_was_left_open_is_settled(tmp_path: Path) -> None:
-    """A plan that fits goes first, then what suits the device; nothing that was given is changed."""
-    target, drafter, given = shared_target(), trained_drafter(), EngineConfig(max_rows=3, max_ngram=5)
-    small = replace(given, beam_width=4, draft_length=3, tree_size=8)
-    nowhere = tmp_path / "nowhere"
-    assert settle(given, target, drafter, nowhere, is_method_open=True) == replace(small, method="hybrid")
-    assert settle(given, target, drafter, nowhere) == small
-    assert settle(replace(given, method="lookup"), target, None, nowhere) == replace(given, method="lookup")
-    sized = settle(given, target, drafter, nowhere, is_method_open=True, is_size_open=False)
-    assert sized == replace(given, method="hybrid")
-    assert settle(given, target, drafter, nowhere, is_size_open=False) == given
-    assert (default_method("cpu"), default_method("cuda")) == ("hybrid", "redrafter")
+def test_defaults_on_a_cpu_that_was_not_measured() -> None:
+    """Small trees for few rows and plain decoding for more; every value that was given stays."""
+    target, drafter = shared_target(), trained_drafter()
+    small = {"beam_width": 4, "draft_length": 3, "tree_size": 8, "max_drafted_rows": 2}
+    found = choose(target, drafter, given={"max_rows": 3, "max_ngram": 5, "tree_size": None})
+    assert found.config == EngineConfig(method="hybrid", max_rows=3, max_ngram=5, **small)  # type: ignore[arg-type]
+    assert found.reason.startswith("hybrid, W 4 L 3 N 8, plain decoding above 2 rows: default for a CPU; nothing was")
+    assert Engine(target, drafter).config == choose(target, drafter).config
+    for method in ("redrafter", "hybrid", "lookup", "recycling"):
+        config = choose(target, drafter, given={"method": method}).config
+        assert config == EngineConfig(method=method, **small)  # type: ignore[arg-type]
+    assert choose(target).config == EngineConfig(method="hybrid", **small)  # type: ignore[arg-type]
+    sized = choose(target, drafter, given={"tree_size": 24})
+    assert sized.config == EngineConfig(method="hybrid", tree_size=24)
+    assert sized.reason == "hybrid, W 8 L 4 N 24: default for a CPU"
+    published = choose(target, drafter, given={"tree_policy": "final-beams"})
+    assert published.config == EngineConfig(method="redrafter", tree_policy="final-beams")
+    assert choose(target, given={"method": "autoregressive"}) == (
+        EngineConfig(method="autoregressive"), "autoregressive: as given",
+    )  # fmt: skip
+    small_model = choose(target, draft_model=target)
+    assert small_model.config == EngineConfig(method="draft-model")
+    assert small_model.reason == "draft-model, 5 draft tokens: default for a CPU"
+    with pytest.raises(ValueError, match="name one of them with --method"):
+        choose(target, drafter, draft_model=target)
+
+
+def test_defaults_on_cuda_hold_the_tokens_of_a_step_below_what_is_cheap() -> None:
+    assert [default_method("cuda"), default_method("cuda", has_drafter=False)] == ["redrafter", "autoregressive"]
+    elsewhere = SimpleNamespace(device=torch.device("cuda"))
+    for max_rows, size, limit in ((1, 24, 10), (8, 24, 10), (64, 8, 32)):
+        config = choose(elsewhere, trained_drafter(), given={"max_rows": max_rows}).config  # type: ignore[arg-type]
+        assert (config.method, config.tree_size, config.max_drafted_rows) == ("redrafter", size, limit)
+    assert describe(config) == "redrafter, W 4 L 3 N 8, plain decoding above 32 rows"
+
+
+def test_measured_sizes_are_the_default_unless_the_tree_is_given(tmp_path: Path) -> None:
+    target, drafter = shared_target(), loaded_drafter(tmp_path)
     for method in ("redrafter", "hybrid"):
-        path = write(tmp_path / "speculation.json", speculation(method=method))  # type: ignore[arg-type]
-        planned = replace(given, method=method, speculation=path)  # type: ignore[arg-type]
-        assert settle(given, target, drafter, tmp_path, is_method_open=True) == planned
-        assert settle(given, target, drafter, nowhere, speculation=path, is_method_open=True) == planned
-        off = settle(given, target, drafter, tmp_path, speculation="off", is_method_open=True)
-        assert off == replace(small, method="hybrid")
-        assert settle(given, target, drafter, tmp_path, is_method_open=True, is_size_open=False) == sized
-    assert settle(given, target, drafter, tmp_path) == small  # the file is for the hybrid
-    with pytest.raises(ValueError, match="goes with no other method"):
-        settle(replace(given, method="lookup"), target, None, None, speculation=path)
+        path = write(tmp_path / "tuned.json", sizes_of(method=method))  # type: ignore[arg-type]
+        measured = EngineConfig(method=method, tuned=path, max_rows=3)  # type: ignore[arg-type]
+        found = choose(target, drafter, given={"max_rows": 3})
+        assert found == (measured, f"{method}, trees by rows: 1: W 4 L 4 N 12: measured, {path}")
+        assert choose(target, trained_drafter(), given={"max_rows": 3}, tuned=path).config == measured
+        assert choose(target, drafter, tuned="none").config == choose(target, trained_drafter()).config
+        assert choose(target, drafter, given={"tree_size": 9}).config.tuned is None
+    with pytest.raises(ValueError, match="leave it out with another method"):
+        choose(target, drafter, given={"method": "lookup"}, tuned=path)
+    with pytest.raises(ValueError, match="leave --tree-size out"):
+        choose(target, drafter, given={"tree_size": 9}, tuned=path)
 
 
 def test_every_change_of_the_drafters_weights_changes_its_fingerprint() -> None:
@@ -155,18 +211,18 @@ def test_every_change_of_the_drafters_weights_changes_its_fingerprint() -> None:
 
 def test_settings_that_contradict_the_file_are_refused() -> None:
     for settings in ({"method": "lookup"}, {"tree_size": 8}, {"tree_policy": "final-beams"}):
-        with pytest.raises(ValueError, match="--speculation"):
-            EngineConfig(speculation="s.json", **settings)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="--tuned"):
+            EngineConfig(tuned="s.json", **settings)  # type: ignore[arg-type]
 
 
 def test_the_tree_follows_the_rows_and_is_plain_where_nothing_was_measured() -> None:
-    many = RowPlan(4, (Choice(PLAIN, 1.0, 2.0), Choice(SMALL, 1.4, 2.5), Choice(LARGE, 1.9, 5.0)))
-    sizer = TreeSizer(speculation(ONE_ROW, many))
+    many = RowPlan(4, (MeasuredTree(PLAIN, 1.0, 2.0), MeasuredTree(SMALL, 1.4, 2.5), MeasuredTree(LARGE, 1.9, 5.0)))
+    sizer = TreeSizer(sizes_of(ONE_ROW, many))
     assert [sizer.choose(rows) for rows in (1, 2, 4, 5, 1)] == [LARGE, SMALL, SMALL, PLAIN, LARGE]
 
 
 def test_the_tree_shrinks_while_fewer_drafts_are_kept_and_grows_again() -> None:
-    sizer = TreeSizer(speculation())
+    sizer = TreeSizer(sizes_of())
     assert sizer.choose(1) == LARGE
     seen = _drive(sizer, 400, kept_per_step={SMALL: 0.25, LARGE: 0.5})  # ratio 0.5: SMALL gives 1.25 / 1.2
     assert seen[-1] == SMALL and sizer.ratio == pytest.approx(0.5, abs=0.05)
@@ -175,7 +231,7 @@ def test_the_tree_shrinks_while_fewer_drafts_are_kept_and_grows_again() -> None:
 
 
 def test_rejected_drafts_lead_to_plain_decoding_and_ever_rarer_probes() -> None:
-    sizer = TreeSizer(speculation())
+    sizer = TreeSizer(sizes_of())
     seen = _drive(sizer, 20000, kept_per_step={SMALL: 0.0, LARGE: 0.0})
     first_plain = seen.index(PLAIN)
     assert first_plain < 60
@@ -189,8 +245,8 @@ def test_rejected_drafts_lead_to_plain_decoding_and_ever_rarer_probes() -> None:
 
 
 def test_where_calibration_chose_plain_decoding_nothing_is_probed() -> None:
-    useless = RowPlan(1, (Choice(PLAIN, 1.0, 1.0), Choice(SMALL, 1.1, 2.0)))
-    assert set(_drive(TreeSizer(speculation(useless)), 1000, kept_per_step={})) == {PLAIN}
+    useless = RowPlan(1, (MeasuredTree(PLAIN, 1.0, 1.0), MeasuredTree(SMALL, 1.1, 2.0)))
+    assert set(_drive(TreeSizer(sizes_of(useless)), 1000, kept_per_step={})) == {PLAIN}
 
 
 def _drive(sizer: TreeSizer, num_steps: int, kept_per_step: dict[Tree, float]) -> list[Tree]:
@@ -210,10 +266,10 @@ def test_switching_trees_between_steps_changes_no_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Method
 ) -> None:
     plans = [
-        RowPlan(rows, (Choice(PLAIN, 1.0, 1.0), Choice(tree, 1.2, 1.02), Choice(SMALL, 1.1, 1.01)))
+        RowPlan(rows, (MeasuredTree(PLAIN, 1.0, 1.0), MeasuredTree(tree, 1.2, 1.02), MeasuredTree(SMALL, 1.1, 1.01)))
         for rows, tree in ((1, LARGE), (2, Tree(3, 3, 10)), (4, Tree(1, 1, 2)))
     ]
-    path = write(tmp_path / "s.json", speculation(*plans, method=method))
+    path = write(tmp_path / "s.json", sizes_of(*plans, method=method))
     used: Counter[int] = Counter()
     step = Runner.step
 
@@ -221,7 +277,7 @@ def test_switching_trees_between_steps_changes_no_token(
         used[proposer.num_nodes] += 1  # type: ignore[attr-defined]
         return step(runner, proposer, *args)  # type: ignore[arg-type]
 
-    engine = Engine(shared_target(), trained_drafter(), EngineConfig(method=method, max_rows=5, speculation=path))
+    engine = Engine(shared_target(), trained_drafter(), EngineConfig(method=method, max_rows=5, tuned=path))
     monkeypatch.setattr(Runner, "step", counted)
     assert assert_lossless(engine, requests(12, seed=3)) > 1.0
     assert len(used) >= 4, used  # plain decoding (five rows, and the oracle), and at least three sizes of trees
@@ -229,10 +285,11 @@ def test_switching_trees_between_steps_changes_no_token(
 
 def test_hybrids_of_all_sizes_learn_together_also_from_plain_steps(tmp_path: Path) -> None:
     plans = [
-        RowPlan(rows, (Choice(PLAIN, 1.0, 1.0), Choice(tree, 1.2, 1.02))) for rows, tree in ((1, SMALL), (2, LARGE))
+        RowPlan(rows, (MeasuredTree(PLAIN, 1.0, 1.0), MeasuredTree(tree, 1.2, 1.02)))
+        for rows, tree in ((1, SMALL), (2, LARGE))
     ]
-    path = write(tmp_path / "s.json", speculation(*plans, method="hybrid"))
-    engine = Engine(shared_target(), trained_drafter(), EngineConfig(method="hybrid", max_rows=4, speculation=path))
+    path = write(tmp_path / "s.json", sizes_of(*plans, method="hybrid"))
+    engine = Engine(shared_target(), trained_drafter(), EngineConfig(method="hybrid", max_rows=4, tuned=path))
     assert engine._sized is not None
     small, large = (proposer for proposer in engine._sized.proposers if isinstance(proposer, HybridProposer))
     table = small.parts[-1].table  # type: ignore[attr-defined]
@@ -246,8 +303,8 @@ def test_hybrids_of_all_sizes_learn_together_also_from_plain_steps(tmp_path: Pat
 def test_muted_requests_are_no_evidence(tmp_path: Path) -> None:
     from drafter.engine.config import RequestOptions
 
-    path = write(tmp_path / "s.json", speculation(replace(ONE_ROW, num_rows=4)))
-    engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_rows=2, speculation=path))
+    path = write(tmp_path / "s.json", sizes_of(replace(ONE_ROW, num_rows=4)))
+    engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_rows=2, tuned=path))
     params = SamplingParams(max_new_tokens=40, ignore_eos=True)
     for prompt, speculate in zip(prompts_for(2, seed=5), (True, False), strict=True):
         engine.add(prompt, params, RequestOptions(speculate=speculate), want_text=False)
