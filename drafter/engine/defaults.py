@@ -93,7 +93,9 @@ def choose(
     if not (is_method_open or (is_size_open and method in _TREE_METHODS)):
         return Choice(config, f"{describe(config)}: as given")
     reason = f"{describe(config)}: default for {'a CPU' if device == 'cpu' else device.upper()}"
-    if method not in SIZED_METHODS or drafter is None or not is_size_open:
+    if method == "hybrid" and drafter is None:
+        return Choice(config, f"{reason}; there is no drafter: only prompt lookup and token recycling draft")
+    if method not in SIZED_METHODS or not is_size_open:
         return Choice(config, reason)
     why = "the measured sizes do not fit" if was_passed_over else "nothing was measured (`drafter tune` measures)"
     return Choice(config, f"{reason}; {why}")

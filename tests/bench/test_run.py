@@ -21,9 +21,8 @@ from drafter.bench.settings import BenchSettings
 from drafter.bench.summary import summarise
 from drafter.bench.workload import Item, Workload
 from drafter.engine.config import EngineConfig
-from drafter.engine.defaults import device_name
 from drafter.engine.engine import Engine
-from drafter.engine.sizes import PLAIN, MeasuredTree, RowPlan, Tree, TunedSizes
+from drafter.engine.sizes import PLAIN, MeasuredTree, RowPlan, Tree, TunedSizes, device_name
 from drafter.proposers.options import Method
 from drafter.utils.io import write_atomic
 from tests.serving.tiny import tiny_drafter, tiny_target
@@ -196,7 +195,7 @@ def test_a_tuned_method_goes_by_its_file(tmp_path: Path, arena: Arena, method: M
     content = TunedSizes(device_name(target.device), "float32", False, target.fingerprint, (plan,), method=method)
     write_atomic(tmp_path / "tuned.json", json.dumps(content.as_json()))
     tuned = replace(SETTINGS, methods=("autoregressive", f"{method}:tuned"), rounds=1)
-    with pytest.raises(ValueError, match=f"{method}:tuned needs runs/drafter/tuned.json"):
+    with pytest.raises(ValueError, match=f"{method}:tuned needs .*runs--drafter/tuned.json"):
         run_benchmark(tuned, arena, [WORKLOAD], tmp_path / "no.jsonl")
     beside = arena._replace(drafter_name=str(tmp_path))
     run_benchmark(tuned, beside, [WORKLOAD], tmp_path / "r.jsonl")

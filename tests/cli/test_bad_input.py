@@ -75,10 +75,9 @@ def test_missing_things(target: str, refused: Refusal, tmp_path: Path) -> None:
     refused(decode(target, "--compare", "--prompt", "hi"), "--compare sets a method beside")
     refused(decode(target, "--out", "x.jsonl"), "need --prompt or --prompts")
     refused(decode(target, "--prompt", "hi", "--device", "gpu"), "--device 'gpu'")
-    for method in ("redrafter", "hybrid"):
-        words = ["decode", "--target", target, "--prompt", "hi", "--method", method]
-        refused(words, f"--method {method} needs --drafter DIR")
-    refused([*words[:-1], "draft-model"], "needs --draft-model NAME")
+    words = ["decode", "--target", target, "--prompt", "hi", "--method", "redrafter"]
+    refused(words, "--method redrafter needs a drafter: give --drafter DIR")
+    refused([*words[:-1], "draft-model"], "give --draft-model NAME")
     words = ["decode", "--target", target, "--prompt", "hi", "--drafter"]
     refused([*words, str(tmp_path / "none")], "there is no such folder")
     refused([*words, str(tmp_path)], "holds no config.json")
@@ -92,7 +91,7 @@ def test_missing_things(target: str, refused: Refusal, tmp_path: Path) -> None:
         ("--beam-width", "0"),
         ("--draft-length", "0"),
         ("--tree-size", "-3"),
-        ("--tree-size", "34"),
+        ("--tree-size", "1025"),
         ("--batch-size", "0"),
         ("--gamma", "0"),
         ("--tau", "0"),

@@ -260,7 +260,7 @@ def test_decode_without_a_drafter(target: str, capsys: pytest.CaptureFixture[str
     assert shown.out.count("yes") == 6 and "no drafter" not in shown.err
     assert main(common) == 0
     shown = capsys.readouterr()
-    assert "no drafter for this target: tokens are proposed from the text alone" in shown.err
+    assert "there is no drafter: only prompt lookup and token recycling draft" in shown.err
     assert shown.out.count("yes") == 2 and "hybrid" in shown.err
 
 
