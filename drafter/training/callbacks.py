@@ -16,35 +16,70 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
+from drafter.engine.config import EngineConfig, RequestOptions
 from drafter.engine.engine import Engine
+from drafter.engine.outputs import Update
 from drafter.engine.prompt import Prompt
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
+from drafter.training.wandb_logging import (
+    DecodedAnswer,
+    DecodedStep,
+    acceptance_by_depth,
+    log_answers,
+    mean_tokens_per_step,
+)
 
 
 def tokens_per_step(
+    target: Target, drafter: RecurrentDrafter, prompts: Sequence[Prompt], config: EngineConfig, params: SamplingParams
+) -> float:
+    """Tokens over target forwards of all prompts together, by the real decoder; see :func:`decode_answers`."""
+    return mean_tokens_per_step(decode_answers(target, drafter, prompts, config, params))
+
+
+def decode_answers(
     target: Target,
     drafter: RecurrentDrafter,
     prompts: Sequence[Prompt],
     config: EngineConfig,
     params: SamplingParams,
-) -> float:
-    """Tokens over target forwards of all prompts together, by the real decoder.
+) -> list[DecodedAnswer]:
+    """Answers of the real decoder, step by step, in the order of the prompts.
 
-    ``drafter`` may be in the middle of its training: a copy in the target's dtype decodes, the original stays as it is.
+    ``drafter`` may be in the middle of its training: a copy in the target's dtype decodes, the original stays the same.
     """
     copied: Any = copy.deepcopy(drafter)
     engine = Engine(target, copied.to(target.device, target.dtype).eval(), config)
+    answers: dict[int, DecodedAnswer] = {}
     with torch.inference_mode(), torch.autocast(target.device.type, enabled=False):
-        completions = engine.generate(prompts, params)
-    return sum(len(c.token_ids) for c in completions) / sum(c.num_target_forwards for c in completions)
+        for prompt in prompts:
+            request = engine.add(
+                engine.encode(prompt), params, RequestOptions(want_tree=True), want_text=target.tokenizer is not None
+            )
+            answers[request.request_id] = DecodedAnswer(request.prompt_ids, [])
+        while engine.has_work:
+            for update in engine.step():
+                answers[update.sequence.request_id].steps.append(_step_of(update))
+    return list(answers.values())
+
+
+def _step_of(update: Update) -> DecodedStep:
+    tree, num_accepted = update.tree, update.sequence.num_accepted[-1]
+    accepted, own = update.token_ids[:num_accepted], update.token_ids[num_accepted:]
+    if tree is None or not own:
+        return DecodedStep(accepted, own, [])
+    end = tree.path[-1]
+    # Nodes of a tree stand in the order of their score, so the first child is the likeliest.
+    children = [node for node in range(1, len(tree.token_ids)) if tree.parents[node] == end]
+    return DecodedStep(accepted, own, [tree.token_ids[node] for node in children[:1]])
 
 
 class TokensPerStep(Callback):
     """Decodes held-out prompts with the real engine after each validation and logs ``val/tokens_per_step``.
 
-    Greedy decoding, so the figure depends on the drafter alone. Runs on the first process.
+    ``val/accepted_d2`` is the share of steps that accepted a draft token at depth 2. With ``--wandb`` the answers are
+    logged as a table too. Decoding is greedy, so the figures depend on the drafter alone. Runs on the first process.
     """
 
     def __init__(
@@ -81,17 +116,23 @@ class TokensPerStep(Callback):
         self._num_validations += 1
         if self._num_validations % self._every:
             return
-        value = torch.zeros((), device=pl_module.device)
+        values = torch.zeros(1 + self._config.draft_length, dtype=torch.float64, device=pl_module.device)
         module: Any = pl_module
         # The processes that share a target's weights must run every forward of it together.
         if trainer.is_global_zero or module.teacher.target.is_sharded:
-            value = value + self._measure(trainer, pl_module)
-        pl_module.log("val/tokens_per_step", trainer.strategy.broadcast(value), prog_bar=True, rank_zero_only=False)
+            answers = self._decode(trainer, pl_module)
+            rates = acceptance_by_depth(answers, self._config.draft_length)
+            values = values + torch.tensor([mean_tokens_per_step(answers), *rates.values()]).to(values)
+            log_answers(trainer, answers, module.teacher.target.decode)
+        rate, *accepted = trainer.strategy.broadcast(values)
+        pl_module.log("val/tokens_per_step", rate, prog_bar=True, rank_zero_only=False)
+        for depth, share in enumerate(accepted, 1):
+            pl_module.log(f"val/accepted_d{depth}", share, rank_zero_only=False)
 
-    def _measure(self, trainer: Trainer, pl_module: Any) -> float:
+    def _decode(self, trainer: Trainer, pl_module: Any) -> list[DecodedAnswer]:
         data: Any = getattr(trainer, "datamodule", None)
         prompts = data.val_prompts(self._num_prompts)
-        return tokens_per_step(pl_module.teacher.target, pl_module.drafter, prompts, self._config, self._params)
+        return decode_answers(pl_module.teacher.target, pl_module.drafter, prompts, self._config, self._params)
 
 
 class ShortProgressBar(TQDMProgressBar):

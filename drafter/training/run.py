@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from drafter.data.module import ChatDataModule
+from drafter.training import wandb_logging
 from drafter.training.callbacks import SaveWhenStopped, ShortProgressBar
 from drafter.training.checkpoint import export_checkpoint
 from drafter.training.module import DrafterModule
@@ -44,6 +45,12 @@ class TrainCLI(LightningCLI):
             default=None,
             help="resume from this checkpoint; 'last': from the newest of this run's folder, or from the start if none",
         )
+        parser.add_argument(
+            "--wandb",
+            type=str | None,
+            default=None,
+            help="Weights & Biases project to log to, beside the CSV files; offline where no key is configured",
+        )
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
         parser.set_defaults(
             {
@@ -71,6 +78,15 @@ class TrainCLI(LightningCLI):
         config: Any = self.config_init
         if config.trainer.logger is None or config.trainer.logger is True:
             config.trainer.logger = CSVLogger(config.trainer.default_root_dir, name="logs")
+        if config.wandb is not None:
+            loggers = config.trainer.logger if isinstance(config.trainer.logger, list) else [config.trainer.logger]
+            added = wandb_logging.make_logger(
+                config.wandb,
+                config.trainer.default_root_dir,
+                settings=self.config.as_dict(),
+                is_resumed=config.ckpt_path is not None,
+            )
+            config.trainer.logger = [*(logger for logger in loggers if logger), added]
         if config.trainer.enable_progress_bar is not False:
             self.trainer_defaults["callbacks"] = [*self.trainer_defaults["callbacks"], ShortProgressBar()]
         if config.trainer.plugins is None:
@@ -99,15 +115,23 @@ def main_train(args: Sequence[str]) -> int:
         sys.argv = argv
     trainer: Any = cli.trainer
     ckpt_path = _resume_path(cli.config.ckpt_path, str(trainer.checkpoint_callback.dirpath))
+    exit_code = 1
     try:
         trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path, weights_only=True)
+        exit_code = 0
     except SIGTERMException as error:
         raise SystemExit(143) from error
     except SystemExit as error:
         if trainer.interrupted:
             raise KeyboardInterrupt from error
         raise
+    finally:
+        if exit_code:
+            wandb_logging.finish(trainer, exit_code)
     best, last = trainer.checkpoint_callback.best_model_path, trainer.checkpoint_callback.last_model_path
+    if best or last:
+        wandb_logging.log_drafter(trainer, best or last)
+    wandb_logging.finish(trainer, 0)
     if trainer.is_global_zero:
         print(f"done: {trainer.global_step} steps; best {best or 'none'}, last {last or 'none'}")
     return 0

@@ -1,0 +1,178 @@
+"""``drafter train --wandb`` without a key: the run's file, read back."""
+
+import io
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from wandb.proto.wandb_internal_pb2 import Record
+
+from drafter.integrations.wandb import init_options, log_results, wandb_mode
+from drafter.models.drafter import RecurrentDrafter
+from drafter.training.run import main_train
+from drafter.training.wandb_logging import DecodedAnswer, DecodedStep, answer_html
+from tests.training.test_run import place, words
+
+__all__ = ["place"]
+
+CALLBACK = (
+    *("--trainer.callbacks", "drafter.training.callbacks.TokensPerStep"),
+    *("--trainer.callbacks.max_new_tokens", "6", "--trainer.callbacks.draft_length", "3"),
+)
+
+
+@pytest.fixture(autouse=True)
+def no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user who never heard of Weights & Biases."""
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staging"))
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Records of a ``.wandb`` file: a 7-byte header, then blocks of 32 KiB of (crc, length, type, data) chunks."""
+    stream, data = io.BytesIO(path.read_bytes()[7:]), b""
+    position = 7
+    while True:
+        left = 32768 - position % 32768
+        if left < 7:
+            stream.read(left)
+            position += left
+        head = stream.read(7)
+        if len(head) < 7:
+            return
+        _, length, kind = struct.unpack("<IHB", head)
+        data += stream.read(length)
+        position += 7 + length
+        if kind in (1, 4):  # a whole record, or the last chunk of one
+            record = Record()
+            record.ParseFromString(data)
+            data = b""
+            yield record
+
+
+def run_files(folder: Path) -> list[Path]:
+    return sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+def history(records: list[Record]) -> list[dict[str, Any]]:
+    return [
+        {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.HasField("history")
+    ]
+
+
+@pytest.fixture(scope="module")
+def logged(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight steps, logged offline, then continued for four more."""
+    run = place / "wandb-run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_DATA_DIR", str(place / "staging"))
+        for name in ("WANDB_API_KEY", "WANDB_MODE"):
+            patch.delenv(name, raising=False)
+        patch.setenv("NETRC", str(place / "netrc"))
+        assert main_train(words(place, run, *CALLBACK, "--wandb", "tests")) == 0
+        more = ("--trainer.max_steps", "12", "--ckpt_path", "last")
+        assert main_train(words(place, run, *CALLBACK, "--wandb", "tests", *more)) == 0
+    return run
+
+
+def test_metrics_are_in_the_file(logged: Path) -> None:
+    rows = history(list(read_records(run_files(logged)[0])))
+    names = {name for row in rows for name in row}
+    wanted = {"train/loss", "train/lr", "train/positions_per_s", "train/top1_d2", "val/loss", "val/cond1_d2"}
+    assert wanted | {"val/tokens_per_step", "val/accepted_d1", "val/accepted_d3", "val/answers"} <= names
+    rates = [row["val/tokens_per_step"] for row in rows if "val/tokens_per_step" in row]
+    accepted = [sum(row[f"val/accepted_d{d}"] for d in (1, 2, 3)) for row in rows if "val/accepted_d1" in row]
+    # An answer's last step may end with an accepted draft token, so the target's own token is not always there.
+    assert len(rates) == 2 and all(1 <= rate <= 1 + share for rate, share in zip(rates, accepted, strict=True))
+
+
+def test_run_json_is_the_config(logged: Path) -> None:
+    records = [record.run for record in read_records(run_files(logged)[0]) if record.HasField("run")]
+    config = {update.key: json.loads(update.value_json) for run in records for update in run.config.update}
+    assert config["settings"]["data"]["max_length"] == 64 and "torch" in config["versions"] and config["date"]
+    assert {run.project for run in records} == {"tests"}
+
+
+def test_answers_are_coloured(logged: Path) -> None:
+    tables = list(logged.glob("wandb/offline-run-*/files/media/table/val/answers_*.table.json"))
+    assert len(tables) == 3
+    table = json.loads(tables[0].read_text())
+    assert table["columns"] == ["step", "prompt", "answer", "tokens per step"]
+    # The shared data hold out six conversations, so fewer than eight prompts are there.
+    assert 1 <= len(table["data"]) <= 8 and "Count on from" in table["data"][0][1]
+    records = [record.artifact for record in read_records(run_files(logged)[0]) if record.HasField("artifact")]
+    pages = [entry for artifact in records for entry in artifact.manifest.contents if entry.path.endswith(".html")]
+    assert pages and all("rejected draft token" in Path(page.local_path).read_text() for page in pages)
+
+
+def test_the_exported_drafter_is_an_artifact(logged: Path) -> None:
+    artifacts = [record.artifact for record in read_records(run_files(logged)[0]) if record.HasField("artifact")]
+    (artifact,) = [artifact for artifact in artifacts if artifact.type == "model"]
+    files = {entry.path for entry in artifact.manifest.contents}
+    assert {"config.json", "model.safetensors", "run.json"} <= files
+    (folder,) = (logged / "wandb").glob("drafter-*")
+    assert RecurrentDrafter.from_pretrained(folder).config.draft_length == 3
+
+
+def test_a_resumed_training_goes_on_in_the_same_run(logged: Path) -> None:
+    first, second = (list(read_records(path)) for path in run_files(logged))
+    ids = [{record.run.run_id for record in records if record.HasField("run")} for records in (first, second)]
+    assert ids[0] == ids[1] and len(ids[0]) == 1
+    steps = [row["trainer/global_step"] for row in history(second) if "trainer/global_step" in row]
+    assert min(steps) >= 8 and max(steps) == 12
+
+
+def test_another_training_in_the_folder_is_another_run(tmp_path: Path) -> None:
+    def run_id(is_resumed: bool, project: str = "p") -> str:
+        return str(init_options(project, tmp_path, record={}, is_resumed=is_resumed)["id"])
+
+    first = run_id(False)
+    assert run_id(True) == first
+    assert run_id(True, "other") != first
+    assert run_id(False) != first
+
+
+def test_no_key_is_offline_and_a_key_is_online(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wandb_mode() == "offline"
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
+    assert wandb_mode() == "online"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert wandb_mode() == "disabled"
+
+
+def test_online_without_a_key_is_refused_and_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with pytest.raises(ValueError, match="set WANDB_API_KEY"):
+        wandb_mode()
+
+
+def test_a_project_name_with_a_slash_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--wandb 'me/mine' is no project name"):
+        init_options("me/mine", tmp_path, record={}, is_resumed=False)
+
+
+def test_bench_results_are_a_table(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    rows = [{"method": "autoregressive", "tokens_per_s": 2.0}, {"method": "hybrid", "sizes": [1, 2]}]
+    results.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    log_results("tests", tmp_path, record={"seed": 3}, rows=rows, files=[results])
+    (file,) = run_files(tmp_path)
+    records = list(read_records(file))
+    assert any("results" in row for row in history(records)), [record.WhichOneof("record_type") for record in records]
+    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/results_*.table.json")
+    found = json.loads(table.read_text())
+    assert found["columns"] == ["method", "tokens_per_s", "sizes"] and found["data"][1] == ["hybrid", None, "[1, 2]"]
+
+
+def test_html_shows_what_was_accepted_and_what_was_rejected() -> None:
+    steps = [DecodedStep([1, 2], [3], [4]), DecodedStep([], [5], [])]
+    page = answer_html(DecodedAnswer([9], steps), lambda ids: "".join(f"<{token}>" for token in ids))
+    body = page.partition("pre-wrap")[2]
+    assert '7">&lt;1&gt;&lt;2&gt;</span><s style="color:#c1121f">&lt;4&gt;</s>&lt;3&gt;&lt;5&gt;</p>' in body
