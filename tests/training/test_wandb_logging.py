@@ -3,6 +3,7 @@
 import io
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,16 @@ def no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staging"))
 
 
-def read_records(path: Path) -> Iterator[Record]:
+def read_records(path: Path) -> list[Record]:
+    """All records of a finished run; wandb's own process may still be writing them when ``finish`` returns."""
+    deadline = time.monotonic() + 60
+    while not any(record.HasField("exit") for record in (records := list(parse_records(path)))):
+        assert time.monotonic() < deadline, f"{path} has no exit record"
+        time.sleep(0.1)
+    return records
+
+
+def parse_records(path: Path) -> Iterator[Record]:
     """Records of a ``.wandb`` file: a 7-byte header, then blocks of 32 KiB of (crc, length, type, data) chunks."""
     stream, data = io.BytesIO(path.read_bytes()[7:]), b""
     position = 7
@@ -83,7 +93,7 @@ def logged(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_metrics_are_in_the_file(logged: Path) -> None:
-    rows = history(list(read_records(run_files(logged)[0])))
+    rows = history(read_records(run_files(logged)[0]))
     names = {name for row in rows for name in row}
     wanted = {"train/loss", "train/lr", "train/positions_per_s", "train/top1_d2", "val/loss", "val/cond1_d2"}
     assert wanted | {"val/tokens_per_step", "val/accepted_d1", "val/accepted_d3", "val/answers"} <= names
@@ -122,7 +132,7 @@ def test_the_exported_drafter_is_an_artifact(logged: Path) -> None:
 
 
 def test_a_resumed_training_goes_on_in_the_same_run(logged: Path) -> None:
-    first, second = (list(read_records(path)) for path in run_files(logged))
+    first, second = (read_records(path) for path in run_files(logged))
     ids = [{record.run.run_id for record in records if record.HasField("run")} for records in (first, second)]
     assert ids[0] == ids[1] and len(ids[0]) == 1
     steps = [row["trainer/global_step"] for row in history(second) if "trainer/global_step" in row]
@@ -164,8 +174,7 @@ def test_bench_results_are_a_table(tmp_path: Path) -> None:
     results.write_text("".join(json.dumps(row) + "\n" for row in rows))
     log_results("tests", tmp_path, record={"seed": 3}, rows=rows, files=[results])
     (file,) = run_files(tmp_path)
-    records = list(read_records(file))
-    assert any("results" in row for row in history(records)), [record.WhichOneof("record_type") for record in records]
+    assert any("results" in row for row in history(read_records(file)))
     (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/results_*.table.json")
     found = json.loads(table.read_text())
     assert found["columns"] == ["method", "tokens_per_s", "sizes"] and found["data"][1] == ["hybrid", None, "[1, 2]"]
