@@ -37,9 +37,11 @@ def no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def read_records(path: Path) -> list[Record]:
     """All records of a finished run; wandb's own process may still be writing them when ``finish`` returns."""
     deadline = time.monotonic() + 60
-    while not any(record.HasField("exit") for record in (records := list(parse_records(path)))):
+    records = list(parse_records(path))
+    while not any(record.HasField("exit") for record in records):
         assert time.monotonic() < deadline, f"{path} has no exit record"
         time.sleep(0.1)
+        records = list(parse_records(path))
     return records
 
 
