@@ -20,7 +20,7 @@ import torch
 
 from drafter import EngineConfig, SamplingParams, Target
 from drafter.cli.answer_files import read_prompts
-from drafter.engine.prompt import Prompt
+from drafter.engine.text import Prompt
 from drafter.models.drafter import RecurrentDrafter
 from drafter.training.callbacks import tokens_per_step
 from drafter.training.checkpoint import load_drafter, read_checkpoint

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.engine.request import Sequence as TokenSequence
+from drafter.engine.request import Request
 
 
 class Answer(NamedTuple):
@@ -66,20 +66,20 @@ class EngineContestant:
         self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], None]
     ) -> list[Answer]:
         """Answer all prompts (see :class:`Contestant`)."""
-        sequences = [self.engine.add(prompt, params, want_text=False) for prompt in prompts]
+        requests = [self.engine.add(prompt, params, want_text=False) for prompt in prompts]
         while self.engine.has_work:
             for update in self.engine.step():
-                if update.sequence.is_finished:
+                if update.request.is_finished:
                     on_answer()
-        return [_answer_of(sequence) for sequence in sequences]
+        return [_answer_of(request) for request in requests]
 
 
-def _answer_of(sequence: TokenSequence) -> Answer:
-    assert sequence.started is not None and sequence.first_token is not None
+def _answer_of(request: Request) -> Answer:
+    assert request.started is not None and request.first_token is not None
     return Answer(
-        sequence.token_ids,
-        sequence.seconds,
-        sequence.first_token - sequence.started,
-        sequence.num_forwards,
-        sequence.num_accepted,
+        request.token_ids,
+        request.seconds,
+        request.first_token - request.started,
+        request.num_forwards,
+        request.num_accepted,
     )

@@ -17,7 +17,7 @@ from drafter.decoding.proposer import Proposer, RootOnly, RowState, StepOutcome
 from drafter.decoding.tree import Candidates
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.engine.request import Sequence as TokenSequence
+from drafter.engine.request import Request
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 
@@ -139,7 +139,7 @@ class StepClock:
         generator = torch.Generator().manual_seed(0)
         self._prompts = torch.randint(target.vocab_size, (num_rows, context_length), generator=generator).tolist()
         self._num_prefill_steps = -(-num_rows * context_length // config.prefill_chunk) + 1
-        self._requests: list[TokenSequence] = []
+        self._requests: list[Request] = []
         self.restart()
 
     @property

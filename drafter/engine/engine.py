@@ -15,12 +15,11 @@ from drafter.engine.defaults import choose
 from drafter.engine.memory import check_fit
 from drafter.engine.outputs import Completion, StreamEvent, Update, event_of
 from drafter.engine.prefix_cache import PrefixIndex
-from drafter.engine.prompt import Prompt, check_prompts, encode_prompt
-from drafter.engine.request import Sequence as TokenSequence
+from drafter.engine.request import Request
 from drafter.engine.runner import PrefillRow, Runner, StepResult, StepWants
 from drafter.engine.scheduler import Scheduler, bucket, neighbours
 from drafter.engine.sizes import SizedProposers
-from drafter.engine.text import IncrementalText
+from drafter.engine.text import IncrementalText, Prompt, check_prompts, encode_prompt
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.options import LEARNING_METHODS
 from drafter.proposers.parts import new_memory
@@ -141,19 +140,19 @@ class Engine:
         encoded = [self.encode(prompt, raw=raw) for prompt in prompts]
         self.reserve(max(self._num_slots_of(len(ids), p) for ids, p in zip(encoded, each, strict=True)))
         index_of: dict[int, int] = {}
-        added: list[TokenSequence] = []
+        added: list[Request] = []
         try:
             for place, (ids, p) in enumerate(zip(encoded, each, strict=True)):
                 added.append(self.add(ids, p))
                 index_of[added[-1].request_id] = place
             while self.has_work:
                 for update in self.step():
-                    yield event_of(index_of[update.sequence.request_id], update)
+                    yield event_of(index_of[update.request.request_id], update)
         finally:
             # Neither a caller that stops listening nor a prompt that is refused leaves a row behind.
-            for sequence in added:
-                if not sequence.is_finished:
-                    sequence.finish("abort")
+            for request in added:
+                if not request.is_finished:
+                    request.finish("abort")
 
     # -- the core, for servers -------------------------------------------------------------------------------------
 
@@ -165,12 +164,12 @@ class Engine:
     @property
     def num_running(self) -> int:
         """Rows in use."""
-        return sum(not sequence.is_finished for sequence in self._scheduler.rows)
+        return sum(not request.is_finished for request in self._scheduler.rows)
 
     @property
     def num_waiting(self) -> int:
         """Requests without a row."""
-        return sum(not sequence.is_finished for sequence in self._scheduler.waiting)
+        return sum(not request.is_finished for request in self._scheduler.waiting)
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Token ids of a prompt in any of its forms; ValueError for a list of anything but messages or token ids."""
@@ -236,7 +235,7 @@ class Engine:
         options: RequestOptions | None = None,
         *,
         want_text: bool = True,
-    ) -> TokenSequence:
+    ) -> Request:
         """Queue a request; it starts at a step when a row is free.
 
         Raises:
@@ -252,15 +251,15 @@ class Engine:
             raise ValueError(f"stop strings {params.stop} need a tokenizer of {self.target.name!r}, and want_text")
         stop_ids = frozenset((*own_stops, *params.stop_token_ids))
         options = options or RequestOptions()
-        sequence = TokenSequence(next(self._ids), list(prompt_ids), params, limit, stop_ids, text, options)
-        self._scheduler.add(sequence)
-        return sequence
+        request = Request(next(self._ids), list(prompt_ids), params, limit, stop_ids, text, options)
+        self._scheduler.add(request)
+        return request
 
     def abort(self, request_id: int) -> None:
         """Take a request back; its row is free at the next step. Unknown and finished ones are left alone."""
-        sequence = self._scheduler.find(request_id)
-        if sequence is not None and not sequence.is_finished:
-            sequence.finish("abort")
+        request = self._scheduler.find(request_id)
+        if request is not None and not request.is_finished:
+            request.finish("abort")
 
     def step(self) -> list[Update]:
         """One step of all rows; returns the news of those that decoded."""
@@ -269,20 +268,20 @@ class Engine:
         self._arrange(runner)
         rows = self._scheduler.rows
         self._prefill(runner)
-        is_active = [sequence.is_prefilled for sequence in rows]
+        is_active = [request.is_prefilled for request in rows]
         if not any(is_active):
             return []
         padding = min(bucket(len(rows)), self.config.max_rows) - len(rows)
-        longest = max(sequence.num_committed for sequence in rows)
-        proposer, wants = self._wants([sequence for sequence in rows if sequence.is_prefilled])
+        longest = max(request.num_committed for request in rows)
+        proposer, wants = self._wants([request for request in rows if request.is_prefilled])
         result = runner.step(proposer, is_active + [False] * padding, longest, wants)
         if self._sized is not None and proposer is not self._plain:
             self._sized.observe(
                 [len(result.emitted[item.row]) - 1 for item in rows if item.is_prefilled and item.options.speculate]
             )
-        return [self._update(sequence, result) for sequence in list(rows) if sequence.is_prefilled]
+        return [self._update(request, result) for request in list(rows) if request.is_prefilled]
 
-    def drop(self, keep: int = 0) -> list[TokenSequence]:
+    def drop(self, keep: int = 0) -> list[Request]:
         """After a step that raised: take back running requests, the latest first, until ``keep`` are left.
 
         Those that are left go on as if the step had not been. None can be left when it failed while rows were set up.
@@ -295,8 +294,8 @@ class Engine:
             (item for item in self._scheduler.rows if not item.is_finished), key=lambda item: item.request_id
         )
         dropped = running[keep:] if self._is_arranged else running
-        for sequence in dropped:
-            sequence.finish("abort")
+        for request in dropped:
+            request.finish("abort")
         if len(dropped) == len(running):
             self._scheduler.rows.clear()  # what their slots hold is in doubt
         self._is_arranged = True
@@ -328,31 +327,31 @@ class Engine:
             runner.move(source, destination, scheduler.rows[destination].num_committed)
             self.proposer.move(source, destination)
             self._prefixes.copy(source, destination)
-        for sequence in started:
-            runner.admit(sequence.row, sequence.prompt_ids, sequence.params)
-            self.proposer.admit(sequence.row, sequence.prompt_ids)
-            self._share_prefix(runner, sequence)
-            sequence.start()
+        for request in started:
+            runner.admit(request.row, request.prompt_ids, request.params)
+            self.proposer.admit(request.row, request.prompt_ids)
+            self._share_prefix(runner, request)
+            request.start()
         runner.vacate(len(scheduler.rows))
         self._is_arranged = True
 
-    def _share_prefix(self, runner: Runner, sequence: TokenSequence) -> None:
+    def _share_prefix(self, runner: Runner, request: Request) -> None:
         """Give a row that was just admitted the slots that another row has already, and save what the row held."""
-        row, prefixes = sequence.row, self._prefixes
+        row, prefixes = request.row, self._prefixes
         # A drafter that remembers the text has to read it: slots alone would leave its memory empty.
         if not self.config.reuse_prefixes or self._contexts.read is not None:
             return
-        shared = prefixes.find(sequence.prompt_ids)
-        refuge = prefixes.refuge(row, shared, range(len(self._scheduler.rows), self.config.max_rows))
-        if refuge is not None:
-            runner.cache.copy_row(row, refuge, prefixes.length(row))
-            prefixes.copy(row, refuge)
+        shared = prefixes.find(request.prompt_ids)
+        spare_row = prefixes.spare_row(row, shared, range(len(self._scheduler.rows), self.config.max_rows))
+        if spare_row is not None:
+            runner.cache.copy_row(row, spare_row, prefixes.length(row))
+            prefixes.copy(row, spare_row)
         if shared is not None:
             runner.share(shared.row, row, shared.num_tokens)
-            sequence.num_prefilled = sequence.num_shared = shared.num_tokens
-        prefixes.hold(row, sequence.prompt_ids[: sequence.num_prefilled])
+            request.num_prefilled = request.num_shared = shared.num_tokens
+        prefixes.hold(row, request.prompt_ids[: request.num_prefilled])
 
-    def _wants(self, active: list[TokenSequence]) -> tuple[Proposer, StepWants | None]:
+    def _wants(self, active: list[Request]) -> tuple[Proposer, StepWants | None]:
         """Who drafts this step, and what the rows that decode ask for."""
         plain_rows = [item.row for item in active if not item.options.speculate]
         wanted = [item.options.num_logprobs for item in active if item.options.num_logprobs is not None]
@@ -369,20 +368,20 @@ class Engine:
         proposer = self.proposer if self._sized is None else self._sized.choose(len(self._scheduler.rows))
         return proposer, wants if any(wants) else None
 
-    def _update(self, sequence: TokenSequence, result: StepResult) -> Update:
-        row = sequence.row
-        taken = sequence.extend(result.emitted[row])
+    def _update(self, request: Request, result: StepResult) -> Update:
+        row = request.row
+        taken = request.extend(result.emitted[row])
         logprobs = result.logprobs.get(row)
         if logprobs is not None:
-            num_top = sequence.options.num_logprobs
+            num_top = request.options.num_logprobs
             logprobs = [item._replace(top=item.top[:num_top]) for item in logprobs[: len(taken)]]
-        return Update(sequence, taken, logprobs, result.trees.get(row))
+        return Update(request, taken, logprobs, result.trees.get(row))
 
     def _prefill(self, runner: Runner) -> None:
         for run in neighbours(self._scheduler.prefill_chunks(self.config.prefill_chunk)):
-            runner.prefill([PrefillRow(c.sequence.row, c.start, c.sequence.prompt_ids[c.start : c.stop]) for c in run])
+            runner.prefill([PrefillRow(c.request.row, c.start, c.request.prompt_ids[c.start : c.stop]) for c in run])
             for chunk in run:
-                chunk.sequence.num_prefilled = chunk.stop
+                chunk.request.num_prefilled = chunk.stop
 
     def _limit_of(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         """How many tokens may be generated after this prompt."""

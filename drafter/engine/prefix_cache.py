@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from drafter.engine.request import Sequence as TokenSequence
+from drafter.engine.request import Request
 
 # Shorter matches (the opening of a chat template) cost more to copy than they spare.
 MIN_SHARED_TOKENS = 16
@@ -34,10 +34,10 @@ class PrefixIndex:
         self._held.clear()
         self._last_use.clear()
 
-    def note(self, sequences: Iterable[TokenSequence]) -> None:
-        """Take down what the rows of running and just finished sequences hold."""
-        for sequence in sequences:
-            self.hold(sequence.row, [*sequence.prompt_ids, *sequence.token_ids][: sequence.num_committed])
+    def note(self, requests: Iterable[Request]) -> None:
+        """Take down what the rows of running and just finished requests hold."""
+        for request in requests:
+            self.hold(request.row, [*request.prompt_ids, *request.token_ids][: request.num_committed])
 
     def hold(self, row: int, token_ids: list[int]) -> None:
         """A row holds these tokens in its first slots."""
@@ -66,7 +66,7 @@ class PrefixIndex:
                     best = SharedPrefix(row, num_tokens)
         return best if best.row >= 0 else None
 
-    def refuge(self, row: int, shared: SharedPrefix | None, vacant: Iterable[int]) -> int | None:
+    def spare_row(self, row: int, shared: SharedPrefix | None, vacant: Iterable[int]) -> int | None:
         """Where to copy what ``row`` holds before a prompt takes the row; None when it is not worth it.
 
         Args:

@@ -1,7 +1,7 @@
 """One request on its way: prompt, generated tokens, where it stands, and where it ends. No torch here."""
 
 import time
-from collections.abc import Sequence as ABCSequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass
-class Sequence:
+class Request:
     """A prompt and what has been generated for it.
 
     Attributes:
@@ -82,7 +82,7 @@ class Sequence:
         """Its row is there."""
         self.started = time.perf_counter()
 
-    def extend(self, emitted: ABCSequence[int]) -> list[int]:
+    def extend(self, emitted: Sequence[int]) -> list[int]:
         """Take a step's tokens, cut exactly where decoding one by one would have ended.
 
         Args:

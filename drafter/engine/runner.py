@@ -16,7 +16,7 @@ from drafter.decoding.proposer import Contexts, Proposer, RowState, StepOutcome
 from drafter.decoding.sampling import STREAM_RESIDUAL, Warp, gumbel_noise, make_warp, pick, warped_log_probs
 from drafter.decoding.tree import Candidates, ancestors
 from drafter.decoding.verify import Accepted, accept_picks, accept_samples
-from drafter.engine.report import StepTree, TokenLogprob, read_logprobs, read_trees
+from drafter.engine.outputs import StepTree, TokenLogprob, read_logprobs, read_trees
 from drafter.kernels.largest import argmax
 from drafter.targets.masks import chunk_mask, tree_mask
 from drafter.targets.target import Target, TargetOutput

@@ -4,15 +4,15 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from drafter.engine.request import Sequence
+from drafter.engine.request import Request
 
 _LARGEST_BUCKET = 64  # above, the number of rows is rounded up to a multiple of this
 
 
 class PrefillChunk(NamedTuple):
-    """Prompt tokens start .. stop - 1 of a sequence, to be prefilled in this step."""
+    """Prompt tokens start .. stop - 1 of a request, to be prefilled in this step."""
 
-    sequence: Sequence
+    request: Request
     start: int
     stop: int
 
@@ -20,7 +20,7 @@ class PrefillChunk(NamedTuple):
 class Schedule(NamedTuple):
     """What changed: who started (its row is set), and which rows moved (source, destination), in this order."""
 
-    started: list[Sequence]
+    started: list[Request]
     moves: list[tuple[int, int]]
 
 
@@ -35,26 +35,26 @@ class Scheduler:
     """
 
     def __init__(self, num_rows: int) -> None:
-        self.waiting: deque[Sequence] = deque()
-        self.rows: list[Sequence] = []
+        self.waiting: deque[Request] = deque()
+        self.rows: list[Request] = []
         self.row_limit = num_rows
 
     @property
     def has_work(self) -> bool:
         """Something waits or runs."""
-        return any(not sequence.is_finished for sequence in (*self.waiting, *self.rows))
+        return any(not request.is_finished for request in (*self.waiting, *self.rows))
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, request: Request) -> None:
         """Queue a request."""
-        self.waiting.append(sequence)
+        self.waiting.append(request)
 
-    def find(self, request_id: int) -> Sequence | None:
+    def find(self, request_id: int) -> Request | None:
         """The waiting or running request of that id."""
         return next((item for item in (*self.waiting, *self.rows) if item.request_id == request_id), None)
 
     def schedule(self) -> Schedule:
         """Between two steps: finished rows are freed, waiting requests start, gaps close."""
-        self.waiting = deque(sequence for sequence in self.waiting if not sequence.is_finished)
+        self.waiting = deque(request for request in self.waiting if not request.is_finished)
         started, moves = [], []
         row = 0
         while row < len(self.rows):
@@ -80,11 +80,11 @@ class Scheduler:
     def _release(self, row: int) -> None:
         self.rows[row].row = -1
 
-    def _start(self, row: int) -> Sequence:
-        sequence = self.waiting.popleft()
-        sequence.row = row
-        self.rows[row] = sequence
-        return sequence
+    def _start(self, row: int) -> Request:
+        request = self.waiting.popleft()
+        request.row = row
+        self.rows[row] = request
+        return request
 
     def prefill_chunks(self, chunk: int) -> list[PrefillChunk]:
         """Prompt parts for this step: one ``chunk`` of tokens in all while others decode, else one for every row."""
@@ -93,11 +93,11 @@ class Scheduler:
         is_decoding = len(pending) < len(self.rows)
         budget = chunk if is_decoding else chunk * len(pending)
         chunks = []
-        for sequence in pending:
-            start = sequence.num_prefilled
-            stop = min(len(sequence.prompt_ids) - 1, start + chunk, start + budget)
+        for request in pending:
+            start = request.num_prefilled
+            stop = min(len(request.prompt_ids) - 1, start + chunk, start + budget)
             if stop > start:
-                chunks.append(PrefillChunk(sequence, start, stop))
+                chunks.append(PrefillChunk(request, start, stop))
                 budget -= stop - start
         return chunks
 
@@ -113,9 +113,9 @@ def neighbours(chunks: list[PrefillChunk]) -> Iterator[list[PrefillChunk]]:
     """Runs of chunks in consecutive rows and of similar length, so that padding wastes less than half."""
     run: list[PrefillChunk] = []
     smallest = largest = 0
-    for chunk in sorted(chunks, key=lambda chunk: chunk.sequence.row):
+    for chunk in sorted(chunks, key=lambda chunk: chunk.request.row):
         size = chunk.stop - chunk.start
-        if run and chunk.sequence.row == run[-1].sequence.row + 1 and max(largest, size) <= 2 * min(smallest, size):
+        if run and chunk.request.row == run[-1].request.row + 1 and max(largest, size) <= 2 * min(smallest, size):
             smallest, largest = min(smallest, size), max(largest, size)
         else:
             if run:

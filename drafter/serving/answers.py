@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from drafter.engine.report import StepTree
+from drafter.engine.outputs import StepTree
 from drafter.serving.calls import Delta
 from drafter.serving.names import TokenNames
 from drafter.serving.pieces import Piece

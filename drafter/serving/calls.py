@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.config import RequestOptions
-from drafter.engine.report import StepTree
+from drafter.engine.outputs import StepTree
 from drafter.serving.pieces import Piece
 from drafter.serving.protocol import ApiError
 

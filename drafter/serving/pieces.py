@@ -6,8 +6,7 @@ tokens of held text are held back with it, so that what a client reads of tokens
 
 from typing import NamedTuple
 
-from drafter.engine.outputs import Update
-from drafter.engine.report import TokenLogprob
+from drafter.engine.outputs import TokenLogprob, Update
 from drafter.engine.text import IncrementalText
 
 
@@ -45,13 +44,13 @@ class PieceFeed:
 
     def take(self, update: Update) -> Release:
         """Take in a step's tokens; everything that may be shown now."""
-        num_drafted = update.sequence.num_accepted[-1]
+        num_drafted = update.request.num_accepted[-1]
         for place, token_id in enumerate(update.token_ids):
             logprob = None if update.logprobs is None else update.logprobs[place]
             self._tokens.append((token_id, place < num_drafted, logprob))
         fresh = self._text.take()
         self._shown += fresh
-        stop = self._last_certain(is_finished=update.sequence.is_finished)
+        stop = self._last_certain(is_finished=update.request.is_finished)
         ends = [0, *self._text.ends]
         pieces = []
         for place in range(self._num_released, stop):

@@ -20,7 +20,7 @@ import torch
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.outputs import Update
-from drafter.engine.request import Sequence
+from drafter.engine.request import Request
 from drafter.serving.calls import Accepted, Call, Delta, Failure, Job, News
 from drafter.serving.metrics import Metrics
 from drafter.serving.pieces import PieceFeed, Release
@@ -39,7 +39,7 @@ class _Ticket:
 
     call: Call
     place: int
-    sequence: Sequence
+    request: Request
     feed: PieceFeed | None
     arrived: float
 
@@ -222,19 +222,19 @@ class Worker:
 
     def _add(self, command: _Add) -> None:
         call = command.call
-        added: list[Sequence] = []
+        added: list[Request] = []
         try:
             for job in call.jobs:
                 added.append(self.engine.add(job.prompt_ids, job.params, job.options))
         except ValueError as error:
-            for sequence in added:
-                self.engine.abort(sequence.request_id)
+            for request in added:
+                self.engine.abort(request.request_id)
             refusal = ApiError(400, str(error), code=_code_of(error))
             self._post([(call, Failure(place, refusal)) for place in range(len(call.jobs))])
             return
-        for place, (job, sequence) in enumerate(zip(call.jobs, added, strict=True)):
-            feed = PieceFeed(sequence.text) if job.wants_pieces and sequence.text is not None else None
-            self._tickets[sequence.request_id] = _Ticket(call, place, sequence, feed, command.arrived)
+        for place, (job, request) in enumerate(zip(call.jobs, added, strict=True)):
+            feed = PieceFeed(request.text) if job.wants_pieces and request.text is not None else None
+            self._tickets[request.request_id] = _Ticket(call, place, request, feed, command.arrived)
         self._post([(call, Accepted(place)) for place in range(len(added))])
 
     def _drop_call(self, call: Call) -> None:
@@ -260,18 +260,18 @@ class Worker:
 
     def _news(self, update: Update) -> tuple[Call, News]:
         """What to tell the client of an update."""
-        sequence = update.sequence
-        ticket = self._tickets[sequence.request_id]
+        request = update.request
+        ticket = self._tickets[request.request_id]
         if ticket.feed is not None:
             release = ticket.feed.take(update)
         else:
-            release = Release(sequence.text.take() if sequence.text is not None else "", [])
+            release = Release(request.text.take() if request.text is not None else "", [])
         self._count(ticket, update)
-        reason = sequence.finish_reason
+        reason = request.finish_reason
         assert reason != "abort"
         if reason is not None:
-            del self._tickets[sequence.request_id]
-        numbers = len(sequence.token_ids), sequence.num_forwards, sequence.num_shared
+            del self._tickets[request.request_id]
+        numbers = len(request.token_ids), request.num_forwards, request.num_shared
         return ticket.call, Delta(ticket.place, release.text, release.pieces, update.tree, reason, *numbers)
 
     def _recover(self, error: Exception) -> None:
@@ -292,7 +292,7 @@ class Worker:
             _log.error("a step with %d rows failed", num_running, exc_info=error)
             failure = ApiError(500, "an internal error ended this answer", kind="server_error")
         self._metrics.failed_steps.labels("memory" if is_memory else "error").inc()
-        failed = {sequence.request_id for sequence in self.engine.drop(keep)}
+        failed = {request.request_id for request in self.engine.drop(keep)}
         if not failed:  # it broke before any row was touched: whoever waits would only break it again
             failed = set(self._tickets)
             for request_id in failed:
@@ -328,24 +328,24 @@ class Worker:
     # -- counting --------------------------------------------------------------------------------------------------
 
     def _count(self, ticket: _Ticket, update: Update) -> None:
-        metrics, sequence = self._metrics, update.sequence
+        metrics, request = self._metrics, update.request
         num_tokens = len(update.token_ids)
         metrics.target_forwards.inc()
         metrics.tokens.inc(num_tokens)
         metrics.tokens_per_step.observe(num_tokens)
-        metrics.drafted_tokens.inc(sequence.num_accepted[-1])
+        metrics.drafted_tokens.inc(request.num_accepted[-1])
         now = time.perf_counter()
-        if sequence.num_forwards == 1:
+        if request.num_forwards == 1:
             metrics.first_token_seconds.observe(now - ticket.arrived)
-            metrics.prompt_tokens.inc(len(sequence.prompt_ids))
-            metrics.shared_tokens.inc(sequence.num_shared)
-        if sequence.finish_reason is not None:
-            metrics.answers.labels(sequence.finish_reason).inc()
+            metrics.prompt_tokens.inc(len(request.prompt_ids))
+            metrics.shared_tokens.inc(request.num_shared)
+        if request.finish_reason is not None:
+            metrics.answers.labels(request.finish_reason).inc()
             metrics.answer_seconds.observe(now - ticket.arrived)
-            self._durations.append(sequence.seconds)
-            num_further = len(sequence.token_ids) - num_tokens
-            if sequence.first_token is not None and num_further > 0:
-                metrics.token_seconds.observe((now - sequence.first_token) / num_further)
+            self._durations.append(request.seconds)
+            num_further = len(request.token_ids) - num_tokens
+            if request.first_token is not None and num_further > 0:
+                metrics.token_seconds.observe((now - request.first_token) / num_further)
 
     def _count_rows(self) -> None:
         self._metrics.active_rows.set(self.engine.num_running)

@@ -19,7 +19,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.config import EngineConfig, RequestOptions
 from drafter.engine.engine import Engine
 from drafter.engine.outputs import Update
-from drafter.engine.prompt import Prompt
+from drafter.engine.text import Prompt
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 from drafter.training.wandb_logging import (
@@ -60,12 +60,12 @@ def decode_answers(
             answers[request.request_id] = DecodedAnswer(request.prompt_ids, [])
         while engine.has_work:
             for update in engine.step():
-                answers[update.sequence.request_id].steps.append(_step_of(update))
+                answers[update.request.request_id].steps.append(_step_of(update))
     return list(answers.values())
 
 
 def _step_of(update: Update) -> DecodedStep:
-    tree, num_accepted = update.tree, update.sequence.num_accepted[-1]
+    tree, num_accepted = update.tree, update.request.num_accepted[-1]
     accepted, own = update.token_ids[:num_accepted], update.token_ids[num_accepted:]
     if tree is None or not own:
         return DecodedStep(accepted, own, [])

@@ -253,24 +253,24 @@ def test_stream_that_is_left_leaves_no_row_behind() -> None:
 
 def test_abort_of_waiting_and_running_requests() -> None:
     engine = new_engine(max_rows=2)
-    sequences = [engine.add(prompt, NO_EOS) for prompt in KNOWN[:5]]
+    requests = [engine.add(prompt, NO_EOS) for prompt in KNOWN[:5]]
     engine.step()
     assert (engine.num_running, engine.num_waiting) == (2, 3)
-    engine.abort(sequences[0].request_id)
-    engine.abort(sequences[3].request_id)
+    engine.abort(requests[0].request_id)
+    engine.abort(requests[3].request_id)
     engine.abort(12345)
     assert (engine.num_running, engine.num_waiting) == (1, 2)
     while engine.has_work:
         engine.step()
     answers = answers_of(shared_target(), KNOWN[:5], NO_EOS)
-    for index, sequence in enumerate(sequences):
+    for index, request in enumerate(requests):
         if index in (0, 3):
-            assert sequence.finish_reason == "abort"
-            assert sequence.token_ids == answers[index][: len(sequence.token_ids)]
+            assert request.finish_reason == "abort"
+            assert request.token_ids == answers[index][: len(request.token_ids)]
         else:
-            assert sequence.finish_reason == "length" and sequence.token_ids == answers[index]
-    engine.abort(sequences[1].request_id)
-    assert sequences[1].finish_reason == "length"
+            assert request.finish_reason == "length" and request.token_ids == answers[index]
+    engine.abort(requests[1].request_id)
+    assert requests[1].finish_reason == "length"
 
 
 def test_rows_grow_between_calls_but_not_under_running_requests() -> None:

@@ -11,7 +11,7 @@ from drafter.engine.config import RequestOptions
 from drafter.engine.engine import Engine
 from drafter.engine.outputs import Update
 from drafter.engine.prefix_cache import MIN_SHARED_TOKENS, PrefixIndex, SharedPrefix, common_length
-from drafter.engine.request import Sequence
+from drafter.engine.request import Request
 from drafter.engine.scheduler import Scheduler
 from tests.serving.tiny import tiny_engine, tiny_target
 
@@ -82,13 +82,13 @@ def test_what_a_row_held_is_saved_where_it_was_missed_least() -> None:
     for row in range(4):
         index.hold(row, [row] * 40)
     index.hold(2, [2] * 40)
-    assert index.refuge(0, None, [1, 2, 3]) == 1, "1 was used longest ago"
-    assert index.refuge(0, SharedPrefix(1, 20), [1, 2, 3]) == 3, "1 is about to be copied from"
-    assert index.refuge(0, None, []) is None
-    assert index.refuge(0, SharedPrefix(0, 38), [1, 2, 3]) is None, "next to nothing is lost"
+    assert index.spare_row(0, None, [1, 2, 3]) == 1, "1 was used longest ago"
+    assert index.spare_row(0, SharedPrefix(1, 20), [1, 2, 3]) == 3, "1 is about to be copied from"
+    assert index.spare_row(0, None, []) is None
+    assert index.spare_row(0, SharedPrefix(0, 38), [1, 2, 3]) is None, "next to nothing is lost"
     index.hold(0, [1] * 30 + [5] * 9)
-    assert index.refuge(0, SharedPrefix(1, 25), [2, 3]) is None
-    assert index.refuge(0, SharedPrefix(1, 20), [2, 3]) == 3
+    assert index.spare_row(0, SharedPrefix(1, 25), [2, 3]) is None
+    assert index.spare_row(0, SharedPrefix(1, 20), [2, 3]) == 3
 
 
 def test_shared_system_prompt_is_not_computed_again() -> None:
@@ -100,8 +100,8 @@ def test_shared_system_prompt_is_not_computed_again() -> None:
     assert first.num_shared == 0
     shared = common_length(chat("Name a colour."), chat("What"))
     assert all(other.num_shared >= shared for other in others)
-    for sequence in (first, *others):
-        assert sequence.token_ids == plain_answer(sequence.prompt_ids)
+    for request in (first, *others):
+        assert request.token_ids == plain_answer(request.prompt_ids)
 
 
 def test_next_turn_of_a_chat_reuses_the_answer_too() -> None:
@@ -121,30 +121,30 @@ def test_next_turn_of_a_chat_reuses_the_answer_too() -> None:
 
 def test_prefixes_survive_rows_that_come_go_and_move() -> None:
     engine = tiny_engine(max_rows=3)
-    sequences = []
+    requests = []
     for turn in range(12):
         params = SamplingParams(
             max_new_tokens=3 + 5 * (turn % 4), ignore_eos=True, temperature=0.9 * (turn % 2), seed=turn
         )
-        sequences.append(engine.add(chat(f"Question {turn % 5}, please?"), params))
+        requests.append(engine.add(chat(f"Question {turn % 5}, please?"), params))
         for _ in range(turn % 3):
             engine.step()
         if turn % 5 == 4:
-            engine.abort(sequences[-2].request_id)
+            engine.abort(requests[-2].request_id)
     run(engine)
-    assert sum(sequence.num_shared > 0 for sequence in sequences) >= 8
-    for sequence in sequences:
-        if sequence.finish_reason != "abort":
-            assert sequence.token_ids == plain_answer(sequence.prompt_ids, sequence.params)
+    assert sum(request.num_shared > 0 for request in requests) >= 8
+    for request in requests:
+        if request.finish_reason != "abort":
+            assert request.token_ids == plain_answer(request.prompt_ids, request.params)
 
 
 def test_prefixes_are_left_alone_unless_asked_for() -> None:
     engine = tiny_engine(reuse_prefixes=False)
-    sequences = [engine.add(chat("Name a colour."), GREEDY)]
+    requests = [engine.add(chat("Name a colour."), GREEDY)]
     run(engine)
-    sequences.append(engine.add(chat("Name a colour."), GREEDY))
+    requests.append(engine.add(chat("Name a colour."), GREEDY))
     run(engine)
-    assert [sequence.num_shared for sequence in sequences] == [0, 0]
+    assert [request.num_shared for request in requests] == [0, 0]
 
 
 def test_speculation_off_is_one_token_a_forward_and_the_same_text() -> None:
@@ -159,10 +159,10 @@ def test_speculation_off_is_one_token_a_forward_and_the_same_text() -> None:
 
 def test_step_without_speculating_rows_runs_the_root_alone() -> None:
     engine = tiny_engine()
-    sequence = engine.add(chat("Name a colour."), GREEDY, RequestOptions(speculate=False, want_tree=True))
+    request = engine.add(chat("Name a colour."), GREEDY, RequestOptions(speculate=False, want_tree=True))
     trees = [update.tree for update in run(engine)]
     assert all(tree is not None and len(tree.token_ids) == 1 for tree in trees)
-    assert sequence.token_ids == plain_answer(sequence.prompt_ids)
+    assert request.token_ids == plain_answer(request.prompt_ids)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -170,17 +170,17 @@ def test_logprobs_are_those_of_the_target(temperature: float) -> None:
     engine = tiny_engine()
     params = SamplingParams(max_new_tokens=20, ignore_eos=True, temperature=temperature, seed=3)
     neighbour = engine.add(chat("Why is that so?"), params)
-    sequence = engine.add(chat("Name a colour."), params, RequestOptions(num_logprobs=3))
+    request = engine.add(chat("Name a colour."), params, RequestOptions(num_logprobs=3))
     updates = run(engine)
-    assert all(update.logprobs is None for update in updates if update.sequence is neighbour)
-    logprobs = [item for update in updates if update.sequence is sequence for item in update.logprobs or ()]
-    assert len(logprobs) == len(sequence.token_ids)
+    assert all(update.logprobs is None for update in updates if update.request is neighbour)
+    logprobs = [item for update in updates if update.request is request for item in update.logprobs or ()]
+    assert len(logprobs) == len(request.token_ids)
     target = tiny_target()
-    tokens_1T = torch.tensor([[*sequence.prompt_ids, *sequence.token_ids]])
+    tokens_1T = torch.tensor([[*request.prompt_ids, *request.token_ids]])
     with torch.no_grad():
         wanted_TV = target.model(tokens_1T).logits[0].log_softmax(-1)
-    start = len(sequence.prompt_ids) - 1
-    for place, (token, item) in enumerate(zip(sequence.token_ids, logprobs, strict=True)):
+    start = len(request.prompt_ids) - 1
+    for place, (token, item) in enumerate(zip(request.token_ids, logprobs, strict=True)):
         row_V = wanted_TV[start + place]
         assert math.isclose(item.logprob, row_V[token].item(), abs_tol=1e-4)
         best = row_V.topk(3)
@@ -190,8 +190,8 @@ def test_logprobs_are_those_of_the_target(temperature: float) -> None:
 
 def test_trees_tell_what_was_accepted() -> None:
     engine = tiny_engine()
-    sequence = engine.add(chat("Name a colour."), GREEDY, RequestOptions(want_tree=True))
-    root = sequence.prompt_ids[-1]
+    request = engine.add(chat("Name a colour."), GREEDY, RequestOptions(want_tree=True))
+    root = request.prompt_ids[-1]
     for update in run(engine):
         tree = update.tree
         assert tree is not None
@@ -220,25 +220,25 @@ def failing_once(engine: Engine, error: Exception, *, after: int) -> None:
 
 def test_dropped_rows_are_gone_and_waiting_requests_go_on() -> None:
     engine = tiny_engine(max_rows=2)
-    sequences = [engine.add(chat(f"Question {i}?"), GREEDY) for i in range(4)]
+    requests = [engine.add(chat(f"Question {i}?"), GREEDY) for i in range(4)]
     failing_once(engine, RuntimeError("broken"), after=3)
     with pytest.raises(RuntimeError, match="broken"):
         run(engine)
-    assert engine.drop() == sequences[:2]
+    assert engine.drop() == requests[:2]
     assert (engine.num_running, engine.num_waiting) == (0, 2)
     run(engine)
-    assert [item.finish_reason for item in sequences] == ["abort", "abort", "length", "length"]
-    for sequence in sequences[2:]:
-        assert sequence.token_ids == plain_answer(sequence.prompt_ids)
+    assert [item.finish_reason for item in requests] == ["abort", "abort", "length", "length"]
+    for request in requests[2:]:
+        assert request.token_ids == plain_answer(request.prompt_ids)
 
 
 def test_rows_that_are_kept_after_a_failed_step_are_unharmed() -> None:
     engine = tiny_engine()
-    sequences = [engine.add(chat(f"Question {i}?"), GREEDY) for i in range(4)]
+    requests = [engine.add(chat(f"Question {i}?"), GREEDY) for i in range(4)]
     failing_once(engine, torch.OutOfMemoryError("no memory"), after=3)
     with pytest.raises(torch.OutOfMemoryError):
         run(engine)
-    assert engine.drop(keep=2) == sequences[2:]
+    assert engine.drop(keep=2) == requests[2:]
     engine.limit_rows(2)
     late = [engine.add(chat(f"Late {i}?"), GREEDY) for i in range(3)]
     most = 0
@@ -246,8 +246,8 @@ def test_rows_that_are_kept_after_a_failed_step_are_unharmed() -> None:
         engine.step()
         most = max(most, engine.num_running)
     assert most == 2
-    for sequence in (*sequences[:2], *late):
-        assert sequence.token_ids == plain_answer(sequence.prompt_ids)
+    for request in (*requests[:2], *late):
+        assert request.token_ids == plain_answer(request.prompt_ids)
     engine.limit_rows(100)
     for i in range(4):
         engine.add(chat(f"More {i}?"), GREEDY)
@@ -258,27 +258,27 @@ def test_rows_that_are_kept_after_a_failed_step_are_unharmed() -> None:
 def test_prompts_are_prefilled_in_order_of_arrival() -> None:
     scheduler = Scheduler(3)
     for request_id, (row, length) in enumerate([(2, 100), (0, 100), (1, 1)]):
-        sequence = Sequence(request_id, [1] * length, GREEDY, 5, frozenset())
-        sequence.row = row
-        scheduler.rows.append(sequence)
+        request = Request(request_id, [1] * length, GREEDY, 5, frozenset())
+        request.row = row
+        scheduler.rows.append(request)
     scheduler.rows.sort(key=lambda item: item.row)
     (chunk,) = scheduler.prefill_chunks(32)
-    assert (chunk.sequence.request_id, chunk.start, chunk.stop) == (0, 0, 32)
+    assert (chunk.request.request_id, chunk.start, chunk.stop) == (0, 0, 32)
 
 
 def test_row_limit_shrinks_as_rows_finish() -> None:
     scheduler = Scheduler(4)
-    sequences = [Sequence(i, [1], GREEDY, 5, frozenset()) for i in range(6)]
-    for sequence in sequences:
-        scheduler.add(sequence)
-    assert scheduler.schedule().started == sequences[:4]
+    requests = [Request(i, [1], GREEDY, 5, frozenset()) for i in range(6)]
+    for request in requests:
+        scheduler.add(request)
+    assert scheduler.schedule().started == requests[:4]
     scheduler.row_limit = 2
-    sequences[0].finish("stop")
+    requests[0].finish("stop")
     assert scheduler.schedule().started == []
     assert [item.request_id for item in scheduler.rows] == [3, 1, 2]
-    sequences[1].finish("stop")
-    sequences[2].finish("stop")
-    assert scheduler.schedule().started == [sequences[4]]
+    requests[1].finish("stop")
+    requests[2].finish("stop")
+    assert scheduler.schedule().started == [requests[4]]
     assert [item.request_id for item in scheduler.rows] == [3, 4]
 
 

@@ -1,4 +1,4 @@
-"""The scheduler and what else of decoding knows no tensors: rows, moves, prefill budgets, cut sequences."""
+"""The scheduler and what else of decoding knows no tensors: rows, moves, prefill budgets, cut requests."""
 
 import subprocess
 import sys
@@ -9,22 +9,22 @@ from hypothesis import strategies as st
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.config import EngineConfig
-from drafter.engine.request import Sequence
+from drafter.engine.request import Request
 from drafter.engine.scheduler import Scheduler
 
 
-def new_sequence(
+def new_request(
     request_id: int, *, prompt_length: int = 1, limit: int = 10, stop_ids: frozenset[int] = frozenset()
-) -> Sequence:
-    return Sequence(request_id, [1] * prompt_length, SamplingParams(), limit, stop_ids)
+) -> Request:
+    return Request(request_id, [1] * prompt_length, SamplingParams(), limit, stop_ids)
 
 
-def scheduler_with(num_rows: int, lengths: list[int]) -> tuple[Scheduler, list[Sequence]]:
+def scheduler_with(num_rows: int, lengths: list[int]) -> tuple[Scheduler, list[Request]]:
     scheduler = Scheduler(num_rows)
-    sequences = [new_sequence(index, prompt_length=length) for index, length in enumerate(lengths)]
-    for sequence in sequences:
-        scheduler.add(sequence)
-    return scheduler, sequences
+    requests = [new_request(index, prompt_length=length) for index, length in enumerate(lengths)]
+    for request in requests:
+        scheduler.add(request)
+    return scheduler, requests
 
 
 def test_these_files_do_not_import_torch() -> None:
@@ -34,72 +34,72 @@ def test_these_files_do_not_import_torch() -> None:
 
 
 def test_first_come_first_served() -> None:
-    scheduler, sequences = scheduler_with(2, [1, 1, 1])
+    scheduler, requests = scheduler_with(2, [1, 1, 1])
     schedule = scheduler.schedule()
-    assert schedule.started == sequences[:2] and schedule.moves == []
-    assert [item.row for item in sequences] == [0, 1, -1]
+    assert schedule.started == requests[:2] and schedule.moves == []
+    assert [item.row for item in requests] == [0, 1, -1]
     assert scheduler.schedule() == ([], [])
 
 
 def test_finished_row_goes_to_who_waits() -> None:
-    scheduler, sequences = scheduler_with(2, [1, 1, 1])
+    scheduler, requests = scheduler_with(2, [1, 1, 1])
     scheduler.schedule()
-    sequences[0].finish("stop")
-    assert scheduler.schedule() == ([sequences[2]], [])
-    assert [item.row for item in sequences] == [-1, 1, 0]
+    requests[0].finish("stop")
+    assert scheduler.schedule() == ([requests[2]], [])
+    assert [item.row for item in requests] == [-1, 1, 0]
 
 
 def test_last_row_closes_a_gap_when_nobody_waits() -> None:
-    scheduler, sequences = scheduler_with(4, [1, 1, 1, 1])
+    scheduler, requests = scheduler_with(4, [1, 1, 1, 1])
     scheduler.schedule()
     for index in (0, 2):
-        sequences[index].finish("length")
+        requests[index].finish("length")
     assert scheduler.schedule() == ([], [(3, 0)])
-    assert [item.row for item in sequences] == [-1, 1, -1, 0]
-    assert scheduler.rows == [sequences[3], sequences[1]]
+    assert [item.row for item in requests] == [-1, 1, -1, 0]
+    assert scheduler.rows == [requests[3], requests[1]]
 
 
 def test_finished_rows_at_the_end_just_go() -> None:
-    scheduler, sequences = scheduler_with(3, [1, 1, 1])
+    scheduler, requests = scheduler_with(3, [1, 1, 1])
     scheduler.schedule()
     for index in (1, 2):
-        sequences[index].finish("length")
+        requests[index].finish("length")
     assert scheduler.schedule() == ([], [])
-    assert scheduler.rows == [sequences[0]]
+    assert scheduler.rows == [requests[0]]
 
 
 def test_requests_that_are_taken_back_while_they_wait_are_no_work() -> None:
-    scheduler, sequences = scheduler_with(1, [1, 1])
+    scheduler, requests = scheduler_with(1, [1, 1])
     scheduler.schedule()
-    assert scheduler.find(1) is sequences[1] and scheduler.find(7) is None
-    sequences[1].finish("abort")
+    assert scheduler.find(1) is requests[1] and scheduler.find(7) is None
+    requests[1].finish("abort")
     assert scheduler.has_work
-    sequences[0].finish("stop")
+    requests[0].finish("stop")
     assert not scheduler.has_work
     assert scheduler.schedule() == ([], [])
     assert not scheduler.rows and not scheduler.waiting
 
 
 def test_prefill_while_nobody_decodes_gives_every_row_a_chunk() -> None:
-    scheduler, sequences = scheduler_with(3, [1 + 10, 1 + 3, 1 + 4])
+    scheduler, requests = scheduler_with(3, [1 + 10, 1 + 3, 1 + 4])
     scheduler.schedule()
     chunks = scheduler.prefill_chunks(4)
-    assert [(c.sequence, c.start, c.stop) for c in chunks] == [
-        (sequences[0], 0, 4),
-        (sequences[1], 0, 3),
-        (sequences[2], 0, 4),
+    assert [(c.request, c.start, c.stop) for c in chunks] == [
+        (requests[0], 0, 4),
+        (requests[1], 0, 3),
+        (requests[2], 0, 4),
     ]
 
 
 def test_prefill_beside_decoding_rows_shares_one_chunk() -> None:
-    scheduler, sequences = scheduler_with(3, [1, 1 + 3, 1 + 9])
+    scheduler, requests = scheduler_with(3, [1, 1 + 3, 1 + 9])
     scheduler.schedule()
-    assert sequences[0].is_prefilled
+    assert requests[0].is_prefilled
     chunks = scheduler.prefill_chunks(4)
-    assert [(c.sequence, c.start, c.stop) for c in chunks] == [(sequences[1], 0, 3), (sequences[2], 0, 1)]
+    assert [(c.request, c.start, c.stop) for c in chunks] == [(requests[1], 0, 3), (requests[2], 0, 1)]
     for chunk in chunks:
-        chunk.sequence.num_prefilled = chunk.stop
-    assert scheduler.prefill_chunks(4) == [(sequences[2], 1, 5)]
+        chunk.request.num_prefilled = chunk.stop
+    assert scheduler.prefill_chunks(4) == [(requests[2], 1, 5)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -113,7 +113,7 @@ def test_everybody_is_served_and_rows_stay_packed(
     num_rows: int, chunk: int, lengths: list[int], ends: list[int]
 ) -> None:
     """Any mix of prompts and answers: rows are 0 .. n-1, no two share one, moves carry what stands there, all end."""
-    scheduler, sequences = scheduler_with(num_rows, lengths)
+    scheduler, requests = scheduler_with(num_rows, lengths)
     held: dict[int, int] = {}  # row -> the request whose state stands in it
     order = []
     for _ in range(400):
@@ -122,22 +122,22 @@ def test_everybody_is_served_and_rows_stay_packed(
         started, moves = scheduler.schedule()
         for source, destination in moves:
             held[destination] = held[source]
-        for sequence in started:
-            held[sequence.row] = sequence.request_id
-            order.append(sequence.request_id)
+        for request in started:
+            held[request.row] = request.request_id
+            order.append(request.request_id)
         assert [item.row for item in scheduler.rows] == list(range(len(scheduler.rows)))
         assert [held[item.row] for item in scheduler.rows] == [item.request_id for item in scheduler.rows]
         assert len(scheduler.rows) == min(num_rows, len(scheduler.rows) + len(scheduler.waiting))
         for part in scheduler.prefill_chunks(chunk):
-            assert part.start == part.sequence.num_prefilled and 0 < part.stop - part.start <= chunk
-            part.sequence.num_prefilled = part.stop
+            assert part.start == part.request.num_prefilled and 0 < part.stop - part.start <= chunk
+            part.request.num_prefilled = part.stop
         for item in scheduler.rows:
             if item.is_prefilled:
                 item.extend([5])
                 if len(item.token_ids) > ends[item.request_id % len(ends)]:
                     item.finish("stop")
     assert not scheduler.has_work and order == sorted(order) == list(range(len(lengths)))
-    assert all(item.finish_reason for item in sequences)
+    assert all(item.finish_reason for item in requests)
 
 
 @pytest.mark.parametrize(
@@ -153,23 +153,23 @@ def test_everybody_is_served_and_rows_stay_packed(
         ([9], [9], "stop", 0),
     ],
 )
-def test_sequence_is_cut_where_decoding_one_by_one_ends(
+def test_request_is_cut_where_decoding_one_by_one_ends(
     emitted: list[int], taken: list[int], reason: str | None, accepted: int
 ) -> None:
-    sequence = new_sequence(0, limit=4, stop_ids=frozenset({9}))
-    assert sequence.extend(emitted) == taken == sequence.token_ids
-    assert sequence.finish_reason == reason and sequence.num_accepted == [accepted]
-    assert sequence.num_forwards == 1 and sequence.tokens_per_step == len(taken)
+    request = new_request(0, limit=4, stop_ids=frozenset({9}))
+    assert request.extend(emitted) == taken == request.token_ids
+    assert request.finish_reason == reason and request.num_accepted == [accepted]
+    assert request.num_forwards == 1 and request.tokens_per_step == len(taken)
 
 
-def test_sequence_counts_where_it_stands() -> None:
-    sequence = new_sequence(0, prompt_length=4)
-    assert not sequence.is_prefilled and sequence.seconds == 0.0 and sequence.tokens_per_step == 0.0
-    sequence.start()
-    sequence.num_prefilled = 3
-    sequence.extend([5, 6])
-    assert sequence.is_prefilled and sequence.num_committed == 5
-    assert 0 < sequence.seconds < 60
+def test_request_counts_where_it_stands() -> None:
+    request = new_request(0, prompt_length=4)
+    assert not request.is_prefilled and request.seconds == 0.0 and request.tokens_per_step == 0.0
+    request.start()
+    request.num_prefilled = 3
+    request.extend([5, 6])
+    assert request.is_prefilled and request.num_committed == 5
+    assert 0 < request.seconds < 60
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.outputs import Update
-from drafter.engine.request import Sequence
+from drafter.engine.request import Request
 from drafter.engine.text import IncrementalText
 from drafter.serving.names import TokenNames
 from drafter.serving.pieces import Piece, PieceFeed
@@ -23,13 +23,13 @@ def ids(text: str) -> list[int]:
 def run(steps: list[list[int]], *, stop: tuple[str, ...] = (), limit: int = 100) -> list[tuple[str, list[Piece]]]:
     """Feed an answer step by step; what was released after each."""
     text = IncrementalText(lambda tokens: TOKENIZER.decode(tokens, skip_special_tokens=True), stop)
-    sequence = Sequence(0, [1], SamplingParams(stop=stop), limit, frozenset([EOS]), text)
+    request = Request(0, [1], SamplingParams(stop=stop), limit, frozenset([EOS]), text)
     feed = PieceFeed(text)
     released = []
     for emitted in steps:
-        if sequence.is_finished:
+        if request.is_finished:
             break
-        release = feed.take(Update(sequence, sequence.extend(emitted)))
+        release = feed.take(Update(request, request.extend(emitted)))
         released.append((release.text, release.pieces))
     return released
 
