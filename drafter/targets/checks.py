@@ -151,7 +151,14 @@ def probe_logit_map(model: PreTrainedModel, name: str) -> Callable[[Tensor], Ten
     embedding_VD = _embedding_of(model)
     token_BT = torch.arange(1, 4, device=embedding_VD.device)[None] % embedding_VD.shape[0]
     wanted_BTV = model(input_ids=token_BT, use_cache=False).logits.float()
-    raw_BTV = model.get_output_embeddings()(decoder_of(model)(input_ids=token_BT, use_cache=False).last_hidden_state)
+    output_matrix: Any = model.get_output_embeddings()
+    hidden_BTD = decoder_of(model)(input_ids=token_BT, use_cache=False).last_hidden_state
+    if hidden_BTD.shape[-1] != output_matrix.weight.shape[1]:
+        raise ValueError(
+            f"target {name!r} changes its last hidden state before the output matrix: states of {hidden_BTD.shape[-1]} "
+            f"values for a matrix of {output_matrix.weight.shape[1]} columns"
+        )
+    raw_BTV = output_matrix(hidden_BTD)
     # What the configuration names comes first: on small logits a soft cap looks like nothing.
     maps: list[Callable[[Tensor], Tensor]] = []
     scales = [getattr(config, "logit_scale", None)]

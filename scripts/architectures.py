@@ -1,0 +1,273 @@
+"""Which of transformers' causal language models can be a target: every type is built small, run, and compared.
+
+    python scripts/architectures.py --out docs/results/architectures.jsonl          # every type, some ten minutes
+    python scripts/architectures.py llama gemma3_text gpt_oss                        # these types, to the screen
+
+Each type is shrunk to two layers or a few more, gets random weights, and answers two prompts three ways: with
+transformers' ``generate``, with plain decoding and with draft trees of our engine (float32, greedy). Windows are
+shorter than the texts. The verdict of a type:
+
+    identical   all three texts are the same
+    refused     the target is refused when it is loaded, with the reason
+    broken      another text, or an error that is no refusal
+    not built   the configuration could not be shrunk, or transformers itself cannot run the small model
+"""
+
+import argparse
+import json
+import signal
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from drafter import Engine, EngineConfig, SamplingParams, Target
+from drafter.utils.io import write_atomic
+
+VOCAB = 96
+WINDOW = 8
+NUM_NEW = 16
+PROMPT_LENGTHS = (5, 13)
+MOST_PARAMETERS = 30_000_000
+SECONDS = 120  # of one type
+
+# Sizes by the names that configurations have for them; a configuration that lacks a name is left alone.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "d_model": 32,
+    "n_embd": 32,
+    "intermediate_size": 48,
+    "ffn_dim": 48,
+    "d_ff": 48,
+    "decoder_ffn_dim": 48,
+    "ffn_hidden_size": 48,
+    "n_inner": 48,
+    "word_embed_proj_dim": 32,
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+    "n_layers": 2,
+    "num_layers": 2,
+    "decoder_layers": 2,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "num_heads": 4,
+    "decoder_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "global_head_dim": 8,
+    "max_position_embeddings": 128,
+    "n_positions": 128,
+    "max_seq_len": 128,
+    "sliding_window": WINDOW,
+    "attention_chunk_size": WINDOW,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 16,
+    "intermediate_size_mlp": 48,
+    "dense_intermediate_size": 48,
+    "expert_ffn_hidden_size": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "top_k_experts": 2,
+    "moe_topk": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "qk_head_dim": 12,
+    "v_head_dim": 12,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "index_topk": 16,
+    "query_pre_attn_scalar": 8,
+    "rotary_dim": 4,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 0,
+    "laurel_rank": 4,
+    "altup_num_inputs": 2,
+    "mamba_d_state": 4,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "state_size": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "lru_width": 32,
+    "attention_window_size": WINDOW,
+    "attn_window_size": WINDOW,
+    "num_codebooks": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# Types whose configuration needs more than the sizes above.
+MORE: dict[str, dict[str, Any]] = {
+    "falcon": {"alibi": False},
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "axk1", "axk2", "glm4_moe_lite", "kimi_k2", "longcat_flash"),
+        {"num_key_value_heads": 4, "head_dim": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    ),
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+}
+
+
+class Verdict(NamedTuple):
+    """What came of one type."""
+
+    model_type: str
+    verdict: str
+    reason: str = ""
+
+
+def model_types() -> list[str]:
+    """Every causal LM of the installed transformers."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def small_config(model_type: str) -> PreTrainedConfig:
+    """The type's configuration with few layers, small sizes and short windows."""
+    kind = CONFIG_MAPPING[model_type]
+    base = kind()
+    given = {**SIZES, **MORE.get(model_type, {})}
+    names = set(vars(base)) | set(getattr(kind, "attribute_map", {}))
+    more = MORE.get(model_type, {})
+    flat = {
+        name: value
+        for name, value in given.items()
+        if name in more or (name in names and getattr(base, name, None) is not None)
+    }
+    kinds = getattr(base, "layer_types", None)
+    has_own_kinds = isinstance(getattr(kind, "layer_types", None), property) or "layer_types" not in vars(base)
+    if kinds and not has_own_kinds:  # one layer of each kind, in the order of their first appearance
+        flat["layer_types"] = few = list(dict.fromkeys(kinds)) if len(set(kinds)) > 1 else list(kinds[:2])
+        for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
+            if name in flat:
+                flat[name] = len(few)
+    if isinstance(getattr(base, "mlp_layer_types", None), list):
+        flat["mlp_layer_types"] = base.mlp_layer_types[: len(flat.get("layer_types", "12"))]
+    text = base.get_text_config(decoder=True)
+    if (
+        text is not base and text.model_type != model_type
+    ):  # a multimodal type: its text side is shrunk, the others stay as they are
+        inner = small_config(text.model_type)
+        name = next(key for key, value in vars(base).items() if value is text)
+        return kind(**{name: inner.to_dict()})
+    return kind(**flat)
+
+
+def small_model(model_type: str) -> PreTrainedModel:
+    """A random model of the type; weights are so large that every part matters."""
+    config = small_config(model_type)
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+    if size > MOST_PARAMETERS:
+        raise ValueError(f"{size / 1e6:.0f}M parameters are left after shrinking")
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def judge(model_type: str) -> Verdict:
+    """Build the type and compare the three ways to answer."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, VOCAB, (size,), generator=generator).tolist() for size in PROMPT_LENGTHS]
+    try:
+        with _limited(SECONDS):
+            model = small_model(model_type)
+            wanted = [_generated(model, prompt) for prompt in prompts]
+    except Exception as error:  # whatever a library of 189 models may raise
+        return Verdict(model_type, "not built", _line(error))
+    try:
+        with _limited(SECONDS):
+            target = Target.from_model(model, name=model_type)
+    except ValueError as error:
+        return Verdict(model_type, "refused", _line(error))
+    except Exception as error:
+        return Verdict(model_type, "broken", f"while loading: {_line(error)}")
+    params = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True)
+    try:
+        for method, max_rows in (("autoregressive", 1), ("hybrid", 1), ("hybrid", 2)):
+            with _limited(SECONDS):
+                engine = Engine(target, config=EngineConfig(method=method, max_rows=max_rows, prefill_chunk=7))
+                found = [completion.token_ids for completion in engine.generate(prompts, params)]
+            if found != wanted:
+                return Verdict(model_type, "broken", f"another text with {method} in {max_rows} rows")
+    except Exception as error:
+        return Verdict(model_type, "broken", f"while decoding: {_line(error)}")
+    return Verdict(model_type, "identical")
+
+
+def _generated(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    fixed: dict[str, Any] = {"max_new_tokens": NUM_NEW, "min_new_tokens": NUM_NEW, "do_sample": False}
+    ids = model.generate(torch.tensor([prompt]), eos_token_id=None, **fixed)  # type: ignore[operator]
+    return [int(token) for token in ids[0, len(prompt) :]]
+
+
+@contextmanager
+def _limited(seconds: int) -> Iterator[None]:
+    """TimeoutError after so many seconds."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"no answer in {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else ""
+    return f"{type(error).__name__}: {text}"[:300] if not isinstance(error, ValueError) else text[:300]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", help="model types (default: all)")
+    parser.add_argument("--out", type=Path, help="write the verdicts to this .jsonl file")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    verdicts = []
+    for model_type in options.types or model_types():
+        verdicts.append(judge(model_type))
+        print("  ".join(verdicts[-1]).strip(), flush=True)
+    if options.out is not None:
+        write_atomic(options.out, "".join(json.dumps(verdict._asdict()) + "\n" for verdict in verdicts))
+    print(dict(Counter(verdict.verdict for verdict in verdicts)), file=sys.stderr)
+    return int(any(verdict.verdict == "broken" for verdict in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
