@@ -46,6 +46,10 @@ class Arena(NamedTuple):
         Raises:
             ValueError: a tuned method without its file, or what the engine refuses.
         """
+        if spec.is_native:
+            from drafter.bench.native_peers import NativeBackend
+
+            return NativeBackend(self.target, spec, batch_size)
         if spec.is_peer:
             from drafter.bench.peers import GenerateContestant
 

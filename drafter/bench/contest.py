@@ -32,6 +32,15 @@ class Answer(NamedTuple):
 class Contestant(Protocol):
     """One method at one batch size."""
 
+    @property
+    def process_id(self) -> int | None:
+        """The process that decodes; None is this one."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
     def reserve(self, num_tokens: int) -> None:
         """Make ready for prompts and answers of so many tokens together, before any clock runs."""
         ...
@@ -50,8 +59,13 @@ class Contestant(Protocol):
 class EngineContestant:
     """Our engine; finished rows are taken by the next prompt at once."""
 
+    process_id = None
+
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+
+    def close(self) -> None:
+        """Nothing to do: the engine goes with its last reference."""
 
     def reserve(self, num_tokens: int) -> None:
         """Allocate the cache."""

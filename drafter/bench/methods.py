@@ -3,12 +3,18 @@
 import difflib
 import re
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 from drafter.engine.config import EngineConfig
 
 BASELINE = "autoregressive"
 PEER_BASELINE = "hf-generate"
+NATIVE_BASELINES = ("llama-cpp", "llama-cpp:BF16")
+
+# How the weights of a GGUF file may be stored.
+GGUF_WEIGHTS = ("F32", "F16", "BF16", "Q8_0", "Q4_1", "Q4_0")
 
 _TREE = ("W", "L", "N")
 # What may follow a method's name: letters take a number.
@@ -24,6 +30,8 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "hf-compile": (),
     "hf-lookup": ("G",),
     "hf-assistant": ("G",),
+    "llama-cpp": (*GGUF_WEIGHTS, "ngram-simple", "ngram-cache", "ngram-mod"),
+    "openvino-genai": ("F16", "Q8_0", "lookup", "G"),
 }
 _ABOUT = {
     "W": "beam width",
@@ -35,7 +43,9 @@ _ABOUT = {
 }
 _NEEDS_DRAFTER = ("redrafter", "hybrid")
 _NEEDS_DRAFT_MODEL = ("draft-model", "hf-assistant")
-_ONE_AT_A_TIME = ("hf-lookup", "hf-assistant")  # transformers speculates for one sequence only
+_ONE_AT_A_TIME = ("hf-lookup", "hf-assistant", "openvino-genai")  # their speculation takes one prompt at a time
+_PACKAGES = {"llama-cpp": ("xllamacpp",), "openvino-genai": ("openvino_genai", "openvino")}
+_NATIVE = {"llama-cpp": "llama.cpp", "openvino-genai": "OpenVINO GenAI"}
 
 
 @dataclass(frozen=True)
@@ -56,8 +66,39 @@ class MethodSpec:
 
     @property
     def is_peer(self) -> bool:
-        """Not ours: decoded by transformers."""
-        return self.name.startswith("hf-")
+        """Another engine decodes."""
+        return self.engine != "Drafter"
+
+    @property
+    def is_native(self) -> bool:
+        """An engine that reads a GGUF file decodes, in a process of its own."""
+        return self.name in _NATIVE
+
+    @property
+    def engine(self) -> str:
+        """What decodes, as a table shows it."""
+        return "transformers" if self.name.startswith("hf-") else _NATIVE.get(self.name, "Drafter")
+
+    def check_installed(self) -> None:
+        """ValueError if a package of the engine is missing."""
+        for name in _PACKAGES.get(self.name, ()):
+            if find_spec(name) is None:
+                raise ValueError(f"--methods {self.label} needs {name}: pip install 'drafter[peers]'")
+
+    def versions(self) -> dict[str, str]:
+        """Versions of the engine's packages, beside torch and transformers."""
+        return {name.replace("_", "-"): version(name) for name in _PACKAGES.get(self.name, ())}
+
+    @property
+    def gguf_weights(self) -> str:
+        """How an engine that reads a GGUF file has its weights stored."""
+        default = "BF16" if self.name == "llama-cpp" else "F16"  # OpenVINO GenAI reads no BF16
+        return next((word for word in self.words if word in GGUF_WEIGHTS), default)
+
+    @property
+    def native_speculation(self) -> str:
+        """The speculation of such an engine; empty is none."""
+        return next((word for word in self.words if word not in GGUF_WEIGHTS), "")
 
     @property
     def is_tuned(self) -> bool:
@@ -118,6 +159,7 @@ def parse_method(text: str) -> MethodSpec:
     words: list[str] = []
     for option in options:
         found = re.fullmatch(r"([A-Z])([0-9]{1,4})|(tau|noise)([0-9]+(?:\.[0-9]+)?)", option)
+        found = None if option in GGUF_WEIGHTS else found
         key = found[1] or found[3] if found else option
         if key not in _OPTIONS[name] or (key in _ABOUT) != bool(found):
             takes = ", ".join(f"{key}<{_ABOUT[key]}>" if key in _ABOUT else key for key in _OPTIONS[name])
@@ -130,6 +172,9 @@ def parse_method(text: str) -> MethodSpec:
             words.append(key)
     if {"all-nodes", "final-beams"} <= set(words):
         raise ValueError(f"--methods {text}: all-nodes and final-beams exclude each other")
+    for group in (GGUF_WEIGHTS, ("ngram-simple", "ngram-cache", "ngram-mod")):
+        if len(set(group) & set(words)) > 1:
+            raise ValueError(f"--methods {text}: {' and '.join(sorted(set(group) & set(words)))} exclude each other")
     if "tuned" in words and (numbers or "final-beams" in words):
         raise ValueError(f"--methods {text}: tuned takes the tree's size from a file: leave the other options out")
     spec = MethodSpec(text, name, tuple(numbers.items()), tuple(words))

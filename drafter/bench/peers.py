@@ -35,6 +35,8 @@ class GenerateContestant:
         assistant: the smaller model of hf-assistant.
     """
 
+    process_id = None
+
     def __init__(self, target: Target, spec: MethodSpec, batch_size: int, assistant: Target | None = None) -> None:
         assert spec.is_peer and batch_size <= (spec.max_batch_size or batch_size)
         self._target = target
@@ -48,6 +50,9 @@ class GenerateContestant:
     def reserve(self, num_tokens: int) -> None:
         """Fix the length of a static cache, so that it is made and compiled for once."""
         self._cache_length = -(-num_tokens // _CACHE_STEP) * _CACHE_STEP
+
+    def close(self) -> None:
+        """Nothing to do: the model is the benchmark's."""
 
     def forget(self) -> None:
         """Nothing to do: `generate` keeps nothing from one call to the next."""

@@ -1,11 +1,13 @@
 """The report: Markdown tables from records, the same bytes from the same records. No torch here."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from drafter.bench.figures import median
 from drafter.bench.methods import BASELINE
 from drafter.bench.records import Record
 from drafter.bench.summary import Corner, Span, Summary, Tables, summarise
+
+_PACKAGES = ("torch", "transformers", "xllamacpp", "openvino", "openvino-genai")
 
 
 def report(records: Sequence[Record]) -> str:
@@ -25,9 +27,7 @@ def _provenance(records: Sequence[Record]) -> str:
     dates = sorted({record["date"][:10] for record in records})
     machines = _distinct(_machine(record) for record in records)
     versions = _distinct(
-        ", ".join(
-            f"{name} {record['versions'][name]}" for name in ("torch", "transformers") if name in record["versions"]
-        )
+        ", ".join(f"{name} {record['versions'][name]}" for name in _PACKAGES if name in record["versions"])
         for record in records
     )
     revisions = _distinct((record.get("git_revision") or "unknown")[:12] for record in records)
@@ -62,27 +62,27 @@ def _about(corner: Corner, methods: Sequence[Summary]) -> str:
 
 
 def _main_table(methods: Sequence[Summary]) -> str:
-    columns = [
-        "method", "tokens/s", "least to greatest", "over autoregressive", "over generate", "tokens per step",
-        "identical texts", "margin where they differ", "first token, ms", "answer, s", "peak GiB",
-    ]  # fmt: skip
-    rows = [
-        [
-            summary.label,
-            f"{summary.rate.middle:.1f}",
-            f"{summary.rate.low:.1f} to {summary.rate.high:.1f}",
-            _times_span(summary.speedup),
-            _times(summary.speedup_over_peer),
-            _or_dash(summary.tokens_per_step, "{:.2f}"),
-            "-" if summary.num_identical is None else f"{summary.num_identical}/{summary.num_prompts}",
-            _margins(summary.margins),
-            f"{1000 * summary.first_token_seconds:.0f}",
-            f"{summary.latency_seconds:.2f}",
-            f"{summary.peak_bytes / 2**30:.2f}",
-        ]
-        for summary in methods
-    ]
-    return table(columns, rows)
+    """One row for each method; other engines are named where there are some besides transformers."""
+    columns: dict[str, Callable[[Summary], str]] = {
+        "method": lambda s: s.label,
+        "engine": lambda s: s.engine,
+        "tokens/s": lambda s: f"{s.rate.middle:.1f}",
+        "least to greatest": lambda s: f"{s.rate.low:.1f} to {s.rate.high:.1f}",
+        "over autoregressive": lambda s: _times_span(s.speedup),
+        "over generate": lambda s: _times(s.speedup_over_peer),
+        "over llama.cpp BF16": lambda s: _times_span(s.speedup_over_llama_cpp),
+        "tokens per step": lambda s: _or_dash(s.tokens_per_step, "{:.2f}"),
+        "identical texts": lambda s: "-" if s.num_identical is None else f"{s.num_identical}/{s.num_prompts}",
+        "margin where they differ": lambda s: _margins(s.margins),
+        "first token, ms": lambda s: f"{1000 * s.first_token_seconds:.0f}",
+        "answer, s": lambda s: f"{s.latency_seconds:.2f}",
+        "peak GiB": lambda s: f"{s.peak_bytes / 2**30:.2f}",
+    }
+    if {summary.engine for summary in methods} <= {"Drafter", "transformers"}:
+        del columns["engine"]
+    if not any(summary.speedup_over_llama_cpp for summary in methods):
+        del columns["over llama.cpp BF16"]
+    return table(list(columns), [[show(summary) for show in columns.values()] for summary in methods])
 
 
 def _category_tables(methods: Sequence[Summary]) -> list[str]:

@@ -60,6 +60,8 @@ def run_benchmark(settings: BenchSettings, arena: Arena, workloads: list[Workloa
                 f"--batch-sizes {too_large[0]} exceeds the {len(workload.items)} prompts of {workload.name}: "
                 "rows would stay empty; give more prompts or smaller batches"
             )
+    for spec in settings.specs:
+        spec.check_installed()
     bench = _Bench(settings, arena, out)
     cells = [
         Cell(workload, temperature, batch_size)
@@ -127,6 +129,13 @@ class _Bench:
     def run_cell(self, cell: Cell, bar: "tqdm[Any]") -> None:
         """All rounds of one cell."""
         contestants: dict[str, Contestant] = {}
+        try:
+            self._run_cell(cell, bar, contestants)
+        finally:
+            for contestant in contestants.values():
+                contestant.close()
+
+    def _run_cell(self, cell: Cell, bar: "tqdm[Any]", contestants: dict[str, Contestant]) -> None:
         oracle: Transcript | None = None
         for run in list(self.pending(cell)):
             bar.set_postfix_str(f"{run.spec.label} B={cell.batch_size} round {run.round + 1}")
@@ -137,7 +146,7 @@ class _Bench:
             contestant = contestants[run.spec.label]
             contestant.forget()  # every round asks the same prompts: who remembers the answers drafts them
             gc.collect()
-            with PeakMemory(self._arena.target.device) as memory:
+            with PeakMemory(self._arena.target.device, contestant.process_id) as memory:
                 found = self._converse(contestant, cell, bar)
             oracle = oracle or found.transcript
             record = self._record(cell, run, found, oracle)
@@ -231,6 +240,7 @@ class _Bench:
             "latency_seconds": spread([answer.seconds for answer in answers]),
             "identical": compare(self._arena.target, oracle, found.transcript) if is_comparable else None,
             **self._common,
+            "versions": {**self._common["versions"], **run.spec.versions()},
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
 

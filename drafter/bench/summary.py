@@ -6,7 +6,7 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from drafter.bench.figures import median, survival
-from drafter.bench.methods import BASELINE, PEER_BASELINE, parse_method
+from drafter.bench.methods import BASELINE, NATIVE_BASELINES, PEER_BASELINE, parse_method
 from drafter.bench.records import Record
 from drafter.engine.config import EngineConfig
 
@@ -64,10 +64,12 @@ class Summary:
 
     Attributes:
         label: the method, with its drafter's name where results hold several, and what else tells its files apart.
+        engine: what decodes.
         num_rounds: runs behind the figures.
         rate: tokens per second.
         speedup: over plain decoding of our engine, round by round; None where that was not run.
         speedup_over_peer: over transformers' plain `generate`, likewise.
+        speedup_over_llama_cpp: over llama.cpp with BF16 weights and without speculation, likewise.
         tokens_per_step: generated tokens per target forward; None where nobody counted.
         survival: share of steps that keep at least 1, 2, ... drafted tokens; empty where nobody counted.
         category_speedups: speedup over plain decoding by category (batch size 1).
@@ -82,10 +84,12 @@ class Summary:
 
     label: str
     name: str
+    engine: str
     num_rounds: int
     rate: Span
     speedup: Span | None
     speedup_over_peer: Span | None
+    speedup_over_llama_cpp: Span | None
     tokens_per_step: float | None
     survival: list[float]
     category_speedups: dict[str, float]
@@ -195,6 +199,8 @@ def _corner_of(record: Record, has_seeds: bool) -> Corner:
 
 
 def _summarise(label: str, rounds: list[Record], methods: dict[str, list[Record]]) -> Summary:
+    spec = parse_method(rounds[0]["method"])
+    llama_cpp = next((methods[label] for label in NATIVE_BASELINES if label in methods), [])
     is_compiled = bool(rounds[0].get("compile"))
     baseline = methods.get(BASELINE + " compiled" if is_compiled else BASELINE) or methods.get(BASELINE, [])
     identical = [record["identical"] for record in rounds if record["identical"] is not None]
@@ -203,11 +209,13 @@ def _summarise(label: str, rounds: list[Record], methods: dict[str, list[Record]
     counts = _added([record["acceptance"] for record in rounds])
     return Summary(
         label=label,
-        name=parse_method(rounds[0]["method"]).name,
+        name=spec.name,
+        engine=spec.engine,
         num_rounds=len(rounds),
         rate=Span.of([_rate(record) for record in rounds]),
         speedup=_speedup(rounds, baseline),
         speedup_over_peer=_speedup(rounds, methods.get(PEER_BASELINE, [])),
+        speedup_over_llama_cpp=_speedup(rounds, llama_cpp),
         tokens_per_step=None if None in forwards or not sum(forwards) else num_tokens / sum(forwards),
         survival=survival(counts) if counts else [],
         category_speedups=_category_speedups(rounds, baseline),

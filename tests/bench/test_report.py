@@ -252,3 +252,18 @@ def test_the_committed_report_is_made_of_the_committed_results() -> None:
     results = Path(__file__).parents[2] / "docs" / "results"
     made = report(read_records([results / "smollm2-135m-cpu.jsonl"]))
     assert made == (results / "smollm2-135m-cpu.md").read_text(encoding="utf-8")
+
+
+def test_other_engines_are_named_and_set_beside_llama_cpp() -> None:
+    ours = run("autoregressive", rate=40.0, tokens_per_step=1.0)
+    versions = {**ours["versions"], "xllamacpp": "2026.10.11549"}
+    peers = [
+        run("llama-cpp:BF16", rate=50.0, tokens_per_step=1.0, versions=versions),
+        run("openvino-genai:F16", rate=60.0, tokens_per_step=1.0),
+    ]
+    text = report([ours, *peers])
+    rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| ")}
+    assert "engine" in rows["method"] and "over llama.cpp BF16" in rows["method"]
+    assert "OpenVINO GenAI" in rows["openvino-genai:F16"] and "1.20x (1.20 to 1.20)" in rows["openvino-genai:F16"]
+    assert "0.80x (0.80 to 0.80)" in rows["autoregressive"] and "xllamacpp 2026.10.11549" in text
+    assert "engine" not in report([ours]) and "llama.cpp" not in report([ours, peers[1]])

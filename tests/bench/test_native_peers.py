@@ -1,0 +1,111 @@
+"""Engines that read a GGUF file: their weights are the target's, their texts are plain decoding's."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from drafter.bench.contest import EngineContestant
+from drafter.bench.memory import RESIDENT_OF_PEER, PeakMemory
+from drafter.bench.methods import parse_method
+from drafter.bench.native_peers import NativeBackend, weights_file
+from drafter.decoding.params import SamplingParams
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.engine.loading import load_target
+from drafter.targets.target import Target
+from tests.targets.tiny_gguf import write_gguf
+
+PROMPTS = [[1, 40, 41, 42, 40, 41], [1, 90], [1, 17, 18, 19, 20, 21, 22, 23, 24, 25]]
+PARAMS = SamplingParams(max_new_tokens=12)
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+    return write_gguf(tmp_path / "tiny.gguf")
+
+
+@pytest.fixture
+def target(file: Path) -> Target:
+    return load_target(str(file), dtype="float32", device="cpu")
+
+
+@pytest.fixture
+def llama_cpp(target: Target) -> Iterator[NativeBackend]:
+    pytest.importorskip("xllamacpp")
+    backend = NativeBackend(target, parse_method("llama-cpp:F32:ngram-cache"), 2)
+    backend.reserve(64)
+    yield backend
+    backend.close()
+
+
+def test_weights_are_the_targets_own_in_another_precision(file: Path) -> None:
+    assert weights_file(str(file), "F32") == file  # most of its matrices are float32
+    made = weights_file(str(file), "BF16")
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(made).tensors}
+    for tensor in gguf.GGUFReader(file).tensors:
+        exact = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
+        found = tensors[tensor.name]
+        assert found.tensor_type.name == ("BF16" if exact.ndim > 1 else "F32")
+        rounded = exact.bfloat16().float() if exact.ndim > 1 else exact
+        assert np.array_equal(gguf.dequantize(found.data, found.tensor_type), rounded.numpy())
+    fields = gguf.GGUFReader(made).fields
+    assert fields["general.file_type"].contents() == 32
+    assert (
+        fields["tokenizer.ggml.tokens"].contents() == gguf.GGUFReader(file).fields["tokenizer.ggml.tokens"].contents()
+    )
+    before = made.stat().st_mtime_ns
+    assert weights_file(str(file), "BF16") == made and made.stat().st_mtime_ns == before
+
+
+def test_a_target_without_a_gguf_file_is_refused() -> None:
+    with pytest.raises(ValueError, match="comes from no GGUF file"):
+        weights_file("owner/name", "BF16")
+
+
+def test_written_forms() -> None:
+    assert parse_method("llama-cpp").gguf_weights == "BF16"
+    spec = parse_method("llama-cpp:Q4_1:ngram-simple")
+    assert (spec.gguf_weights, spec.native_speculation, spec.engine) == ("Q4_1", "ngram-simple", "llama.cpp")
+    spec = parse_method("openvino-genai:F16:lookup:G7")
+    assert (spec.gguf_weights, spec.native_speculation, spec.number("G")) == ("F16", "lookup", 7)
+    for text in ("llama-cpp:Q9_9", "llama-cpp:BF16:F16", "llama-cpp:ngram-mod:ngram-cache", "openvino-genai:BF16"):
+        with pytest.raises(ValueError, match=text.rpartition(":")[0]):
+            parse_method(text)
+
+
+def test_llama_cpp_answers_as_plain_decoding_does(target: Target, llama_cpp: NativeBackend) -> None:
+    engine = EngineContestant(Engine(target, config=EngineConfig(method="autoregressive", max_rows=3)))
+    engine.reserve(64)
+    finished: list[int] = []
+    with PeakMemory(target.device, llama_cpp.process_id) as memory:
+        answers = llama_cpp.answer(PROMPTS, PARAMS, lambda: finished.append(1))
+    for expected, answer in zip(engine.answer(PROMPTS, PARAMS, lambda: None), answers, strict=True):
+        assert answer.token_ids == expected.token_ids
+        assert 0 <= answer.first_token_seconds <= answer.seconds
+        assert answer.num_forwards is not None and 0 < answer.num_forwards <= len(answer.token_ids)
+    assert len(finished) == 3
+    assert memory.kind == RESIDENT_OF_PEER and memory.num_bytes > 2**20
+
+
+def test_tables_of_earlier_answers_are_forgotten(llama_cpp: NativeBackend) -> None:
+    first = llama_cpp.process_id
+    llama_cpp.forget()
+    assert llama_cpp.process_id == first  # nothing was answered
+    llama_cpp.answer(PROMPTS[:1], PARAMS, lambda: None)
+    llama_cpp.forget()
+    assert llama_cpp.process_id != first
+
+
+def test_an_engine_that_dies_is_one_line(llama_cpp: NativeBackend) -> None:
+    assert llama_cpp.process_id is not None
+    os.kill(llama_cpp.process_id, signal.SIGKILL)
+    with pytest.raises(ValueError, match="--methods llama-cpp:F32:ngram-cache: the engine failed") as caught:
+        llama_cpp.answer(PROMPTS, PARAMS, lambda: None)
+    assert "\n" not in str(caught.value)
