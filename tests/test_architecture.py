@@ -68,8 +68,9 @@ RULES = {
     ),
     "bench": Rule(
         ("distill", "data", "engine", "proposers", "decoding", "models", "targets", "utils"),
-        ("torch", "transformers", "datasets", "matplotlib"),
+        ("torch", "transformers", "datasets", "matplotlib", "openvino"),
         only_in=(
+            ("openvino", "peer_worker.py"),
             ("matplotlib", "plots.py"),
             ("datasets", "prompt_sets.py"),
             ("transformers", "peers.py"),
