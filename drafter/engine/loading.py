@@ -41,7 +41,6 @@ def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
 
     ``name`` is a drafter that comes with the package, an exported folder, or a hub id; a folder goes first.
     """
-    from safetensors import SafetensorError
     from torch.nn import Module
 
     from drafter.engine.defaults import shipped_drafter, shipped_drafters
@@ -55,12 +54,10 @@ def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
     if not folder.is_dir() and not is_hub_id:
         known = ", ".join(shipped_drafters())
         raise FileNotFoundError(f"--drafter {name}: there is no such folder, and no such drafter comes along ({known})")
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ValueError(f"--drafter {name}: the folder holds no config.json; give one that `drafter export` made")
     place = str(folder) if folder.is_dir() else name
     try:
-        drafter = RecurrentDrafter.from_pretrained(place, use_safetensors=True)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        drafter = RecurrentDrafter.from_pretrained(place)
+    except (OSError, ValueError) as error:
         raise ValueError(f"--drafter {name} cannot be read: {first_line(error)}") from error
     module: Module = drafter  # whose `to` has its signature; transformers hides it behind a decorator
     module.to(target.device, target.dtype)

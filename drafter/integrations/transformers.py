@@ -84,7 +84,7 @@ class DrafterDecoder:
         else:
             name = str(drafter)
             place = name if Path(name).is_dir() else str(shipped_drafter(name) or name)
-            found: Any = RecurrentDrafter.from_pretrained(place, use_safetensors=True)
+            found: Any = RecurrentDrafter.from_pretrained(place)
             head = found.to(dtype=target.dtype)
         head = nn.Module.to(head, target.device)
         config = engine_config or choose(target, head, given={"max_rows": max_rows}).config

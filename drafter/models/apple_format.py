@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from drafter.models.config import DrafterConfig
+from drafter.models.files import WEIGHTS, read_tensors
+from drafter.utils.parse import read_json_object
 
 MODEL_TYPE = "recurrent_drafting_drafter"
 _CHUNK_ROWS = 8192  # rows of the vocabulary multiplied out at once, in float32
-_WEIGHTS = "model.safetensors"
 
 
 def to_apple(
@@ -151,28 +151,18 @@ def read_folder(folder: str | Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
         ValueError: no such checkpoint, a damaged file, or one that has no counterpart here.
     """
     folder = Path(folder)
-    for name in ("config.json", _WEIGHTS):
+    for name in ("config.json", WEIGHTS):
         if not (folder / name).is_file():
             raise ValueError(f"{folder} holds no {name}: give the folder of a published drafter")
-    try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError("it holds no object")
-    except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'} is damaged: {error}") from error
-    config = config_from_apple(found)
-    try:
-        tensors = load_file(folder / _WEIGHTS)
-    except SafetensorError as error:
-        raise ValueError(f"{folder / _WEIGHTS} is damaged: {error}") from error
-    return config, from_apple(config, tensors)
+    config = config_from_apple(read_json_object(folder / "config.json"))
+    return config, from_apple(config, read_tensors(folder / WEIGHTS))
 
 
 def write_folder(
     folder: Path, config: DrafterConfig, tensors: Mapping[str, Tensor], output_weight_VD: Tensor | None = None
 ) -> None:
     """Write the two files of the format into a folder that exists. Arguments and errors as of :func:`to_apple`."""
-    save_file(to_apple(config, tensors, output_weight_VD), folder / _WEIGHTS, metadata={"format": "pt"})
+    save_file(to_apple(config, tensors, output_weight_VD), folder / WEIGHTS, metadata={"format": "pt"})
     text = json.dumps(config_to_apple(config), indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
 

@@ -1,7 +1,9 @@
 """DrafterConfig: what a drafter is, as written to ``config.json`` beside its weights."""
 
+import re
 import struct
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, Self, get_args
 
 from transformers import PreTrainedConfig
 
@@ -9,11 +11,23 @@ Cell = Literal["rnn", "gru", "rnn2"]
 Context = Literal["last", "fused", "history"]
 Head = Literal["full", "tied", "low-rank"]
 
+_DTYPES = ("float32", "bfloat16", "float16")
+# Bounds of what a file may ask for, far above every model there is.
+_RANGES = {
+    "vocab_size": (2, 2**24),
+    "hidden_size": (1, 2**18),
+    "num_res_blocks": (0, 64),
+    "draft_length": (1, 256),
+}
+_MAX_CONTEXT_LAYERS = 64
+_HEX = re.compile("([0-9a-f]{4})*")
+
 # Keys that transformers itself writes into or passes through a config; any other unknown key is a mistake.
 _LIBRARY_KEYS = {
     "model_type",
     "transformers_version",
     "architectures",
+    "dtype",
     "torch_dtype",
     "name_or_path",
     "_name_or_path",
@@ -76,9 +90,26 @@ class DrafterConfig(PreTrainedConfig):
         unknown = sorted(set(kwargs) - _LIBRARY_KEYS)
         if unknown:
             raise ValueError(f"drafter config has unknown key {unknown[0]!r}: remove it, or correct its spelling")
+        if not isinstance(self.context_layers, list | tuple):
+            raise ValueError(f"drafter context_layers are {self.context_layers!r} but must be a list of integers")
         self.context_layers = tuple(self.context_layers)
         super().__post_init__(**kwargs)
         self._check()
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any], where: str) -> Self:
+        """The config of a file's or checkpoint's fields; ValueError naming `where` and the field that is wrong."""
+        model_type, dtype = fields.get("model_type", cls.model_type), fields.get("dtype")
+        if model_type != cls.model_type:
+            raise ValueError(f"{where}: model_type is {model_type!r}, a drafter has {cls.model_type!r}")
+        if dtype is not None and (not isinstance(dtype, str) or dtype not in _DTYPES):
+            raise ValueError(f"{where}: dtype is {dtype!r} but must be one of {', '.join(_DTYPES)}")
+        # Fields of the library itself say nothing about a drafter, and may hold anything.
+        own = {name: value for name, value in fields.items() if name not in _LIBRARY_KEYS}
+        try:
+            return cls(**own)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}: {error}") from error
 
     @property
     def num_outputs(self) -> int:
@@ -94,16 +125,24 @@ class DrafterConfig(PreTrainedConfig):
         for name, allowed in (("cell", get_args(Cell)), ("context", get_args(Context)), ("head", get_args(Head))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"drafter {name} is {getattr(self, name)!r} but must be one of {', '.join(allowed)}")
-        for name, low in (("vocab_size", 2), ("hidden_size", 1), ("num_res_blocks", 0), ("draft_length", 1)):
+        for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ValueError(f"drafter {name} is {value!r} but must be an integer of at least {low}")
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise ValueError(f"drafter {name} is {value!r} but must be an integer from {low} to {high}")
+        for name in ("target_name", "target_revision", "target_fingerprint"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and not (value is None and name == "target_revision"):
+                raise ValueError(f"drafter {name} is {value!r} but must be a text")
+        if not _HEX.fullmatch(self.target_fingerprint):
+            raise ValueError(f"drafter target_fingerprint is {self.target_fingerprint[:40]!r} but must be hex digits")
         for name in ("block_rank", "head_rank", "draft_vocab_size"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"drafter {name} is {value!r} but must be an integer of at least 1, or null")
         if any(isinstance(layer, bool) or not isinstance(layer, int) or layer < 0 for layer in self.context_layers):
             raise ValueError(f"drafter context_layers are {list(self.context_layers)} but must be integers from 0 on")
+        if len(self.context_layers) > _MAX_CONTEXT_LAYERS:
+            raise ValueError(f"drafter context_layers are {len(self.context_layers)} but at most {_MAX_CONTEXT_LAYERS}")
         rank = self.block_rank
         if rank is not None and rank > 2 * self.hidden_size:
             raise ValueError(f"drafter block_rank is {rank} but must lie between 1 and {2 * self.hidden_size}")
@@ -122,8 +161,10 @@ class DrafterConfig(PreTrainedConfig):
                 "fused needs layers, the others take none"
             )
         for name in ("hidden_scale", "embedding_scale"):
-            if not 0.0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"drafter {name} is {getattr(self, name)!r} but must be a positive number")
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (is_number and 0.0 < value < float("inf")):
+                raise ValueError(f"drafter {name} is {value!r} but must be a positive number")
 
 
 def same_fingerprint(first: str, second: str) -> bool:

@@ -13,6 +13,7 @@ vocabulary.
 """
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -21,11 +22,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.utils import CONFIG_NAME, cached_file
 
 from drafter.kernels.packed import PackedMatrix, pack_linears
 from drafter.models.cells import CELLS, GruCell, RnnCell
 from drafter.models.config import DrafterConfig, same_fingerprint
+from drafter.models.files import WEIGHTS, check_tensors, read_tensors
 from drafter.models.history import History
+from drafter.utils.parse import read_json_object
 
 
 class TargetLike(Protocol):
@@ -139,9 +143,43 @@ class RecurrentDrafter(PreTrainedModel):
         from drafter.models.apple_format import read_folder
 
         config, tensors = read_folder(folder)
-        drafter = cls(config)
-        torch.nn.Module.to(drafter, next(tensor.dtype for tensor in tensors.values()))
-        drafter.load_state_dict(tensors)
+        return cls.from_tensors(config, tensors, str(folder))
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, name: str | Path, *, dtype: torch.dtype | None = None, revision: str | None = None
+    ) -> Self:
+        """Read an exported folder, or one of the hub, and check it whole before use.
+
+        Args:
+            name: the folder, or ``owner/name`` on the hub.
+            dtype: type of the weights; None: as in the file.
+            revision: hub revision.
+
+        Raises:
+            ValueError: a file is damaged, or config and tensors do not make a drafter; one line names the part.
+            OSError: no such folder, or the hub has no such name.
+        """
+        folder = Path(name)
+        if not folder.is_dir():
+            folder = Path(str(cached_file(str(name), WEIGHTS, revision=revision))).parent
+            cached_file(str(name), CONFIG_NAME, revision=revision)
+        if not (folder / CONFIG_NAME).is_file():
+            raise FileNotFoundError(f"{folder} holds no {CONFIG_NAME}: give a folder that `drafter export` made")
+        config = DrafterConfig.from_fields(read_json_object(folder / CONFIG_NAME), str(folder / CONFIG_NAME))
+        drafter = cls.from_tensors(config, read_tensors(folder / WEIGHTS), str(folder / WEIGHTS))
+        if dtype is not None:
+            nn.Module.to(drafter, dtype)
+        return drafter
+
+    @classmethod
+    def from_tensors(cls, config: DrafterConfig, tensors: Mapping[str, Tensor], where: str) -> Self:
+        """A drafter in eval mode of these tensors; ValueError naming `where` and the tensor that does not fit."""
+        with torch.device("meta"):  # shapes alone: no memory is taken before the tensors fit
+            drafter = cls(config)
+        check_tensors(tensors, drafter.state_dict(), config.vocab_size, where)
+        drafter.load_state_dict(dict(tensors), assign=True)
+        drafter.config.dtype = drafter.dtype
         return drafter.eval()
 
     def bind(self, target: TargetLike) -> Self:

@@ -16,6 +16,12 @@ from drafter.utils.io import check_output_folder, first_line, recover, replacing
 PREFIX = "drafter."
 # Files of an exported drafter, and those that `drafter tune` adds to them.
 _OUTPUTS = ("config.json", "model.safetensors", "README.md", "run.json", "custom_generate", "speculation*.json")
+# Parts of a checkpoint that are read here, and what each must be.
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("drafter_config", "state_dict", "metrics", "loops"), dict),
+    **dict.fromkeys(("num_positions", "global_step", "epoch"), int),
+}
+_TRAINER_PARTS = ("loops", "optimizer_states", "lr_schedulers", "epoch", "global_step", "callbacks")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -37,7 +43,38 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         ) from error
     if not isinstance(checkpoint, dict) or "drafter_config" not in checkpoint or "state_dict" not in checkpoint:
         raise ValueError(f"checkpoint {str(path)!r} holds no drafter: give a .ckpt file that `drafter train` wrote")
+    for name, kind in _KINDS.items():
+        if name in checkpoint and not isinstance(checkpoint[name], kind):
+            raise ValueError(f"checkpoint {str(path)!r} is damaged: {name} is {_short(checkpoint[name])}")
+    for name, value in checkpoint["state_dict"].items():
+        if not (isinstance(name, str) and isinstance(value, Tensor)):
+            raise ValueError(f"checkpoint {str(path)!r} is damaged: tensor {name!r} is {_short(value)}")
+    for name, value in checkpoint.get("metrics", {}).items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"checkpoint {str(path)!r} is damaged: metric {name!r} is {_short(value)}")
     return checkpoint
+
+
+def check_resumable(path: str | Path) -> None:
+    """Find out before anything is loaded whether a training can go on from a checkpoint; ValueError when it cannot."""
+    checkpoint = read_checkpoint(path)
+    missing = [name for name in _TRAINER_PARTS if name not in checkpoint]
+    if missing:
+        raise ValueError(
+            f"--ckpt_path {str(path)!r} holds a drafter but no training to go on with ({missing[0]} is missing): start "
+            "one from its weights with --model.init_from"
+        )
+    try:
+        rescale_progress(checkpoint, 1)
+        reopen_epoch(checkpoint)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"--ckpt_path {str(path)!r} is damaged: its loops lack {first_line(error)}") from error
+
+
+def _short(value: Any) -> str:
+    """A value of the wrong kind in a few words."""
+    text = repr(value) if isinstance(value, str | int | float | bool | None) else type(value).__name__
+    return text if len(text) <= 40 else text[:40] + "..."
 
 
 def rescale_progress(checkpoint: dict[str, Any], world_size: int) -> None:
@@ -72,13 +109,11 @@ def reopen_epoch(checkpoint: dict[str, Any]) -> None:
 
 def drafter_from_checkpoint(checkpoint: dict[str, Any]) -> RecurrentDrafter:
     """The drafter of :func:`read_checkpoint`'s result."""
-    config = DrafterConfig.from_dict(dict(checkpoint["drafter_config"]))
-    drafter = RecurrentDrafter(config)
+    config = DrafterConfig.from_fields(checkpoint["drafter_config"], "checkpoint, drafter_config")
     state: dict[str, Tensor] = {
         name.removeprefix(PREFIX): value for name, value in checkpoint["state_dict"].items() if name.startswith(PREFIX)
     }
-    drafter.load_state_dict(state)
-    return drafter.eval()
+    return RecurrentDrafter.from_tensors(config, state, "checkpoint")
 
 
 def load_drafter(path: str | Path) -> RecurrentDrafter:

@@ -12,14 +12,16 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from drafter.data.module import ChatDataModule
 from drafter.training import wandb_logging
 from drafter.training.callbacks import SaveWhenStopped, ShortProgressBar
-from drafter.training.checkpoint import export_checkpoint
+from drafter.training.checkpoint import check_resumable, export_checkpoint
 from drafter.training.module import DrafterModule
 from drafter.training.storage import WholeCheckpointIO
+from drafter.utils.io import first_line
+from drafter.utils.parse import MAX_DEPTH, parse_yaml, read_yaml
 
 __all__ = ["export_checkpoint", "main_train"]
 
@@ -109,8 +111,11 @@ def main_train(args: Sequence[str]) -> int:
     _be_quiet()
     # Lightning warns when arguments are given beside sys.argv; these are the only ones here.
     argv, sys.argv = sys.argv, sys.argv[:1]
+    _check_words(args)
     try:
         cli = _parse(list(args))
+    except MisconfigurationException as error:  # a value that Lightning's trainer refuses
+        raise ValueError(first_line(error)) from error
     finally:
         sys.argv = argv
     trainer: Any = cli.trainer
@@ -135,6 +140,17 @@ def main_train(args: Sequence[str]) -> int:
     if trainer.is_global_zero:
         print(f"done: {trainer.global_step} steps; best {best or 'none'}, last {last or 'none'}")
     return 0
+
+
+def _check_words(args: Sequence[str]) -> None:
+    """Read the files of ``--config``, and values with brackets, within the limits before the parser sees them."""
+    for place, word in enumerate(args):
+        flag, equals, value = word.partition("=")
+        value = value if equals else "".join(args[place + 1 : place + 2])
+        if flag == "--config" and Path(value).exists():
+            read_yaml(Path(value))
+        elif word.count("[") + word.count("{") > MAX_DEPTH:
+            parse_yaml(value if equals else word, word[:40])
 
 
 def _parse(args: list[str]) -> TrainCLI:
@@ -182,7 +198,6 @@ def _resume_path(ckpt_path: str | None, folder: str) -> str | None:
         if not path.is_file():
             print(f"no checkpoint in {folder} yet: starting from the beginning", file=sys.stderr)
             return None
-        return str(path)
-    if not Path(ckpt_path).is_file():
-        raise ValueError(f"--ckpt_path {ckpt_path!r} does not exist: give a .ckpt file, or last")
+        ckpt_path = str(path)
+    check_resumable(ckpt_path)
     return ckpt_path

@@ -160,5 +160,5 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is missing"):
         RecurrentDrafter.from_apple(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="config.json is damaged"):
+    with pytest.raises(ValueError, match="config.json: broken JSON"):
         RecurrentDrafter.from_apple(tmp_path)

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from lightning.pytorch.callbacks import timer
 
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
-from drafter.training.checkpoint import export_checkpoint, load_drafter, read_checkpoint
+from drafter.training.checkpoint import check_resumable, export_checkpoint, load_drafter, read_checkpoint
 from drafter.training.module import DrafterModule
 from drafter.training.run import main_train
 from drafter.training.teacher import Teacher
@@ -272,15 +273,38 @@ def test_a_tied_head_can_go_on_with_a_larger_draft_vocabulary(place: Path, train
         main_train(words(place, place / "deeper", *more, "--model.drafter.num_res_blocks", "3"))
 
 
+def test_checkpoints_that_cannot_be_resumed_are_one_line(place: Path, trained: Path, tmp_path, capsys) -> None:
+    from drafter.cli.main import main
+
+    sound = torch.load(trained / "checkpoints" / "last.ckpt", weights_only=True)
+    parts = {name: value for name, value in sound.items() if name != "loops"}
+    torch.save(parts, tmp_path / "none.ckpt")
+    torch.save(parts | {"loops": {"fit_loop": {"state_dict": 5}}}, tmp_path / "odd.ckpt")
+    torch.save(parts | {"loops": {"fit_loop": {"epoch_loop": {}}}}, tmp_path / "bare.ckpt")
+    (tmp_path / "text.ckpt").write_text("no checkpoint")
+    (tmp_path / "pickle.ckpt").write_bytes(pickle.dumps(Path("/")))
+    whole = (trained / "checkpoints" / "last.ckpt").read_bytes()
+    (tmp_path / "cut.ckpt").write_bytes(whole[: len(whole) // 2])
+    for file in sorted(tmp_path.glob("*.ckpt")):
+        with pytest.raises(ValueError, match=str(file)) as found:
+            check_resumable(file)
+        assert "\n" not in str(found.value)
+    assert main(["train", *words(place, tmp_path / "run", "--ckpt_path", str(tmp_path / "cut.ckpt"))]) == 2
+    error = capsys.readouterr().err
+    assert "cut.ckpt" in error and "Traceback" not in error
+
+
 @pytest.mark.parametrize(
     ("more", "fragments"),
     [
+        (["--trainer.max_steps", "-5"], ["max_steps", "-5"]),
+        (["--model.drafter", "[" * 5000], ["nested deeper"]),
         (["--model.drafter.sell", "rnn"], ["sell"]),
         (["--model.drafter.cell", "lstm"], ["cell", "lstm"]),
         (["--model.optim.lr", "-1"], ["lr", "-1"]),
         (["--model.objective.depth_rates", "[1.0]"], ["depth_rates", "draft_length is 3"]),
         (["--model.drafter.draft_vocab_size", "5000"], ["draft_vocab_size", "5000"]),
-        (["--ckpt_path", "nowhere.ckpt"], ["--ckpt_path", "nowhere.ckpt"]),
+        (["--ckpt_path", "nowhere.ckpt"], ["checkpoint", "nowhere.ckpt"]),
         (["--config", "nowhere.yaml"], ["nowhere.yaml"]),
         (["--model.init_from", "nowhere"], ["nowhere"]),
         (["--data.train", "nowhere.jsonl"], ["nowhere.jsonl"]),
@@ -356,6 +380,23 @@ def test_export_refuses_and_leaves_nothing_half_written(trained: Path, tmp_path,
     with pytest.raises(ValueError, match="holds no drafter"):
         export_checkpoint(damaged, tmp_path / "out")
 
+    sound = torch.load(checkpoint, weights_only=True)
+    state = sound["state_dict"]
+    for change, fragment in (
+        ({"state_dict": {}}, "missing"),
+        ({"state_dict": 5}, "state_dict"),
+        ({"state_dict": state | {"drafter.head.weight": torch.zeros(2)}}, "head.weight"),
+        ({"state_dict": state | {"drafter.head.weight": "x"}}, "head.weight"),
+        ({"state_dict": state | {"drafter.more": torch.zeros(2)}}, "more"),
+        ({"drafter_config": 5}, "drafter_config"),
+        ({"drafter_config": {**sound["drafter_config"], "hidden_size": "x"}}, "hidden_size"),
+        ({"metrics": 5}, "metrics"),
+        ({"metrics": {"val/loss": "x"}}, "val/loss"),
+        ({"global_step": "x"}, "global_step"),
+    ):
+        torch.save(sound | change, damaged)
+        with pytest.raises(ValueError, match=fragment):
+            export_checkpoint(damaged, tmp_path / "out")
     exported = export_checkpoint(checkpoint, tmp_path / "exported")
     (exported / "notes.txt").write_text("years of work")
     with pytest.raises(ValueError, match="notes.txt"):  # it would be removed with the old version

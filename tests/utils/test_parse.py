@@ -1,0 +1,129 @@
+"""Hostile files end in one line that names the file, soon and in little memory."""
+
+import gzip
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafter.utils.parse import (
+    MAX_DEPTH,
+    parse_json,
+    parse_yaml,
+    read_json,
+    read_json_object,
+    read_lines,
+    read_yaml,
+)
+
+BOMB = "a: &a [1,2,3,4,5,6,7,8,9]\n" + "".join(
+    f"{name}: &{name} [{','.join(['*' + before] * 9)}]\n"
+    for before, name in zip("abcdefghij", "bcdefghijk", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("[" * 100_000, "nested deeper"),
+        ("[" * 500 + "]" * 500, "nested deeper"),
+        ('{"a":' * 100_000, "nested deeper"),
+        ("[1" + "0" * 400 + "]", "beyond the limit"),
+        ("1" * 5000, "too many digits"),
+        ("[1,", "broken JSON"),
+        ("", "broken JSON"),
+        ("[" + "1," * 1_100_000 + "1]", "more than"),
+    ],
+)
+def test_json_beyond_the_limits(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=words) as found:
+        read_json(tmp_path / "config.json")
+    assert str(found.value).startswith(str(tmp_path / "config.json")) and "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("value", [[1], None, "text", 5, True, float("nan")])
+def test_an_object_is_asked_for(value: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(value))
+    with pytest.raises(ValueError, match="must hold an object"):
+        read_json_object(tmp_path / "config.json")
+
+
+def test_other_bytes_and_other_files(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(ValueError, match="not UTF-8"):
+        read_json(tmp_path / "latin")
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
+        with pytest.raises(ValueError, match="no regular file"):
+            read_json(place)
+    with (tmp_path / "large").open("wb") as stream:
+        stream.truncate(1 << 40)
+    with pytest.raises(ValueError, match="larger than"):
+        read_json(tmp_path / "large")
+    with pytest.raises(FileNotFoundError):
+        read_json(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("[" * 5000, "nested deeper"),
+        ("a: &a [*a]", "nested deeper"),
+        ("&a {b: *a}", "nested deeper"),
+        (BOMB, "more than"),
+        ("a: !!python/object/apply:os.system [ls]", "broken YAML"),
+        ('a: !!int ""', "broken YAML"),
+        ("a: !!timestamp x", "broken YAML"),
+        ("? [1]\n: 2", "broken YAML"),
+        ("a: " + "9" * 5000, "broken YAML"),
+        ("a: 1" + "0" * 400, "beyond the limit"),
+        ("\x00", "broken YAML"),
+    ],
+)
+def test_yaml_beyond_the_limits(text: str, words: str, tmp_path: Path) -> None:
+    start = time.monotonic()
+    (tmp_path / "serve.yaml").write_text(text)
+    with pytest.raises(ValueError, match=words) as found:
+        read_yaml(tmp_path / "serve.yaml")
+    assert str(found.value).startswith(str(tmp_path / "serve.yaml")) and "\n" not in str(found.value)
+    assert time.monotonic() - start < 10
+
+
+def test_what_is_within_the_limits_is_read(tmp_path: Path) -> None:
+    deep: Any = 1
+    for _ in range(MAX_DEPTH - 1):
+        deep = [deep]
+    assert parse_json(json.dumps(deep).encode(), "here") == deep
+    assert parse_json(b'\xef\xbb\xbf{"a": 18446744073709551616}', "here") == {"a": 2**64}
+    assert parse_json(b"[1" + b"0" * 400 + b"]", "here", only_depth=True) == [10**400]
+    assert parse_yaml("base: &base {a: 1}\nmore: {<<: *base, b: [*base, *base]}", "here")["more"]["b"] == [{"a": 1}] * 2
+
+
+def test_long_lines_are_refused_while_reading(tmp_path: Path) -> None:
+    """A compressed line of 64 MiB: reading stops at the limit."""
+    with gzip.open(tmp_path / "rows.jsonl.gz", "wb", compresslevel=1) as stream:
+        stream.write(b'{"prompt": "short"}\n{"prompt": "')
+        for _ in range(64):
+            stream.write(b"a" * (1 << 20))
+    with gzip.open(tmp_path / "rows.jsonl.gz", "rb") as stream:
+        lines = read_lines(stream, "rows.jsonl.gz", max_bytes=1 << 20)
+        assert next(lines) == (1, b'{"prompt": "short"}\n')
+        with pytest.raises(ValueError, match="rows.jsonl.gz, line 2: longer than 1,048,576 bytes.*--max-line-bytes"):
+            next(lines)
+        assert stream.tell() <= 3 << 20
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_read_or_refused(data: bytes) -> None:
+    for read in (lambda: parse_json(data, "here"), lambda: parse_yaml(data.decode("utf-8", "replace"), "here")):
+        try:
+            read()
+        except ValueError as error:
+            assert str(error).startswith("here")
