@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from drafter.utils.io import append, is_stream
+from drafter.utils.parse import parse_json
 
 SCHEMA = "drafter-bench/1"
 Record = dict[str, Any]
@@ -84,7 +85,7 @@ def resume_records(path: Path) -> list[Record]:
 
 def _is_json(data: bytes) -> bool:
     try:
-        json.loads(data)
+        parse_json(data, "")
     except ValueError:
         return False
     return True
@@ -100,15 +101,12 @@ def _parse_lines(data: bytes, path: Path, first: int = 1) -> list[Record]:
 
 
 def _parse(line: str, where: str) -> Record:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: broken JSON ({error.msg}, column {error.colno})") from error
+    record = parse_json(line.encode(), where)
     schema = record.get("schema") if isinstance(record, dict) else None
     if schema != SCHEMA:
         raise ValueError(f"{where}: not a benchmark result of schema {SCHEMA!r} but of {schema!r}")
     kind = record.get("kind")
-    if kind not in _KEYS:
+    if not isinstance(kind, str) or kind not in _KEYS:
         raise ValueError(f"{where}: kind is {kind!r} but must be one of {', '.join(_KEYS)}")
     missing = [key for key in _KEYS[kind] if key not in record]
     if missing:

@@ -4,13 +4,13 @@ JSONL is split at the line feed only: U+2028 and its kin are legal inside a JSON
 """
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from drafter.utils.io import first_line
+from drafter.utils.parse import MAX_WHOLE_BYTES, parse_json, read_lines, read_whole
 
 _JSONL = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 _JSON = (".json", ".json.gz")
@@ -40,6 +40,8 @@ def read_records(name: str | Path) -> Iterator[Record]:
         raise FileNotFoundError(f"{name}: there is no such file")
     if path.is_dir():
         raise ValueError(f"{name} is a folder: name the files in it ({_KNOWN})")
+    if not path.is_file():
+        raise ValueError(f"{name} is no regular file: write the rows to a file first")
     lowered = path.name.lower()
     if lowered.endswith(_JSONL):
         yield from _checked(_read_jsonl(path), str(name))
@@ -75,24 +77,13 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
     number = 0
     with _open(path) as stream:
         try:
-            for number, line in enumerate(stream, start=1):  # a binary file's lines end at b"\n" and nothing else
+            for number, line in read_lines(stream, str(path)):  # a binary file's lines end at b"\n" and nothing else
                 where = f"{path}, line {number}"
                 if not line.strip():
                     continue
-                yield Record(_as_record(_parse(line, where, is_first=number == 1), where), where, number)
+                yield Record(_as_record(parse_json(line, where, only_depth=True), where), where, number)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"{path}: damaged gzip file after line {number} ({error})") from error
-
-
-def _parse(data: bytes, where: str, *, is_first: bool) -> Any:
-    try:
-        return json.loads(data.decode("utf-8-sig" if is_first else "utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}): convert the file") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: broken JSON ({error.msg}, column {error.colno})") from error
-    except RecursionError as error:
-        raise ValueError(f"{where}: broken JSON (nested too deeply)") from error
 
 
 def _as_record(value: Any, where: str) -> dict[str, Any]:
@@ -105,12 +96,12 @@ def _read_json(path: Path) -> Iterator[Record]:
     """A JSON array of objects, or an object with one array of objects (such as ``{"data": [...]}``)."""
     try:
         with _open(path) as stream:
-            data = stream.read()
+            data = read_whole(stream, str(path), MAX_WHOLE_BYTES)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path}: damaged gzip file ({error})") from error
     if not data.strip():
         return
-    value = _parse(data, str(path), is_first=True)
+    value = parse_json(data, str(path), only_depth=True)
     if isinstance(value, dict):
         arrays = [item for item in value.values() if isinstance(item, list) and item and isinstance(item[0], dict)]
         is_one_row = len(arrays) != 1 or any(key in value for key in ("messages", "conversations"))

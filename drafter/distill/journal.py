@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from drafter.utils.io import is_stream, write_atomic
+from drafter.utils.parse import parse_json, read_json_object, read_lines
 
 _BLOCK = 1 << 20
 _OTHER_FORMATS = (".json", ".parquet")  # endings that `read_records` does not take for lines of text
@@ -111,9 +112,9 @@ class Journal:
 
     def _recorded_settings(self) -> dict[str, Any]:
         try:
-            return dict(json.loads(self.settings_path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{self.settings_path} is damaged: give another --out, or restore it") from error
+            return read_json_object(self.settings_path)
+        except ValueError as error:
+            raise ValueError(f"{error}: give another --out, or restore the file") from error
 
     def _cut_torn_line(self) -> int:
         """Cut what follows the last line feed; how many bytes that was."""
@@ -133,13 +134,11 @@ class Journal:
 
     def _read(self) -> Iterator[dict[str, Any]]:
         with self.path.open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
+            for number, line in read_lines(stream, str(self.path)):
                 try:
-                    row = json.loads(line)
+                    row = parse_json(line, f"{self.path}, line {number}", only_depth=True)
                 except ValueError as error:
-                    raise ValueError(
-                        f"{self.path}, line {number}: damaged ({error}); remove the line to go on"
-                    ) from error
+                    raise ValueError(f"{error}; the row is damaged: remove the line to go on") from error
                 if not isinstance(row, dict):
                     raise ValueError(f"{self.path}, line {number}: no row of this program; give another --out")
                 yield row

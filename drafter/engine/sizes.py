@@ -4,7 +4,6 @@ The choice never changes a token, only how fast tokens come.
 """
 
 import hashlib
-import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -23,10 +22,12 @@ from drafter.proposers.options import SIZED_METHODS, Method
 from drafter.proposers.parts import DraftMemory
 from drafter.proposers.table import make_proposer
 from drafter.targets.target import Target
+from drafter.utils.parse import read_json
 from drafter.utils.provenance import cpu_name
 
 _log = logging.getLogger(__name__)
 
+_MAX_SIZE = 4096  # of a file's beam width, draft length and tree size
 SCHEMA = "drafter-tuned/1"
 
 _WINDOW = 128  # row-steps that the running acceptance remembers (exponentially)
@@ -169,9 +170,9 @@ def read_tuned(path: Path) -> TunedSizes:
         ValueError: no file of this schema, or one whose numbers cannot be.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"--tuned {path}: no JSON ({error})") from error
+        found = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"--tuned {error}") from error
     schema = found.get("schema") if isinstance(found, dict) else None
     if schema != SCHEMA:
         raise ValueError(f"--tuned {path}: schema is {schema!r} but must be {SCHEMA!r}: run `drafter tune` again")
@@ -197,7 +198,7 @@ def _plan_of(item: Mapping[str, Any], method: Method) -> RowPlan:
     choices = []
     for entry in item["choices"]:
         sizes = [entry[name] for name in Tree._fields]
-        if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+        if any(isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _MAX_SIZE for size in sizes):
             raise ValueError(f"tree {sizes}")
         tree = Tree(*sizes) if sizes[-1] > 1 else PLAIN
         # The other sources of a hybrid fill what its beam leaves free.

@@ -168,6 +168,7 @@ class RecurrentDrafter(PreTrainedModel):
             raise FileNotFoundError(f"{folder} holds no {CONFIG_NAME}: give a folder that `drafter export` made")
         config = DrafterConfig.from_fields(read_json_object(folder / CONFIG_NAME), str(folder / CONFIG_NAME))
         drafter = cls.from_tensors(config, read_tensors(folder / WEIGHTS), str(folder / WEIGHTS))
+        drafter.config.name_or_path = drafter.name_or_path = str(name)
         if dtype is not None:
             nn.Module.to(drafter, dtype)
         return drafter

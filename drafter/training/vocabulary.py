@@ -3,12 +3,13 @@
 Shapes: V target vocabulary · R draft vocabulary.
 """
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from drafter.utils.parse import read_json_object
 
 
 def choose_draft_vocabulary(count_V: Tensor, size: int, always: Iterable[int] = ()) -> Tensor:
@@ -38,7 +39,7 @@ def read_token_counts(path: str, vocab_size: int) -> Tensor:
         ValueError: unreadable, or ids outside the vocabulary.
     """
     try:
-        table = json.loads(Path(path).read_text(encoding="utf-8"))
+        table = read_json_object(Path(path))
         pairs = [(int(token), int(count)) for token, count in table.items()]
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ValueError(

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 MAX_CONFIG_BYTES = 16 << 20  # a settings file; what `drafter tune` writes is the largest
 MAX_YAML_BYTES = 1 << 20  # the YAML parser takes a second for as much
 MAX_LINE_BYTES = 16 << 20  # a row of data
+MAX_WHOLE_BYTES = 1 << 30  # a data file that is one JSON value, decompressed
 MAX_DEPTH = 64  # lists and mappings within each other
 MAX_ITEMS = 1_000_000  # values of a file, where an alias counts as often as it is used
 MAX_INTEGER = 2**64
@@ -95,9 +96,7 @@ def read_lines(stream: BinaryIO, where: str, *, max_bytes: int = MAX_LINE_BYTES)
     number = 1
     while line := stream.readline(max_bytes + 1):
         if len(line) > max_bytes:
-            raise ValueError(
-                f"{where}, line {number}: longer than {max_bytes:,} bytes: split the row, or raise --max-line-bytes"
-            )
+            raise ValueError(f"{where}, line {number}: longer than {max_bytes:,} bytes: split the row")
         yield number, line
         number += 1
 

@@ -2,12 +2,14 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
+from drafter.data import files
 from drafter.data.files import read_records
 from drafter.data.formats import ReadReport, read_rows
 from tests.data.tiny import chat, write_jsonl
@@ -166,7 +168,7 @@ def test_bad_files(tmp_path: Path) -> None:
     refuse("text.json", b'"abc"', ValueError, "must hold an array of objects, not str")
     refuse("torn.jsonl", b'{"text": "a"}\n{"text": "b', ValueError, "line 2: broken JSON")
     refuse("latin.jsonl", b'{"text": "\xe9"}\n', ValueError, "line 1: not UTF-8")
-    refuse("deep.jsonl", b"[" * 100_000, ValueError, "line 1: broken JSON")
+    refuse("deep.jsonl", b"[" * 100_000, ValueError, "line 1: nested deeper")
     refuse("torn.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 1000)[:-20], ValueError, "damaged gzip")
     refuse("no.jsonl.gz", b'{"text": "a"}\n', ValueError, "damaged gzip")
     refuse("no.json.gz", b"[]", ValueError, "damaged gzip")
@@ -192,3 +194,25 @@ def test_a_hub_name_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ValueError, match=r"data set 'owner/none' cannot be loaded from the hub: offline$"):
         list(read_rows("owner/none"))
     assert asked == [("owner/name", "test"), ("owner/none", "train")]
+
+
+def test_long_lines_pipes_and_deep_rows_are_refused_with_their_place(tmp_path: Path, monkeypatch) -> None:
+    long = tmp_path / "long.jsonl"
+    long.write_bytes(b'{"prompt": "a"}\n{"prompt": "' + b"a" * (17 << 20) + b'"}\n')
+    with pytest.raises(ValueError, match=r"long.jsonl, line 2: longer than 16,777,216 bytes"):
+        list(read_rows(long))
+    with gzip.open(tmp_path / "bomb.jsonl.gz", "wb", compresslevel=1) as stream:
+        for _ in range(40):
+            stream.write(b" " * (1 << 20))
+    with pytest.raises(ValueError, match=r"bomb.jsonl.gz, line 1: longer"):
+        list(read_rows(tmp_path / "bomb.jsonl.gz"))
+    monkeypatch.setattr(files, "MAX_WHOLE_BYTES", 1000)
+    (tmp_path / "whole.json").write_text("[" + '{"prompt": "a"},' * 100 + '{"prompt": "a"}]')
+    with pytest.raises(ValueError, match=r"whole.json: larger than 1,000 bytes"):
+        list(read_rows(tmp_path / "whole.json"))
+    (tmp_path / "deep.jsonl").write_text('{"prompt": "a", "more": ' + "[" * 500 + "]" * 500 + "}\n")
+    with pytest.raises(ValueError, match=r"deep.jsonl, line 1: nested deeper"):
+        list(read_rows(tmp_path / "deep.jsonl"))
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(ValueError, match="no regular file"):
+        list(read_rows(tmp_path / "pipe.jsonl"))

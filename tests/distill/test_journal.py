@@ -79,13 +79,13 @@ def test_foreign_and_damaged_files_are_refused(tmp_path: Path) -> None:
     fill(tmp_path / "a.jsonl")
     lines = (tmp_path / "a.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "a.jsonl").write_bytes(lines[0] + b"{broken\n" + lines[1])
-    with pytest.raises(ValueError, match="line 2: damaged"):
+    with pytest.raises(ValueError, match="line 2: broken JSON"):
         Journal(tmp_path / "a.jsonl", {"seed": 1})
     (tmp_path / "a.jsonl").write_bytes(lines[0] + b"[1]\n")
     with pytest.raises(ValueError, match="line 2: no row of this program"):
         Journal(tmp_path / "a.jsonl", {"seed": 1})
     (tmp_path / "a.jsonl.settings.json").write_text("{")
-    with pytest.raises(ValueError, match="settings.json is damaged"):
+    with pytest.raises(ValueError, match="settings.json: broken JSON"):
         Journal(tmp_path / "a.jsonl", {"seed": 1})
     with pytest.raises(ValueError, match="cannot be compressed"):
         Journal(tmp_path / "a.jsonl.gz", {})

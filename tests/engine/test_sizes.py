@@ -95,9 +95,10 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, changes: dict[str, ob
 
 
 def test_text_that_is_no_json_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "s.json").write_text("{")
-    with pytest.raises(ValueError, match="no JSON"):
-        read_tuned(tmp_path / "s.json")
+    for text, reason in (("{", "broken JSON"), ("[" * 5000, "nested deeper"), ('{"a": 1%s}' % ("0" * 400), "number")):
+        (tmp_path / "s.json").write_text(text)
+        with pytest.raises(ValueError, match=f"--tuned.*s.json.*{reason}"):
+            read_tuned(tmp_path / "s.json")
 
 
 @pytest.mark.parametrize("key", ["device", "dtype", "target_fingerprint", "drafter_fingerprint", "compile"])

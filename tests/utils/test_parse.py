@@ -114,7 +114,7 @@ def test_long_lines_are_refused_while_reading(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "rows.jsonl.gz", "rb") as stream:
         lines = read_lines(stream, "rows.jsonl.gz", max_bytes=1 << 20)
         assert next(lines) == (1, b'{"prompt": "short"}\n')
-        with pytest.raises(ValueError, match="rows.jsonl.gz, line 2: longer than 1,048,576 bytes.*--max-line-bytes"):
+        with pytest.raises(ValueError, match="rows.jsonl.gz, line 2: longer than 1,048,576 bytes"):
             next(lines)
         assert stream.tell() <= 3 << 20
 
