@@ -1,6 +1,6 @@
-"""Records from files: JSONL, JSON, Parquet (plain or .gz for the first two) and hub data sets, each with its place.
+"""Raw rows of JSONL, JSON (both also .gz) and Parquet files and of hub data sets, each with its place.
 
-JSONL is split at the line feed only: U+2028 and its kin are legal inside a JSON string.
+A JSONL file is split at line feeds only, because U+2028 and similar characters are legal inside a JSON string.
 """
 
 import gzip
@@ -17,16 +17,16 @@ _JSON = (".json", ".json.gz")
 _KNOWN = "*.jsonl, *.json (both also .gz), *.parquet, or a hub data set (owner/name or owner/name:split)"
 
 
-class Record(NamedTuple):
-    """One record and where it stood: ``where`` is what an error message shows, ``number`` the line or row from 1 on."""
+class RawRow(NamedTuple):
+    """The fields of one row, its place for error messages, and its line or row number from 1."""
 
     fields: dict[str, Any]
     where: str
     number: int
 
 
-def read_records(name: str | Path) -> Iterator[Record]:
-    """Yield the records of a file or hub data set.
+def read_records(name: str | Path) -> Iterator[RawRow]:
+    """The raw rows of a file or hub data set, one by one.
 
     Raises:
         FileNotFoundError: no such file.
@@ -39,7 +39,7 @@ def read_records(name: str | Path) -> Iterator[Record]:
             return
         raise FileNotFoundError(f"{name}: there is no such file")
     if path.is_dir():
-        raise ValueError(f"{name} is a folder: name the files in it ({_KNOWN})")
+        raise ValueError(f"{name} is a folder: name a file in it ({_KNOWN})")
     if not path.is_file():
         raise ValueError(f"{name} is no regular file: write the rows to a file first")
     lowered = path.name.lower()
@@ -60,7 +60,7 @@ def is_hub_name(name: str) -> bool:
     return bool(slash and owner and rest and "/" not in rest and owner[0] not in ".~" and not is_file_like)
 
 
-def _checked(records: Iterator[Record], name: str) -> Iterator[Record]:
+def _checked(records: Iterator[RawRow], name: str) -> Iterator[RawRow]:
     empty = True
     for record in records:
         empty = False
@@ -73,15 +73,15 @@ def _open(path: Path) -> BinaryIO:
     return cast(BinaryIO, gzip.open(path, "rb")) if path.name.lower().endswith(".gz") else path.open("rb")
 
 
-def _read_jsonl(path: Path) -> Iterator[Record]:
+def _read_jsonl(path: Path) -> Iterator[RawRow]:
     number = 0
     with _open(path) as stream:
         try:
-            for number, line in read_lines(stream, str(path)):  # a binary file's lines end at b"\n" and nothing else
+            for number, line in read_lines(stream, str(path)):  # lines of a binary file end at b"\n" only
                 where = f"{path}, line {number}"
                 if not line.strip():
                     continue
-                yield Record(_as_record(parse_json(line, where, only_depth=True), where), where, number)
+                yield RawRow(_as_record(parse_json(line, where, only_depth=True), where), where, number)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"{path}: damaged gzip file after line {number} ({error})") from error
 
@@ -92,7 +92,7 @@ def _as_record(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
-def _read_json(path: Path) -> Iterator[Record]:
+def _read_json(path: Path) -> Iterator[RawRow]:
     """A JSON array of objects, or an object with one array of objects (such as ``{"data": [...]}``)."""
     try:
         with _open(path) as stream:
@@ -110,10 +110,10 @@ def _read_json(path: Path) -> Iterator[Record]:
         raise ValueError(f"{path}: the file must hold an array of objects, not {type(value).__name__}")
     for number, item in enumerate(value, start=1):
         where = f"{path}, row {number}"
-        yield Record(_as_record(item, where), where, number)
+        yield RawRow(_as_record(item, where), where, number)
 
 
-def _read_parquet(path: Path) -> Iterator[Record]:
+def _read_parquet(path: Path) -> Iterator[RawRow]:
     import pyarrow
     from pyarrow import parquet
 
@@ -123,7 +123,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
             for batch in file.iter_batches(batch_size=256):
                 for item in batch.to_pylist():
                     number += 1
-                    yield Record(item, f"{path}, row {number}", number)
+                    yield RawRow(item, f"{path}, row {number}", number)
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path}: damaged Parquet file ({first_line(error)})") from error
 
@@ -139,6 +139,6 @@ def load_hub(name: str) -> Any:
         raise ValueError(f"data set {name!r} cannot be loaded from the hub: {first_line(error)}") from error
 
 
-def _read_hub(name: str) -> Iterator[Record]:
+def _read_hub(name: str) -> Iterator[RawRow]:
     for number, item in enumerate(load_hub(name), start=1):
-        yield Record(dict(item), f"{name}, row {number}", number)
+        yield RawRow(dict(item), f"{name}, row {number}", number)

@@ -1,6 +1,6 @@
-"""Rows of any known format as messages.
+"""Rows of any known format, parsed into messages.
 
-Formats are recognised by a row's keys, in this order (or named with ``--format``):
+The keys of a row show its format, in the order of this table; ``--format`` names one instead:
 
 =========== ============================================= =====================================
 format      keys                                          becomes
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drafter.data.files import Record, read_records
+from drafter.data.files import RawRow, read_records
 
 FORMATS = ("messages", "sharegpt", "alpaca", "prompt", "turns", "text")
 _ANSWER_KEYS = ("completion", "response", "text")
@@ -35,12 +35,12 @@ _ROLES = {
     "model": "assistant",
     "bot": "assistant",
 }
-Message = dict[str, str]
+ChatMessage = dict[str, str]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row: ``messages`` (system*, then user and assistant in turn), or plain ``text``.
+    """A conversation (system messages, then user and assistant in turn) or a plain text.
 
     Attributes:
         messages: the conversation; empty for plain text.
@@ -48,11 +48,11 @@ class Row:
         id: the row's own id as text, or None.
         source: where the row says it comes from, or None.
         where: file and line, for error messages.
-        is_cut: the last answer ended at a length limit, so that its end-of-turn token was never generated.
-        later_turns: what the user says later, to answers that are not there (MT-bench).
+        is_cut: the last answer ended at a length limit, without an end-of-turn token.
+        later_turns: further user turns of a conversation without answers (MT-bench).
     """
 
-    messages: tuple[Message, ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
     text: str | None = None
     id: str | None = None
     source: str | None = None
@@ -61,15 +61,15 @@ class Row:
     later_turns: tuple[str, ...] = ()
 
     @property
-    def prompt(self) -> tuple[Message, ...]:
-        """The messages up to and including the last user turn: what an answer is asked for."""
+    def prompt(self) -> tuple[ChatMessage, ...]:
+        """The messages up to and including the last user turn."""
         last = max((i for i, message in enumerate(self.messages) if message["role"] == "user"), default=-1)
         return self.messages[: last + 1]
 
 
 @dataclass
 class ReadReport:
-    """What reading met: rows read, and rows that were invalid and skipped because the caller asked for that."""
+    """Counts of rows that were read, and of invalid rows that were skipped."""
 
     num_rows: int = 0
     num_invalid: int = 0
@@ -85,17 +85,18 @@ def read_rows(
     skip_invalid: bool = False,
     report: ReadReport | None = None,
 ) -> Iterator[Row]:
-    """Yield the rows of a file (.jsonl, .json, both also .gz, .parquet) or hub data set as messages or text.
+    """The rows of a file (.jsonl, .json, both also .gz; .parquet) or of a hub data set, one by one.
 
     Args:
         name: path, or ``owner/name[:split]`` of a hub data set.
-        format: one of FORMATS; None recognises each row by its keys.
+        format: one of FORMATS; None: each row is recognised by its keys.
         columns: our key -> the file's key, such as ``{"prompt": "question"}``.
-        skip_invalid: count rows that are no valid conversation in ``report`` and go on, instead of stopping.
+        skip_invalid: skip and count invalid rows instead of raising ValueError.
+        report: filled with the counts.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: what is wrong, with file and line.
+        ValueError: an invalid row, with its file and line.
     """
     if format is not None and format not in FORMATS:
         raise ValueError(f"--format {format!r} is unknown: use one of {', '.join(FORMATS)}")
@@ -113,12 +114,12 @@ def read_rows(
         yield row
 
 
-def parse_row(record: Record, *, format: str | None = None, columns: Mapping[str, str] | None = None) -> Row:
-    """One record as a row; ValueError with its place if it has no known keys or its turns are out of order."""
+def parse_row(record: RawRow, *, format: str | None = None, columns: Mapping[str, str] | None = None) -> Row:
+    """The parsed row; ValueError with its place if no key is known or the turns are out of order."""
     fields = dict(record.fields)
     for ours, theirs in (columns or {}).items():
         if theirs not in fields:
-            raise ValueError(f"{record.where}: no key {theirs!r}, which --column names for {ours!r}{_keys(fields)}")
+            raise ValueError(f"{record.where}: --column {ours}={theirs}: the row has no key {theirs!r}{_keys(fields)}")
         fields[ours] = fields[theirs]
     kind = format or recognise(fields)
     if kind is None:
@@ -143,7 +144,7 @@ def parse_row(record: Record, *, format: str | None = None, columns: Mapping[str
 
 
 def recognise(fields: Mapping[str, Any]) -> str | None:
-    """The format that a row's keys show, or None."""
+    """The format of a row, by its keys; None if no key is known."""
     if isinstance(fields.get("messages"), Sequence) and not isinstance(fields["messages"], str):
         return "messages"
     if isinstance(fields.get("conversations"), Sequence) and not isinstance(fields["conversations"], str):
@@ -157,8 +158,8 @@ def recognise(fields: Mapping[str, Any]) -> str | None:
     return "text" if "text" in fields else None
 
 
-def check_turns(messages: Sequence[Message], where: str) -> None:
-    """Refuse a conversation whose turns are not: system (optional), then user and assistant in turn."""
+def check_turns(messages: Sequence[ChatMessage], where: str) -> None:
+    """ValueError unless the turns are system (optional), then user and assistant in turn."""
     wanted = "user"
     for number, message in enumerate(messages, start=1):
         role = message["role"]
@@ -166,7 +167,7 @@ def check_turns(messages: Sequence[Message], where: str) -> None:
             continue
         if role != wanted:
             raise ValueError(
-                f"{where}: turns out of order: turn {number} is {role!r} where {wanted!r} is due; "
+                f"{where}: turns out of order: turn {number} is {role!r}, expected {wanted!r}; "
                 "a conversation is system (optional), then user and assistant in turn"
             )
         wanted = "assistant" if wanted == "user" else "user"
@@ -174,17 +175,17 @@ def check_turns(messages: Sequence[Message], where: str) -> None:
         raise ValueError(f"{where}: the conversation has no user turn")
 
 
-def _read_messages(fields: Mapping[str, Any], where: str) -> list[Message]:
+def _read_messages(fields: Mapping[str, Any], where: str) -> list[ChatMessage]:
     return _read_turns(fields, where, "messages", (("role",), ("content",)))
 
 
-def _read_sharegpt(fields: Mapping[str, Any], where: str) -> list[Message]:
+def _read_sharegpt(fields: Mapping[str, Any], where: str) -> list[ChatMessage]:
     return _read_turns(fields, where, "conversations", (("from", "role"), ("value", "content", "text")))
 
 
 def _read_turns(
     fields: Mapping[str, Any], where: str, key: str, names: tuple[tuple[str, ...], tuple[str, ...]]
-) -> list[Message]:
+) -> list[ChatMessage]:
     turns = fields.get(key)
     if not isinstance(turns, Sequence) or isinstance(turns, str):
         raise ValueError(f"{where}: {key} must be an array of turns{_keys(fields)}")
@@ -202,15 +203,15 @@ def _read_turns(
 
 
 def _content(value: Any, where: str) -> str:
-    """A turn's text; OpenAI's list of parts is joined when all of them are text."""
+    """The text of a turn. A list of text parts, as in OpenAI's API, is joined."""
     if isinstance(value, str):
         return _encodable(value, where)
     if isinstance(value, Sequence) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in value):
         return _encodable("".join(part["text"] for part in value), where)
-    raise ValueError(f"{where} has no text ({type(value).__name__}): only text turns can be used")
+    raise ValueError(f"{where} is {type(value).__name__}, not text: only text turns can be used")
 
 
-def _read_alpaca(fields: Mapping[str, Any], where: str) -> list[Message]:
+def _read_alpaca(fields: Mapping[str, Any], where: str) -> list[ChatMessage]:
     question = _text(fields, "instruction", where)
     extra = fields.get("input")
     if isinstance(extra, str) and extra.strip():
@@ -221,7 +222,7 @@ def _read_alpaca(fields: Mapping[str, Any], where: str) -> list[Message]:
     return messages
 
 
-def _read_prompt(fields: Mapping[str, Any], where: str) -> list[Message]:
+def _read_prompt(fields: Mapping[str, Any], where: str) -> list[ChatMessage]:
     messages = [{"role": "user", "content": _text(fields, "prompt", where)}]
     answer = next((key for key in _ANSWER_KEYS if fields.get(key) is not None), None)
     if answer is not None:
@@ -229,8 +230,8 @@ def _read_prompt(fields: Mapping[str, Any], where: str) -> list[Message]:
     return messages
 
 
-def _read_user_turns(fields: Mapping[str, Any], where: str) -> list[Message]:
-    """One user turn after the other: their answers are not there."""
+def _read_user_turns(fields: Mapping[str, Any], where: str) -> list[ChatMessage]:
+    """The user turns of a conversation without answers."""
     turns = fields.get("turns")
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
         raise ValueError(f"{where}: turns must be an array of at least one text{_keys(fields)}")
@@ -258,11 +259,11 @@ def _text(fields: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def _encodable(value: str, where: str) -> str:
-    """JSON may escape half a surrogate pair; no tokenizer takes it."""
+    """The text; ValueError for half a surrogate pair, which JSON can express and no tokenizer accepts."""
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where} holds half a surrogate pair at character {error.start}: it is no text") from error
+        raise ValueError(f"{where} holds half a surrogate pair at character {error.start}, which is no text") from error
     return value
 
 

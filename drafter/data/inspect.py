@@ -1,17 +1,17 @@
-"""A look at the loss mask: which tokens of a data file are trained on, in colour, and counts of the whole file."""
+"""``drafter data inspect``: rows with their loss mask in colour, and the counts of the file."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from drafter.data.formats import ReadReport, read_rows
 from drafter.data.prepare import short_name, with_progress
-from drafter.data.tokenize import ConversationEncoder, Encoded, EncodeReport
+from drafter.data.tokenize import ConversationEncoder, EncodedRow, EncodeReport
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-# Trained tokens in two shades by turns, so that one sees where a token ends; where there is no colour, in brackets.
+# Two alternating shades show where a trained token ends; without colours, brackets enclose trained text.
 _TRAINED_STYLES = ("black on green", "black on bright_green")
 _OTHER_STYLE = "dim"
 
@@ -32,7 +32,7 @@ def inspect_file(
     """Print the first ``num_rows`` rows with their loss mask, then the counts of all rows.
 
     Returns:
-        The counts; whether they are good enough to train on, ``report.check(name)`` says.
+        The counts; ``report.check(name)`` raises if the file cannot be trained on.
 
     Raises:
         FileNotFoundError, ValueError: see :func:`drafter.data.formats.read_rows`.
@@ -44,7 +44,7 @@ def inspect_file(
     read = ReadReport()
     rows = read_rows(name, format=format, columns=columns, skip_invalid=skip_invalid, report=read)
     lengths: list[tuple[int, int]] = []
-    shown: list[Encoded] = []
+    shown: list[EncodedRow] = []
     for encoded in encoder.encode(with_progress(rows, f"tokenising {short_name(name)}", progress)):
         lengths.append((len(encoded.token_ids), sum(encoded.loss_mask)))
         if len(shown) < num_rows:
@@ -60,8 +60,8 @@ def inspect_file(
     return report
 
 
-def paint(tokenizer: Any, encoded: Encoded, *, has_colour: bool) -> "Text":
-    """A row's text, trained tokens in colour, or between ⟦ and ⟧ where there is no colour."""
+def paint(tokenizer: Any, encoded: EncodedRow, *, has_colour: bool) -> "Text":
+    """The text of a row; colours mark trained tokens, or ⟦ and ⟧ without colours."""
     from rich.text import Text
 
     text = Text()
@@ -77,8 +77,8 @@ def paint(tokenizer: Any, encoded: Encoded, *, has_colour: bool) -> "Text":
     return text
 
 
-def _runs(encoded: Encoded) -> Iterator[tuple[bool, list[int]]]:
-    """Neighbouring tokens that are trained on, or not, together."""
+def _runs(encoded: EncodedRow) -> Iterator[tuple[bool, list[int]]]:
+    """Runs of neighbouring tokens with the same loss mask."""
     start = 0
     for end in range(1, len(encoded.token_ids) + 1):
         if end == len(encoded.token_ids) or encoded.loss_mask[end] != encoded.loss_mask[start]:
@@ -86,23 +86,23 @@ def _runs(encoded: Encoded) -> Iterator[tuple[bool, list[int]]]:
             start = end
 
 
-def _pieces(tokenizer: Any, encoded: Encoded) -> Iterator[tuple[bool, str]]:
-    """The text that each token adds to its run; a character of several tokens comes with the last of them."""
+def _pieces(tokenizer: Any, encoded: EncodedRow) -> Iterator[tuple[bool, str]]:
+    """The text that each token adds to its run; the last token of a character brings the character."""
     for is_trained, ids in _runs(encoded):
         shown = ""
-        start = 0  # the tokens that may still change how the next one is shown begin here
+        start = 0  # first token that may still change the text of the next one
         for end in range(1, len(ids) + 1):
             piece = tokenizer.decode(ids[start:end])
             if piece.endswith("\ufffd") and end < len(ids):
                 continue
             yield is_trained, piece[len(shown) :]
             start, shown = max(start, end - 1), tokenizer.decode(ids[end - 1 : end])
-            if not piece.endswith(shown):  # a last byte alone shows as nothing readable: begin anew behind it
+            if not piece.endswith(shown):  # a lone last byte is not readable: restart after it
                 start, shown = end, ""
 
 
 def _length_lines(lengths: list[tuple[int, int]]) -> list[str]:
-    """Least, middle and greatest length of rows, and of what is trained on in them."""
+    """Least, median and greatest number of tokens and of trained tokens in a row."""
     lines = []
     for what, place in (("tokens in a row", 0), ("trained tokens in a row", 1)):
         values = sorted(pair[place] for pair in lengths)

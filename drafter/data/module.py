@@ -56,9 +56,8 @@ class ChatDataModule(LightningDataModule):
             val: share of the prompts that is held out of ``train`` (with all their answers), or files of their own.
             max_length: rows are cut after so many tokens.
             batch_tokens: rows x longest row of a batch with its padding, at most.
-            train_on: ``answers`` only, or ``everything``: prompts and template too (ready text, with a loss that
-                compares
-                with the target's own distribution). Validation is on answers either way.
+            train_on: ``answers``, or ``everything``: prompts and template too, for ready text with a loss that compares
+                distributions. Validation is on answers in both cases.
             seed: of the order of the rows.
             format: messages, sharegpt, alpaca, prompt, turns or text; None recognises rows by their keys.
             columns: our key to the files' key, such as {"prompt": "question"}.

@@ -1,5 +1,4 @@
-"""Files to token stores: tokenised once, kept in ``$DRAFTER_HOME/cache/tokens`` under the hash of everything that
-matters."""
+"""Token stores of files. A file is tokenised once; ``$DRAFTER_HOME/cache/tokens`` keeps the store by content hash."""
 
 import hashlib
 import json
@@ -25,7 +24,7 @@ from drafter.targets.catalog import home_folder
 
 @dataclass(frozen=True)
 class TokenizeOptions:
-    """What decides, beside file and tokenizer, about the rows of a store. See :class:`ConversationEncoder`."""
+    """Options that, with file and tokenizer, determine the rows of a store. See :class:`ConversationEncoder`."""
 
     max_length: int = 1024
     format: str | None = None
@@ -45,7 +44,7 @@ def tokenize_file(
     use_cache: bool = True,
     progress: bool = True,
 ) -> tuple[TokenStore, EncodeReport]:
-    """The rows of one file or hub data set that can be trained on, from the cache when it has been seen before.
+    """The token store of one file or hub data set, from the cache where possible, and the counts of its rows.
 
     Raises:
         FileNotFoundError, ValueError: see :func:`read_rows` and :meth:`EncodeReport.check`.
@@ -53,7 +52,7 @@ def tokenize_file(
     path = cache_path(name, tokenizer, options) if use_cache else None
     if path is not None and (found := load_store(path)) is not None:
         store, metadata = found
-        report = EncodeReport(**metadata)  # type: ignore[arg-type]  # written below from the same dataclass
+        report = EncodeReport(**metadata)  # type: ignore[arg-type]  # saved from the same dataclass
     else:
         encoder = ConversationEncoder(
             tokenizer,
@@ -78,19 +77,19 @@ def tokenize_file(
 
 
 def cache_path(name: str, tokenizer: Any, options: TokenizeOptions) -> Path:
-    """Where the store of this content, tokenizer and these options is kept."""
+    """The cache file for this content, tokenizer and options."""
     key = [content_digest(name), tokenizer_fingerprint(tokenizer), asdict(options), ENCODING_VERSION]
     digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=16).hexdigest()
     return home_folder() / "cache" / "tokens" / f"{digest}.safetensors"
 
 
 def content_digest(name: str) -> str:
-    """SHA-256 of a file's bytes, or the fingerprint that ``datasets`` gives a hub data set."""
+    """SHA-256 of a file's bytes, or the fingerprint of a hub data set in ``datasets``."""
     path = Path(name).expanduser()
     if not path.exists() and is_hub_name(name):
         return f"hub {name} {load_hub(name)._fingerprint}"
     if path.is_dir():
-        raise ValueError(f"{name} is a folder: name the files in it")
+        raise ValueError(f"{name} is a folder: name a file in it")
     if not path.exists():
         raise FileNotFoundError(f"{name}: there is no such file")
     with path.open("rb") as stream:
@@ -103,17 +102,17 @@ def short_name(name: str) -> str:
 
 
 def with_progress(rows: Iterable[Row], what: str, progress: bool) -> Iterator[Row]:
-    """Pass rows on under a progress bar on stderr (shown only if it takes a while)."""
+    """The same rows, with a progress bar on stderr after one second."""
     from tqdm import tqdm
 
     yield from tqdm(rows, desc=what, unit="row", disable=not progress, delay=1.0, mininterval=1.0, file=sys.stderr)
 
 
 def split_by_prompt(store: TokenStore, share: float) -> tuple[list[int], list[int]]:
-    """Rows to train on and rows held out, so that all answers to one prompt are on the same side.
+    """Rows to train on and held-out rows; all answers to a prompt are on the same side.
 
-    A prompt's side follows from a hash of its tokens, so it does not change with the order of rows or files, and
-    hardly with more rows. At least one prompt is held out.
+    The hash of a prompt's tokens decides its side, so the split does not depend on the order of rows or files. At least
+    one prompt is held out.
 
     Raises:
         ValueError: fewer than two different prompts.
@@ -121,7 +120,7 @@ def split_by_prompt(store: TokenStore, share: float) -> tuple[list[int], list[in
     digests = [_prompt_digest(store, row) for row in range(len(store))]
     unique = sorted(set(digests))
     if len(unique) < 2:
-        raise ValueError("the training data hold one prompt only, so none can be held out: name files for --data.val")
+        raise ValueError("the training data hold one prompt, so no prompt can be held out: give --data.val files")
     num_held_out = min(len(unique) - 1, max(1, round(share * len(unique))))
     held_out = set(unique[:num_held_out])
     train = [row for row, digest in enumerate(digests) if digest not in held_out]
@@ -132,7 +131,7 @@ def split_by_prompt(store: TokenStore, share: float) -> tuple[list[int], list[in
 def _prompt_digest(store: TokenStore, row: int) -> bytes:
     token_T, loss_mask_T = store.row(row)
     num_prompt = int(loss_mask_T.to(torch.uint8).argmax())
-    # Plain text has no prompt: its first tokens stand for it.
+    # Plain text has no prompt; its first tokens take the place.
     tokens = token_T[:num_prompt] if num_prompt > 1 else token_T[:64]
     return hashlib.blake2b(tokens.numpy().tobytes(), digest_size=8).digest()
 
@@ -146,7 +145,7 @@ def load_stores(
     use_cache: bool = True,
     progress: bool = True,
 ) -> tuple[TokenStore, EncodeReport]:
-    """:func:`tokenize_file` of several files, one after another."""
+    """The joined token store of several files, and the sum of their counts; see :func:`tokenize_file`."""
     total = EncodeReport()
     stores = []
     for name in names:

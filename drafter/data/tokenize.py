@@ -1,9 +1,9 @@
-"""Conversations as token ids with a loss mask: which tokens a target would have generated itself.
+"""Token ids of conversations, with a loss mask over the tokens that the target would generate.
 
-The tokenizer's own chat template is rendered, never one of ours. For every answer k, the conversation before it
-rendered with the opening of the assistant's turn is a *prefix*: the text of the whole conversation must begin with
-it, and its token ids too. So the answer's tokens stand exactly where the target would have generated them. Trained on
-are the answer's tokens and, if the template closes the turn with a special token, that one.
+The text comes from the tokenizer's own chat template. The *prefix* of an answer is the rendered conversation before the
+answer, with the opening of the assistant's turn. Text and token ids of the whole conversation must begin with the
+prefix, so that the answer's tokens are those that the target would generate after it. The mask covers the answer's
+tokens, and the special token that closes the turn if the template has one.
 """
 
 import hashlib
@@ -13,24 +13,23 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
-from drafter.data.formats import Message, Row
+from drafter.data.formats import ChatMessage, Row
 
 _CHUNK_ROWS = 256
 MAX_FAILED_SHARE = 0.01
-# Part of the cache's key: raise it when a change here changes the tokens or the mask of some row.
+# Part of the cache's key: raise the number when a change of this file changes tokens or masks.
 ENCODING_VERSION = 1
 
 
-class Encoded(NamedTuple):
-    """Token ids of a row, and for each whether it is trained on."""
+class EncodedRow(NamedTuple):
+    """Token ids of a row and their loss mask: True where the token is trained on."""
 
     token_ids: list[int]
     loss_mask: list[bool]
 
 
 class PrefixError(ValueError):
-    """This conversation cannot be masked by template prefixes; ``reason`` is one of a few short phrases to be
-    counted."""
+    """The answers of a conversation cannot be found by template prefixes; reports count the rows by ``reason``."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -39,7 +38,7 @@ class PrefixError(ValueError):
 
 @dataclass
 class EncodeReport:
-    """What became of the rows, in counts. Rows that are not kept: without answer, empty answer, failed, too long."""
+    """Counts of rows: kept, changed, and dropped by reason."""
 
     num_rows: int = 0
     num_kept: int = 0
@@ -59,7 +58,7 @@ class EncodeReport:
         return sum(self.failures.values())
 
     def add(self, other: "EncodeReport") -> None:
-        """Count another report's rows in."""
+        """Add the counts of another report."""
         for name, value in asdict(other).items():
             if isinstance(value, int):
                 setattr(self, name, getattr(self, name) + value)
@@ -68,7 +67,7 @@ class EncodeReport:
         self.first_failure = self.first_failure or other.first_failure
 
     def lines(self) -> list[str]:
-        """The report for people: one line of totals and one per kind of row that was dropped or changed."""
+        """The report as text: one line of totals, and one for each reason to drop or change rows."""
         share = self.num_trained_tokens / max(1, self.num_tokens)
         lines = [
             f"{self.num_kept:,} of {self.num_rows:,} rows kept: {self.num_tokens:,} tokens, "
@@ -77,9 +76,9 @@ class EncodeReport:
         for count, what in (
             (self.num_without_answer, "rows without an answer dropped"),
             (self.num_empty_answers, "rows with an empty answer dropped"),
-            (self.num_beyond_max_length, "rows dropped whose answer begins beyond the maximal length"),
+            (self.num_beyond_max_length, "rows dropped: the answer begins after the maximal length"),
             (self.num_cut_at_max_length, "rows cut at the maximal length"),
-            (self.num_suffixes_stripped, "answers rid of a literal end mark"),
+            (self.num_suffixes_stripped, "answers with a literal end mark, which was removed"),
             (self.num_invalid, "invalid rows skipped"),
         ):
             if count:
@@ -107,7 +106,7 @@ class EncodeReport:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """A hash of what decides about ids: vocabulary, merges, added tokens, chat template."""
+    """A hash of everything that determines token ids: vocabulary, merges, added tokens, chat template."""
     state = json.loads(_backend(tokenizer).to_str())
     state.pop("truncation", None)
     state.pop("padding", None)
@@ -116,7 +115,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def stop_token_ids(tokenizer: Any) -> set[int]:
-    """Tokens that can end a turn: the tokenizer's special ones."""
+    """The tokens that can end a turn: the tokenizer's special tokens."""
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return special | set(tokenizer.all_special_ids)
 
@@ -125,21 +124,24 @@ def _backend(tokenizer: Any) -> Any:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(
-            f"{type(tokenizer).__name__} does not tell which characters a token covers, so answers cannot be located: "
+            f"{type(tokenizer).__name__} has no character offsets of tokens, so answers cannot be found: "
             "a tokenizer with a tokenizer.json file is needed"
         )
     return backend
 
 
-def render(tokenizer: Any, messages: Sequence[Message], *, opening: bool = False) -> str:
-    """The template's text; ``opening`` adds the opening of the assistant's turn. PrefixError if the template
-    refuses."""
+def render(tokenizer: Any, messages: Sequence[ChatMessage], *, opening: bool = False) -> str:
+    """The rendered chat template; ``opening`` adds the opening of the assistant's turn.
+
+    Raises:
+        PrefixError: the template refuses the messages.
+    """
     import jinja2
 
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opening))
     except jinja2.TemplateError as error:
-        raise PrefixError(f"the chat template refuses it ({error})") from error
+        raise PrefixError(f"the chat template refuses the conversation ({error})") from error
 
 
 _PROBE = [
@@ -151,21 +153,21 @@ _PROBE = [
 
 
 def check_template(tokenizer: Any, name: str) -> None:
-    """Refuse a tokenizer whose answers cannot be located by template prefixes, with the reason.
+    """ValueError, with the reason, if the tokenizer's chat template gives no usable prefixes.
 
     Raises:
-        ValueError: no chat template; a template that fails, drops or rewrites earlier turns, or whose opening of the
-            assistant's turn is not what stands before an answer.
+        ValueError: no chat template; a template that fails, drops or rewrites earlier turns, or precedes an answer with
+            another text than the opening of the assistant's turn.
     """
     _backend(tokenizer)
     if not tokenizer.chat_template:
         raise ValueError(
             f"target {name!r} has no chat template, so conversations cannot be rendered: give plain `text` rows, "
-            "or take an instruction-tuned target"
+            "or choose an instruction-tuned target"
         )
     for messages in (_PROBE[:2], _PROBE):
         try:
-            plan_turns(tokenizer, messages)
+            find_answers(tokenizer, messages)
         except PrefixError as error:
             turns = "a single question and answer" if len(messages) == 2 else "a second turn"
             raise ValueError(
@@ -174,16 +176,16 @@ def check_template(tokenizer: Any, name: str) -> None:
             ) from error
 
 
-class Turn(NamedTuple):
-    """One answer in the rendered text: its prefix, and the characters of its content."""
+class AnswerSpan(NamedTuple):
+    """An answer in the rendered text: its prefix, and the start and end of its characters."""
 
     prefix: str
     start: int
     end: int
 
 
-def plan_turns(tokenizer: Any, messages: Sequence[Message]) -> tuple[str, list[Turn]]:
-    """Render a conversation and find every answer in it. PrefixError when a prefix or an answer is not reproduced."""
+def find_answers(tokenizer: Any, messages: Sequence[ChatMessage]) -> tuple[str, list[AnswerSpan]]:
+    """The rendered conversation and its answers; PrefixError when the text lacks a prefix or an answer."""
     text = render(tokenizer, messages)
     turns = []
     for index, message in enumerate(messages):
@@ -191,23 +193,23 @@ def plan_turns(tokenizer: Any, messages: Sequence[Message]) -> tuple[str, list[T
             continue
         prefix = render(tokenizer, messages[:index], opening=True)
         if not text.startswith(prefix):
-            raise PrefixError("what stands before an answer changes once the answer is there (no usable prefix)")
+            raise PrefixError("the text before an answer changes when the answer is added (no usable prefix)")
         content = message["content"]
         start = text.find(content, len(prefix))
-        if start != len(prefix):  # templates may trim an answer, or put something between opening and answer
+        if start != len(prefix):  # templates may trim an answer, or add text between opening and answer
             content = content.strip()
             start = text.find(content, len(prefix))
         if start < 0:
-            raise PrefixError("the template does not show the answer as it is written")
-        turns.append(Turn(prefix, start, start + len(content)))
+            raise PrefixError("the template changes the answer")
+        turns.append(AnswerSpan(prefix, start, start + len(content)))
     for turn, following in zip(turns, turns[1:], strict=False):
         if turn.end > len(following.prefix):
-            raise PrefixError("the template does not show the answer as it is written")
+            raise PrefixError("the template changes the answer")
     return text, turns
 
 
 class ConversationEncoder:
-    """Turns rows into token ids and loss masks, and counts what became of them in ``report``."""
+    """Encodes rows as token ids and loss masks, and counts them in ``report``."""
 
     def __init__(
         self,
@@ -221,12 +223,13 @@ class ConversationEncoder:
     ) -> None:
         """
         Args:
-            name: the target's, for messages.
-            max_length: rows are cut after so many tokens; plain text goes on in a further row.
-            strip_suffixes: texts that are taken off the end of every answer.
-            strip_special_suffixes: take the tokenizer's special tokens, written out at the end of an answer, off too.
-                They are end marks of whoever collected the answers; as tokens they would teach a second end of turn.
-            keep_unanswered: keep conversations without any trained token (ready text to train on as a whole).
+            tokenizer: the target's tokenizer.
+            name: the target's name, for messages.
+            max_length: rows are cut after so many tokens; plain text continues in a further row.
+            strip_suffixes: texts to remove from the end of every answer.
+            strip_special_suffixes: remove special tokens that an answer ends with as text. Collectors of answers leave
+                such end marks; training on them would teach a second end of turn.
+            keep_unanswered: keep conversations without a trained token, for training on whole texts.
         """
         self.tokenizer = tokenizer
         self.name = name
@@ -238,13 +241,13 @@ class ConversationEncoder:
         self._keep_unanswered = keep_unanswered
         self._is_template_checked = False
 
-    def encode(self, rows: Iterable[Row]) -> Iterator[Encoded]:
-        """Yield the rows that can be trained on, in order."""
+    def encode(self, rows: Iterable[Row]) -> Iterator[EncodedRow]:
+        """The rows that can be trained on, in order."""
         iterator = iter(rows)
         while chunk := list(islice(iterator, _CHUNK_ROWS)):
             yield from self._encode_chunk(chunk)
 
-    def _encode_chunk(self, rows: Sequence[Row]) -> Iterator[Encoded]:
+    def _encode_chunk(self, rows: Sequence[Row]) -> Iterator[EncodedRow]:
         plans = [(row, *plan) for row in rows if (plan := self._plan(row)) is not None]
         texts = [piece for _, text, turns in plans for piece in (text, *(turn.prefix for turn in turns))]
         encodings = iter(_backend_encode(self.tokenizer, texts))
@@ -261,8 +264,8 @@ class ConversationEncoder:
                 continue
             yield from self._keep(encoded)
 
-    def _plan(self, row: Row) -> tuple[str, list[Turn]] | None:
-        """The text to tokenise and where its answers stand; None, and counted, when the row has nothing to train on."""
+    def _plan(self, row: Row) -> tuple[str, list[AnswerSpan]] | None:
+        """The text and its answers; None, and counted, if the row has nothing to train on."""
         self.report.num_rows += 1
         if row.text is not None:
             return "", []
@@ -280,12 +283,12 @@ class ConversationEncoder:
             check_template(self.tokenizer, self.name)
             self._is_template_checked = True
         try:
-            return plan_turns(self.tokenizer, messages)
+            return find_answers(self.tokenizer, messages)
         except PrefixError as error:
             self._fail(row, error)
             return None
 
-    def _stripped(self, message: Message) -> Message:
+    def _stripped(self, message: ChatMessage) -> ChatMessage:
         if message["role"] != "assistant":
             return message
         content = message["content"]
@@ -296,17 +299,17 @@ class ConversationEncoder:
         self.report.num_suffixes_stripped += 1
         return {"role": "assistant", "content": content.rstrip()}
 
-    def _mask(self, whole: Any, prefixes: Sequence[list[int]], turns: Sequence[Turn], is_cut: bool) -> Encoded:
-        """The mask of one conversation, after its prefixes have been verified token by token.
+    def _mask(self, whole: Any, prefixes: Sequence[list[int]], turns: Sequence[AnswerSpan], is_cut: bool) -> EncodedRow:
+        """Token ids and mask of one conversation, whose prefixes are compared token by token.
 
-        A token counts as an answer's if all its characters are; a byte of a character covers that whole character.
+        A token belongs to an answer if all its characters do. A token of one byte covers the byte's whole character.
         """
         ids, spans = whole.ids, whole.offsets
         loss_mask = [False] * len(ids)
         for number, (prefix_ids, turn) in enumerate(zip(prefixes, turns, strict=True)):
             index = len(prefix_ids)
             if ids[:index] != prefix_ids:
-                raise PrefixError("the tokens before an answer are others once the answer is there")
+                raise PrefixError("the tokens before an answer change when the answer is added")
             while index < len(ids) and spans[index][0] < turn.start:
                 index += 1
             while index < len(ids) and spans[index][1] <= turn.end:
@@ -316,19 +319,19 @@ class ConversationEncoder:
                 break
             if index < len(ids) and ids[index] in self._stop_ids and spans[index][0] >= turn.end:
                 loss_mask[index] = True
-        return Encoded(ids, loss_mask)
+        return EncodedRow(ids, loss_mask)
 
-    def _chunks_of_text(self, text: str) -> Iterator[Encoded]:
-        """Plain text with the special tokens the tokenizer adds by itself; every token but the first is trained on."""
+    def _chunks_of_text(self, text: str) -> Iterator[EncodedRow]:
+        """Plain text with the special tokens that the tokenizer adds; all tokens but the first are trained on."""
         ids = list(self.tokenizer(text)["input_ids"])
         size = self.max_length or max(1, len(ids))
         for start in range(0, len(ids), size):
             piece = ids[start : start + size]
-            yield from self._keep(Encoded(piece, [False] + [True] * (len(piece) - 1)))
+            yield from self._keep(EncodedRow(piece, [False] + [True] * (len(piece) - 1)))
 
-    def _keep(self, encoded: Encoded) -> Iterator[Encoded]:
+    def _keep(self, encoded: EncodedRow) -> Iterator[EncodedRow]:
         if self.max_length is not None and len(encoded.token_ids) > self.max_length:
-            encoded = Encoded(encoded.token_ids[: self.max_length], encoded.loss_mask[: self.max_length])
+            encoded = EncodedRow(encoded.token_ids[: self.max_length], encoded.loss_mask[: self.max_length])
             if any(encoded.loss_mask) or self._keep_unanswered:
                 self.report.num_cut_at_max_length += 1
         num_trained = sum(encoded.loss_mask)
@@ -346,18 +349,19 @@ class ConversationEncoder:
 
 
 def _backend_encode(tokenizer: Any, texts: Sequence[str]) -> Sequence[Any]:
-    """Tokenise in one call of the Rust tokenizer; the results have ``ids`` and character ``offsets``."""
+    """Encodings with ``ids`` and character ``offsets``, from one call of the Rust tokenizer."""
     return tokenizer(list(texts), add_special_tokens=False, truncation=False, padding=False).encodings if texts else []
 
 
-def encode_conversation(tokenizer: Any, messages: Sequence[Message], *, is_cut: bool = False) -> Encoded:
+def encode_conversation(tokenizer: Any, messages: Sequence[ChatMessage], *, is_cut: bool = False) -> EncodedRow:
     """Token ids and loss mask of one conversation.
 
     Raises:
-        ValueError: the tokenizer has no chat template; PrefixError when the answers cannot be located.
+        ValueError: the tokenizer has no chat template.
+        PrefixError: the answers cannot be found.
     """
     check_template(tokenizer, getattr(tokenizer, "name_or_path", ""))
     encoder = ConversationEncoder(tokenizer, strip_special_suffixes=False)
-    text, turns = plan_turns(tokenizer, messages)
+    text, turns = find_answers(tokenizer, messages)
     whole, *prefixes = _backend_encode(tokenizer, [text, *(turn.prefix for turn in turns)])
     return encoder._mask(whole, [prefix.ids for prefix in prefixes], turns, is_cut)

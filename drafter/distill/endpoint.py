@@ -1,4 +1,4 @@
-"""Answers from any OpenAI-compatible server: a cluster's own vLLM or SGLang makes the training data."""
+"""Answers of an OpenAI-compatible server, such as vLLM or SGLang."""
 
 import email.utils
 import http.client
@@ -10,33 +10,33 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drafter.distill.jobs import Answer, AnswerSettings, Job
+from drafter.distill.prompts import AnswerSettings, AnswerStream, MadeAnswer, WantedAnswer
 
 _RETRYABLE = {408, 409, 425, 429, 500, 502, 503, 504, 529}
-_REFUSED = {400, 413, 422}  # this prompt cannot be answered (too long, filtered); others can
+_REFUSED = {400, 413, 422}  # the server refuses this prompt (too long, filtered) and may answer others
 _MAX_REFUSED_AT_START = 8
 
 
 class EndpointError(OSError):
-    """The server cannot be used: wrong address, model or key, or no answer after all retries."""
+    """The server is unusable: wrong address, model or key, or no answer after all retries."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server that speaks the chat completions protocol.
+    """A server with the chat completions API.
 
     Attributes:
-        url: such as http://host:8000 or https://host/v1.
-        model: the name it serves the target under.
+        url: address, such as http://host:8000 or https://host/v1.
+        model: the server's name for the target.
         concurrency: requests in flight.
-        retries: further attempts after a failed one, each after twice the pause.
+        retries: further attempts after a failure; the pause doubles before each.
         timeout: seconds for one attempt.
-        pause: seconds before the first further attempt.
-        api_key_variable: environment variable that holds the key, if the server wants one.
+        pause: seconds before the second attempt.
+        api_key_variable: environment variable with the key, for servers that require one.
     """
 
     url: str
@@ -60,7 +60,7 @@ class Endpoint:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides about the answers (the address does not: servers move)."""
+        """The settings that determine the answers; the address is none of them."""
         return {"endpoint_model": self.model}
 
     @property
@@ -69,65 +69,69 @@ class Endpoint:
         return f"{base if base.endswith('/v1') else base + '/v1'}/chat/completions"
 
     def answer(
-        self, jobs: Sequence[Job], settings: AnswerSettings, *, num_answered_before: int = 0
-    ) -> Iterator[tuple[Job, Answer | None]]:
-        """Yield jobs with their answers as they come; None where the server refused this prompt.
+        self, wanted: Sequence[WantedAnswer], settings: AnswerSettings, *, num_answered_before: int = 0
+    ) -> AnswerStream:
+        """Yield each wanted answer with the made one, in order of arrival; None where the server refused the prompt.
 
         Args:
-            num_answered_before: answers with these settings that earlier runs got.
+            wanted: answers to make.
+            settings: sampling parameters.
+            num_answered_before: answers with these settings from earlier runs.
 
         Raises:
-            EndpointError: see there; what was yielded before stays valid.
+            EndpointError: the server is unusable; answers yielded before stay valid.
         """
-        todo: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        done: queue.SimpleQueue[tuple[Job, Answer | _Refused | BaseException]] = queue.SimpleQueue()
-        for job in jobs:
-            todo.put(job)
+        todo: queue.SimpleQueue[WantedAnswer | None] = queue.SimpleQueue()
+        done: queue.SimpleQueue[tuple[WantedAnswer, MadeAnswer | _Refused | BaseException]] = queue.SimpleQueue()
+        for item in wanted:
+            todo.put(item)
         stop = threading.Event()
 
         def work() -> None:
             while not stop.is_set():
-                job = todo.get()
-                if job is None:
+                item = todo.get()
+                if item is None:
                     return
                 try:
-                    done.put((job, self._ask(job, settings, stop)))
-                except BaseException as error:  # a bug: the reader waits for every job and is to raise it
-                    done.put((job, error))
+                    done.put((item, self._ask(item, settings, stop)))
+                except BaseException as error:  # a bug: the reader waits for every item and raises the error
+                    done.put((item, error))
                     return
 
-        # Daemons: Ctrl-C does not wait for answers that nobody will read.
-        for _ in range(min(self.concurrency, len(jobs))):
+        # Daemon threads: Ctrl-C does not wait for running requests.
+        for _ in range(min(self.concurrency, len(wanted))):
             threading.Thread(target=work, daemon=True).start()
             todo.put(None)
         num_refused = num_answered = 0
-        # Where earlier runs got answers, the prompts they were refused come again, perhaps nothing else. Only a server
-        # that refuses more than it ever answered is taken for one that refuses everything.
-        limit = min(_MAX_REFUSED_AT_START, len(jobs))
+        # A continued run repeats the refused prompts first, so refusals alone do not mean that the server is unusable:
+        # the limit is above the number of answers of earlier runs.
+        limit = min(_MAX_REFUSED_AT_START, len(wanted))
         if num_answered_before:
             limit = max(_MAX_REFUSED_AT_START, num_answered_before + 1)
         try:
-            for _ in jobs:
-                job, result = done.get()
+            for _ in wanted:
+                item, result = done.get()
                 if isinstance(result, BaseException):
                     raise result
                 num_refused += isinstance(result, _Refused)
-                num_answered += isinstance(result, Answer)
+                num_answered += isinstance(result, MadeAnswer)
                 if isinstance(result, _Refused):
                     if not num_answered and num_refused >= limit:
                         raise EndpointError(f"{self.chat_url} refuses every prompt: {result.reason}")
-                    yield job, None
+                    yield item, None
                 else:
-                    yield job, result
+                    yield item, result
         finally:
             stop.set()
 
-    def _ask(self, job: Job, settings: AnswerSettings, stop: threading.Event) -> "Answer | _Refused | EndpointError":
+    def _ask(
+        self, item: WantedAnswer, settings: AnswerSettings, stop: threading.Event
+    ) -> "MadeAnswer | _Refused | EndpointError":
         problem = ""
         for attempt in range(self.retries + 1):
             wait = self.pause * 2**attempt
             try:
-                return _parse(self._post(_body(self.model, job, settings)))
+                return _parse(self._post(_body(self.model, item, settings)))
             except urllib.error.HTTPError as error:
                 reason = _error_text(error)
                 problem = f"HTTP {error.code}: {reason}"
@@ -141,8 +145,8 @@ class Endpoint:
             if attempt < self.retries and stop.wait(min(wait, 60.0)):
                 break
         return EndpointError(
-            f"{self.chat_url} gives no answer after {self.retries + 1} attempts ({problem}); finished answers are "
-            "kept, run the same command again to go on"
+            f"{self.chat_url} gave no answer in {self.retries + 1} attempts ({problem}); finished answers are "
+            "kept, run the same command again to continue"
         )
 
     def _post(self, body: dict[str, Any]) -> Any:
@@ -160,17 +164,17 @@ class _Refused:
     reason: str
 
 
-def _body(model: str, job: Job, settings: AnswerSettings) -> dict[str, Any]:
+def _body(model: str, item: WantedAnswer, settings: AnswerSettings) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": model,
-        "messages": list(job.prompt.messages),
+        "messages": list(item.prompt.messages),
         "max_tokens": settings.max_new_tokens,
-        "temperature": job.temperature,
-        "seed": job.seed % 2**31,
+        "temperature": item.temperature,
+        "seed": item.seed % 2**31,
     }
     if settings.top_p < 1:
         body["top_p"] = settings.top_p
-    # Not of the protocol, but known to the usual servers; sent only when asked for.
+    # OpenAI has no such fields, but vLLM and SGLang do; sent only where the user asks for them.
     if settings.top_k:
         body["top_k"] = settings.top_k
     if settings.min_p:
@@ -178,19 +182,19 @@ def _body(model: str, job: Job, settings: AnswerSettings) -> dict[str, Any]:
     return body
 
 
-def _parse(response: Any) -> Answer:
-    """ValueError when the server's reply is not one of the protocol (it is then asked again)."""
+def _parse(response: Any) -> MadeAnswer:
+    """The answer in a reply; ValueError if the reply is no chat completion (the request is then repeated)."""
     try:
         choice = response["choices"][0]
         text = choice["message"]["content"] or ""
         num_tokens = int((response.get("usage") or {}).get("completion_tokens") or 0)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError("the reply is no chat completion") from error
-    return Answer(str(text), "length" if choice.get("finish_reason") == "length" else "stop", num_tokens)
+    return MadeAnswer(str(text), "length" if choice.get("finish_reason") == "length" else "stop", num_tokens)
 
 
 def _error_text(error: urllib.error.HTTPError) -> str:
-    """The server's own words, in one line."""
+    """The server's error message, in one line."""
     try:
         text = error.read(2000).decode("utf-8", errors="replace")
     except (OSError, http.client.HTTPException):
@@ -204,7 +208,7 @@ def _error_text(error: urllib.error.HTTPError) -> str:
 
 
 def _retry_after(error: urllib.error.HTTPError) -> float:
-    """Seconds the server asks to wait, from a number or a date; 0 if it says nothing."""
+    """Seconds of the header Retry-After, a number or a date; 0 without the header."""
     value = error.headers.get("Retry-After")
     if value is None:
         return 0.0

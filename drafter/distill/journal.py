@@ -1,8 +1,8 @@
-"""A JSONL file that a run appends to and a later run continues, whatever happened in between.
+"""A JSONL file that a run appends to and a later run continues.
 
-Every row is one ``write`` that ends with a line feed. A killed process can tear the last line only; what follows the
-last line feed is cut off when the file is opened again. The settings that decide about the rows stand beside the file
-and must be the same ones.
+Every row is one ``write`` that ends with a line feed, so a killed process leaves at most one incomplete line, the last.
+Opening the file removes an incomplete line. A file beside the rows records the settings; a run with other settings is
+refused.
 """
 
 import fcntl
@@ -17,11 +17,11 @@ from drafter.utils.io import is_stream, write_atomic
 from drafter.utils.parse import parse_json, read_json_object, read_lines
 
 _BLOCK = 1 << 20
-_OTHER_FORMATS = (".json", ".parquet")  # endings that `read_records` does not take for lines of text
+_OTHER_FORMATS = (".json", ".parquet")  # suffixes that `read_records` reads as other formats
 
 
 def check_name(path: str | Path) -> None:
-    """ValueError when a file of this name would be read as another format than the one that is written."""
+    """ValueError when `read_records` would read a file of this name as another format than JSONL."""
     name = Path(path).name.lower()
     if name.endswith(".gz"):
         raise ValueError(f"--out {path}: rows are appended one by one, so the file cannot be compressed; use .jsonl")
@@ -33,16 +33,16 @@ def check_name(path: str | Path) -> None:
 
 
 class Journal:
-    """Append-only rows under ``path``, settings under ``path + ".settings.json"``.
+    """Rows appended to ``path``, with their settings in ``path + ".settings.json"``.
 
     Attributes:
-        rows: what the file held when it was opened, in order.
-        num_torn_bytes: length of the torn last line that was cut off.
+        rows: the rows of the file when it was opened, in order.
+        num_torn_bytes: length of the incomplete last line that was removed.
 
     Raises:
-        ValueError: the file was begun with other settings or is damaged in the middle; another run is writing it; its
-            name is that of another format.
-        OSError: it cannot be written.
+        ValueError: the file has other settings, is damaged in the middle, is open in another run, or its name is that
+            of another format.
+        OSError: the file cannot be written.
     """
 
     def __init__(self, path: str | Path, settings: Mapping[str, Any]) -> None:
@@ -54,7 +54,7 @@ class Journal:
             raise ValueError(f"--out {path} is a folder: give the name of a .jsonl file")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.settings_path = self.path.with_name(self.path.name + ".settings.json")
-        # Unbuffered: a row is with the operating system, and so survives this process, when `append` returns.
+        # Unbuffered: when `append` returns, the operating system has the row, and the row survives this process.
         self._file = self.path.open("ab+", buffering=0)
         try:
             self._lock()
@@ -66,14 +66,14 @@ class Journal:
             raise
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write one row; OSError when the disk is full (the torn line is cut off at the next start)."""
+        """Write one row; OSError when the disk is full (the next start removes the incomplete line)."""
         data = (json.dumps(row, ensure_ascii=False) + "\n").encode()
         num_written = self._file.write(data)
         if num_written != len(data):
             raise OSError(f"{self.path}: the disk is full; finished rows are kept, run again to continue")
 
     def close(self) -> None:
-        """Force the rows to the disk and give the file back."""
+        """Flush the rows to the disk, and release and close the file."""
         if not self._file.closed:
             os.fsync(self._file.fileno())
             self._file.close()
@@ -99,7 +99,7 @@ class Journal:
             for name in {**settings, **recorded}:
                 if settings.get(name) != recorded.get(name):
                     raise ValueError(
-                        f"--out {self.path} was begun with {name} = {recorded.get(name)!r}, now it is "
+                        f"--out {self.path} was written with {name} = {recorded.get(name)!r}, now it is "
                         f"{settings.get(name)!r}: use the same settings to continue, or another --out"
                     )
         elif not is_new:
@@ -117,7 +117,7 @@ class Journal:
             raise ValueError(f"{error}: give another --out, or restore the file") from error
 
     def _cut_torn_line(self) -> int:
-        """Cut what follows the last line feed; how many bytes that was."""
+        """Remove the bytes after the last line feed; their number."""
         size = self._file.seek(0, os.SEEK_END)
         end = size
         while end > 0:
@@ -138,7 +138,7 @@ class Journal:
                 try:
                     row = parse_json(line, f"{self.path}, line {number}", only_depth=True)
                 except ValueError as error:
-                    raise ValueError(f"{error}; the row is damaged: remove the line to go on") from error
+                    raise ValueError(f"{error}; the row is damaged: remove the line to continue") from error
                 if not isinstance(row, dict):
-                    raise ValueError(f"{self.path}, line {number}: no row of this program; give another --out")
+                    raise ValueError(f"{self.path}, line {number}: no row of `drafter distill`; give another --out")
                 yield row

@@ -1,9 +1,7 @@
-"""Training data by the target itself: it answers prompts, from a file or invented by it, through our own engine or a
-server.
+"""``drafter distill``: the target answers prompts, in this process, on a server or on a Ray cluster.
 
-Answers are appended as they finish. A run that is killed goes on where it stopped: no prompt is lost or answered
-twice, and the answers are those of an uninterrupted run (seeds follow from prompt and answer number, not from the
-order).
+Answers are appended as they finish. A killed run continues: each prompt is answered once, and the answers equal those
+of an uninterrupted run, because a seed depends on the prompt's id and the answer's number and not on the order.
 """
 
 import hashlib
@@ -15,10 +13,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from drafter.distill.endpoint import Endpoint
-from drafter.distill.jobs import Answer, AnswerSettings, Job, keys_of, make_jobs, row_of
 from drafter.distill.journal import Journal, check_name
 from drafter.distill.magpie import MagpieSettings, Opening, invent_prompts
-from drafter.distill.prompts import Exclusion, Prompt, Shard, builtin_prompts, read_prompts
+from drafter.distill.prompts import (
+    AnswerSettings,
+    AnswerStream,
+    Exclusion,
+    MadeAnswer,
+    PromptRow,
+    Shard,
+    WantedAnswer,
+    builtin_prompts,
+    keys_of,
+    missing_answers,
+    row_of,
+    select_prompts,
+)
 
 if TYPE_CHECKING:
     from drafter.engine.config import EngineConfig
@@ -30,7 +40,7 @@ MAGPIE = "magpie"
 
 @dataclass
 class DistillReport:
-    """What a run did, in counts; ``num_answers`` and ``num_rows`` are of the whole file, the rest of this run."""
+    """Counts of a run; ``num_prompts`` and ``num_answers`` count the whole file, the other fields this run."""
 
     num_prompts: int = 0
     num_answers: int = 0
@@ -47,19 +57,19 @@ class DistillReport:
     dropped_inventions: dict[str, int] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """The report for people."""
+        """The report as text, one line for each count that is not zero."""
         speed = f", {self.num_tokens / self.seconds:,.0f} tokens/s" if self.seconds > 0 and self.num_new else ""
         lines = [
             f"{self.num_done_before + self.num_new:,} of {self.num_answers:,} answers to {self.num_prompts:,} prompts; "
             f"new: {self.num_new:,} with {self.num_tokens:,} tokens{speed}"
         ]
         for count, what in (
-            (self.num_torn_bytes, "bytes of a torn last line cut off"),
+            (self.num_torn_bytes, "bytes of an incomplete last line removed"),
             (self.num_cut, "new answers cut at --max-new-tokens"),
-            (self.num_too_long, "answers left out whose prompt leaves no room for them"),
+            (self.num_too_long, "answers left out: the prompt leaves no room in the context"),
             (self.num_refused, "prompts refused by the server"),
             (self.num_duplicates, "repeated prompts left out"),
-            (self.num_excluded, "prompts left out that are on the excluded list"),
+            (self.num_excluded, "prompts left out: on the excluded list"),
         ):
             if count:
                 lines.append(f"{count:,} {what}")
@@ -69,21 +79,21 @@ class DistillReport:
 
 
 class Answerer(Protocol):
-    """Answers jobs in any order; None for a prompt it cannot answer."""
+    """Anything that makes answers: an engine, a server, a cluster."""
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What, beside prompts and settings, decides about the answers."""
+        """The settings that, with prompts and sampling parameters, determine the answers."""
 
-    def answer(self, jobs: Sequence[Job], settings: AnswerSettings) -> Iterator[tuple[Job, Answer | None]]: ...
+    def answer(self, wanted: Sequence[WantedAnswer], settings: AnswerSettings) -> AnswerStream: ...
 
 
 class EngineAnswerer:
-    """Answers with our own engine, with a drafter if one is given (the same answers, sooner).
+    """Answers by an engine of this process; a drafter makes the same answers faster.
 
     Args:
-        batch_size: most rows at a time.
-        batch_tokens: most cache slots at a time (rows x longest prompt and answer): fewer rows for longer prompts.
+        batch_size: most rows at the same time.
+        batch_tokens: most cache slots at the same time (rows x longest prompt and answer).
     """
 
     def __init__(
@@ -108,12 +118,12 @@ class EngineAnswerer:
     def identity(self) -> dict[str, Any]:
         return {"target_fingerprint": self._target.fingerprint, "dtype": str(self._target.dtype).removeprefix("torch.")}
 
-    def answer(self, jobs: Sequence[Job], settings: AnswerSettings) -> Iterator[tuple[Job, Answer | None]]:
-        encoded = [(job, self._target.encode_chat(job.prompt.messages)) for job in jobs]
+    def answer(self, wanted: Sequence[WantedAnswer], settings: AnswerSettings) -> AnswerStream:
+        encoded = [(item, self._target.encode_chat(item.prompt.messages)) for item in wanted]
         limit = self._target.max_length - settings.max_new_tokens
-        for job, ids in encoded:
+        for item, ids in encoded:
             if len(ids) > limit:
-                yield job, None
+                yield item, None
         fitting = sorted((pair for pair in encoded if len(pair[1]) <= limit), key=lambda pair: -len(pair[1]))
         for group in _groups([len(ids) + settings.max_new_tokens for _, ids in fitting]):
             yield from self._answer_group(fitting[group], settings)
@@ -121,7 +131,7 @@ class EngineAnswerer:
     def sample_openings(
         self, opening: Opening, seeds: Sequence[int], settings: MagpieSettings
     ) -> list[tuple[str, bool]]:
-        """Continue the opening of a user's turn once per seed: (text, whether it ended by itself)."""
+        """One continuation of the user turn's opening for each seed: (text, whether the text is complete)."""
         from drafter.decoding.params import SamplingParams
 
         params = [
@@ -139,28 +149,26 @@ class EngineAnswerer:
         completions = engine.generate([opening.token_ids] * len(seeds), params)
         return [(completion.text, completion.finish_reason == "stop") for completion in completions]
 
-    def _answer_group(
-        self, pairs: Sequence[tuple[Job, list[int]]], settings: AnswerSettings
-    ) -> Iterator[tuple[Job, Answer | None]]:
+    def _answer_group(self, pairs: Sequence[tuple[WantedAnswer, list[int]]], settings: AnswerSettings) -> AnswerStream:
         from drafter.decoding.params import SamplingParams
 
         params = [
             SamplingParams(
                 max_new_tokens=settings.max_new_tokens,
-                temperature=job.temperature,
+                temperature=item.temperature,
                 top_k=settings.top_k,
                 top_p=settings.top_p,
                 min_p=settings.min_p,
-                seed=job.seed,
+                seed=item.seed,
             )
-            for job, _ in pairs
+            for item, _ in pairs
         ]
         engine = self._engine(len(pairs), len(pairs[0][1]) + settings.max_new_tokens)
         for event in engine.stream([ids for _, ids in pairs], params):
             done = event.completion
             if done is not None:
                 is_whole = done.finish_reason == "stop"
-                answer = Answer(done.text, "stop" if is_whole else "length", len(done.token_ids))
+                answer = MadeAnswer(done.text, "stop" if is_whole else "length", len(done.token_ids))
                 yield pairs[event.index][0], answer
 
     def _engine(self, num_rows: int, num_slots: int) -> Any:
@@ -174,7 +182,7 @@ class EngineAnswerer:
 
 
 def _groups(lengths: Sequence[int]) -> Iterator[slice]:
-    """Runs of descending lengths of which the longest is at most 1.5 times the shortest: rows of one cache."""
+    """Slices of descending lengths whose longest is at most 1.5 times the shortest; one cache serves a slice."""
     start = 0
     for index in range(1, len(lengths) + 1):
         if index == len(lengths) or 1.5 * lengths[index] < lengths[start]:
@@ -209,23 +217,28 @@ def distill(
     """Answer prompts and append the conversations to ``out``, one ``messages`` row each.
 
     Args:
-        target: who answers; None with ``endpoint``.
-        prompts: file or hub data set, ``magpie`` (the target invents ``num_prompts`` of them), None for the package's
-            own.
-        out: a .jsonl file, continued if it exists.
-        temperature: one, or a mix that the answers go through.
+        target: the model that answers; None with ``endpoint``.
+        prompts: file or hub data set; ``magpie``: the target invents ``num_prompts`` prompts; None: the package's
+            prompts.
+        out: .jsonl file; an existing file is continued.
+        max_new_tokens, temperature, top_k, top_p, min_p, num_answers, seed: see :class:`AnswerSettings`.
         shard: ``"3/8"``: the third of eight parts of the prompts; every part needs its own ``out``.
-        num_prompts: at most so many prompts of a file; how many to invent, all of them before the first is answered.
-        exclude: a file of texts that must not be among the prompts (13 words in a row count as the same).
-        drafter: makes answering faster.
+        num_prompts: at most so many prompts of a file; with ``magpie`` the number of prompts to invent.
+        format, columns: see :func:`drafter.data.formats.read_rows`.
+        exclude: file of texts that no prompt may share 13 consecutive words with.
+        drafter: drafter for the engine; the answers are the same without.
         batch_size, batch_tokens: see :class:`EngineAnswerer`.
-        endpoint: a server to ask instead of running the target here.
-        answerer: whoever else answers, such as a cluster.
+        endpoint: server that answers instead of ``target``.
+        answerer: another source of answers, such as a cluster.
+        progress: show a bar.
+
+    Returns:
+        Counts of the run.
 
     Raises:
-        ValueError: bad options or prompts, or ``out`` was begun with other settings or holds answers to prompts that
-            are excluded now.
-        OSError: the disk is full, or the server does not answer (finished rows are kept).
+        ValueError: wrong options or prompts; ``out`` was written with other settings, or holds answers to excluded
+            prompts.
+        OSError: the disk is full or the server does not answer; finished rows are kept.
     """
     mix = (float(temperature),) if isinstance(temperature, float | int) else tuple(float(t) for t in temperature)
     settings = AnswerSettings(max_new_tokens, mix, top_k, top_p, min_p, num_answers, seed)
@@ -233,7 +246,7 @@ def distill(
         raise ValueError(f"--num-prompts {num_prompts} must be at least 1")
     check_name(out)
     if answerer is not None and endpoint is not None:
-        raise ValueError("--endpoint and --ray both say who is to answer: give one of them")
+        raise ValueError("--endpoint and --ray exclude each other: give one of them")
     answerer = answerer or _choose_answerer(target, drafter, endpoint, batch_size, batch_tokens)
     report = DistillReport()
     part, unwanted = Shard.parse(shard), Exclusion.read(exclude)
@@ -242,7 +255,7 @@ def distill(
         wanted = _invented(target, answerer, Path(out), num_prompts, seed, part, unwanted, report, progress)
     else:
         file = prompts or builtin_prompts()
-        found = read_prompts(file, format=format, columns=columns, limit=num_prompts, shard=part, exclude=unwanted)
+        found = select_prompts(file, format=format, columns=columns, limit=num_prompts, shard=part, exclude=unwanted)
         wanted, report.num_duplicates, report.num_excluded = found
         origin = {"prompts": _digest(wanted)}
     with Journal(out, {**asdict(settings), "shard": str(part), **origin, **answerer.identity}) as journal:
@@ -260,15 +273,15 @@ def _choose_answerer(
 ) -> Answerer:
     if endpoint is not None:
         if drafter is not None:
-            raise ValueError("--drafter speeds up our own engine; with --endpoint it is the server that decodes")
+            raise ValueError("--drafter and --endpoint exclude each other: the server decodes. Leave --drafter out")
         return endpoint
     if target is None:
-        raise ValueError("who is to answer? Give --target or --endpoint")
+        raise ValueError("no target: give --target or --endpoint")
     return EngineAnswerer(target, drafter, batch_size=batch_size, batch_tokens=batch_tokens)
 
 
 def _check_excluded(journal: Journal, exclude: Exclusion) -> None:
-    """ValueError when the file holds answers to excluded prompts: it was begun before they were excluded."""
+    """ValueError when the file holds answers to excluded prompts, from a run without this exclusion."""
     ids = {str(row.get("id")): None for row in journal.rows if exclude.matches_any(row.get("messages", [])[:-1])}
     if ids:
         shown = ", ".join(list(ids)[:3]) + (", ..." if len(ids) > 3 else "")
@@ -280,7 +293,7 @@ def _check_excluded(journal: Journal, exclude: Exclusion) -> None:
 
 def _answer_all(
     answerer: Answerer,
-    prompts: list[Prompt],
+    prompts: list[PromptRow],
     settings: AnswerSettings,
     journal: Journal,
     report: DistillReport,
@@ -289,15 +302,15 @@ def _answer_all(
     from tqdm import tqdm
 
     done = keys_of(journal.rows, str(journal.path))
-    jobs = make_jobs(prompts, settings, done)
+    wanted = missing_answers(prompts, settings, done)
     report.num_prompts = len(prompts)
     report.num_answers = len(prompts) * settings.num_answers
-    report.num_done_before = report.num_answers - len(jobs)
+    report.num_done_before = report.num_answers - len(wanted)
     report.num_torn_bytes = journal.num_torn_bytes
     if isinstance(answerer, Endpoint):
-        answers = answerer.answer(jobs, settings, num_answered_before=len(done))
+        answers = answerer.answer(wanted, settings, num_answered_before=len(done))
     else:
-        answers = answerer.answer(jobs, settings)
+        answers = answerer.answer(wanted, settings)
     start = time.perf_counter()
     with tqdm(
         total=report.num_answers,
@@ -307,13 +320,13 @@ def _answer_all(
         disable=not progress,
         file=sys.stderr,
     ) as bar:
-        for job, answer in answers:
+        for item, answer in answers:
             report.seconds = time.perf_counter() - start
             if answer is None:
                 report.num_too_long += not isinstance(answerer, Endpoint)
                 report.num_refused += isinstance(answerer, Endpoint)
                 continue
-            journal.append(row_of(job, answer))
+            journal.append(row_of(item, answer))
             report.num_new += 1
             report.num_tokens += answer.num_tokens
             report.num_cut += answer.finish_reason == "length"
@@ -331,14 +344,14 @@ def _invented(
     exclude: Exclusion,
     report: DistillReport,
     progress: bool,
-) -> list[Prompt]:
+) -> list[PromptRow]:
     if target is None or not isinstance(answerer, EngineAnswerer):
         raise ValueError(
-            "--prompts magpie needs --target, and that on this machine: a server's chat endpoint cannot be given half "
-            "a template. Invent the prompts first, then answer the .prompts.jsonl file with --endpoint or --ray"
+            "--prompts magpie needs --target on this machine: a chat endpoint cannot continue an open user turn. "
+            "Invent the prompts here first, then answer the .prompts.jsonl file with --endpoint or --ray"
         )
     if num_prompts is None:
-        raise ValueError("--prompts magpie needs --num-prompts: how many prompts to invent")
+        raise ValueError("--prompts magpie needs --num-prompts, the number of prompts to invent")
     prompts, report.dropped_inventions = invent_prompts(
         out.with_name(out.name.removesuffix(".jsonl") + ".prompts.jsonl"),
         target.tokenizer,
@@ -353,7 +366,7 @@ def _invented(
     return prompts
 
 
-def _digest(prompts: Sequence[Prompt]) -> str:
+def _digest(prompts: Sequence[PromptRow]) -> str:
     hasher = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
         hasher.update(repr((prompt.id, prompt.messages)).encode())

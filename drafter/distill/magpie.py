@@ -1,7 +1,7 @@
-"""Prompts that the target invents itself (Magpie, arXiv 2406.08464).
+"""Prompts that the target invents (Magpie, arXiv 2406.08464).
 
-An instruction-tuned model that is given its chat template up to the opening of the user's turn goes on with what a user
-would ask. So a drafter can be trained for a target without any data set.
+An instruction-tuned model that continues its chat template after the opening of the user turn writes a user's question.
+So no data set is needed to train a drafter.
 """
 
 import re
@@ -13,18 +13,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drafter.data.tokenize import render, stop_token_ids
-from drafter.distill.jobs import derive_seed
 from drafter.distill.journal import Journal
-from drafter.distill.prompts import Exclusion, Prompt, Shard
+from drafter.distill.prompts import Exclusion, PromptRow, Shard, derive_seed
 
 _SENTINEL = "Zebra crossing?"
 _MIN_CHARACTERS = 12
-_SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 512  # candidates that are sampled together
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 512  # candidates in one batch
 _MAX_BARREN_BLOCKS = 8
 
 
 class Opening(NamedTuple):
-    """The template up to where the user's words begin, and what ends them."""
+    """The template before the user's words, and the tokens or texts that end the words."""
 
     token_ids: list[int]
     stop_token_ids: tuple[int, ...]
@@ -33,7 +32,7 @@ class Opening(NamedTuple):
 
 @dataclass(frozen=True)
 class MagpieSettings:
-    """How prompts are invented: sampled at ``temperature`` and ``top_p``, at most ``max_tokens`` tokens long."""
+    """Number, length limit and sampling parameters of the invented prompts."""
 
     num_prompts: int
     max_tokens: int = 160
@@ -46,15 +45,15 @@ class MagpieSettings:
             raise ValueError(f"--num-prompts {self.num_prompts} must be at least 1")
 
 
-# Samples one continuation per seed: (text, whether it ended by itself).
+# One continuation for each seed: (text, whether the text is complete).
 Sampler = Callable[[Opening, Sequence[int], MagpieSettings], Sequence[tuple[str, bool]]]
 
 
 def user_opening(tokenizer: Any, name: str) -> Opening:
-    """Derive the opening of the user's turn from the template, by rendering a message that is known.
+    """The opening of the user turn, found by rendering a known message with the template.
 
     Raises:
-        ValueError: no template, or one that does not show the message once, or nothing ends the user's turn.
+        ValueError: no template, a template that does not show the message exactly once, or no end of the user turn.
     """
     if not tokenizer.chat_template:
         raise ValueError(f"target {name!r} has no chat template, so it cannot invent prompts: give --prompts FILE")
@@ -62,25 +61,23 @@ def user_opening(tokenizer: Any, name: str) -> Opening:
     before, _, after = text.partition(_SENTINEL)
     if text.count(_SENTINEL) != 1:
         raise ValueError(
-            f"the chat template of target {name!r} does not show a user's message once: give --prompts FILE"
+            f"the chat template of target {name!r} does not show a user message exactly once: give --prompts FILE"
         )
-    # Where the words begin with a space token of their own, a prefix that ends with the space would hide them.
+    # Tokenizers may join a space with the word after it, so the opening must not end with a space.
     before_ids = tokenizer(before.rstrip(" "), add_special_tokens=False)["input_ids"]
     after_ids = tokenizer(after, add_special_tokens=False)["input_ids"]
     special = stop_token_ids(tokenizer)
     stop_ids = tuple(token for token in after_ids if token in special)[:1]
     stop = () if stop_ids or not after.strip() else (after.strip(),)
     if not before_ids:
-        raise ValueError(
-            f"the chat template of target {name!r} has nothing before a user's message: give --prompts FILE"
-        )
+        raise ValueError(f"the chat template of target {name!r} has no text before a user message: give --prompts FILE")
     if not stop_ids and not stop:
-        raise ValueError(f"the chat template of target {name!r} does not end a user's message: give --prompts FILE")
+        raise ValueError(f"the chat template of target {name!r} does not end a user message: give --prompts FILE")
     return Opening(list(before_ids), stop_ids, stop)
 
 
 def problem_of(text: str, special_tokens: Sequence[str]) -> str | None:
-    """Why an invented prompt is not used, or None: too short, damaged, template pieces in it, repeats itself."""
+    """The reason to drop an invented prompt, or None: too short, damaged, template tokens, repetition."""
     if len(re.findall(r"\w", text)) < _MIN_CHARACTERS:
         return "too short"
     if "\ufffd" in text:
@@ -107,23 +104,28 @@ def invent_prompts(
     shard: Shard | None = None,
     exclude: Exclusion | None = None,
     progress: bool = True,
-) -> tuple[list[Prompt], dict[str, int]]:
-    """Prompts invented by the target, kept in ``path`` (a journal: a later call continues it and may ask for more).
+) -> tuple[list[PromptRow], dict[str, int]]:
+    """Prompts that the target invents, kept in the journal ``path``. A later call continues the journal.
 
-    Candidate number i has a seed derived from i, and candidates are looked at in order, so that an interrupted run ends
-    with the same prompts. Shards take every ``total``-th candidate. All prompts are invented before this returns. Those
-    of an earlier call that ``exclude`` names now are left out, and others invented in their place.
+    The seed of candidate i depends on i, and candidates are judged in order, so an interrupted run ends with the same
+    prompts. A shard takes every ``total``-th candidate. Prompts of earlier calls that ``exclude`` matches are replaced.
 
     Args:
-        sample: answers openings; see ``Sampler``.
-        identity: what else decides about the texts, such as the target's fingerprint.
+        path: file of the journal.
+        tokenizer: the target's tokenizer.
+        sample: samples continuations; see ``Sampler``.
+        settings: number, length and sampling parameters.
+        target_name: the target's name, for messages.
+        identity: further settings that determine the texts, such as the target's fingerprint.
+        shard: part of the candidates.
+        exclude: texts that no prompt may contain.
+        progress: show a bar.
 
     Returns:
-        The prompts, and how many candidates of this call, and kept ones of earlier calls, were dropped for which
-        reason.
+        The prompts, and the number of dropped candidates by reason.
 
     Raises:
-        ValueError: the target invents almost nothing usable.
+        ValueError: the target invents almost no usable prompt.
     """
     shard = shard or Shard()
     opening = user_opening(tokenizer, target_name)
@@ -134,14 +136,14 @@ def invent_prompts(
         collector = _Collector(journal, tokenizer, exclude or Exclusion(), wanted)
         _collect(collector, opening, sample, settings, shard, target_name, progress)
         rows = collector.rows[:wanted]
-    prompts = [Prompt(row["id"], ({"role": "user", "content": row["prompt"]},), "magpie") for row in rows]
+    prompts = [PromptRow(row["id"], ({"role": "user", "content": row["prompt"]},), "magpie") for row in rows]
     return prompts, collector.dropped
 
 
 class _Collector:
-    """Looks at candidates in order and writes those that can be used.
+    """Judges candidates in order and writes the usable ones.
 
-    ``rows`` are the journal's that are not excluded: an earlier run may have known of no exclusion.
+    ``rows`` are the journal's rows without the excluded ones; an earlier run may have had no exclusion.
     """
 
     def __init__(self, journal: Journal, tokenizer: Any, exclude: Exclusion, wanted: int) -> None:
@@ -160,7 +162,7 @@ class _Collector:
         return len(self.rows) >= self.wanted
 
     def offer(self, number: int, text: str, is_whole: bool) -> None:
-        """Keep the candidate if it can be used and is still wanted."""
+        """Keep the candidate if it is usable and prompts are still missing."""
         text = text.strip()
         if self.is_done:
             return
@@ -186,7 +188,7 @@ def _collect(
     target_name: str,
     progress: bool,
 ) -> None:
-    """Sample block after block of this shard until enough prompts are collected."""
+    """Sample candidates in blocks until enough prompts are collected."""
     from tqdm import tqdm
 
     next_number = collector.last + 1
@@ -211,7 +213,7 @@ def _collect(
             done = len(collector.rows)
             if num_barren == _MAX_BARREN_BLOCKS:
                 raise ValueError(
-                    f"target {target_name!r} invents no usable prompt any more after {done} of {collector.wanted} "
+                    f"target {target_name!r} invented {done} of {collector.wanted} usable prompts and then no more "
                     f"({_counts(collector.dropped)}): lower --num-prompts or give --prompts FILE"
                 )
             next_number = numbers[-1] + 1

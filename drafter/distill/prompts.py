@@ -1,53 +1,54 @@
-"""Prompts to be answered: read, freed of duplicates and of excluded texts, dealt out to shards."""
+"""The answers that a run has to make: prompts, their shard and exclusions, and seed and temperature of each answer."""
 
 import hashlib
 import json
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from drafter.data.formats import Message, read_rows
+from drafter.data.formats import ChatMessage, read_rows
 
-# Two texts that share so many words in a row are taken for the same material.
+# Two texts that share a run of this many words count as the same material.
 _OVERLAP_WORDS = 13
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """What an answer is asked for: messages that end with a user turn, and an id that is unique in its run."""
+class PromptRow:
+    """A prompt to answer: messages that end with a user turn, and an id that is unique within the run."""
 
     id: str
-    messages: tuple[Message, ...]
+    messages: tuple[ChatMessage, ...]
     source: str
 
 
-class PromptList(NamedTuple):
-    """Prompts of a shard, and what was left out of the whole list."""
+class PromptSelection(NamedTuple):
+    """The prompts of a shard, and the numbers of prompts of the whole file that were left out."""
 
-    prompts: list[Prompt]
+    prompts: list[PromptRow]
     num_duplicates: int
     num_excluded: int
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Part ``index`` (from 1 on) of ``total``."""
+    """Part ``index`` (from 1) of ``total`` parts."""
 
     index: int = 1
     total: int = 1
 
     @classmethod
     def parse(cls, text: str) -> "Shard":
-        """``"3/8"`` is the third of eight."""
+        """``"3/8"`` is the third of eight parts."""
         match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
             raise ValueError(f"--shard {text!r} must be INDEX/TOTAL with INDEX from 1 to TOTAL, such as 3/8")
         return cls(int(match[1]), int(match[2]))
 
     def owns(self, number: int) -> bool:
-        """Whether item ``number`` (from 0 on) is this shard's."""
+        """Whether item ``number`` (from 0) belongs to this shard."""
         return number % self.total == self.index - 1
 
     def __str__(self) -> str:
@@ -55,14 +56,14 @@ class Shard:
 
 
 def builtin_prompts() -> Path:
-    """The file of short prompts that comes with the package."""
+    """The file of about 100 short prompts that comes with the package."""
     return Path(__file__).with_name("prompts.jsonl")
 
 
 class Exclusion:
-    """Texts that must not be among the prompts: the evaluation's own.
+    """Texts that no prompt may contain, such as the prompts of an evaluation.
 
-    System messages count on neither side: the same one stands before any number of prompts that are not related.
+    System messages are not compared: one system message may precede any number of unrelated prompts.
     """
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
@@ -75,7 +76,7 @@ class Exclusion:
 
     @classmethod
     def read(cls, name: str | None) -> "Exclusion":
-        """Every turn of every row of a file but the system's; nothing for None."""
+        """All turns of all rows of a file, system turns excepted; no texts for None."""
         if name is None:
             return cls()
         return cls(
@@ -85,16 +86,16 @@ class Exclusion:
         )
 
     def matches(self, text: str) -> bool:
-        """The same words as an excluded text, or 13 of them in a row."""
+        """Whether ``text`` has the words of an excluded text, or 13 consecutive words of one."""
         words = _words(text)
         return " ".join(words) in self._texts or not self._runs.isdisjoint(_runs_of(words))
 
-    def matches_any(self, messages: Iterable[Message]) -> bool:
-        """Whether a turn that is not the system's matches."""
+    def matches_any(self, messages: Iterable[ChatMessage]) -> bool:
+        """Whether a turn matches, system turns excepted."""
         return any(map(self.matches, _turns(messages)))
 
 
-def _turns(messages: Iterable[Message]) -> list[str]:
+def _turns(messages: Iterable[ChatMessage]) -> list[str]:
     return [message["content"] for message in messages if message["role"] != "system"]
 
 
@@ -106,7 +107,7 @@ def _runs_of(words: list[str]) -> Iterable[tuple[str, ...]]:
     return (tuple(words[i : i + _OVERLAP_WORDS]) for i in range(len(words) - _OVERLAP_WORDS + 1))
 
 
-def read_prompts(
+def select_prompts(
     name: str | Path,
     *,
     format: str | None = None,
@@ -114,16 +115,16 @@ def read_prompts(
     limit: int | None = None,
     shard: Shard | None = None,
     exclude: Exclusion | None = None,
-) -> PromptList:
-    """The prompts of a file: of a conversation everything up to its last user turn.
+) -> PromptSelection:
+    """The prompts of a file that this shard answers: each conversation up to its last user turn.
 
-    Repeated prompts are left out. A row without id gets a hash of its messages; an id that comes again with other
-    messages gets a suffix.
+    Repeated prompts are left out. A row without an id gets a hash of its messages as id. An id that another prompt has
+    already gets a suffix.
 
     Raises:
-        ValueError: a row that is no prompt, or none is left.
+        ValueError: a row holds no prompt, or no prompt is left.
     """
-    found: dict[str, Prompt] = {}
+    found: dict[str, PromptRow] = {}
     seen: set[str] = set()
     num_duplicates = num_excluded = 0
     for row in read_rows(name, format=format, columns=columns):
@@ -142,9 +143,134 @@ def read_prompts(
         key = row.id or digest
         if key in found:
             key = f"{key}-{digest}"
-        found[key] = Prompt(key, row.prompt, row.source or Path(name).name)
+        found[key] = PromptRow(key, row.prompt, row.source or Path(name).name)
     if not found:
         raise ValueError(f"--prompts {name}: no prompt is left ({num_excluded} are on the excluded list)")
     shard = shard or Shard()
     mine = [prompt for number, prompt in enumerate(found.values()) if shard.owns(number)]
-    return PromptList(mine, num_duplicates, num_excluded)
+    return PromptSelection(mine, num_duplicates, num_excluded)
+
+
+# -- answers to the prompts ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """Sampling parameters of a run; the settings file beside the answers records all of them.
+
+    Attributes:
+        max_new_tokens: longest answer in tokens.
+        temperature: one temperature or several. The answers to a prompt use the temperatures in turn; the prompt's id
+            decides which one comes first.
+        top_k, top_p, min_p: filters of sampled answers (0, 1 and 0 turn them off).
+        num_answers: answers to each prompt.
+        seed: the seed of an answer is a hash of this seed, the prompt's id and the answer's number.
+    """
+
+    max_new_tokens: int = 256
+    temperature: tuple[float, ...] = (0.0,)
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    num_answers: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"--max-new-tokens {self.max_new_tokens} must be at least 1")
+        if self.num_answers < 1:
+            raise ValueError(f"--num-answers {self.num_answers} must be at least 1")
+        if not self.temperature:
+            raise ValueError("--temperature names no temperature: give 0 for greedy answers")
+        for value in self.temperature:
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"--temperature {value} must be at least 0 (0 is greedy)")
+        if self.top_k < 0:
+            raise ValueError(f"--top-k {self.top_k} must be at least 0 (0 turns it off)")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"--top-p {self.top_p} must be above 0 and at most 1 (1 turns it off)")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"--min-p {self.min_p} must be from 0 to 1 (0 turns it off)")
+        if 0.0 in self.temperature and self.num_answers > len(self.temperature):
+            raise ValueError(
+                f"--num-answers {self.num_answers} with --temperature {' '.join(map(str, self.temperature))}: greedy "
+                "answers to one prompt are all the same; name at least as many temperatures, or none of them 0"
+            )
+
+
+@dataclass(frozen=True)
+class WantedAnswer:
+    """An answer to make: prompt, number among the prompt's answers, temperature, seed."""
+
+    prompt: PromptRow
+    number: int
+    temperature: float
+    seed: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.prompt.id, self.number
+
+
+class MadeAnswer(NamedTuple):
+    """A finished answer: text, reason of its end, number of tokens."""
+
+    text: str
+    finish_reason: Literal["stop", "length"]
+    num_tokens: int
+
+
+# Wanted answers with the made ones; None where the prompt cannot be answered.
+AnswerStream = Iterator[tuple[WantedAnswer, MadeAnswer | None]]
+
+
+def missing_answers(
+    prompts: Iterable[PromptRow], settings: AnswerSettings, done: set[tuple[str, int]]
+) -> list[WantedAnswer]:
+    """The answers of ``settings`` to ``prompts`` whose keys are not in ``done``."""
+    return [
+        WantedAnswer(
+            prompt, number, temperature_of(settings, prompt.id, number), derive_seed(settings.seed, prompt.id, number)
+        )
+        for prompt in prompts
+        for number in range(settings.num_answers)
+        if (prompt.id, number) not in done
+    ]
+
+
+def derive_seed(*key: int | str) -> int:
+    """A 63-bit hash of a key; different keys give unrelated seeds."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+
+
+def temperature_of(settings: AnswerSettings, prompt_id: str, number: int) -> float:
+    """The temperature of an answer. The first one depends on the prompt, so single answers use all temperatures too."""
+    start = derive_seed("temperature", prompt_id)
+    return settings.temperature[(start + number) % len(settings.temperature)]
+
+
+def row_of(wanted: WantedAnswer, answer: MadeAnswer) -> dict[str, Any]:
+    """The row to write: the conversation that training reads, and its origin."""
+    return {
+        "id": wanted.prompt.id,
+        "answer": wanted.number,
+        "source": wanted.prompt.source,
+        "temperature": wanted.temperature,
+        "finish_reason": answer.finish_reason,
+        "num_tokens": answer.num_tokens,
+        "messages": [*wanted.prompt.messages, {"role": "assistant", "content": answer.text}],
+    }
+
+
+def keys_of(rows: Sequence[dict[str, Any]], where: str) -> set[tuple[str, int]]:
+    """The keys of the answers in a file; ValueError if a row has no key or two rows have the same key."""
+    keys = set()
+    for number, row in enumerate(rows, start=1):
+        try:
+            key = (str(row["id"]), int(row["answer"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{where}, line {number}: no row of `drafter distill`; give another --out") from error
+        if key in keys:
+            raise ValueError(f"{where}, line {number}: answer {key[1]} to prompt {key[0]!r} occurs twice")
+        keys.add(key)
+    return keys

@@ -1,33 +1,32 @@
-"""Answers made on many machines: prompts go out to engines on a Ray cluster, answers come back to one journal.
+"""Answers of engines on a Ray cluster.
 
-Ray Data runs one engine per GPU (or per so many cores) and feeds them batches as they become free. A batch whose worker
-is lost is answered again by another. Rows are written by this process alone, each once, as their batch comes back; a
-seed follows from prompt and answer number, so that it does not matter who answers.
+Ray Data runs one engine per worker and sends batches to free workers. Another worker answers the batch of a lost one.
+Only this process writes rows. A seed depends on the prompt's id and the answer's number, so every worker makes the same
+answer.
 """
 
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from drafter.distill.jobs import Answer, AnswerSettings, Job
-
 if TYPE_CHECKING:
-    from drafter.distill.local import EngineAnswerer
+    from drafter.distill.prompts import AnswerSettings, AnswerStream, MadeAnswer, PromptRow, WantedAnswer
+from drafter.distill.local import EngineAnswerer
 
 
 @dataclass(frozen=True)
 class RayOptions:
-    """Where the cluster is, and what an engine takes of it.
+    """Address of the cluster, and the resources of each engine.
 
     Attributes:
-        address: of the cluster, such as ``ray://head:10001``; ``auto``: the one that this machine belongs to;
-            ``local``: a new one on this machine.
-        num_workers: engines.
-        num_gpus, num_cpus: of each engine.
-        batch_size: prompts that are sent to an engine at once, and answered again together if it is lost.
+        address: address of the cluster, such as ``ray://head:10001``; ``auto``: the cluster of this machine;
+            ``local``: a new cluster on this machine.
+        num_workers: number of engines.
+        num_gpus, num_cpus: resources of each engine.
+        batch_size: prompts in a batch. A lost batch is answered again as a whole.
 
     Raises:
         ValueError: a value out of range.
@@ -42,18 +41,18 @@ class RayOptions:
     def __post_init__(self) -> None:
         for name in ("num_workers", "batch_size"):
             if getattr(self, name) < 1:
-                raise ValueError(f"--ray: {name.replace('_', ' ')} is {getattr(self, name)} but must be at least 1")
+                raise ValueError(f"--ray: {name.replace('_', ' ')} {getattr(self, name)} must be at least 1")
         for name in ("num_gpus", "num_cpus"):
             if getattr(self, name) < 0:
-                raise ValueError(f"--ray: {name.replace('_', ' ')} is {getattr(self, name)} but must not be negative")
+                raise ValueError(f"--ray: {name.replace('_', ' ')} {getattr(self, name)} must not be negative")
 
 
 class RayAnswerer:
-    """Answers jobs with engines on a cluster.
+    """Answers by engines on a Ray cluster.
 
     Args:
-        make: makes a worker's engine; called on the workers, so that what it loads must be there.
-        options: where, and how many.
+        make: makes a worker's engine. The workers call it, so target and drafter must exist on every machine.
+        options: cluster and resources.
     """
 
     def __init__(self, make: "Callable[[], EngineAnswerer]", options: RayOptions) -> None:
@@ -63,16 +62,16 @@ class RayAnswerer:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What beside prompts and settings decides about the answers: asked of an engine on the cluster, once."""
+        """The settings that determine the answers, from an engine on the cluster; asked once."""
         if self._identity is None:
             ray = self._connect()
             ask = ray.remote(num_gpus=self._options.num_gpus, num_cpus=self._options.num_cpus)(_identity_of)
             self._identity = _get(ray, ask.remote(self._make))
         return self._identity
 
-    def answer(self, jobs: Sequence[Job], settings: AnswerSettings) -> Iterator[tuple[Job, Answer | None]]:
-        """Answer jobs in the order in which batches come back; see :class:`drafter.distill.local.Answerer`."""
-        if not jobs:
+    def answer(self, wanted: Sequence[WantedAnswer], settings: AnswerSettings) -> AnswerStream:
+        """Answers in the order in which batches return; see :class:`drafter.distill.local.Answerer`."""
+        if not wanted:
             return
         self._connect()
         import ray.data
@@ -80,8 +79,8 @@ class RayAnswerer:
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
         options = self._options
-        # Batches of prompts of similar length waste the least.
-        items = [{"job": json.dumps(_plain(job))} for job in sorted(jobs, key=_num_characters)]
+        # Prompts of similar length waste the least padding.
+        items = [{"item": json.dumps(asdict(item))} for item in sorted(wanted, key=_num_characters)]
         batches = ray.data.from_items(items, override_num_blocks=math.ceil(len(items) / options.batch_size))
         answered = batches.map_batches(
             _Worker,
@@ -91,13 +90,13 @@ class RayAnswerer:
             num_gpus=options.num_gpus or None,
             num_cpus=options.num_cpus,
         )
-        wanted = {job.key: job for job in jobs}
+        missing = {item.key: item for item in wanted}
         try:
             for row in answered.iter_rows():
                 found = json.loads(row["answer"])
-                job = wanted.pop((found["id"], found["answer"]), None)
-                if job is not None:  # a batch that was answered twice after all counts once
-                    yield job, None if found["result"] is None else Answer(*found["result"])
+                item = missing.pop((found["id"], found["answer"]), None)
+                if item is not None:  # a batch that two workers answered counts once
+                    yield item, None if found["result"] is None else MadeAnswer(*found["result"])
         except ray.exceptions.RayError as error:
             raise OSError(f"--ray: a worker failed: {_last_line(error)}") from error
 
@@ -119,18 +118,18 @@ class RayAnswerer:
 
 
 class _Worker:
-    """One engine of the cluster."""
+    """The engine of one worker."""
 
     def __init__(self, make: "Callable[[], EngineAnswerer]", settings: AnswerSettings) -> None:
         self._answerer = make()
         self._settings = settings
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[str]]:
-        jobs = [_job(json.loads(text)) for text in batch["job"]]
+        wanted = [_unpacked(json.loads(text)) for text in batch["item"]]
         return {
             "answer": [
-                json.dumps({"id": job.prompt.id, "answer": job.answer, "result": answer})
-                for job, answer in self._answerer.answer(jobs, self._settings)
+                json.dumps({"id": item.prompt.id, "answer": item.number, "result": answer})
+                for item, answer in self._answerer.answer(wanted, self._settings)
             ]
         }
 
@@ -149,19 +148,14 @@ def _get(ray: Any, reference: Any) -> Any:
         raise OSError(f"--ray: a worker failed: {_last_line(error)}") from error
 
 
-def _plain(job: Job) -> dict[str, Any]:
-    return asdict(job)
-
-
-def _job(found: dict[str, Any]) -> Job:
-    from drafter.distill.prompts import Prompt
+def _unpacked(found: dict[str, Any]) -> WantedAnswer:
 
     prompt = found.pop("prompt")
-    return Job(Prompt(prompt["id"], tuple(prompt["messages"]), prompt["source"]), **found)
+    return WantedAnswer(PromptRow(prompt["id"], tuple(prompt["messages"]), prompt["source"]), **found)
 
 
-def _num_characters(job: Job) -> int:
-    return sum(len(message["content"]) for message in job.prompt.messages)
+def _num_characters(item: WantedAnswer) -> int:
+    return sum(len(message["content"]) for message in item.prompt.messages)
 
 
 def _last_line(error: BaseException) -> str:

@@ -103,7 +103,7 @@ def test_columns_rename_keys(tmp_path: Path) -> None:
     name = write_jsonl(tmp_path / "a.jsonl", [{"question": "Why?", "reply": "So."}])
     (row,) = read_rows(name, columns={"prompt": "question", "completion": "reply"})
     assert list(row.messages) == chat("Why?", "So.")
-    with pytest.raises(ValueError, match=r"line 1: no key 'q', which --column names for 'prompt'"):
+    with pytest.raises(ValueError, match=r"line 1: --column prompt=q: the row has no key 'q'"):
         list(read_rows(name, columns={"prompt": "q"}))
 
 
@@ -122,14 +122,14 @@ BAD_ROWS = [
     (["text"], "must be an object with keys, not list"),
     (
         {"messages": [*chat("a", "b"), {"role": "assistant", "content": "c"}]},
-        "turn 3 is 'assistant' where 'user' is due",
+        "turn 3 is 'assistant', expected 'user'",
     ),
     ({"messages": [{"role": "assistant", "content": "c"}]}, "turns out of order: turn 1 is 'assistant'"),
     ({"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]}, "turn 2 is 'system'"),
     ({"messages": [{"role": "system", "content": "a"}]}, "no user turn"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "turn 1 has the role 'tool'"),
     ({"messages": [{"role": ["x"], "content": "a"}]}, r"turn 1 has the role \['x'\]; known are system"),
-    ({"messages": [{"role": "user", "content": None}]}, "turn 1 has no text"),
+    ({"messages": [{"role": "user", "content": None}]}, "turn 1 is NoneType, not text"),
     ({"messages": ["hello"]}, "turn 1 of messages must be an object"),
     ({"messages": []}, "messages is empty"),
     ({"prompt": 3}, "prompt must be text, not int"),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from drafter.data.formats import Row
 from drafter.data.tokenize import (
     ConversationEncoder,
-    Encoded,
+    EncodedRow,
     EncodeReport,
     PrefixError,
     check_template,
@@ -29,11 +29,11 @@ TOKENIZER = tiny_tokenizer()
 END_ID = 3
 
 
-def trained_text(encoded: Encoded, tokenizer=TOKENIZER) -> str:
+def trained_text(encoded: EncodedRow, tokenizer=TOKENIZER) -> str:
     return tokenizer.decode([token for token, mask in zip(*encoded, strict=True) if mask])
 
 
-def encode_rows(rows: list[Row], **options) -> tuple[list[Encoded], EncodeReport]:
+def encode_rows(rows: list[Row], **options) -> tuple[list[EncodedRow], EncodeReport]:
     encoder = ConversationEncoder(TOKENIZER, name="tiny", **options)
     return list(encoder.encode(rows)), encoder.report
 
@@ -93,12 +93,12 @@ def test_an_answer_whose_first_token_melts_into_the_opening_is_refused() -> None
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (FORGETFUL_TEMPLATE, "changes once the answer is there.*seen with a second turn"),
-        (COUNTING_TEMPLATE, "changes once the answer is there.*seen with a single question"),
-        (OTHER_OPENING_TEMPLATE, "changes once the answer is there.*seen with a single question"),
-        (UPPERCASE_TEMPLATE, "does not show the answer as it is written"),
-        ("{{ raise_exception('no turns today') }}", "the chat template refuses it .no turns today."),
-        ("{{ messages[0]['content'] ", "the chat template refuses it"),
+        (FORGETFUL_TEMPLATE, "changes when the answer is added.*seen with a second turn"),
+        (COUNTING_TEMPLATE, "changes when the answer is added.*seen with a single question"),
+        (OTHER_OPENING_TEMPLATE, "changes when the answer is added.*seen with a single question"),
+        (UPPERCASE_TEMPLATE, "the template changes the answer"),
+        ("{{ raise_exception('no turns today') }}", "the chat template refuses the conversation .no turns today."),
+        ("{{ messages[0]['content'] ", "the chat template refuses the conversation"),
         (None, "has no chat template"),
     ],
     ids=["forgetful", "counting", "other-opening", "uppercase", "raising", "broken", "none"],

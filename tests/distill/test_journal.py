@@ -58,9 +58,9 @@ def test_a_torn_line_longer_than_a_block(tmp_path: Path) -> None:
 def test_other_settings_are_refused(tmp_path: Path) -> None:
     fill(tmp_path / "a.jsonl")
     before = (tmp_path / "a.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=r"begun with seed = 1, now it is 2: use the same settings"):
+    with pytest.raises(ValueError, match=r"written with seed = 1, now it is 2: use the same settings"):
         Journal(tmp_path / "a.jsonl", {"seed": 2})
-    with pytest.raises(ValueError, match=r"begun with top_k = None, now it is 5"):
+    with pytest.raises(ValueError, match=r"written with top_k = None, now it is 5"):
         Journal(tmp_path / "a.jsonl", {"seed": 1, "top_k": 5})
     assert (tmp_path / "a.jsonl").read_bytes() == before
 
@@ -82,7 +82,7 @@ def test_foreign_and_damaged_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="line 2: broken JSON"):
         Journal(tmp_path / "a.jsonl", {"seed": 1})
     (tmp_path / "a.jsonl").write_bytes(lines[0] + b"[1]\n")
-    with pytest.raises(ValueError, match="line 2: no row of this program"):
+    with pytest.raises(ValueError, match="line 2: no row of .drafter distill."):
         Journal(tmp_path / "a.jsonl", {"seed": 1})
     (tmp_path / "a.jsonl.settings.json").write_text("{")
     with pytest.raises(ValueError, match="settings.json: broken JSON"):

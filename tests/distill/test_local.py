@@ -6,17 +6,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from drafter.data.formats import read_rows
 from drafter.decoding.params import SamplingParams
-from drafter.distill.jobs import Answer, AnswerSettings, Job
 from drafter.distill.journal import Journal
 from drafter.distill.local import DistillReport, EngineAnswerer, _answer_all, _groups, distill
-from drafter.distill.prompts import Prompt
+from drafter.distill.prompts import AnswerSettings, AnswerStream, MadeAnswer, PromptRow, WantedAnswer
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from tests.data.tiny import chat, tiny_target, write_jsonl
@@ -94,11 +93,11 @@ def test_a_cut_file_is_completed(target, prompts: str, tmp_path: Path, cut: int)
 
 def test_other_settings_or_prompts_are_refused(target, prompts: str, tmp_path: Path) -> None:
     run(target, prompts, tmp_path / "out.jsonl")
-    with pytest.raises(ValueError, match="begun with max_new_tokens = 8, now it is 9"):
+    with pytest.raises(ValueError, match="written with max_new_tokens = 8, now it is 9"):
         run(target, prompts, tmp_path / "out.jsonl", max_new_tokens=9)
-    with pytest.raises(ValueError, match="begun with shard"):
+    with pytest.raises(ValueError, match="written with shard"):
         run(target, prompts, tmp_path / "out.jsonl", num_prompts=2, shard="1/2")
-    with pytest.raises(ValueError, match="begun with prompts"):
+    with pytest.raises(ValueError, match="written with prompts"):
         run(target, prompts, tmp_path / "out.jsonl", num_prompts=2)
 
 
@@ -127,7 +126,7 @@ def test_bad_options(target, prompts: str, tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             run(target, prompts, tmp_path / "out.jsonl", **options)
-    with pytest.raises(ValueError, match="Give --target or --endpoint"):
+    with pytest.raises(ValueError, match="no target: give --target or --endpoint"):
         run(None, prompts, tmp_path / "out.jsonl")
     with pytest.raises(ValueError, match="--prompts magpie needs --num-prompts"):
         run(target, "magpie", tmp_path / "out.jsonl")
@@ -185,15 +184,15 @@ class FakeAnswerer:
     def __init__(self, dies_after: int | None = None) -> None:
         self.dies_after = dies_after
 
-    def answer(self, jobs: Sequence[Job], settings: AnswerSettings) -> Iterator[tuple[Job, Answer | None]]:
-        for count, job in enumerate(sorted(jobs, key=lambda job: job.seed)):
+    def answer(self, wanted: Sequence[WantedAnswer], settings: AnswerSettings) -> AnswerStream:
+        for count, item in enumerate(sorted(wanted, key=lambda item: item.seed)):
             if count == self.dies_after:
                 raise Killed
-            yield job, Answer(f"{job.prompt.id} {job.seed}", "stop", 2)
+            yield item, MadeAnswer(f"{item.prompt.id} {item.seed}", "stop", 2)
 
 
 def test_any_series_of_interruptions_gives_the_same_rows(tmp_path: Path) -> None:
-    prompts = [Prompt(f"p{i}", tuple(chat(f"{i}")), "test") for i in range(20)]
+    prompts = [PromptRow(f"p{i}", tuple(chat(f"{i}")), "test") for i in range(20)]
     settings = AnswerSettings(temperature=(1.0,), num_answers=2)
 
     def attempt(path: Path, answerer: FakeAnswerer) -> None:

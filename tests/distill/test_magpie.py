@@ -31,10 +31,10 @@ def test_a_template_that_ends_a_turn_by_words() -> None:
     ("template", "message"),
     [
         (None, "has no chat template"),
-        ("{{ 'x' }}", "does not show a user's message once"),
-        (CHAT_TEMPLATE + "{{ messages[0]['content'] }}", "does not show a user's message once"),
-        ("{{ messages[0]['content'] }}", "has nothing before a user's message"),
-        ("{{ 'user: ' + messages[0]['content'] }}", "does not end a user's message"),
+        ("{{ 'x' }}", "does not show a user message exactly once"),
+        (CHAT_TEMPLATE + "{{ messages[0]['content'] }}", "does not show a user message exactly once"),
+        ("{{ messages[0]['content'] }}", "has no text before a user message"),
+        ("{{ 'user: ' + messages[0]['content'] }}", "does not end a user message"),
     ],
 )
 def test_templates_that_cannot_be_opened(template: str | None, message: str) -> None:
@@ -138,7 +138,7 @@ def test_prompts_excluded_later_are_replaced(tmp_path: Path) -> None:
 
 
 def test_a_target_that_invents_nothing_is_told_so(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'tiny' invents no usable prompt any more after .* of 60 .*seen before"):
+    with pytest.raises(ValueError, match="'tiny' invented .* of 60 usable prompts and then no more .*seen before"):
         invent(tmp_path / "p.jsonl", FakeSampler(num_texts=5))
     with pytest.raises(ValueError, match="--num-prompts 0"):
         MagpieSettings(0)

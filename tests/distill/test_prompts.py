@@ -1,4 +1,4 @@
-"""Prompts, shards, jobs: everything that happens before an answer."""
+"""Prompts, shards, wanted answers: everything that happens before an answer."""
 
 import json
 from collections import Counter
@@ -6,13 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from drafter.distill.jobs import AnswerSettings, derive_seed, keys_of, make_jobs, temperature_of
-from drafter.distill.prompts import Exclusion, Prompt, Shard, builtin_prompts, read_prompts
+from drafter.distill.prompts import (
+    AnswerSettings,
+    Exclusion,
+    PromptRow,
+    Shard,
+    builtin_prompts,
+    derive_seed,
+    keys_of,
+    missing_answers,
+    select_prompts,
+    temperature_of,
+)
 from tests.data.tiny import chat, write_jsonl
 
 
 def test_the_package_brings_its_own_prompts() -> None:
-    found = read_prompts(builtin_prompts())
+    found = select_prompts(builtin_prompts())
     assert len(found.prompts) >= 100 and found.num_duplicates == 0
     assert all(len(prompt.messages) == 1 and prompt.source == "drafter" for prompt in found.prompts)
     categories = Counter(json.loads(line)["category"] for line in builtin_prompts().read_text().splitlines())
@@ -28,22 +38,22 @@ def test_prompts_of_conversations_ids_and_duplicates(tmp_path: Path) -> None:
         {"prompt": "One?"},
         {"messages": chat("Three?", "Yes.", "Four?", "No."), "source": "talk"},
     ]
-    found = read_prompts(write_jsonl(tmp_path / "p.jsonl", rows))
+    found = select_prompts(write_jsonl(tmp_path / "p.jsonl", rows))
     assert [prompt.id for prompt in found.prompts][0] == "a" and len({prompt.id for prompt in found.prompts}) == 3
     assert found.prompts[1].id.startswith("a-")
     assert found.num_duplicates == 1
     assert list(found.prompts[2].messages) == chat("Three?", "Yes.", "Four?") and found.prompts[2].source == "talk"
     assert found.prompts[0].source == "p.jsonl"
-    assert read_prompts(tmp_path / "p.jsonl", limit=2).prompts == found.prompts[:2]
-    assert read_prompts(tmp_path / "p.jsonl").prompts == found.prompts
+    assert select_prompts(tmp_path / "p.jsonl", limit=2).prompts == found.prompts[:2]
+    assert select_prompts(tmp_path / "p.jsonl").prompts == found.prompts
 
 
 def test_shards_divide_the_prompts(tmp_path: Path) -> None:
     name = write_jsonl(tmp_path / "p.jsonl", [{"prompt": f"Number {i}?"} for i in range(10)])
-    parts = [read_prompts(name, shard=Shard.parse(f"{i}/3")).prompts for i in (1, 2, 3)]
+    parts = [select_prompts(name, shard=Shard.parse(f"{i}/3")).prompts for i in (1, 2, 3)]
     assert [len(part) for part in parts] == [4, 3, 3]
     ids = [prompt.id for part in parts for prompt in part]
-    assert sorted(ids) == sorted(prompt.id for prompt in read_prompts(name).prompts)
+    assert sorted(ids) == sorted(prompt.id for prompt in select_prompts(name).prompts)
 
 
 @pytest.mark.parametrize("text", ["3", "0/8", "9/8", "a/b", "1/8/2", "-1/8", ""])
@@ -60,12 +70,12 @@ def test_excluded_texts_are_left_out(tmp_path: Path) -> None:
     rows = [
         {"prompt": p} for p in ("why IS it so", "Please: " + long + "!", "Write a long letter to the mayor.", "t t")
     ]
-    found = read_prompts(write_jsonl(tmp_path / "p.jsonl", rows), exclude=exclude)
+    found = select_prompts(write_jsonl(tmp_path / "p.jsonl", rows), exclude=exclude)
     assert [prompt.messages[0]["content"] for prompt in found.prompts] == ["Write a long letter to the mayor.", "t t"]
     assert found.num_excluded == 2
     assert not Exclusion.read(None).matches("anything")
     with pytest.raises(ValueError, match="no prompt is left .1 are on"):
-        read_prompts(write_jsonl(tmp_path / "q.jsonl", rows[:1]), exclude=exclude)
+        select_prompts(write_jsonl(tmp_path / "q.jsonl", rows[:1]), exclude=exclude)
 
 
 def test_system_messages_exclude_nothing(tmp_path: Path) -> None:
@@ -74,7 +84,7 @@ def test_system_messages_exclude_nothing(tmp_path: Path) -> None:
     exclude = Exclusion.read(write_jsonl(tmp_path / "x.jsonl", evaluation))
     rows = [{"messages": [system, *chat(question)]} for question in ("How do bees sleep?", "really", "It is")]
     rows.append({"messages": [{"role": "developer", "content": "Be brief."}, *chat("Why do cats purr?")]})
-    found = read_prompts(write_jsonl(tmp_path / "p.jsonl", rows), exclude=exclude)
+    found = select_prompts(write_jsonl(tmp_path / "p.jsonl", rows), exclude=exclude)
     assert [p.messages[-1]["content"] for p in found.prompts] == ["How do bees sleep?", "Why do cats purr?"]
     assert found.num_excluded == 2 and not exclude.matches(system["content"])
 
@@ -88,22 +98,24 @@ def test_later_turns_of_mt_bench_are_excluded_as_well(tmp_path: Path) -> None:
 def test_text_rows_are_no_prompts(tmp_path: Path) -> None:
     name = write_jsonl(tmp_path / "p.jsonl", [{"text": "abc"}])
     with pytest.raises(ValueError, match="line 1: plain text is no prompt; name the key with --column"):
-        read_prompts(name)
-    assert read_prompts(name, columns={"prompt": "text"}).prompts[0].messages[0]["content"] == "abc"
+        select_prompts(name)
+    assert select_prompts(name, columns={"prompt": "text"}).prompts[0].messages[0]["content"] == "abc"
 
 
-PROMPTS = [Prompt(f"p{number}", tuple(chat(f"Question {number}?")), "test") for number in range(40)]
+PROMPTS = [PromptRow(f"p{number}", tuple(chat(f"Question {number}?")), "test") for number in range(40)]
 
 
 def test_jobs_have_their_own_seeds_and_temperatures() -> None:
     settings = AnswerSettings(temperature=(0.0, 0.7, 1.0), num_answers=3, seed=4)
-    jobs = make_jobs(PROMPTS, settings, set())
-    assert len(jobs) == 120 and len({job.seed for job in jobs}) == 120
+    wanted = missing_answers(PROMPTS, settings, set())
+    assert len(wanted) == 120 and len({item.seed for item in wanted}) == 120
     for start in range(0, 120, 3):
-        assert sorted(job.temperature for job in jobs[start : start + 3]) == [0.0, 0.7, 1.0]
-    done = {jobs[5].key, jobs[7].key}
-    assert make_jobs(PROMPTS, settings, done) == [job for job in jobs if job.key not in done]
-    assert {job.seed for job in jobs}.isdisjoint(job.seed for job in make_jobs(PROMPTS, AnswerSettings(seed=5), set()))
+        assert sorted(item.temperature for item in wanted[start : start + 3]) == [0.0, 0.7, 1.0]
+    done = {wanted[5].key, wanted[7].key}
+    assert missing_answers(PROMPTS, settings, done) == [item for item in wanted if item.key not in done]
+    assert {item.seed for item in wanted}.isdisjoint(
+        item.seed for item in missing_answers(PROMPTS, AnswerSettings(seed=5), set())
+    )
 
 
 def test_a_mix_is_kept_with_one_answer_per_prompt() -> None:
@@ -128,7 +140,7 @@ def test_seeds_are_63_bits_and_fixed() -> None:
         ({"top_k": -1}, "--top-k -1"),
         ({"top_p": 0.0}, "--top-p 0.0"),
         ({"min_p": 1.5}, "--min-p 1.5"),
-        ({"num_answers": 2}, "greedy answers of one prompt are all the same"),
+        ({"num_answers": 2}, "greedy answers to one prompt are all the same"),
     ],
 )
 def test_bad_settings(change: dict, message: str) -> None:
@@ -140,5 +152,5 @@ def test_rows_of_an_output_are_checked() -> None:
     assert keys_of([{"id": "a", "answer": 0}, {"id": "a", "answer": 1}], "f") == {("a", 0), ("a", 1)}
     with pytest.raises(ValueError, match="f, line 2: no row of `drafter distill`"):
         keys_of([{"id": "a", "answer": 0}, {"id": "b"}], "f")
-    with pytest.raises(ValueError, match="f, line 2: answer 0 to prompt 'a' stands there twice"):
+    with pytest.raises(ValueError, match="f, line 2: answer 0 to prompt 'a' occurs twice"):
         keys_of([{"id": "a", "answer": 0}] * 2, "f")

@@ -10,8 +10,8 @@ import pytest
 
 from drafter.cli.distill import engine_answerer
 from drafter.cli.main import main
-from drafter.distill.jobs import Answer, AnswerSettings, Job
 from drafter.distill.local import EngineAnswerer, distill
+from drafter.distill.prompts import AnswerSettings, AnswerStream, WantedAnswer
 from drafter.distill.ray_answers import RayAnswerer, RayOptions
 from tests.data.tiny import write_jsonl
 from tests.tiny_files import make_target
@@ -26,9 +26,9 @@ class DyingAnswerer(EngineAnswerer):
     num_batches = 0
     marker: Path
 
-    def answer(self, jobs: Sequence[Job], settings: AnswerSettings) -> Iterator[tuple[Job, Answer | None]]:
+    def answer(self, wanted: Sequence[WantedAnswer], settings: AnswerSettings) -> AnswerStream:
         self.num_batches += 1
-        for done, pair in enumerate(super().answer(jobs, settings)):
+        for done, pair in enumerate(super().answer(wanted, settings)):
             if self.num_batches == 2 and done == 2 and not self.marker.exists():
                 self.marker.write_text("dead")
                 os._exit(1)
@@ -46,7 +46,7 @@ def make_dying(target: str, marker: Path) -> EngineAnswerer:
 def rows_of(path: Path) -> dict[tuple[str, int], dict]:
     rows = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
     keyed = {(row["id"], row["answer"]): row for row in rows}
-    assert len(keyed) == len(rows), "no answer stands there twice"
+    assert len(keyed) == len(rows), "no answer occurs twice"
     return keyed
 
 
