@@ -131,6 +131,13 @@ MORE: dict[str, dict[str, Any]] = {
         ("deepseek_v2", "deepseek_v3", "deepseek_v32", "axk1", "axk2", "glm4_moe_lite", "kimi_k2", "longcat_flash"),
         {"num_key_value_heads": 4, "head_dim": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     ),
+    "nemotron": {"num_key_value_heads": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 64},
+    **dict.fromkeys(
+        ("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe"),
+        {"head_dim": 8},
+    ),
+    "youtu": {"num_key_value_heads": 4, "head_dim": 4},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
 }
 
@@ -158,7 +165,7 @@ def small_config(model_type: str) -> PreTrainedConfig:
     flat = {
         name: value
         for name, value in given.items()
-        if name in more or (name in names and getattr(base, name, None) is not None)
+        if name in more or (name in names and _value(base, name) is not None)
     }
     kinds = getattr(base, "layer_types", None)
     has_own_kinds = isinstance(getattr(kind, "layer_types", None), property) or "layer_types" not in vars(base)
@@ -167,16 +174,26 @@ def small_config(model_type: str) -> PreTrainedConfig:
         for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
             if name in flat:
                 flat[name] = len(few)
+    elif kinds:  # the kinds follow from the number of layers
+        most = next(n for n in range(1, len(kinds) + 1) if set(kinds[:n]) == set(kinds))
+        flat = {name: max(value, most) if "layer" in name and value == 2 else value for name, value in flat.items()}
     if isinstance(getattr(base, "mlp_layer_types", None), list):
         flat["mlp_layer_types"] = base.mlp_layer_types[: len(flat.get("layer_types", "12"))]
     text = base.get_text_config(decoder=True)
-    if (
-        text is not base and text.model_type != model_type
-    ):  # a multimodal type: its text side is shrunk, the others stay as they are
+    # A multimodal type: the text side is shrunk, the other sides keep their size.
+    if text is not base and text.model_type != model_type:
         inner = small_config(text.model_type)
         name = next(key for key, value in vars(base).items() if value is text)
         return kind(**{name: inner.to_dict()})
     return kind(**flat)
+
+
+def _value(config: PreTrainedConfig, name: str) -> Any:
+    """The attribute, or None where the configuration has none, or another one for each layer."""
+    try:
+        return getattr(config, name, None)
+    except Exception:
+        return None
 
 
 def small_model(model_type: str) -> PreTrainedModel:

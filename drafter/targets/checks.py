@@ -82,8 +82,12 @@ class LayerWindows(NamedTuple):
         return min((window.size for window in self.by_kind.values() if window is not None), default=None)
 
 
-def layer_windows(model: PreTrainedModel) -> LayerWindows:
-    """Windows of the model's attention layers, from its configuration and what its forward accepts."""
+def layer_windows(model: PreTrainedModel, name: str) -> LayerWindows:
+    """Windows of the model's attention layers, from its configuration and what its forward accepts.
+
+    Raises:
+        ValueError: the model's attention ignores the window of its configuration.
+    """
     config = model.config.get_text_config(decoder=True)
     sizes: dict[str, Window | None] = {"full_attention": None}
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
@@ -93,11 +97,31 @@ def layer_windows(model: PreTrainedModel) -> LayerWindows:
         sizes["chunked_attention"] = Window("chunked", int(chunk))
     kinds = getattr(config, "layer_types", None)
     if kinds is None:  # every layer has the same window, if any
-        kinds = [next((kind for kind in sizes if sizes[kind] is not None), "full_attention")]
+        if "sliding_attention" in sizes and not _slides(model):
+            raise ValueError(
+                f"target {name!r} has a sliding window of {window} tokens in its configuration, which transformers' "
+                "cache applies and the model's attention does not: longer texts have no definite continuation"
+            )
+        kinds = ["sliding_attention" if "sliding_attention" in sizes else "full_attention"]
     by_kind = {kind: sizes.get(kind) for kind in dict.fromkeys(kinds)}
     if not any(by_kind.values()):
         return LayerWindows({}, is_mapped=False)
     return LayerWindows(by_kind, is_mapped=_takes_masks_by_kind(model, by_kind))
+
+
+@torch.no_grad()
+def _slides(model: PreTrainedModel) -> bool:
+    """Whether ``sliding_window`` of the configuration means anything to the model: some carry it without a use."""
+    config = model.config.get_text_config(decoder=True)
+    token_BT = torch.arange(1, 5, device=_embedding_of(model).device)[None]
+    wide_BTD = decoder_of(model)(input_ids=token_BT, use_cache=False).last_hidden_state
+    window = config.sliding_window
+    config.sliding_window = 1
+    try:
+        narrow_BTD = decoder_of(model)(input_ids=token_BT, use_cache=False).last_hidden_state
+    finally:
+        config.sliding_window = window
+    return not torch.equal(wide_BTD, narrow_BTD)
 
 
 @torch.no_grad()

@@ -123,7 +123,7 @@ class Target:
         self.cache_shape: CacheShape = probe_cache_shape(model, name)
         self._logit_map = probe_logit_map(model, name)
         self._decoder = decoder_of(model)
-        self._windows = layer_windows(model)
+        self._windows = layer_windows(model, name)
         _check_tree_forward(self)
 
     @classmethod

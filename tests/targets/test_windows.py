@@ -89,7 +89,7 @@ def test_windows_matter_to_these_models() -> None:
     for name in ("Mistral", "Gemma2", "Llama4Text"):
         target = windowed(name)
         wide = Target.from_model(target.model, name=name)
-        wide._windows = layer_windows(target.model)._replace(by_kind={})
+        wide._windows = layer_windows(target.model, name)._replace(by_kind={})
         engine = Engine(wide, config=EngineConfig(method="autoregressive", max_rows=4))
         found = engine.generate(prompts(), SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True))
         assert [completion.token_ids for completion in found] != [generated(target, prompt) for prompt in prompts()]
@@ -110,4 +110,11 @@ def test_a_window_that_is_switched_off_is_none() -> None:
         config = TARGETS[name]()
         for key, value in settings.items():
             setattr(config, key, value)
-        assert layer_windows(build(config)).shortest is None
+        assert layer_windows(build(config), name).shortest is None
+
+
+def test_a_window_that_attention_ignores_is_refused() -> None:
+    config = TARGETS["Llama"]()
+    config.sliding_window = WINDOW
+    with pytest.raises(ValueError, match="a sliding window of 8 tokens in its configuration"):
+        Target.from_model(build(config), name="odd")
