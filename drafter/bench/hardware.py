@@ -14,7 +14,6 @@ import torch
 
 from drafter.bench.figures import median
 from drafter.bench.memory import PeakMemory
-from drafter.bench.report import table
 from drafter.bench.steptime import Budget, FixedTree, StepClock, Timed, synchronise
 from drafter.decoding.proposer import Proposer, RootOnly
 from drafter.engine.config import EngineConfig
@@ -22,6 +21,7 @@ from drafter.engine.sizes import dtype_name
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.table import make_proposer
 from drafter.targets.target import Target
+from drafter.utils.tables import markdown_table
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def check_table(records: Sequence[dict[str, Any]]) -> str:
             _cell(record["rest_ms"]),
             f"{record['peak_bytes'] / 2**30:.2f}",
         ])  # fmt: skip
-    return table(columns, rows)
+    return markdown_table(columns, rows)
 
 
 def _cell(value: float | None) -> str:

@@ -6,6 +6,7 @@ from drafter.bench.figures import median
 from drafter.bench.methods import BASELINE
 from drafter.bench.records import Record
 from drafter.bench.summary import Corner, Span, Summary, Tables, summarise
+from drafter.utils.tables import markdown_table
 
 _PACKAGES = ("torch", "transformers", "xllamacpp", "openvino", "openvino-genai")
 
@@ -82,7 +83,7 @@ def _main_table(methods: Sequence[Summary]) -> str:
         del columns["engine"]
     if not any(summary.speedup_over_llama_cpp for summary in methods):
         del columns["over llama.cpp BF16"]
-    return table(list(columns), [[show(summary) for show in columns.values()] for summary in methods])
+    return markdown_table(list(columns), [[show(summary) for show in columns.values()] for summary in methods])
 
 
 def _category_tables(methods: Sequence[Summary]) -> list[str]:
@@ -108,7 +109,7 @@ def _category_tables(methods: Sequence[Summary]) -> list[str]:
 def _by_category(found: Sequence[tuple[str, dict[str, float]]], form: str) -> str:
     categories = _distinct(category for _, values in found for category in values)
     rows = [[label, *(_or_dash(values.get(name), form) for name in categories)] for label, values in found]
-    return table(["method", *categories], rows)
+    return markdown_table(["method", *categories], rows)
 
 
 def _batch_tables(tables: Tables) -> list[str]:
@@ -126,7 +127,7 @@ def _batch_tables(tables: Tables) -> list[str]:
         rows = [[label, *(cells.get((label, size), "-") for size in sizes)] for label in labels]
         parts += [
             f"## Speedup over autoregressive by batch size: {corner.prompts}, {corner.sampling}\n",
-            table(["method", *(f"batch {size}" for size in sizes)], rows),
+            markdown_table(["method", *(f"batch {size}" for size in sizes)], rows),
         ]
     return parts
 
@@ -149,23 +150,10 @@ def load_table(loads: Sequence[Record]) -> str:
         ]
         rate = f"{load['num_tokens'] / load['seconds']:.1f}"
         rows.append([load["model"], asked, str(load["num_requests"]), str(load["num_failed"]), rate, *figures])
-    return table(columns, rows)
+    return markdown_table(columns, rows)
 
 
 _SHARES = ("p50", "p95", "p99")
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns: the first to the left, the others to the right."""
-    shown = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    widths = [max(3, *(len(row[index]) for row in (columns, *shown))) for index in range(len(columns))]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
-        return "| " + " | ".join([cells[0].ljust(widths[0]), *padded]) + " |"
-
-    rule = "|" + "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]) + "|"
-    return "\n".join([line(columns), rule, *(line(row) for row in shown)]) + "\n"
 
 
 def _times(span: Span | None) -> str:

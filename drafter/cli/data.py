@@ -1,52 +1,79 @@
-"""``drafter data inspect``."""
+"""`drafter data inspect`: show which tokens of a file are trained on."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from drafter.utils.options import Options
 
 
-def data_inspect(
-    file: str,
-    *,
-    target: str,
-    num_rows: int = 3,
-    max_length: int | None = None,
-    format: str | None = None,
-    column: list[str] | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class RowOptions:
+    """How the rows of a file are read.
+
+    Attributes:
+        format: messages, sharegpt, alpaca, prompt, turns or text (default: recognised by a row's keys)
+        column: OURS=THEIRS, such as prompt=question, where a file uses another key
+    """
+
+    format: str | None = None
+    column: tuple[str, ...] = ()
+
+    @property
+    def columns(self) -> Mapping[str, str] | None:
+        """("prompt=question",) -> {"prompt": "question"}."""
+        split = [pair.partition("=") for pair in self.column]
+        for pair, (ours, _, theirs) in zip(self.column, split, strict=True):
+            if not ours or not theirs:
+                raise ValueError(f"--column {pair} must be OURS=THEIRS, such as prompt=question")
+        return {ours: theirs for ours, _, theirs in split} or None
+
+    def __post_init__(self) -> None:
+        _ = self.columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions(Options, RowOptions):
     """Show which tokens of a data file are trained on.
 
-    The first rows are printed with their trained tokens in colour, or between ⟦ and ⟧ where there is none; then the
-    counts of the whole file.
+    The first rows are printed with their trained tokens in colour, or between ⟦ and ⟧ without colours; then the counts
+    of the whole file.
 
-    Args:
+    Attributes:
         file: rows of conversations (.jsonl, .json, .parquet) or hub data set
         target: alias, hub id, folder or .gguf file of the language model
         num_rows: conversations to show
         max_length: cut rows after so many tokens, as training does
-        format: messages, sharegpt, alpaca, prompt, turns or text (default: recognised by a row's keys)
-        column: OURS=THEIRS, such as prompt=question, where a file calls a key otherwise; may be repeated
         revision: hub revision of the target
-        trust_remote_code: run code that a hub model brings along
+        trust_remote_code: run the code that a hub model brings along
     """
+
+    common: ClassVar = ("file", "target", "num_rows", "max_length")
+    positional: ClassVar = "file"
+    file: str
+    target: str
+    num_rows: int = 3
+    max_length: int | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+def data_inspect(options: InspectOptions) -> None:
+    """Run `drafter data inspect`."""
     from rich.console import Console
 
     from drafter.data.inspect import inspect_file
     from drafter.targets.catalog import load_tokenizer
 
+    tokenizer = load_tokenizer(options.target, revision=options.revision, trust_remote_code=options.trust_remote_code)
     report = inspect_file(
-        file, load_tokenizer(target, revision=revision, trust_remote_code=trust_remote_code), Console(highlight=False),
-        target_name=target, num_rows=num_rows, max_length=max_length, format=format, columns=columns_of(column),
-    )  # fmt: skip
-    report.check(file)
-
-
-def columns_of(pairs: Sequence[str] | None) -> Mapping[str, str] | None:
-    """["prompt=question"] -> {"prompt": "question"}."""
-    if not pairs:
-        return None
-    split = [pair.partition("=") for pair in pairs]
-    for pair, (ours, _, theirs) in zip(pairs, split, strict=True):
-        if not ours or not theirs:
-            raise ValueError(f"--column {pair} must be OURS=THEIRS, such as prompt=question")
-    return {ours: theirs for ours, _, theirs in split}
+        options.file,
+        tokenizer,
+        Console(highlight=False),
+        target_name=options.target,
+        num_rows=options.num_rows,
+        max_length=options.max_length,
+        format=options.format,
+        columns=options.columns,
+    )
+    report.check(options.file)

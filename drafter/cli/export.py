@@ -1,9 +1,12 @@
-"""`drafter export`: a drafter leaves its training run, for us, for other tools, for the hub. Wiring only."""
+"""`drafter export`: a drafter leaves its training run, for us, for other tools, for the hub."""
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from drafter.utils.options import Options
 
 if TYPE_CHECKING:
     from drafter.targets.target import Target
@@ -11,65 +14,74 @@ if TYPE_CHECKING:
 _NUM_CHECK_PROMPTS = 4
 
 
-def export(
-    checkpoint: Path,
-    *,
-    out: Path,
-    format: Literal["drafter", "apple"] = "drafter",
-    dtype: Literal["bfloat16", "float32"] = "bfloat16",
-    target: str | None = None,
-    check: bool = False,
-    push_to_hub: str | None = None,
-    public: bool = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(Options):
     """Turn a training checkpoint into a drafter folder.
 
-    The folder holds config.json, model.safetensors, run.json, a model card, and a script with which model.generate of
-    transformers decodes with it. It is complete or not there at all. With --format apple it is written as Apple's
-    ml-recurrent-drafter and TensorRT-LLM's converter read it: config.json and model.safetensors.
+    The folder holds config.json, model.safetensors, run.json, a model card, and a script for model.generate of
+    transformers. The folder is complete or not there at all. --format apple writes the published format, which Apple's
+    ml-recurrent-drafter and TensorRT-LLM's converter read.
 
-    Args:
-        checkpoint: a .ckpt file that `drafter train` wrote; with --format apple also a drafter folder
+    Attributes:
+        checkpoint: a .ckpt file of `drafter train`; with --format apple also a drafter folder
         out: folder to write
-        format: `drafter`, our own, or `apple`, the published one
+        format: drafter, our own, or apple, the published one
         dtype: number format of the weights
-        target: for --format apple: the drafter's target, where it is not under the name it was trained with
-        check: with --format apple: compare logits and tokens per step of both forms on a few prompts
         push_to_hub: upload the folder to this repository of the hub, OWNER/NAME
         public: make a new repository of --push-to-hub public instead of private
+        target: with --format apple: the drafter's target, where the name of the training run does not find the target
+        check: with --format apple: compare logits and tokens per step of both formats on a few prompts
     """
-    if format != "apple" and (check or target is not None):
-        raise ValueError(f"--{'check' if check else 'target'} belongs to the published format: add --format apple")
-    if public and push_to_hub is None:
-        raise ValueError("--public says how --push-to-hub uploads: add --push-to-hub OWNER/NAME")
-    if format == "apple":
-        _export_apple(checkpoint, out, dtype, target, check)
+
+    common: ClassVar = ("checkpoint", "out", "format", "dtype", "push_to_hub")
+    positional: ClassVar = "checkpoint"
+    checkpoint: Path
+    out: Path
+    format: Literal["drafter", "apple"] = "drafter"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    push_to_hub: str | None = None
+    public: bool = False
+    target: str | None = None
+    check: bool = False
+
+    def __post_init__(self) -> None:
+        if self.format != "apple" and (self.check or self.target is not None):
+            flag = "--check" if self.check else "--target"
+            raise ValueError(f"{flag} belongs to the published format: add --format apple")
+        if self.public and self.push_to_hub is None:
+            raise ValueError("--public says how --push-to-hub uploads: add --push-to-hub OWNER/NAME")
+
+
+def export(options: ExportOptions) -> None:
+    """Run `drafter export`."""
+    if options.format == "apple":
+        _export_apple(options)
     else:
         from drafter.training.checkpoint import export_checkpoint
 
-        export_checkpoint(checkpoint, out, dtype=dtype)
-    print(out)
-    if push_to_hub is not None:
+        export_checkpoint(options.checkpoint, options.out, dtype=options.dtype)
+    print(options.out)
+    if options.push_to_hub is not None:
         from drafter.integrations.hub import push_to_hub as upload
 
-        print(upload(out, push_to_hub, private=not public))
+        print(upload(options.out, options.push_to_hub, private=not options.public))
 
 
-def _export_apple(checkpoint: Path, out: Path, dtype: str, target: str | None, check: bool) -> None:
+def _export_apple(options: ExportOptions) -> None:
     from drafter.engine.loading import load_target
     from drafter.integrations.hub import check_apple, export_apple
     from drafter.training.checkpoint import load_drafter
 
-    drafter = load_drafter(checkpoint)
+    drafter = load_drafter(options.checkpoint)
     model = None
-    if drafter.config.head == "tied" or check:
-        name = target or drafter.config.target_name
+    if drafter.config.head == "tied" or options.check:
+        name = options.target or drafter.config.target_name
         if not name:
             raise ValueError("the drafter does not say which target it was trained for: give --target")
         model = load_target(name, dtype="auto", device="auto", revision=drafter.config.target_revision)
-    export_apple(drafter, out, target=model, dtype=dtype)
-    if check and model is not None:
-        print(check_apple(drafter.float(), out, model, _check_prompts(model)), file=sys.stderr)
+    export_apple(drafter, options.out, target=model, dtype=options.dtype)
+    if options.check and model is not None:
+        print(check_apple(drafter.float(), options.out, model, _check_prompts(model)), file=sys.stderr)
 
 
 def _check_prompts(target: "Target") -> list[list[int]]:

@@ -1,22 +1,79 @@
-"""``drafter train``."""
+"""`drafter train`: Lightning's command line over our module and data."""
+
+import argparse
+import re
+from collections.abc import Sequence
+
+from drafter.utils.options import suggestion
 
 
-def train(*args: str) -> int | None:
+def train(words: Sequence[str]) -> int | None:
     """Train a drafter.
 
-    drafter train --config configs/train/smollm2-135m-quick.yaml
-    drafter train --config FILE.yaml --trainer.max_steps 100 --data.batch_tokens 4096
-    drafter train --config FILE.yaml --ckpt_path last          go on where a run was broken off
-    drafter train --config FILE.yaml --print_config            every setting with its value
-    drafter train --help-all                                   every setting explained
+    usage: drafter train --config FILE [--flags]
 
-    A setting of the file is a flag of the same name. Afterwards: drafter export CHECKPOINT --out DIR
+      --config PATH                  YAML file of settings, such as configs/train/smollm2-135m-quick.yaml
+      --model.target TEXT            the language model to draft for: alias, hub id, folder or .gguf file
+      --data.train PATH              answers of the target, as `drafter distill` writes them
+      --trainer.max_steps INT        optimiser steps
+      --trainer.default_root_dir PATH
+                                     folder of checkpoints and logs
+      --ckpt_path PATH               resume from this checkpoint; last: from the newest checkpoint of the run
+      --print_config                 print every setting with its value, as a file for --config
+      --help-all                     explain every setting
+
+    A setting of the file is a flag of the same name, such as --model.optim.lr 1e-3. A flag that is given goes before the
+    file. The command prints the checkpoint; `drafter export CHECKPOINT --out DIR` turns the checkpoint into a drafter.
     """
-    import argparse
+    if any(word in ("-h", "--help") for word in words):
+        import inspect
 
+        print(inspect.getdoc(train))
+        return 0
     from drafter.training.run import main_train
 
     try:
-        return main_train(["--help" if arg == "--help-all" else arg for arg in args])
+        return main_train(["--help" if word == "--help-all" else word for word in files_first(words)])
     except argparse.ArgumentError as error:
-        raise ValueError(f"{error} (drafter train --help-all explains every setting)") from error
+        raise ValueError(f"{readable(str(error))} (drafter train --help-all explains every setting)") from error
+
+
+def files_first(words: Sequence[str]) -> list[str]:
+    """The words with `--config FILE` in front: a flag goes before the file wherever the flag stands."""
+    files: list[str] = []
+    others: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        if word == "--config" and left:
+            files += [word, left.pop(0)]
+        else:
+            (files if word.startswith("--config=") else others).append(word)
+    return files + others
+
+
+def readable(message: str) -> str:
+    """An error of jsonargparse in one line: the flag, the value and the permitted types.
+
+    >>> readable('Parser key "model.optim.lr":\\n  Expected a <class \\'float\\'>. Got value: x')
+    "--model.optim.lr is 'x' but must be a number"
+    """
+    found = re.search(r'Parser key "([^"]+)"', message)
+    value = re.search(r"(?:Got value|Given value): (.*)", message)
+    kinds = re.findall(r"Expected an? ([^\n]+?)(?:\. Got value|\n|$)", message)
+    if not found or not value or not kinds:
+        return " ".join(message.split())
+    known = re.findall(r"'([^']+)'", next((kind for kind in kinds if "Literal" in kind), ""))
+    names = [_KINDS.get(kind, kind) for kind in kinds if "Literal" not in kind]
+    named = ", ".join(known) and f"one of {', '.join(known)}"
+    wanted = " or ".join(dict.fromkeys(filter(None, [named, *names])))
+    return f"--{found[1]} is {value[1].strip()!r} but must be {wanted}{suggestion(value[1].strip(), known)}"
+
+
+_KINDS = {
+    "<class 'int'>": "an integer",
+    "<class 'float'>": "a number",
+    "<class 'bool'>": "true or false",
+    "<class 'str'>": "text",
+    "<class 'NoneType'>": "null",
+}

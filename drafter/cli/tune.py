@@ -1,12 +1,15 @@
-"""``drafter tune``. Wiring only."""
+"""`drafter tune`: size speculation for this machine by measurement."""
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from drafter.bench.settings import BenchSettings
 from drafter.cli.bench import load_arena, with_drafter
+from drafter.engine.options import RunOptions
+from drafter.utils.options import Options, part_of
 
 if TYPE_CHECKING:
     from drafter.bench.arena import Arena
@@ -14,85 +17,101 @@ if TYPE_CHECKING:
     from drafter.bench.workload import Workload
 
 
-def tune(
-    *,
-    target: str,
-    drafter: str,
-    method: Literal["redrafter", "hybrid"] | None = None,
-    out: Path | None = None,
-    prompts: str = "default",
-    num_prompts: int = 12,
-    max_new_tokens: int = 64,
-    batch_sizes: tuple[int, ...] = (1, 2, 4, 8),
-    beam_widths: tuple[int, ...] | None = None,
-    draft_lengths: tuple[int, ...] | None = None,
-    tree_sizes: tuple[int, ...] = (2, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64),
-    seconds: float = 150.0,
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
-    device: str = "auto",
-    compile: bool | None = None,
-) -> None:
-    """Size speculation for this machine: measure step times and acceptance, choose a tree for each number of rows.
+@dataclass(frozen=True, kw_only=True)
+class CandidateOptions:
+    """Which trees are measured.
 
-    The file is found by later commands when it lies beside the drafter and was measured on the same device, in the same
-    number format, with the same target; its method is theirs unless they are told another. Plain decoding is chosen
-    where nothing is faster.
-
-    Args:
-        target: alias, hub id, folder or .gguf file of the language model
-        drafter: folder of an exported drafter, or the name of one that comes with the package
-        method: whose trees are sized: the drafter's alone, or those of drafter, lookup and recycling together
-            (default: hybrid; redrafter on CUDA)
-        out: file to write (default: tuned.json in the drafter's folder; for one that comes with the package,
-            under $DRAFTER_HOME)
-        prompts: prompts to calibrate with, a file, hub data set or name; `default` come with the package
-        num_prompts: at most so many of them
-        max_new_tokens: longest calibration answer in tokens
+    Attributes:
         batch_sizes: numbers of rows to measure
         beam_widths: W to choose from (default: 1,2,4,8,16; for hybrid 2,4)
         draft_lengths: L to choose from (default: 1,2,3,4,5,6; for hybrid 2,3)
         tree_sizes: N to choose from
-        seconds: about how long it may take
-        dtype: number format of the model
-        device: auto, cpu, cuda or cuda:1
-        compile: measure compiled steps (default: on CUDA only)
+        method: whose trees are sized: the drafter's alone, or the trees of drafter, lookup and recycling together
+            (default: hybrid; redrafter on CUDA)
     """
+
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
+    beam_widths: tuple[int, ...] | None = None
+    draft_lengths: tuple[int, ...] | None = None
+    tree_sizes: tuple[int, ...] = (2, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+    method: Literal["redrafter", "hybrid"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions(Options, CandidateOptions, RunOptions):
+    """Size speculation for this machine: measure step times and acceptance, choose a tree for each number of rows.
+
+    Other commands find the file beside the drafter and use the file on the same device, in the same number format, with
+    the same target. Plain decoding is chosen where nothing is faster.
+
+    Attributes:
+        drafter: folder of an exported drafter, or the name of a drafter that comes with the package
+        out: file to write (default: in the drafter's folder; under $DRAFTER_HOME for a drafter of the package)
+        prompts: calibration prompts: a file, hub data set or name; default: prompts that come with the package
+        num_prompts: at most so many calibration prompts
+        max_new_tokens: longest calibration answer in tokens
+        seconds: about how long the measurement may take
+    """
+
+    sections: ClassVar = {"Where to run": RunOptions, "What to measure": CandidateOptions}
+    common: ClassVar = ("target", "drafter", "dtype", "device", "batch_sizes", "seconds", "out", "prompts")
+    drafter: str
+    out: Path | None = None
+    prompts: str = "default"
+    num_prompts: int = 12
+    max_new_tokens: int = 64
+    seconds: float = 150.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_prompts < 1:
+            raise ValueError(f"--num-prompts is {self.num_prompts} but must be at least 1")
+
+
+def tune(options: TuneOptions) -> None:
+    """Run `drafter tune`."""
     from drafter.bench.prompt_sets import read_prompt_set
     from drafter.bench.tune import TuneSettings
     from drafter.engine.defaults import default_method, tuned_path
     from drafter.targets.target import resolve_device
     from drafter.utils.io import check_writable
 
-    if num_prompts < 1:
-        raise ValueError(f"--num-prompts is {num_prompts} but must be at least 1")
     settings = TuneSettings.for_method(
-        method or default_method(resolve_device(device).type), batch_sizes=batch_sizes, beam_widths=beam_widths,
-        draft_lengths=draft_lengths, tree_sizes=tree_sizes, max_new_tokens=max_new_tokens, seconds=seconds,
-        compile=compile,
-    )  # fmt: skip
-    place = out if out is not None else tuned_path(drafter)
-    if out is None:
+        options.method or default_method(resolve_device(options.device).type, has_drafter=True),
+        batch_sizes=options.batch_sizes,
+        beam_widths=options.beam_widths,
+        draft_lengths=options.draft_lengths,
+        tree_sizes=options.tree_sizes,
+        max_new_tokens=options.max_new_tokens,
+        seconds=options.seconds,
+        compile=options.compile,
+    )
+    place = options.out if options.out is not None else tuned_path(options.drafter)
+    if options.out is None:
         place.parent.mkdir(parents=True, exist_ok=True)
     check_writable(place)
-    workload = read_prompt_set(prompts).take(num_prompts)
+    workload = read_prompt_set(options.prompts).take(options.num_prompts)
     models = BenchSettings(
-        target, (prompts,), drafter, methods=(settings.method,), dtype=dtype, device=device, compile=compile
+        **vars(part_of(options, RunOptions)),
+        prompts=(options.prompts,),
+        drafter=options.drafter,
+        methods=(settings.method,),
     )
     _tune_and_write(with_drafter(load_arena(models), models), workload, settings, place)
 
 
 def _tune_and_write(arena: "Arena", workload: "Workload", settings: "TuneSettings", place: Path) -> None:
-    from drafter.bench.report import table
     from drafter.bench.tune import COLUMNS, table_rows
     from drafter.bench.tune import tune as run_tune
     from drafter.utils.io import write_atomic
     from drafter.utils.provenance import run_record
+    from drafter.utils.tables import format_table
 
     assert arena.drafter is not None
     found = run_tune(arena.target, arena.drafter, [arena.encode(item, []) for item in workload.items], settings)
     made_by = run_record()
     content = {
-        **found.sizes.as_json(),
+        **found.speculation.as_json(),
         "target": arena.target.name,
         "drafter": arena.drafter_name,
         "calibration": {
@@ -106,5 +125,5 @@ def _tune_and_write(arena: "Arena", workload: "Workload", settings: "TuneSetting
     }
     write_atomic(place, json.dumps(content) + "\n")
     print(f"{settings.method}:")
-    print(table(COLUMNS, table_rows(found.sizes)))
+    print(format_table(COLUMNS, table_rows(found.speculation)))
     print(place, file=sys.stderr)

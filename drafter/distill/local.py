@@ -92,6 +92,8 @@ class EngineAnswerer:
     """Answers by an engine of this process; a drafter makes the same answers faster.
 
     Args:
+        draft_model: a smaller model for ``config.method`` draft-model.
+        config: the engine's settings (default: chosen by :func:`drafter.engine.defaults.choose`).
         batch_size: most rows at the same time.
         batch_tokens: most cache slots at the same time (rows x longest prompt and answer).
     """
@@ -101,6 +103,8 @@ class EngineAnswerer:
         target: "Target",
         drafter: "RecurrentDrafter | None" = None,
         *,
+        draft_model: "Target | None" = None,
+        config: "EngineConfig | None" = None,
         batch_size: int = 64,
         batch_tokens: int = 65536,
     ) -> None:
@@ -110,9 +114,10 @@ class EngineAnswerer:
             raise ValueError(f"--batch-tokens {batch_tokens} must be at least 1")
         self._target = target
         self._drafter = drafter
+        self._draft_model = draft_model
+        self._config = config
         self._batch_size = batch_size
         self._batch_tokens = batch_tokens
-        self._config: EngineConfig | None = None
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -178,7 +183,7 @@ class EngineAnswerer:
         if self._config is None:
             self._config = choose(self._target, self._drafter, given={"max_rows": self._batch_size}).config
         rows = max(1, min(num_rows, self._batch_size, self._batch_tokens // num_slots))
-        return Engine(self._target, self._drafter, replace(self._config, max_rows=rows))
+        return Engine(self._target, self._drafter, replace(self._config, max_rows=rows), draft_model=self._draft_model)
 
 
 def _groups(lengths: Sequence[int]) -> Iterator[slice]:

@@ -19,29 +19,15 @@ def load_engine(options: ServeOptions) -> "Engine":
     Raises:
         ValueError: a model cannot be loaded, or the cache does not fit into memory.
     """
-    from drafter.engine.defaults import choose
     from drafter.engine.engine import Engine
-    from drafter.engine.loading import load_drafter, load_target
     from drafter.engine.memory import available_bytes, cache_bytes
+    from drafter.engine.options import load_models
 
-    how = {
-        "dtype": options.dtype,
-        "device": options.device,
-        "trust_remote_code": options.trust_remote_code,
-        "pack": not options.compile,
-    }
-    target = load_target(options.target, revision=options.revision, **how)  # type: ignore[arg-type]
-    head = load_drafter(options.drafter_used, target) if options.drafter_used is not None else None
-    draft = load_target(options.draft_model_used, **how) if options.draft_model_used else None  # type: ignore[arg-type]
-    config, reason = choose(
-        target,
-        head,
-        draft_model=draft,
-        given=options.engine_fields(min(target.max_length, DEFAULT_CONTEXT)),
-        tuned=options.tuned,
-    )
-    _log.info("%s", reason)
-    engine = Engine(target, head, config, draft_model=draft)
+    models = load_models(options)
+    target = models.target
+    config, reason = models.choose(options, **options.engine_fields(min(target.max_length, DEFAULT_CONTEXT)))
+    _log.info("drafting: %s", reason)
+    engine = Engine(target, models.drafter, config, draft_model=models.draft_model)
     num_slots = min(config.max_length or target.max_length, target.max_length) + engine.proposer.num_nodes
     num_bytes = cache_bytes(target, config.max_rows, num_slots)
     free = available_bytes(target.device)

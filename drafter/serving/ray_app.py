@@ -7,12 +7,12 @@ replica that is told to go finishes its answers first; one that dies is replaced
 client sends such a request again (docs/scaling.md). With the same seed it gets the same answer from any replica.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from drafter.serving.options import ServeOptions, checked_values
+from drafter.serving.options import ServeOptions
+from drafter.utils.options import Options, options_from
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _NOT_HERE = ("host", "port")  # the cluster's proxies listen
 
 
-@dataclass(frozen=True)
-class ReplicaOptions:
+@dataclass(frozen=True, kw_only=True)
+class ReplicaOptions(Options):
     """How many replicas, and what each takes.
 
     Attributes:
@@ -68,14 +68,8 @@ def read_args(args: Mapping[str, Any]) -> tuple[ServeOptions, ReplicaOptions]:
     replicas = values.pop("ray", None) or {}
     for name in _NOT_HERE:
         if name in values:
-            raise ValueError(f"args: {name} is the cluster's: set it under http_options")
-    known = {field.name for field in dataclasses.fields(ReplicaOptions)}
-    unknown = sorted(set(replicas) - known)
-    if unknown:
-        raise ValueError(f"args: ray: unknown key {unknown[0]!r}. Keys are {', '.join(sorted(known))}")
-    if "target" not in values:
-        raise ValueError("args: a server needs a target: add `target:`")
-    return ServeOptions(**checked_values(values, "args")), ReplicaOptions(**replicas)
+            raise ValueError(f"args: {name} is the cluster's: set {name} under http_options")
+    return options_from(ServeOptions, values, "args"), options_from(ReplicaOptions, replicas, "args: ray")
 
 
 def build_replica(options: ServeOptions) -> "FastAPI":

@@ -1,1 +1,1 @@
-"""Files, provenance and checks of values; standard library only."""
+"""Files, provenance, options and checks of values; standard library, and jsonargparse for options."""

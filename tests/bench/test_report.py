@@ -11,7 +11,7 @@ from PIL import Image
 from drafter.bench.figures import histogram, median, quantile, spread_apart, survival
 from drafter.bench.plots import draw_all
 from drafter.bench.records import SCHEMA, append_record, read_records, resume_records
-from drafter.bench.report import report, table
+from drafter.bench.report import report
 from drafter.bench.summary import distinct_names, summarise
 from tests.bench.synthetic import grid, loads, run, sweep
 
@@ -136,10 +136,6 @@ def test_seeds_are_corners_of_their_own(tmp_path: Path) -> None:
     assert "seed" not in report(records[2:])  # one seed tells nothing apart
     names = {path.stem for path in draw_all(tables, tmp_path)}
     assert {f"speedup-by-category-mtbench-t0-seed{seed}-batch1" for seed in (3, 7)} <= names
-
-
-def test_a_table_is_aligned_and_safe() -> None:
-    assert table(["a", "bc"], [["x|y", "1"]]) == "| a    |  bc |\n|------|----:|\n| x\\|y |   1 |\n"
 
 
 @pytest.mark.parametrize(
