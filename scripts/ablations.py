@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from drafter import EngineConfig, SamplingParams, Target
-from drafter.cli.answer_files import read_prompts
+from drafter.cli.decode import read_prompts
 from drafter.engine.text import Prompt
 from drafter.models.drafter import RecurrentDrafter
 from drafter.training.callbacks import tokens_per_step
@@ -41,7 +41,7 @@ def main() -> None:
     names = args.only or ["base", *(file.stem for file in sorted(CONFIGS.glob("*.yaml")) if file.stem != "base")]
     if not args.table:
         target = Target.load(args.target, dtype="bfloat16")
-        prompts: list[Prompt] = [prompt.value for prompt in read_prompts([], str(args.prompts), raw=False)]
+        prompts: list[Prompt] = [prompt.value for prompt in read_prompts((), str(args.prompts), raw=False)]
         prompts = prompts[:: max(1, len(prompts) // args.num_prompts)][: args.num_prompts]
         for name in names:
             if name in done:

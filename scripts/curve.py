@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from drafter import EngineConfig, SamplingParams, Target
-from drafter.cli.answer_files import read_prompts
+from drafter.cli.decode import read_prompts
 from drafter.training.callbacks import tokens_per_step
 from drafter.training.checkpoint import load_drafter, read_checkpoint
 
@@ -30,7 +30,7 @@ def main() -> None:
     wanted = [(label, path) for label, *paths in args.label or [] for path in paths]
     if wanted and not args.plot:
         target = Target.load(args.target, dtype=args.dtype)
-        prompts = [prompt.value for prompt in read_prompts([], str(args.prompts), raw=False)]
+        prompts = [prompt.value for prompt in read_prompts((), str(args.prompts), raw=False)]
         prompts = prompts[:: max(1, len(prompts) // args.num_prompts)][: args.num_prompts]
         known = {(row["label"], row["positions"], row["tree"]) for row in rows}
         for label, path in wanted:

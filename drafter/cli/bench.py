@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from drafter.bench.settings import BenchSettings, MethodOptions, WorkloadOptions
+from drafter.bench.settings import BenchSettings, WorkloadOptions
 from drafter.engine.options import RunOptions
 from drafter.utils.options import Options, part_of
 

@@ -15,6 +15,7 @@ from drafter.engine.options import DraftingOptions, Models, RunOptions, load_mod
 from drafter.utils.io import check_writable
 from drafter.utils.options import Options, part_of
 from drafter.utils.tables import format_table
+from drafter.utils.validate import require_int
 
 if TYPE_CHECKING:
     from drafter.engine.engine import Completion, Engine
@@ -76,8 +77,7 @@ class DecodeOptions(Options, PromptOptions, SamplingParams, DraftingOptions, Out
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.batch_size < 1:
-            raise ValueError(f"--batch-size is {self.batch_size} but must be at least 1")
+        require_int("batch_size", self.batch_size, low=1, high=1024)
         if self.compare and self.method_given == _BASELINE:
             raise ValueError("--compare sets a method beside autoregressive decoding: give --method another value")
         if not self.prompt and self.prompts is None and (self.compare or self.out is not None):

@@ -126,7 +126,8 @@ def distill(options: DistillOptions) -> None:
     from drafter.distill.local import distill as run
     from drafter.utils.provenance import write_run_record
 
-    server, target, answerer = _endpoint(options), None, None
+    server, target = _endpoint(options), None
+    answerer: EngineAnswerer | RayAnswerer | None = None
     if options.ray is not None:
         answerer = _cluster(partial(engine_answerer, options), options)
     elif server is None:

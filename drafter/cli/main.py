@@ -1,9 +1,9 @@
 """The `drafter` command: a table of commands, their help, and errors in one line.
 
 `drafter WORDS --flags` looks WORDS up in `COMMANDS` and calls that function with its options, read as
-:mod:`drafter.utils.options` says: one frozen dataclass is the flags, the YAML keys, the Python arguments and the help.
-A function whose argument is ``Words`` reads its command line itself. Modules named here import torch and its like inside
-their functions, so that every `--help` answers at once.
+:mod:`drafter.utils.options` says: one frozen dataclass is the flags, the YAML keys, the Python arguments and the
+help. A function whose argument is a list of words reads its command line itself. The modules named here import torch
+inside their functions, so that every `--help` answers at once.
 """
 
 import inspect
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
-from drafter.utils.options import Options, help_of, read_options, suggestion
+from drafter.utils.options import Options, read_options, suggestion
 
 COMMANDS: dict[str, str] = {
     "target fetch": "drafter.cli.target:target_fetch",

@@ -23,7 +23,7 @@ def serve(options: ServeOptions) -> int:
 
 @contextlib.contextmanager
 def _ending_at_once() -> Iterator[None]:
-    """Until the server's own handlers take over, SIGTERM and Ctrl-C end the process with code 0: no request waits yet."""
+    """Until the server's own handlers take over, SIGTERM and Ctrl-C end the process with code 0."""
 
     def end(number: int, _: object) -> None:
         # No exception: a library that loads the model could catch one, and threads that read files would be waited for.

@@ -22,8 +22,8 @@ def train(words: Sequence[str]) -> int | None:
       --print_config                 print every setting with its value, as a file for --config
       --help-all                     explain every setting
 
-    A setting of the file is a flag of the same name, such as --model.optim.lr 1e-3. A flag that is given goes before the
-    file. The command prints the checkpoint; `drafter export CHECKPOINT --out DIR` turns the checkpoint into a drafter.
+    A setting of the file is a flag of the same name, such as --model.optim.lr 1e-3. A flag that is given goes first.
+    The command prints the checkpoint; `drafter export CHECKPOINT --out DIR` turns the checkpoint into a drafter.
     """
     if any(word in ("-h", "--help") for word in words):
         import inspect
@@ -34,6 +34,10 @@ def train(words: Sequence[str]) -> int | None:
 
     try:
         return main_train(["--help" if word == "--help-all" else word for word in files_first(words)])
+    except SystemExit as stop:  # of --print_config and --help
+        if stop.code in (0, None):
+            return 0
+        raise
     except argparse.ArgumentError as error:
         raise ValueError(f"{readable(str(error))} (drafter train --help-all explains every setting)") from error
 
@@ -61,6 +65,10 @@ def readable(message: str) -> str:
     found = re.search(r'Parser key "([^"]+)"', message)
     value = re.search(r"(?:Got value|Given value): (.*)", message)
     kinds = re.findall(r"Expected an? ([^\n]+?)(?:\. Got value|\n|$)", message)
+    if found and value and value[1].strip() == "None":
+        return f"--{found[1]} is missing: give --{found[1]}, or the key in the file of --config"
+    if found and "File does not exist" in message:
+        return f"--{found[1]}{message.rpartition(':')[2]}: there is no such file"
     if not found or not value or not kinds:
         return " ".join(message.split())
     known = re.findall(r"'([^']+)'", next((kind for kind in kinds if "Literal" in kind), ""))

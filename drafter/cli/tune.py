@@ -111,7 +111,7 @@ def _tune_and_write(arena: "Arena", workload: "Workload", settings: "TuneSetting
     found = run_tune(arena.target, arena.drafter, [arena.encode(item, []) for item in workload.items], settings)
     made_by = run_record()
     content = {
-        **found.speculation.as_json(),
+        **found.sizes.as_json(),
         "target": arena.target.name,
         "drafter": arena.drafter_name,
         "calibration": {
@@ -125,5 +125,5 @@ def _tune_and_write(arena: "Arena", workload: "Workload", settings: "TuneSetting
     }
     write_atomic(place, json.dumps(content) + "\n")
     print(f"{settings.method}:")
-    print(format_table(COLUMNS, table_rows(found.speculation)))
+    print(format_table(COLUMNS, table_rows(found.sizes)))
     print(place, file=sys.stderr)

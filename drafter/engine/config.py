@@ -55,7 +55,7 @@ class EngineConfig(DraftOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_int("max_rows", self.max_rows, low=1, high=1024, flag="batch-size")
+        require_int("max_rows", self.max_rows, low=1, high=1024)
         if self.max_length is not None:
             require_int("max_length", self.max_length, low=2)
         if self.max_drafted_rows is not None:

@@ -33,7 +33,7 @@ class DraftOptions:
             flatter than the target's p, beside which the noise stands.
         verify: ``coupled`` picks by keyed noise; ``rejection`` is the rule of two-model speculative decoding
             (draft-model only).
-        num_draft_tokens: gamma, tokens that a draft model proposes.
+        num_draft_tokens: tokens that a draft model proposes.
         max_ngram: longest match that lookup tells from longer ones.
         lookup_length: tokens that a match proposes.
     """
@@ -61,7 +61,7 @@ class DraftOptions:
             require_int("tree_size", self.tree_size, low=1, high=1024)
         require_number("tau", self.tau, above=0.0)
         require_number("noise_weight", self.noise_weight, low=0.0)
-        require_int("num_draft_tokens", self.num_draft_tokens, low=1, high=64, flag="gamma")
+        require_int("num_draft_tokens", self.num_draft_tokens, low=1, high=64)
         require_int("max_ngram", self.max_ngram, low=1, high=32)
         require_int("lookup_length", self.lookup_length, low=1, high=64)
         if self.verify == "rejection" and self.method != "draft-model":

@@ -20,7 +20,7 @@ class ListenOptions:
         host: address to listen on; 127.0.0.1 is this machine only
         port: port to listen on; 0: any free port
         model_name: name of the model for clients (default: the target's name)
-        api_key: key that clients must send (better: the variable DRAFTER_API_KEY, which nobody sees in the process list)
+        api_key: key that clients must send (better: the variable DRAFTER_API_KEY, which no process list shows)
         cors_origin: web site whose pages may call the server, * for all
     """
 

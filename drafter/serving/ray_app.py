@@ -29,8 +29,8 @@ class ReplicaOptions(Options):
         max_replicas: at most so many; between the two the number follows the requests that run and wait.
         num_gpus: GPUs of a replica (0.5: two share one).
         num_cpus: processor cores of a replica.
-        target_requests: requests per replica, running and waiting, that the number of replicas aims at; None: as many
-            as it has rows.
+        target_requests: requests per replica, running and waiting, that the number of replicas aims at (default: as
+            many as a replica has rows).
         upscale_seconds, downscale_seconds: how long it must look so before replicas are added or taken away.
 
     Raises:

@@ -168,6 +168,7 @@ def _parse(args: list[str]) -> TrainCLI:
         parser_kwargs={
             "prog": "drafter train",
             "description": "Train a recurrent drafter for a frozen target.",
+            "allow_abbrev": False,
             "exit_on_error": False,  # errors are raised: the command shows them in one line
         },
     )

@@ -12,13 +12,14 @@
     options = read_options(ToyOptions, ["--config", "toy.yaml", "--top-k", "5"])
 
 Rules: ``x: bool = True`` is ``--x`` and ``--no-x``; a ``tuple[int, ...]`` is ``--x 1,2,4``; a ``tuple[str, ...]`` is a
-flag that may be repeated. A value comes from the default, else from the file of ``--config``, else from the flag that was
-given; the order of the words does not matter. ``--print_config`` prints all values as a file for ``--config``.
+flag that may be repeated. Precedence: default < file of ``--config`` < flag that was given, in whatever order the words
+stand. ``--print_config`` prints all values as a file for ``--config``.
 
 jsonargparse converts and checks the values and writes the YAML. Importing jsonargparse takes 0.1 s, so the help is
 written without it, from the same fields.
 """
 
+import argparse
 import difflib
 import inspect
 import re
@@ -28,7 +29,6 @@ import textwrap
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -57,10 +57,12 @@ class Options:
 
     def __post_init__(self) -> None:
         classes = type(self).__mro__
+        checked: list[type] = []  # the check of a class stands for the checks of its bases
         for base in classes[classes.index(Options) + 1 :]:
             check = vars(base).get("__post_init__")
-            if check is not None:
+            if check is not None and not any(issubclass(other, base) for other in checked):
                 check(self)
+                checked.append(base)
 
 
 AnyOptions = TypeVar("AnyOptions", bound=Options)
@@ -120,7 +122,6 @@ def suggestion(given: str, known: Iterable[str]) -> str:
     return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
-@cache
 def options_of(kind: type[Options]) -> dict[str, Option]:
     """All fields by name, in the order of the help."""
     hints, texts = get_type_hints(kind), _texts(kind)
@@ -155,12 +156,12 @@ def read_options(kind: type[AnyOptions], words: Sequence[str], command: str = "d
     values = parser.get_defaults()
     for file in files:
         _add_mapping(kind, parser, values, _read_yaml(Path(file)), file)
-    for name, texts in given.items():
-        value = _as_word(known[name], texts)
-        try:
-            values = parser.parse_args([f"--{name}={value}"], namespace=values)
-        except _argument_error() as error:
-            raise known[name].refusal(",".join(texts)) from error
+    try:
+        texts = [f"--{name}={_as_word(known[name], found)}" for name, found in given.items()]
+        values = parser.parse_args(texts, namespace=values)
+    except argparse.ArgumentError as error:
+        name = _key_of(error)
+        raise known[name].refusal(",".join(given[name])) from error
     if wants_config:
         sys.stdout.write(parser.dump(values, skip_none=False))
         return None
@@ -281,10 +282,11 @@ def _parser(kind: type[Options]) -> Any:
     return parser
 
 
-def _argument_error() -> type[Exception]:
-    import argparse
-
-    return argparse.ArgumentError
+def _key_of(error: Exception) -> str:
+    """The field that jsonargparse complains about."""
+    found = re.search(r'Parser key "(\w+)"', str(error))
+    assert found, error
+    return found[1]
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -302,6 +304,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _add_mapping(kind: type[Options], parser: Any, base: Any, values: Mapping[str, Any], where: str) -> None:
     """Put ``values`` into the namespace ``base``. One value stands for a list of one."""
     known = options_of(kind)
+    listed: dict[str, Any] = {}
     for key, value in values.items():
         if key not in known:
             raise ValueError(f"{where}: unknown key {key!r}{suggestion(str(key), known)}; keys are {', '.join(known)}")
@@ -310,11 +313,13 @@ def _add_mapping(kind: type[Options], parser: Any, base: Any, values: Mapping[st
             if type(None) not in get_args(option.hint) and not option.is_required:
                 raise option.refusal(value, where)
             continue
-        listed = [value] if option.is_list and not isinstance(value, list | tuple) else value
-        try:
-            base[key] = parser.parse_object({key: listed})[key]
-        except _argument_error() as error:
-            raise option.refusal(value, where) from error
+        listed[key] = [value] if option.is_list and not isinstance(value, list | tuple) else value
+    try:
+        read = parser.parse_object(listed)
+    except argparse.ArgumentError as error:
+        raise known[_key_of(error)].refusal(values[_key_of(error)], where) from error
+    for key in listed:
+        base[key] = read[key]
 
 
 def _made(kind: type[AnyOptions], values: Mapping[str, Any], hint: str) -> AnyOptions:

@@ -75,9 +75,12 @@ def test_missing_things(target: str, refused: Refusal, tmp_path: Path) -> None:
     refused(decode(target, "--compare", "--prompt", "hi"), "--compare sets a method beside")
     refused(decode(target, "--out", "x.jsonl"), "need --prompt or --prompts")
     refused(decode(target, "--prompt", "hi", "--device", "gpu"), "--device 'gpu'")
-    words = ["decode", "--target", target, "--prompt", "hi", "--method", "redrafter"]
-    refused(words, "--method redrafter needs a drafter: give --drafter DIR")
-    refused([*words[:-1], "draft-model"], "give --draft-model NAME")
+    words = ["decode", "--target", target, "--prompt", "hi", "--method"]
+    refused([*words, "redrafter"], "--method redrafter needs a drafter: give --drafter DIR")
+    refused([*words, "draft-model"], "--method draft-model needs a draft model: give --draft-model NAME")
+    refused([*words, "redrafter", "--drafter", "d", "--tree-size", "34"], "--tree-size 34 exceeds the 33 nodes")
+    refused([*words, "lookup", "--no-speculation"], "leave out --no-speculation or --method lookup")
+    refused([*words[:-1], "--no-speculation", "--compare"], "--compare sets a method beside autoregressive")
     words = ["decode", "--target", target, "--prompt", "hi", "--drafter"]
     refused([*words, str(tmp_path / "none")], "there is no such folder")
     refused([*words, str(tmp_path)], "holds no config.json")
@@ -93,7 +96,7 @@ def test_missing_things(target: str, refused: Refusal, tmp_path: Path) -> None:
         ("--tree-size", "-3"),
         ("--tree-size", "1025"),
         ("--batch-size", "0"),
-        ("--gamma", "0"),
+        ("--num-draft-tokens", "0"),
         ("--tau", "0"),
         ("--noise-weight", "-1"),
         ("--max-new-tokens", "0"),

@@ -1,0 +1,130 @@
+"""`drafter decode`, `distill` and `data inspect` from end to end, on a tiny target."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafter.cli.main import main
+from tests.cli.test_main import fails
+from tests.tiny_files import make_drafter, make_target
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A tiny target with a tokenizer and a chat template, as a folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTER_HOME", str(tmp_path_factory.mktemp("home")))
+        yield make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def drafter(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An untrained drafter for it."""
+    return make_drafter(target, tmp_path_factory.mktemp("drafter"))
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().split("\n") if line]
+
+
+def test_decode_writes_answers(target: str, drafter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": "a", "prompt": "one"}\n{"prompt": "two"}\n')
+    common = ["decode", "--target", target, "--prompts", str(prompts), "--max-new-tokens", "6", "--device", "cpu"]
+    plain, drafted = tmp_path / "plain.jsonl", tmp_path / "new" / "drafted.jsonl"
+    assert main([*common, "--method", "autoregressive", "--out", str(plain)]) == 0
+    assert main([*common, "--drafter", drafter, "--batch-size", "2", "--compare", "--out", str(drafted)]) == 0
+    one, other = rows_of(plain), rows_of(drafted)
+    assert [row["id"] for row in one] == ["a", "1"] and [row["prompt"] for row in one] == ["one", "two"]
+    fields = "id prompt text token_ids num_tokens num_target_forwards tokens_per_step finish_reason seconds"
+    assert list(one[0]) == fields.split()
+    assert [row["token_ids"] for row in one] == [row["token_ids"] for row in other]
+    for row in one:
+        assert row["num_tokens"] == len(row["token_ids"]) == row["num_target_forwards"] <= 6
+        assert row["tokens_per_step"] == 1.0 and row["finish_reason"] in ("stop", "length")
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 5 and table[-1].startswith("all") and all(line.endswith("yes") for line in table[2:])
+    record = json.loads((tmp_path / "new" / "drafted.run.json").read_text())
+    engine = record["settings"]["engine"]
+    tree = [engine[name] for name in ("method", "beam_width", "draft_length", "tree_size")]
+    assert engine["max_rows"] == 2 and tree == ["hybrid", 4, 3, 8]  # a CPU that nobody measured
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["drafted.jsonl", "drafted.run.json"]
+
+
+def test_decode_without_a_drafter(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["decode", "--target", target, "--device", "cpu", "--prompt", "one", "--max-new-tokens", "6", "--compare"]
+    assert main([*common, "--method", "draft-model", "--draft-model", target, "--num-draft-tokens", "2"]) == 0
+    assert main([*common, "--draft-model", target, "--no-compile"]) == 0
+    assert main([*common, "--method", "lookup", "--temperature", "0.8"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.count("yes") == 6 and "no drafter" not in shown.err
+    assert main(common) == 0
+    shown = capsys.readouterr()
+    assert "drafting: hybrid, W 4 L 3 N 8: default for a CPU; there is no drafter: only prompt lookup" in shown.err
+    assert shown.out.count("yes") == 2 and "hybrid" in shown.err
+
+
+def test_decode_prints_and_chats(
+    target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = ["decode", "--target", target, "--method", "autoregressive", "--max-new-tokens", "3", "--device", "cpu"]
+    assert main([*common, "--raw", "--prompt", "one"]) == 0
+    assert "tokens/step" in capsys.readouterr().err
+    assert main([*common, "--prompt", "one", "--prompt", "two"]) == 0
+    assert "[1] two" in capsys.readouterr().out
+    lines = ["hello", "", "again", "/new", "fresh"]
+
+    def next_line(_: str) -> str:
+        if not lines:
+            raise EOFError
+        return lines.pop(0)
+
+    monkeypatch.setattr("builtins.input", next_line)
+    assert main(common) == 0
+    assert capsys.readouterr().err.count("tokens/step") == 3
+
+
+def test_interrupted_decode_keeps_what_is_finished(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from drafter.engine.engine import Engine
+
+    stream = Engine.stream
+
+    def broken_off(self: Engine, *args: Any, **words: Any) -> Iterator[Any]:
+        for event in stream(self, *args, **words):
+            yield event
+            if event.completion is not None:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "stream", broken_off)
+    out = tmp_path / "out.jsonl"
+    words = ["--method", "autoregressive", "--prompt", "a", "--prompt", "b", "--max-new-tokens", "3", "--out", str(out)]
+    assert main(["decode", "--target", target, "--device", "cpu", *words]) == 130
+    assert not out.exists()
+    assert [row["id"] for row in rows_of(tmp_path / "out.jsonl.partial")] == ["0"]
+
+
+def test_distill_then_inspect(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "new" / "answers.jsonl"
+    prompts.write_text('{"question": "one"}\n{"question": "two"}\n')
+    words = ["distill", "--target", target, "--prompts", str(prompts), "--out", str(out), "--device", "cpu"]
+    fails([*words, "--column", "prompt"], capsys, "--column prompt must be OURS=THEIRS")
+    words += ["--column", "prompt=question", "--max-new-tokens", "4", "--temperature", "0,0.8", "--num-answers", "2"]
+    assert main(words) == 0
+    assert "4 of 4 answers to 2 prompts" in capsys.readouterr().out
+    rows = rows_of(out)
+    assert len(rows) == 4 and {row["messages"][0]["content"] for row in rows} == {"one", "two"}
+    assert json.loads(out.with_suffix(".run.json").read_text())["settings"]["num_new"] == 4
+    assert main(words) == 0
+    assert rows_of(out) == rows
+    capsys.readouterr()
+    good = tmp_path / "good.jsonl"
+    good.write_text('{"prompt": "hi", "response": "hello"}\n')
+    assert main(["data", "inspect", str(good), "--target", target]) == 0
+    assert "⟦hello<|im_end|>⟧" in capsys.readouterr().out
+    fails(["distill", "--out", str(out)], capsys, "Give --target, or --endpoint with --model")
+    fails(["distill", "--out", str(out), "--endpoint", "http://h:1"], capsys, "--endpoint needs --model")
