@@ -1,5 +1,6 @@
 """Every shipped YAML is accepted by the command that it is for, without loading a target."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,22 +26,26 @@ def parse_train(file: Path) -> None:
 
 def parse_serve(file: Path) -> None:
     """The options of `drafter serve`, which check themselves; under ray/, the arguments of our application."""
-    from drafter.serving.options import read_options
+    from drafter.serving.options import ServeOptions
     from drafter.serving.ray_app import read_args
+    from drafter.utils.options import read_options
 
     if file.parent.name == "ray":
         (application,) = yaml.safe_load(file.read_text())["applications"]
         assert application["import_path"] == "drafter.serving.ray_app:app"
         assert read_args(application["args"])[0].target
         return
-    assert read_options(file, {}).target
+    assert read_options(ServeOptions, ["--config", str(file)])
 
 
 def parse_bench(file: Path) -> None:
-    """What `drafter bench --config` makes of it, with the models that a user names on the command line."""
-    from drafter.bench.settings import merge_settings
+    """The settings of `drafter bench`, with the models that a user names on the command line."""
+    from drafter.cli.bench import BenchOptions
+    from drafter.utils.options import read_options
 
-    assert merge_settings(file, {"drafter": "runs/drafter", "draft_model": "other"}).specs
+    words = ["--config", str(file), "--drafter", "runs/drafter", "--draft-model", "other", "--out", "results.jsonl"]
+    options = read_options(BenchOptions, words)
+    assert options is not None and options.specs
 
 
 PARSERS: dict[str, Callable[[Path], None]] = {"train": parse_train, "serve": parse_serve, "bench": parse_bench}
@@ -59,3 +64,24 @@ def test_config_is_accepted(file: Path) -> None:
     text = file.read_text()
     assert text.startswith("#"), "the first line says what the file is for"
     assert isinstance(yaml.safe_load(text), dict)
+
+
+def targets_of(value: object) -> set[str]:
+    """The values of all keys `target` in a file."""
+    if isinstance(value, dict):
+        own = {value["target"]} if isinstance(value.get("target"), str) else set()
+        return own.union(*(targets_of(part) for part in value.values()))
+    return set().union(*map(targets_of, value)) if isinstance(value, list) else set()
+
+
+def test_all_files_of_one_target_name_the_same_target() -> None:
+    """A drafter that is trained by one file is served and measured by the others."""
+    named: dict[str, set[str]] = {}
+    for file in CONFIGS.rglob("*.yaml"):
+        for target in targets_of(yaml.safe_load(file.read_text())):
+            family = re.match(r"[a-z]+", target.rpartition("/")[2].lower().removeprefix("meta-"))
+            assert family, target
+            named.setdefault(family[0], set()).add(target)
+            name = target.rpartition("/")[2].lower().removesuffix("-instruct")
+            assert family[0] not in file.name or file.name.startswith(name), f"{file.name} is for {target}"
+    assert {family: len(targets) for family, targets in named.items()} == {"smollm": 1, "llama": 1}

@@ -32,6 +32,8 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from drafter.utils.parse import read_yaml
+
 _HELP_WORDS = ("-h", "--help")
 _KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
 _EVERYWHERE = (
@@ -163,9 +165,13 @@ def read_options(kind: type[AnyOptions], words: Sequence[str], command: str = "d
         name = _key_of(error)
         raise known[name].refusal(",".join(given[name])) from error
     if wants_config:
-        sys.stdout.write(parser.dump(values, skip_none=False))
+        sys.stdout.write(parser.dump(values, skip_unset=False))
         return None
-    return _made(kind, vars(values), f"({command} --help lists the flags)")
+    option = _missing(kind, vars(values))
+    if option is not None:
+        name = option.name.upper() if option.name == kind.positional else option.flag
+        raise ValueError(f"{name} is missing: give {name}, or `{option.name}:` in the file of --config")
+    return kind(**vars(values))
 
 
 def options_from(kind: type[AnyOptions], values: Mapping[str, Any], where: str) -> AnyOptions:
@@ -173,7 +179,10 @@ def options_from(kind: type[AnyOptions], values: Mapping[str, Any], where: str) 
     parser = _parser(kind)
     base = parser.get_defaults()
     _add_mapping(kind, parser, base, values, where)
-    return _made(kind, vars(base), f"({where})")
+    option = _missing(kind, vars(base))
+    if option is not None:
+        raise ValueError(f"{where}: {option.name} is missing: add `{option.name}:`")
+    return kind(**vars(base))
 
 
 def help_of(kind: type[Options], command: str) -> str:
@@ -290,12 +299,7 @@ def _key_of(error: Exception) -> str:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: broken YAML ({' '.join(str(error).split())})") from error
+    found = read_yaml(path)
     if not isinstance(found, dict):
         raise ValueError(f"{path}: options are keys with values, such as `target: smollm2-135m`")
     return found
@@ -322,12 +326,10 @@ def _add_mapping(kind: type[Options], parser: Any, base: Any, values: Mapping[st
         base[key] = read[key]
 
 
-def _made(kind: type[AnyOptions], values: Mapping[str, Any], hint: str) -> AnyOptions:
-    for option in options_of(kind).values():
-        if option.is_required and values[option.name] is None:
-            shown = option.name.upper() if option.name == kind.positional else option.flag
-            raise ValueError(f"{shown} is missing: give {shown}, or `{option.name}:` in the file of --config {hint}")
-    return kind(**values)
+def _missing(kind: type[Options], values: Mapping[str, Any]) -> Option | None:
+    """The first required field without a value."""
+    options = options_of(kind).values()
+    return next((option for option in options if option.is_required and values[option.name] is None), None)
 
 
 def _is_below(section: type, base: type) -> bool:

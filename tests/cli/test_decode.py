@@ -87,6 +87,23 @@ def test_decode_prints_and_chats(
     assert capsys.readouterr().err.count("tokens/step") == 3
 
 
+def test_decode_says_what_drafts(target: str, drafter: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["decode", "--target", target, "--device", "cpu", "--drafter", drafter, "--prompt", "a"]
+    words += ["--max-new-tokens", "3"]
+    file = tmp_path / "plain.yaml"
+    file.write_text("speculation: false\n")
+    for flags, line in (
+        ([], "drafting: hybrid, W 4 L 3 N 8: default for a CPU; nothing was measured (`drafter tune` measures)"),
+        (["--method", "redrafter", "--tree-size", "5"], "drafting: redrafter, W 8 L 4 N 5: as given"),
+        (["--no-speculation"], "drafting: autoregressive: as given"),
+        (["--config", str(file)], "drafting: autoregressive: as given"),
+    ):
+        assert main([*words, *flags]) == 0
+        shown = capsys.readouterr().err.splitlines()
+        assert shown[0] == line
+        assert ("3 target forwards" in shown[-1]) or "autoregressive" not in line
+
+
 def test_interrupted_decode_keeps_what_is_finished(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from drafter.cli.distill import engine_answerer
+from drafter.cli.distill import DistillOptions, engine_answerer
 from drafter.cli.main import main
 from drafter.distill.local import EngineAnswerer, distill
 from drafter.distill.prompts import AnswerSettings, AnswerStream, WantedAnswer
@@ -83,7 +83,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     )
     ray.init(num_cpus=3, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     alone = engine_answerer(
-        str(folder / "target"), None, batch_size=8, batch_tokens=4096, dtype="float32", device="cpu"
+        DistillOptions(
+            target=str(folder / "target"),
+            out=folder / "alone.jsonl",
+            batch_size=8,
+            batch_tokens=4096,
+            dtype="float32",
+            device="cpu",
+        )
     )
     distill(None, folder / "prompts.jsonl", folder / "alone.jsonl", answerer=alone, progress=False, **OPTIONS)
     try:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from drafter.cli.main import COMMANDS, build_parser, load_command
 from drafter.serving.loading import KEY_VARIABLE
-from drafter.serving.options import ServeOptions, read_options
+from drafter.serving.options import ServeOptions
+from drafter.utils.options import options_of, read_options
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = (ROOT / "scripts/deploy/Dockerfile").read_text()
@@ -17,13 +17,12 @@ UNIT = (ROOT / "scripts/deploy/drafter.service").read_text()
 
 
 def parse(words: list[str]) -> ServeOptions:
-    name, *rest = words
-    assert name in COMMANDS
-    flags = vars(build_parser(name, load_command(name)).parse_args(rest))
-    config = flags.pop("config")
-    if config is not None:  # the unit's comments say which file is put there
-        config = ROOT / "configs/serve/smollm2-135m.yaml"
-    return read_options(config, {key: value for key, value in flags.items() if value != []})
+    assert words[0] == "serve"
+    # The unit's comments say which file is put there.
+    words = [str(ROOT / "configs/serve/smollm2-135m.yaml") if word.startswith("/etc/") else word for word in words[1:]]
+    options = read_options(ServeOptions, words, "drafter serve")
+    assert options is not None
+    return options
 
 
 def test_image_serves_on_the_port_that_it_exposes_and_probes() -> None:
@@ -47,7 +46,7 @@ def test_unit_waits_longer_than_the_server_drains() -> None:
 @pytest.mark.parametrize("text", [DOCKERFILE, UNIT, (ROOT / "docs/serving.md").read_text()])
 def test_every_command_and_flag_that_is_named_exists(text: str) -> None:
     assert KEY_VARIABLE in text
-    flags = {"--" + name.replace("_", "-") for name in ServeOptions.__dataclass_fields__} | {"--no-reuse-prefixes"}
+    flags = {option.flag for option in options_of(ServeOptions).values()} | {"--no-reuse-prefixes", "--no-speculation"}
     foreign = {"--build-arg", "--gpus", "--rm", "--time", "--start-period", "--timeout", "--no-cache-dir", "--from"}
     foreign |= {"--uid", "--create-home", "--system", "--home-dir", "--now", "--config", "--out", "--url", "--help"}
     foreign |= {"--batch-sizes"}  # of drafter tune

@@ -40,7 +40,7 @@ def serve(engine: Engine, client: Callable[[str], None], **options: Any) -> int:
     thread = threading.Thread(target=act)
     thread.start()
     with socket:
-        code = listen(socket, engine, ServeOptions(MODEL, **options), api_keys=())
+        code = listen(socket, engine, ServeOptions(target=MODEL, **options), api_keys=())
     thread.join(20)
     assert not thread.is_alive()
     if failures:
@@ -124,5 +124,5 @@ def test_reachable_without_a_key_is_warned_of(caplog: pytest.LogCaptureFixture) 
     timer = threading.Timer(0.5, terminate)
     timer.start()
     with socket, caplog.at_level("INFO", "drafter.serving"):
-        assert listen(socket, tiny_engine(), ServeOptions(MODEL), api_keys=()) == 0
+        assert listen(socket, tiny_engine(), ServeOptions(target=MODEL), api_keys=()) == 0
     assert "anybody who reaches 0.0.0.0" in caplog.text and "4 rows of 256 tokens" in caplog.text

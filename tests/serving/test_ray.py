@@ -27,8 +27,8 @@ def test_arguments_are_a_serve_files_and_the_replicas() -> None:
     ("args", "match"),
     [
         ({}, "add `target:`"),
-        ({"target": "t", "tarpet": 1}, "unknown key 'tarpet', did you mean target"),
-        ({"target": "t", "max_rows": "4"}, "max_rows is '4'"),
+        ({"target": "t", "tarpet": 1}, "unknown key 'tarpet' .did you mean target"),
+        ({"target": "t", "max_rows": "x"}, "args: max_rows is 'x'"),
         ({"target": "t", "port": 8000}, "port is the cluster's"),
         ({"target": "t", "ray": {"replicas": 2}}, "unknown key 'replicas'"),
         ({"target": "t", "ray": {"min_replicas": 2}}, "min_replicas is 2 and max_replicas 1"),
