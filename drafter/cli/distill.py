@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from drafter.cli.data import RowOptions
-from drafter.distill.jobs import AnswerSettings
+from drafter.distill.prompts import AnswerSettings
 from drafter.engine.options import DraftingOptions, Models, RunOptions, load_models
 from drafter.utils.options import Options, part_of
 
