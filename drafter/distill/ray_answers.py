@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from drafter.distill.prompts import AnswerSettings, AnswerStream, MadeAnswer, PromptRow, WantedAnswer
+
 if TYPE_CHECKING:
-    from drafter.distill.prompts import AnswerSettings, AnswerStream, MadeAnswer, PromptRow, WantedAnswer
-from drafter.distill.local import EngineAnswerer
+    from drafter.distill.local import EngineAnswerer
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,12 @@ class RayOptions:
     batch_size: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("num_workers", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--ray: {name.replace('_', ' ')} {getattr(self, name)} must be at least 1")
-        for name in ("num_gpus", "num_cpus"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"--ray: {name.replace('_', ' ')} {getattr(self, name)} must not be negative")
+        for flag, value in (("ray-workers", self.num_workers), ("batch-size", self.batch_size)):
+            if value < 1:
+                raise ValueError(f"--{flag} is {value} but must be at least 1")
+        for flag, share in (("ray-gpus", self.num_gpus), ("ray-cpus", self.num_cpus)):
+            if share < 0:
+                raise ValueError(f"--{flag} is {share} but must not be negative")
 
 
 class RayAnswerer:

@@ -52,7 +52,11 @@ def rows_of(path: Path) -> dict[tuple[str, int], dict]:
 
 @pytest.mark.parametrize(
     ("options", "match"),
-    [({"num_workers": 0}, "num workers is 0"), ({"batch_size": 0}, "batch size"), ({"num_gpus": -1}, "num gpus is -1")],
+    [
+        ({"num_workers": 0}, "--ray-workers is 0"),
+        ({"batch_size": 0}, "--batch-size is 0"),
+        ({"num_gpus": -1}, "--ray-gpus is -1"),
+    ],
 )
 def test_options_out_of_range_are_refused(options: dict, match: str) -> None:
     with pytest.raises(ValueError, match=match):
@@ -68,7 +72,7 @@ def test_cluster_without_target_is_refused(tmp_path: Path, capsys: pytest.Captur
 def test_cluster_and_endpoint_together_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["distill", "--target", "t", "--out", str(tmp_path / "a.jsonl"), "--ray", "auto"]
     assert main([*words, "--endpoint", "http://x", "--model", "m"]) == 2
-    assert "--endpoint and --ray both say who is to answer" in capsys.readouterr().err
+    assert "--endpoint and --ray both answer: give one of them" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
