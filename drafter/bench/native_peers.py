@@ -85,7 +85,7 @@ def llama_cpp_server(name: str, weights: str, num_slots: int, num_tokens: int) -
     spec.check_installed()
     settings = {
         "engine": spec.name,
-        "name": f"{name} {weights}",
+        "name": f"llama.cpp {name} {weights}",
         "model": str(weights_file(name, weights)),
         "num_slots": num_slots,
         "num_tokens": num_tokens,
