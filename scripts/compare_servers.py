@@ -18,11 +18,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from drafter.bench.load import LoadSettings, Stretch, run_load
+from drafter.bench.load import LoadLevel, LoadSettings, run_load
 from drafter.bench.native_peers import llama_cpp_server
-from drafter.bench.prompt_sets import read_prompt_set
-from drafter.bench.records import append_record
 from drafter.bench.report import load_table
+from drafter.bench.results import append_result
+from drafter.bench.workload import read_prompt_set
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def main() -> None:
 
     def keep(record: dict[str, Any]) -> None:
         records.append(record)
-        append_record(given.out, record)
+        append_result(given.out, record)
 
     with ExitStack() as servers:
         urls = [servers.enter_context(drafter_server(given.target, given.slots, given.max_length, flags))]
@@ -81,7 +81,7 @@ def main() -> None:
                 settings = LoadSettings(
                     url, num_requests=given.num_requests, max_new_tokens=given.max_new_tokens, temperature=0.0
                 )
-                run_load(settings, workload, [Stretch(concurrency=given.slots)], keep)
+                run_load(settings, workload, [LoadLevel(concurrency=given.slots)], keep)
     print(load_table(records))
 
 

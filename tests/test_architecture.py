@@ -72,9 +72,9 @@ RULES = {
         only_in=(
             ("openvino", "peer_worker.py"),
             ("matplotlib", "plots.py"),
-            ("datasets", "prompt_sets.py"),
+            ("datasets", "workload.py"),
             ("transformers", "peers.py"),
-            ("distill", "prompt_sets.py"),
+            ("distill", "workload.py"),
         ),
     ),
     "training": Rule(

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
 
-from drafter.bench.figures import median
-from drafter.bench.memory import PeakMemory
+from drafter.bench.measure import PeakMemory
 from drafter.bench.steptime import Budget, FixedTree, StepClock, Timed, synchronise
 from drafter.decoding.proposer import Proposer, RootOnly
 from drafter.engine.config import EngineConfig

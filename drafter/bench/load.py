@@ -12,8 +12,7 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
-from drafter.bench.figures import spread
-from drafter.bench.records import Record, run_id
+from drafter.bench.results import BenchRecord, run_id, spread
 from drafter.bench.workload import Item, Workload
 from drafter.utils.io import first_line
 from drafter.utils.provenance import run_record
@@ -28,7 +27,7 @@ class LoadSettings:
     Attributes:
         url: the server's address, with or without /v1.
         model: name that requests carry; empty is the first the server lists.
-        num_requests: requests of each stretch of load; prompts repeat when there are fewer.
+        num_requests: requests of each level of load; prompts repeat when there are fewer.
         max_new_tokens: longest answer in tokens.
         temperature: 0 is greedy.
         seed: of arrivals and sampling.
@@ -63,8 +62,8 @@ class LoadSettings:
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """One stretch of load: so many requests at any time, or arrivals at random, so many a second on average."""
+class LoadLevel:
+    """One level of load: so many requests at any time, or arrivals at random, so many a second on average."""
 
     concurrency: int | None = None
     rate: float | None = None
@@ -100,29 +99,29 @@ class Reply:
 def run_load(
     settings: LoadSettings,
     workload: Workload,
-    stretches: Sequence[Stretch],
-    on_record: Callable[[Record], object] | None = None,
-) -> list[Record]:
-    """One record for each stretch of load.
+    levels: Sequence[LoadLevel],
+    on_record: Callable[[BenchRecord], object] | None = None,
+) -> list[BenchRecord]:
+    """One record for each level of load.
 
     Args:
         settings: how the server is asked.
         workload: what it is asked.
-        stretches: the load, one after the other.
-        on_record: called with the record of each stretch when it ends, whatever becomes of those after it.
+        levels: the load, one after the other.
+        on_record: called with the record of each level when it ends, whatever becomes of those after it.
 
     Raises:
-        ValueError: the server cannot be reached, or refuses every request of a stretch.
+        ValueError: the server cannot be reached, or refuses every request of a level.
     """
-    return asyncio.run(_run_all(settings, workload, stretches, on_record))
+    return asyncio.run(_run_all(settings, workload, levels, on_record))
 
 
 async def _run_all(
     settings: LoadSettings,
     workload: Workload,
-    stretches: Sequence[Stretch],
-    on_record: Callable[[Record], object] | None,
-) -> list[Record]:
+    levels: Sequence[LoadLevel],
+    on_record: Callable[[BenchRecord], object] | None,
+) -> list[BenchRecord]:
     key = os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -131,12 +130,12 @@ async def _run_all(
         asked = [workload.items[index % len(workload.items)] for index in range(settings.num_requests)]
         await _ask(client, settings, model, asked[0])  # connections and caches are warm before the clock starts
         records = []
-        for stretch in stretches:
-            with tqdm(total=len(asked), desc=str(stretch), unit="request", disable=None) as bar:
+        for level in levels:
+            with tqdm(total=len(asked), desc=str(level), unit="request", disable=None) as bar:
                 start = time.perf_counter()
-                replies = await _ask_all(client, settings, model, asked, stretch, bar)
+                replies = await _ask_all(client, settings, model, asked, level, bar)
                 seconds = time.perf_counter() - start
-            records.append(_record(settings, workload, model, stretch, replies, seconds))
+            records.append(_record(settings, workload, model, level, replies, seconds))
             if on_record is not None:
                 on_record(records[-1])
     return records
@@ -158,7 +157,7 @@ async def _ask_all(
     settings: LoadSettings,
     model: str,
     asked: Sequence[Item],
-    stretch: Stretch,
+    level: LoadLevel,
     bar: "tqdm[Any]",
 ) -> list[Reply]:
     replies: list[Reply] = [Reply(error="not sent")] * len(asked)
@@ -167,23 +166,23 @@ async def _ask_all(
         replies[index] = await _ask(client, settings, model, asked[index])
         bar.update()
 
-    if stretch.concurrency is not None:
+    if level.concurrency is not None:
         queue = iter(range(len(asked)))
 
         async def worker() -> None:
             for index in queue:
                 await one(index)
 
-        await asyncio.gather(*(worker() for _ in range(min(stretch.concurrency, len(asked)))))
+        await asyncio.gather(*(worker() for _ in range(min(level.concurrency, len(asked)))))
         return replies
-    assert stretch.rate is not None
+    assert level.rate is not None
     arrivals = random.Random(settings.seed)
     start, due = time.perf_counter(), 0.0
     tasks = []
     for index in range(len(asked)):
         await asyncio.sleep(max(0.0, due - (time.perf_counter() - start)))
         tasks.append(asyncio.create_task(one(index)))
-        due += arrivals.expovariate(stretch.rate)
+        due += arrivals.expovariate(level.rate)
     await asyncio.gather(*tasks)
     return replies
 
@@ -247,10 +246,10 @@ def _record(
     settings: LoadSettings,
     workload: Workload,
     model: str,
-    stretch: Stretch,
+    level: LoadLevel,
     replies: Sequence[Reply],
     seconds: float,
-) -> Record:
+) -> BenchRecord:
     good = [reply for reply in replies if not reply.error]
     errors = [reply.error for reply in replies if reply.error]
     if not good:
@@ -260,8 +259,8 @@ def _record(
         "url": settings.url,
         "model": model,
         "prompts": {"name": workload.name, "digest": workload.digest},
-        "concurrency": stretch.concurrency,
-        "rate": stretch.rate,
+        "concurrency": level.concurrency,
+        "rate": level.rate,
         "max_new_tokens": settings.max_new_tokens,
         "temperature": settings.temperature,
     }

@@ -50,7 +50,7 @@ _NATIVE = {"llama-cpp": "llama.cpp", "openvino-genai": "OpenVINO GenAI"}
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """One contestant.
+    """One backend.
 
     Attributes:
         label: as written, and as the results call it.

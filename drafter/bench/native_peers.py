@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from drafter.bench import peer_worker
-from drafter.bench.contest import Answer
+from drafter.bench.backends import TimedAnswer
 from drafter.bench.methods import GGUF_WEIGHTS, MethodSpec, parse_method
 from drafter.decoding.params import SamplingParams
 from drafter.targets.catalog import gguf_file, home_folder
@@ -100,7 +100,7 @@ def llama_cpp_server(name: str, weights: str, num_slots: int, num_tokens: int) -
 
 
 class NativeBackend:
-    """An engine that reads a GGUF file, behind the interface of :class:`drafter.bench.contest.Contestant`.
+    """An engine that reads a GGUF file, behind the interface of :class:`drafter.bench.backends.Backend`.
 
     Args:
         target: the model; its own GGUF file gives the weights.
@@ -144,8 +144,8 @@ class NativeBackend:
 
     def answer(
         self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], None]
-    ) -> list[Answer]:
-        """Answer all prompts (see :class:`drafter.bench.contest.Contestant`)."""
+    ) -> list[TimedAnswer]:
+        """Answer all prompts (see :class:`drafter.bench.backends.Backend`)."""
         fields = {
             "max_new_tokens": params.max_new_tokens,
             "temperature": params.temperature,
@@ -156,14 +156,14 @@ class NativeBackend:
             "ignore_eos": params.ignore_eos,
             "stop_token_ids": list(self._target.eos_token_ids),
         }
-        answers: list[Answer | None] = [None] * len(prompts)
+        answers: list[TimedAnswer | None] = [None] * len(prompts)
         worker = self._started()
         self._has_answered = True
         worker.send({"prompts": prompts, "params": fields})
         for _ in prompts:
             found = worker.receive()
             index = found.pop("index")
-            answers[index] = Answer(num_accepted=None, **found)
+            answers[index] = TimedAnswer(num_accepted=None, **found)
             on_answer()
         return [answer for answer in answers if answer is not None]
 

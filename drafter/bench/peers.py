@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CompileConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from drafter.bench.contest import Answer
+from drafter.bench.backends import TimedAnswer
 from drafter.bench.methods import MethodSpec
 from drafter.decoding.params import SamplingParams
 from drafter.targets.target import Target
@@ -21,12 +21,12 @@ _LOOKUP_TOKENS = 10  # what transformers' documentation suggests for prompt look
 _CACHE_STEP = 64
 
 
-class GenerateContestant:
+class TransformersBackend:
     """`generate` in batches of fixed composition: a batch ends when its last answer does.
 
     hf-generate is plain; hf-static has a static cache; hf-compile compiles over it; hf-lookup takes drafts from the
     prompt; hf-assistant from a smaller model. Generation settings that came with the model are set aside, so that every
-    contestant follows the same rule.
+    backend follows the same rule.
 
     Args:
         target: the model; its own weights are used, no copy.
@@ -59,9 +59,9 @@ class GenerateContestant:
 
     def answer(
         self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], None]
-    ) -> list[Answer]:
-        """Answer all prompts (see :class:`drafter.bench.contest.Contestant`)."""
-        answers: list[Answer] = []
+    ) -> list[TimedAnswer]:
+        """Answer all prompts (see :class:`drafter.bench.backends.Backend`)."""
+        answers: list[TimedAnswer] = []
         torch.manual_seed(params.signed_seed)
         with torch.inference_mode(), self._own_settings_aside(), self._counted():
             for start in range(0, len(prompts), self._batch_size):
@@ -71,7 +71,7 @@ class GenerateContestant:
                     on_answer()
         return answers
 
-    def _generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Answer]:
+    def _generate(self, prompts: list[list[int]], params: SamplingParams) -> list[TimedAnswer]:
         device = self._target.device
         width = max(map(len, prompts))
         pad = self._target.eos_token_ids[0] if self._target.eos_token_ids else 0
@@ -97,7 +97,7 @@ class GenerateContestant:
         for row in rows:
             token_ids = _cut(row, eos)
             num_forwards = self._num_forwards if self._is_speculative else len(token_ids)
-            answers.append(Answer(token_ids, seconds, first, num_forwards, None))
+            answers.append(TimedAnswer(token_ids, seconds, first, num_forwards, None))
         return answers
 
     def _config(self, params: SamplingParams, num_tokens: int, eos: list[int], pad: int) -> GenerationConfig:

@@ -4,7 +4,7 @@ Methods are told apart by colour (Okabe and Ito's palette, made for colour-blind
 stands beside the curve; there are no legends to look up.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from drafter.bench.figures import round_ticks, spread_apart
 from drafter.bench.methods import BASELINE
-from drafter.bench.summary import Corner, Size, Summary, Tables
+from drafter.bench.results import Condition, Size, Summary, Tables
 
 _INK = "#222222"
 _FAINT = "#8a8a8a"
@@ -48,7 +47,6 @@ _STYLE: Any = {
     "svg.fonttype": "none",
 }
 
-
 _LINE_POINTS = 12.5  # between two lines of labels
 _HALO = [withStroke(linewidth=2.5, foreground="white")]
 
@@ -67,19 +65,18 @@ def draw_all(tables: Tables, out: Path) -> list[Path]:
     """Every picture that the results have data for, as PNG and SVG in the folder ``out``; the PNG files."""
     drawn: list[Path] = []
     with matplotlib.rc_context(_STYLE):
-        for corner, methods in tables.items():
-            suffix = _suffix(corner)
+        for condition, methods in tables.items():
+            suffix = _suffix(condition)
             pictures: list[tuple[str, Figure | None]] = [
-                (f"speedup-by-category-{suffix}", speedup_by_category(corner, methods)),
-                (f"acceptance-by-depth-{suffix}", acceptance_by_depth(corner, methods)),
-                (f"speedup-by-width-and-length-{suffix}", width_length_map(corner, methods)),
-                (f"speed-by-tree-size-{suffix}", by_tree_size(corner, methods)),
+                (f"speedup-by-category-{suffix}", plot_categories(condition, methods)),
+                (f"acceptance-by-depth-{suffix}", plot_acceptance(condition, methods)),
+                (f"speedup-by-width-and-length-{suffix}", plot_widths_and_lengths(condition, methods)),
+                (f"speed-by-tree-size-{suffix}", plot_tree_sizes(condition, methods)),
             ]
             drawn += [save(figure, out, name) for name, figure in pictures if figure is not None]
-        for corner, by_size in _grids(tables).items():
-            suffix = _suffix(corner).rpartition("-batch")[0]
-            drawn.append(save(rate_by_batch(corner, by_size), out, f"tokens-per-second-by-batch-{suffix}"))
-            drawn.append(save(latency_by_batch(corner, by_size), out, f"latency-by-batch-{suffix}"))
+        for condition, by_size in _grids(tables).items():
+            suffix = _suffix(condition).rpartition("-batch")[0]
+            drawn.append(save(plot_rates(condition, by_size), out, f"tokens-per-second-by-batch-{suffix}"))
     return drawn
 
 
@@ -91,7 +88,7 @@ def save(figure: Figure, out: Path, name: str) -> Path:
     return out / f"{name}.png"
 
 
-def speedup_by_category(corner: Corner, methods: Sequence[Summary]) -> Figure | None:
+def plot_categories(condition: Condition, methods: Sequence[Summary]) -> Figure | None:
     """How much faster than plain decoding, by kind of prompt: one row a category, one mark a method."""
     shown = _fastest([s for s in methods if len(s.category_speedups) > 1 and s.name != BASELINE])
     if not shown:
@@ -100,7 +97,7 @@ def speedup_by_category(corner: Corner, methods: Sequence[Summary]) -> Figure | 
     categories = sorted(best.category_speedups, key=lambda name: best.category_speedups[name])
     low, high = min(best.category_speedups.values()), max(best.category_speedups.values())
     title = f"{best.label} answers {low:.1f} to {high:.1f} times as fast as plain decoding"
-    figure, axes = _figure(7.0, 1.3 + 0.34 * len(categories), title, _subtitle(corner), title_pad=46)
+    figure, axes = _figure(7.0, 1.3 + 0.34 * len(categories), title, _subtitle(condition), title_pad=46)
     axes.axvline(1.0, color=_FAINT, linewidth=1)
     for row in range(len(categories)):
         axes.axhline(row, color=_GRID, linewidth=0.8, zorder=0)
@@ -120,14 +117,14 @@ def speedup_by_category(corner: Corner, methods: Sequence[Summary]) -> Figure | 
     return figure
 
 
-def acceptance_by_depth(corner: Corner, methods: Sequence[Summary]) -> Figure | None:
+def plot_acceptance(condition: Condition, methods: Sequence[Summary]) -> Figure | None:
     """How deep drafts hold: share of steps that keep at least d drafted tokens."""
     shown = _fastest([s for s in methods if s.survival])
     if not shown:
         return None
     best = max(shown, key=lambda s: s.tokens_per_step or 0.0)
     title = f"{best.label} keeps {best.tokens_per_step or 0:.1f} tokens per step of the target"
-    figure, axes = _figure(6.2, 3.6, title, _subtitle(corner))
+    figure, axes = _figure(6.2, 3.6, title, _subtitle(condition))
     curves = [Curve(s.label, list(range(1, len(s.survival) + 1)), [100 * v for v in s.survival]) for s in shown]
     deepest = max(len(s.survival) for s in shown)
     axes.set_ylim(0, 100)
@@ -139,21 +136,35 @@ def acceptance_by_depth(corner: Corner, methods: Sequence[Summary]) -> Figure | 
     return figure
 
 
-def rate_by_batch(corner: Corner, by_size: dict[int, list[Summary]]) -> Figure:
+def plot_rates(condition: Condition, by_size: dict[int, list[Summary]]) -> Figure:
     """Tokens per second of all rows together against the batch size."""
-    return _by_batch(
-        corner, by_size, "tokens per second", lambda s: (s.rate.middle, s.rate.low, s.rate.high), _rate_title
-    )
+    sizes = sorted(by_size)
+    labels = list(dict.fromkeys(s.label for size in sizes for s in _fastest(by_size[size])))[: len(_COLOURS) + 1]
+    curves, shown = [], []
+    for label in labels:
+        points = [(size, s) for size in sizes for s in by_size[size] if s.label == label]
+        y, low, high = zip(*(s.rate for _, s in points), strict=True)
+        curves.append(Curve(label, [size for size, _ in points], list(y), list(low), list(high)))
+        shown.append(points[0][1])
+    subtitle = _subtitle(condition).replace(", batch size 0", "")
+    figure, axes = _figure(6.2, 3.8, _rate_title(by_size), subtitle)
+    axes.set_yscale("log")
+    axes.grid(axis="y", color=_GRID, linewidth=0.6)
+    _log_ticks(axes, sizes)
+    values = [value for curve in curves for value in curve.y]
+    axes.set_ylim(min(values) / 1.15, max(values) * 1.15)
+    axes.set_xlim(sizes[0] / 1.15, sizes[-1] * 1.1)
+    _draw_curves(axes, curves, _styles(shown))
+    ticks = round_ticks(min(values), max(values))
+    axes.yaxis.set_major_locator(FixedLocator(ticks))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_xlabel("batch size")
+    axes.set_ylabel("tokens per second")
+    return figure
 
 
-def latency_by_batch(corner: Corner, by_size: dict[int, list[Summary]]) -> Figure:
-    """What one user waits for an answer against the batch size."""
-    return _by_batch(
-        corner, by_size, "seconds for an answer (median)", lambda s: (s.latency_seconds,) * 3, _latency_title
-    )
-
-
-def width_length_map(corner: Corner, methods: Sequence[Summary]) -> Figure | None:
+def plot_widths_and_lengths(condition: Condition, methods: Sequence[Summary]) -> Figure | None:
     """The sweep: speedup over plain decoding for each beam width and draft length, the best tree size of each."""
     found: dict[tuple[int, int], float] = {}
     for size, speedup in _sized(methods):
@@ -164,7 +175,7 @@ def width_length_map(corner: Corner, methods: Sequence[Summary]) -> Figure | Non
         return None
     best = max(found, key=lambda key: found[key])
     title = f"Beam width {best[0]} and draft length {best[1]} are fastest: {found[best]:.2f} times plain decoding"
-    figure, axes = _figure(max(7.4, 1.6 + 0.75 * len(widths)), 1.5 + 0.5 * len(lengths), title, _subtitle(corner))
+    figure, axes = _figure(max(7.4, 1.6 + 0.75 * len(widths)), 1.5 + 0.5 * len(lengths), title, _subtitle(condition))
     values = [[found.get((width, length), float("nan")) for width in widths] for length in lengths]
     norm = TwoSlopeNorm(1.0, min(0.95, *found.values()), max(1.05, *found.values()))
     image = axes.imshow(values, cmap="PuOr", norm=norm, origin="lower", aspect="auto")
@@ -187,7 +198,7 @@ def width_length_map(corner: Corner, methods: Sequence[Summary]) -> Figure | Non
     return figure
 
 
-def by_tree_size(corner: Corner, methods: Sequence[Summary]) -> Figure | None:
+def plot_tree_sizes(condition: Condition, methods: Sequence[Summary]) -> Figure | None:
     """What more nodes bring and what they cost: tokens per step above, speed below, against N."""
     best: dict[int, tuple[float, float]] = {}
     for summary in methods:
@@ -199,7 +210,7 @@ def by_tree_size(corner: Corner, methods: Sequence[Summary]) -> Figure | None:
     sizes = sorted(best)
     fastest = max(sizes, key=lambda size: best[size])
     title = f"{fastest} nodes are fastest; more of them are kept more often, but cost more"
-    figure, upper = _figure(7.2, 4.4, title, _subtitle(corner))
+    figure, upper = _figure(7.2, 4.4, title, _subtitle(condition))
     upper.set_position((0.12, 0.55, 0.78, 0.33))
     lower = figure.add_axes((0.12, 0.12, 0.78, 0.33), sharex=upper)
     for axes, column, colour, name in ((upper, 1, _COLOURS[1], "tokens per step"), (lower, 0, _COLOURS[0], "speedup")):
@@ -224,39 +235,6 @@ def by_tree_size(corner: Corner, methods: Sequence[Summary]) -> Figure | None:
 # -- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _by_batch(
-    corner: Corner,
-    by_size: dict[int, list[Summary]],
-    unit: str,
-    figures_of: Callable[[Summary], tuple[float, float, float]],
-    title_of: Callable[[dict[int, list[Summary]]], str],
-) -> Figure:
-    sizes = sorted(by_size)
-    labels = list(dict.fromkeys(s.label for size in sizes for s in _fastest(by_size[size])))[: len(_COLOURS) + 1]
-    curves, shown = [], []
-    for label in labels:
-        points = [(size, s) for size in sizes for s in by_size[size] if s.label == label]
-        y, low, high = zip(*(figures_of(s) for _, s in points), strict=True)
-        curves.append(Curve(label, [size for size, _ in points], list(y), list(low), list(high)))
-        shown.append(points[0][1])
-    subtitle = _subtitle(corner).replace(", batch size 0", "")
-    figure, axes = _figure(6.2, 3.8, title_of(by_size), subtitle)
-    axes.set_yscale("log")
-    axes.grid(axis="y", color=_GRID, linewidth=0.6)
-    _log_ticks(axes, sizes)
-    values = [value for curve in curves for value in curve.y]
-    axes.set_ylim(min(values) / 1.15, max(values) * 1.15)
-    axes.set_xlim(sizes[0] / 1.15, sizes[-1] * 1.1)
-    _draw_curves(axes, curves, _styles(shown))
-    ticks = round_ticks(min(values), max(values))
-    axes.yaxis.set_major_locator(FixedLocator(ticks))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_xlabel("batch size")
-    axes.set_ylabel(unit)
-    return figure
-
-
 def _rate_title(by_size: dict[int, list[Summary]]) -> str:
     ours = [
         (size, s.speedup.middle)
@@ -269,15 +247,6 @@ def _rate_title(by_size: dict[int, list[Summary]]) -> str:
     first, last = min(ours)[0], max(ours)[0]
     gain = [max(value for size, value in ours if size == at) for at in (first, last)]
     return f"redrafter: {gain[0]:.2f} times plain decoding at batch {first}, {gain[1]:.2f} at {last}"
-
-
-def _latency_title(by_size: dict[int, list[Summary]]) -> str:
-    sizes = sorted(by_size)
-    ours = {size: [s.latency_seconds for s in by_size[size] if s.name == "redrafter"] for size in sizes}
-    if not all(ours.values()):
-        return "What one user waits, by how many share the model"
-    alone, shared = min(ours[sizes[0]]), min(ours[sizes[-1]])
-    return f"redrafter: an answer takes {alone:.1f} s at batch {sizes[0]}, {shared:.1f} s at {sizes[-1]}"
 
 
 def _draw_curves(axes: Axes, curves: Sequence[Curve], styles: Sequence[tuple[str, str]]) -> None:
@@ -350,24 +319,24 @@ def _figure(width: float, height: float, title: str, subtitle: str, *, title_pad
     return figure, axes
 
 
-def _subtitle(corner: Corner) -> str:
+def _subtitle(condition: Condition) -> str:
     return (
-        f"{corner.target} in {corner.dtype}, {corner.device}; {corner.prompts}, {corner.sampling}, "
-        f"batch size {corner.batch_size}"
+        f"{condition.target} in {condition.dtype}, {condition.device}; {condition.prompts}, {condition.sampling}, "
+        f"batch size {condition.batch_size}"
     )
 
 
-def _suffix(corner: Corner) -> str:
-    seed = "" if corner.seed is None else f"-seed{corner.seed}"
-    return f"{corner.prompts}-t{corner.temperature:g}{seed}-batch{corner.batch_size}"
+def _suffix(condition: Condition) -> str:
+    seed = "" if condition.seed is None else f"-seed{condition.seed}"
+    return f"{condition.prompts}-t{condition.temperature:g}{seed}-batch{condition.batch_size}"
 
 
-def _grids(tables: Tables) -> dict[Corner, dict[int, list[Summary]]]:
-    """Corners that differ in batch size only, where there are several."""
-    grids: dict[Corner, dict[int, list[Summary]]] = {}
-    for corner, methods in tables.items():
-        grids.setdefault(corner._replace(batch_size=0), {})[corner.batch_size] = methods
-    return {corner: by_size for corner, by_size in grids.items() if len(by_size) > 1}
+def _grids(tables: Tables) -> dict[Condition, dict[int, list[Summary]]]:
+    """Conditions that differ in batch size only, where there are several."""
+    grids: dict[Condition, dict[int, list[Summary]]] = {}
+    for condition, methods in tables.items():
+        grids.setdefault(condition._replace(batch_size=0), {})[condition.batch_size] = methods
+    return {condition: by_size for condition, by_size in grids.items() if len(by_size) > 1}
 
 
 def _sized(methods: Sequence[Summary]) -> list[tuple[Size, float]]:
@@ -379,3 +348,28 @@ def _log_ticks(axes: Axes, sizes: Sequence[int]) -> None:
     axes.xaxis.set_major_locator(FixedLocator(list(sizes)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def spread_apart(places: Sequence[float], distance: float) -> list[float]:
+    """The same places moved as little as a few rounds of pushing need, so that none are nearer than ``distance``."""
+    moved = list(places)
+    order = sorted(range(len(moved)), key=lambda index: moved[index])
+    for _ in range(200):
+        is_settled = True
+        for below, above in zip(order, order[1:], strict=False):
+            gap = moved[above] - moved[below]
+            if gap < distance - 1e-6:
+                push = (distance - gap) / 2
+                moved[below] -= push
+                moved[above] += push
+                is_settled = False
+        if is_settled:
+            break
+    return moved
+
+
+def round_ticks(low: float, high: float) -> list[float]:
+    """1, 2, 5, 10, 20, ... from below the lowest to above the highest value."""
+    ticks = [factor * 10.0**power for power in range(-3, 8) for factor in (1, 2, 5)]
+    start = max((tick for tick in ticks if tick <= low), default=ticks[0])
+    return [tick for tick in ticks if start <= tick <= 1.3 * high]

@@ -1,22 +1,21 @@
 """The report: Markdown tables from records, the same bytes from the same records. No torch here."""
 
 from collections.abc import Callable, Iterable, Sequence
+from statistics import median
 
-from drafter.bench.figures import median
 from drafter.bench.methods import BASELINE
-from drafter.bench.records import Record
-from drafter.bench.summary import Corner, Span, Summary, Tables, summarise
+from drafter.bench.results import BenchRecord, Condition, Span, Summary, Tables, summarise
 from drafter.utils.tables import markdown_table
 
 _PACKAGES = ("torch", "transformers", "xllamacpp", "openvino", "openvino-genai")
 
 
-def report(records: Sequence[Record]) -> str:
-    """All records as Markdown: where and when, then a section for each corner of the grid, then load on servers."""
+def report(records: Sequence[BenchRecord]) -> str:
+    """All records as Markdown: where and when, then a section for each condition of the grid, then load on servers."""
     tables = summarise(records)
     parts = ["# Benchmark results\n", _provenance(records)]
-    for corner, methods in tables.items():
-        parts += [f"## {_title(corner)}\n", _about(corner, methods), _main_table(methods)]
+    for condition, methods in tables.items():
+        parts += [f"## {_title(condition)}\n", _about(condition, methods), _main_table(methods)]
         parts += _category_tables(methods)
     parts += _batch_tables(tables)
     loads = [record for record in records if record["kind"] == "load"]
@@ -24,7 +23,7 @@ def report(records: Sequence[Record]) -> str:
     return "\n".join(parts)
 
 
-def _provenance(records: Sequence[Record]) -> str:
+def _provenance(records: Sequence[BenchRecord]) -> str:
     dates = sorted({record["date"][:10] for record in records})
     machines = _distinct(_machine(record) for record in records)
     versions = _distinct(
@@ -39,26 +38,27 @@ def _provenance(records: Sequence[Record]) -> str:
     )
 
 
-def _machine(record: Record) -> str:
+def _machine(record: BenchRecord) -> str:
     machine = record["machine"]
     name = machine.get("device") or machine.get("cpu") or machine["system"]
     memory = f", {machine['memory_gib']:g} GiB of memory" if machine.get("memory_gib") else ""
     return f"{name} ({machine['num_cpus']} cores{memory})"
 
 
-def _title(corner: Corner) -> str:
-    return f"{corner.prompts}, batch size {corner.batch_size}, {corner.sampling}"
+def _title(condition: Condition) -> str:
+    return f"{condition.prompts}, batch size {condition.batch_size}, {condition.sampling}"
 
 
-def _about(corner: Corner, methods: Sequence[Summary]) -> str:
-    size = corner.num_parameters / 1e6
+def _about(condition: Condition, methods: Sequence[Summary]) -> str:
+    size = condition.num_parameters / 1e6
     parameters = f"{size / 1000:.1f} billion" if size >= 1000 else f"{size:.0f} million"
     rounds = sorted({summary.num_rounds for summary in methods})
-    stops = "exactly" if corner.ignore_eos else "at most"
+    stops = "exactly" if condition.ignore_eos else "at most"
     return (
-        f"{corner.target}, {corner.dtype}, {parameters} parameters; {corner.num_prompts} prompts, {corner.num_answers} "
-        f"answers of {stops} {corner.max_new_tokens} tokens; {' or '.join(map(str, rounds))} rounds; prompts "
-        f"{corner.digest}.\n"
+        f"{condition.target}, {condition.dtype}, {parameters} parameters; {condition.num_prompts} prompts, "
+        f"{condition.num_answers} answers of {stops} {condition.max_new_tokens} tokens; "
+        f"{' or '.join(map(str, rounds))} rounds; prompts "
+        f"{condition.digest}.\n"
     )
 
 
@@ -114,11 +114,11 @@ def _by_category(found: Sequence[tuple[str, dict[str, float]]], form: str) -> st
 
 def _batch_tables(tables: Tables) -> list[str]:
     """Where a grid has several batch sizes: speedup by method and batch size."""
-    grids: dict[Corner, dict[int, list[Summary]]] = {}
-    for corner, methods in tables.items():
-        grids.setdefault(corner._replace(batch_size=0), {})[corner.batch_size] = methods
+    grids: dict[Condition, dict[int, list[Summary]]] = {}
+    for condition, methods in tables.items():
+        grids.setdefault(condition._replace(batch_size=0), {})[condition.batch_size] = methods
     parts = []
-    for corner, by_size in grids.items():
+    for condition, by_size in grids.items():
         if len(by_size) < 2:
             continue
         sizes = sorted(by_size)
@@ -126,14 +126,14 @@ def _batch_tables(tables: Tables) -> list[str]:
         cells = {(s.label, size): _times(s.speedup) for size in sizes for s in by_size[size]}
         rows = [[label, *(cells.get((label, size), "-") for size in sizes)] for label in labels]
         parts += [
-            f"## Speedup over autoregressive by batch size: {corner.prompts}, {corner.sampling}\n",
+            f"## Speedup over autoregressive by batch size: {condition.prompts}, {condition.sampling}\n",
             markdown_table(["method", *(f"batch {size}" for size in sizes)], rows),
         ]
     return parts
 
 
-def load_table(loads: Sequence[Record]) -> str:
-    """One row for each stretch of load."""
+def load_table(loads: Sequence[BenchRecord]) -> str:
+    """One row for each level of load."""
     columns = ["server", "load", "requests", "failed", "tokens/s"]
     columns += [f"{what}, {share}" for what in ("first token ms", "ms per token", "answer s") for share in _SHARES]
     rows = []

@@ -14,13 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from drafter.bench.arena import Arena, Conversations
-from drafter.bench.compare import Transcript, compare
-from drafter.bench.contest import Answer, Contestant
-from drafter.bench.figures import histogram, spread
-from drafter.bench.memory import PeakMemory
+from drafter.bench.backends import Backend, TimedAnswer, Transcript
+from drafter.bench.measure import PeakMemory, compare
 from drafter.bench.methods import BASELINE, MethodSpec, parse_method
-from drafter.bench.records import Record, append_record, resume_records, run_id
+from drafter.bench.models import BenchModels, Conversations
+from drafter.bench.results import BenchRecord, append_result, histogram, resume_results, run_id, spread
 from drafter.bench.settings import BenchSettings
 from drafter.bench.workload import Workload
 from drafter.decoding.compile import is_compiled
@@ -30,25 +28,22 @@ from drafter.utils.provenance import run_record
 _WARM_UP_TOKENS = 16
 
 
-class Cell(NamedTuple):
-    """One corner of the grid: what all methods of a round have in common."""
+class GridPoint(NamedTuple):
+    """The conditions that all methods of a round share."""
 
     workload: Workload
     temperature: float
     batch_size: int
 
 
-def run_benchmark(settings: BenchSettings, arena: Arena, workloads: list[Workload], out: Path) -> int:
-    """Run what is not in the results file yet; each run is appended when it is done.
+def run_benchmark(settings: BenchSettings, models: BenchModels, workloads: list[Workload], out: Path) -> int:
+    """Number of runs made: all that the results file lacks. Each run is appended when it ends.
 
     Args:
         settings: what to measure.
-        arena: the models.
+        models: the models.
         workloads: the prompt sets of the settings, read.
         out: results file (JSONL).
-
-    Returns:
-        How many runs were made.
 
     Raises:
         ValueError: the file holds other results, a batch size exceeds the prompts, or a method refuses its settings.
@@ -62,24 +57,24 @@ def run_benchmark(settings: BenchSettings, arena: Arena, workloads: list[Workloa
             )
     for spec in settings.specs:
         spec.check_installed()
-    bench = _Bench(settings, arena, out)
-    cells = [
-        Cell(workload, temperature, batch_size)
+    bench = _Bench(settings, models, out)
+    points = [
+        GridPoint(workload, temperature, batch_size)
         for workload in workloads
         for temperature in settings.temperatures
         for batch_size in settings.batch_sizes
     ]
-    pending = [(cell, run) for cell in cells for run in bench.pending(cell)]
-    total = sum(len(item.turns) for cell, _ in pending for item in cell.workload.items)
+    pending = [(point, run) for point in points for run in bench.pending(point)]
+    total = sum(len(item.turns) for point, _ in pending for item in point.workload.items)
     with _quiet_collector(), tqdm(total=total, desc="Benchmark", unit="answer", disable=None) as bar:
-        for cell in cells:
-            bench.run_cell(cell, bar)
+        for point in points:
+            bench.run_point(point, bar)
     return len(pending)
 
 
 @contextmanager
 def _quiet_collector() -> Iterator[None]:
-    """Keep the garbage collector off everything that is there already, so that it takes no time from a run."""
+    """Exclude present objects from garbage collection, so that no run pays for scanning them."""
     gc.collect()
     gc.freeze()
     try:
@@ -97,164 +92,168 @@ class _Run(NamedTuple):
 
 
 class _Bench:
-    """The state of a benchmark: what is done, and who is warm."""
+    """The state of a benchmark: settings, models, and the runs that the results file holds."""
 
-    def __init__(self, settings: BenchSettings, arena: Arena, out: Path) -> None:
+    def __init__(self, settings: BenchSettings, models: BenchModels, out: Path) -> None:
         self._settings = settings
-        self._arena = arena
+        self._models = models
         self._out = out
-        self._done = {record["run_id"] for record in resume_records(out)}
+        self._done = {record["run_id"] for record in resume_results(out)}
         made_by = run_record(seed=settings.seed)
-        machine = {**made_by["machine"], "device": device_name(arena.target.device), "threads": torch.get_num_threads()}
+        machine = {
+            **made_by["machine"],
+            "device": device_name(models.target.device),
+            "threads": torch.get_num_threads(),
+        }
         self._common = {
             "machine": machine,
             "versions": made_by["versions"],
             "git_revision": made_by["git_revision"],
         }
-        self._target = _describe_target(arena)
+        self._target = _describe_target(models)
         self._files = {spec.label: self._describe_files(spec) for spec in settings.specs}
         self._notes: set[str] = set()
 
-    def pending(self, cell: Cell) -> Iterator[_Run]:
-        """What is to be run, in the order of running."""
+    def pending(self, point: GridPoint) -> Iterator[_Run]:
+        """Runs that the results file lacks, in the order of running."""
         for round_number in range(self._settings.rounds):
             for spec in self._settings.specs:
-                if spec.max_batch_size is not None and cell.batch_size > spec.max_batch_size:
-                    self._note(f"{spec.label} answers one prompt at a time: left out at batch size {cell.batch_size}")
+                if spec.max_batch_size is not None and point.batch_size > spec.max_batch_size:
+                    self._note(f"{spec.label} answers one prompt at a time: left out at batch size {point.batch_size}")
                     continue
-                name = run_id({**self._identity(cell, spec), "round": round_number})
+                name = run_id({**self._identity(point, spec), "round": round_number})
                 if name not in self._done:
                     yield _Run(spec, round_number, name)
 
-    def run_cell(self, cell: Cell, bar: "tqdm[Any]") -> None:
-        """All rounds of one cell."""
-        contestants: dict[str, Contestant] = {}
+    def run_point(self, point: GridPoint, bar: "tqdm[Any]") -> None:
+        """All rounds of one point."""
+        backends: dict[str, Backend] = {}
         try:
-            self._run_cell(cell, bar, contestants)
+            self._run_point(point, bar, backends)
         finally:
-            for contestant in contestants.values():
-                contestant.close()
+            for backend in backends.values():
+                backend.close()
 
-    def _run_cell(self, cell: Cell, bar: "tqdm[Any]", contestants: dict[str, Contestant]) -> None:
+    def _run_point(self, point: GridPoint, bar: "tqdm[Any]", backends: dict[str, Backend]) -> None:
         oracle: Transcript | None = None
-        for run in list(self.pending(cell)):
-            bar.set_postfix_str(f"{run.spec.label} B={cell.batch_size} round {run.round + 1}")
-            if run.spec.label not in contestants:
-                contestants[run.spec.label] = self._warm(cell, run.spec)
+        for run in list(self.pending(point)):
+            bar.set_postfix_str(f"{run.spec.label} B={point.batch_size} round {run.round + 1}")
+            if run.spec.label not in backends:
+                backends[run.spec.label] = self._warm(point, run.spec)
             if oracle is None and run.spec.label != BASELINE:
-                oracle = self._oracle(cell)
-            contestant = contestants[run.spec.label]
-            contestant.forget()  # every round asks the same prompts: who remembers the answers drafts them
+                oracle = self._oracle(point)
+            backend = backends[run.spec.label]
+            backend.forget()  # every round asks the same prompts, so a remembered answer would be a perfect draft
             gc.collect()
-            with PeakMemory(self._arena.target.device, contestant.process_id) as memory:
-                found = self._converse(contestant, cell, bar)
+            with PeakMemory(self._models.target.device, backend.process_id) as memory:
+                found = self._converse(backend, point, bar)
             oracle = oracle or found.transcript
-            record = self._record(cell, run, found, oracle)
+            record = self._record(point, run, found, oracle)
             record["peak_memory_bytes"] = {"bytes": memory.num_bytes, "of": memory.kind}
-            append_record(self._out, record)
+            append_result(self._out, record)
             self._done.add(run.id)
 
-    def _converse(self, contestant: Contestant, cell: Cell, bar: "tqdm[Any] | None") -> Conversations:
+    def _converse(self, backend: Backend, point: GridPoint, bar: "tqdm[Any] | None") -> Conversations:
         def advance() -> None:
             if bar is not None:
                 bar.update()
 
-        return self._arena.converse(contestant, cell.workload, self._settings.sampling(cell.temperature), advance)
+        return self._models.converse(backend, point.workload, self._settings.sampling(point.temperature), advance)
 
-    def _warm(self, cell: Cell, spec: MethodSpec) -> Contestant:
-        """A contestant that has answered a first batch and forgotten it: allocation and compilation are behind it."""
-        contestant = self._arena.contestant(spec, cell.batch_size)
-        contestant.reserve(self._arena.longest(cell.workload, self._settings.max_new_tokens))
-        params = self._settings.sampling(cell.temperature)
+    def _warm(self, point: GridPoint, spec: MethodSpec) -> Backend:
+        """A backend after one short batch: memory is allocated and steps are compiled before the clock runs."""
+        backend = self._models.backend(spec, point.batch_size)
+        backend.reserve(self._models.longest(point.workload, self._settings.max_new_tokens))
+        params = self._settings.sampling(point.temperature)
         params = replace(params, max_new_tokens=min(_WARM_UP_TOKENS, params.max_new_tokens))
-        prompts = [self._arena.encode(item, []) for item in cell.workload.items[: cell.batch_size]]
-        contestant.answer(prompts, params, _nothing)
-        contestant.forget()
-        return contestant
+        prompts = [self._models.encode(item, []) for item in point.workload.items[: point.batch_size]]
+        backend.answer(prompts, params, _nothing)
+        backend.forget()
+        return backend
 
-    def _oracle(self, cell: Cell) -> Transcript:
-        """What plain decoding answers, for comparison only."""
-        return self._converse(self._warm(cell, parse_method(BASELINE)), cell, None).transcript
+    def _oracle(self, point: GridPoint) -> Transcript:
+        """Answers of plain decoding, to compare texts with. Not timed."""
+        return self._converse(self._warm(point, parse_method(BASELINE)), point, None).transcript
 
-    def _identity(self, cell: Cell, spec: MethodSpec) -> dict[str, Any]:
-        """What makes two runs comparable repetitions of each other."""
+    def _identity(self, point: GridPoint, spec: MethodSpec) -> dict[str, Any]:
+        """Everything that two runs must share to be rounds of one measurement."""
         settings = self._settings
         return {
             "target": self._target,
             "device": self._common["machine"]["device"],
-            "drafter": self._arena.drafter_name if spec.needs_drafter else None,
+            "drafter": self._models.drafter_name if spec.needs_drafter else None,
             "draft_model": settings.draft_model if spec.needs_draft_model else None,
             "method": spec.label,
             **self._files[spec.label],
-            "compile": is_compiled(settings.compile, self._arena.target.device) and not spec.is_peer,
-            "prompts": {"name": cell.workload.name, "digest": cell.workload.digest},
-            "batch_size": cell.batch_size,
-            "temperature": cell.temperature,
+            "compile": is_compiled(settings.compile, self._models.target.device) and not spec.is_peer,
+            "prompts": {"name": point.workload.name, "digest": point.workload.digest},
+            "batch_size": point.batch_size,
+            "temperature": point.temperature,
             "max_new_tokens": settings.max_new_tokens,
             "seed": settings.seed,
             "ignore_eos": settings.ignore_eos,
         }
 
     def _describe_files(self, spec: MethodSpec) -> dict[str, str]:
-        """What is in the files that a method goes by, since others may be written to the same place later.
+        """Fingerprints of the drafter and of the measured sizes: their paths may hold other files later.
 
-        Methods without such files get no keys, so that what makes their runs is named as it always was.
+        A method without such files gets no keys, so that the ids of its earlier runs stay valid.
         """
         found = {}
-        if spec.needs_drafter and self._arena.drafter is not None:
+        if spec.needs_drafter and self._models.drafter is not None:
             found["drafter_fingerprint"] = self._drafter_fingerprint
         if spec.is_tuned:
-            content = Path(self._arena.tuned_file(spec)).read_bytes()
+            content = Path(self._models.tuned_file(spec)).read_bytes()
             found["tuned_digest"] = hashlib.sha256(content).hexdigest()[:16]
         return found
 
     @cached_property
     def _drafter_fingerprint(self) -> str:
-        assert self._arena.drafter is not None
-        return fingerprint_of_weights(self._arena.drafter)
+        assert self._models.drafter is not None
+        return fingerprint_of_weights(self._models.drafter)
 
-    def _record(self, cell: Cell, run: _Run, found: Conversations, oracle: Transcript) -> Record:
+    def _record(self, point: GridPoint, run: _Run, found: Conversations, oracle: Transcript) -> BenchRecord:
         answers = [turn.answer for turns in found.transcript for turn in turns]
-        is_comparable = cell.temperature == 0 or not run.spec.is_peer
+        is_comparable = point.temperature == 0 or not run.spec.is_peer
         settings: dict[str, Any] = {}
         if not run.spec.is_peer:
-            settings = asdict(self._arena.engine_config(run.spec, cell.batch_size))
+            settings = asdict(self._models.engine_config(run.spec, point.batch_size))
             if settings["tuned"] is not None:
-                settings["tuned"] = Path(settings["tuned"]).name  # where it lay is nobody's business
+                settings["tuned"] = Path(settings["tuned"]).name  # paths of this machine stay out of results
         return {
             "kind": "run",
             "run_id": run.id,
             "round": run.round,
-            **self._identity(cell, run.spec),
+            **self._identity(point, run.spec),
             "prompts": {
-                "name": cell.workload.name,
-                "digest": cell.workload.digest,
-                "num_prompts": len(cell.workload.items),
+                "name": point.workload.name,
+                "digest": point.workload.digest,
+                "num_prompts": len(point.workload.items),
                 "num_answers": len(answers),
             },
             "settings": settings,
             "seconds": round(found.seconds, 6),
             **_sums(answers),
-            "by_category": self._by_category(cell, found.transcript),
+            "by_category": self._by_category(point, found.transcript),
             "first_token_seconds": spread([answer.first_token_seconds for answer in answers]),
             "latency_seconds": spread([answer.seconds for answer in answers]),
-            "identical": compare(self._arena.target, oracle, found.transcript) if is_comparable else None,
+            "identical": compare(self._models.target, oracle, found.transcript) if is_comparable else None,
             **self._common,
             "versions": {**self._common["versions"], **run.spec.versions()},
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
 
-    def _by_category(self, cell: Cell, transcript: Transcript) -> dict[str, Any]:
-        """Sums by category; seconds only where prompts run one after the other, since rows of a batch share theirs."""
+    def _by_category(self, point: GridPoint, transcript: Transcript) -> dict[str, Any]:
+        """Sums by category. Seconds are None for batches, whose rows share them."""
         found = {}
-        for category in cell.workload.categories:
+        for category in point.workload.categories:
             answers = [
                 turn.answer
-                for item, turns in zip(cell.workload.items, transcript, strict=True)
+                for item, turns in zip(point.workload.items, transcript, strict=True)
                 for turn in turns
                 if item.category == category
             ]
-            seconds = round(sum(answer.seconds for answer in answers), 6) if cell.batch_size == 1 else None
+            seconds = round(sum(answer.seconds for answer in answers), 6) if point.batch_size == 1 else None
             found[category] = {"num_answers": len(answers), "seconds": seconds, **_sums(answers)}
         return found
 
@@ -264,8 +263,8 @@ class _Bench:
             print(text, file=sys.stderr)
 
 
-def _sums(answers: list[Answer]) -> dict[str, Any]:
-    """Tokens, target forwards and the histogram of drafted tokens kept per step; None where not known."""
+def _sums(answers: list[TimedAnswer]) -> dict[str, Any]:
+    """Tokens, target forwards and the histogram of accepted draft tokens per step; None where unknown."""
     forwards = [answer.num_forwards for answer in answers]
     kept = [answer.num_accepted for answer in answers]
     is_known = all(steps is not None for steps in kept)
@@ -276,8 +275,8 @@ def _sums(answers: list[Answer]) -> dict[str, Any]:
     }
 
 
-def _describe_target(arena: Arena) -> dict[str, Any]:
-    target = arena.target
+def _describe_target(models: BenchModels) -> dict[str, Any]:
+    target = models.target
     return {
         "name": target.name,
         "dtype": dtype_name(target.dtype),
@@ -287,4 +286,4 @@ def _describe_target(arena: Arena) -> dict[str, Any]:
 
 
 def _nothing() -> None:
-    """For answers that no bar counts."""
+    """Count nothing: no bar shows these answers."""

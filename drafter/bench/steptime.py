@@ -6,11 +6,11 @@ by all. Times are wall clock; a step ends when its tokens are on the host.
 
 import time
 from collections.abc import Callable, Hashable, Mapping
+from statistics import median
 from typing import TypeVar
 
 import torch
 
-from drafter.bench.figures import median
 from drafter.decoding.compile import Compiler
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer, RootOnly, RowState, StepOutcome

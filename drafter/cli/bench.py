@@ -11,7 +11,7 @@ from drafter.engine.options import RunOptions
 from drafter.utils.options import Options, part_of
 
 if TYPE_CHECKING:
-    from drafter.bench.arena import Arena
+    from drafter.bench.models import BenchModels
     from drafter.bench.workload import Workload
 
 _LARGEST_SWEPT_TREE = 64
@@ -73,10 +73,10 @@ class ReportOptions(Options):
 
 def bench_report(options: ReportOptions) -> None:
     """Run `drafter bench report`."""
-    from drafter.bench.records import read_records
     from drafter.bench.report import report as make_report
+    from drafter.bench.results import read_results
 
-    records = read_records(list(options.results))
+    records = read_results(list(options.results))
     if options.out is None:
         print(make_report(records))
     else:
@@ -203,78 +203,78 @@ class LoadOptions(Options):
 
 def bench_serve(options: LoadOptions) -> None:
     """Run `drafter bench serve`."""
-    from drafter.bench.load import LoadSettings, Stretch, run_load
-    from drafter.bench.prompt_sets import read_prompt_set
-    from drafter.bench.records import append_record
+    from drafter.bench.load import LoadLevel, LoadSettings, run_load
     from drafter.bench.report import load_table
+    from drafter.bench.results import append_result
+    from drafter.bench.workload import read_prompt_set
 
-    levels = [Stretch(concurrency=number) for number in options.concurrency]
-    levels += [Stretch(rate=number) for number in options.rate]
-    levels = levels or [Stretch(concurrency=number) for number in (1, 4, 16)]
+    levels = [LoadLevel(concurrency=number) for number in options.concurrency]
+    levels += [LoadLevel(rate=number) for number in options.rate]
+    levels = levels or [LoadLevel(concurrency=number) for number in (1, 4, 16)]
     settings = LoadSettings(
         options.url, options.model, options.num_requests, options.max_new_tokens, options.temperature, options.seed
     )
     if options.out is not None:
         _check_out(options.out)
-    keep = partial(append_record, options.out) if options.out is not None else None
+    keep = partial(append_result, options.out) if options.out is not None else None
     print(load_table(run_load(settings, read_prompt_set(options.prompts, raw=options.raw), levels, keep)))
 
 
 def _check_out(out: Path) -> None:
-    from drafter.bench.records import resume_records
+    from drafter.bench.results import resume_results
     from drafter.utils.io import check_writable
 
     if out.suffix != ".jsonl":
         raise ValueError(f"--out {out} must be a file NAME.jsonl")
     check_writable(out)
-    resume_records(out)  # results of another schema are refused before anything is loaded
+    resume_results(out)  # results of another schema are refused before anything is loaded
 
 
 def _measure(every: list[BenchSettings], out: Path) -> None:
     """All settings share target and prompts; they differ in the drafter."""
-    from drafter.bench.prompt_sets import read_prompt_set
     from drafter.bench.run import run_benchmark
+    from drafter.bench.workload import read_prompt_set
 
     first = every[0]
     workloads: list[Workload] = [
         read_prompt_set(name, raw=first.raw).take(first.num_prompts).first_turns(first.num_turns)
         for name in first.prompts
     ]
-    arena = load_arena(first)
+    models = load_models(first)
     for settings in every:
-        made = run_benchmark(settings, with_drafter(arena, settings), workloads, out)
+        made = run_benchmark(settings, with_drafter(models, settings), workloads, out)
         print(f"{made} runs made, results in {out}", file=sys.stderr)
 
 
-def load_arena(settings: BenchSettings) -> "Arena":
+def load_models(settings: BenchSettings) -> "BenchModels":
     """The models of a benchmark, without its drafter."""
-    from drafter.bench.arena import Arena
+    from drafter.bench.models import BenchModels
 
     target = settings.load()
     peer_target, draft_model = None, None
-    if target.is_packed and any(spec.is_peer for spec in settings.specs):
+    if target.is_packed and any(spec.is_peer and not spec.is_native for spec in settings.specs):
         peer_target = settings.load(pack=False)  # transformers' own methods run on the model as transformers loads it
     if any(spec.needs_draft_model for spec in settings.specs):
         assert settings.draft_model is not None
         draft_model = settings.load(settings.draft_model, pack=False)
-    return Arena(target, None, "", draft_model, settings.tuned, settings.compile, peer_target)
+    return BenchModels(target, None, "", draft_model, settings.tuned, settings.compile, peer_target)
 
 
-def with_drafter(arena: "Arena", settings: BenchSettings) -> "Arena":
-    """The arena and the drafter of the settings, if a method needs one."""
+def with_drafter(models: "BenchModels", settings: BenchSettings) -> "BenchModels":
+    """The models with the drafter of the settings, if a method needs a drafter."""
     from drafter.engine.loading import load_drafter
 
     if not any(spec.needs_drafter for spec in settings.specs):
-        return arena
+        return models
     assert settings.drafter is not None
-    return arena._replace(drafter=load_drafter(settings.drafter, arena.target), drafter_name=settings.drafter)
+    return models._replace(drafter=load_drafter(settings.drafter, models.target), drafter_name=settings.drafter)
 
 
 def _show(out: Path, folder: Path | None) -> None:
-    from drafter.bench.records import read_records
     from drafter.bench.report import report as make_report
+    from drafter.bench.results import read_results
 
-    records = read_records([out])
+    records = read_results([out])
     print(make_report(records))
     if folder is not None:
         _write_report(records, folder)
@@ -283,7 +283,7 @@ def _show(out: Path, folder: Path | None) -> None:
 def _write_report(records: list[dict[str, Any]], folder: Path) -> None:
     from drafter.bench.plots import draw_all
     from drafter.bench.report import report as make_report
-    from drafter.bench.summary import summarise
+    from drafter.bench.results import summarise
     from drafter.utils.io import write_atomic
 
     write_atomic(folder / "report.md", make_report(records))

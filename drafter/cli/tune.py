@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from drafter.bench.settings import BenchSettings
-from drafter.cli.bench import load_arena, with_drafter
+from drafter.cli.bench import load_models, with_drafter
 from drafter.engine.options import RunOptions
 from drafter.utils.options import Options, part_of
 
 if TYPE_CHECKING:
-    from drafter.bench.arena import Arena
+    from drafter.bench.models import BenchModels
     from drafter.bench.tune import TuneSettings
     from drafter.bench.workload import Workload
 
@@ -70,8 +70,8 @@ class TuneOptions(Options, CandidateOptions, RunOptions):
 
 def tune(options: TuneOptions) -> None:
     """Run `drafter tune`."""
-    from drafter.bench.prompt_sets import read_prompt_set
     from drafter.bench.tune import TuneSettings
+    from drafter.bench.workload import read_prompt_set
     from drafter.engine.defaults import default_method, tuned_path
     from drafter.targets.target import resolve_device
     from drafter.utils.io import check_writable
@@ -97,23 +97,23 @@ def tune(options: TuneOptions) -> None:
         drafter=options.drafter,
         methods=(settings.method,),
     )
-    _tune_and_write(with_drafter(load_arena(models), models), workload, settings, place)
+    _tune_and_write(with_drafter(load_models(models), models), workload, settings, place)
 
 
-def _tune_and_write(arena: "Arena", workload: "Workload", settings: "TuneSettings", place: Path) -> None:
+def _tune_and_write(models: "BenchModels", workload: "Workload", settings: "TuneSettings", place: Path) -> None:
     from drafter.bench.tune import COLUMNS, table_rows
     from drafter.bench.tune import tune as run_tune
     from drafter.utils.io import write_atomic
     from drafter.utils.provenance import run_record
     from drafter.utils.tables import format_table
 
-    assert arena.drafter is not None
-    found = run_tune(arena.target, arena.drafter, [arena.encode(item, []) for item in workload.items], settings)
+    assert models.drafter is not None
+    found = run_tune(models.target, models.drafter, [models.encode(item, []) for item in workload.items], settings)
     made_by = run_record()
     content = {
         **found.sizes.as_json(),
-        "target": arena.target.name,
-        "drafter": arena.drafter_name,
+        "target": models.target.name,
+        "drafter": models.drafter_name,
         "calibration": {
             "prompts": workload.name,
             "digest": workload.digest,

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from drafter.bench.records import run_id
+from drafter.bench.results import run_id
 
 CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 PLAIN_SECONDS = 0.031  # a step of one row
@@ -140,8 +140,8 @@ def loads() -> list[dict[str, Any]]:
         "machine": {"system": "Linux x86_64", "cpu": "Example CPU", "num_cpus": 2}, "versions": {"torch": "2.8.0"},
         "date": "2026-01-02T03:04:05+00:00", "git_revision": None,
     }  # fmt: skip
-    stretches = [(1, None), (16, None), (None, 2.0)]
+    levels = [(1, None), (16, None), (None, 2.0)]
     return [
         {**common, "run_id": f"load{index}", "concurrency": concurrency, "rate": rate}
-        for index, (concurrency, rate) in enumerate(stretches)
+        for index, (concurrency, rate) in enumerate(levels)
     ]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from drafter.bench.contest import EngineContestant
-from drafter.bench.memory import RESIDENT_OF_PEER, PeakMemory
+from drafter.bench.backends import EngineBackend
+from drafter.bench.measure import RESIDENT_OF_PEER, PeakMemory
 from drafter.bench.methods import parse_method
 from drafter.bench.native_peers import NativeBackend, weights_file
 from drafter.decoding.params import SamplingParams
@@ -81,7 +81,7 @@ def test_written_forms() -> None:
 
 
 def test_llama_cpp_answers_as_plain_decoding_does(target: Target, llama_cpp: NativeBackend) -> None:
-    engine = EngineContestant(Engine(target, config=EngineConfig(method="autoregressive", max_rows=3)))
+    engine = EngineBackend(Engine(target, config=EngineConfig(method="autoregressive", max_rows=3)))
     engine.reserve(64)
     finished: list[int] = []
     with PeakMemory(target.device, llama_cpp.process_id) as memory:

@@ -3,9 +3,9 @@
 import pytest
 from transformers import GenerationConfig
 
-from drafter.bench.contest import Answer, EngineContestant
+from drafter.bench.backends import EngineBackend, TimedAnswer
 from drafter.bench.methods import parse_method
-from drafter.bench.peers import GenerateContestant
+from drafter.bench.peers import TransformersBackend
 from drafter.decoding.params import SamplingParams
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
@@ -15,16 +15,16 @@ PROMPTS = [[0, 40, 41, 42, 40, 41], [0, 90], [0, 17, 18, 19, 20, 21, 22, 23, 24,
 PARAMS = SamplingParams(max_new_tokens=12)
 
 
-def ours(params: SamplingParams = PARAMS) -> list[Answer]:
-    contestant = EngineContestant(Engine(tiny_target(), config=EngineConfig(method="autoregressive", max_rows=3)))
-    contestant.reserve(64)
-    return contestant.answer(PROMPTS, params, lambda: None)
+def ours(params: SamplingParams = PARAMS) -> list[TimedAnswer]:
+    backend = EngineBackend(Engine(tiny_target(), config=EngineConfig(method="autoregressive", max_rows=3)))
+    backend.reserve(64)
+    return backend.answer(PROMPTS, params, lambda: None)
 
 
-def peer(name: str, batch_size: int, **options: object) -> GenerateContestant:
-    contestant = GenerateContestant(tiny_target(), parse_method(name), batch_size, **options)  # type: ignore[arg-type]
-    contestant.reserve(64)
-    return contestant
+def peer(name: str, batch_size: int, **options: object) -> TransformersBackend:
+    backend = TransformersBackend(tiny_target(), parse_method(name), batch_size, **options)  # type: ignore[arg-type]
+    backend.reserve(64)
+    return backend
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,11 @@ def test_stop_tokens_end_an_answer_unless_told_otherwise() -> None:
     own = target.eos_token_ids
     target.eos_token_ids = (stop,)
     try:
-        for contestant in (peer("hf-generate", 3), peer("hf-lookup", 1)):
-            answers = contestant.answer(PROMPTS, PARAMS, lambda: None)
+        for backend in (peer("hf-generate", 3), peer("hf-lookup", 1)):
+            answers = backend.answer(PROMPTS, PARAMS, lambda: None)
             assert answers[0].token_ids[-1] == stop and len(answers[0].token_ids) <= 4
             assert [a.token_ids for a in answers] == [a.token_ids for a in ours()]
-            free = contestant.answer(PROMPTS, SamplingParams(max_new_tokens=12, ignore_eos=True), lambda: None)
+            free = backend.answer(PROMPTS, SamplingParams(max_new_tokens=12, ignore_eos=True), lambda: None)
             assert all(len(answer.token_ids) == 12 for answer in free)
     finally:
         target.eos_token_ids = own

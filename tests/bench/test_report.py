@@ -8,18 +8,25 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
-from drafter.bench.figures import histogram, median, quantile, spread_apart, survival
-from drafter.bench.plots import draw_all
-from drafter.bench.records import SCHEMA, append_record, read_records, resume_records
+from drafter.bench.plots import draw_all, spread_apart
 from drafter.bench.report import report
-from drafter.bench.summary import distinct_names, summarise
+from drafter.bench.results import (
+    SCHEMA,
+    append_result,
+    distinct_names,
+    histogram,
+    quantile,
+    read_results,
+    resume_results,
+    summarise,
+    survival,
+)
 from tests.bench.synthetic import grid, loads, run, sweep
 
 
 def test_figures() -> None:
     assert [quantile([4, 1, 3, 2], share) for share in (0.5, 0.95, 0.01)] == [2, 4, 1]
     assert quantile([], 0.5) == 0.0
-    assert median([3, 1, 2]) == 2 and median([4, 1, 3, 2]) == 2.5
     assert histogram([0, 2, 2]) == [1, 0, 2] and histogram([]) == []
     assert survival([1, 0, 3]) == [0.75, 0.75] and survival([]) == []
 
@@ -34,8 +41,8 @@ def test_labels_are_pushed_apart_and_keep_their_order() -> None:
 def test_the_report_is_a_function_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     for record in grid() + loads():
-        append_record(path, record)
-    assert report(read_records([path])).encode() == report(read_records([path])).encode()
+        append_result(path, record)
+    assert report(read_results([path])).encode() == report(read_results([path])).encode()
 
 
 def test_speedups_are_ratios_within_a_round() -> None:
@@ -128,7 +135,7 @@ def test_seeds_are_corners_of_their_own(tmp_path: Path) -> None:
         for method, rate in (("autoregressive", 10.0), ("lookup", 20.0))
     ]
     tables = summarise(records)
-    assert [corner.seed for corner in tables] == [3, 7]
+    assert [condition.seed for condition in tables] == [3, 7]
     for _, lookup in tables.values():
         assert lookup.num_rounds == 1 and lookup.speedup is not None and lookup.speedup.middle == pytest.approx(2.0)
     text = report(records)
@@ -150,49 +157,49 @@ def test_seeds_are_corners_of_their_own(tmp_path: Path) -> None:
 )
 def test_other_files_are_refused_with_their_line(tmp_path: Path, line: str, reason: str) -> None:
     path = tmp_path / "r.jsonl"
-    append_record(path, run("lookup", rate=1.0, tokens_per_step=1.0))
+    append_result(path, run("lookup", rate=1.0, tokens_per_step=1.0))
     with path.open("a") as stream:
         stream.write(line + "\n")
     with pytest.raises(ValueError, match=f"r.jsonl, line 2: .*{reason}"):
-        read_records([path])
+        read_results([path])
 
 
 def test_an_empty_file_holds_no_results(tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="holds no results"):
-        read_records([tmp_path / "r.jsonl"])
+        read_results([tmp_path / "r.jsonl"])
 
 
 def test_a_line_cut_by_a_crash_is_dropped_on_resuming(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    assert resume_records(path) == []
-    append_record(path, run("lookup", rate=1.0, tokens_per_step=1.0))
+    assert resume_results(path) == []
+    append_result(path, run("lookup", rate=1.0, tokens_per_step=1.0))
     whole = path.read_bytes()
     with path.open("ab") as stream:
         stream.write(whole[:50])
-    assert len(resume_records(path)) == 1 and path.read_bytes() == whole
+    assert len(resume_results(path)) == 1 and path.read_bytes() == whole
 
 
 @pytest.mark.parametrize("length", [1, 8, 29])
 def test_a_line_cut_within_its_beginning_is_dropped_too(tmp_path: Path, length: int) -> None:
     path = tmp_path / "r.jsonl"
-    append_record(path, run("lookup", rate=1.0, tokens_per_step=1.0))
+    append_result(path, run("lookup", rate=1.0, tokens_per_step=1.0))
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:length])
-    assert len(resume_records(path)) == 1 and path.read_bytes() == whole
+    assert len(resume_results(path)) == 1 and path.read_bytes() == whole
     path.write_bytes(whole[:length])  # the very first line
-    assert resume_records(path) == [] and path.read_bytes() == b""
+    assert resume_results(path) == [] and path.read_bytes() == b""
 
 
 def test_a_line_that_lacks_only_its_line_feed_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     record = run("lookup", rate=1.0, tokens_per_step=1.0)
-    append_record(path, record)
+    append_result(path, record)
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    assert len(resume_records(path)) == 1 and path.read_bytes() == whole
-    append_record(path, record)
-    assert len(read_records([path])) == 2
+    assert len(resume_results(path)) == 1 and path.read_bytes() == whole
+    append_result(path, record)
+    assert len(read_results([path])) == 2
 
 
 OURS = f'{{"schema": "{SCHEMA}"'
@@ -217,7 +224,7 @@ def test_other_files_are_refused_and_left_as_they_are(tmp_path: Path, content: s
     before = content.replace("RECORD", record).encode(errors="surrogatepass")
     path.write_bytes(before)
     with pytest.raises(ValueError, match=reason):
-        resume_records(path)
+        resume_results(path)
     assert path.read_bytes() == before
 
 
@@ -229,15 +236,14 @@ def test_every_picture_is_drawn_as_png_and_svg(tmp_path: Path) -> None:
         "speedup-by-category-mtbench-t0-batch1",
         "acceptance-by-depth-mtbench-t0-batch1",
         "tokens-per-second-by-batch-mtbench-t0",
-        "latency-by-batch-mtbench-t0",
         "speedup-by-width-and-length-sweep-t0-batch1",
         "speed-by-tree-size-sweep-t0-batch1",
     } <= names
     for path in drawn:
         with Image.open(path) as image:
             assert 500 < image.width < 1800 and 300 < image.height < 1500, (path, image.size)
-    text = "".join(ElementTree.parse(tmp_path / "latency-by-batch-mtbench-t0.svg").getroot().itertext())
-    assert "redrafter: an answer takes" in text and "batch size" in text
+    text = "".join(ElementTree.parse(tmp_path / "tokens-per-second-by-batch-mtbench-t0.svg").getroot().itertext())
+    assert "times plain decoding at batch 1" in text and "batch size" in text
 
 
 def test_results_without_a_baseline_are_drawn_as_far_as_they_go(tmp_path: Path) -> None:
@@ -246,7 +252,7 @@ def test_results_without_a_baseline_are_drawn_as_far_as_they_go(tmp_path: Path) 
 
 def test_the_committed_report_is_made_of_the_committed_results() -> None:
     results = Path(__file__).parents[2] / "docs" / "results"
-    made = report(read_records([results / "smollm2-135m-cpu.jsonl"]))
+    made = report(read_results([results / "smollm2-135m-cpu.jsonl"]))
     assert made == (results / "smollm2-135m-cpu.md").read_text(encoding="utf-8")
 
 

@@ -10,15 +10,13 @@ import pytest
 import torch
 
 from drafter.bench import run as run_module
-from drafter.bench.arena import Arena
-from drafter.bench.compare import Turn, compare, first_differences
-from drafter.bench.contest import Answer, EngineContestant
-from drafter.bench.memory import PeakMemory
-from drafter.bench.records import Record, read_records
+from drafter.bench.backends import AnsweredTurn, EngineBackend, TimedAnswer
+from drafter.bench.measure import PeakMemory, compare, first_differences
+from drafter.bench.models import BenchModels
 from drafter.bench.report import report
+from drafter.bench.results import BenchRecord, read_results, summarise
 from drafter.bench.run import run_benchmark
 from drafter.bench.settings import BenchSettings
-from drafter.bench.summary import summarise
 from drafter.bench.workload import Item, Workload
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
@@ -44,17 +42,17 @@ SETTINGS = BenchSettings(
 
 
 @pytest.fixture
-def arena() -> Arena:
-    return Arena(tiny_target(), tiny_drafter().bind(tiny_target()), "runs/drafter")
+def models() -> BenchModels:
+    return BenchModels(tiny_target(), tiny_drafter().bind(tiny_target()), "runs/drafter")
 
 
-def records_of(out: Path) -> list[Record]:
-    return read_records([out])
+def records_of(out: Path) -> list[BenchRecord]:
+    return read_results([out])
 
 
-def test_methods_take_turns_and_agree_with_plain_decoding(tmp_path: Path, arena: Arena) -> None:
+def test_methods_take_turns_and_agree_with_plain_decoding(tmp_path: Path, models: BenchModels) -> None:
     out = tmp_path / "r.jsonl"
-    assert run_benchmark(SETTINGS, arena, [WORKLOAD], out) == 8
+    assert run_benchmark(SETTINGS, models, [WORKLOAD], out) == 8
     records = records_of(out)
     assert [record["method"] for record in records] == [*SETTINGS.methods, *SETTINGS.methods]
     assert [record["round"] for record in records] == [0] * 4 + [1] * 4
@@ -77,14 +75,14 @@ def test_methods_take_turns_and_agree_with_plain_decoding(tmp_path: Path, arena:
     assert peer["acceptance"] is None and peer["settings"] == {}
 
 
-def test_batches_and_temperatures_are_corners_of_a_grid(tmp_path: Path, arena: Arena) -> None:
+def test_batches_and_temperatures_are_corners_of_a_grid(tmp_path: Path, models: BenchModels) -> None:
     out = tmp_path / "r.jsonl"
     methods = ("autoregressive", "redrafter:W16:L2:N24", "hf-generate")
     settings = replace(SETTINGS, methods=methods, batch_sizes=(1, 3), temperatures=(0.0, 0.7), rounds=1)
-    assert run_benchmark(settings, arena, [WORKLOAD], out) == 12
+    assert run_benchmark(settings, models, [WORKLOAD], out) == 12
     records = records_of(out)
-    corners = [(record["temperature"], record["batch_size"]) for record in records[::3]]
-    assert corners == [(0.0, 1), (0.0, 3), (0.7, 1), (0.7, 3)]
+    conditions = [(record["temperature"], record["batch_size"]) for record in records[::3]]
+    assert conditions == [(0.0, 1), (0.0, 3), (0.7, 1), (0.7, 3)]
     for record in records:
         is_sampled_peer = record["method"] == "hf-generate" and record["temperature"] > 0
         assert (record["identical"] is None) == is_sampled_peer
@@ -94,58 +92,60 @@ def test_batches_and_temperatures_are_corners_of_a_grid(tmp_path: Path, arena: A
     assert "temperature 0.7" in text and "## Speedup over autoregressive by batch size" in text
 
 
-def test_what_is_done_is_not_repeated(tmp_path: Path, arena: Arena) -> None:
+def test_what_is_done_is_not_repeated(tmp_path: Path, models: BenchModels) -> None:
     out = tmp_path / "r.jsonl"
     settings = replace(SETTINGS, methods=("autoregressive", "lookup"), max_new_tokens=4, rounds=2)
-    assert run_benchmark(settings, arena, [WORKLOAD], out) == 4
+    assert run_benchmark(settings, models, [WORKLOAD], out) == 4
     lines = out.read_text().splitlines(keepends=True)
     out.write_text("".join(lines[:2]) + lines[2][:40])  # broken off within the third run
-    assert run_benchmark(settings, arena, [WORKLOAD], out) == 2
+    assert run_benchmark(settings, models, [WORKLOAD], out) == 2
     assert [record["method"] for record in records_of(out)] == ["autoregressive", "lookup"] * 2
-    assert run_benchmark(settings, arena, [WORKLOAD], out) == 0
-    assert run_benchmark(replace(settings, max_new_tokens=3, rounds=1), arena, [WORKLOAD], out) == 2
+    assert run_benchmark(settings, models, [WORKLOAD], out) == 0
+    assert run_benchmark(replace(settings, max_new_tokens=3, rounds=1), models, [WORKLOAD], out) == 2
 
 
 def test_a_method_that_takes_one_prompt_at_a_time_is_left_out_of_batches(
-    tmp_path: Path, arena: Arena, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, models: BenchModels, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = replace(SETTINGS, methods=("autoregressive", "hf-lookup"), batch_sizes=(2,), rounds=1)
-    assert run_benchmark(settings, arena, [WORKLOAD], tmp_path / "r.jsonl") == 1
+    assert run_benchmark(settings, models, [WORKLOAD], tmp_path / "r.jsonl") == 1
     assert "hf-lookup answers one prompt at a time: left out at batch size 2" in capsys.readouterr().err
 
 
-def test_more_rows_than_prompts_are_refused(tmp_path: Path, arena: Arena) -> None:
+def test_more_rows_than_prompts_are_refused(tmp_path: Path, models: BenchModels) -> None:
     with pytest.raises(ValueError, match="--batch-sizes 4 exceeds the 3 prompts of mine"):
-        run_benchmark(replace(SETTINGS, batch_sizes=(1, 4)), arena, [WORKLOAD], tmp_path / "r.jsonl")
+        run_benchmark(replace(SETTINGS, batch_sizes=(1, 4)), models, [WORKLOAD], tmp_path / "r.jsonl")
 
 
-def test_the_oracle_is_decoded_unmeasured_when_nobody_asked_for_it(tmp_path: Path, arena: Arena) -> None:
+def test_the_oracle_is_decoded_unmeasured_when_nobody_asked_for_it(tmp_path: Path, models: BenchModels) -> None:
     out = tmp_path / "r.jsonl"
-    assert run_benchmark(replace(SETTINGS, methods=("lookup",), rounds=1), arena, [WORKLOAD], out) == 1
+    assert run_benchmark(replace(SETTINGS, methods=("lookup",), rounds=1), models, [WORKLOAD], out) == 1
     (record,) = records_of(out)
     assert record["identical"]["num_identical"] == 3
 
 
-def test_warm_up_runs_before_the_clock(tmp_path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_runs_before_the_clock(tmp_path: Path, models: BenchModels, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    answer = EngineContestant.answer
+    answer = EngineBackend.answer
 
-    def noted(self: EngineContestant, prompts: Any, params: Any, on_answer: Any) -> Any:
+    def noted(self: EngineBackend, prompts: Any, params: Any, on_answer: Any) -> Any:
         events.append(f"{len(prompts)} of {params.max_new_tokens}")
         return answer(self, prompts, params, on_answer)
 
-    monkeypatch.setattr(EngineContestant, "answer", noted)
+    monkeypatch.setattr(EngineBackend, "answer", noted)
     monkeypatch.setattr(run_module, "_WARM_UP_TOKENS", 2)
     settings = replace(SETTINGS, methods=("autoregressive",), batch_sizes=(2,), rounds=2)
-    run_benchmark(settings, arena, [WORKLOAD], tmp_path / "r.jsonl")
+    run_benchmark(settings, models, [WORKLOAD], tmp_path / "r.jsonl")
     assert events == ["2 of 2", "3 of 10", "1 of 10", "3 of 10", "1 of 10"]  # then two turns, twice
 
 
-def test_every_run_begins_with_nothing_learnt(tmp_path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_run_begins_with_nothing_learnt(
+    tmp_path: Path, models: BenchModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events: list[str] = []
-    answer, forget = EngineContestant.answer, Engine.forget
+    answer, forget = EngineBackend.answer, Engine.forget
 
-    def noted_answer(self: EngineContestant, prompts: Any, params: Any, on_answer: Any) -> Any:
+    def noted_answer(self: EngineBackend, prompts: Any, params: Any, on_answer: Any) -> Any:
         events.append(f"{len(prompts)} answers")
         return answer(self, prompts, params, on_answer)
 
@@ -154,34 +154,34 @@ def test_every_run_begins_with_nothing_learnt(tmp_path: Path, arena: Arena, monk
             events.append("forget")
         forget(self)
 
-    monkeypatch.setattr(EngineContestant, "answer", noted_answer)
+    monkeypatch.setattr(EngineBackend, "answer", noted_answer)
     monkeypatch.setattr(Engine, "forget", noted_forget)
     settings = replace(SETTINGS, methods=("autoregressive",), rounds=2)
-    run_benchmark(settings, arena, [WORKLOAD], tmp_path / "r.jsonl")
+    run_benchmark(settings, models, [WORKLOAD], tmp_path / "r.jsonl")
     rounds = ["forget", "3 answers", "1 answers"]  # a later turn is of the same run
     assert events == ["1 answers", *rounds, *rounds]
 
 
 @pytest.mark.parametrize("method", ["recycling", "hybrid:W4:L2:N12"])
-def test_later_rounds_know_no_more_than_the_first(tmp_path: Path, arena: Arena, method: str) -> None:
+def test_later_rounds_know_no_more_than_the_first(tmp_path: Path, models: BenchModels, method: str) -> None:
     out = tmp_path / "r.jsonl"
     settings = replace(SETTINGS, methods=("autoregressive", method), max_new_tokens=24, rounds=3)
-    run_benchmark(settings, arena, [WORKLOAD], out)
+    run_benchmark(settings, models, [WORKLOAD], out)
     runs = [record for record in records_of(out) if record["method"] == method]
     assert len(runs) == 3 and runs[0]["num_forwards"] < runs[0]["num_tokens"]
     assert len({(record["num_forwards"], str(record["acceptance"])) for record in runs}) == 1
 
 
-def test_other_weights_in_the_same_folder_are_another_run(tmp_path: Path, arena: Arena) -> None:
+def test_other_weights_in_the_same_folder_are_another_run(tmp_path: Path, models: BenchModels) -> None:
     out = tmp_path / "r.jsonl"
     settings = replace(SETTINGS, methods=("autoregressive", "redrafter"), max_new_tokens=4, rounds=1)
-    assert run_benchmark(settings, arena, [WORKLOAD], out) == 2
-    assert run_benchmark(settings, arena, [WORKLOAD], out) == 0
-    trained = deepcopy(arena.drafter)
+    assert run_benchmark(settings, models, [WORKLOAD], out) == 2
+    assert run_benchmark(settings, models, [WORKLOAD], out) == 0
+    trained = deepcopy(models.drafter)
     assert trained is not None
     with torch.no_grad():
         next(trained.parameters()).mul_(1.5)
-    assert run_benchmark(settings, arena._replace(drafter=trained), [WORKLOAD], out) == 1  # plain decoding has none
+    assert run_benchmark(settings, models._replace(drafter=trained), [WORKLOAD], out) == 1  # plain decoding has none
     plain, *drafted = records_of(out)
     assert "drafter_fingerprint" not in plain and "tuned_digest" not in plain
     assert len({record["drafter_fingerprint"] for record in drafted}) == len({r["run_id"] for r in drafted}) == 2
@@ -189,15 +189,15 @@ def test_other_weights_in_the_same_folder_are_another_run(tmp_path: Path, arena:
 
 
 @pytest.mark.parametrize("method", ["redrafter", "hybrid"])
-def test_a_tuned_method_goes_by_its_file(tmp_path: Path, arena: Arena, method: Method) -> None:
-    target = arena.target
+def test_a_tuned_method_goes_by_its_file(tmp_path: Path, models: BenchModels, method: Method) -> None:
+    target = models.target
     plan = RowPlan(1, (MeasuredTree(PLAIN, 1.0, 1.0), MeasuredTree(Tree(16, 2, 24), 1.5, 1.1)))
     content = TunedSizes(device_name(target.device), "float32", False, target.fingerprint, (plan,), method=method)
     write_atomic(tmp_path / "tuned.json", json.dumps(content.as_json()))
     tuned = replace(SETTINGS, methods=("autoregressive", f"{method}:tuned"), rounds=1)
     with pytest.raises(ValueError, match=f"{method}:tuned needs .*runs--drafter/tuned.json"):
-        run_benchmark(tuned, arena, [WORKLOAD], tmp_path / "no.jsonl")
-    beside = arena._replace(drafter_name=str(tmp_path))
+        run_benchmark(tuned, models, [WORKLOAD], tmp_path / "no.jsonl")
+    beside = models._replace(drafter_name=str(tmp_path))
     run_benchmark(tuned, beside, [WORKLOAD], tmp_path / "r.jsonl")
     record = records_of(tmp_path / "r.jsonl")[1]
     assert record["identical"]["num_identical"] == 3 and record["num_forwards"] < record["num_tokens"]
@@ -217,8 +217,8 @@ def test_a_tuned_method_goes_by_its_file(tmp_path: Path, arena: Arena, method: M
         run_benchmark(replace(tuned, methods=(f"{other}:tuned",)), beside, [WORKLOAD], tmp_path / "other.jsonl")
 
 
-def _turn(prompt: list[int], token_ids: list[int]) -> Turn:
-    return Turn(prompt, Answer(token_ids, 1.0, 0.5, len(token_ids), None))
+def _turn(prompt: list[int], token_ids: list[int]) -> AnsweredTurn:
+    return AnsweredTurn(prompt, TimedAnswer(token_ids, 1.0, 0.5, len(token_ids), None))
 
 
 def test_the_first_difference_of_a_conversation_counts() -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from drafter.bench.prompt_sets import HUB_SETS, read_prompt_set
-from drafter.bench.workload import Item, Workload
+from drafter.bench.workload import HUB_SETS, Item, Workload, read_prompt_set
 
 
 def write(path: Path, rows: list[object]) -> str:
@@ -134,7 +133,7 @@ def test_a_hub_that_does_not_answer_is_said_in_one_line(monkeypatch: pytest.Monk
 def test_workloads_settings_records_and_reports_need_no_torch() -> None:
     code = (
         "import sys\n"
-        "import drafter.bench.prompt_sets, drafter.cli.bench, drafter.bench.settings, drafter.bench.records\n"
+        "import drafter.bench.workload, drafter.cli.bench, drafter.bench.settings, drafter.bench.results\n"
         "import drafter.bench.report, drafter.bench.load\n"
         "assert not {'torch', 'matplotlib', 'datasets', 'transformers'} & set(sys.modules)"
     )

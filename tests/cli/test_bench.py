@@ -94,8 +94,8 @@ def test_what_cannot_be_is_refused_in_one_line(
 
 
 def test_a_report_of_pictures_needs_no_target(tmp_path: Path) -> None:
-    from drafter.bench.records import append_record
+    from drafter.bench.results import append_result
 
-    append_record(tmp_path / "r.jsonl", synthetic_run("lookup", rate=2.0, tokens_per_step=1.1))
+    append_result(tmp_path / "r.jsonl", synthetic_run("lookup", rate=2.0, tokens_per_step=1.1))
     assert main(["bench", "report", str(tmp_path / "r.jsonl"), "--out", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "report.md").read_text().startswith("# Benchmark results")

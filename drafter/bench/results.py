@@ -1,20 +1,169 @@
-"""From records to figures: rounds become medians, and every method is set beside plain decoding. No torch here."""
+"""Results files (JSON lines) and their summaries: medians over rounds, ratios over plain decoding. No torch here."""
 
-from collections.abc import Iterable, Sequence
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
+from statistics import median
 from typing import Any, NamedTuple
 
-from drafter.bench.figures import median, survival
 from drafter.bench.methods import BASELINE, NATIVE_BASELINES, PEER_BASELINE, parse_method
-from drafter.bench.records import Record
 from drafter.engine.config import EngineConfig
+from drafter.utils.io import append, is_stream
+from drafter.utils.parse import parse_json
+
+SCHEMA = "drafter-bench/1"
+BenchRecord = dict[str, Any]
+_BEGINNING = json.dumps({"schema": SCHEMA})[:-1].encode()  # of every line that :func:`append_result` writes
+
+# What a record of each kind cannot be without.
+_KEYS = {
+    "run": (
+        "run_id", "round", "method", "prompts", "batch_size", "temperature", "max_new_tokens", "target", "seconds",
+        "num_tokens", "num_forwards", "acceptance", "by_category", "first_token_seconds", "latency_seconds",
+        "peak_memory_bytes", "identical", "machine", "versions", "git_revision", "date",
+    ),
+    "load": (
+        "run_id", "url", "model", "prompts", "concurrency", "rate", "seconds", "num_requests", "num_failed",
+        "num_tokens", "first_token_seconds", "token_seconds", "latency_seconds", "machine", "versions", "date",
+    ),
+}  # fmt: skip
 
 
-class Corner(NamedTuple):
+def run_id(identity: Mapping[str, Any]) -> str:
+    """A name for everything that makes a run what it is; runs of the same name are not repeated."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def append_result(path: Path, record: BenchRecord) -> None:
+    """Add a line to a results file, complete on disk before this returns."""
+    append(path, json.dumps({"schema": SCHEMA, **record}, ensure_ascii=False) + "\n")
+
+
+def read_results(paths: Iterable[Path]) -> list[BenchRecord]:
+    """All records of results files.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a broken line, another schema, a record that lacks a key, or no records at all; with file and line.
+    """
+    records = []
+    for path in paths:
+        found = _parse_lines(path.read_bytes(), path)
+        if not found:
+            raise ValueError(f"{path} holds no results")
+        records += found
+    return records
+
+
+def resume_results(path: Path) -> list[BenchRecord]:
+    """What an earlier, perhaps interrupted, run left in a results file, made ready to be appended to.
+
+    A last line of ours that was cut in the middle is removed; one that lacks its line feed only is given it.
+
+    Raises:
+        ValueError: the file holds something else, as of :func:`read_results`; it is left as it is.
+    """
+    if not path.exists() or is_stream(path):
+        return []
+    whole, newline, rest = path.read_bytes().rpartition(b"\n")
+    records = _parse_lines(whole, path)  # before anything is cut: what is not ours is not ours to mend
+    if not rest.strip():
+        return records
+    if not (rest.startswith(_BEGINNING) or _BEGINNING.startswith(rest)):
+        raise ValueError(
+            f"{path}: the last line has no line feed and is not the beginning of a benchmark result of schema "
+            f"{SCHEMA!r}: give another file, or remove that line"
+        )
+    if not _is_json(rest):
+        # The writer died within a line: only whole lines are results.
+        with path.open("rb+") as stream:
+            stream.truncate(len(whole) + len(newline))
+        return records
+    records += _parse_lines(rest, path, whole.count(b"\n") + len(newline) + 1)
+    with path.open("ab") as stream:
+        stream.write(b"\n")
+    return records
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        parse_json(data, "")
+    except ValueError:
+        return False
+    return True
+
+
+def _parse_lines(data: bytes, path: Path, first: int = 1) -> list[BenchRecord]:
+    """The records of a file's bytes; ``first`` is the number of the first line."""
+    try:
+        lines = data.decode().split("\n")  # a line separator within a string is no line's end
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason}, byte {error.start})") from error
+    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, first) if line.strip()]
+
+
+def _parse(line: str, where: str) -> BenchRecord:
+    record = parse_json(line.encode(), where)
+    schema = record.get("schema") if isinstance(record, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(f"{where}: not a benchmark result of schema {SCHEMA!r} but of {schema!r}")
+    kind = record.get("kind")
+    if not isinstance(kind, str) or kind not in _KEYS:
+        raise ValueError(f"{where}: kind is {kind!r} but must be one of {', '.join(_KEYS)}")
+    missing = [key for key in _KEYS[kind] if key not in record]
+    if missing:
+        raise ValueError(f"{where}: the record lacks {', '.join(missing)}")
+    return record
+
+
+# -- Statistics of one run ---
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    """The smallest value that ``share`` of all values do not exceed (nearest rank); 0.0 of none.
+
+    The 0.5-quantile of 1, 2, 3, 4 is 2, the 0.95-quantile is 4.
+    """
+    ordered = sorted(values)
+    if not ordered:
+        return 0.0
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, 95th and 99th percentile, as records hold them."""
+    return {
+        "median": round(median(values), 6) if values else 0.0,
+        "p95": round(quantile(values, 0.95), 6),
+        "p99": round(quantile(values, 0.99), 6),
+    }
+
+
+def histogram(values: Iterable[int]) -> list[int]:
+    """Entry k counts the values k: 0, 2, 2 -> [1, 0, 2]."""
+    counts: list[int] = []
+    for value in values:
+        counts += [0] * (value + 1 - len(counts))
+        counts[value] += 1
+    return counts
+
+
+def survival(counts: Sequence[int]) -> list[float]:
+    """Share of values that are at least 1, at least 2, ...: [1, 0, 2] -> [2/3, 2/3]."""
+    total = sum(counts)
+    return [sum(counts[depth:]) / total for depth in range(1, len(counts))] if total else []
+
+
+# -- Summaries over rounds ---
+
+
+class Condition(NamedTuple):
     """What the methods of one table have in common.
 
-    ``seed`` is None in the corners of results that all have the same: it tells nothing apart there.
+    ``seed`` is None in the conditions of results that all have the same: it tells nothing apart there.
     """
 
     target: str
@@ -60,7 +209,7 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """One method in one corner.
+    """One method in one condition.
 
     Attributes:
         label: the method, with its drafter's name where results hold several, and what else tells its files apart.
@@ -103,24 +252,24 @@ class Summary:
     size: Size | None
 
 
-Tables = dict[Corner, list[Summary]]
+Tables = dict[Condition, list[Summary]]
 
 
-def summarise(records: Iterable[Record]) -> Tables:
-    """Summaries of all runs, corners and methods in order of first appearance."""
+def summarise(records: Iterable[BenchRecord]) -> Tables:
+    """Summaries of all runs, conditions and methods in order of first appearance."""
     runs = [record for record in records if record["kind"] == "run"]
     labels = _labels(runs)
     has_seeds = len({record.get("seed") for record in runs}) > 1
-    by_corner: dict[Corner, dict[str, list[Record]]] = {}
+    by_condition: dict[Condition, dict[str, list[BenchRecord]]] = {}
     for record, label in zip(runs, labels, strict=True):
-        by_corner.setdefault(_corner_of(record, has_seeds), {}).setdefault(label, []).append(record)
+        by_condition.setdefault(_condition_of(record, has_seeds), {}).setdefault(label, []).append(record)
     return {
-        corner: [_summarise(label, rounds, methods) for label, rounds in methods.items()]
-        for corner, methods in by_corner.items()
+        condition: [_summarise(label, rounds, methods) for label, rounds in methods.items()]
+        for condition, methods in by_condition.items()
     }
 
 
-def short_name(path: str) -> str:
+def last_part(path: str) -> str:
     """The last part of a folder's or model's name."""
     return path.rstrip("/").rpartition("/")[2]
 
@@ -144,7 +293,7 @@ def distinct_names(paths: Iterable[str]) -> dict[PurePosixPath, str]:
     }
 
 
-def _labels(runs: Sequence[Record]) -> list[str]:
+def _labels(runs: Sequence[BenchRecord]) -> list[str]:
     """What to call each run's method, so that runs of the same name are repetitions of each other."""
     names = distinct_names(record["drafter"] for record in runs if record.get("drafter"))
     weights: dict[PurePosixPath, set[str | None]] = {}
@@ -169,7 +318,7 @@ def _labels(runs: Sequence[Record]) -> list[str]:
     return labels
 
 
-def _files_of(record: Record) -> tuple[PurePosixPath, str | None, str | None]:
+def _files_of(record: BenchRecord) -> tuple[PurePosixPath, str | None, str | None]:
     """Where the drafter lay, its weights, and the plan that a tuned method went by; older results lack the latter."""
     path = PurePosixPath(record["drafter"])
     return path, record.get("drafter_fingerprint"), record.get("tuned_digest")
@@ -179,10 +328,10 @@ def _short(digest: str | None) -> str:
     return "unknown" if digest is None else digest[:8]
 
 
-def _corner_of(record: Record, has_seeds: bool) -> Corner:
+def _condition_of(record: BenchRecord, has_seeds: bool) -> Condition:
     target, prompts = record["target"], record["prompts"]
-    return Corner(
-        short_name(target["name"]),
+    return Condition(
+        last_part(target["name"]),
         target["dtype"],
         target["num_parameters"],
         record["device"],
@@ -198,7 +347,7 @@ def _corner_of(record: Record, has_seeds: bool) -> Corner:
     )
 
 
-def _summarise(label: str, rounds: list[Record], methods: dict[str, list[Record]]) -> Summary:
+def _summarise(label: str, rounds: list[BenchRecord], methods: dict[str, list[BenchRecord]]) -> Summary:
     spec = parse_method(rounds[0]["method"])
     llama_cpp = next((methods[label] for label in NATIVE_BASELINES if label in methods), [])
     is_compiled = bool(rounds[0].get("compile"))
@@ -234,14 +383,14 @@ def _rate(sums: dict[str, Any]) -> float:
     return sums["num_tokens"] / sums["seconds"] if sums["seconds"] else 0.0
 
 
-def _speedup(rounds: list[Record], baseline: list[Record]) -> Span | None:
+def _speedup(rounds: list[BenchRecord], baseline: list[BenchRecord]) -> Span | None:
     """Ratios of runs of the same round: a machine that slows down does so for both."""
     slow = {record["round"]: _rate(record) for record in baseline}
     ratios = [_rate(record) / slow[record["round"]] for record in rounds if slow.get(record["round"])]
     return Span.of(ratios) if ratios else None
 
 
-def _category_speedups(rounds: list[Record], baseline: list[Record]) -> dict[str, float]:
+def _category_speedups(rounds: list[BenchRecord], baseline: list[BenchRecord]) -> dict[str, float]:
     slow = {record["round"]: record["by_category"] for record in baseline}
     found = {}
     for category in rounds[0]["by_category"]:
@@ -256,7 +405,7 @@ def _category_speedups(rounds: list[Record], baseline: list[Record]) -> dict[str
     return found
 
 
-def _category_tokens_per_step(rounds: list[Record]) -> dict[str, float]:
+def _category_tokens_per_step(rounds: list[BenchRecord]) -> dict[str, float]:
     found = {}
     for category in rounds[0]["by_category"]:
         sums = [record["by_category"][category] for record in rounds]
@@ -266,7 +415,7 @@ def _category_tokens_per_step(rounds: list[Record]) -> dict[str, float]:
     return found
 
 
-def _size_of(record: Record) -> Size | None:
+def _size_of(record: BenchRecord) -> Size | None:
     spec = parse_method(record["method"])
     if spec.name != "redrafter" or spec.is_tuned or "final-beams" in spec.words:
         return None

@@ -1,6 +1,6 @@
-"""Contestants: whoever answers the prompts of a benchmark, behind one small interface; ours is the engine.
+"""Backends answer the prompts of a benchmark behind one interface; the first is our engine.
 
-The clock of a contestant runs from token ids to token ids: no tokenizer is timed.
+The clock of a backend runs from token ids to token ids: no tokenizer is timed.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,15 +11,15 @@ from drafter.engine.engine import Engine
 from drafter.engine.request import Request
 
 
-class Answer(NamedTuple):
-    """What came of one prompt.
+class TimedAnswer(NamedTuple):
+    """The answer to one prompt, with its times and counts.
 
     Attributes:
         token_ids: generated tokens, a produced stop token included.
         seconds: from the start of its prefill until the caller has it.
         first_token_seconds: from the start of its prefill to its first token.
-        num_forwards: forwards of the target that gave tokens; None where nobody can count them.
-        num_accepted: drafted tokens kept by each of these forwards; None where nobody knows.
+        num_forwards: target forwards that produced tokens; None where the backend reports none.
+        num_accepted: draft tokens accepted by each of these forwards; None where the backend reports none.
     """
 
     token_ids: list[int]
@@ -29,35 +29,45 @@ class Answer(NamedTuple):
     num_accepted: list[int] | None
 
 
-class Contestant(Protocol):
+class AnsweredTurn(NamedTuple):
+    """One turn of a conversation: the prompt with everything before it, and its answer."""
+
+    prompt_ids: list[int]
+    answer: TimedAnswer
+
+
+Transcript = list[list[AnsweredTurn]]  # conversation by conversation, turn by turn
+
+
+class Backend(Protocol):
     """One method at one batch size."""
 
     @property
     def process_id(self) -> int | None:
-        """The process that decodes; None is this one."""
+        """Id of the process that decodes; None is the benchmark's own process."""
         ...
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free what the backend holds: memory, processes."""
         ...
 
     def reserve(self, num_tokens: int) -> None:
-        """Make ready for prompts and answers of so many tokens together, before any clock runs."""
+        """Allocate room for a prompt and its answer of ``num_tokens`` together. Not timed."""
         ...
 
     def forget(self) -> None:
-        """Be as if nothing had been answered yet; only between runs."""
+        """Drop everything learnt from earlier answers. Called between runs."""
         ...
 
     def answer(
         self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], None]
-    ) -> list[Answer]:
-        """Answer all prompts; ``on_answer`` is called for each that is finished."""
+    ) -> list[TimedAnswer]:
+        """Answers in the order of the prompts; ``on_answer`` is called once for each finished answer."""
         ...
 
 
-class EngineContestant:
-    """Our engine; finished rows are taken by the next prompt at once."""
+class EngineBackend:
+    """The package's engine. The next prompt takes a finished row at once."""
 
     process_id = None
 
@@ -73,13 +83,13 @@ class EngineContestant:
         self.engine.reserve(longest + self.engine.proposer.num_nodes)
 
     def forget(self) -> None:
-        """What was learnt from earlier answers goes; the cache and what is compiled stay."""
+        """Drop what proposers learnt from earlier answers; the cache and compiled steps stay."""
         self.engine.forget()
 
     def answer(
         self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], None]
-    ) -> list[Answer]:
-        """Answer all prompts (see :class:`Contestant`)."""
+    ) -> list[TimedAnswer]:
+        """Answer all prompts (see :class:`Backend`)."""
         requests = [self.engine.add(prompt, params, want_text=False) for prompt in prompts]
         while self.engine.has_work:
             for update in self.engine.step():
@@ -88,9 +98,9 @@ class EngineContestant:
         return [_answer_of(request) for request in requests]
 
 
-def _answer_of(request: Request) -> Answer:
+def _answer_of(request: Request) -> TimedAnswer:
     assert request.started is not None and request.first_token is not None
-    return Answer(
+    return TimedAnswer(
         request.token_ids,
         request.seconds,
         request.first_token - request.started,

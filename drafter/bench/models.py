@@ -1,12 +1,11 @@
-"""The arena: models loaded once, contestants made for one batch size at a time, conversations held with them."""
+"""The models of a benchmark: they make its backends and hold its conversations."""
 
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from drafter.bench.compare import Transcript, Turn
-from drafter.bench.contest import Contestant, EngineContestant
+from drafter.bench.backends import AnsweredTurn, Backend, EngineBackend, Transcript
 from drafter.bench.methods import MethodSpec
 from drafter.bench.workload import Item, Workload
 from drafter.decoding.params import SamplingParams
@@ -19,7 +18,7 @@ from drafter.targets.target import Target
 _TEMPLATE_TOKENS = 64  # of a chat template, per turn, at most
 
 
-class Arena(NamedTuple):
+class BenchModels(NamedTuple):
     """The models of a benchmark.
 
     Attributes:
@@ -28,8 +27,8 @@ class Arena(NamedTuple):
         drafter_name: what the results call it.
         draft_model: for methods that need one.
         tuned: file for tuned methods; None is the one beside the drafter.
-        compile: compile our own engine's step; None: on CUDA only.
-        peer_target: what transformers' own methods run on; None: ``target``.
+        compile: compile the engine's step; None compiles on CUDA only.
+        peer_target: the target of transformers' methods; None is ``target``.
     """
 
     target: Target
@@ -40,8 +39,8 @@ class Arena(NamedTuple):
     compile: bool | None = None
     peer_target: Target | None = None
 
-    def contestant(self, spec: MethodSpec, batch_size: int) -> Contestant:
-        """One method, ready to answer ``batch_size`` prompts at a time.
+    def backend(self, spec: MethodSpec, batch_size: int) -> Backend:
+        """A backend for one method that answers ``batch_size`` prompts at a time.
 
         Raises:
             ValueError: a tuned method without its file, or what the engine refuses.
@@ -51,17 +50,17 @@ class Arena(NamedTuple):
 
             return NativeBackend(self.target, spec, batch_size)
         if spec.is_peer:
-            from drafter.bench.peers import GenerateContestant
+            from drafter.bench.peers import TransformersBackend
 
-            return GenerateContestant(
+            return TransformersBackend(
                 self.peer_target or self.target, spec, batch_size, self.draft_model if spec.needs_draft_model else None
             )
         drafter = self.drafter if spec.needs_drafter else None
         engine = Engine(self.target, drafter, self.engine_config(spec, batch_size), draft_model=self.draft_model)
-        return EngineContestant(engine)
+        return EngineBackend(engine)
 
     def engine_config(self, spec: MethodSpec, batch_size: int) -> EngineConfig:
-        """Settings of our engine for one method; what the method's options leave open is that of :func:`choose`."""
+        """Settings of the engine for one method; :func:`choose` fills what the method's options leave open."""
         tuned = self.tuned_file(spec) if spec.is_tuned else NO_FILE
         given = {**spec.fields, "max_rows": batch_size, "compile": self.compile}
         drafter = self.drafter if spec.needs_drafter else None
@@ -69,10 +68,10 @@ class Arena(NamedTuple):
         return choose(self.target, drafter, draft_model=draft_model, given=given, tuned=tuned).config
 
     def tuned_file(self, spec: MethodSpec) -> str:
-        """The file that a tuned method goes by; whether it sizes that method is the engine's to say.
+        """Path of the measured sizes for a tuned method. The engine checks whether the file sizes the method.
 
         Raises:
-            ValueError: there is none.
+            ValueError: no such file.
         """
         path = Path(self.tuned) if self.tuned is not None else tuned_path(self.drafter_name)
         if not path.is_file():
@@ -88,7 +87,7 @@ class Arena(NamedTuple):
         return self.target.encode_chat(item.messages(answers))
 
     def longest(self, workload: Workload, max_new_tokens: int) -> int:
-        """Tokens that the longest conversation may come to, its last answer included."""
+        """Upper bound of the tokens of the longest conversation, its last answer included."""
         lengths = []
         for item in workload.items:
             first = len(self.encode(item, []))
@@ -97,11 +96,12 @@ class Arena(NamedTuple):
         return min(max(lengths), self.target.max_length)
 
     def converse(
-        self, contestant: Contestant, workload: Workload, params: SamplingParams, on_answer: Callable[[], None]
+        self, backend: Backend, workload: Workload, params: SamplingParams, on_answer: Callable[[], None]
     ) -> "Conversations":
-        """Hold all conversations, all first turns first; each later turn follows the contestant's own answers.
+        """Transcripts of all conversations and the seconds that they took.
 
-        The clock runs while the contestant answers, not while text is encoded or decoded.
+        All first turns come first; a later turn follows the backend's own answers. The clock runs while the backend
+        answers, not while text is encoded or decoded.
         """
         transcript: Transcript = [[] for _ in workload.items]
         texts: list[list[str]] = [[] for _ in workload.items]
@@ -110,17 +110,17 @@ class Arena(NamedTuple):
             asked = [index for index, item in enumerate(workload.items) if len(item.turns) > turn]
             prompts = [self.encode(workload.items[index], texts[index]) for index in asked]
             start = time.perf_counter()
-            answers = contestant.answer(prompts, params, on_answer)
+            answers = backend.answer(prompts, params, on_answer)
             seconds += time.perf_counter() - start
             for index, prompt, answer in zip(asked, prompts, answers, strict=True):
-                transcript[index].append(Turn(prompt, answer))
+                transcript[index].append(AnsweredTurn(prompt, answer))
                 if turn + 1 < len(workload.items[index].turns):
                     texts[index].append(self.target.decode(answer.token_ids))
         return Conversations(transcript, seconds)
 
 
 class Conversations(NamedTuple):
-    """What a contestant said, and the seconds it took for all of it."""
+    """Transcripts of all conversations, and the seconds of all answers together."""
 
     transcript: Transcript
     seconds: float
