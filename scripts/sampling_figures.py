@@ -9,6 +9,7 @@ target's distribution. One thread; the rows of an earlier run are replaced.
 
 import json
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -40,6 +41,7 @@ FILTERS = {
 
 
 def main() -> None:
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     settings = {"nodes": NUM_NODES, "noise positions": NUM_POSITIONS, "threads": 1}
     record = run_record(seed=0, settings=settings, argv=[Path(__file__).name])

@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from scipy import stats
 
 from drafter.decoding import sampling
 from drafter.decoding.sampling import gumbel_noise, mix64, random_bits, uniform_noise
@@ -104,6 +103,8 @@ def test_integer_types_of_the_arguments_do_not_matter():
 )
 def test_uniformity(name, sample):
     """Kolmogorov-Smirnov along each axis of the key, and the low bits of the words by chi-square."""
+    from scipy import stats
+
     values = sample().flatten()
     assert stats.kstest(values.numpy(), "uniform").pvalue > ALPHA, name
     low = (values * 2.0**52).long() & 255
@@ -123,6 +124,8 @@ PAIRS = {
 @pytest.mark.parametrize("name", PAIRS)
 def test_pairs_are_independent(name):
     """Chi-square of pairs in a 16 x 16 table, over 2^17 keys; each pair of keys differs in what the name says."""
+    from scipy import stats
+
     grid = uniforms_BTM(list(range(33)), [list(range(65))] * 33, 33 + 62)
     (seed_0, position_0, token_0), (seed_1, position_1, token_1) = PAIRS[name]
     first = grid[seed_0 : seed_0 + 32, position_0 : position_0 + 64, token_0 : token_0 + 62]
@@ -163,6 +166,8 @@ def test_every_input_bit_flips_half_of_the_output_bits():
 
 
 def test_noise_is_gumbel():
+    from scipy import stats
+
     noise = gumbel_noise(torch.tensor([123]), torch.tensor([[0, 1]]), torch.arange(1 << 16)).flatten().double()
     assert stats.kstest(noise.numpy(), "gumbel_r").pvalue > ALPHA
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.02)
@@ -170,11 +175,15 @@ def test_noise_is_gumbel():
 
 def test_the_largest_noise_reaches_as_far_as_it_should():
     """Maxima of 4096 Gumbel numbers minus log 4096 are Gumbel again: the tail that decides picks is right."""
+    from scipy import stats
+
     maxima = gumbel_noise(torch.tensor([9]), torch.arange(2000)[None], torch.arange(4096)).amax(-1).flatten()
     assert stats.kstest(maxima.double().numpy() - math.log(4096), "gumbel_r").pvalue > ALPHA
 
 
 def test_uniform_noise_is_uniform_and_keyed():
+    from scipy import stats
+
     seed_B, position_BT = torch.arange(400), torch.arange(250).expand(400, 250)
     values = uniform_noise(seed_B, position_BT, stream=sampling.STREAM_ACCEPT)
     assert values.dtype == torch.float32 and values.shape == (400, 250)
