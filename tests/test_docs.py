@@ -1,0 +1,104 @@
+"""README and docs: every command line parses, every link and every path leads somewhere."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from drafter.cli.main import COMMANDS, load_command, main, options_class
+from drafter.utils.options import options_of, read_options
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_ANYWHERE = {"--config", "--print_config", "--help", "--help-all"}
+
+
+def prose_and_blocks(page: Path) -> tuple[str, list[str]]:
+    """The text outside of code blocks, and the lines of the blocks, fenced or indented."""
+    parts = re.split(r"^```\w*\n(.*?)^```$", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    prose, lines = "".join(parts[::2]), [line for block in parts[1::2] for line in block.splitlines()]
+    lines += [line.strip() for line in prose.splitlines() if line.startswith("    ")]
+    return prose, lines
+
+
+def command_lines(page: Path) -> list[str]:
+    """Whole command lines: the lines of code blocks that begin with `drafter`."""
+    return [line.split("  #")[0].strip() for line in prose_and_blocks(page)[1] if re.match("drafter [a-z]", line)]
+
+
+def command_mentions(page: Path) -> list[str]:
+    """Commands in running text, such as `drafter train --help-all`; they may lack required flags."""
+    return [" ".join(found.split()) for found in re.findall(r"`(drafter [a-z][^`]*)`", prose_and_blocks(page)[0])]
+
+
+def name_and_rest(words: list[str]) -> tuple[str, list[str]]:
+    name = next((name for name in (" ".join(words[1:3]), words[1]) if name in COMMANDS), None)
+    assert name is not None, f"no such command: {' '.join(words)}"
+    return name, words[1 + len(name.split()) :]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_command_lines_parse(
+    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(ROOT)
+    for line in command_lines(page):
+        name, rest = name_and_rest(shlex.split(line))
+        if "--help-all" in rest:
+            continue
+        kind = options_class(load_command(name))
+        if kind is None:  # the training command reads its words itself
+            assert main([*name.split(), *rest, "--print_config"]) == 0, (line, capsys.readouterr().err)
+        else:
+            assert read_options(kind, rest, f"drafter {name}") is not None, line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_mentioned_commands_and_flags_exist(page: Path) -> None:
+    for mention in command_mentions(page):
+        name, rest = name_and_rest(mention.split())
+        kind = options_class(load_command(name))
+        flags = {word.split("=")[0] for word in rest if word.startswith("--")} - _ANYWHERE
+        if kind is None:
+            help_text = "--wandb --ckpt_path"
+            unknown = {flag for flag in flags if "." not in flag and flag not in help_text}
+        else:
+            known = {option.flag for option in options_of(kind).values()}
+            unknown = flags - known - {f"--no-{flag[2:]}" for flag in known}
+        assert not unknown, f"{page.name}: `{mention}`"
+
+
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith(("http:", "https:", "mailto:")):
+            continue
+        name, _, anchor = link.partition("#")
+        goal = (page.parent / name).resolve() if name else page
+        assert goal.exists(), f"{page.name}: {link}"
+        if anchor:
+            assert anchor in anchors(goal), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_files_exist(page: Path) -> None:
+    """Paths of the repository in backticks or code, such as `configs/train/x.yaml`."""
+    found = re.findall(r"(?<![\w/.-])((?:configs|scripts|drafter|tests|docs)/[\w./-]*\w)", page.read_text())
+    missing = {name for name in found if not (ROOT / name).exists() and not (ROOT / "docs" / name).exists()}
+    assert not missing, f"{page.name}: {sorted(missing)}"
+
+
+def test_the_checks_see_commands_and_links() -> None:
+    assert sum(len(command_lines(page)) for page in PAGES) > 20
+    assert sum(len(command_mentions(page)) for page in PAGES) > 20
+    assert "4-reading-the-validation" in anchors(ROOT / "docs" / "train-your-own.md")
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
