@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 
 from tqdm import tqdm
@@ -42,6 +42,8 @@ class Engine:
         drafter: a trained drafter; needed for ``method="redrafter"``.
         config: settings; None: the defaults of :func:`drafter.engine.defaults.choose`.
         draft_model: a smaller model of the same tokenizer; needed for ``method="draft-model"``.
+        proposer: drafts instead of the proposer of ``config.method``.
+        on_part: called with the name of each part of a step when the part is done; for measurements.
 
     Raises:
         ValueError: the method lacks what it needs, or the drafter belongs to another target.
@@ -54,6 +56,8 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         draft_model: Target | None = None,
+        proposer: Proposer | None = None,
+        on_part: Callable[[str], None] | None = None,
     ) -> None:
         self.target = target
         if config is None:
@@ -63,7 +67,9 @@ class Engine:
         self.compiler = compiler = Compiler(target.device, is_on=is_compiled(self.config.compile, target.device))
         self._sized: SizedProposers | None = None
         self._memory = new_memory(target, drafter) if self.config.method in LEARNING_METHODS else None
-        if self.config.tuned is None:
+        if proposer is not None:
+            self.proposer = proposer
+        elif self.config.tuned is None:
             self.proposer = make_proposer(
                 self.config,
                 target,
@@ -76,6 +82,7 @@ class Engine:
         else:
             self._sized = SizedProposers(self.config, target, drafter, compiler, self._memory)
             self.proposer = self._sized.largest
+        self._on_part = on_part
         self._contexts = contexts_of(self.config, target, drafter)
         self._models = [target] if draft_model is None else [target, draft_model]
         self._scheduler = Scheduler(self.config.max_rows)
@@ -203,6 +210,7 @@ class Engine:
             is_rejection=self.config.verify == "rejection",
             compiler=self.compiler,
             exact_attention=self.config.exact_attention,
+            on_part=self._on_part,
         )
         self.proposer.reserve(self.config.max_rows, num_slots)
         others = self._sized.proposers if self._sized is not None else ()

@@ -4,7 +4,7 @@ Shapes: B rows of a step · T tokens of a prefill chunk · N tree nodes · L dra
 C context size · S slots of a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -66,6 +66,7 @@ class Runner:
         is_rejection: verify by the two-model rule instead of keyed noise.
         compiler: compiles the parts of a step; None leaves them as they are.
         exact_attention: the target's attention is computed in float64.
+        on_part: called with the name of each part of a step when the part is done; for measurements.
     """
 
     def __init__(
@@ -78,12 +79,14 @@ class Runner:
         is_rejection: bool = False,
         compiler: Compiler | None = None,
         exact_attention: bool = False,
+        on_part: Callable[[str], None] | None = None,
     ) -> None:
         self.target = target
         self.num_rows = num_rows
         self.num_slots = num_slots
         self._contexts = contexts = contexts or Contexts((), target.hidden_size)
         self._is_rejection = is_rejection
+        self._on_part = on_part or _ignore
         device = target.device
         target.fold_attention()
         self.cache = target.new_cache(num_rows, num_slots, exact_attention=exact_attention)
@@ -203,6 +206,7 @@ class Runner:
             Tokens, and what was asked for.
         """
         self._compiler.begin_step()
+        self._on_part("begin")
         num_rows = len(is_active)
         warp = self._warp(num_rows)
         rows = self._row_state(
@@ -213,8 +217,11 @@ class Runner:
         candidates = proposer.propose(rows, noise_BLV)
         if wants is not None and wants.plain_rows:
             candidates = self._without_drafts(candidates, wants.plain_rows)
+        self._on_part("propose")
         accepted, outcome, context_BNC = self._verify(rows, candidates, noise_BLV, proposer.max_depth)
+        self._on_part("accept")
         proposer.observe(rows, outcome)
+        self._on_part("observe")
         emitted_BL = accepted.emitted(candidates)
         counted_BL = torch.cat([accepted.num_accepted_B[:, None] + 1, emitted_BL], dim=1)
         logprobs: dict[int, list[TokenLogprob]] = {}
@@ -227,7 +234,10 @@ class Runner:
         if self._contexts.read is not None:
             context_BNC = self._read_path(rows, candidates.token_BN, accepted, context_BNC)
         self._commit(*accepted, emitted_BL, context_BNC, rows.is_active_B)
-        return StepResult(self._hand_out(counted_BL, is_active), logprobs, trees)
+        self._on_part("commit")
+        emitted = self._hand_out(counted_BL, is_active)
+        self._on_part("hand out")
+        return StepResult(emitted, logprobs, trees)
 
     def _read_path(self, rows: RowState, token_BN: Tensor, accepted: Accepted, hidden_BNH: Tensor) -> Tensor:
         """The context after the accepted path, at every node [B, N, C]: a memory reads the path's tokens in turn."""
@@ -302,6 +312,7 @@ class Runner:
         logits_BNV, context_BNC = self._forward_tree(
             candidates.token_BN, candidates.depth_BN, ancestor_BNN, rows.length_B, rows.is_active_B, slot_S
         )
+        self._on_part("forward")
         if self._is_rejection:
             log_p_BNV = warped_log_probs(logits_BNV, rows.warp)
             noise_BNV = self._noise(rows, candidates.token_BN.shape[1] - 1, stream=STREAM_RESIDUAL)
@@ -375,6 +386,10 @@ class Runner:
         self._context_BC[:num_rows] = context_BC
         self._root_B[:num_rows] = root_B
         self._length_B[:num_rows] = length_B
+
+
+def _ignore(part: str) -> None:
+    """The default of ``on_part``."""
 
 
 def _accept(
