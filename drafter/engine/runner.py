@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from drafter.decoding import host
 from drafter.decoding.compile import Compiler
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Contexts, Proposer, RowState, StepOutcome
@@ -223,7 +224,6 @@ class Runner:
         proposer.observe(rows, outcome)
         self._on_part("observe")
         emitted_BL = accepted.emitted(candidates)
-        counted_BL = torch.cat([accepted.num_accepted_B[:, None] + 1, emitted_BL], dim=1)
         logprobs: dict[int, list[TokenLogprob]] = {}
         trees: dict[int, StepTree] = {}
         if wants is not None and wants.logprob_rows:
@@ -233,9 +233,14 @@ class Runner:
             trees = read_trees(candidates, accepted, wants.tree_rows)
         if self._contexts.read is not None:
             context_BNC = self._read_path(rows, candidates.token_BN, accepted, context_BNC)
-        self._commit(*accepted, emitted_BL, context_BNC, rows.is_active_B)
-        self._on_part("commit")
-        emitted = self._hand_out(counted_BL, is_active)
+        if host.is_few(rows.root_B):
+            emitted = self._commit_few(accepted, emitted_BL.tolist(), context_BNC, is_active)
+            self._on_part("commit")
+        else:
+            counted_BL = torch.cat([accepted.num_accepted_B[:, None] + 1, emitted_BL], dim=1)
+            self._commit(*accepted, emitted_BL, context_BNC, rows.is_active_B)
+            self._on_part("commit")
+            emitted = self._hand_out(counted_BL, is_active)
         self._on_part("hand out")
         return StepResult(emitted, logprobs, trees)
 
@@ -307,7 +312,11 @@ class Runner:
         self, rows: RowState, candidates: Candidates, noise_BLV: Tensor | None, max_depth: int
     ) -> tuple[Accepted, StepOutcome, Tensor]:
         """The target's forward over the trees, and what it accepts."""
-        ancestor_BNN = self._ancestors(candidates.parent_BN, max_depth)
+        is_few = host.is_few(rows.root_B)
+        if is_few:
+            ancestor_BNN = host.ancestors(candidates.parent_BN.tolist())
+        else:
+            ancestor_BNN = self._ancestors(candidates.parent_BN, max_depth)
         slot_S = self._slot_S[: rows.num_visible]
         logits_BNV, context_BNC = self._forward_tree(
             candidates.token_BN, candidates.depth_BN, ancestor_BNN, rows.length_B, rows.is_active_B, slot_S
@@ -322,7 +331,10 @@ class Runner:
         else:
             # Never compiled: the filters that rows may combine are many, and the noise is to have the same bits always.
             pick_BN = pick(logits_BNV, _by_depth(noise_BLV, candidates), rows.warp)
-            accepted = self._accept(*candidates[:4], pick_BN, ancestor_BNN, max_depth)
+            if is_few:
+                accepted = _walk(candidates, pick_BN, max_depth)
+            else:
+                accepted = self._accept(*candidates[:4], pick_BN, ancestor_BNN, max_depth)
         outcome = StepOutcome(candidates, logits_BNV, pick_BN, *accepted)
         return accepted, outcome, context_BNC
 
@@ -353,6 +365,41 @@ class Runner:
             context_layers=self._contexts.layers,
         )
         return TargetOutput(self.target.logits(output.hidden_BTD), output.context_BTC)
+
+    def _commit_few(
+        self, accepted: Accepted, emitted: list[list[int]], context_BNC: Tensor, is_active: Sequence[bool]
+    ) -> list[list[int]]:
+        """:meth:`_commit_rows` for a few rows on a CPU; returns the emitted tokens of each row."""
+        lengths = self._length_B[: len(is_active)].tolist()
+        paths = [
+            path[: count + 1] if active else [0]
+            for path, count, active in zip(
+                accepted.path_BL.tolist(), accepted.num_accepted_B.tolist(), is_active, strict=True
+            )
+        ]
+        # Accepted nodes that already follow each other stay where they are.
+        moves = [
+            [(length + node, length + depth) for depth, node in enumerate(path) if node != depth]
+            for path, length in zip(paths, lengths, strict=True)
+        ]
+        most = max(map(len, moves))
+        if most:
+            padded = torch.tensor([[*row, *[(0, 0)] * (most - len(row))] for row in moves])
+            self.cache.move_slots(padded[:, :, 0], padded[:, :, 1])
+        kept = [
+            tokens[: len(path)] if active else []
+            for tokens, path, active in zip(emitted, paths, is_active, strict=True)
+        ]
+        contexts = [context_BNC[row, path[-1]] for row, path in enumerate(paths)]
+        # No allocation can fail from here on: a step that ran out of memory changed nothing.
+        history_BS, root_B, length_B = self._history_BS.numpy(), self._root_B.numpy(), self._length_B.numpy()
+        for row, tokens in enumerate(kept):
+            if tokens:
+                self._context_BC[row] = contexts[row]
+                history_BS[row, lengths[row] + 1 : lengths[row] + 1 + len(tokens)] = tokens
+                root_B[row] = tokens[-1]
+                length_B[row] += len(tokens)
+        return kept
 
     def _commit_rows(
         self,
@@ -386,6 +433,16 @@ class Runner:
         self._context_BC[:num_rows] = context_BC
         self._root_B[:num_rows] = root_B
         self._length_B[:num_rows] = length_B
+
+
+def _walk(candidates: Candidates, pick_BN: Tensor, max_depth: int) -> Accepted:
+    """:func:`accept_picks` for a few rows on a CPU."""
+    columns = candidates.token_BN, candidates.parent_BN, candidates.is_node_BN, pick_BN
+    picks = pick_BN.tolist()
+    paths = [host.walk(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+    padded = torch.tensor([path + path[-1:] * (max_depth + 1 - len(path)) for path in paths])
+    ends = [(len(path) - 1, pick[path[-1]]) for path, pick in zip(paths, picks, strict=True)]
+    return Accepted(padded, *torch.tensor(ends).unbind(1))
 
 
 def _ignore(part: str) -> None:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import CONFIG_NAME, cached_file
 
-from drafter.kernels.packed import PackedMatrix, pack_linears
+from drafter.kernels.packed import Int8Matrix, PackedMatrix, can_round, pack_linears
 from drafter.models.cells import CELLS, GruCell, RnnCell
 from drafter.models.config import DrafterConfig, same_fingerprint
 from drafter.models.files import WEIGHTS, check_tensors, read_tensors
@@ -92,7 +92,7 @@ class RecurrentDrafter(PreTrainedModel):
         self.register_buffer("draft_token_ids_R", torch.arange(config.num_outputs))
         self.draft_token_ids_R: Tensor
         self.output_rows_RD: Tensor | None = None
-        self._packed_rows: PackedMatrix | None = None
+        self._packed_rows: PackedMatrix | Int8Matrix | None = None
         self._is_packed = False
         self.post_init()
 
@@ -213,19 +213,24 @@ class RecurrentDrafter(PreTrainedModel):
                 else weight_VD[self.draft_token_ids_R.to(weight_VD.device)]
             )
             self.output_rows_RD = rows_RD.detach().to(self.device, self.dtype).contiguous()
-            self._packed_rows = PackedMatrix(self.output_rows_RD) if self._is_packed else None
+            self._pack_rows()
         return self
 
     def pack(self) -> Self:
         """Pack the weights for the CPU's kernels (:mod:`drafter.kernels.packed`), for decoding only.
 
-        The plain weights stay as well. Call this method where ``can_pack`` holds, before or after :meth:`bind`.
+        The weights become 8-bit weights where the CPU is faster with them. The plain weights stay as well. Call this
+        method where ``can_pack`` holds, before or after :meth:`bind`.
         """
         self._is_packed = True
-        pack_linears(self, keep=True)
-        if self.output_rows_RD is not None:
-            self._packed_rows = PackedMatrix(self.output_rows_RD)
+        pack_linears(self, keep=True, is_rounded=can_round(self.device))
+        self._pack_rows()
         return self
+
+    def _pack_rows(self) -> None:
+        if self._is_packed and self.output_rows_RD is not None:
+            matrix = Int8Matrix if can_round(self.device) else PackedMatrix
+            self._packed_rows = matrix(self.output_rows_RD)
 
     def set_scales(self, hidden_scale: float, embedding_scale: float) -> Self:
         """Set the constants that bring h and e to rms 1 (see DrafterConfig)."""

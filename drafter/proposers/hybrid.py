@@ -4,6 +4,8 @@ Shapes: B rows · M drafted nodes of all proposers · X nodes of one level · C 
 L greatest depth.
 """
 
+import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import zip_longest
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from drafter.decoding.compile import Compiler
+from drafter.decoding.host import NodeLists, merge
 from drafter.decoding.proposer import Proposer, RootOnly, RowState, StepOutcome
 from drafter.decoding.tree import NodeList, concatenate, conditional, cumulative, level_spans, merge_equal
 from drafter.decoding.verify import Accepted
@@ -20,6 +23,8 @@ from drafter.proposers.parts import NUM_CLASSES, HitRates, Parts
 
 # Upper ends of the classes of a node's estimated probability given its parent.
 _EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.55, 0.75)
+_LARGEST = 0.98  # below 1, so that a child never scores above its parent
+_SMALLEST = 1e-30
 assert 2 * (len(_EDGES) + 1) == NUM_CLASSES
 
 
@@ -59,6 +64,7 @@ class HybridProposer(Proposer):
         self._edges = torch.tensor(_EDGES, device=device)
         self._rates = rates or HitRates(NUM_CLASSES * len(parts), device)
         self._drafted: tuple[NodeList, Tensor, Tensor] | None = None
+        self._drafted_lists: list[list[tuple[NodeLists, list[int], list[float]]]] = []
 
     @cached_property
     def plain(self) -> Proposer:
@@ -84,9 +90,29 @@ class HybridProposer(Proposer):
         class_BM = self._first_class_M + torch.bucketize(expected_BM, self._edges)
         self._drafted = nodes, class_BM, expected_BM
         factor_BM = self._rates.factor(class_BM.shape[0]).gather(1, class_BM)
-        # Below 1, so that a child never scores above its parent.
-        log_BM = (expected_BM * factor_BM).clamp(max=0.98).log()
+        log_BM = (expected_BM * factor_BM).clamp(max=_LARGEST).log()
         return merge_equal(nodes._replace(score_BM=cumulative(nodes, log_BM)))
+
+    def draft_lists(self, rows: RowState, noise_BLV: Tensor | None) -> list[NodeLists]:
+        """The same nodes, weighted and merged in host memory."""
+        by_part = [part.draft_lists(rows, noise_BLV) for part in self.parts]
+        factors = self._rates.factor(len(rows.root_B)).tolist()
+        self._drafted, self._drafted_lists, merged = None, [], []
+        for row, factor_C in enumerate(factors):
+            drafted = [
+                (nodes, *_classify(nodes, NUM_CLASSES * index))
+                for index, nodes in enumerate(lists[row] for lists in by_part)
+            ]
+            self._drafted_lists.append(drafted)
+            weighted = []
+            for nodes, classes, expected in drafted:
+                scores: list[float] = []
+                for parent, class_, value in zip(nodes.parents, classes, expected, strict=True):
+                    own = math.log(min(max(value * factor_C[class_], _SMALLEST), _LARGEST))
+                    scores.append(own + scores[parent] if parent >= 0 else own)
+                weighted.append(nodes._replace(scores=scores))
+            merged.append(merge(weighted))
+        return merged
 
     def observe(self, rows: RowState, outcome: StepOutcome) -> None:
         """Let the proposers observe the step, and count hits."""
@@ -96,7 +122,9 @@ class HybridProposer(Proposer):
 
     def count_hits(self, rows: RowState, outcome: StepOutcome) -> None:
         """Count every drafted node with a correct parent as hit or miss, whether the node was verified or not."""
-        assert self._drafted is not None
+        if self._drafted is None:
+            self._count_hits_few(rows, outcome)
+            return
         nodes, class_BM, expected_BM = self._drafted
         picked_BL = Accepted(outcome.path_BL, outcome.num_accepted_B, outcome.bonus_B).emitted(outcome.candidates)
         depth_L = torch.arange(picked_BL.shape[1], device=picked_BL.device)
@@ -110,6 +138,40 @@ class HybridProposer(Proposer):
             is_trial_BM[:, span] = is_trial_BX
             is_right_BM[:, span] = is_trial_BX & (nodes.token_BM[:, span] == picked_BL[:, level, None])
         self._rates.observe(class_BM, expected_BM, is_right_BM, is_trial_BM)
+
+    def _count_hits_few(self, rows: RowState, outcome: StepOutcome) -> None:
+        emitted = Accepted(outcome.path_BL, outcome.num_accepted_B, outcome.bonus_B).emitted(outcome.candidates)
+        columns = zip(
+            self._drafted_lists,
+            emitted.tolist(),
+            outcome.num_accepted_B.tolist(),
+            rows.is_active_B.tolist(),
+            strict=True,
+        )
+        sums = []
+        for drafted, picked, num_accepted, is_active in columns:
+            hits, trials = [0.0] * self._rates.num_classes, [0.0] * self._rates.num_classes
+            for nodes, classes, expected in drafted if is_active else ():
+                is_right: list[bool] = []
+                for index, parent in enumerate(nodes.parents):
+                    level = nodes.depths[index] - 1
+                    is_trial = level <= num_accepted and (parent < 0 or is_right[parent])
+                    is_right.append(is_trial and nodes.tokens[index] == picked[level])
+                    if is_trial:
+                        hits[classes[index]] += is_right[index]
+                        trials[classes[index]] += expected[index]
+            sums.append((hits, trials))
+        self._rates.add(*torch.tensor(sums).unbind(1))
+
+
+def _classify(nodes: NodeLists, first_class: int) -> tuple[list[int], list[float]]:
+    """Class and probability given the parent of each node of one proposer."""
+    classes, expected = [], []
+    for parent, score in zip(nodes.parents, nodes.scores, strict=True):
+        value = math.exp(score - nodes.scores[parent] if parent >= 0 else score)
+        expected.append(value)
+        classes.append(first_class + (parent >= 0) * (len(_EDGES) + 1) + bisect_left(_EDGES, value))
+    return classes, expected
 
 
 def make(parts: Parts) -> Proposer:

@@ -74,6 +74,23 @@ class FollowerTable:
         token_X = token_BN.flatten().where(is_known_BN.flatten(), trash)
         self._stamp_V.scatter_reduce_(0, token_X, stamp_X, reduce="amax")
         token_X = token_X.where(self._stamp_V[token_X] == stamp_X, trash)
+        self._write(token_X, logits_BNV)
+
+    def update_few(
+        self, tokens: list[list[int]], logits_BNV: Tensor, is_known: list[list[bool]], is_certain: list[list[bool]]
+    ) -> None:
+        """:meth:`update` with the writers chosen in host memory, for a few rows on a CPU."""
+        nodes = [node for row in zip(tokens, is_known, is_certain, strict=True) for node in zip(*row, strict=True)]
+        writer: dict[int, int] = {}
+        for wanted in (False, True):
+            writer.update(
+                (token, index) for index, (token, known, certain) in enumerate(nodes) if known and certain == wanted
+            )
+        trash = len(self.token_VK) - 1
+        token_X = [token if writer.get(token) == index else trash for index, (token, _, _) in enumerate(nodes)]
+        self._write(torch.tensor(token_X), logits_BNV)
+
+    def _write(self, token_X: Tensor, logits_BNV: Tensor) -> None:
         logit_BNK, follower_BNK = topk(logits_BNV, self.num_followers)
         self.token_VK[token_X] = follower_BNK.flatten(0, 1).int()
         self.logit_VK[token_X] = logit_BNK.flatten(0, 1).float()
@@ -134,13 +151,19 @@ class HitRates:
             hit_BM: the node is correct, bool [B, M].
             is_trial_BM: the parent is correct, so that the node counts, bool [B, M].
         """
-        num_rows = class_BM.shape[0]
-        for sums_BC, sums_C, value_BM in (
-            (self.hits_BC, self._hits_C, hit_BM.float()),
-            (self.expected_BC, self._expected_C, expected_BM),
+        zeros_BC = torch.zeros_like(self.hits_BC[: class_BM.shape[0]])
+        self.add(
+            zeros_BC.scatter_add(1, class_BM, (hit_BM & is_trial_BM).float()),
+            zeros_BC.scatter_add(1, class_BM, expected_BM * is_trial_BM),
+        )
+
+    def add(self, hits_BC: Tensor, expected_BC: Tensor) -> None:
+        """Add the hits and expected hits of a step of rows 0 .. B-1 to the sums, with decay."""
+        for sums_BC, sums_C, new_BC in (
+            (self.hits_BC, self._hits_C, hits_BC),
+            (self.expected_BC, self._expected_C, expected_BC),
         ):
-            new_BC = torch.zeros_like(sums_BC[:num_rows]).scatter_add_(1, class_BM, value_BM * is_trial_BM)
-            sums_BC[:num_rows] = sums_BC[:num_rows] * _ROW_DECAY + new_BC
+            sums_BC[: len(new_BC)] = sums_BC[: len(new_BC)] * _ROW_DECAY + new_BC
             sums_C.mul_(_SHARED_DECAY).add_(new_BC.sum(dim=0))
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from drafter.decoding.compile import Compiler
+from drafter.decoding.host import NodeLists, is_few, no_nodes
 from drafter.decoding.proposer import Proposer, RowState, StepOutcome
 from drafter.decoding.sampling import Warp, warp_logits
 from drafter.decoding.tree import NodeList
@@ -115,6 +116,8 @@ class RecyclingProposer(Proposer):
         self._parents = [torch.tensor(level, device=device) for level in template.parents]
         self._ranks = [torch.tensor(level, device=device) for level in template.ranks]
         self._log_rate_K = torch.tensor([math.log(rate) for rate in rates], device=device)
+        self._template = template
+        self._log_rates = [math.log(rate) for rate in rates]
         self._first_row = 0
 
     def draft(self, rows: RowState, noise_BLV: Tensor | None) -> NodeList:
@@ -134,9 +137,48 @@ class RecyclingProposer(Proposer):
             start = start + 1 if level == 0 else start + self.level_sizes[level - 1]
         return NodeList(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), self.level_sizes)
 
+    def draft_lists(self, rows: RowState, noise_BLV: Tensor | None) -> list[NodeLists]:
+        """The same nodes from the table in host memory; rows with noise take the tensor form."""
+        if rows.warp.flags.has_noise:
+            return super().draft_lists(rows, noise_BLV)
+        return [self._draft_row(root) for root in rows.root_B.tolist()]
+
+    def _draft_row(self, root: int) -> NodeLists:
+        nodes = no_nodes()
+        token_VK, logit_VK = self.table.token_VK.numpy(), self.table.logit_VK.numpy()
+        followers: dict[int, tuple[list[int], list[float], float]] = {}
+        above: list[int | None] = [-1]  # nodes of the level above; None: no node
+        for parents, ranks in zip(self._template.parents, self._template.ranks, strict=True):
+            level: list[int | None] = []
+            for parent_place, rank in zip(parents, ranks, strict=True):
+                parent = above[parent_place]
+                if parent is None:
+                    level.append(None)
+                    continue
+                token = nodes.tokens[parent] if parent >= 0 else root
+                if token not in followers:
+                    logits = logit_VK[token].tolist()
+                    best = logits[0]
+                    total = (
+                        best + math.log(sum(math.exp(logit - best) for logit in logits)) if best > -math.inf else 0.0
+                    )
+                    followers[token] = token_VK[token].tolist(), logits, total
+                tokens, logits, total = followers[token]
+                if logits[0] == -math.inf:  # the token never occurred
+                    level.append(None)
+                    continue
+                stored = max(logits[rank] - total, _LOWEST)
+                score = (1 - _STORED_WEIGHT) * self._log_rates[rank] + _STORED_WEIGHT * stored
+                level.append(nodes.add(tokens[rank], parent, score + (nodes.scores[parent] if parent >= 0 else 0.0)))
+            above = level
+        return nodes
+
     def observe(self, rows: RowState, outcome: StepOutcome) -> None:
         """Store the followers of every verified node; in plain steps of many rows, of some rows in turn."""
         candidates = outcome.candidates
+        if is_few(rows.root_B):
+            self._observe_few(rows, outcome)
+            return
         is_known_BN = candidates.is_node_BN & rows.is_active_B[:, None]
         is_certain_BN = torch.zeros_like(is_known_BN).scatter_(1, outcome.path_BL, True)
         num_rows, num_nodes = candidates.token_BN.shape
@@ -147,6 +189,21 @@ class RecyclingProposer(Proposer):
         else:
             part = slice(None)
         self.table.update(candidates.token_BN[part], outcome.logits_BNV[part], is_known_BN[part], is_certain_BN[part])
+
+    def _observe_few(self, rows: RowState, outcome: StepOutcome) -> None:
+        tokens = outcome.candidates.token_BN.tolist()
+        paths, flags = outcome.path_BL.tolist(), outcome.candidates.is_node_BN.tolist()
+        first, num_rows = 0, len(tokens)
+        if len(tokens[0]) == 1 and num_rows > _LEARNED_ROWS:
+            first, num_rows = self._first_row % num_rows, _LEARNED_ROWS
+            self._first_row = first + _LEARNED_ROWS
+        part = slice(first, first + num_rows)
+        active = rows.is_active_B.tolist()[part]
+        is_known = [[flag and is_active for flag in row] for row, is_active in zip(flags[part], active, strict=True)]
+        is_certain = [
+            [node in path for node in range(len(row))] for row, path in zip(flags[part], paths[part], strict=True)
+        ]
+        self.table.update_few(tokens[part], outcome.logits_BNV[part], is_known, is_certain)
 
     def _followers(self, token_BP: Tensor, noise_BV: Tensor | None, warp: Warp) -> tuple[Tensor, Tensor]:
         """Followers in order of rank, int64 [B, P, K], and the log of the estimated probability of each."""
