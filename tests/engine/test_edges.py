@@ -11,6 +11,7 @@ from drafter.engine import memory, runner
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.sizes import PLAIN, _plan_of
+from drafter.kernels.packed import can_round
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.options import Method
@@ -136,7 +137,8 @@ def test_a_packed_low_rank_head_is_used() -> None:
     used: list[int] = []
     assert drafter.rows is not None
     drafter.rows.register_forward_hook(lambda *_: used.append(1))
-    torch.testing.assert_close(drafter.logits(context, state), wanted, atol=1e-5, rtol=1e-5)
+    atol = 0.1 if can_round(drafter.device) else 1e-5  # 8-bit weights
+    torch.testing.assert_close(drafter.logits(context, state), wanted, atol=atol, rtol=0)
     assert used
 
 
