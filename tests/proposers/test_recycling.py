@@ -1,12 +1,14 @@
 """Token recycling: the template, the table, the tree, and answers equal to autoregressive decoding."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafter.decoding import host
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.sampling import make_warp
 from drafter.engine.config import EngineConfig
@@ -161,19 +163,21 @@ def test_idle_rows_teach_nothing() -> None:
     assert torch.equal(written[:-1], alone[:-1])
 
 
-def test_of_plain_steps_over_many_rows_some_are_learnt_from_in_turn() -> None:
+@pytest.mark.parametrize("few", [8, 0])
+def test_plain_steps_of_many_rows_teach_some_rows_in_turn(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "FEW_ROWS", few)
     config = EngineConfig(method="recycling", max_rows=6, max_drafted_rows=1, tree_size=8)
     engine = Engine(tiny_target(), config=config)
     asked = [(prompt, SamplingParams(max_new_tokens=4, ignore_eos=True)) for prompt in ([3 + i] for i in range(6))]
     taught: list[list[int]] = []
     table = engine.proposer.table  # type: ignore[attr-defined]
-    update = table.update
+    update = table.update_few if few else table.update
 
-    def note(token_BN: torch.Tensor, *rest: torch.Tensor) -> None:
-        taught.append(token_BN[:, 0].tolist())
-        update(token_BN, *rest)
+    def note(tokens: Any, *rest: Any) -> None:
+        taught.append([int(row[0]) for row in tokens])
+        update(tokens, *rest)
 
-    table.update = note
+    monkeypatch.setattr(table, "update_few" if few else "update", note)
     assert assert_lossless(engine, asked) == 1.0
     assert taught[0] == [3, 4, 5, 6]
     assert [len(tokens) for tokens in taught] == [4, 2, 4, 4]
