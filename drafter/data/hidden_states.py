@@ -1,8 +1,9 @@
 """The target's hidden states of a data set on disk, so that several epochs cost one forward pass.
 
 Kept are bfloat16 states from shortly before the first token that is trained on to the end of each row: what stands
-before no drafter ever starts from. Shards are written beside and renamed; an interrupted run goes on with the next
-shard. Each shard holds the token ids its states belong to, and they are compared on every read.
+before no drafter ever starts from. A shard is named by a hash of its rows: an interrupted run goes on with the next
+shard, data that grow at their end keep their shards, and several data sets share a folder. Shards are written beside
+and renamed. Each shard holds the token ids its states belong to, and they are compared on every read.
 
 Shapes: N positions of a shard · T positions of a row · D target hidden size · C context size.
 """
@@ -26,31 +27,24 @@ from drafter.data.store import TokenStore
 from drafter.targets.target import Target
 from drafter.utils.io import replacing, write_atomic
 
-_SHARD_BYTES = 1 << 29
+_SHARD_BYTES = 1 << 26
 _SPARE = 1.02  # headers, and what the file system takes for itself
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What a cache belongs to; two caches of the same spec are interchangeable."""
+    """What the shards of a folder have in common."""
 
     target_fingerprint: str
-    data_digest: str
     dtype: str
     hidden_size: int
     context_size: int
     context_layers: tuple[int, ...]
     margin: int
-    num_positions: int
 
     @property
     def bytes_per_position(self) -> int:
         return 2 * (self.hidden_size + self.context_size) + 4
-
-    @property
-    def num_bytes(self) -> int:
-        """What the cache takes on disk."""
-        return self.num_positions * self.bytes_per_position
 
 
 class States(NamedTuple):
@@ -86,18 +80,15 @@ def crop_to_answers(store: TokenStore, margin: int) -> Crop:
     return Crop(TokenStore(store.token_N[keep_N], store.loss_mask_N[keep_N], offsets), starts, margin)
 
 
-def describe_cache(store: TokenStore, crop: Crop, target: Target, context_layers: Sequence[int]) -> StateSpec:
-    """The spec of the cache of these rows."""
-    context_size = target.hidden_size * len(context_layers)
+def describe_cache(target: Target, margin: int, context_layers: Sequence[int]) -> StateSpec:
+    """The spec of a cache of this target's states."""
     return StateSpec(
         target_fingerprint=target.fingerprint,
-        data_digest=store.digest(),
         dtype=str(target.dtype).removeprefix("torch."),
         hidden_size=target.hidden_size,
-        context_size=context_size,
+        context_size=target.hidden_size * len(context_layers),
         context_layers=tuple(context_layers),
-        margin=crop.margin,
-        num_positions=len(crop.store.token_N),
+        margin=margin,
     )
 
 
@@ -111,8 +102,8 @@ def build_states(
     batch_tokens: int = 8192,
     progress: bool = True,
 ) -> "HiddenStates":
-    """Fill ``folder`` with the states of all rows, unless it holds them already; a reader of it, whose rows
-    :func:`crop_to_answers` has cut.
+    """A reader of the states of all rows, which :func:`crop_to_answers` has cut; states that ``folder`` lacks are
+    computed.
 
     The size is printed before anything is written. Two processes at once: the second waits and finds it done. A cache
     that holds more than is asked for (further layers, when the final hidden states alone are wanted; a larger margin)
@@ -120,68 +111,64 @@ def build_states(
 
     Raises:
         OSError: the disk has no room for the cache.
-        ValueError: the folder holds the states of another target or other data.
+        ValueError: the folder holds the states of another target.
     """
     from filelock import FileLock
 
     folder = Path(folder).expanduser()
-    crop = crop_to_answers(store, margin)
-    spec = describe_cache(store, crop, target, context_layers)
+    spec = describe_cache(target, margin, context_layers)
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):
         if (richer := _richer(folder, spec)) is not None:
-            crop = crop_to_answers(store, richer["margin"])
-            spec = describe_cache(store, crop, target, richer["context_layers"])
-        shards = _plan_shards(crop.store, spec)
+            spec = describe_cache(target, richer["margin"], richer["context_layers"])
+        crop = crop_to_answers(store, spec.margin)
         _check_spec(folder, spec)
-        missing = [number for number in range(len(shards)) if not _shard_path(folder, number).is_file()]
-        if not missing:
-            return HiddenStates(folder, crop, spec, with_context=bool(context_layers))
-        _check_room(folder, spec, sum(len(shards[number]) for number in missing) / max(1, len(store)))
-        _write_json(folder / "cache.json", {**asdict(spec), "num_shards": len(shards)})
-        with _progress_bar(sum(int(store.length_R[list(shards[n])].sum()) for n in missing), progress) as bar:
-            for number in missing:
-                tensors = _compute(store, crop, shards[number], target, spec, batch_tokens, bar)
-                _write_shard(_shard_path(folder, number), tensors)
-    return HiddenStates(folder, crop, spec, with_context=bool(context_layers))
+        shards = [(rows, _shard_path(folder, store, rows)) for rows in _plan_shards(crop.store, spec)]
+        missing = [(rows, path) for rows, path in shards if not path.is_file()]
+        if missing:
+            _check_room(folder, spec, sum(int(crop.store.length_R[list(rows)].sum()) for rows, _ in missing))
+            _write_json(folder / "cache.json", asdict(spec))
+        with _progress_bar(sum(int(store.length_R[list(rows)].sum()) for rows, _ in missing), progress) as bar:
+            for rows, path in missing:
+                _write_shard(path, _compute(store, crop, rows, target, spec, batch_tokens, bar))
+    return HiddenStates(shards, crop, spec, with_context=bool(context_layers))
 
 
 class HiddenStates:
     """Reads a cache; every read is checked against the token ids that the caller trains on.
 
+    Args:
+        shards: rows and file of each, in the order of the rows.
+        crop: of all rows.
+        spec: of the cache.
+        with_context: give the states of the fused layers, where the cache has any.
+
     Attributes:
         store: the rows, cut to the positions that have states.
-
-    Raises:
-        ValueError: the folder holds no whole cache of this target and these rows.
     """
 
-    def __init__(self, folder: str | Path, crop: Crop, spec: StateSpec, *, with_context: bool = True) -> None:
-        self._folder = Path(folder).expanduser()
+    def __init__(
+        self, shards: Sequence[tuple[range, Path]], crop: Crop, spec: StateSpec, *, with_context: bool = True
+    ) -> None:
         self._with_context = with_context and spec.context_size > 0
         self.store = crop.store
         self._dtype = getattr(torch, spec.dtype)
-        _check_spec(self._folder, spec)
-        shards = _plan_shards(crop.store, spec)
-        self._place: list[tuple[int, int]] = []  # (shard, first position in it) of each row
-        for number, rows in enumerate(shards):
-            if not _shard_path(self._folder, number).is_file():
-                raise ValueError(f"{self._folder}: shard {number} of {len(shards)} is missing; make the cache again")
+        self._place: list[tuple[Path, int]] = []  # (file, first position in it) of each row
+        for rows, path in shards:
             base = int(crop.store.offset_R1[rows.start])
-            self._place += [(number, int(crop.store.offset_R1[row]) - base) for row in rows]
+            self._place += [(path, int(crop.store.offset_R1[row]) - base) for row in rows]
         self._stack = ExitStack()
-        self._open: dict[int, Any] = {}
+        self._open: dict[Path, Any] = {}
 
     def row(self, row: int) -> States:
         """The states of a row's kept positions."""
-        shard, start = self._place[row]
+        path, start = self._place[row]
         token_T, _ = self.store.row(row)
-        file = self._shard(shard)
+        file = self._shard(path)
         span = slice(start, start + len(token_T))
         if not torch.equal(file.get_slice("token_N")[span], token_T):
             raise ValueError(
-                f"{_shard_path(self._folder, shard)}: the states belong to other tokens than row {row}: "
-                "delete the folder"
+                f"{path}: the states belong to other tokens than row {row}: delete the file, and it is made again"
             )
         hidden_TD = file.get_slice("hidden_ND")[span].to(self._dtype)
         return States(hidden_TD, file.get_slice("context_NC")[span].to(self._dtype) if self._with_context else None)
@@ -191,14 +178,13 @@ class HiddenStates:
         self._stack.close()
         self._open.clear()
 
-    def _shard(self, number: int) -> Any:
-        if number not in self._open:
-            path = _shard_path(self._folder, number)
+    def _shard(self, path: Path) -> Any:
+        if path not in self._open:
             try:
-                self._open[number] = self._stack.enter_context(safe_open(path, framework="pt"))
+                self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
             except SafetensorError as error:
                 raise ValueError(f"{path} is damaged ({error}); delete it, and it is made again") from error
-        return self._open[number]
+        return self._open[path]
 
 
 @torch.no_grad()
@@ -227,7 +213,7 @@ def _compute(
 
 
 def _plan_shards(cropped: TokenStore, spec: StateSpec) -> list[range]:
-    """Neighbouring rows of about half a gigabyte together."""
+    """Neighbouring rows of about 64 MiB together, planned from the first row on: rows behind them change nothing."""
     limit = max(1, _SHARD_BYTES // spec.bytes_per_position)
     offsets = cropped.offset_R1.tolist()
     shards, start = [], 0
@@ -238,8 +224,9 @@ def _plan_shards(cropped: TokenStore, spec: StateSpec) -> list[range]:
     return shards
 
 
-def _shard_path(folder: Path, number: int) -> Path:
-    return folder / f"states-{number:05d}.safetensors"
+def _shard_path(folder: Path, store: TokenStore, rows: range) -> Path:
+    """Named by the whole rows: a state depends on the text before it, also where that text is cut off."""
+    return folder / f"states-{store.select(rows).digest()}.safetensors"
 
 
 def _check_spec(folder: Path, spec: StateSpec) -> None:
@@ -254,9 +241,8 @@ def _check_spec(folder: Path, spec: StateSpec) -> None:
     except ValueError as error:
         raise ValueError(f"{path} is damaged: delete the folder") from error
     wanted = json.loads(json.dumps(asdict(spec)))
-    for name, what in (("target_fingerprint", "another target"), ("data_digest", "other training data")):
-        if found.get(name) != wanted[name]:
-            raise ValueError(f"{folder} holds the hidden states of {what}: name another folder, or delete it")
+    if found.get("target_fingerprint") != wanted["target_fingerprint"]:
+        raise ValueError(f"{folder} holds the hidden states of another target: name another folder, or delete it")
     for name, value in wanted.items():
         if found.get(name) != value:
             raise ValueError(f"{folder} was made with {name} {found.get(name)}, now it is {value}: name another folder")
@@ -273,12 +259,11 @@ def _richer(folder: Path, spec: StateSpec) -> dict[str, Any] | None:
     return found if is_richer else None
 
 
-def _check_room(folder: Path, spec: StateSpec, share: float) -> None:
-    needed = int(spec.num_bytes * share * _SPARE)
+def _check_room(folder: Path, spec: StateSpec, num_positions: int) -> None:
+    needed = int(num_positions * spec.bytes_per_position * _SPARE)
     free = shutil.disk_usage(folder).free
     print(
-        f"hidden states of {spec.num_positions:,} positions: {spec.num_bytes / 1e9:.2f} GB in {folder} "
-        f"({free / 1e9:.1f} GB free)",
+        f"hidden states of {num_positions:,} positions: {needed / 1e9:.2f} GB in {folder} ({free / 1e9:.1f} GB free)",
         file=sys.stderr,
     )
     if free < needed:

@@ -46,10 +46,11 @@ class DrafterConfig(PreTrainedConfig):
         hidden_size: D, the target's hidden size, and the size of the recurrent state.
         cell: ``rnn``: s' = SiLU(W e + U s + b), as published; ``gru``: a gated recurrent unit; ``rnn2``: two layers
             of the published cell.
-        context: ``last``: the target's final hidden state; ``fused``: hidden states of ``context_layers`` through one
-            linear layer; ``history``: the final hidden state beside a memory of the committed text
-            (:mod:`drafter.models.history`), through one linear layer.
-        context_layers: indices into the target's hidden states (0 = embeddings); only with ``fused``.
+        context: ``last``: the target's final hidden state; ``fused``: hidden states of ``context_layers``, each
+            normalised, through one linear layer; ``history``: the final hidden state beside a memory of the committed
+            text (:mod:`drafter.models.history`), through one linear layer.
+        context_layers: indices into the target's hidden states (0 = embeddings), the final one last; only with
+            ``fused``.
         head: ``full``: own R x 2D output matrix, as published; ``tied``: a 2D -> D projection before the target's own
             frozen output rows; ``low-rank``: own R x 2D matrix as a product of two narrow ones of rank ``head_rank``.
         head_rank: rank of a ``low-rank`` head; None with the others.

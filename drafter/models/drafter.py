@@ -1,15 +1,15 @@
-"""RecurrentDrafter: a small recurrent head that guesses the tokens a target is about to write.
+"""RecurrentDrafter: a small recurrent head that predicts the next tokens of a target.
 
-Given h, the target's final hidden state at the last committed token, and the root token x_1 (chosen, not yet seen by
-the target), the drafter feeds itself the target's own input embeddings e:
+Given h, the target's final hidden state at the last committed token, and the root token x_1 (chosen by the target, not
+yet read by it), the drafter reads the target's own input embeddings e:
 
     s_0 = 0;  s_k = cell(e(x_k), s_{k-1});  logits_k = head(ResBlocks([h; s_k]))  predicts x_{k+1}.
 
 h stays the same over the steps. Source: Recurrent Drafter, arXiv 2403.09919.
 
 Shapes: X any leading dimensions (rows, beams, text positions) · L steps · C context size · D hidden size · E = 2D ·
-Z size of the state (D for each layer of the cell) · F feature size of the head · V target vocabulary · R draft
-vocabulary.
+Z size of the state (D for each layer of the cell) · A fused layers but the last · F feature size of the head ·
+V target vocabulary · R draft vocabulary.
 """
 
 import math
@@ -119,15 +119,12 @@ class RecurrentDrafter(PreTrainedModel):
                 init.normal_(module.rows.weight, std=0.1 / math.sqrt(module.rows.in_features))
             init.copy_(module.draft_token_ids_R, torch.arange(module.config.num_outputs))
             if module.fuse_context is not None:
-                # Starts as the mean of the layers it fuses, a vector much like a hidden state; the memory is silent.
-                size, num_parts = (
-                    module.config.hidden_size,
-                    module.fuse_context.in_features // module.config.hidden_size,
-                )
-                weights = [1.0, 0.0] if module.config.context == "history" else [1 / num_parts] * num_parts
-                init.copy_(
-                    module.fuse_context.weight, torch.cat([torch.eye(size) * weight for weight in weights], dim=1)
-                )
+                # Starts as the final hidden state alone: the first part beside a memory, the last of several layers.
+                size = module.config.hidden_size
+                weight_DC = torch.zeros_like(module.fuse_context.weight)
+                place = 0 if module.config.context == "history" else weight_DC.shape[1] - size
+                weight_DC[:, place : place + size] = torch.eye(size)
+                init.copy_(module.fuse_context.weight, weight_DC)
             if module.history is not None:
                 module.history.reset()
 
@@ -290,9 +287,19 @@ class RecurrentDrafter(PreTrainedModel):
         return torch.stack(states, dim=-2)
 
     def fuse(self, context_XC: Tensor) -> Tensor:
-        """What of the context the head reads: [..., C] -> [..., D]."""
-        context_XC = context_XC.to(self.compute_dtype)
-        return context_XC if self.fuse_context is None else self.fuse_context(context_XC)
+        """What the head reads of the context: [..., C] -> [..., D].
+
+        The last of several layers is the target's final hidden state, which the target has normalised. The residual
+        streams of the others grow from layer to layer: each is brought to the rms of a final hidden state.
+        """
+        if self.fuse_context is None:
+            return context_XC.to(self.compute_dtype)
+        if self.config.context == "fused":
+            lower_XAD = context_XC[..., : -self.config.hidden_size].unflatten(-1, (-1, self.config.hidden_size)).float()
+            lower_XAD = F.rms_norm(lower_XAD, lower_XAD.shape[-1:], eps=1e-6) / self.config.hidden_scale
+            last_XD = context_XC[..., -self.config.hidden_size :]
+            context_XC = torch.cat([lower_XAD.flatten(-2).to(last_XD.dtype), last_XD], dim=-1)
+        return self.fuse_context(context_XC.to(self.compute_dtype))
 
     def features(self, hidden_XD: Tensor, state_XD: Tensor) -> Tensor:
         """What the output rows are multiplied with: fused contexts [..., D], states [..., Z] -> [..., F].

@@ -1,31 +1,26 @@
-"""Make the drafter of a run: shape from the options, draft vocabulary and constants from the data and the target."""
+"""The drafter of a run: shape from the options, draft vocabulary and constants from the data and the target.
 
-from collections.abc import Iterator
-from dataclasses import asdict
+Shapes: B rows · T tokens · V target vocabulary · R draft vocabulary · D hidden size.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 from drafter.training.checkpoint import load_drafter
 from drafter.training.options import DrafterOptions
-from drafter.training.teacher import measure_scales
-from drafter.training.vocabulary import choose_draft_vocabulary, coverage, read_token_counts
+from drafter.utils.parse import read_json_object
 
 _NUM_SCALE_PROMPTS = 8
-# What two configs must share for one's weights to fit the other.
-_SHAPE = (
-    "vocab_size",
-    "hidden_size",
-    "cell",
-    "context",
-    "context_layers",
-    "head",
-    "head_rank",
-    "num_res_blocks",
-    "block_rank",
-    "draft_vocab_size",
-)
+# What the draft vocabulary and its order do not say: two drafters that differ in these fit each other.
+_NOT_SHAPE = {"draft_length", "token_counts"}
 
 
 class Built(NamedTuple):
@@ -44,7 +39,7 @@ def build_drafter(target: Target, data: Any, options: DrafterOptions, init_from:
         options: shape.
         init_from: exported folder or checkpoint to take weights, constants and draft vocabulary from. A tied head,
             which has no weights of its own for any token, may ask for a draft vocabulary of another size: it is chosen
-            anew.
+            anew. A drafter of the last hidden state may go on with a fused context, which starts as that state.
 
     Raises:
         ValueError: ``init_from`` has another shape or target, or the draft vocabulary is larger than the target's.
@@ -95,7 +90,8 @@ def drafter_config(options: DrafterOptions, *, vocab_size: int, hidden_size: int
 
 def expect_same_shape(config: DrafterConfig, saved: dict[str, Any]) -> None:
     """ValueError, naming the first field, when weights saved with ``saved`` do not fit ``config``."""
-    for name in _SHAPE:
+    shape = [field.name for field in fields(DrafterOptions) if field.name not in _NOT_SHAPE]
+    for name in ("vocab_size", "hidden_size", *shape):
         mine, theirs = getattr(config, name), saved.get(name)
         if name == "context_layers":
             mine, theirs = list(mine), list(theirs or ())
@@ -120,16 +116,85 @@ def describe(drafter: RecurrentDrafter) -> Iterator[str]:
 
 def _continued(target: Target, data: Any, options: DrafterOptions, config: DrafterConfig, init_from: str) -> Built:
     drafter, notes = load_drafter(init_from).float(), []
-    if config.head == drafter.config.head == "tied" and config.num_outputs != drafter.config.num_outputs:
-        smaller, drafter = drafter, RecurrentDrafter(config)
-        drafter.set_scales(smaller.config.hidden_scale, smaller.config.embedding_scale)
-        expect_same_shape(config, smaller.config.to_dict() | {"draft_vocab_size": config.draft_vocab_size})
-        weights = {name: tensor for name, tensor in smaller.state_dict().items() if name != "draft_token_ids_R"}
+    before = drafter.config
+    has_new_size = config.head == before.head == "tied" and config.num_outputs != before.num_outputs
+    has_new_context = (config.context, before.context) == ("fused", "last")
+    if has_new_size or has_new_context:
+        kept = {"draft_vocab_size": config.draft_vocab_size} if has_new_size else {}
+        if has_new_context:
+            kept |= {"context": config.context, "context_layers": config.context_layers}
+        expect_same_shape(config, before.to_dict() | kept)
+        weights = drafter.state_dict()
+        drafter = RecurrentDrafter(config)
+        drafter.set_scales(before.hidden_scale, before.embedding_scale)
+        if has_new_size:
+            del weights["draft_token_ids_R"]
         drafter.load_state_dict(weights, strict=False)
-        notes = _choose_vocabulary(drafter, target, data, options)
+        notes = _choose_vocabulary(drafter, target, data, options) if has_new_size else []
     expect_same_shape(config, drafter.config.to_dict())
     drafter.bind(target)
     drafter.config.draft_length = config.draft_length
     drafter.config.target_name = config.target_name
     drafter.train()
     return Built(drafter, [f"weights start from {init_from}", *notes])
+
+
+def choose_draft_vocabulary(count_V: Tensor, size: int, always: Iterable[int] = ()) -> Tensor:
+    """The ``size`` most frequent tokens, ascending int64 [R]; ties go to the lower id; ``always`` are in at any count.
+
+    >>> choose_draft_vocabulary(torch.tensor([5, 0, 9, 7, 0]), 3, always=[1]).tolist()
+    [1, 2, 3]
+    """
+    first_V = torch.zeros_like(count_V)
+    for token in always:
+        first_V[token] = 1
+    # Sorting by (always, count) with a stable sort twice keeps lower ids first among equals.
+    order_V = count_V.argsort(descending=True, stable=True)
+    order_V = order_V[first_V[order_V].argsort(descending=True, stable=True)]
+    return order_V[:size].sort().values
+
+
+def coverage(count_V: Tensor, token_ids_R: Tensor) -> float:
+    """Share of counted tokens that lie in the draft vocabulary."""
+    return float(count_V[token_ids_R].sum() / count_V.sum().clamp_min(1))
+
+
+def read_token_counts(path: str, vocab_size: int) -> Tensor:
+    """Counts [V] from a JSON file {token id: count}.
+
+    Raises:
+        ValueError: unreadable, or ids outside the vocabulary.
+    """
+    try:
+        table = read_json_object(Path(path))
+        pairs = [(int(token), int(count)) for token, count in table.items()]
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"--model.drafter.token_counts {path!r} is no JSON object {{token id: count}}: {error}"
+        ) from error
+    count_V = torch.zeros(vocab_size, dtype=torch.int64)
+    for token, count in pairs:
+        if not 0 <= token < vocab_size or count < 0:
+            raise ValueError(
+                f"--model.drafter.token_counts {path!r}: token {token} with count {count} does not fit a vocabulary of "
+                f"{vocab_size} tokens"
+            )
+        count_V[token] = count
+    return count_V
+
+
+@torch.no_grad()
+def measure_scales(target: Target, prompts: list[list[int]]) -> tuple[float, float]:
+    """1 / rms of the target's final hidden states and of its input embeddings over some token ids.
+
+    Both are rounded to three digits, so that another machine's arithmetic finds the same constants.
+    """
+    squares: list[tuple[Tensor, Tensor]] = []
+    for prompt in prompts:
+        token_BT = torch.tensor([prompt[:256]], device=target.device)
+        hidden_BTD = target.forward(token_BT).hidden_BTD.float()
+        squares.append(
+            (hidden_BTD.square().mean(dim=-1).flatten(), target.embed(token_BT).float().square().mean(dim=-1).flatten())
+        )
+    scales = [float(torch.cat(parts).mean().clamp_min(1e-12).rsqrt()) for parts in zip(*squares, strict=True)]
+    return float(f"{scales[0]:.3g}"), float(f"{scales[1]:.3g}")

@@ -1,4 +1,4 @@
-"""Callbacks of a training run: real decoding as a validation metric, and checkpoints when a run is told to stop."""
+"""What a run does beside its steps: real decoding as a validation metric, and checkpoints that survive stops."""
 
 import copy
 import signal
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -29,6 +30,7 @@ from drafter.training.wandb_logging import (
     log_answers,
     mean_tokens_per_step,
 )
+from drafter.utils.io import replacing
 
 
 def tokens_per_step(
@@ -253,3 +255,21 @@ def _validate(trainer: Any) -> None:
     trainer.training = True
     connector._first_loop_iter = is_first
     val_loop._has_run = False  # an epoch that ends here is left by the loop over it, which must be entered for that
+
+
+class WholeCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint into a file of the same folder and renames it.
+
+    Lightning's own way writes into the folder for temporary files and moves from there; where that is another disk, a
+    full disk or a kill leaves half a checkpoint at the place of the last whole one.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """OSError, naming the file, when there is no room; what stood at ``path`` before is still there."""
+        place = Path(path)
+        try:
+            with replacing(place) as new, new.open("wb") as stream:
+                torch.save(checkpoint, stream)
+        except (OSError, RuntimeError) as error:
+            # torch.save reports a failed write as a RuntimeError of its own.
+            raise OSError(f"checkpoint {place} could not be written ({error}); the one before it is intact") from error

@@ -1,6 +1,8 @@
 """From a trainer's checkpoint to a drafter, and to the folder that users load. Nothing is unpickled but plain data."""
 
+import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,6 @@ from torch import Tensor
 
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
-from drafter.training.card import model_card
 from drafter.utils.io import check_output_folder, first_line, recover, replacing
 
 # Prefix of the drafter's tensors in the state dict of DrafterModule.
@@ -22,6 +23,43 @@ _KINDS: dict[str, Any] = {
     **dict.fromkeys(("num_positions", "global_step", "epoch"), int),
 }
 _TRAINER_PARTS = ("loops", "optimizer_states", "lr_schedulers", "epoch", "global_step", "callbacks")
+_CARD = """---
+library_name: drafter
+pipeline_tag: text-generation
+tags: [speculative-decoding, recurrent-drafter]
+---
+# Recurrent drafter for {target}
+
+A small recurrent head that drafts tokens for `{target}`{revision}. The target checks every draft, so its answers stay
+exactly as they are; they only come in fewer steps.
+
+```
+drafter decode --target {target} --drafter THIS_FOLDER --prompt "What is a prime number?"
+```
+
+With transformers alone in front (the package `drafter` installed; the folder's own script is run):
+
+```python
+model.generate(**inputs, max_new_tokens=128, custom_generate="THIS_FOLDER", trust_remote_code=True)
+```
+
+| | |
+|---|---|
+| parameters | {num_parameters:,} ({parts}) |
+| cell, context, head | {cell}, {context}, {head} |
+| residual blocks | {num_res_blocks} |
+| draft vocabulary | {num_outputs:,} of {vocab_size:,} tokens |
+| trained to depth | {draft_length} |
+| trained positions | {trained_positions:,} in {steps:,} steps |
+{measured}
+It works with this target only; another is refused by a fingerprint of the output matrix. `run.json` says how this
+folder was made.
+
+## Training
+```json
+{training}
+```
+"""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -108,12 +146,12 @@ def reopen_epoch(checkpoint: dict[str, Any]) -> None:
 
 
 def drafter_from_checkpoint(checkpoint: dict[str, Any]) -> RecurrentDrafter:
-    """The drafter of :func:`read_checkpoint`'s result."""
+    """The drafter of :func:`read_checkpoint`'s result: the average of its weights, where the run kept one."""
     config = DrafterConfig.from_fields(checkpoint["drafter_config"], "checkpoint, drafter_config")
     state: dict[str, Tensor] = {
         name.removeprefix(PREFIX): value for name, value in checkpoint["state_dict"].items() if name.startswith(PREFIX)
     }
-    return RecurrentDrafter.from_tensors(config, state, "checkpoint")
+    return RecurrentDrafter.from_tensors(config, state | checkpoint.get("average", {}), "checkpoint")
 
 
 def load_drafter(path: str | Path) -> RecurrentDrafter:
@@ -176,3 +214,28 @@ def _write(drafter: RecurrentDrafter, checkpoint: dict[str, Any], folder: Path) 
     (folder / "README.md").write_text(model_card(drafter, facts), encoding="utf-8")
     write_run_record(folder, settings=facts)
     write_custom_generate(folder)
+
+
+def model_card(drafter: RecurrentDrafter, facts: Mapping[str, Any]) -> str:
+    """Markdown; ``facts``: trained_positions, steps, and by name metrics and the settings of training and data."""
+    config = drafter.config
+    parts = drafter.num_parameters_by_part()
+    training = {"model": facts["training"], "data": facts["data"]}
+    rate = facts.get("metrics", {}).get("val/tokens_per_step")
+    return _CARD.format(
+        target=config.target_name or "an unnamed target",
+        revision=f" (revision `{config.target_revision}`)" if config.target_revision else "",
+        num_parameters=sum(parts.values()),
+        parts=", ".join(f"{name} {count:,}" for name, count in parts.items()),
+        cell=config.cell,
+        context=config.context,
+        head=config.head,
+        num_res_blocks=config.num_res_blocks,
+        num_outputs=config.num_outputs,
+        vocab_size=config.vocab_size,
+        draft_length=config.draft_length,
+        trained_positions=facts["trained_positions"],
+        steps=facts["steps"],
+        measured="" if rate is None else f"| tokens per step on held-out prompts, greedy | {rate:.2f} |\n",
+        training=json.dumps(training, indent=2, default=str),
+    )

@@ -4,17 +4,24 @@ For a pair, q = softmax(z / temperature) is the drafter's distribution over the 
 
 - cross-entropy: -log q[label], the published objective;
 - forward KL: sum p log(p / q);
-- total variation: 1 - sum min(p, q), the chance that a token sampled from q is rejected.
+- total variation: 1 - sum min(p, q), the chance that a token sampled from q is rejected;
+- adaptive: (1 - w) total variation + w KL with w = exp(-adaptive * sum min(p, q)) of each pair (the hybrid LK loss,
+  arXiv 2602.23881): KL while the drafter is far off, the acceptance itself once it is near.
+
+Two implementations give the same values. :func:`chunked_loss` computes every logit of the draft vocabulary and writes
+the gradient by hand. :func:`sampled_loss` computes the logits of few tokens for each pair (the target's likeliest, and
+a sample of the others that stands for all of them), which costs a fraction.
 
 Mass of the target outside the draft vocabulary: p is the target's distribution *renormalised over the draft
 vocabulary*, and pairs whose label is outside of it have weight 0. When the labels are the target's own samples, the
 chance of weight 1 is exactly the inside mass, so on average each pair is weighted by the mass that p had inside before
 it was renormalised; no logits outside the draft vocabulary are ever computed.
 
-Shapes: P pairs · M teacher positions · C of them in a chunk · R draft vocabulary · F feature size of the head
-(D for a tied head, 2D for a full one) · D hidden size.
+Shapes: P pairs · M teacher positions · C pairs or positions of a chunk · R draft vocabulary · F feature size of the
+head (D for a tied head, 2D for a full one) · D hidden size · K likeliest tokens of the target · S sampled tokens.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -30,6 +37,8 @@ _BLOCK_BYTES = 2**20  # a MiB
 class LossMix:
     """Weights of the losses and the temperature of both distributions.
 
+    With ``adaptive`` above 0, ``kl`` is the weight of the adaptive mix of KL and total variation.
+
     Raises:
         ValueError: a negative weight, no positive one, or a temperature that is not positive.
     """
@@ -38,8 +47,14 @@ class LossMix:
     kl: float = 1.0
     total_variation: float = 0.0
     temperature: float = 1.0
+    adaptive: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.adaptive < 0 or (self.adaptive and (self.total_variation or not self.kl)):
+            raise ValueError(
+                f"loss weight adaptive is {self.adaptive} but must be at least 0; beside it kl is above 0 and "
+                "total_variation is 0, since the adaptive mix has its own share of total variation"
+            )
         weights = (self.cross_entropy, self.kl, self.total_variation)
         if min(weights) < 0 or max(weights) <= 0:
             raise ValueError(
@@ -77,10 +92,20 @@ def mixed_loss(logits_PR: Tensor, teacher_logits_PR: Tensor, label_P: Tensor, mi
     if mix.cross_entropy:
         loss_P = loss_P + mix.cross_entropy * cross_entropy(z_PR, label_P)
     if mix.kl:
-        loss_P = loss_P + mix.kl * forward_kl(z_PR, teacher_PR)
+        kl_P = forward_kl(z_PR, teacher_PR)
+        if mix.adaptive:
+            rejected_P = total_variation(z_PR, teacher_PR)
+            share_P = kl_share(1 - rejected_P, mix)
+            kl_P = share_P * kl_P + (1 - share_P) * rejected_P
+        loss_P = loss_P + mix.kl * kl_P
     if mix.total_variation:
         loss_P = loss_P + mix.total_variation * total_variation(z_PR, teacher_PR)
     return loss_P
+
+
+def kl_share(accepted: Tensor, mix: LossMix) -> Tensor:
+    """Share of KL in the adaptive mix of pairs that accept a sample with chance ``accepted``; a constant."""
+    return torch.exp(-mix.adaptive * accepted.detach())
 
 
 class PairTargets(NamedTuple):
@@ -88,12 +113,11 @@ class PairTargets(NamedTuple):
 
     Attributes:
         label_P: int64 draft index of the text's next token.
-        weight_P: float32 weight of each pair in the sum; pairs of weight 0 cost nothing, unless ``is_used_P`` has them.
+        weight_P: float32 weight of each pair in the sum.
         teacher_P: int64 index of each pair's row in ``hidden_MD``.
         hidden_MD: the target's final hidden states.
         teacher_logits: [C, D] -> the target's logits over the draft vocabulary [C, R].
         ranked_P: draft index whose rank among the drafter's logits is wanted (-1: counts as last); None skips it.
-        is_used_P: bool, pairs whose loss and rank are wanted, whatever their weight; None = those with weight.
     """
 
     label_P: Tensor
@@ -102,12 +126,11 @@ class PairTargets(NamedTuple):
     hidden_MD: Tensor
     teacher_logits: Callable[[Tensor], Tensor]
     ranked_P: Tensor | None = None
-    is_used_P: Tensor | None = None
 
 
 class LossOutput(NamedTuple):
-    """``loss``: the weighted sum over pairs, with gradient; ``loss_P``: each used pair's, else 0;
-    ``rank_P``: how many draft tokens have a higher logit than ``ranked_P`` (empty when not asked for)."""
+    """``loss``: the weighted sum over pairs, with gradient; ``loss_P``: each pair's; ``rank_P``: how many draft tokens
+    have a higher logit than ``ranked_P`` (empty when not asked for)."""
 
     loss: Tensor
     loss_P: Tensor
@@ -163,10 +186,8 @@ class _ChunkedLoss(torch.autograd.Function):
 def _chunks(
     targets: PairTargets, num_outputs: int, element_size: int, memory_mib: int
 ) -> Iterator[tuple[Tensor, int, int]]:
-    """Indices of used pairs, by rising teacher position, with the range of positions of each chunk."""
-    is_used_P = targets.weight_P if targets.is_used_P is None else targets.is_used_P
-    used_P = is_used_P.nonzero().squeeze(1)
-    order_P = used_P[targets.teacher_P[used_P].argsort(stable=True)]
+    """Indices of pairs, by rising teacher position, with the range of positions of each chunk."""
+    order_P = targets.teacher_P.argsort(stable=True)
     # Three blocks of logits live at a time: the drafter's, its softmax, the target's.
     size = max(1, memory_mib * _BLOCK_BYTES // (3 * num_outputs * element_size))
     teacher_P = targets.teacher_P[order_P]
@@ -205,35 +226,37 @@ class _Work:
         log_q_C = q_CR.gather(1, label_C1).squeeze(1).float().clamp_min(1e-38).log()
         loss_C = -mix.cross_entropy * log_q_C
         pull_CF = mix.cross_entropy * self.rows_RF[label_C1.squeeze(1)]
-        p_CR = None
+        push_CR, p_CR, kl = q_CR, None, torch.tensor(mix.kl, device=z_CR.device)
         if mix.needs_teacher:
             teacher = _Teacher.at(targets, first, last, self.rows_RF, mix.temperature)
             row_C = targets.teacher_P[pairs_C] - first
+            p_CR = teacher.p_MR[row_C] if mix.total_variation or mix.adaptive or self.row_grad else None
+            if p_CR is not None and (mix.total_variation or mix.adaptive):
+                accepted_C = torch.minimum(p_CR, q_CR).sum(dim=-1, dtype=torch.float32)
+                share_C = kl_share(accepted_C, mix)
+                kl, tv_C = mix.kl * share_C, mix.total_variation + mix.kl * (1 - share_C)
+                loss_C = loss_C + tv_C * (1 - accepted_C)
+                below_CR = q_CR * (q_CR < p_CR)
+                slope_C = below_CR.sum(dim=-1, dtype=torch.float32)
+                factor_C = mix.cross_entropy + kl + tv_C * slope_C
+                push_CR = q_CR * factor_C[:, None].to(q_CR.dtype) - below_CR * tv_C[:, None].to(q_CR.dtype)
             mean_row_CF = teacher.mean_row_MF[row_C]
             lse_C = z_CR.gather(1, label_C1).squeeze(1).float() - log_q_C
             expected_C = (feature_CF.float() * mean_row_CF.float()).sum(dim=-1) / mix.temperature
-            loss_C = loss_C + mix.kl * (teacher.negentropy_M[row_C] - expected_C + lse_C)
-            pull_CF = pull_CF + mix.kl * mean_row_CF
-            p_CR = teacher.p_MR[row_C] if mix.total_variation or self.row_grad else None
-        push_CR = q_CR
-        if mix.total_variation and p_CR is not None:
-            below_CR = q_CR * (q_CR < p_CR)
-            loss_C = loss_C + mix.total_variation * (1 - torch.minimum(p_CR, q_CR).sum(dim=-1, dtype=torch.float32))
-            slope_C1 = below_CR.sum(dim=-1, keepdim=True, dtype=torch.float32).to(q_CR.dtype)
-            push_CR = q_CR * (mix.cross_entropy + mix.kl + mix.total_variation * slope_C1)
-            push_CR -= mix.total_variation * below_CR
-        elif mix.cross_entropy + mix.kl != 1:
+            loss_C = loss_C + kl * (teacher.negentropy_M[row_C] - expected_C + lse_C)
+            pull_CF = pull_CF + kl.to(mean_row_CF.dtype).unsqueeze(-1) * mean_row_CF
+        if push_CR is q_CR and mix.cross_entropy + mix.kl != 1:
             push_CR = q_CR.mul_(mix.cross_entropy + mix.kl)
         self.loss_P[pairs_C] = loss_C
         if len(self.grad_PF):
             scale_C1 = (targets.weight_P[pairs_C, None] / mix.temperature).to(feature_CF.dtype)
             self.grad_PF[pairs_C] = (push_CR @ self.rows_RF - pull_CF).mul_(scale_C1)
             if self.row_grad:
-                self._add_row_grad(push_CR, p_CR, label_C1, feature_CF * scale_C1)
+                grad_CR = push_CR if p_CR is None or not mix.kl else push_CR - kl.to(p_CR.dtype).unsqueeze(-1) * p_CR
+                self._add_row_grad(grad_CR, label_C1, feature_CF * scale_C1)
 
-    def _add_row_grad(self, push_CR: Tensor, p_CR: Tensor | None, label_C1: Tensor, scaled_CF: Tensor) -> None:
+    def _add_row_grad(self, grad_CR: Tensor, label_C1: Tensor, scaled_CF: Tensor) -> None:
         """Gradient of trained rows: the whole gradient of the logits, transposed, times the features."""
-        grad_CR = push_CR if p_CR is None or not self.mix.kl else push_CR - self.mix.kl * p_CR
         if self.mix.cross_entropy:
             grad_CR.scatter_add_(1, label_C1, grad_CR.new_full((1, 1), -self.mix.cross_entropy).expand_as(label_C1))
         self.grad_RF += grad_CR.T @ scaled_CF
@@ -263,3 +286,177 @@ class _Teacher(NamedTuple):
         lse_M = z_MR.amax(dim=-1).float() - p_MR.amax(dim=-1).float().log()
         negentropy_M = (p_MR * z_MR).sum(dim=-1, dtype=torch.float32) - lse_M
         return cls(p_MR.to(rows_RF.dtype), negentropy_M, p_MR.to(rows_RF.dtype) @ rows_RF)
+
+
+_MASKED = -1e4  # added to the logit of a column that stands twice: no weight, and finite
+
+
+class TokenSample(NamedTuple):
+    """Which tokens of the draft vocabulary a sampled loss looks at, and the target's logits of them.
+
+    The ``S`` tokens are shared by all positions: the likeliest of the batch, each for itself, and tokens drawn from the
+    rest, each for as many as were not drawn. The ``K`` tokens are each position's own likeliest.
+
+    Attributes:
+        hidden_MD: the target's final hidden states, in the dtype of the rows.
+        index_S: int64 draft indices.
+        log_weight_S: log of how many tokens a shared token stands for.
+        logits_MS: the target's logits of the shared tokens.
+        top_MK: int64 draft indices.
+        top_logits_MK: the target's logits of these.
+    """
+
+    hidden_MD: Tensor
+    index_S: Tensor
+    log_weight_S: Tensor
+    logits_MS: Tensor
+    top_MK: Tensor
+    top_logits_MK: Tensor
+
+
+@torch.no_grad()
+def sample_tokens(
+    hidden_MD: Tensor,
+    rows_RD: Tensor,
+    *,
+    num_top: int,
+    num_shared: int,
+    generator: torch.Generator,
+    memory_mib: int = 64,
+) -> TokenSample:
+    """Choose the tokens of a sampled loss for some positions of the target.
+
+    Args:
+        hidden_MD: the target's final hidden states.
+        rows_RD: its output rows over the draft vocabulary; their products are its logits.
+        num_top: K, likeliest tokens of each position.
+        num_shared: S; half of them are the likeliest of all positions together, half are drawn from the rest.
+        generator: of that draw, on the CPU.
+        memory_mib: budget for logits of one chunk.
+    """
+    device, num_outputs, hidden_MD = hidden_MD.device, len(rows_RD), hidden_MD.to(rows_RD.dtype)
+    num_shared, num_top = min(num_shared, num_outputs), min(num_top, num_outputs)
+    size = max(1, memory_mib * _BLOCK_BYTES // (2 * num_outputs * 4))
+    mean_R = torch.zeros(num_outputs, device=device)
+    tops = []
+    for hidden_CD in hidden_MD.split(size):
+        logits_CR = hidden_CD @ rows_RD.T
+        tops.append(logits_CR.topk(num_top, dim=-1, sorted=False))
+        mean_R += logits_CR.softmax(dim=-1).sum(dim=0, dtype=torch.float32)
+    num_always = num_shared // 2 if num_shared < num_outputs else num_outputs
+    num_drawn = num_shared - num_always
+    rest_R = mean_R.argsort(descending=True, stable=True)
+    # A draw without replacement: the first of a random order of the rest.
+    place = torch.randperm(num_outputs - num_always, generator=generator)[:num_drawn].to(device)
+    index_S = torch.cat([rest_R[:num_always], rest_R[num_always:][place]])
+    log_weight_S = torch.zeros(num_shared, device=device)
+    if num_drawn:
+        log_weight_S[num_always:] = math.log((num_outputs - num_always) / num_drawn)
+    return TokenSample(
+        hidden_MD,
+        index_S,
+        log_weight_S,
+        hidden_MD @ rows_RD[index_S].T,
+        torch.cat([top.indices for top in tops]),
+        torch.cat([top.values for top in tops]),
+    )
+
+
+class SampledOutput(NamedTuple):
+    """``loss_P``: each pair's loss, with gradient; ``rank_P``: an estimate of how many draft tokens the drafter prefers
+    to the label, float32."""
+
+    loss_P: Tensor
+    rank_P: Tensor
+
+
+def sampled_loss(
+    feature_PF: Tensor,
+    rows_RF: Tensor,
+    label_P: Tensor,
+    teacher_P: Tensor,
+    sample: TokenSample,
+    mix: LossMix,
+    *,
+    memory_mib: int = 64,
+) -> SampledOutput:
+    """:func:`mixed_loss` of each pair over few tokens: the label, the position's likeliest ones, and the shared ones.
+
+    A shared token that stands for n tokens counts n times in every sum, p's and q's alike: log n is added to both
+    logits. With every token shared the values are those of :func:`mixed_loss`.
+
+    Args:
+        feature_PF: what the output rows are multiplied with; its dtype is the one computed in.
+        rows_RF: the target's output rows over the draft vocabulary, which a tied head shares; they get no gradient.
+        label_P: int64 draft index of the text's next token.
+        teacher_P: int64 index of each pair's position in ``sample``.
+        sample: of :func:`sample_tokens`, with the same rows.
+        mix: weights of the losses.
+        memory_mib: budget for logits of one chunk.
+    """
+    assert not rows_RF.requires_grad, "a sampled loss has frozen output rows"
+    loss_P, rank_P = _SampledLoss.apply(feature_PF, rows_RF, label_P, teacher_P, sample, mix, memory_mib)
+    return SampledOutput(loss_P, rank_P)
+
+
+class _SampledLoss(torch.autograd.Function):
+    """Loss and gradient of a chunk in one pass, by autograd over the chunk: no logits outlive it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        feature_PF: Tensor,
+        rows_RF: Tensor,
+        label_P: Tensor,
+        teacher_P: Tensor,
+        sample: TokenSample,
+        mix: LossMix,
+        memory_mib: int,
+    ) -> tuple[Tensor, Tensor]:
+        num_shared, num_top = len(sample.index_S), sample.top_MK.shape[1]
+        rows_SF = rows_RF[sample.index_S]
+        # Column of each draft token among the shared ones; what is not shared goes to a column behind them.
+        column_R = torch.full((len(rows_RF),), num_shared, device=rows_RF.device)
+        column_R[sample.index_S] = torch.arange(num_shared, device=rows_RF.device)
+        weight_S = sample.log_weight_S * mix.temperature
+        bytes_of_pair = 32 * num_shared + feature_PF.element_size() * 2 * num_top * feature_PF.shape[1]
+        size = max(1, memory_mib * _BLOCK_BYTES // bytes_of_pair)
+        losses, ranks, grads = [], [], []
+        for feature_CF, label_C, teacher_C in zip(
+            *(part.split(size) for part in (feature_PF, label_P, teacher_P)), strict=True
+        ):
+            label_logit_C = (sample.hidden_MD[teacher_C].float() * rows_RF[label_C].float()).sum(dim=-1)
+            top_CJ = torch.cat([label_C[:, None], sample.top_MK[teacher_C]], dim=1)
+            bias_CJ = torch.zeros(top_CJ.shape, device=top_CJ.device)
+            bias_CJ[:, 1:] = (top_CJ[:, 1:] == label_C[:, None]) * _MASKED
+            bias_CS = torch.cat([weight_S, weight_S.new_zeros(1)]).repeat(len(label_C), 1)
+            bias_CS = bias_CS.scatter_(1, column_R[top_CJ], _MASKED)[:, :num_shared]
+            bias_CA = torch.cat([bias_CJ, bias_CS], dim=1)
+            known_CA = torch.cat(
+                [
+                    label_logit_C[:, None].to(feature_CF.dtype),
+                    sample.top_logits_MK[teacher_C],
+                    sample.logits_MS[teacher_C],
+                ],
+                dim=1,
+            )
+            with torch.enable_grad(), torch.autocast(feature_CF.device.type, enabled=False):
+                leaf_CF = feature_CF.detach().requires_grad_()
+                own_CJ = torch.einsum("cjf,cf->cj", rows_RF[top_CJ], leaf_CF)
+                z_CA = torch.cat([own_CJ, leaf_CF @ rows_SF.T], dim=1).float()
+                loss_C = mixed_loss(z_CA + bias_CA, known_CA.float() + bias_CA, torch.zeros_like(label_C), mix)
+                (grad_CF,) = torch.autograd.grad(loss_C.sum(), leaf_CF)
+            is_better_CA = z_CA.detach() > z_CA.detach()[:, :1]
+            ranks.append((is_better_CA * (bias_CA / mix.temperature).exp()).sum(dim=-1))
+            losses.append(loss_C.detach())
+            grads.append(grad_CF)
+        ctx.save_for_backward(torch.cat(grads) if grads else feature_PF)
+        loss_P = torch.cat(losses) if losses else feature_PF.new_zeros(0, dtype=torch.float32)
+        rank_P = torch.cat(ranks) if ranks else feature_PF.new_zeros(0, dtype=torch.float32)
+        ctx.mark_non_differentiable(rank_P)
+        return loss_P, rank_P
+
+    @staticmethod
+    def backward(ctx: Any, grad_P: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_PF,) = ctx.saved_tensors
+        return (grad_PF * grad_P[:, None].to(grad_PF.dtype), *(None,) * 6)

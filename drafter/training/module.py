@@ -1,4 +1,4 @@
-"""DrafterModule: the frozen target makes hidden states and distributions, the drafter learns to foresee them.
+"""DrafterModule: the frozen target gives hidden states and distributions, and the drafter learns to predict them.
 
 Shapes: B rows · T tokens · K depths · N starts · P pairs · M teacher positions · R draft vocabulary · D hidden size ·
 F feature size of the head.
@@ -20,27 +20,80 @@ from drafter.data.batch import ChatBatch
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target, TargetOutput
 from drafter.training.build import build_drafter, describe, expect_same_shape
-from drafter.training.checkpoint import reopen_epoch, rescale_progress
-from drafter.training.losses import LossOutput, PairTargets, chunked_loss
+from drafter.training.checkpoint import PREFIX, reopen_epoch, rescale_progress
+from drafter.training.losses import LossOutput, PairTargets, chunked_loss, sample_tokens, sampled_loss
 from drafter.training.metrics import NUM_RANKS, AnswerRanks, DepthCounts, best_tree
 from drafter.training.options import DrafterOptions, Objective, OptimOptions
-from drafter.training.pairs import Pairs, draft_index_of, per_depth, select_pairs
-from drafter.training.schedule import learning_rate_factor
-from drafter.training.teacher import Teacher
-from drafter.training.watch import DivergenceWatch
+from drafter.training.pairs import Pairs, draft_index_of, per_depth, reached, select_pairs
 
 # Trees for which the expected tokens per step are logged: (W, L, N).
 TREES = ((8, 4, 24), (12, 5, 63))
 
+_PICK_CHUNK = 1024  # positions whose logits over the whole vocabulary are held at once
 _NO_CROP = 2**31 - 1  # positions before an answer that are kept: more than any text has
 
 
+class Teacher:
+    """A target that answers what training asks, never with a gradient.
+
+    Attributes:
+        target: the frozen model.
+        rows_RD: its output rows over the draft vocabulary in the dtype of the loss; the target's own matrix when
+            nothing has to be selected or converted.
+        seconds: wall time spent in :meth:`forward` so far.
+    """
+
+    def __init__(self, target: Target, draft_token_ids_R: Tensor, dtype: torch.dtype) -> None:
+        self.target = target
+        self._ids_R = draft_token_ids_R.to(target.output_weight_VD.device)
+        weight_VD = target.output_weight_VD
+        is_whole = len(self._ids_R) == len(weight_VD)
+        self.rows_RD = (weight_VD if is_whole else weight_VD[self._ids_R]).to(dtype).contiguous()
+        self.seconds = 0.0
+
+    @torch.no_grad()
+    def forward(self, token_BT: Tensor, context_layers: tuple[int, ...]) -> TargetOutput:
+        """The target's forward in its own dtype, whatever autocast is on."""
+        start = time.perf_counter()
+        with torch.autocast(token_BT.device.type, enabled=False):
+            output = self.target.forward(token_BT, context_layers=context_layers)
+        if token_BT.device.type == "cuda":
+            torch.cuda.synchronize(token_BT.device)
+        self.seconds += time.perf_counter() - start
+        return output
+
+    @torch.no_grad()
+    def logits(self, hidden_CD: Tensor) -> Tensor:
+        """Final hidden states -> the target's logits over the draft vocabulary [C, R], in the dtype of the rows."""
+        if self.target.has_plain_logits:
+            return F.linear(hidden_CD.to(self.rows_RD.dtype), self.rows_RD)
+        return self._all_logits(hidden_CD)[:, self._ids_R].to(self.rows_RD.dtype)
+
+    @torch.no_grad()
+    def picks(self, hidden_CD: Tensor) -> Tensor:
+        """The target's greedy token ids, int64 [C], over its whole vocabulary."""
+        parts = [self._all_logits(part_CD).argmax(dim=-1) for part_CD in hidden_CD.split(_PICK_CHUNK)]
+        return torch.cat(parts) if parts else hidden_CD.new_zeros(0, dtype=torch.int64)
+
+    def _all_logits(self, hidden_CD: Tensor) -> Tensor:
+        with torch.autocast(hidden_CD.device.type, enabled=False):
+            return self.target.logits(hidden_CD.to(self.target.dtype))
+
+
+class PairedBatch(NamedTuple):
+    """A batch with the pairs to train on. Pairs are chosen on the CPU before the batch goes to the device, so that no
+    step waits for their number."""
+
+    batch: ChatBatch
+    pairs: Pairs
+    num_tokens: int
+
+
 class BatchResult(NamedTuple):
-    """What one batch gives: the loss to minimise, each pair's loss and rank (when asked for), and the pairs."""
+    """The loss to minimise, and each pair's loss and rank where they were asked for."""
 
     loss: Tensor
-    output: LossOutput
-    pairs: Pairs
+    output: LossOutput | None
 
 
 class DrafterModule(LightningModule):
@@ -119,7 +172,11 @@ class DrafterModule(LightningModule):
         self._num_tokens = 0
         self._val_counts: DepthCounts | None = None
         self._val_ranks: list[AnswerRanks] = []
-        self._watch = DivergenceWatch()
+        self._loss_sum: Tensor | None = None  # of the steps since the last look at it, on the device
+        self._num_summed = 0
+        self._best_loss = math.inf
+        self._average: dict[str, Tensor] = {}
+        self._is_averaged = False  # whether the drafter holds the average, and _average the weights
         self._clock: tuple[float, int, int, float] = (0.0, 0, 0, 0.0)
 
     @classmethod
@@ -146,9 +203,14 @@ class DrafterModule(LightningModule):
         dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
         ids_R = self.drafter.draft_token_ids_R
         teacher = Teacher(target, ids_R.to(target.device), dtype)
-        index_V = draft_index_of(ids_R.to(target.device), target.vocab_size)
         # Neither is a module or a buffer: not saved, not moved, not broadcast.
-        self.teacher, self._draft_index_V = teacher, index_V
+        self.teacher, self._draft_index_V = teacher, draft_index_of(ids_R.cpu(), target.vocab_size)
+        is_tied = self.drafter.config.head == "tied"
+        if self.objective.shared_tokens and not (is_tied and target.has_plain_logits):
+            raise ValueError(
+                f"--model.objective.shared_tokens {self.objective.shared_tokens} needs a tied head and a target whose "
+                "logits are products with its output matrix: give 0"
+            )
         self._features = torch.compile(self.drafter.features, dynamic=True) if self._compile else self.drafter.features
         if self.trainer.is_global_zero:
             # Not self.print, which gives lines to a progress bar that is not there yet.
@@ -168,7 +230,7 @@ class DrafterModule(LightningModule):
             self.trainer.strategy.barrier()
 
     def configure_optimizers(self) -> Any:
-        """AdamW with weight decay on matrices only; the schedule runs over the steps of this run."""
+        """AdamW with weight decay on matrices only; the schedule runs over the steps of the whole run."""
         options = self.optim_options
         matrices = [p for p in self.drafter.parameters() if p.ndim > 1]
         others = [p for p in self.drafter.parameters() if p.ndim <= 1]
@@ -178,7 +240,7 @@ class DrafterModule(LightningModule):
             betas=options.betas,
             fused=True,
         )
-        factor = learning_rate_factor(options, self.trainer.estimated_stepping_batches)
+        factor = options.factor(self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -186,6 +248,12 @@ class DrafterModule(LightningModule):
         """Add what export needs: the drafter's config, how much it has seen, how well it did. Plain data only."""
         checkpoint["drafter_config"] = self.drafter.config.to_dict()
         checkpoint["num_positions"] = self.num_positions
+        if self._average:
+            checkpoint["average"] = dict(self._average)
+            if self._is_averaged:  # saved during a validation
+                weights, average = checkpoint["state_dict"], checkpoint["average"]
+                for name in average:
+                    weights[PREFIX + name], average[name] = average[name], weights[PREFIX + name]
         metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         checkpoint["metrics"] = {
             name: value for name, value in metrics.items() if name.startswith("val/") and math.isfinite(value)
@@ -201,6 +269,8 @@ class DrafterModule(LightningModule):
         expect_same_shape(self.drafter.config, saved)
         self.drafter.set_scales(saved["hidden_scale"], saved["embedding_scale"])
         self.num_positions = int(checkpoint["num_positions"])
+        average = checkpoint.get("average", {}) if self.optim_options.average else {}
+        self._average = {name: tensor.to(self.device) for name, tensor in average.items()}
         ids_R = checkpoint["state_dict"]["drafter.draft_token_ids_R"]
         if not torch.equal(ids_R.cpu(), self.drafter.draft_token_ids_R.cpu()):
             raise ValueError(
@@ -210,35 +280,77 @@ class DrafterModule(LightningModule):
 
     # -- one batch -------------------------------------------------------------------------------------------------
 
-    def run_batch(self, batch: ChatBatch, *, rates: tuple[float, ...], with_ranks: bool) -> BatchResult:
-        """Target forward, pairs, drafter, loss."""
-        target_output = self._target_states(batch)
+    def select(self, batch: ChatBatch, rates: tuple[float, ...]) -> PairedBatch:
+        """The batch with its pairs; ``rates`` as in :func:`drafter.training.pairs.select_pairs`."""
         pairs = select_pairs(batch.token_BT, batch.loss_mask_BT, self._draft_index_V, rates, self._generator())
+        return PairedBatch(batch, pairs, int(batch.length_B.sum()))
+
+    def run_batch(self, paired: PairedBatch, *, with_ranks: bool = False, is_exact: bool = True) -> BatchResult:
+        """Target forward, drafter, loss.
+
+        Args:
+            paired: of :meth:`select`.
+            with_ranks: give each pair's exact loss and rank.
+            is_exact: the loss over all tokens of the draft vocabulary, even where ``shared_tokens`` asks for less.
+        """
+        batch, pairs = paired.batch, paired.pairs
+        target_output = self._target_states(batch)
         feature_PF = self._pair_features(batch.token_BT, target_output.context_BTC, pairs)
-        weight_P = pairs.is_valid_P * self._depth_weight_K.to(feature_PF.device)[pairs.depth_P]
-        weight_P = weight_P / weight_P.sum().clamp_min(1e-9)
-        hidden_SD = target_output.hidden_BTD.flatten(0, 1)
-        position_M, teacher_P = pairs.teacher_P.unique(return_inverse=True)
-        hidden_MD = hidden_SD[position_M]
-        ranked_P = self._draft_index_V[self.teacher.picks(hidden_MD)][teacher_P] if with_ranks else None
-        is_tied = self.drafter.config.head == "tied"
-        # Guesses are counted at depths of weight 0 as well.
-        is_used_P = pairs.is_valid_P if with_ranks else None
-        targets = PairTargets(pairs.label_P, weight_P, teacher_P, hidden_MD, self.teacher.logits, ranked_P, is_used_P)
-        output = chunked_loss(
-            feature_PF,
-            self.teacher.rows_RD if is_tied else self.drafter.output_rows(),
-            targets,
-            self.objective.mix,
-            memory_mib=self.objective.memory_mib,
-        )
-        loss = output.loss
-        if self.objective.feature and is_tied:
+        hidden_MD = target_output.hidden_BTD.flatten(0, 1)[pairs.position_M]
+        weight_P = self._depth_weight_K.to(feature_PF.device)[pairs.depth_P]
+        output = None
+        if is_exact or not self.objective.shared_tokens:
+            weight_P = weight_P / weight_P.sum().clamp_min(1e-9)
+            output = self._exact(feature_PF, hidden_MD, pairs, weight_P, with_ranks)
+            loss = output.loss
+        else:
+            if with_ranks:
+                with torch.no_grad():
+                    output = self._exact(feature_PF, hidden_MD, pairs, weight_P, with_ranks)
+            loss, weight_P = self._sampled(feature_PF, hidden_MD, pairs, weight_P)
+        feature_weight = self._feature_weight()
+        if feature_weight and self.drafter.config.head == "tied":
             # In the units of rms 1, so that its weight means the same for every target.
             scale = self.drafter.config.hidden_scale
-            gap_PD = F.smooth_l1_loss(feature_PF * scale, hidden_MD[teacher_P] * scale, reduction="none")
-            loss = loss + self.objective.feature * (gap_PD.mean(dim=-1, dtype=torch.float32) * weight_P).sum()
-        return BatchResult(loss, output, pairs)
+            gap_PD = F.smooth_l1_loss(feature_PF * scale, hidden_MD[pairs.teacher_P] * scale, reduction="none")
+            loss = loss + feature_weight * (gap_PD.mean(dim=-1, dtype=torch.float32) * weight_P).sum()
+        return BatchResult(loss, output)
+
+    def _exact(
+        self, feature_PF: Tensor, hidden_MD: Tensor, pairs: Pairs, weight_P: Tensor, with_ranks: bool
+    ) -> LossOutput:
+        is_tied = self.drafter.config.head == "tied"
+        ranked_P = None
+        if with_ranks:
+            index_V = self._draft_index_V.to(hidden_MD.device)
+            ranked_P = index_V[self.teacher.picks(hidden_MD)][pairs.teacher_P]
+        targets = PairTargets(pairs.label_P, weight_P, pairs.teacher_P, hidden_MD, self.teacher.logits, ranked_P)
+        rows_RF = self.teacher.rows_RD if is_tied else self.drafter.output_rows()
+        return chunked_loss(feature_PF, rows_RF, targets, self.objective.mix, memory_mib=self.objective.memory_mib)
+
+    def _sampled(self, feature_PF: Tensor, hidden_MD: Tensor, pairs: Pairs, weight_P: Tensor) -> tuple[Tensor, Tensor]:
+        """The weighted sum of sampled losses, and the weights with those of pairs out of reach set to 0."""
+        rows_RD, options = self.teacher.rows_RD, self.objective
+        sample = sample_tokens(
+            hidden_MD,
+            rows_RD,
+            num_top=options.top_tokens,
+            num_shared=options.shared_tokens,
+            generator=self._generator(),
+            memory_mib=options.memory_mib,
+        )
+        output = sampled_loss(
+            feature_PF, rows_RD, pairs.label_P, pairs.teacher_P, sample, options.mix, memory_mib=options.memory_mib
+        )
+        if options.reach:
+            weight_P = weight_P * reached(output.rank_P, pairs.num_starts, options.reach)
+        weight_P = weight_P / weight_P.sum().clamp_min(1e-9)
+        return (output.loss_P * weight_P).sum(), weight_P
+
+    def _feature_weight(self) -> float:
+        """Weight of the feature loss at this step: it falls to 0 over ``feature_steps``."""
+        left = 1 - self.trainer.global_step / self.objective.feature_steps
+        return self.objective.feature * max(0.0, left)
 
     def _target_states(self, batch: ChatBatch) -> TargetOutput:
         if batch.hidden_BTD is not None:
@@ -247,7 +359,7 @@ class DrafterModule(LightningModule):
         return self.teacher.forward(batch.token_BT, tuple(self.drafter.config.context_layers))
 
     def _pair_features(self, token_BT: Tensor, context_BTC: Tensor, pairs: Pairs) -> Tensor:
-        """Unroll the drafter from every start, each to its own depth (leading slices, see Pairs)."""
+        """Features of all pairs: the drafter unrolled from every start, each to its own depth."""
         token_S = token_BT.flatten()
         if self.drafter.history is not None:
             start_BC = context_BTC.new_zeros(len(context_BTC), self.drafter.config.context_size)
@@ -270,20 +382,62 @@ class DrafterModule(LightningModule):
 
     # -- Lightning's hooks -----------------------------------------------------------------------------------------
 
-    def training_step(self, batch: ChatBatch, batch_idx: int) -> Tensor:
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> PairedBatch:
+        """Choose the pairs while the batch is on the CPU. Validation trains nothing and looks at every pair."""
+        return self.select(batch, self._rates if self.trainer.training else (1.0,) * len(self._rates))
+
+    def training_step(self, paired: PairedBatch, batch_idx: int) -> Tensor:
         trainer: Any = self.trainer
         is_logged = (trainer.global_step + 1) % trainer.log_every_n_steps == 0
-        result = self.run_batch(batch, rates=self._rates, with_ranks=is_logged)
-        complaint = self._watch.complaint(result.loss.detach().item())
-        if complaint is not None:
-            self._stop_diverged(complaint)
-        self.num_positions += result.pairs.num_starts[0] * trainer.world_size
-        self._num_tokens += int(batch.length_B.sum()) * trainer.world_size
+        result = self.run_batch(paired, with_ranks=is_logged, is_exact=False)
+        loss = result.loss.detach()
+        self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
+        self._num_summed += 1
+        self.num_positions += paired.pairs.num_starts[0] * trainer.world_size
+        self._num_tokens += paired.num_tokens * trainer.world_size
         self.log("train/loss", result.loss, prog_bar=True)
         if is_logged:
-            self._log_details("train", result)
+            self._expect_progress()
+            self._log_details("train", paired.pairs, result)
             self._log_speed()
         return result.loss
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """One step of the optimizer, and the average of the weights one step on."""
+        super().optimizer_step(*args, **kwargs)
+        decay = self.optim_options.average
+        if not decay:
+            return
+        weights = {name: weight.detach() for name, weight in self.drafter.named_parameters()}
+        if not self._average:
+            self._average = {name: weight.clone() for name, weight in weights.items()}
+        # A fixed decay would hold on to the first weights: early averages are over all steps so far.
+        share = max(1 - decay, 1 / (self.trainer.global_step + 1))
+        torch._foreach_lerp_([*self._average.values()], [*weights.values()], share)
+
+    def _swap_average(self) -> None:
+        """Exchange the weights and their average."""
+        self._is_averaged = not self._is_averaged
+        for name, weight in self.drafter.named_parameters() if self._average else ():
+            weight.data, self._average[name] = self._average[name], weight.data
+
+    def on_validation_start(self) -> None:
+        self._swap_average()
+
+    def on_validation_end(self) -> None:
+        self._swap_average()
+
+    def _expect_progress(self) -> None:
+        """Stop a run whose mean loss since the last look is far above its best.
+
+        Twice the best plus 1 is far outside the noise of data, and what a learning rate too high reaches soon.
+        """
+        assert self._loss_sum is not None
+        mean = float(self._loss_sum) / self._num_summed
+        self._loss_sum, self._num_summed = None, 0
+        if mean > 2 * self._best_loss + 1:
+            self._stop_diverged(f"the loss rose to {mean:.3g} after it had been {self._best_loss:.3g}")
+        self._best_loss = min(self._best_loss, mean)
 
     def configure_gradient_clipping(
         self,
@@ -304,14 +458,15 @@ class DrafterModule(LightningModule):
             torch.nn.utils.clip_grad_value_(self.drafter.parameters(), limit)
         self.log("train/grad_norm", norm)
 
-    def validation_step(self, batch: ChatBatch, batch_idx: int) -> None:
-        result = self.run_batch(batch, rates=(1.0,) * len(self._rates), with_ranks=True)
-        num_pairs = max(1, int(result.pairs.is_valid_P.sum()))
-        self.log("val/loss", result.loss, prog_bar=True, batch_size=num_pairs, sync_dist=True)
-        counts = self._counts(result)
+    def validation_step(self, paired: PairedBatch, batch_idx: int) -> None:
+        pairs = paired.pairs
+        result = self.run_batch(paired, with_ranks=True)
+        assert result.output is not None
+        self.log("val/loss", result.loss, prog_bar=True, batch_size=max(1, len(pairs.depth_P)), sync_dist=True)
+        counts = self._counts(pairs, result.output)
         self._val_counts = counts if self._val_counts is None else self._val_counts.plus(counts)
-        rank_NK = per_depth(result.output.rank_P, result.pairs.num_starts, NUM_RANKS)
-        self._val_ranks.append(AnswerRanks.of(rank_NK, result.pairs.start_N, batch.loss_mask_BT))
+        rank_NK = per_depth(result.output.rank_P, pairs.num_starts, NUM_RANKS)
+        self._val_ranks.append(AnswerRanks.of(rank_NK, pairs.start_N, paired.batch.loss_mask_BT))
 
     def on_validation_epoch_end(self) -> None:
         if self._val_counts is None:
@@ -327,20 +482,20 @@ class DrafterModule(LightningModule):
             self.log(f"val/expected_tokens_per_step_n{size}", tokens / max(1, steps))
         self.log("val/positions", float(self.num_positions))
 
-    def _counts(self, result: BatchResult) -> DepthCounts:
-        pairs = result.pairs
-        rank_NK = per_depth(result.output.rank_P, pairs.num_starts, 0)
-        return DepthCounts.of(rank_NK, per_depth(pairs.is_valid_P, pairs.num_starts, False))
+    def _counts(self, pairs: Pairs, output: LossOutput) -> DepthCounts:
+        rank_NK = per_depth(output.rank_P, pairs.num_starts, 0)
+        return DepthCounts.of(
+            rank_NK, per_depth(torch.ones_like(pairs.depth_P, dtype=torch.bool), pairs.num_starts, False)
+        )
 
-    def _log_details(self, stage: str, result: BatchResult) -> None:
-        accuracies = self._counts(result).accuracies()
+    def _log_details(self, stage: str, pairs: Pairs, result: BatchResult) -> None:
+        assert result.output is not None
+        accuracies = self._counts(pairs, result.output).accuracies()
         self.log_dict(
             {f"{stage}/{name}": value for name, value in accuracies.items() if name.startswith(("top1", "top8"))}
         )
-        pairs = result.pairs
         for depth, loss_P in enumerate(result.output.loss_P.split(list(pairs.num_starts)), 1):
-            num_valid = pairs.is_valid_P.split(list(pairs.num_starts))[depth - 1].sum().clamp_min(1)
-            self.log(f"{stage}/loss_d{depth}", loss_P.sum() / num_valid)
+            self.log(f"{stage}/loss_d{depth}", loss_P.sum() / max(1, len(loss_P)))
 
     def _log_speed(self) -> None:
         """Speed since the last logged step, of all processes, if each has as many tokens as this one."""

@@ -1,5 +1,7 @@
 """Options of a training run, as they stand in the YAML under ``model:``. Frozen, and checked on construction."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,27 +47,48 @@ class Objective:
         cross_entropy: weight of -log q[next token of the text].
         kl: weight of the forward KL from the target's distribution.
         total_variation: weight of the rejection probability.
+        adaptive: above 0, the KL term of each pair becomes w KL + (1 - w) total variation, where w is
+            exp(-adaptive * chance that a sample is accepted).
         temperature: of both distributions.
         feature: weight of a smooth L1 loss between the head's feature and the target's hidden state it stands for (tied
-            head only); helps in the first thousand steps.
+            head only).
+        feature_steps: steps over which that weight falls to 0.
         depth_weights: weight of each depth; None = all 1.
         depth_rates: share of starts trained at each depth, not rising; None = all 1. Saves work on depths that decoding
             seldom reaches.
+        shared_tokens: above 0, losses are estimated from so many tokens of the draft vocabulary, chosen for each batch,
+            beside each position's ``top_tokens``; 0 = all tokens. Needs a tied head.
+        top_tokens: likeliest tokens of the target at each position that an estimate looks at.
+        reach: above 0, a pair counts while the drafter ranks all the earlier tokens of its path below this; 0 = always.
+            Needs ``shared_tokens``.
         memory_mib: budget for logits held at once.
     """
 
     cross_entropy: float = 0.0
     kl: float = 1.0
     total_variation: float = 0.0
+    adaptive: float = 0.0
     temperature: float = 1.0
     feature: float = 0.0
+    feature_steps: int = 1000
     depth_weights: tuple[float, ...] | None = None
     depth_rates: tuple[float, ...] | None = None
+    shared_tokens: int = 0
+    top_tokens: int = 32
+    reach: int = 0
     memory_mib: int = 64
 
     def __post_init__(self) -> None:
-        if self.feature < 0:
-            raise ValueError(f"--model.objective.feature {self.feature} must not be negative")
+        for name in ("feature", "shared_tokens", "reach"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"--model.objective.{name} {getattr(self, name)} must not be negative")
+        for name in ("feature_steps", "top_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--model.objective.{name} {getattr(self, name)} must be at least 1")
+        if self.reach and not self.shared_tokens:
+            raise ValueError(
+                f"--model.objective.reach {self.reach} needs the sampled loss: give --model.objective.shared_tokens too"
+            )
         if self.memory_mib < 1:
             raise ValueError(f"--model.objective.memory_mib {self.memory_mib} must be at least 1")
         if self.depth_weights is not None and (min(self.depth_weights) < 0 or max(self.depth_weights) <= 0):
@@ -80,7 +103,7 @@ class Objective:
     @property
     def mix(self) -> LossMix:
         """Weights for the fused loss."""
-        return LossMix(self.cross_entropy, self.kl, self.total_variation, self.temperature)
+        return LossMix(self.cross_entropy, self.kl, self.total_variation, self.temperature, self.adaptive)
 
     def rates(self, draft_length: int) -> tuple[float, ...]:
         """Share of starts at each of ``draft_length`` depths."""
@@ -103,29 +126,70 @@ class Objective:
 
 @dataclass(frozen=True)
 class OptimOptions:
-    """AdamW and its learning rate over the steps of the run.
+    """AdamW, its learning rate over the steps of the run, and the average of the weights.
 
     Attributes:
         lr: peak learning rate.
         warmup_steps: steps of linear rise from 0.
-        schedule: ``cosine`` or ``linear`` fall to ``final_share`` of the peak at the last step, or ``constant``.
+        schedule: ``wsd`` stays at the peak and falls linearly over the last ``decay_share`` of the steps; ``cosine`` and
+            ``linear`` fall from the peak on; ``constant`` does not fall.
+        decay_share: share of the steps over which ``wsd`` falls.
         final_share: what is left of the learning rate at the end.
         weight_decay: decoupled, on matrices only.
         betas: of Adam.
+        average: decay per step of the exponential moving average of the weights, which validation and export use;
+            0 = no average.
     """
 
     lr: float = 1e-3
     warmup_steps: int = 100
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
+    decay_share: float = 0.4
     final_share: float = 0.0
     weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = (0.9, 0.99)
+    average: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
             raise ValueError(f"--model.optim.lr {self.lr} must be above 0")
-        if self.warmup_steps < 0 or not 0 <= self.final_share <= 1:
+        if self.warmup_steps < 0:
+            raise ValueError(f"--model.optim.warmup_steps {self.warmup_steps} must not be negative")
+        for name in ("decay_share", "final_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"--model.optim.{name} {getattr(self, name)} must lie in 0 .. 1")
+        if not 0 <= self.average < 1:
+            raise ValueError(f"--model.optim.average {self.average} must be at least 0 and below 1")
+
+    def factor(self, num_steps: int | float) -> Callable[[int], float]:
+        """Step (0-based) -> share of the peak learning rate, for a run of ``num_steps`` steps (may be infinite).
+
+        >>> factor = OptimOptions(warmup_steps=2, schedule="linear").factor(6)
+        >>> [factor(step) for step in range(6)]
+        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+        >>> factor = OptimOptions(warmup_steps=1, schedule="wsd", decay_share=0.5).factor(8)
+        >>> [factor(step) for step in range(8)]
+        [1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
+
+        Raises:
+            ValueError: a schedule that falls until the last step, for a run that has none.
+        """
+        if math.isinf(num_steps) and self.schedule != "constant":
             raise ValueError(
-                f"--model.optim.warmup_steps {self.warmup_steps} must not be negative and "
-                f"--model.optim.final_share {self.final_share} must lie in 0 .. 1"
+                f"--model.optim.schedule {self.schedule} falls until the last step, and this run has none: give "
+                "--trainer.max_steps or --trainer.max_epochs (beside --trainer.max_time if need be), or "
+                "--model.optim.schedule constant"
             )
+        warmup = min(self.warmup_steps, max(num_steps - 1, 0))
+        start = max(warmup, num_steps * (1 - self.decay_share)) if self.schedule == "wsd" else warmup
+
+        def factor(step: int) -> float:
+            if step < warmup:
+                return (step + 1) / warmup
+            if self.schedule == "constant":
+                return 1.0
+            done = min(1.0, max(0.0, step - start) / max(1, num_steps - start))
+            left = (1 + math.cos(math.pi * done)) / 2 if self.schedule == "cosine" else 1 - done
+            return self.final_share + (1 - self.final_share) * left
+
+        return factor

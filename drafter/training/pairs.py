@@ -1,11 +1,12 @@
 """Which (position, depth) pairs of a batch are trained on, and where everything they need lies.
 
 A drafter started at text position t has context h_t and reads x_{t+1}, ..., x_{t+k}; at depth k (1-based) it predicts
-x_{t+1+k}, which the target itself predicts from h_{t+k}. The pair (t, k) counts when x_{t+1+k} is trained on and lies
-in the draft vocabulary.
+x_{t+1+k}, which the target itself predicts from h_{t+k}. The pair (t, k) counts when decoding can come to it: every
+token behind the root x_{t+1} up to x_{t+1+k} is trained on (an answer's) and can be drafted. The first root of an answer
+is the prompt's last token.
 
 Shapes: B rows · T tokens · K depths · N starts · P pairs (starts at depth 1, then those that go on to depth 2, ...) ·
-V target vocabulary.
+M teacher positions · S positions of the batch (B x T) · V target vocabulary.
 """
 
 from collections.abc import Sequence
@@ -21,18 +22,18 @@ class Pairs(NamedTuple):
     Attributes:
         start_N: index b * T + t of each start.
         num_starts: how many starts reach depth 1, 2, ...; pair (n, k) stands at sum(num_starts[:k-1]) + n.
-        teacher_P: index b * T + t + k, whose hidden state holds the target's own prediction.
-        label_P: draft index of x_{t+1+k}; 0 where the pair is not valid.
+        position_M: indices b * T + t + k of the hidden states that hold the target's own predictions, each once.
+        teacher_P: place in ``position_M`` of each pair's.
+        label_P: draft index of x_{t+1+k}.
         depth_P: k - 1.
-        is_valid_P: False for pairs computed only on the way to a deeper one.
     """
 
     start_N: Tensor
     num_starts: tuple[int, ...]
+    position_M: Tensor
     teacher_P: Tensor
     label_P: Tensor
     depth_P: Tensor
-    is_valid_P: Tensor
 
 
 def select_pairs(
@@ -42,7 +43,7 @@ def select_pairs(
     depth_rates: Sequence[float],
     generator: torch.Generator | None = None,
 ) -> Pairs:
-    """Choose the pairs of a batch.
+    """Choose the pairs of a batch. All tensors are on the CPU: their shapes depend on their values.
 
     Args:
         token_BT: int64 token ids.
@@ -51,31 +52,28 @@ def select_pairs(
         depth_rates: for each depth the share of starts that reach it, not rising. All 1 trains every pair; falling
             rates spend less work on depths that decoding seldom reaches. Starts are chosen at random and nested: a
             start that reaches depth k has all shallower ones.
-        generator: of that choice, on the CPU; unused when all rates are 1.
+        generator: of that choice; unused when all rates are 1.
     """
     num_rows, width = token_BT.shape
     num_depths = len(depth_rates)
     index_BT = draft_index_V[token_BT]
-    usable_BT = loss_mask_BT & (index_BT >= 0)
-    # is_valid_BTK[b, t, k-1]: the token at t + 1 + k is trained on. Shifted views of the mask, False past the end.
-    padded_BT = torch.cat([usable_BT, usable_BT.new_zeros(num_rows, num_depths + 1)], dim=1)
-    is_valid_BTK = torch.stack([padded_BT[:, 1 + k : 1 + k + width] for k in range(1, num_depths + 1)], dim=-1)
-    is_valid_SK = is_valid_BTK.flatten(0, 1)
+    # Shifted views of the token at t + 1 + k for each depth, False past the end.
+    usable_BT = torch.cat([loss_mask_BT & (index_BT >= 0), loss_mask_BT.new_zeros(num_rows, num_depths + 1)], dim=1)
+    is_valid_BTK = torch.stack([usable_BT[:, 1 + k : 1 + k + width] for k in range(1, num_depths + 1)], dim=-1)
+    is_valid_SK = is_valid_BTK.cumprod(dim=-1).bool().flatten(0, 1)
     if min(depth_rates) < 1:
-        luck_S1 = torch.rand(len(is_valid_SK), 1, generator=generator).to(token_BT.device)
-        is_valid_SK = is_valid_SK & (luck_S1 < torch.tensor(depth_rates, device=token_BT.device))
-    # The deepest valid depth of each start; those without any are dropped.
-    depth_S = (is_valid_SK * torch.arange(1, num_depths + 1, device=token_BT.device)).amax(dim=1)
+        chance_S1 = torch.rand(len(is_valid_SK), 1, generator=generator)
+        is_valid_SK = is_valid_SK & (chance_S1 < torch.tensor(depth_rates))
+    depth_S = is_valid_SK.sum(dim=1)
     sorted_S, start_S = depth_S.sort(descending=True, stable=True)
-    counts = torch.searchsorted(-sorted_S, -torch.arange(1, num_depths + 1, device=token_BT.device), right=True)
+    counts = torch.searchsorted(-sorted_S, -torch.arange(1, num_depths + 1), right=True)
     num_starts = tuple(counts.tolist())
     start_N = start_S[: num_starts[0]]
-    last = num_rows * width - 1
-    teacher_P = torch.cat([start_N[:n] + k for k, n in enumerate(num_starts, 1)])
-    is_valid_P = torch.cat([is_valid_SK[start_N[:n], k] for k, n in enumerate(num_starts)])
-    label_P = index_BT.flatten()[(teacher_P + 1).clamp(max=last)].where(is_valid_P, 0)
-    depth_P = torch.arange(num_depths, device=token_BT.device).repeat_interleave(counts)
-    return Pairs(start_N, num_starts, teacher_P.clamp(max=last), label_P, depth_P, is_valid_P)
+    source_P = torch.cat([start_N[:n] + k for k, n in enumerate(num_starts, 1)])
+    label_P = index_BT.flatten()[source_P + 1]
+    depth_P = torch.arange(num_depths).repeat_interleave(counts)
+    position_M, teacher_P = source_P.unique(return_inverse=True)
+    return Pairs(start_N, num_starts, position_M, teacher_P, label_P, depth_P)
 
 
 def draft_index_of(draft_token_ids_R: Tensor, vocab_size: int) -> Tensor:
@@ -95,3 +93,18 @@ def per_depth(value_P: Tensor, num_starts: Sequence[int], fill: int | float | bo
     for depth, part in enumerate(value_P.split(list(num_starts))):
         out_NK[: len(part), depth] = part
     return out_NK
+
+
+def reached(rank_P: Tensor, num_starts: Sequence[int], limit: int) -> Tensor:
+    """Pairs whose shallower labels all stand among the drafter's first ``limit`` tokens, bool [P].
+
+    A label that stands further back is seldom in a draft tree, and decoding does not come to what follows it.
+
+    Args:
+        rank_P: how many tokens the drafter prefers to each pair's label.
+        num_starts: of the pairs.
+        limit: ranks below it count as drafted.
+    """
+    is_drafted_NK = per_depth(rank_P < limit, num_starts, False)
+    is_reached_NK = torch.cat([torch.ones_like(is_drafted_NK[:, :1]), is_drafted_NK[:, :-1]], dim=1).cumprod(dim=1)
+    return torch.cat([is_reached_NK[:num, depth] for depth, num in enumerate(num_starts)]).bool()

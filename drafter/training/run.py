@@ -16,10 +16,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 
 from drafter.data.module import ChatDataModule
 from drafter.training import wandb_logging
-from drafter.training.callbacks import SaveWhenStopped, ShortProgressBar
+from drafter.training.callbacks import SaveWhenStopped, ShortProgressBar, WholeCheckpointIO
 from drafter.training.checkpoint import check_resumable, export_checkpoint
 from drafter.training.module import DrafterModule
-from drafter.training.storage import WholeCheckpointIO
 from drafter.utils.io import first_line
 from drafter.utils.parse import MAX_DEPTH, parse_yaml, read_yaml
 
@@ -29,6 +28,7 @@ _DEFAULT_FOLDER = "runs/drafter"
 # What Lightning says at every start and nobody can act on.
 _CHATTER = ("GPU available", "TPU available", "HPU available", "💡 Tip", "Loading `train_dataloader`", "Using ")
 _IDLE_WARNINGS = (
+    ".*You have overridden `on_before_batch_transfer`.*",
     ".*does not have many workers.*",
     ".*LightningCLI's args parameter.*",
     ".*Checkpoint directory .* exists and is not empty.*",

@@ -14,16 +14,19 @@ class Pair(NamedTuple):
 
 
 def list_pairs(tokens: list[list[int]], masks: list[list[bool]], draft_ids: list[int], num_depths: int) -> list[Pair]:
-    """Every pair (t, k) whose token x_{t+1+k} is trained on and can be drafted."""
+    """Every pair (t, k) that decoding can come to: each token of x_{t+2} .. x_{t+1+k} is trained on and can be drafted."""
     pairs = []
     width = len(tokens[0])
     for row, (token_T, mask_T) in enumerate(zip(tokens, masks, strict=True)):
-        for t in range(width):
+        for t in range(width - 1):
             for k in range(1, num_depths + 1):
                 predicted = t + 1 + k
-                if predicted < width and mask_T[predicted] and token_T[predicted] in draft_ids:
-                    label = draft_ids.index(token_T[predicted])
-                    pairs.append(Pair(row * width + t, k - 1, row * width + t + k, label))
+                if predicted >= width or not mask_T[predicted]:
+                    break
+                if token_T[predicted] not in draft_ids:
+                    break
+                label = draft_ids.index(token_T[predicted])
+                pairs.append(Pair(row * width + t, k - 1, row * width + t + k, label))
     return pairs
 
 

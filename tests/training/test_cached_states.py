@@ -38,7 +38,7 @@ def contexts(module: DrafterModule, data: ChatDataModule, monkeypatch: pytest.Mo
         for batch in data.val_dataloader():
             for row in range(len(batch.token_BT)):
                 one = type(batch)(*(None if part is None else part[row : row + 1] for part in batch))
-                module.run_batch(one, rates=(1.0,) * 3, with_ranks=False)
+                module.run_batch(module.select(one, (1.0,) * 3))
     return seen
 
 

@@ -1,11 +1,20 @@
+import math
+
 import pytest
 import torch
 
-from drafter.training.losses import LossMix, PairTargets, chunked_loss, mixed_loss
+from drafter.training.losses import LossMix, PairTargets, chunked_loss, mixed_loss, sample_tokens, sampled_loss
 from tests.training.loops import losses
 
 P, M, R, D = 57, 20, 40, 12
-MIXES = [LossMix(), LossMix(1, 0, 0), LossMix(0, 0, 1), LossMix(0.3, 0.5, 0.7, 1.3), LossMix(0, 2, 0, 0.7)]
+MIXES = [
+    LossMix(),
+    LossMix(1, 0, 0),
+    LossMix(0, 0, 1),
+    LossMix(0.3, 0.5, 0.7, 1.3),
+    LossMix(0, 2, 0, 0.7),
+    LossMix(0.3, 0.5, 0, 1.3, adaptive=3.0),
+]
 
 
 def make(feature_size: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, PairTargets]:
@@ -30,7 +39,8 @@ def test_reference_against_the_loop(mix: LossMix) -> None:
     got = mixed_loss(z, teacher, targets.label_P, mix)
     for i in range(0, P, 5):
         ce, kl, tv = losses(z[i].tolist(), teacher[i].tolist(), int(targets.label_P[i]), mix.temperature)
-        wanted = mix.cross_entropy * ce + mix.kl * kl + mix.total_variation * tv
+        share = math.exp(-mix.adaptive * (1 - tv))
+        wanted = mix.cross_entropy * ce + mix.kl * (share * kl + (1 - share) * tv) + mix.total_variation * tv
         assert got[i].item() == pytest.approx(wanted, rel=1e-4, abs=1e-5)
 
 
@@ -53,7 +63,7 @@ def test_chunked_equals_reference(mix: LossMix, feature_size: int, rows_are_trai
         output = chunked_loss(feature, rows, targets, mix, memory_mib=1)
         grads = torch.autograd.grad(3 * output.loss, inputs)
         torch.testing.assert_close(output.loss, wanted, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(output.loss_P, each.where(targets.weight_P > 0, 0), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(output.loss_P, each, rtol=1e-5, atol=1e-5)
         for got, want in zip(grads, wanted_grads, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
@@ -63,24 +73,57 @@ def test_ranks_count_better_logits() -> None:
     z = feature @ rows.T
     ranks = chunked_loss(feature, rows, targets, LossMix(), memory_mib=1).rank_P
     for i in range(P):
-        ranked, weight = int(targets.ranked_P[i]), float(targets.weight_P[i])
-        wanted = R if ranked < 0 or weight == 0 else int((z[i] > z[i, ranked]).sum())
+        ranked = int(targets.ranked_P[i])
+        wanted = R if ranked < 0 else int((z[i] > z[i, ranked]).sum())
         assert int(ranks[i]) == wanted
 
 
-def test_pairs_without_weight_can_be_looked_at_and_change_nothing() -> None:
-    feature, rows, targets = make(D)
-    feature.requires_grad_()
-    is_used_P = (targets.weight_P > 0) | (torch.arange(P) % 2 == 0)
-    plain = chunked_loss(feature, rows, targets, LossMix(), memory_mib=1)
-    output = chunked_loss(feature, rows, targets._replace(is_used_P=is_used_P), LossMix(), memory_mib=1)
-    torch.testing.assert_close(output.loss, plain.loss)
-    grads = [torch.autograd.grad(loss, feature)[0] for loss in (output.loss, plain.loss)]
-    torch.testing.assert_close(grads[0], grads[1])
-    teacher = targets.teacher_logits(targets.hidden_MD)[targets.teacher_P]
-    each = mixed_loss(feature @ rows.T, teacher, targets.label_P, LossMix())
-    torch.testing.assert_close(output.loss_P, each.where(is_used_P, 0), rtol=1e-5, atol=1e-5)
-    assert ((output.rank_P < R) == (is_used_P & (targets.ranked_P >= 0))).all()
+def draw(num_top: int, num_shared: int, seed: int = 0) -> tuple:
+    """Features, the target's rows, labels, teacher places, and a sample of tokens of a tied head."""
+    feature, _, targets = make(D)
+    rows_RD = torch.randn(R, D, generator=torch.Generator().manual_seed(1))
+    sample = sample_tokens(
+        targets.hidden_MD, rows_RD, num_top=num_top, num_shared=num_shared,
+        generator=torch.Generator().manual_seed(seed),
+    )  # fmt: skip
+    return feature.requires_grad_(), rows_RD, targets, sample
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("num_top", [1, 7, R])
+def test_a_sample_of_all_tokens_is_the_reference(mix: LossMix, num_top: int, monkeypatch) -> None:
+    """Whichever of them are the likeliest: no token counts twice. In one chunk and in chunks of few pairs."""
+    feature, rows_RD, targets, sample = draw(num_top, R)
+    teacher = (targets.hidden_MD @ rows_RD.T)[targets.teacher_P]
+    z = feature @ rows_RD.T
+    wanted = mixed_loss(z, teacher, targets.label_P, mix)
+    (wanted_grad,) = torch.autograd.grad((wanted * targets.weight_P).sum(), feature)
+    own = z.gather(1, targets.label_P[:, None])
+    for block in (2**20, 2**13):
+        monkeypatch.setattr("drafter.training.losses._BLOCK_BYTES", block)
+        output = sampled_loss(feature, rows_RD, targets.label_P, targets.teacher_P, sample, mix, memory_mib=1)
+        (grad,) = torch.autograd.grad((output.loss_P * targets.weight_P).sum(), feature)
+        torch.testing.assert_close(output.loss_P, wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(grad, wanted_grad, rtol=1e-4, atol=1e-5)
+        assert torch.equal(output.rank_P.round().long(), (z > own).sum(dim=1))
+
+
+def test_samples_agree_with_the_reference_on_average() -> None:
+    """The estimates scatter around the exact gradient: their mean over many draws is nearer than any one of them."""
+    feature, rows_RD, targets, _ = draw(4, 16)
+    teacher = (targets.hidden_MD @ rows_RD.T)[targets.teacher_P]
+    wanted = mixed_loss(feature @ rows_RD.T, teacher, targets.label_P, LossMix())
+    (wanted_grad,) = torch.autograd.grad(wanted.sum(), feature)
+    grads = []
+    for seed in range(200):
+        sample = draw(4, 16, seed)[3]
+        assert len(sample.index_S.unique()) == 16 and sample.log_weight_S.exp().sum() == pytest.approx(R)
+        output = sampled_loss(feature, rows_RD, targets.label_P, targets.teacher_P, sample, LossMix())
+        grads.append(torch.autograd.grad(output.loss_P.sum(), feature)[0])
+    mean = torch.stack(grads).mean(dim=0)
+    assert torch.nn.functional.cosine_similarity(mean.flatten(), wanted_grad.flatten(), dim=0) > 0.98
+    one = torch.nn.functional.cosine_similarity(grads[0].flatten(), wanted_grad.flatten(), dim=0)
+    assert 0.6 < one < 0.98
 
 
 @pytest.mark.parametrize("mix", MIXES)

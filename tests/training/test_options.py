@@ -7,31 +7,30 @@ import torch
 import yaml
 
 from drafter.models.drafter import RecurrentDrafter
-from drafter.training.build import describe, drafter_config
+from drafter.training.build import choose_draft_vocabulary, coverage, describe, drafter_config, read_token_counts
 from drafter.training.options import DrafterOptions, Objective, OptimOptions
-from drafter.training.schedule import learning_rate_factor
-from drafter.training.vocabulary import choose_draft_vocabulary, coverage, read_token_counts
-from drafter.training.watch import DivergenceWatch
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("schedule", ["wsd", "cosine", "linear", "constant"])
 def test_learning_rate_rises_then_falls_to_its_end(schedule: str) -> None:
-    factor = learning_rate_factor(OptimOptions(warmup_steps=10, schedule=schedule, final_share=0.1), 100)
+    factor = OptimOptions(warmup_steps=10, schedule=schedule, final_share=0.1).factor(100)
     values = [factor(step) for step in range(101)]
     assert values[0] == pytest.approx(0.1) and values[9] == values[10] == 1
     assert values[100] == pytest.approx(1.0 if schedule == "constant" else 0.1)
     assert all(a >= b for a, b in zip(values[10:], values[11:], strict=False))
-    assert learning_rate_factor(OptimOptions(warmup_steps=1000), 5)(4) <= 1
+    assert OptimOptions(warmup_steps=1000).factor(5)(4) <= 1
     if schedule == "constant":
-        assert learning_rate_factor(OptimOptions(warmup_steps=2, schedule=schedule), math.inf)(1000) == 1
+        assert OptimOptions(warmup_steps=2, schedule=schedule).factor(math.inf)(1000) == 1
     else:
         with pytest.raises(ValueError, match=f"--model.optim.schedule {schedule}.*--trainer.max_steps"):
-            learning_rate_factor(OptimOptions(schedule=schedule), math.inf)
+            OptimOptions(schedule=schedule).factor(math.inf)
 
 
-def test_worked_example_of_the_schedule() -> None:
-    factor = learning_rate_factor(OptimOptions(warmup_steps=2, schedule="linear"), 6)
+def test_worked_examples_of_the_schedule() -> None:
+    factor = OptimOptions(warmup_steps=2, schedule="linear").factor(6)
     assert [factor(step) for step in range(6)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    factor = OptimOptions(warmup_steps=1, schedule="wsd", decay_share=0.5).factor(8)
+    assert [factor(step) for step in range(8)] == [1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
 
 
 def test_draft_vocabulary_worked_example() -> None:
@@ -62,6 +61,13 @@ def test_token_counts_are_read_and_checked(tmp_path) -> None:
         (lambda: Objective(temperature=0.0), "temperature"),
         (lambda: Objective(feature=-1.0), "feature"),
         (lambda: Objective(memory_mib=0), "memory_mib"),
+        (lambda: Objective(shared_tokens=-1), "shared_tokens"),
+        (lambda: Objective(shared_tokens=8, top_tokens=0), "top_tokens"),
+        (lambda: Objective(reach=8), "reach 8 needs the sampled loss"),
+        (lambda: Objective(adaptive=3.0, total_variation=1.0), "adaptive"),
+        (lambda: Objective(feature_steps=0), "feature_steps"),
+        (lambda: OptimOptions(decay_share=2.0), "decay_share"),
+        (lambda: OptimOptions(average=1.0), "average"),
         (lambda: Objective(depth_weights=(0.0, 0.0)), "depth_weights"),
         (lambda: Objective(depth_rates=(0.5, 0.7)), "depth_rates"),
         (lambda: Objective(depth_rates=(1.0, 0.5)).rates(3), "draft_length is 3"),
@@ -79,16 +85,6 @@ def test_bad_options_are_named(make, word: str) -> None:
 def test_depths_default_to_all_of_them() -> None:
     assert Objective().rates(3) == (1.0, 1.0, 1.0) and Objective(depth_weights=(1.0, 0.5)).weights(2) == (1.0, 0.5)
     assert DrafterOptions().draft_vocab_size is None
-
-
-def test_divergence_is_noticed_and_noise_is_not() -> None:
-    watch = DivergenceWatch()
-    noise = torch.rand(600, generator=torch.Generator().manual_seed(0)).tolist()
-    falling = [8 * math.exp(-step / 100) + 1.5 * noise[step] for step in range(600)]
-    assert not any(watch.complaint(loss) for loss in falling)
-    complaints = [watch.complaint(20.0) for _ in range(60)]
-    assert complaints[0] is None and "rose" in str(complaints[-1])
-    assert "nan" in str(DivergenceWatch().complaint(math.nan))
 
 
 def test_the_light_head_of_an_8b_target_stays_below_250_megabytes() -> None:

@@ -19,9 +19,8 @@ from lightning.pytorch.callbacks import timer
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 from drafter.training.checkpoint import check_resumable, export_checkpoint, load_drafter, read_checkpoint
-from drafter.training.module import DrafterModule
+from drafter.training.module import DrafterModule, Teacher
 from drafter.training.run import main_train
-from drafter.training.teacher import Teacher
 from tests.data.tiny import chat, tiny_target, write_jsonl
 
 NUM_STEPS = 8

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drafter.targets.target import Target
-from drafter.training.teacher import Teacher
+from drafter.training.module import Teacher
 from tests.targets.zoo import TARGETS, build
 
 
