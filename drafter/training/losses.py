@@ -432,19 +432,13 @@ class _SampledLoss(torch.autograd.Function):
             bias_CS = torch.cat([weight_S, weight_S.new_zeros(1)]).repeat(len(label_C), 1)
             bias_CS = bias_CS.scatter_(1, column_R[top_CJ], _MASKED)[:, :num_shared]
             bias_CA = torch.cat([bias_CJ, bias_CS], dim=1)
-            known_CA = torch.cat(
-                [
-                    label_logit_C[:, None].to(feature_CF.dtype),
-                    sample.top_logits_MK[teacher_C],
-                    sample.logits_MS[teacher_C],
-                ],
-                dim=1,
-            )
+            known = (label_logit_C[:, None], sample.top_logits_MK[teacher_C], sample.logits_MS[teacher_C])
+            known_CA = torch.cat([part.float() for part in known], dim=1)
             with torch.enable_grad(), torch.autocast(feature_CF.device.type, enabled=False):
                 leaf_CF = feature_CF.detach().requires_grad_()
                 own_CJ = torch.einsum("cjf,cf->cj", rows_RF[top_CJ], leaf_CF)
                 z_CA = torch.cat([own_CJ, leaf_CF @ rows_SF.T], dim=1).float()
-                loss_C = mixed_loss(z_CA + bias_CA, known_CA.float() + bias_CA, torch.zeros_like(label_C), mix)
+                loss_C = mixed_loss(z_CA + bias_CA, known_CA + bias_CA, torch.zeros_like(label_C), mix)
                 (grad_CF,) = torch.autograd.grad(loss_C.sum(), leaf_CF)
             is_better_CA = z_CA.detach() > z_CA.detach()[:, :1]
             ranks.append((is_better_CA * (bias_CA / mix.temperature).exp()).sum(dim=-1))

@@ -131,8 +131,8 @@ class OptimOptions:
     Attributes:
         lr: peak learning rate.
         warmup_steps: steps of linear rise from 0.
-        schedule: ``wsd`` stays at the peak and falls linearly over the last ``decay_share`` of the steps; ``cosine`` and
-            ``linear`` fall from the peak on; ``constant`` does not fall.
+        schedule: ``wsd`` stays at the peak and falls linearly over the last ``decay_share`` of the steps; ``cosine``
+            and ``linear`` fall from the peak on; ``constant`` does not fall.
         decay_share: share of the steps over which ``wsd`` falls.
         final_share: what is left of the learning rate at the end.
         weight_decay: decoupled, on matrices only.

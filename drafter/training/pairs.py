@@ -2,8 +2,8 @@
 
 A drafter started at text position t has context h_t and reads x_{t+1}, ..., x_{t+k}; at depth k (1-based) it predicts
 x_{t+1+k}, which the target itself predicts from h_{t+k}. The pair (t, k) counts when decoding can come to it: every
-token behind the root x_{t+1} up to x_{t+1+k} is trained on (an answer's) and can be drafted. The first root of an answer
-is the prompt's last token.
+token behind the root x_{t+1} up to x_{t+1+k} is trained on (an answer's) and can be drafted. The first root of an
+answer is the prompt's last token.
 
 Shapes: B rows · T tokens · K depths · N starts · P pairs (starts at depth 1, then those that go on to depth 2, ...) ·
 M teacher positions · S positions of the batch (B x T) · V target vocabulary.

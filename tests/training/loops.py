@@ -14,7 +14,7 @@ class Pair(NamedTuple):
 
 
 def list_pairs(tokens: list[list[int]], masks: list[list[bool]], draft_ids: list[int], num_depths: int) -> list[Pair]:
-    """Every pair (t, k) that decoding can come to: each token of x_{t+2} .. x_{t+1+k} is trained on and can be drafted."""
+    """Every pair (t, k) that decoding can come to: x_{t+2} .. x_{t+1+k} are trained on and can be drafted."""
     pairs = []
     width = len(tokens[0])
     for row, (token_T, mask_T) in enumerate(zip(tokens, masks, strict=True)):

@@ -185,7 +185,7 @@ def test_a_sampled_loss_of_all_tokens_trains_as_the_exact_one(tmp_path) -> None:
 
 
 def test_pairs_out_of_reach_weigh_nothing(tmp_path) -> None:
-    """The loss over the pairs whose shallower labels are the drafter's own first choices, by the ranks of a plain run."""
+    """The loss over pairs whose shallower labels are the drafter's own first choices, by the ranks of a plain run."""
     target = make_target()
     data = FakeData(greedy_rows(target), 1)
     module = fit(tmp_path, target, 12)
