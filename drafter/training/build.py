@@ -120,7 +120,7 @@ def _continued(target: Target, data: Any, options: DrafterOptions, config: Draft
     has_new_size = config.head == before.head == "tied" and config.num_outputs != before.num_outputs
     has_new_context = (config.context, before.context) == ("fused", "last")
     if has_new_size or has_new_context:
-        kept = {"draft_vocab_size": config.draft_vocab_size} if has_new_size else {}
+        kept: dict[str, Any] = {"draft_vocab_size": config.draft_vocab_size} if has_new_size else {}
         if has_new_context:
             kept |= {"context": config.context, "context_layers": config.context_layers}
         expect_same_shape(config, before.to_dict() | kept)
