@@ -42,7 +42,11 @@ RULES = {
     "utils": Rule((), ()),
     "kernels": Rule((), ("torch",)),
     "models": Rule(("kernels", "utils"), ("torch", "transformers")),
-    "targets": Rule(("kernels", "utils"), ("torch", "transformers")),
+    "targets": Rule(
+        ("kernels", "utils"),
+        ("torch", "transformers", "openvino"),
+        only_in=(("openvino", "openvino_runtime.py"),),
+    ),
     "decoding": Rule(("kernels", "utils"), ("torch",)),
     "proposers": Rule(("decoding", "models", "targets", "kernels", "utils"), ("torch",)),
     "engine": Rule(

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from drafter.targets.target import Target
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Runtime = Literal["auto", "torch", "openvino"]
 
 
 def load_target(
@@ -20,10 +21,12 @@ def load_target(
     revision: str | None = None,
     trust_remote_code: bool = False,
     pack: bool = True,
+    runtime: Runtime = "torch",
 ) -> "Target":
     """The target of a command, without the bars and notices of the library that reads it.
 
-    ``pack``: for decoding on a CPU without compilation, which packs by itself (see :meth:`Target.load`).
+    ``pack``: for decoding on a CPU without compilation, which packs by itself; ``runtime``: what runs the target's
+    forward (see :meth:`Target.load`).
     """
     from transformers.utils import logging
 
@@ -32,7 +35,13 @@ def load_target(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     return Target.load(
-        name, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code, pack=pack
+        name,
+        dtype=dtype,
+        device=device,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        pack=pack,
+        runtime=runtime,
     )
 
 
@@ -61,6 +70,6 @@ def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
         raise ValueError(f"--drafter {name} cannot be read: {first_line(error)}") from error
     module: Module = drafter  # whose `to` has its signature; transformers hides it behind a decorator
     module.to(target.device, target.dtype)
-    if target.is_packed:
+    if target.is_packed or target.runtime is not None:
         drafter.pack()
     return drafter.eval().bind(target)

@@ -61,7 +61,7 @@ class SlotCache(Cache):
         device: torch.device | str,
         read_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(layers=[_SlotLayer(num_slots) for _ in range(shape.num_layers)])
+        super().__init__(layers=[SlotLayer(num_slots) for _ in range(shape.num_layers)])
         self.num_rows = num_rows
         self.num_slots = num_slots
         self.spare_slot = num_slots
@@ -88,6 +88,16 @@ class SlotCache(Cache):
         self._rows = slice(first_row, first_row + num_rows)
         self._slot_BT = slot_BT
         self._window = self.num_slots if num_visible is None else num_visible
+
+    @property
+    def rows(self) -> slice:
+        """Rows that take part in the next forward."""
+        return self._rows
+
+    @property
+    def is_read_as_stored(self) -> bool:
+        """Whether attention reads keys and values in the dtype they are stored in."""
+        return self._read_dtype == self.keys.dtype
 
     @property
     def planned_slots(self) -> Tensor:
@@ -139,7 +149,7 @@ class SlotCache(Cache):
         return self._window, 0
 
 
-class _SlotLayer(CacheLayerMixin):
+class SlotLayer(CacheLayerMixin):
     """What a model may ask of one layer; keys and values themselves go through the cache, which holds all layers."""
 
     is_compileable = True

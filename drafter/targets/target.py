@@ -4,7 +4,9 @@ Shapes: B rows · T tokens of a forward · S visible cache slots · V vocabulary
 (D, or D times the number of selected layers).
 """
 
+import logging
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +28,17 @@ from drafter.targets.checks import (
     probe_logit_map,
 )
 from drafter.targets.masks import chunk_mask, slot_positions, tree_mask
+from drafter.targets.openvino_runtime import OpenVINORuntime
 from drafter.targets.sharding import load_sharded
 from drafter.utils.io import first_line
 
+_log = logging.getLogger(__name__)
+
+RUNTIMES = ("auto", "torch", "openvino")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Smaller targets decode a whole answer in less time than an export takes.
+_LEAST_OPENVINO_PARAMETERS = 20_000_000
 
 # What models raise that cannot do with a 4-D mask, positions or a foreign cache.
 _FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
@@ -88,10 +97,12 @@ class Target:
         is_sharded: other processes hold parts of the weights, and take part in every forward.
         is_packed: the linear layers are packed for this CPU's kernels.
         num_parameters: of the model, each shared one once.
+        runtime: runs forwards over a slot cache and the output matrix instead of torch; None: torch runs them.
     """
 
     is_sharded = False
     is_packed = False
+    runtime: OpenVINORuntime | None = None
 
     def __init__(
         self,
@@ -137,6 +148,7 @@ class Target:
         trust_remote_code: bool = False,
         num_shards: int = 1,
         pack: bool = True,
+        runtime: str = "torch",
     ) -> "Target":
         """Load a target by alias, hub id, local folder or ``.gguf`` file.
 
@@ -149,10 +161,15 @@ class Target:
             num_shards: processes of a node that share the weights (:mod:`drafter.targets.sharding`).
             pack: on a CPU, pack the weights for its matrix kernels (:mod:`drafter.kernels.packed`). Decoding is faster,
                 but packed weights can be neither read nor trained. No effect where the kernels are missing.
+            runtime: ``torch``, ``openvino`` or ``auto``: OpenVINO where ``pack`` is set, OpenVINO is installed and can
+                run the target on this CPU, and the target is large enough to be worth the preparation.
 
         Raises:
-            ValueError: unknown name, dtype or device, unreadable files, or a model that cannot be a target.
+            ValueError: unknown name, dtype, device or runtime, unreadable files, a model that cannot be a target, or a
+                target that the named runtime cannot run.
         """
+        if runtime not in RUNTIMES:
+            raise ValueError(f"--runtime {runtime!r} is unknown: use {', '.join(RUNTIMES)}")
         torch_device = resolve_device(device)
         torch_dtype = resolve_dtype(dtype, torch_device)
         place = resolve(name)
@@ -173,6 +190,15 @@ class Target:
                 raise
             raise ValueError(f"--target {name!r}: a weight file is damaged ({first_line(error)})") from error
         model = model.to(torch_device)
+        if num_shards == 1 and (runtime == "openvino" or (runtime == "auto" and pack and _suits_openvino(model))):
+            target = cls(model, tokenizer, name=name, revision=revision)
+            try:
+                target.use_openvino()
+                return target
+            except ValueError as error:
+                if runtime == "openvino":
+                    raise
+                _log.info("%s", error)
         is_packed = pack and num_shards == 1 and can_pack(torch_device, model.dtype)
         if is_packed:
             pack_linears(model, keep=(model.get_output_embeddings(),))
@@ -233,6 +259,10 @@ class Target:
             hidden [B, T, D] and context [B, T, C].
         """
         assert cache is None or mask is not None, "a forward over a slot cache needs its mask"
+        if self.runtime is not None and cache is not None and cache.is_read_as_stored:
+            assert mask is not None and position_BT is not None
+            masks = list(self._visible(mask, position_BT, cache).values())
+            return TargetOutput(*self.runtime.forward(token_BT, position_BT, masks, cache, context_layers))
         output = self._decoder(
             input_ids=token_BT,
             attention_mask=self._own_masks(mask, position_BT, cache),
@@ -249,6 +279,8 @@ class Target:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output logits [..., V] of final hidden states [..., D], with the model's own scaling or soft cap."""
+        if self.runtime is not None:
+            return self.runtime.logits(hidden)
         return self._logit_map(self.model.get_output_embeddings()(hidden))
 
     def fold_attention(self) -> bool:
@@ -299,6 +331,21 @@ class Target:
         """Text of token ids."""
         return str(self._tokenizer().decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
+    def use_openvino(self) -> None:
+        """Run forwards over a slot cache and the output matrix with OpenVINO from now on.
+
+        Raises:
+            ValueError: OpenVINO is missing or cannot run this target; says why.
+        """
+        kinds = tuple(self._windows.by_kind) if self._windows.is_mapped else ()
+        try:
+            runtime = OpenVINORuntime(self.model, self._decoder, self._logit_map, self.cache_shape, kinds)
+        except ValueError as error:
+            raise ValueError(
+                f"--runtime openvino cannot run target {self.name!r}: {error}; use --runtime torch"
+            ) from error
+        self.runtime = runtime
+
     def _own_masks(
         self, mask: Tensor | None, position_BT: Tensor | None, cache: SlotCache | None
     ) -> Tensor | dict[str, Tensor] | None:
@@ -307,12 +354,21 @@ class Target:
         if mask is None or shortest is None or mask.shape[-1] <= shortest:  # no visible slot lies outside a window
             return self._own_mask(mask)
         assert cache is not None and position_BT is not None, "a windowed layer needs positions"
-        key_position_BS = slot_positions(cache.planned_slots, position_BT, mask.shape[-1])
-        own = {
-            kind: self._own_mask(mask if window is None else mask & window.mask(position_BT, key_position_BS))
-            for kind, window in self._windows.by_kind.items()
-        }
+        own = {kind: self._own_mask(seen) for kind, seen in self._visible(mask, position_BT, cache).items()}
         return own if self._windows.is_mapped else next(iter(own.values()))
+
+    def _visible(self, mask: Tensor, position_BT: Tensor, cache: SlotCache) -> dict[str, Tensor]:
+        """What each kind of layer sees: bool [B, 1, T, S] for each kind with a mask of its own, or for all layers."""
+        windows = self._windows
+        if windows.shortest is None:
+            return {"": mask}
+        if mask.shape[-1] <= windows.shortest:
+            return dict.fromkeys(windows.by_kind if windows.is_mapped else ("",), mask)
+        key_position_BS = slot_positions(cache.planned_slots, position_BT, mask.shape[-1])
+        return {
+            kind: mask if window is None else mask & window.mask(position_BT, key_position_BS)
+            for kind, window in windows.by_kind.items()
+        }
 
     def _own_mask(self, mask: Any) -> Any:
         """The mask as the model's attention reads a ready 4-D mask: eager attention adds it to the scores."""
@@ -337,6 +393,12 @@ def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -
         if "attn_implementation" not in str(error):
             raise
         return AutoModelForCausalLM.from_pretrained(place, attn_implementation="eager", **arguments)
+
+
+def _suits_openvino(model: PreTrainedModel) -> bool:
+    """Whether ``auto`` tries OpenVINO: installed, on a CPU, for a model whose steps take longer than their overhead."""
+    is_large = count_parameters(model) >= _LEAST_OPENVINO_PARAMETERS
+    return is_large and model.device.type == "cpu" and find_spec("openvino") is not None
 
 
 def _has_tokenizer(place: Path | str) -> bool:

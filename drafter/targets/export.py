@@ -1,0 +1,203 @@
+"""The target's forward as one program: tokens, masks, keys and values in, recorded from transformers' own modules.
+
+`torch.export` records the model's own code. The cache of the recording returns the concatenation of visible and new
+keys and values, and keeps the new ones. Attention sees the rows of a batch; all other layers see one row of M tokens,
+so that only M decides the shapes of their products.
+
+Shapes: B rows · T tokens of a row · M = B T tokens of a program · S visible cache slots · H heads · G key/value heads ·
+K head dimension · D hidden size · V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.masking_utils import sdpa_mask
+
+from drafter.targets.attention import NAME as FOLDED_ATTENTION
+from drafter.targets.attention import folded_attention
+from drafter.targets.cache import CacheShape, SlotLayer
+
+_ROW_ATTENTION = "drafter_rows"
+
+
+class ConcatCache(Cache):
+    """Keys and values of visible slots; each layer's update returns them with the new ones behind.
+
+    Attributes:
+        new_keys, new_values: of each layer, [1, G, M, K].
+
+    Args:
+        keys, values: of each layer, [B, G, S, K].
+    """
+
+    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        num_slots = keys[0].shape[2]
+        super().__init__(layers=[SlotLayer(num_slots) for _ in keys])
+        self._keys, self._values = keys, values
+        self.new_keys: list[Tensor] = list(keys)
+        self.new_values: list[Tensor] = list(values)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """All keys and values that the layer's attention reads, [B, G, S + T, K]; slots first."""
+        self.new_keys[layer_idx], self.new_values[layer_idx] = key_states, value_states
+        num_rows = self._keys[layer_idx].shape[0]
+        keys = torch.cat([self._keys[layer_idx], _by_row(key_states, num_rows)], dim=2)
+        values = torch.cat([self._values[layer_idx], _by_row(value_states, num_rows)], dim=2)
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Unused by models that get positions and a 4-D mask."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Visible slots and new tokens, and offset."""
+        return self._keys[layer_idx].shape[2] + query_length // self._keys[layer_idx].shape[0], 0
+
+
+def _by_row(x_1HMK: Tensor, num_rows: int) -> Tensor:
+    """[1, H, M, K] -> [B, H, T, K]."""
+    return x_1HMK.reshape(x_1HMK.shape[1], num_rows, -1, x_1HMK.shape[3]).transpose(0, 1)
+
+
+def _row_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """:func:`folded_attention` of queries [1, H, M, K] over keys and values by row, [B, G, S + T, K]."""
+    output_BTHK, _ = folded_attention(module, _by_row(query, key.shape[0]), key, value, attention_mask, **kwargs)
+    return output_BTHK.reshape(1, query.shape[2], query.shape[1], -1), None
+
+
+class ForwardProgram(nn.Module):
+    """What is recorded: hidden states, every layer's new keys and values, and the input of every layer.
+
+    Args:
+        decoder: the model without its output matrix.
+        mask_kinds: kinds of layers with masks of their own; empty where all layers share one.
+    """
+
+    def __init__(self, decoder: PreTrainedModel, mask_kinds: Sequence[str]) -> None:
+        super().__init__()
+        self._decoder = decoder
+        self._mask_kinds = tuple(mask_kinds)
+
+    def forward(
+        self,
+        token_1M: Tensor,
+        position_1M: Tensor,
+        masks: list[Tensor],
+        keys: list[Tensor],
+        values: list[Tensor],
+    ) -> tuple[Tensor, ...]:
+        """Run the decoder.
+
+        Args:
+            token_1M, position_1M: int64 [1, M].
+            masks: added to the scores, [B, 1, T, S + T]; one, or one for each kind of layer.
+            keys, values: of each layer, [B, G, S, K].
+
+        Returns:
+            Final hidden states [1, M, D], new keys [layers, G, M, K], new values, and the hidden states [1, M, D]
+            before each layer.
+        """
+        cache = ConcatCache(keys, values)
+        output = self._decoder(
+            input_ids=token_1M,
+            attention_mask=dict(zip(self._mask_kinds, masks, strict=True)) if self._mask_kinds else masks[0],
+            position_ids=position_1M,
+            past_key_values=cache,
+            use_cache=True,
+            output_hidden_states=True,
+            return_dict=True,
+        )
+        states = (output.last_hidden_state, torch.cat(cache.new_keys), torch.cat(cache.new_values))
+        return states + tuple(output.hidden_states[:-1])
+
+
+class LogitsProgram(nn.Module):
+    """What is recorded of the output matrix: hidden states [M, D] to logits [M, V].
+
+    Args:
+        output: the output matrix.
+        logit_map: what the model does to its products.
+    """
+
+    def __init__(self, output: nn.Module, logit_map: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._output = output
+        self._logit_map = logit_map
+
+    def forward(self, hidden_MD: Tensor) -> Tensor:
+        """Logits of final hidden states."""
+        return self._logit_map(self._output(hidden_MD))
+
+
+def check_exportable(model: PreTrainedModel) -> None:
+    """ValueError for a model whose attention is not SDPA: its formula cannot be told the rows of a batch."""
+    kernel = model.config._attn_implementation
+    if kernel not in ("sdpa", FOLDED_ATTENTION):
+        raise ValueError(f"its attention is {kernel!r}, not 'sdpa'")
+
+
+@torch.no_grad()
+def export_forward(
+    model: PreTrainedModel, decoder: PreTrainedModel, shape: CacheShape, mask_kinds: Sequence[str] = ()
+) -> ExportedProgram:
+    """The decoder's forward as a program with any number of rows, tokens and slots (:class:`ForwardProgram`).
+
+    Args:
+        model: a model that :func:`check_exportable` accepts.
+        decoder: the model without its output matrix.
+        shape: of its keys and values.
+        mask_kinds: kinds of layers with masks of their own; empty where all layers share one.
+
+    Raises:
+        Exception: of any kind that `torch.export` raises for code that it cannot record.
+    """
+    rows, tokens, slots = 2, 5, 24
+    dtype: torch.dtype = model.dtype
+    stores = [
+        [torch.zeros(rows, shape.num_heads, slots, size, dtype=dtype) for _ in range(shape.num_layers)]
+        for size in (shape.key_dim, shape.value_dim)
+    ]
+    num_masks = len(mask_kinds) or 1
+    masks = [torch.zeros(rows, 1, tokens, slots + tokens, dtype=dtype) for _ in range(num_masks)]
+    token_1M = torch.ones(1, rows * tokens, dtype=torch.int64)
+    any_size = torch.export.Dim.AUTO
+    by_layer = [{0: any_size, 2: any_size}] * shape.num_layers
+    by_mask = [{0: any_size, 2: any_size, 3: any_size}] * num_masks
+    with _attention_by_rows(model):
+        return torch.export.export(
+            ForwardProgram(decoder, mask_kinds).eval(),
+            (token_1M, torch.arange(rows * tokens)[None], masks, *stores),
+            dynamic_shapes=({1: any_size}, {1: any_size}, by_mask, by_layer, by_layer),
+            strict=False,
+        )
+
+
+@torch.no_grad()
+def export_logits(output: nn.Module, logit_map: Callable[[Tensor], Tensor], hidden_size: int) -> ExportedProgram:
+    """The output matrix as a program for any number of hidden states (:class:`LogitsProgram`); errors as above."""
+    weight: Any = output.weight
+    hidden_MD = torch.zeros(3, hidden_size, dtype=weight.dtype)
+    sizes = ({0: torch.export.Dim.AUTO},)
+    return torch.export.export(LogitsProgram(output, logit_map), (hidden_MD,), dynamic_shapes=sizes, strict=False)
+
+
+@contextmanager
+def _attention_by_rows(model: PreTrainedModel) -> Iterator[None]:
+    kernel = model.config._attn_implementation
+    AttentionInterface.register(_ROW_ATTENTION, _row_attention)
+    AttentionMaskInterface.register(_ROW_ATTENTION, sdpa_mask)
+    model.set_attn_implementation(_ROW_ATTENTION)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(kernel)

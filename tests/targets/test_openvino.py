@@ -1,0 +1,166 @@
+"""OpenVINO as runtime of a target: the same hidden states, the same tokens, and reasons where it cannot run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafter.decoding.params import SamplingParams
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.targets import openvino_runtime
+from drafter.targets import target as target_module
+from drafter.targets.target import Target
+from tests.targets.test_target import NUM_NODES, NUM_SLOTS, assert_tree_equals_paths, prefill, run_tree, tiny, tokens
+from tests.targets.trees import depths_of, path_to, random_parents
+from tests.targets.zoo import TARGETS
+
+pytest.importorskip("openvino")
+
+QUICK = ("Llama",)  # an export takes seconds
+NOT_SDPA = ("Gemma2", "GptOss")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTER_HOME", str(tmp_path_factory.mktemp("home")))
+        yield
+
+
+def on_openvino(target: Target) -> Target:
+    target.use_openvino()
+    return target
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in TARGETS if name not in NOT_SDPA],
+)
+@torch.no_grad()
+def test_trees_over_ragged_rows_equal_their_paths_in_torch(name: str) -> None:
+    """Three rows of seven nodes are padded to a bucket; the padding changes nothing."""
+    torch_target = tiny(name)
+    try:
+        target = on_openvino(tiny(name))
+    except ValueError as error:
+        pytest.skip(str(error))
+    generator = torch.Generator().manual_seed(1)
+    prefixes = [tokens(size, seed=size).tolist() for size in (1, 4, 9)]
+    length_B = torch.tensor([len(prefix) for prefix in prefixes])
+    cache = target.new_cache(3, NUM_SLOTS)
+    prefill(target, cache, prefixes)
+    parents = [random_parents(NUM_NODES, generator) for _ in prefixes]
+    token_BN = tokens(3, NUM_NODES, seed=2)
+    hidden_BND = run_tree(target, cache, length_B, token_BN, parents)
+    assert_tree_equals_paths(torch_target, hidden_BND, prefixes, token_BN, parents)
+    assert torch.allclose(target.logits(hidden_BND), torch_target.logits(hidden_BND), atol=1e-4, rtol=1e-4)
+
+    paths = [path_to(line, int(depths_of(line).argmax())) for line in parents]
+    longest = max(map(len, paths))
+    source_BL = length_B[:, None] + torch.tensor([path + [path[-1]] * (longest - len(path)) for path in paths])
+    cache.move_slots(source_BL, length_B[:, None] + torch.arange(longest))
+    texts = [
+        prefix + token_BN[row, path].tolist() for row, (prefix, path) in enumerate(zip(prefixes, paths, strict=True))
+    ]
+    hidden_BND = run_tree(target, cache, torch.tensor([len(text) for text in texts]), token_BN, parents)
+    assert_tree_equals_paths(torch_target, hidden_BND, texts, token_BN, parents)
+
+
+@pytest.mark.parametrize("name", NOT_SDPA)
+def test_attention_with_a_formula_of_its_own_is_refused_with_the_reason(name: str) -> None:
+    target = tiny(name)
+    with pytest.raises(ValueError, match=f"--runtime openvino cannot run target '{name}': its attention is 'eager'"):
+        target.use_openvino()
+    assert target.runtime is None
+
+
+def test_code_that_cannot_be_recorded_is_refused_and_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("data-dependent branch\nmore")
+
+    monkeypatch.setattr(openvino_runtime, "export_forward", fail)
+    target = tiny("Llama", vocab_size=97)
+    before = files()
+    with pytest.raises(ValueError, match=r"its code cannot be exported \(data-dependent branch\); use --runtime torch"):
+        target.use_openvino()
+    assert target.runtime is None and files() == before
+
+
+def files() -> set[Path]:
+    return set((openvino_runtime.home_folder() / "openvino").rglob("*.xml"))
+
+
+def test_number_formats_that_openvino_does_not_compute_in_are_refused() -> None:
+    target = Target.from_model(tiny("Llama").model.to(torch.float16), name="half")
+    with pytest.raises(ValueError, match="runs in float32 and bfloat16, not in float16"):
+        target.use_openvino()
+
+
+def test_an_exported_program_is_kept_and_other_weights_get_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_openvino(tiny("Llama"))
+    monkeypatch.setattr(openvino_runtime, "export_forward", lambda *_: 1 / 0)
+    on_openvino(tiny("Llama"))
+    other = tiny("Llama")
+    with torch.no_grad():
+        other.model.model.layers[1].mlp.up_proj.weight[0, 0] += 1
+    with pytest.raises(ValueError, match="cannot be exported"):
+        other.use_openvino()
+
+
+@torch.no_grad()
+def test_context_layers_are_the_models_hidden_states() -> None:
+    target, torch_target = on_openvino(tiny("Llama")), tiny("Llama")
+    token_BT, layers = tokens(2, 4), (0, 1, 2)
+    contexts = []
+    for each in (target, torch_target):
+        cache = each.new_cache(2, 8)
+        position_BT = torch.arange(4).expand(2, -1)
+        cache.plan(position_BT)
+        mask = torch.ones(4, 8, dtype=torch.bool).tril().expand(2, 1, -1, -1)
+        output = each.forward(token_BT, position_BT=position_BT, mask=mask, cache=cache, context_layers=layers)
+        contexts.append(output.context_BTC)
+    assert contexts[0].shape == (2, 4, 3 * 32)
+    assert torch.allclose(*contexts, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "lookup", "recycling"])
+def test_drafted_text_is_the_text_of_generate(method: Any) -> None:
+    """Three requests of different lengths in float32, in batches whose rows come and go."""
+    target = on_openvino(tiny("Llama"))
+    prompts = [tokens(size, seed=size).tolist() for size in (3, 9, 17)]
+    wanted = []
+    for prompt in prompts:
+        output = tiny("Llama").model.generate(  # type: ignore[operator]
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=None
+        )
+        wanted.append(output[0, len(prompt) :].tolist())
+    engine = Engine(target, config=EngineConfig(method=method, max_rows=2, tree_size=6))
+    got = engine.generate(prompts, SamplingParams(max_new_tokens=24, ignore_eos=True))
+    assert [list(completion.token_ids) for completion in got] == wanted
+
+
+@pytest.mark.parametrize("runtime", ["auto", "torch", "openvino"])
+def test_load_takes_a_runtime(runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target as small as this one runs in torch unless OpenVINO is asked for."""
+    asked: list[Target] = []
+    monkeypatch.setattr(Target, "use_openvino", lambda self: asked.append(self))
+    tiny("Llama").model.save_pretrained(tmp_path)
+    target = Target.load(str(tmp_path), device="cpu", runtime=runtime)
+    assert asked == ([target] if runtime == "openvino" else [])
+    assert not (target.is_packed and asked)
+
+
+def test_auto_runs_in_torch_what_openvino_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny("Gemma2").model.save_pretrained(tmp_path)
+    monkeypatch.setattr(target_module, "_LEAST_OPENVINO_PARAMETERS", 1)
+    target = Target.load(str(tmp_path), device="cpu", runtime="auto")
+    assert target.runtime is None
+    with pytest.raises(ValueError, match="its attention is 'eager'"):
+        Target.load(str(tmp_path), device="cpu", runtime="openvino")
+
+
+def test_unknown_runtimes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--runtime 'onnx' is unknown: use auto, torch, openvino"):
+        Target.load(str(tmp_path), device="cpu", runtime="onnx")
