@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from drafter.targets.target import Target
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Runtime = Literal["auto", "torch", "openvino"]
 
 
 def load_target(
@@ -21,7 +20,7 @@ def load_target(
     revision: str | None = None,
     trust_remote_code: bool = False,
     pack: bool = True,
-    runtime: Runtime = "torch",
+    runtime: str = "torch",
 ) -> "Target":
     """The target of a command, without the bars and notices of the library that reads it.
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from drafter.targets.target import Target
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Runtime = Literal["auto", "torch", "openvino"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class RunOptions:
         dtype: number format of the models (default: auto, which is bfloat16 on CUDA and float32 elsewhere)
         device: auto, cpu, cuda or cuda:1
         compile: compile the steps with torch.compile (default: on CUDA only)
+        runtime: what runs the target's forward; auto: OpenVINO on a CPU where it is installed and can run the target
         revision: hub revision of the target
         trust_remote_code: run the code that a hub model brings along
     """
@@ -32,6 +34,7 @@ class RunOptions:
     dtype: Dtype = "auto"
     device: str = "auto"
     compile: bool | None = None
+    runtime: Runtime = "torch"
     revision: str | None = None
     trust_remote_code: bool = False
 
@@ -39,10 +42,12 @@ class RunOptions:
         """The target, or another model with the same dtype and device (ValueError if it cannot be loaded)."""
         from drafter.engine.loading import load_target
 
+        if self.compile and self.runtime == "openvino":
+            raise ValueError("--compile compiles torch's steps: leave it out, or give --runtime torch")
         is_target = name in (None, self.target)
         return load_target(
             name or self.target, dtype=self.dtype, device=self.device, revision=self.revision if is_target else None,
-            trust_remote_code=self.trust_remote_code, pack=pack and not self.compile,
+            trust_remote_code=self.trust_remote_code, pack=pack and not self.compile, runtime=self.runtime,
         )  # fmt: skip
 
 
