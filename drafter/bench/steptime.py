@@ -131,7 +131,6 @@ class StepClock:
                 max_rows=num_rows, beam_width=largest, draft_length=1, tree_size=largest, compile=compile
             )
         self._engine = Engine(target, drafter, config)
-        self._engine.proposer = RootOnly()
         room = target.max_length - context_length - largest
         max_new_tokens = max(1, min(room, num_steps * (_MAX_DEPTH + 1)))
         self._params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
@@ -167,9 +166,8 @@ class StepClock:
                 f"the context of target {self._engine.target.name!r}, {self._engine.target.max_length} tokens, is too "
                 "short for so many steps: measure fewer sizes (--tree-sizes, --beam-widths)"
             )
-        self._engine.proposer = proposer
         start = time.perf_counter()
-        self._engine.step()
+        self._engine.step(proposer)
         return time.perf_counter() - start
 
     def compare(

@@ -1,4 +1,4 @@
-"""`drafter tune`: size speculation for this machine by measurement."""
+"""`drafter tune`: choose the size of draft trees for this machine by measurement."""
 
 import json
 import sys
@@ -23,23 +23,19 @@ class CandidateOptions:
 
     Attributes:
         batch_sizes: numbers of rows to measure
-        beam_widths: W to choose from (default: 1,2,4,8,16; for hybrid 2,4)
-        draft_lengths: L to choose from (default: 1,2,3,4,5,6; for hybrid 2,3)
-        tree_sizes: N to choose from
-        method: whose trees are sized: the drafter's alone, or the trees of drafter, lookup and recycling together
-            (default: hybrid; redrafter on CUDA)
+        tree_sizes: N of the candidate trees (default: 2,4,6,8,12,16; on CUDA 4,8,16,32,48,64)
+        method: redrafter is the drafter alone, hybrid is drafter, prompt lookup and token recycling in one tree
+            (default: both are measured, and the file names the faster method)
     """
 
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
-    beam_widths: tuple[int, ...] | None = None
-    draft_lengths: tuple[int, ...] | None = None
-    tree_sizes: tuple[int, ...] = (2, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+    tree_sizes: tuple[int, ...] | None = None
     method: Literal["redrafter", "hybrid"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions(Options, CandidateOptions, RunOptions):
-    """Size speculation for this machine: measure step times and acceptance, choose a tree for each number of rows.
+    """Measure step times and acceptance on this machine, and choose a tree for each number of rows.
 
     Other commands find the file beside the drafter and use the file on the same device, in the same number format, with
     the same target. Plain decoding is chosen where nothing is faster.
@@ -58,8 +54,8 @@ class TuneOptions(Options, CandidateOptions, RunOptions):
     drafter: str
     out: Path | None = None
     prompts: str = "default"
-    num_prompts: int = 12
-    max_new_tokens: int = 64
+    num_prompts: int = 64
+    max_new_tokens: int = 96
     seconds: float = 150.0
 
     def __post_init__(self) -> None:
@@ -72,15 +68,12 @@ def tune(options: TuneOptions) -> None:
     """Run `drafter tune`."""
     from drafter.bench.tune import TuneSettings
     from drafter.bench.workload import read_prompt_set
-    from drafter.engine.defaults import default_method, tuned_path
-    from drafter.targets.target import resolve_device
+    from drafter.engine.defaults import tuned_path
     from drafter.utils.io import check_writable
 
-    settings = TuneSettings.for_method(
-        options.method or default_method(resolve_device(options.device).type, has_drafter=True),
-        batch_sizes=options.batch_sizes,
-        beam_widths=options.beam_widths,
-        draft_lengths=options.draft_lengths,
+    settings = TuneSettings(
+        options.method,
+        options.batch_sizes,
         tree_sizes=options.tree_sizes,
         max_new_tokens=options.max_new_tokens,
         seconds=options.seconds,
@@ -95,7 +88,7 @@ def tune(options: TuneOptions) -> None:
         **vars(part_of(options, RunOptions)),
         prompts=(options.prompts,),
         drafter=options.drafter,
-        methods=(settings.method,),
+        methods=settings.methods,
     )
     _tune_and_write(with_drafter(load_models(models), models), workload, settings, place)
 
@@ -118,12 +111,11 @@ def _tune_and_write(models: "BenchModels", workload: "Workload", settings: "Tune
             "prompts": workload.name,
             "digest": workload.digest,
             "num_prompts": found.num_prompts,
-            "num_positions": found.num_positions,
         },
-        "curves": found.curves,
+        "measured": found.measured,
         **{key: made_by[key] for key in ("machine", "versions", "git_revision", "date")},
     }
     write_atomic(place, json.dumps(content) + "\n")
-    print(f"{settings.method}:")
+    print(f"{found.sizes.method}:")
     print(format_table(COLUMNS, table_rows(found.sizes)))
     print(place, file=sys.stderr)

@@ -18,7 +18,7 @@ from drafter.engine.prefix_cache import PrefixIndex
 from drafter.engine.request import Request
 from drafter.engine.runner import PrefillRow, Runner, StepResult, StepWants
 from drafter.engine.scheduler import Scheduler, bucket, neighbours
-from drafter.engine.sizes import SizedProposers
+from drafter.engine.sizes import SizedProposers, Sizer, TreeSizer, read_fitting
 from drafter.engine.text import IncrementalText, Prompt, check_prompts, encode_prompt
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.options import LEARNING_METHODS
@@ -44,6 +44,7 @@ class Engine:
         draft_model: a smaller model of the same tokenizer; needed for ``method="draft-model"``.
         proposer: drafts instead of the proposer of ``config.method``.
         on_part: called with the name of each part of a step when the part is done; for measurements.
+        sizer: chooses the tree of every step; None: the file ``config.tuned``, or the one tree of the settings.
 
     Raises:
         ValueError: the method lacks what it needs, or the drafter belongs to another target.
@@ -58,6 +59,7 @@ class Engine:
         draft_model: Target | None = None,
         proposer: Proposer | None = None,
         on_part: Callable[[str], None] | None = None,
+        sizer: Sizer | None = None,
     ) -> None:
         self.target = target
         if config is None:
@@ -67,9 +69,13 @@ class Engine:
         self.compiler = compiler = Compiler(target.device, is_on=is_compiled(self.config.compile, target.device))
         self._sized: SizedProposers | None = None
         self._memory = new_memory(target, drafter) if self.config.method in LEARNING_METHODS else None
+        if proposer is None and sizer is None and self.config.tuned is not None:
+            sizes = read_fitting(self.config, target, drafter)
+            sizer = TreeSizer(sizes)
+            _log.info("trees sized by %s: %s", self.config.tuned, sizes.summary())
         if proposer is not None:
             self.proposer = proposer
-        elif self.config.tuned is None:
+        elif sizer is None:
             self.proposer = make_proposer(
                 self.config,
                 target,
@@ -80,7 +86,7 @@ class Engine:
                 prefill_chunk=self.config.prefill_chunk,
             )
         else:
-            self._sized = SizedProposers(self.config, target, drafter, compiler, self._memory)
+            self._sized = SizedProposers(self.config, sizer, target, drafter, compiler, self._memory)
             self.proposer = self._sized.largest
         self._on_part = on_part
         self._contexts = contexts_of(self.config, target, drafter)
@@ -269,8 +275,13 @@ class Engine:
         if request is not None and not request.is_finished:
             request.finish("abort")
 
-    def step(self) -> list[Update]:
-        """One step of all rows; returns the news of those that decoded."""
+    def step(self, proposer: Proposer | None = None) -> list[Update]:
+        """One step of all rows; the updates of the rows that decoded.
+
+        Args:
+            proposer: drafts this step in place of the engine's own proposer, for measurements; at most as many nodes,
+                and no state of its own by row.
+        """
         runner = self._runner
         assert runner is not None, "step without a request"
         self._arrange(runner)
@@ -281,7 +292,8 @@ class Engine:
             return []
         padding = min(bucket(len(rows)), self.config.max_rows) - len(rows)
         longest = max(request.num_committed for request in rows)
-        proposer, wants = self._wants([request for request in rows if request.is_prefilled])
+        chosen, wants = self._wants([request for request in rows if request.is_prefilled])
+        proposer = proposer or chosen
         result = runner.step(proposer, is_active + [False] * padding, longest, wants)
         if self._sized is not None and proposer is not self._plain:
             self._sized.observe(

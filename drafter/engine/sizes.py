@@ -4,12 +4,11 @@ The choice never changes a token, only how fast tokens come.
 """
 
 import hashlib
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -24,8 +23,6 @@ from drafter.proposers.table import make_proposer
 from drafter.targets.target import Target
 from drafter.utils.parse import read_json
 from drafter.utils.provenance import cpu_name
-
-_log = logging.getLogger(__name__)
 
 _MAX_SIZE = 4096  # of a file's beam width, draft length and tree size
 SCHEMA = "drafter-tuned/1"
@@ -215,25 +212,55 @@ def _plan_of(item: Mapping[str, Any], method: Method) -> RowPlan:
     return RowPlan(item["num_rows"], tuple(choices))
 
 
-class TreeSizer:
-    """Chooses the tree of every step: by the number of rows, and by how often drafts are accepted of late.
+class Sizer(Protocol):
+    """Chooses the tree of every step of an engine."""
 
-    The running acceptance is a ratio: drafted tokens kept, over drafted tokens that the calibration would have kept,
-    both forgotten exponentially. It scales the measured curves of all trees alike (an approximation). Under the
-    break-even of every tree plain decoding is the fastest; then nothing is drafted and nothing is learnt, so that after
-    a pause the calibrated tree is tried for a few steps. Every probe that fails doubles the pause.
+    @property
+    def trees(self) -> Sequence[Tree]:
+        """Every tree that may be chosen."""
+        ...
+
+    def choose(self, num_rows: int) -> Tree:
+        """The tree for the next step of ``num_rows`` rows."""
+        ...
+
+    def observe(self, num_accepted: Sequence[int]) -> None:
+        """Accepted draft tokens of the step, for each row that used its drafts."""
+        ...
+
+    def forget(self) -> None:
+        """Drop what was observed."""
+        ...
+
+
+class TreeSizer:
+    """The fastest measured tree for the number of rows and for the recent acceptance.
+
+    The running acceptance is a ratio: accepted draft tokens, over the draft tokens that the calibration would have
+    accepted; both decay exponentially. The ratio scales the measured curves of all trees alike (an approximation).
+    Below the break-even of every tree plain decoding is the fastest. Plain decoding accepts nothing, so after a pause
+    the calibrated tree is tried for a few steps. Every probe that fails doubles the pause.
     """
 
     def __init__(self, sizes: TunedSizes) -> None:
         self._sizes = sizes
+        self.forget()
+
+    def forget(self) -> None:
+        """Expect the acceptance of the calibration again."""
         self._kept = 0.0
         self._expected = 0.0
         self._prior = _PRIOR
         self._present: MeasuredTree | None = None
-        self._num_plain = 0  # plain steps since drafts were last looked at
+        self._num_plain = 0  # plain steps since the last step with drafts
         self._pause = _FIRST_PAUSE
-        self._num_probe_steps = 0  # of the probe that is under way
+        self._num_probe_steps = 0  # left of the present probe
         self._is_after_probe = False
+
+    @property
+    def trees(self) -> list[Tree]:
+        """Every tree of the file."""
+        return self._sizes.trees
 
     @property
     def ratio(self) -> float:
@@ -292,65 +319,71 @@ class TreeSizer:
 
 
 class SizedProposers:
-    """One proposer for every tree of a file of measured sizes. Hybrids share what they learn.
+    """One proposer for every tree that a sizer may choose. The proposers of one method share what they learn.
 
     Attributes:
-        sizes: the content of the file.
-        largest: the proposer with the most nodes: what rows must have room for.
+        largest: the proposer with the most nodes, which decides how many slots a row needs.
         proposers: all of them.
 
     Args:
-        config: the engine's settings; ``tuned`` names the file.
+        config: the engine's settings; the trees replace W, L and N.
+        sizer: chooses the tree of every step.
         target: the model whose answers are wanted.
         drafter: bound to it.
         compiler: of the engine's steps.
         memory: learned state that all proposers share; None for a method that learns nothing.
-
-    Raises:
-        ValueError: the file is damaged or was measured for something else, or there is no drafter.
     """
 
     def __init__(
         self,
         config: EngineConfig,
+        sizer: Sizer,
         target: Target,
         drafter: RecurrentDrafter | None,
         compiler: Compiler,
         memory: DraftMemory | None = None,
     ) -> None:
-        assert config.tuned is not None
-        self.sizes = read_tuned(Path(config.tuned))
-        if drafter is None:
-            raise ValueError(f"--tuned {config.tuned} sizes trees that a drafter had a part in: give --drafter DIR")
-        is_compiled = resolve_compile(config.compile, target.device)
-        reason = misfit(self.sizes, target, drafter, method=config.method, is_compiled=is_compiled)
-        if reason:
-            raise ValueError(f"--tuned {config.tuned} {reason}: run `drafter tune` here, or leave it out")
+        self._sizer = sizer
         self._proposers: dict[Tree, Proposer] = {
             tree: make_proposer(_settings_of(config, tree), target, drafter, None, compiler, memory)
-            for tree in self.sizes.trees
+            for tree in sizer.trees
             if not tree.is_plain
         }
-        # Rows are set up in this one only: what others keep of a row, they keep in `memory`.
+        # Rows are set up in this proposer only; the others keep the state of rows in `memory`.
         self.largest = max(self._proposers.values(), key=lambda proposer: proposer.num_nodes, default=RootOnly())
         plain = self.largest.plain
         assert plain is not None, config.method
         self._proposers[PLAIN] = plain
         self.proposers = tuple(self._proposers.values())
-        self._sizer = TreeSizer(self.sizes)
-        _log.info("trees sized by %s: %s", config.tuned, self.sizes.summary())
 
     def choose(self, num_rows: int) -> Proposer:
-        """Who drafts the next step of ``num_rows`` rows."""
+        """The proposer of the next step of ``num_rows`` rows."""
         return self._proposers[self._sizer.choose(num_rows)]
 
     def forget(self) -> None:
-        """Acceptance is expected to be that of the calibration again."""
-        self._sizer = TreeSizer(self.sizes)
+        """Drop what the sizer observed."""
+        self._sizer.forget()
 
     def observe(self, num_accepted: Sequence[int]) -> None:
-        """How many drafted tokens the step kept, for each row that looked at its drafts."""
+        """Accepted draft tokens of the step, for each row that used its drafts."""
         self._sizer.observe(num_accepted)
+
+
+def read_fitting(config: EngineConfig, target: Target, drafter: RecurrentDrafter | None) -> TunedSizes:
+    """The measured sizes of ``config.tuned``.
+
+    Raises:
+        ValueError: the file is damaged or was measured for something else, or there is no drafter.
+    """
+    assert config.tuned is not None
+    sizes = read_tuned(Path(config.tuned))
+    if drafter is None:
+        raise ValueError(f"--tuned {config.tuned} sizes the trees of a drafter: give --drafter DIR")
+    is_compiled = resolve_compile(config.compile, target.device)
+    reason = misfit(sizes, target, drafter, method=config.method, is_compiled=is_compiled)
+    if reason:
+        raise ValueError(f"--tuned {config.tuned} {reason}: run `drafter tune` here, or leave it out")
+    return sizes
 
 
 def _settings_of(config: EngineConfig, tree: Tree) -> EngineConfig:

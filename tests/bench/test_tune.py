@@ -1,4 +1,4 @@
-"""Tuning: fixed trees are trees, the plan follows the measured times, the file comes out and is picked up."""
+"""Tuning: fixed trees are trees, the plan follows the measured steps, and other commands take the file."""
 
 import json
 import time
@@ -9,28 +9,21 @@ import pytest
 import torch
 
 from drafter.bench.steptime import Budget, FixedTree, StepClock, Timed
-from drafter.bench.tune import COLUMNS, TuneSettings, _RowCurves, table_rows, tune
+from drafter.bench.tune import COLUMNS, TuneSettings, _Calibration, table_rows, tune
 from drafter.cli.main import main
+from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import RootOnly, RowState
 from drafter.decoding.tree import Candidates
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.request import Request
 from drafter.engine.sizes import PLAIN, Tree, read_tuned
 from drafter.proposers.options import Method
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
-from tests.engine.oracle import assert_lossless, requests, rows_of
+from tests.engine.oracle import rows_of
 from tests.tiny_files import make_drafter, make_target
 
-SETTINGS = TuneSettings(
-    batch_sizes=(2, 1),
-    beam_widths=(2, 4),
-    draft_lengths=(1, 3),
-    tree_sizes=(2, 4, 8),
-    max_new_tokens=24,
-    context_length=8,
-    num_rounds=2,
-    seconds=20,
-)
+SETTINGS = TuneSettings(batch_sizes=(2, 1), tree_sizes=(2, 4, 8), max_new_tokens=24, num_rounds=12, seconds=20)
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3, 7, 8, 25, 64])
@@ -46,10 +39,17 @@ def test_fixed_trees_are_trees(num_nodes: int) -> None:
     assert len(set(children)) == len(children)
 
 
-def test_fixed_trees_change_no_token() -> None:
+def test_steps_with_a_proposer_of_the_caller_change_no_token() -> None:
     engine = Engine(shared_target(), config=EngineConfig(method="lookup", max_rows=4, tree_size=16))
-    engine.proposer = FixedTree(16, 61, torch.device("cpu"))
-    assert_lossless(engine, requests(5))
+    plain = Engine(shared_target(), config=EngineConfig(method="autoregressive", max_rows=4))
+    engine.reserve(64)
+    proposer = FixedTree(16, 61, torch.device("cpu"))
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    prompts = prompts_for(4, seed=8)
+    own = [engine.add(prompt, params, want_text=False) for prompt in prompts]
+    while engine.has_work:
+        engine.step(proposer)
+    assert [request.token_ids for request in own] == [item.token_ids for item in plain.generate(prompts, params)]
 
 
 def test_proposers_take_turns_and_medians_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,26 +112,15 @@ def test_a_context_too_short_to_measure_in_is_said() -> None:
             clock.step(RootOnly())
 
 
-def test_a_steps_time_is_predicted_from_its_parts() -> None:
-    curves = _RowCurves({1: 1.0, 8: 1.5}, {(4, 1): 0.1, (4, 5): 0.5, (2, 1): 0.1, (2, 5): 0.3})
-    assert curves.step_seconds(PLAIN) == 1.0
-    assert curves.step_seconds(Tree(4, 3, 8)) == pytest.approx(1.5 + 0.3)
-    assert curves.step_seconds(Tree(2, 5, 8)) == pytest.approx(1.5 + 0.3)
-    hybrid = curves._replace(base=6, draft_per_node=0.01)
-    assert hybrid.step_seconds(Tree(4, 3, 8)) == pytest.approx(1.5 + 0.3 + 0.02)
-
-
 def _scaled_steps(monkeypatch: pytest.MonkeyPatch, seconds_per_node: float) -> None:
     """Steps that take 10 ms and so much more for every node and row: a machine whose costs are known."""
-    step = StepClock.step
+    step = _Calibration._step
 
-    def timed(self: StepClock, proposer: RootOnly) -> float:
-        step(self, proposer)
-        if isinstance(proposer, Timed):
-            proposer.seconds[-1] = 1e-4 * proposer.max_depth
-        return 0.01 + seconds_per_node * self.num_rows * proposer.num_nodes
+    def timed(self: _Calibration, tree: Tree, running: list[Request]) -> float:
+        step(self, tree, running)
+        return 0.01 + seconds_per_node * len(running) * tree.tree_size
 
-    monkeypatch.setattr(StepClock, "step", timed)
+    monkeypatch.setattr(_Calibration, "_step", timed)
 
 
 @pytest.mark.parametrize("method", ["redrafter", "hybrid"])
@@ -140,47 +129,59 @@ def test_cheap_nodes_make_large_trees_and_dear_ones_none(monkeypatch: pytest.Mon
     settings = replace(SETTINGS, method=method)
     _scaled_steps(monkeypatch, 1e-7)
     cheap = tune(shared_target(), trained_drafter(), prompts, settings)
-    assert cheap.sizes.method == method
+    assert cheap.sizes.method == method and cheap.num_prompts == 6
     assert [plan.num_rows for plan in cheap.sizes.plans] == [1, 2]
     for plan in cheap.sizes.plans:
         best = plan.best()
-        assert best.tree.tree_size == 8 and best.tokens_per_step > 1.1
-        assert best.step_seconds == pytest.approx(0.01 + 1e-7 * plan.num_rows * 8)
+        assert best.tree.tree_size > 2 and best.tokens_per_step > 1.1
+        assert best.step_seconds == pytest.approx(0.01 + 1e-7 * plan.num_rows * best.tree.tree_size)
     monkeypatch.undo()
     _scaled_steps(monkeypatch, 3e-2)
     dear = tune(shared_target(), trained_drafter(), prompts, settings)
     assert [plan.choices for plan in dear.sizes.plans] == [plan.choices[:1] for plan in dear.sizes.plans]
     assert all(plan.best().tree == PLAIN for plan in dear.sizes.plans)
     assert table_rows(dear.sizes)[0][:4] == ["1", "1", "-", "-"] and len(table_rows(dear.sizes)[0]) == len(COLUMNS)
+    # Candidates that cannot pay for one row are not measured for two.
+    assert {tuple(line[:4]) for line in dear.measured[method]} >= {(1, 2, 1, 2), (2, *PLAIN)}
+    assert not [line for line in dear.measured[method] if line[0] == 2 and line[3] > 1]
 
 
-def test_curves_hold_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    _scaled_steps(monkeypatch, 1e-6)
+def test_tokens_per_step_are_those_of_whole_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of the candidates in turn find the acceptance of decoding with one tree, to the noise of so few steps."""
+    _scaled_steps(monkeypatch, 1e-7)
+    prompts = prompts_for(8, seed=5)
+    settings = TuneSettings("redrafter", (4,), (4, 8), max_new_tokens=48, num_rounds=60, seconds=60)
+    measured = tune(shared_target(), trained_drafter(), prompts, settings).measured["redrafter"]
+    params = SamplingParams(max_new_tokens=48, ignore_eos=True)
+    for _, width, length, size, _, tokens_per_step, num_steps in measured[1:]:
+        config = EngineConfig(beam_width=int(width), draft_length=int(length), tree_size=int(size))
+        whole = Engine(shared_target(), trained_drafter(), config).generate(prompts, params)
+        decoded = sum(len(item.token_ids) for item in whole) / sum(item.num_target_forwards for item in whole)
+        assert tokens_per_step == pytest.approx(decoded, rel=0.15) and num_steps == 60
+
+
+def test_the_faster_method_is_chosen_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = _Calibration._step
+
+    def timed(self: _Calibration, tree: Tree, running: list[Request]) -> float:
+        step(self, tree, running)
+        return 0.01 * (1 + (self._method == "redrafter" and not tree.is_plain))
+
+    monkeypatch.setattr(_Calibration, "_step", timed)
     found = tune(shared_target(), trained_drafter(), prompts_for(3, seed=4), SETTINGS)
-    assert [1, 8, pytest.approx(0.010008)] in found.curves["verify_seconds"]
-    assert [2, 4, 3, pytest.approx(3e-4)] in found.curves["draft_seconds"]
-    assert {tuple(row[:3]) for row in found.curves["tokens_per_step"]} == set(SETTINGS.trees())
-    assert found.num_prompts == 3 and found.num_positions <= 3 * 24
-    hybrid = replace(SETTINGS, method="hybrid", batch_sizes=(1,))
-    found = tune(shared_target(), trained_drafter(), prompts_for(3, seed=4), hybrid)
-    assert [row[:3] for row in found.curves["draft_seconds"]] == [[1, 2, 1], [1, 2, 3], [1, 4, 1], [1, 4, 3]]
-    assert {tuple(row[:3]) for row in found.curves["tokens_per_step"]} == set(hybrid.trees())
+    assert found.sizes.method == "hybrid" and sorted(found.measured) == ["hybrid", "redrafter"]
 
 
-def test_each_method_has_its_own_sizes_to_choose_from() -> None:
-    assert TuneSettings.for_method("redrafter", beam_widths=None, seconds=9.0) == TuneSettings(seconds=9.0)
-    hybrid = TuneSettings.for_method("hybrid", beam_widths=None, draft_lengths=(4,))
-    assert (hybrid.method, hybrid.beam_widths, hybrid.draft_lengths) == ("hybrid", (2, 4), (4,))
-    # The other sources fill what the beam leaves free, down to a tree of two nodes.
-    assert {Tree(2, 4, 2), Tree(2, 4, 64)} <= set(hybrid.trees())
-    assert not {Tree(2, 4, 2), Tree(2, 4, 64)} & set(replace(hybrid, method="redrafter").trees())
+def test_candidates_suit_the_device_and_the_drafter() -> None:
+    assert [tree.tree_size for tree in TuneSettings().trees("cpu", 1000)] == [2, 4, 6, 8, 12, 16]
+    assert TuneSettings().trees("cuda", 1000)[-1] == Tree(16, 5, 64)
+    assert TuneSettings(tree_sizes=(8, 8, 2)).trees("cpu", 3) == [Tree(2, 1, 2), Tree(3, 3, 8)]
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"batch_sizes": ()}, "--batch-sizes is empty"),
-        ({"beam_widths": (0,)}, "--beam-widths is 0"),
         ({"tree_sizes": (1,)}, "--tree-sizes is 1 but must be at least 2"),
         ({"seconds": 0}, "--seconds"),
         ({"method": "lookup"}, "--method is 'lookup' but must be one of redrafter, hybrid"),
@@ -191,14 +192,16 @@ def test_wrong_settings_are_refused(changes: dict[str, object], reason: str) -> 
         TuneSettings(**changes)  # type: ignore[arg-type]
 
 
-def test_sizes_that_nothing_can_draft_are_refused() -> None:
-    with pytest.raises(ValueError, match="--tree-sizes hold none"):
-        tune(shared_target(), trained_drafter(), [[1]], TuneSettings(beam_widths=(1,), tree_sizes=(64,)))
+def test_prompts_and_sizes_that_allow_no_measurement_are_refused() -> None:
+    with pytest.raises(ValueError, match="--tree-sizes .* hold none that --method redrafter can draft"):
+        tune(shared_target(), trained_drafter(), [[1]], TuneSettings("redrafter", tree_sizes=(1024,)))
+    with pytest.raises(ValueError, match="--prompts hold none of at most 128 tokens"):
+        tune(shared_target(), trained_drafter(), [[1] * 10**4], SETTINGS)
 
 
 @pytest.mark.parametrize(
     ("flags", "method"),
-    [(["--device", "cpu"], "hybrid"), (["--method", "hybrid"], "hybrid"), (["--method", "redrafter"], "redrafter")],
+    [(["--method", "hybrid"], "hybrid"), (["--method", "redrafter"], "redrafter")],
 )
 def test_the_command_writes_a_file_that_other_commands_take(
     tmp_path: Path,
@@ -213,13 +216,13 @@ def test_the_command_writes_a_file_that_other_commands_take(
     drafter = make_drafter(target, tmp_path / "drafter")
     (tmp_path / "p.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
     words = ["tune", "--target", target, "--drafter", drafter, "--prompts", str(tmp_path / "p.jsonl")]
-    words += ["--batch-sizes", "1", "--beam-widths", "4", "--draft-lengths", "1", "--tree-sizes", "4"]
+    words += ["--batch-sizes", "1", "--tree-sizes", "4", "--device", "cpu"]
     assert main([*words, *flags, "--max-new-tokens", "8", "--seconds", "5"]) == 0
     shown = capsys.readouterr()
     path = tmp_path / "drafter" / "tuned.json"
     assert str(path) in shown.err and "| rows |" in shown.out
     content = json.loads(path.read_text())
-    assert content["calibration"]["num_prompts"] == 2 and content["curves"]["tokens_per_step"]
+    assert content["calibration"]["num_prompts"] == 2 and len(content["measured"][method]) == 2
     found = read_tuned(path)
     assert [plan.num_rows for plan in found.plans] == [1] and found.method == method
     assert _decoded_with(["--target", target, "--drafter", drafter], tmp_path) == (method, str(path))
