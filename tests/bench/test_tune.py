@@ -220,7 +220,7 @@ def test_the_command_writes_a_file_that_other_commands_take(
     assert main([*words, *flags, "--max-new-tokens", "8", "--seconds", "5"]) == 0
     shown = capsys.readouterr()
     path = tmp_path / "drafter" / "tuned.json"
-    assert str(path) in shown.err and "| rows |" in shown.out
+    assert str(path) in shown.err and "tokens/step" in shown.out
     content = json.loads(path.read_text())
     assert content["calibration"]["num_prompts"] == 2 and len(content["measured"][method]) == 2
     found = read_tuned(path)
