@@ -94,6 +94,16 @@ def test_named_files_exist(page: Path) -> None:
     assert not missing, f"{page.name}: {sorted(missing)}"
 
 
+def test_pages_that_the_code_cites_exist() -> None:
+    for file in [
+        *(ROOT / "drafter").rglob("*.py"),
+        *(ROOT / "configs").rglob("*.yaml"),
+        *(ROOT / "scripts").rglob("*.*"),
+    ]:
+        for name in re.findall(r"\bdocs/[\w/.-]*\w\.(?:md|svg|jsonl)", file.read_text(errors="replace")):
+            assert (ROOT / name).exists(), f"{file.relative_to(ROOT)}: {name}"
+
+
 def test_the_checks_see_commands_and_links() -> None:
     assert sum(len(command_lines(page)) for page in PAGES) > 20
     assert sum(len(command_mentions(page)) for page in PAGES) > 20

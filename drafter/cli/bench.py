@@ -1,7 +1,7 @@
 """`drafter bench`, `bench report`, `bench sweep`, `bench serve`: measurements, and their tables."""
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -24,10 +24,12 @@ class ResultOptions:
     Attributes:
         out: results file (.jsonl)
         report: also write the table and the pictures to this folder
+        wandb: Weights & Biases project to log the table and the results file to; offline where no key is configured
     """
 
     out: Path
     report: Path | None = None
+    wandb: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,7 @@ def bench(options: BenchOptions) -> None:
     _check_out(options.out)
     _measure([options], options.out)
     _show(options.out, options.report)
+    _log(options, options.wandb)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +144,7 @@ def bench_sweep(options: SweepOptions) -> None:
     _check_out(options.out)
     _measure([replace(first, drafter=name) for name in options.drafter], options.out)
     _show(options.out, options.report)
+    _log(options, options.wandb)
 
 
 def sweep_methods(
@@ -278,6 +282,20 @@ def _show(out: Path, folder: Path | None) -> None:
     print(make_report(records))
     if folder is not None:
         _write_report(records, folder)
+
+
+def _log(options: BenchOptions | SweepOptions, project: str | None) -> None:
+    """Log summaries and results file as one Weights & Biases run, where ``--wandb`` names a project."""
+    if project is None:
+        return
+    from drafter.bench.results import read_results, summarise
+    from drafter.integrations.wandb import log_results
+    from drafter.utils.provenance import run_record
+
+    tables = summarise(read_results([options.out]))
+    rows = [condition._asdict() | asdict(summary) for condition, summaries in tables.items() for summary in summaries]
+    record = run_record(settings=asdict(options))
+    log_results(project, options.out.parent, record=record, rows=rows, files=[options.out])
 
 
 def _write_report(records: list[dict[str, Any]], folder: Path) -> None:

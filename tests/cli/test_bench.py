@@ -49,6 +49,19 @@ def test_one_command_measures_and_prints_the_table(
     assert capsys.readouterr().out == (tmp_path / "again" / "report.md").read_text() + "\n"
 
 
+def test_results_go_to_weights_and_biases(
+    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    out = tmp_path / "r.jsonl"
+    words = ["bench", "--target", files["target"], "--prompts", files["prompts"], "--methods", "autoregressive,lookup"]
+    assert main([*words, "--max-new-tokens", "3", "--rounds", "1", "--out", str(out), "--wandb", "tests"]) == 0
+    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/results_*.table.json")
+    found = json.loads(table.read_text())
+    assert [row[found["columns"].index("label")] for row in found["data"]] == ["autoregressive", "lookup"]
+    assert {"rate", "tokens_per_step", "batch_size", "dtype"} <= set(found["columns"])
+
+
 def test_a_sweep_sets_two_drafters_side_by_side(
     files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
