@@ -100,7 +100,7 @@ def test_pages_that_the_code_cites_exist() -> None:
         *(ROOT / "configs").rglob("*.yaml"),
         *(ROOT / "scripts").rglob("*.*"),
     ]:
-        for name in re.findall(r"\bdocs/[\w/.-]*\w\.(?:md|svg|jsonl)", file.read_text(errors="replace")):
+        for name in re.findall(r"\bdocs/[\w/.-]*\w\.(?:md|svg)", file.read_text(errors="replace")):
             assert (ROOT / name).exists(), f"{file.relative_to(ROOT)}: {name}"
 
 
