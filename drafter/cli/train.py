@@ -1,10 +1,9 @@
 """`drafter train`: Lightning's command line over our module and data."""
 
 import argparse
-import re
 from collections.abc import Sequence
 
-from drafter.utils.options import suggestion
+from drafter.utils.options import parse_error
 
 
 def train(words: Sequence[str]) -> int | None:
@@ -18,6 +17,7 @@ def train(words: Sequence[str]) -> int | None:
       --trainer.max_steps INT        optimiser steps
       --trainer.default_root_dir PATH
                                      folder of checkpoints and logs
+      --wandb PROJECT                log to this project of Weights & Biases as well; offline without a key
       --ckpt_path PATH               resume from this checkpoint; last: from the newest checkpoint of the run
       --print_config                 print every setting with its value, as a file for --config
       --help-all                     explain every setting
@@ -39,7 +39,7 @@ def train(words: Sequence[str]) -> int | None:
             return 0
         raise
     except argparse.ArgumentError as error:
-        raise ValueError(f"{readable(str(error))} (drafter train --help-all explains every setting)") from error
+        raise ValueError(f"{parse_error(str(error))} (drafter train --help-all explains every setting)") from error
 
 
 def files_first(words: Sequence[str]) -> list[str]:
@@ -54,34 +54,3 @@ def files_first(words: Sequence[str]) -> list[str]:
         else:
             (files if word.startswith("--config=") else others).append(word)
     return files + others
-
-
-def readable(message: str) -> str:
-    """An error of jsonargparse in one line: the flag, the value and the permitted types.
-
-    >>> readable('Parser key "model.optim.lr":\\n  Expected a <class \\'float\\'>. Got value: x')
-    "--model.optim.lr is 'x' but must be a number"
-    """
-    found = re.search(r'Parser key "([^"]+)"', message)
-    value = re.search(r"(?:Got value|Given value): (.*)", message)
-    kinds = re.findall(r"Expected an? ([^\n]+?)(?:\. Got value|\n|$)", message)
-    if found and value and value[1].strip() == "None":
-        return f"--{found[1]} is missing: give --{found[1]}, or the key in the file of --config"
-    if found and "File does not exist" in message:
-        return f"--{found[1]}{message.rpartition(':')[2]}: there is no such file"
-    if not found or not value or not kinds:
-        return " ".join(message.split())
-    known = re.findall(r"'([^']+)'", next((kind for kind in kinds if "Literal" in kind), ""))
-    names = [_KINDS.get(kind, kind) for kind in kinds if "Literal" not in kind]
-    named = ", ".join(known) and f"one of {', '.join(known)}"
-    wanted = " or ".join(dict.fromkeys(filter(None, [named, *names])))
-    return f"--{found[1]} is {value[1].strip()!r} but must be {wanted}{suggestion(value[1].strip(), known)}"
-
-
-_KINDS = {
-    "<class 'int'>": "an integer",
-    "<class 'float'>": "a number",
-    "<class 'bool'>": "true or false",
-    "<class 'str'>": "text",
-    "<class 'NoneType'>": "null",
-}

@@ -1,5 +1,6 @@
 """``drafter train``: Lightning's command line over DrafterModule and ChatDataModule."""
 
+import argparse
 import logging
 import sys
 import warnings
@@ -20,6 +21,7 @@ from drafter.training.callbacks import SaveWhenStopped, ShortProgressBar, WholeC
 from drafter.training.checkpoint import check_resumable, export_checkpoint
 from drafter.training.module import DrafterModule
 from drafter.utils.io import first_line
+from drafter.utils.options import parse_error
 from drafter.utils.parse import MAX_DEPTH, parse_yaml, read_yaml
 
 __all__ = ["export_checkpoint", "main_train"]
@@ -66,6 +68,15 @@ class TrainCLI(LightningCLI):
         parser.link_arguments("model.target", "data.target")
         parser.link_arguments("model.revision", "data.revision")
         parser.link_arguments("model.trust_remote_code", "data.trust_remote_code")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """As Lightning does, with errors in one line."""
+        try:
+            super().parse_arguments(parser, args)
+        except argparse.ArgumentError as error:
+            known = [flag[2:] for action in parser._actions for flag in action.option_strings]
+            line = parse_error(str(error), known)
+            raise ValueError(f"{line} (drafter train --help-all explains every setting)") from error
 
     def before_instantiate_classes(self) -> None:
         """Put everything of a run into one folder: ``trainer.default_root_dir``."""

@@ -124,6 +124,39 @@ def suggestion(given: str, known: Iterable[str]) -> str:
     return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
+def parse_error(message: str, known: Iterable[str] = ()) -> str:
+    """An error of jsonargparse in one line: the flag, the value and the permitted types.
+
+    Args:
+        message: text of the error.
+        known: names of all settings, for suggestions.
+
+    >>> parse_error('Parser key "model.optim.lr":\\n  Expected a <class \\'float\\'>. Got value: x')
+    "--model.optim.lr is 'x' but must be a number"
+    >>> parse_error("Group 'model' does not accept option 'drafter.cel'", ["model.drafter.cell"])
+    'unknown setting model.drafter.cel (did you mean model.drafter.cell?)'
+    """
+    unknown = re.search(r"unrecognized arguments: --(\S+)|Group '(.*)' does not accept option '(.*)'", message)
+    if unknown:
+        name = unknown[1].partition("=")[0] if unknown[1] else f"{unknown[2]}.{unknown[3]}"
+        return f"unknown setting {name}{suggestion(name, known)}"
+    found = re.search(r'Parser key "([^"]+)"', message)
+    value = re.search(r"(?:Got value|Given value): (.*)", message)
+    kinds = re.findall(r"Expected an? ([^\n]+?)(?:\. Got value|\n|$)", message)
+    if found and "File does not exist" in message:
+        return f"--{found[1]}{message.rpartition(':')[2]}: there is no such file"
+    if not found or not value or not kinds:
+        return " ".join(message.split())
+    given = value[1].strip()
+    if given == "None":
+        return f"--{found[1]} is missing: give --{found[1]}, or the key in the file of --config"
+    choices = re.findall(r"'([^']+)'", next((kind for kind in kinds if "Literal" in kind), ""))
+    names = {str(kind): name for kind, name in _KINDS.items()} | {str(type(None)): "null"}
+    wanted = [f"one of {', '.join(choices)}"] if choices else []
+    wanted += [names.get(kind, kind) for kind in kinds if "Literal" not in kind]
+    return f"--{found[1]} is {given!r} but must be {' or '.join(dict.fromkeys(wanted))}{suggestion(given, choices)}"
+
+
 def options_of(kind: type[Options]) -> dict[str, Option]:
     """All fields by name, in the order of the help."""
     hints, texts = get_type_hints(kind), _texts(kind)

@@ -136,7 +136,9 @@ def test_distill_then_inspect(target: str, tmp_path: Path, capsys: pytest.Captur
     rows = rows_of(out)
     assert len(rows) == 4 and {row["messages"][0]["content"] for row in rows} == {"one", "two"}
     assert json.loads(out.with_suffix(".run.json").read_text())["settings"]["num_new"] == 4
-    assert main(words) == 0
+    capsys.readouterr()
+    assert main([*words, "--no-speculation"]) == 0
+    assert "drafting: autoregressive: as given" in capsys.readouterr().err
     assert rows_of(out) == rows
     capsys.readouterr()
     good = tmp_path / "good.jsonl"

@@ -12,8 +12,8 @@ import yaml
 
 import drafter.cli.main as cli
 from drafter.cli.main import COMMANDS, load_command, main, options_class
-from drafter.cli.train import files_first, readable
-from drafter.utils.options import Option, Options, help_of, options_of
+from drafter.cli.train import files_first
+from drafter.utils.options import Option, Options, help_of, options_of, parse_error
 
 KINDS = {name: kind for name in COMMANDS if (kind := options_class(load_command(name))) is not None}
 HELP_OF_ALL = """
@@ -117,10 +117,19 @@ def test_errors_of_training_are_one_line(tmp_path: Path, capsys: pytest.CaptureF
     words = ["train", "--config", quick]
     fails([*words, "--model.optim.lr", "x"], capsys, "--model.optim.lr is 'x' but must be a number")
     fails([*words, "--model.drafter.cell", "grru"], capsys, "must be one of rnn, gru, rnn2 (did you mean gru?)")
-    fails([*words, "--model.drafter.cel", "gru"], capsys, "--model.drafter.cel")
+    fails(
+        [*words, "--model.drafter.cel", "gru"],
+        capsys,
+        "unknown setting model.drafter.cel (did you mean model.drafter.cell",
+    )
+    typo = tmp_path / "typo.yaml"
+    typo.write_text(Path(quick).read_text().replace("draft_length:", "draft_lenght:"))
+    fails(
+        ["train", "--config", str(typo)], capsys, "model.drafter.draft_lenght (did you mean model.drafter.draft_length"
+    )
     fails(["train", "--config", "none.yaml"], capsys, "none.yaml': there is no such file")
     fails(["train"], capsys, "--model.target is missing")
-    assert readable("something else\n  happened") == "something else happened"
+    assert parse_error("something else\n  happened") == "something else happened"
     assert files_first(["--a", "1", "--config", "f", "--config=g", "--b"]) == [
         "--config", "f", "--config=g", "--a", "1", "--b",
     ]  # fmt: skip

@@ -1,5 +1,6 @@
 """One dataclass is flags, YAML keys, arguments and help: the rules, on a toy command."""
 
+import doctest
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 from drafter.decoding.params import SamplingParams
+from drafter.utils import options
 from drafter.utils.options import Options, comma_separated, help_of, options_from, part_of, read_options
 
 
@@ -47,9 +49,9 @@ class Toy(Options, SamplingParams):
 
 
 def read(*words: str) -> Toy:
-    options = read_options(Toy, ["in.txt", "--out", "o", *words], "drafter toy")
-    assert options is not None
-    return options
+    found = read_options(Toy, ["in.txt", "--out", "o", *words], "drafter toy")
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize(
@@ -120,15 +122,20 @@ def test_wrong_files_are_refused_by_name(tmp_path: Path, text: str, message: str
 
 def test_one_value_stands_for_a_list_and_whole_numbers_are_numbers() -> None:
     values: dict[str, Any] = {"source": "a", "out": "o", "tag": "x", "sizes": 3, "ratio": 1, "either": None}
-    options = options_from(Toy, values, "part")
-    assert (options.tag, options.sizes, options.ratio, options.either) == (("x",), (3,), 1.0, None)
-    assert isinstance(options.ratio, float)
+    found = options_from(Toy, values, "part")
+    assert (found.tag, found.sizes, found.ratio, found.either) == (("x",), (3,), 1.0, None)
+    assert isinstance(found.ratio, float)
     with pytest.raises(ValueError, match="^part: unknown key 'ot'"):
         options_from(Toy, {"ot": 1}, "part")
 
 
 def test_sections_are_objects_of_their_own() -> None:
     assert part_of(read("--top-k", "5"), SamplingParams) == SamplingParams(top_k=5)
+
+
+def test_errors_of_the_parser_are_one_line() -> None:
+    found = doctest.testmod(options)
+    assert found.attempted == 2 and found.failed == 0
 
 
 def test_help_shows_the_common_options_first() -> None:
