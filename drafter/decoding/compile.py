@@ -1,12 +1,12 @@
 """Compilation of a step's parts: the target's tree forward, the beam search, accept, commit (torch.compile).
 
-On CUDA every part is a CUDA graph of its own for each bucket of rows and each tree size (``reduce-overhead``), over all
-slots of a row. On a CPU (inductor) the numbers of rows, nodes and visible slots are dynamic, so that a part is compiled
-a few times only, one being special to torch; and the models' weights are frozen, which lets inductor put the linear
-layers' weights into the order that the CPU's kernels read fastest. Frozen weights are copies: a model that is changed
-afterwards goes on with the old ones, so nothing that is still trained may be compiled.
+On CUDA every part becomes a CUDA graph for each bucket of rows and each tree size (``reduce-overhead``), over all slots
+of a row. On a CPU (inductor) the numbers of rows, nodes and visible slots are dynamic, so that a part is compiled only
+a few times; torch specialises the size 1. Inductor freezes the weights of the models and reorders the weights of linear
+layers for the CPU's kernels. Frozen weights are copies: later changes of a model have no effect, so a model in training
+must not be compiled.
 
-Everything is compiled within :meth:`Compiler.warming_up`, by steps of all the shapes that can come, and nothing later.
+All compilation happens within :meth:`Compiler.warming_up`, in steps of all shapes that can occur.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +27,12 @@ _MOST_SHAPES = 1024  # of one part; torch stops compiling after 8 unless told ot
 
 
 def is_compiled(compile: bool | None, device: torch.device) -> bool:
-    """What ``EngineConfig.compile`` comes to: None is on for CUDA, off elsewhere."""
+    """The value of ``EngineConfig.compile``; None is True for CUDA and False elsewhere."""
     return device.type == "cuda" if compile is None else compile
 
 
 class Compiler:
-    """Compiles the parts of a step for a device, or leaves them as they are.
+    """Compiles the parts of a step for a device, or returns them unchanged.
 
     Args:
         device: where the steps run.
@@ -46,7 +46,7 @@ class Compiler:
         self._is_warming = False
 
     def __call__(self, function: Callable[P, R], dynamic: Dynamic = ()) -> Callable[P, R]:
-        """The part, compiled at its first calls.
+        """The part, which compiles at its first calls.
 
         Args:
             function: tensors in, tensors out, without a wait for the device.
@@ -69,8 +69,10 @@ class Compiler:
         return marked
 
     def keep(self, *state: tuple[Tensor, tuple[int, ...]]) -> None:
-        """Tensors that live as long as their owner and are written in place, each with the dimensions that the next
-        owner may have otherwise: CUDA graphs need not copy them, and on a CPU nothing is compiled for the next owner.
+        """Register tensors that live as long as their owner and are written in place.
+
+        CUDA graphs then do not copy the tensors. On a CPU the given dimensions, which differ between owners, become
+        dynamic, so that the next owner needs no compilation.
         """
         for tensor, dims in state:
             if self.is_on and self._is_cuda:
@@ -80,7 +82,7 @@ class Compiler:
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Settings under which the parts are compiled; they are torch's own again afterwards."""
+        """A context with the compiler settings of the parts; torch's own settings are restored afterwards."""
         import torch._dynamo.config
         import torch._inductor.config
         import torch.fx.experimental._config
@@ -90,7 +92,7 @@ class Compiler:
             stack.enter_context(torch._dynamo.config.patch(limits))
             if not self._is_cuda:
                 stack.enter_context(torch._inductor.config.patch(freezing=True))
-                # Two dimensions that happen to be equal now need not be equal later.
+                # Dimensions that are equal by chance must not be treated as one.
                 shapes: Any = torch.fx.experimental._config
                 stack.enter_context(shapes.patch(use_duck_shape=False))
             self._is_warming = True
@@ -100,13 +102,13 @@ class Compiler:
                 self._is_warming = False
 
     def begin_step(self) -> None:
-        """What the last step's graphs gave out may be overwritten."""
+        """Allow the CUDA graphs to overwrite the results of the last step."""
         if self.is_on and self._is_cuda:
             torch.compiler.cudagraph_mark_step_begin()
 
 
 def mark_dynamic(tensor: Tensor, dims: Sequence[int]) -> None:
-    """These dimensions differ between calls, unless they are 1, which torch always takes for a case of its own."""
+    """Mark dimensions that differ between calls. Torch always specialises dimensions of size 1."""
     for dim in dims:
         if tensor.shape[dim] > 1:
             torch._dynamo.maybe_mark_dynamic(tensor, dim)

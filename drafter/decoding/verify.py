@@ -13,7 +13,7 @@ from drafter.decoding.tree import Candidates
 from drafter.kernels.largest import argmax
 
 
-class Accepted(NamedTuple):
+class AcceptedPath(NamedTuple):
     """The accepted path of each row.
 
     Attributes:
@@ -39,7 +39,7 @@ class Accepted(NamedTuple):
         return torch.where(depth_L < self.num_accepted_B[:, None], shifted_BL, self.bonus_B[:, None])
 
 
-def accept_picks(candidates: Candidates, pick_BN: Tensor, ancestor_BNN: Tensor, max_depth: int) -> Accepted:
+def accept_picks(candidates: Candidates, pick_BN: Tensor, ancestor_BNN: Tensor, max_depth: int) -> AcceptedPath:
     """Walk from the root while the target's pick at a node is one of its children.
 
     A node is on the walk when it, and every ancestor of it, holds what the target picked at its parent. Siblings hold
@@ -60,7 +60,7 @@ def accept_picks(candidates: Candidates, pick_BN: Tensor, ancestor_BNN: Tensor, 
     return _path_to_last(candidates, on_walk_BN, pick_BN, max_depth)
 
 
-def _path_to_last(candidates: Candidates, on_walk_BN: Tensor, pick_BN: Tensor, max_depth: int) -> Accepted:
+def _path_to_last(candidates: Candidates, on_walk_BN: Tensor, pick_BN: Tensor, max_depth: int) -> AcceptedPath:
     num_accepted_B, last_B = torch.where(on_walk_BN, candidates.depth_BN, -1).max(dim=1)
     # Climb from the last accepted node: its ancestor at every smaller depth.
     node_B = last_B
@@ -69,7 +69,7 @@ def _path_to_last(candidates: Candidates, on_walk_BN: Tensor, pick_BN: Tensor, m
         above_B = candidates.parent_BN.gather(1, node_B[:, None])[:, 0]
         node_B = torch.where(candidates.depth_BN.gather(1, node_B[:, None])[:, 0] > depth, above_B, node_B)
         path[depth] = node_B
-    return Accepted(torch.stack(path, dim=1), num_accepted_B, pick_BN.gather(1, last_B[:, None])[:, 0])
+    return AcceptedPath(torch.stack(path, dim=1), num_accepted_B, pick_BN.gather(1, last_B[:, None])[:, 0])
 
 
 def accept_samples(
@@ -78,7 +78,7 @@ def accept_samples(
     seed_B: Tensor,
     position_BN: Tensor,
     residual_noise_BNV: Tensor,
-) -> Accepted:
+) -> AcceptedPath:
     """The rule of two-model speculative decoding for a chain of drafts that are samples of q.
 
     Draft token x at depth d is accepted with probability min(1, p(x) / q(x)); at the first rejection a token is drawn
@@ -113,4 +113,4 @@ def accept_samples(
     bonus_BN = argmax(residual_BNV.log() + residual_noise_BNV)
     depth_L = torch.arange(num_nodes, device=num_accepted_B.device)
     path_BL = torch.minimum(depth_L, num_accepted_B[:, None])
-    return Accepted(path_BL, num_accepted_B, bonus_BN.gather(1, num_accepted_B[:, None])[:, 0])
+    return AcceptedPath(path_BL, num_accepted_B, bonus_BN.gather(1, num_accepted_B[:, None])[:, 0])

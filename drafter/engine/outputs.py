@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drafter.decoding.tree import Candidates
-from drafter.decoding.verify import Accepted
+from drafter.decoding.verify import AcceptedPath
 from drafter.engine.request import FinishReason, Request
 
 
@@ -108,7 +108,7 @@ def event_of(index: int, update: Update) -> StreamEvent:
 
 
 def read_logprobs(
-    logits_BNV: Tensor, accepted: Accepted, emitted_BL: Tensor, rows: list[int], num_top: int
+    logits_BNV: Tensor, accepted: AcceptedPath, emitted_BL: Tensor, rows: list[int], num_top: int
 ) -> dict[int, list[TokenLogprob]]:
     """Log-probabilities of the emitted tokens of some rows.
 
@@ -139,7 +139,7 @@ def read_logprobs(
     }
 
 
-def read_trees(candidates: Candidates, accepted: Accepted, rows: list[int]) -> dict[int, StepTree]:
+def read_trees(candidates: Candidates, accepted: AcceptedPath, rows: list[int]) -> dict[int, StepTree]:
     """The trees of some rows, without padding nodes."""
     row_R = torch.tensor(rows, device=candidates.token_BN.device)
     columns = (candidates.token_BN, candidates.parent_BN, candidates.is_node_BN.long(), accepted.path_BL)

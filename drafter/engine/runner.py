@@ -16,7 +16,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Contexts, Proposer, RowState, StepOutcome
 from drafter.decoding.sampling import STREAM_RESIDUAL, Warp, gumbel_noise, make_warp, pick, warped_log_probs
 from drafter.decoding.tree import Candidates, ancestors
-from drafter.decoding.verify import Accepted, accept_picks, accept_samples
+from drafter.decoding.verify import AcceptedPath, accept_picks, accept_samples
 from drafter.engine.outputs import StepTree, TokenLogprob, read_logprobs, read_trees
 from drafter.kernels.largest import argmax
 from drafter.targets.masks import chunk_mask, tree_mask
@@ -244,7 +244,7 @@ class Runner:
         self._on_part("hand out")
         return StepResult(emitted, logprobs, trees)
 
-    def _read_path(self, rows: RowState, token_BN: Tensor, accepted: Accepted, hidden_BNH: Tensor) -> Tensor:
+    def _read_path(self, rows: RowState, token_BN: Tensor, accepted: AcceptedPath, hidden_BNH: Tensor) -> Tensor:
         """The context after the accepted path, at every node [B, N, C]: a memory reads the path's tokens in turn."""
         assert self._contexts.read is not None
         path_BL, num_rows = accepted.path_BL, token_BN.shape[0]
@@ -310,7 +310,7 @@ class Runner:
 
     def _verify(
         self, rows: RowState, candidates: Candidates, noise_BLV: Tensor | None, max_depth: int
-    ) -> tuple[Accepted, StepOutcome, Tensor]:
+    ) -> tuple[AcceptedPath, StepOutcome, Tensor]:
         """The target's forward over the trees, and what it accepts."""
         is_few = host.is_few(rows.root_B)
         if is_few:
@@ -367,7 +367,7 @@ class Runner:
         return TargetOutput(self.target.logits(output.hidden_BTD), output.context_BTC)
 
     def _commit_few(
-        self, accepted: Accepted, emitted: list[list[int]], context_BNC: Tensor, is_active: Sequence[bool]
+        self, accepted: AcceptedPath, emitted: list[list[int]], context_BNC: Tensor, is_active: Sequence[bool]
     ) -> list[list[int]]:
         """:meth:`_commit_rows` for a few rows on a CPU; returns the emitted tokens of each row."""
         lengths = self._length_B[: len(is_active)].tolist()
@@ -435,14 +435,14 @@ class Runner:
         self._length_B[:num_rows] = length_B
 
 
-def _walk(candidates: Candidates, pick_BN: Tensor, max_depth: int) -> Accepted:
+def _walk(candidates: Candidates, pick_BN: Tensor, max_depth: int) -> AcceptedPath:
     """:func:`accept_picks` for a few rows on a CPU."""
     columns = candidates.token_BN, candidates.parent_BN, candidates.is_node_BN, pick_BN
     picks = pick_BN.tolist()
     paths = [host.walk(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
     padded = torch.tensor([path + path[-1:] * (max_depth + 1 - len(path)) for path in paths])
     ends = [(len(path) - 1, pick[path[-1]]) for path, pick in zip(paths, picks, strict=True)]
-    return Accepted(padded, *torch.tensor(ends).unbind(1))
+    return AcceptedPath(padded, *torch.tensor(ends).unbind(1))
 
 
 def _ignore(part: str) -> None:
@@ -457,7 +457,7 @@ def _accept(
     pick_BN: Tensor,
     ancestor_BNN: Tensor,
     max_depth: int,
-) -> Accepted:
+) -> AcceptedPath:
     """:func:`accept_picks` of plain tensors."""
     return accept_picks(Candidates(token_BN, parent_BN, depth_BN, is_node_BN), pick_BN, ancestor_BNN, max_depth)
 

@@ -1,1 +1,1 @@
-"""Kernels of this machine: packed matrices, largest values, writes into a cache. Tensors in, tensors out."""
+"""Kernels: packed matrices, argmax and topk, writes into a cache. Tensors in, tensors out."""

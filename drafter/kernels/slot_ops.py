@@ -1,7 +1,7 @@
-"""What is written into a slot cache, as operators of their own.
+"""Writes into a slot cache as custom operators.
 
-A compiler that turns writes into pure functions copies the whole cache for every layer; operators that say themselves
-what they overwrite it leaves where they are.
+A compiler that turns in-place writes into pure functions copies the whole cache for every layer. Custom operators that
+declare the tensors they mutate stay in place.
 
 Shapes: B rows · H key/value heads · S slots of a row · K head dimension · T tokens of one forward · L moved slots.
 """
@@ -44,8 +44,8 @@ def move_slots(keys: Tensor, values: Tensor, row_B1: Tensor, source_BL: Tensor, 
 def _write_slots(
     keys: Tensor, values: Tensor, layer: int, row_B1: Tensor, slot_BT: Tensor, new_keys: Tensor, new_values: Tensor
 ) -> None:
-    # A slot that may not be seen weighs 0 in attention, and 0 * NaN is NaN: what overflowed at a drafted token, or in
-    # an earlier request, must not reach the tokens beside it.
+    # A masked slot has weight 0 in attention, and 0 * NaN is NaN: an overflow at a drafted token, or in an earlier
+    # request, must not reach other tokens.
     # Indices around a slice put the indexed dimensions first: the values go in as [B, T, H, K].
     keys[layer][row_B1, :, slot_BT] = new_keys.transpose(1, 2).nan_to_num(0.0, 0.0, 0.0)
     values[layer][row_B1, :, slot_BT] = new_values.transpose(1, 2).nan_to_num(0.0, 0.0, 0.0)
@@ -58,7 +58,7 @@ def _move_slots(keys: Tensor, values: Tensor, row_B1: Tensor, source_BL: Tensor,
 
 
 def _nothing(*_: object) -> None:
-    """The shapes of what is returned: nothing is."""
+    """The meta kernel: the operators return nothing."""
 
 
 _STORES = "Tensor(a!) keys, Tensor(b!) values"

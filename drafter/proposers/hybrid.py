@@ -17,7 +17,7 @@ from drafter.decoding.compile import Compiler
 from drafter.decoding.host import NodeLists, merge
 from drafter.decoding.proposer import Proposer, RootOnly, RowState, StepOutcome
 from drafter.decoding.tree import NodeList, concatenate, conditional, cumulative, level_spans, merge_equal
-from drafter.decoding.verify import Accepted
+from drafter.decoding.verify import AcceptedPath
 from drafter.proposers import beam, lookup, recycling
 from drafter.proposers.parts import NUM_CLASSES, HitRates, Parts
 
@@ -126,7 +126,7 @@ class HybridProposer(Proposer):
             self._count_hits_few(rows, outcome)
             return
         nodes, class_BM, expected_BM = self._drafted
-        picked_BL = Accepted(outcome.path_BL, outcome.num_accepted_B, outcome.bonus_B).emitted(outcome.candidates)
+        picked_BL = AcceptedPath(outcome.path_BL, outcome.num_accepted_B, outcome.bonus_B).emitted(outcome.candidates)
         depth_L = torch.arange(picked_BL.shape[1], device=picked_BL.device)
         is_known_BL = (depth_L <= outcome.num_accepted_B[:, None]) & rows.is_active_B[:, None]
         is_right_BM = torch.zeros_like(class_BM, dtype=torch.bool)
@@ -140,7 +140,7 @@ class HybridProposer(Proposer):
         self._rates.observe(class_BM, expected_BM, is_right_BM, is_trial_BM)
 
     def _count_hits_few(self, rows: RowState, outcome: StepOutcome) -> None:
-        emitted = Accepted(outcome.path_BL, outcome.num_accepted_B, outcome.bonus_B).emitted(outcome.candidates)
+        emitted = AcceptedPath(outcome.path_BL, outcome.num_accepted_B, outcome.bonus_B).emitted(outcome.candidates)
         columns = zip(
             self._drafted_lists,
             emitted.tolist(),

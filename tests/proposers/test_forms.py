@@ -2,6 +2,7 @@
 
 import math
 import random
+from typing import get_args
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from drafter.proposers.lookup import LookupProposer
 from drafter.proposers.options import Method
 from drafter.proposers.parts import FollowerTable, HitRates
 from drafter.proposers.recycling import RecyclingProposer
+from drafter.proposers.table import PROPOSERS
 from tests.decoding.test_merge import random_list
 from tests.engine.drafters import shared_target, trained_drafter
 from tests.engine.oracle import assert_lossless, requests, rows_of
@@ -121,6 +123,10 @@ def test_recycling_and_hybrid_draft_and_learn_the_same(seed: int, monkeypatch: p
             assert_same(*lists)
             assert all(score > -math.inf for row in lists[0] for score in row.scores)
         assert torch.equal(trees[0].is_node_BN.sum(1), trees[1].is_node_BN.sum(1))
+
+
+def test_the_table_has_a_line_for_every_method() -> None:
+    assert set(PROPOSERS) == set(get_args(Method))
 
 
 def test_sampled_rows_take_the_tensor_form_of_recycling() -> None:

@@ -1,4 +1,4 @@
-"""The examples of docs/reference.md and docs/sampling.md run, and the code they quote is the code there is."""
+"""The examples of the pages in docs/ run, and the code they quote is the code there is."""
 
 import doctest
 import inspect
@@ -12,7 +12,7 @@ from drafter import reference
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-@pytest.mark.parametrize("name,least", [("reference.md", 15), ("sampling.md", 5)])
+@pytest.mark.parametrize("name,least", [("reference.md", 15), ("sampling.md", 5), ("proposers.md", 12)])
 def test_examples_run(name, least):
     result = doctest.testfile(str(DOCS / name), module_relative=False)
     assert result.failed == 0 and result.attempted >= least
