@@ -1,7 +1,7 @@
-"""What a machine's steps cost, part by part, next to what its memory could do; for targets of any shape.
+"""Times of a step's parts on this machine, beside the floor that memory bandwidth sets; for targets of any shape.
 
-A step of plain decoding reads every weight once; it cannot be faster than bytes of weights / bandwidth. A tree of N
-nodes reads them once as well: the nearer its time is to that of one node, the cheaper drafts are to check.
+A step of plain decoding reads every weight once, so bytes of weights / bandwidth is its floor. A step with a tree of N
+nodes reads every weight once as well. The nearer its time is to that of a plain step, the cheaper verification is.
 """
 
 import time
@@ -27,7 +27,7 @@ from drafter.utils.tables import markdown_table
 
 @dataclass(frozen=True)
 class CheckSettings:
-    """What is measured.
+    """Sizes and repetitions of the measurements.
 
     Attributes:
         batch_sizes: rows.
@@ -48,9 +48,9 @@ class CheckSettings:
 
 
 def weight_bytes(target: Target) -> int:
-    """Bytes of weights that a step reads: all but the input embedding, of which it reads single rows.
+    """Bytes of weights that a step reads: all weights but the input embedding, of which a step reads single rows.
 
-    An embedding that is the output matrix as well is read whole.
+    An embedding that is also the output matrix is read whole.
     """
     output = target.output_weight_VD.data_ptr()
     embedding = target.embedding_weight_VD.data_ptr()
@@ -82,12 +82,12 @@ def check_target(
     compile: bool,
     on_record: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Measure one target at every batch size; a record each, handed to ``on_record`` as soon as it is there.
+    """Measure one target at every batch size; ``on_record`` is called with the record of each.
 
     A record's keys: milliseconds of a plain step (``plain_ms``), of steps with trees (``step_ms`` by N), of the
     target's forward alone (``forward_ms`` by N, 1 included), of drafting (``draft_ms``), of everything else in the step
     with the largest tree (``rest_ms``: mask, logits, accept, commit, handing out); the floor (``floor_ms``) and
-    ``peak_bytes``. Parts are not told apart in compiled steps. Batch sizes that the time does not allow are left out.
+    ``peak_bytes``. Compiled steps have no parts. Batch sizes beyond the time budget are left out.
     """
     bandwidth = copy_bandwidth(target.device, settings.copy_bytes)
     floor = weight_bytes(target) / bandwidth
@@ -156,7 +156,7 @@ def _check_rows(
 
 @contextmanager
 def _timed_forwards(target: Target) -> Iterator[list[float]]:
-    """Seconds of each of the target's forwards, device included, while the block runs."""
+    """Seconds of each forward through the target's layers, device included, while the block runs."""
     seconds: list[float] = []
     starts: list[float] = []
 
@@ -209,4 +209,4 @@ def _ms(seconds: float) -> float:
 
 
 def _nothing() -> None:
-    """For rounds that no bar counts."""
+    """Count nothing: no bar shows these rounds."""

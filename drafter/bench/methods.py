@@ -43,14 +43,14 @@ _ABOUT = {
 }
 _NEEDS_DRAFTER = ("redrafter", "hybrid")
 _NEEDS_DRAFT_MODEL = ("draft-model", "hf-assistant")
-_ONE_AT_A_TIME = ("hf-lookup", "hf-assistant", "openvino-genai")  # their speculation takes one prompt at a time
+_ONE_AT_A_TIME = ("hf-lookup", "hf-assistant", "openvino-genai")  # no batches
 _PACKAGES = {"llama-cpp": ("xllamacpp",), "openvino-genai": ("openvino_genai", "openvino")}
 _NATIVE = {"llama-cpp": "llama.cpp", "openvino-genai": "OpenVINO GenAI"}
 
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """One backend.
+    """One method of a benchmark, read from its written form.
 
     Attributes:
         label: as written, and as the results call it.
@@ -76,7 +76,7 @@ class MethodSpec:
 
     @property
     def engine(self) -> str:
-        """What decodes, as a table shows it."""
+        """Name of the engine that decodes."""
         return "transformers" if self.name.startswith("hf-") else _NATIVE.get(self.name, "Drafter")
 
     def check_installed(self) -> None:
@@ -91,18 +91,18 @@ class MethodSpec:
 
     @property
     def gguf_weights(self) -> str:
-        """How an engine that reads a GGUF file has its weights stored."""
+        """Format of the weights in the GGUF file of a native engine."""
         default = "BF16" if self.name == "llama-cpp" else "F16"  # OpenVINO GenAI reads no BF16
         return next((word for word in self.words if word in GGUF_WEIGHTS), default)
 
     @property
     def native_speculation(self) -> str:
-        """The speculation of such an engine; empty is none."""
+        """Kind of speculation of a native engine; empty is none."""
         return next((word for word in self.words if word not in GGUF_WEIGHTS), "")
 
     @property
     def is_tuned(self) -> bool:
-        """The tree's size comes from the file that `drafter tune` wrote."""
+        """The file of `drafter tune` gives the size of the tree."""
         return "tuned" in self.words
 
     @property
@@ -115,7 +115,7 @@ class MethodSpec:
 
     @property
     def max_batch_size(self) -> int | None:
-        """Most prompts it answers at the same time; None is no limit."""
+        """Largest number of prompts that the method answers together; None is no limit."""
         return 1 if self.name in _ONE_AT_A_TIME else None
 
     def number(self, letter: str) -> int | None:

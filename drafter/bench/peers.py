@@ -1,4 +1,4 @@
-"""Peers: what a user would run instead of this package, `generate` of transformers in its variants.
+"""Backends of transformers' `generate` in its variants.
 
 Shapes: B rows of a batch · T prompt tokens, padded on the left.
 """

@@ -18,7 +18,7 @@ SCHEMA = "drafter-bench/1"
 BenchRecord = dict[str, Any]
 _BEGINNING = json.dumps({"schema": SCHEMA})[:-1].encode()  # of every line that :func:`append_result` writes
 
-# What a record of each kind cannot be without.
+# Required keys of a record, by kind.
 _KEYS = {
     "run": (
         "run_id", "round", "method", "prompts", "batch_size", "temperature", "max_new_tokens", "target", "seconds",
@@ -33,7 +33,7 @@ _KEYS = {
 
 
 def run_id(identity: Mapping[str, Any]) -> str:
-    """A name for everything that makes a run what it is; runs of the same name are not repeated."""
+    """Id of a run: sixteen hex digits over its settings. A run whose id the file holds is not repeated."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -59,17 +59,17 @@ def read_results(paths: Iterable[Path]) -> list[BenchRecord]:
 
 
 def resume_results(path: Path) -> list[BenchRecord]:
-    """What an earlier, perhaps interrupted, run left in a results file, made ready to be appended to.
+    """The records of a results file, which is then ready for more lines.
 
-    A last line of ours that was cut in the middle is removed; one that lacks its line feed only is given it.
+    An incomplete last line, left by an interrupted run, is removed; a missing line feed is added.
 
     Raises:
-        ValueError: the file holds something else, as of :func:`read_results`; it is left as it is.
+        ValueError: the file holds other lines (see :func:`read_results`); the file stays unchanged.
     """
     if not path.exists() or is_stream(path):
         return []
     whole, newline, rest = path.read_bytes().rpartition(b"\n")
-    records = _parse_lines(whole, path)  # before anything is cut: what is not ours is not ours to mend
+    records = _parse_lines(whole, path)  # first of all: a file of another kind stays unchanged
     if not rest.strip():
         return records
     if not (rest.startswith(_BEGINNING) or _BEGINNING.startswith(rest)):
@@ -161,9 +161,9 @@ def survival(counts: Sequence[int]) -> list[float]:
 
 
 class Condition(NamedTuple):
-    """What the methods of one table have in common.
+    """The conditions that the methods of one table share.
 
-    ``seed`` is None in the conditions of results that all have the same: it tells nothing apart there.
+    ``seed`` is None if all results have the same seed.
     """
 
     target: str
@@ -200,7 +200,7 @@ class Span(NamedTuple):
 
 
 class Size(NamedTuple):
-    """Beam width, draft length and tree size that a redrafter run was set to; the size of the tree as it was."""
+    """Beam width and draft length of a redrafter run, and the number of nodes of its trees."""
 
     beam_width: int
     draft_length: int
@@ -209,26 +209,26 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """One method in one condition.
+    """The figures of one method under one condition.
 
     Attributes:
-        label: the method, with its drafter's name where results hold several, and what else tells its files apart.
-        engine: what decodes.
-        num_rounds: runs behind the figures.
+        label: the method, with its drafter, weights or measured sizes where results hold several.
+        engine: name of the engine that decodes.
+        num_rounds: number of runs.
         rate: tokens per second.
-        speedup: over plain decoding of our engine, round by round; None where that was not run.
+        speedup: over plain decoding of this package, round by round; None without such runs.
         speedup_over_peer: over transformers' plain `generate`, likewise.
         speedup_over_llama_cpp: over llama.cpp with BF16 weights and without speculation, likewise.
-        tokens_per_step: generated tokens per target forward; None where nobody counted.
-        survival: share of steps that keep at least 1, 2, ... drafted tokens; empty where nobody counted.
+        tokens_per_step: generated tokens per target forward; None where unknown.
+        survival: share of steps that accept at least 1, 2, ... draft tokens; empty where unknown.
         category_speedups: speedup over plain decoding by category (batch size 1).
         category_tokens_per_step: by category.
-        num_identical: conversations identical to plain decoding, of ``num_prompts``; None: they cannot be compared.
+        num_identical: conversations identical to plain decoding, of ``num_prompts``; None where texts are not compared.
         margins: the target's logit margins where texts first differ.
         first_token_seconds: median over answers, median over rounds.
         latency_seconds: likewise, of whole answers.
         peak_bytes: the highest of all rounds.
-        size: of the tree, for redrafter with a fixed one.
+        size: of the tree, for redrafter with a fixed tree.
     """
 
     label: str
@@ -294,7 +294,7 @@ def distinct_names(paths: Iterable[str]) -> dict[PurePosixPath, str]:
 
 
 def _labels(runs: Sequence[BenchRecord]) -> list[str]:
-    """What to call each run's method, so that runs of the same name are repetitions of each other."""
+    """A label for each run: runs of one label are rounds of one measurement."""
     names = distinct_names(record["drafter"] for record in runs if record.get("drafter"))
     weights: dict[PurePosixPath, set[str | None]] = {}
     plans: dict[tuple[PurePosixPath, str | None, str], set[str | None]] = {}
@@ -319,7 +319,7 @@ def _labels(runs: Sequence[BenchRecord]) -> list[str]:
 
 
 def _files_of(record: BenchRecord) -> tuple[PurePosixPath, str | None, str | None]:
-    """Where the drafter lay, its weights, and the plan that a tuned method went by; older results lack the latter."""
+    """Folder of the drafter, fingerprint of its weights, digest of the measured sizes (older results lack these)."""
     path = PurePosixPath(record["drafter"])
     return path, record.get("drafter_fingerprint"), record.get("tuned_digest")
 

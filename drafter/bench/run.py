@@ -3,7 +3,7 @@
 import gc
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -36,7 +36,13 @@ class GridPoint(NamedTuple):
     batch_size: int
 
 
-def run_benchmark(settings: BenchSettings, models: BenchModels, workloads: list[Workload], out: Path) -> int:
+def run_benchmark(
+    settings: BenchSettings,
+    models: BenchModels,
+    workloads: list[Workload],
+    out: Path,
+    on_record: Callable[[BenchRecord], object] | None = None,
+) -> int:
     """Number of runs made: all that the results file lacks. Each run is appended when it ends.
 
     Args:
@@ -44,6 +50,7 @@ def run_benchmark(settings: BenchSettings, models: BenchModels, workloads: list[
         models: the models.
         workloads: the prompt sets of the settings, read.
         out: results file (JSONL).
+        on_record: called with the record of each run when the run ends.
 
     Raises:
         ValueError: the file holds other results, a batch size exceeds the prompts, or a method refuses its settings.
@@ -57,7 +64,7 @@ def run_benchmark(settings: BenchSettings, models: BenchModels, workloads: list[
             )
     for spec in settings.specs:
         spec.check_installed()
-    bench = _Bench(settings, models, out)
+    bench = _Bench(settings, models, out, on_record)
     points = [
         GridPoint(workload, temperature, batch_size)
         for workload in workloads
@@ -94,10 +101,17 @@ class _Run(NamedTuple):
 class _Bench:
     """The state of a benchmark: settings, models, and the runs that the results file holds."""
 
-    def __init__(self, settings: BenchSettings, models: BenchModels, out: Path) -> None:
+    def __init__(
+        self,
+        settings: BenchSettings,
+        models: BenchModels,
+        out: Path,
+        on_record: Callable[[BenchRecord], object] | None,
+    ) -> None:
         self._settings = settings
         self._models = models
         self._out = out
+        self._on_record = on_record
         self._done = {record["run_id"] for record in resume_results(out)}
         made_by = run_record(seed=settings.seed)
         machine = {
@@ -152,6 +166,8 @@ class _Bench:
             record["peak_memory_bytes"] = {"bytes": memory.num_bytes, "of": memory.kind}
             append_result(self._out, record)
             self._done.add(run.id)
+            if self._on_record is not None:
+                self._on_record(record)
 
     def _converse(self, backend: Backend, point: GridPoint, bar: "tqdm[Any] | None") -> Conversations:
         def advance() -> None:
