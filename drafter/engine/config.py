@@ -8,14 +8,13 @@ from drafter.utils.validate import require_int
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What a caller wants to know of one request and how its tokens may come. None of it changes a token
-    (under ``verify="rejection"``: the distribution of the tokens).
+    """Options of one request. No option changes a token (with ``verify="rejection"``: the distribution of the tokens).
 
     Attributes:
-        speculate: False: its drafts are not looked at, so that its tokens come one per target forward; a step in which
-            no row speculates is plain decoding.
-        num_logprobs: log-probabilities of its tokens, and of so many likeliest tokens at each position; None: no.
-        want_tree: each update brings the tree of its step.
+        speculate: False: no drafts, one token per target forward. A step of such requests only is plain decoding.
+        num_logprobs: return the log-probabilities of the tokens and of so many most likely tokens at each position;
+            None: return none.
+        want_tree: return the draft tree of every step.
     """
 
     speculate: bool = True
@@ -29,16 +28,16 @@ class RequestOptions:
 
 @dataclass(frozen=True)
 class EngineConfig(DraftOptions):
-    """Settings of one engine; those of :class:`DraftOptions` belong to them.
+    """Settings of an engine, in addition to :class:`DraftOptions`.
 
     Attributes:
         max_rows: B, rows that decode at the same time.
-        max_length: most tokens of prompt and answer together; None takes what the prompts of a call need.
+        max_length: most tokens of prompt and answer together; None: as many as the prompts of a call need.
         prefill_chunk: prompt tokens per forward.
-        reuse_prefixes: a prompt that begins like what a row of the cache holds takes keys and values from there.
+        reuse_prefixes: copy the keys and values of a common prefix from another row of the cache.
         compile: compile the step (torch.compile); None: on CUDA only.
-        exact_attention: attention in float64. Its sums then round alike wherever in the cache a token stands, so that
-            in bfloat16 too the text is, token for token, that of ``autoregressive`` in steps of as many nodes.
+        exact_attention: attention in float64. The sums then round alike wherever a token is in the cache: also in
+            bfloat16 the text equals, token for token, that of ``autoregressive`` in steps of as many nodes.
         tuned: file of measured sizes that `drafter tune` wrote for this method (redrafter or hybrid): W, L and N follow
             the number of running rows and the recent acceptance. None: the tree is the one that is set here.
         max_drafted_rows: a step of more running rows is plain decoding (draft-model has no such limit); None: no limit.

@@ -32,10 +32,10 @@ _log = logging.getLogger(__name__)
 class Engine:
     """Decodes batches of prompts with a target and, if given, a drafter.
 
-    The tokens are those of autoregressive decoding whatever the configuration; that only decides how fast they come.
+    The tokens are the tokens of autoregressive decoding. The configuration decides only how fast they are generated.
 
     Attributes:
-        compiler: compiles the parts of a step, or leaves them as they are.
+        compiler: compiles the parts of a step if ``config.compile`` is on.
 
     Args:
         target: the model whose answers are wanted.
@@ -141,7 +141,7 @@ class Engine:
         *,
         raw: bool = False,
     ) -> Iterator[StreamEvent]:
-        """Answer prompts, yielding what each step brings. Arguments and errors as of :meth:`generate`."""
+        """Answer prompts; yields the new tokens after every step. Arguments and errors as of :meth:`generate`."""
         check_prompts(prompts)
         if not prompts:
             return
@@ -162,7 +162,7 @@ class Engine:
                 for update in self.step():
                     yield event_of(index_of[update.request.request_id], update)
         finally:
-            # Neither a caller that stops listening nor a prompt that is refused leaves a row behind.
+            # A caller that stops iterating and a refused prompt leave no running row.
             for request in added:
                 if not request.is_finished:
                     request.finish("abort")
@@ -171,7 +171,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Something waits or runs."""
+        """Whether a request waits or runs."""
         return self._scheduler.has_work
 
     @property
@@ -189,7 +189,7 @@ class Engine:
         return encode_prompt(self.target, prompt, raw=raw)
 
     def reserve(self, num_slots: int) -> None:
-        """Make sure that rows have at least so many slots; the cache is allocated anew when they have fewer.
+        """Allocate a cache of at least so many slots per row, unless there is one.
 
         Raises:
             ValueError: more than ``max_length`` allows, the cache is in use, or memory does not suffice.
@@ -223,9 +223,9 @@ class Engine:
         self.warm_up([self.proposer, *others, *([self._plain] if self._plain is not None else [])])
 
     def warm_up(self, proposers: Iterable[Proposer]) -> None:
-        """Compile the steps of these proposers for every bucket of rows, with a bar; nothing is compiled later.
+        """Compile the steps of these proposers for every bucket of rows, with a bar.
 
-        The steps that are made for it have no active row, so that they change nothing.
+        The warm-up steps have no active row and change nothing. No later step compiles.
         """
         runner = self._runner
         assert runner is not None, "warm-up without a cache"
@@ -270,7 +270,7 @@ class Engine:
         return request
 
     def abort(self, request_id: int) -> None:
-        """Take a request back; its row is free at the next step. Unknown and finished ones are left alone."""
+        """Abort a request. The row is free at the next step. Unknown and finished requests are ignored."""
         request = self._scheduler.find(request_id)
         if request is not None and not request.is_finished:
             request.finish("abort")
@@ -302,13 +302,13 @@ class Engine:
         return [self._update(request, result) for request in list(rows) if request.is_prefilled]
 
     def drop(self, keep: int = 0) -> list[Request]:
-        """After a step that raised: take back running requests, the latest first, until ``keep`` are left.
+        """After a step that raised: abort running requests, the latest first, until ``keep`` are left.
 
-        Those that are left go on as if the step had not been. None can be left when it failed while rows were set up.
-        Waiting requests stay.
+        The remaining requests continue as if the step had not happened. No request remains if the step failed while
+        rows were set up. Waiting requests stay.
 
         Returns:
-            The requests taken back.
+            The aborted requests.
         """
         running = sorted(
             (item for item in self._scheduler.rows if not item.is_finished), key=lambda item: item.request_id
@@ -323,14 +323,14 @@ class Engine:
         return dropped
 
     def forget(self) -> None:
-        """Between requests: the next ones are drafted as if none had come before (the tokens are the same anyway)."""
+        """Drop what drafting learned from earlier requests. No token changes. Call between requests."""
         if self._memory is not None:
             self._memory.clear()
         if self._sized is not None:
             self._sized.forget()
 
     def limit_rows(self, num_rows: int) -> None:
-        """Run at most so many rows from now on (never more than ``max_rows``); running requests are not interrupted."""
+        """Run at most so many rows (never more than ``max_rows``). Running requests are not interrupted."""
         self._scheduler.row_limit = max(1, min(num_rows, self.config.max_rows))
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ class Engine:
         self._is_arranged = False
         scheduler = self._scheduler
         if self.config.reuse_prefixes:
-            # Running rows are looked at only when someone may take from them.
+            # The tokens of running rows matter only if a waiting request may share them.
             self._prefixes.note(item for item in scheduler.rows if item.is_finished or scheduler.waiting)
         started, moves = scheduler.schedule()
         for source, destination in moves:
@@ -356,9 +356,9 @@ class Engine:
         self._is_arranged = True
 
     def _share_prefix(self, runner: Runner, request: Request) -> None:
-        """Give a row that was just admitted the slots that another row has already, and save what the row held."""
+        """Copy the common prefix of another row into a new row, after saving the earlier content of the row."""
         row, prefixes = request.row, self._prefixes
-        # A drafter that remembers the text has to read it: slots alone would leave its memory empty.
+        # A drafter with a memory of the text must read the text: copied slots would leave the memory empty.
         if not self.config.reuse_prefixes or self._contexts.read is not None:
             return
         shared = prefixes.find(request.prompt_ids)
@@ -372,7 +372,7 @@ class Engine:
         prefixes.hold(row, request.prompt_ids[: request.num_prefilled])
 
     def _wants(self, active: list[Request]) -> tuple[Proposer, StepWants | None]:
-        """Who drafts this step, and what the rows that decode ask for."""
+        """The proposer of this step, and the further outputs that the active rows want."""
         plain_rows = [item.row for item in active if not item.options.speculate]
         wanted = [item.options.num_logprobs for item in active if item.options.num_logprobs is not None]
         wants = StepWants(

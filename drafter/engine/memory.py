@@ -1,4 +1,4 @@
-"""What a step needs above the weights, and whether an engine fits before it starts.
+"""Memory of a step in addition to the weights, and the check that an engine fits.
 
 Shapes: B rows · N tree nodes · L draft length · V vocabulary · S slots.
 """
@@ -41,10 +41,10 @@ def step_bytes(target: Target, num_rows: int, num_nodes: int, max_depth: int, *,
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Memory that could be had now; None where nobody says."""
+    """Free memory in bytes; None: unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        # What torch holds without using it can be had as well.
+        # Memory that torch has reserved without using it is free as well.
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
     try:
         for line in _MEMINFO.read_text().splitlines():
@@ -56,7 +56,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def check_fit(models: Sequence[Target], num_rows: int, num_slots: int, num_nodes: int, max_depth: int) -> None:
-    """Refuse, before anything is allocated, what cannot fit beside the weights.
+    """Refuse an engine whose cache and step do not fit, before they are allocated.
 
     Args:
         models: the target, and a draft model if there is one, which has a cache as well.

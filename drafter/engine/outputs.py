@@ -28,7 +28,7 @@ class TokenLogprob(NamedTuple):
 
 
 class StepTree(NamedTuple):
-    """The tree of one row and what became of it; padding is left out.
+    """The draft tree of one row, without padding, and the accepted path.
 
     Attributes:
         token_ids: tokens of the nodes; node 0 is the root, chosen by the step before.
@@ -71,7 +71,7 @@ class Completion:
 
 
 class StreamEvent(NamedTuple):
-    """News of one prompt: tokens of a step, the text that became certain, and at the end the whole answer."""
+    """The new tokens and text of one prompt after a step and, at the end, the whole answer."""
 
     index: int  # type: ignore[assignment]  # a field named like tuple.index, which nobody calls
     token_ids: list[int]
@@ -80,7 +80,7 @@ class StreamEvent(NamedTuple):
 
 
 class Update(NamedTuple):
-    """News of one request after a step: its tokens, and what its :class:`RequestOptions` asked for."""
+    """The new tokens of one request after a step, and the outputs that its :class:`RequestOptions` ask for."""
 
     request: Request
     token_ids: list[int]
@@ -89,7 +89,7 @@ class Update(NamedTuple):
 
 
 def event_of(index: int, update: Update) -> StreamEvent:
-    """The news of a prompt; with the whole answer when it is finished. Takes the text that became certain."""
+    """The event of an update, with the whole answer when the request is finished. Takes the new text."""
     request = update.request
     completion = None
     if request.finish_reason is not None:

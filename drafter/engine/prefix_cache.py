@@ -1,27 +1,27 @@
-"""Shared prefixes: which row of the cache already holds the beginning of a new prompt? No torch here."""
+"""Prefix cache: finds the row of the K/V cache that holds the beginning of a new prompt. No torch here."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from drafter.engine.request import Request
 
-# Shorter matches (the opening of a chat template) cost more to copy than they spare.
+# Shorter matches, such as the opening of a chat template, cost more to copy than to compute.
 MIN_SHARED_TOKENS = 16
 
 
 class SharedPrefix(NamedTuple):
-    """The first ``num_tokens`` slots of ``row`` hold the first tokens of the prompt that was asked for."""
+    """The first ``num_tokens`` slots of ``row`` hold the first tokens of the prompt."""
 
     row: int
     num_tokens: int
 
 
 class PrefixIndex:
-    """Token ids whose keys and values stand in the rows of a cache, running or left by finished requests.
+    """The token ids whose keys and values are in each row of the cache, for running and finished requests.
 
-    Keys and values depend on a token and those before it alone, so a row that begins like a new prompt can be copied
-    up to where they part. What a finished request left stays until its row is needed; then it moves to a row that is
-    not, over what was used longest ago.
+    Keys and values depend on a token and the tokens before the token only, so the common prefix of a row and a new
+    prompt can be copied. The slots of a finished request stay until a new request needs the row. The content then moves
+    to the vacant row that was used longest ago.
     """
 
     def __init__(self) -> None:
@@ -30,23 +30,23 @@ class PrefixIndex:
         self._clock = 0
 
     def clear(self) -> None:
-        """Forget everything: the cache is new, or a step failed halfway."""
+        """Forget all rows: the cache is new, or a step failed."""
         self._held.clear()
         self._last_use.clear()
 
     def note(self, requests: Iterable[Request]) -> None:
-        """Take down what the rows of running and just finished requests hold."""
+        """Record the tokens in the rows of running and finished requests."""
         for request in requests:
             self.hold(request.row, [*request.prompt_ids, *request.token_ids][: request.num_committed])
 
     def hold(self, row: int, token_ids: list[int]) -> None:
-        """A row holds these tokens in its first slots."""
+        """Record that the first slots of a row hold these tokens."""
         self._clock += 1
         self._held[row] = token_ids
         self._last_use[row] = self._clock
 
     def copy(self, source: int, destination: int) -> None:
-        """A row was copied over another: the source is the first to go."""
+        """Record that a row was copied over another. The source becomes the first to be overwritten."""
         self.hold(destination, self._held.get(source, []))
         self._last_use[source] = 0
 
@@ -67,12 +67,12 @@ class PrefixIndex:
         return best if best.row >= 0 else None
 
     def spare_row(self, row: int, shared: SharedPrefix | None, vacant: Iterable[int]) -> int | None:
-        """Where to copy what ``row`` holds before a prompt takes the row; None when it is not worth it.
+        """The vacant row that should get the content of ``row`` before a prompt takes ``row``; None: no row should.
 
         Args:
             row: the row that will be overwritten.
-            shared: what the prompt finds in the cache: neither that row nor what both begin with needs saving.
-            vacant: rows that no request uses.
+            shared: the prefix that the prompt takes from the cache. Its row and the common prefix need no copy.
+            vacant: rows without a request.
         """
         common = common_length(self._held.get(row, []), self._held[shared.row][: shared.num_tokens]) if shared else 0
         others = [other for other in vacant if shared is None or other != shared.row]

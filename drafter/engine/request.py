@@ -1,4 +1,4 @@
-"""One request on its way: prompt, generated tokens, where it stands, and where it ends. No torch here."""
+"""A request: prompt, generated tokens, progress and the conditions under which the answer ends. No torch here."""
 
 import time
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ class Request:
         request_id: unique within an engine.
         prompt_ids: token ids of the prompt, at least one.
         params: how to answer.
-        limit: most tokens it may generate (``max_new_tokens``, or less where the context ends).
-        stop_ids: tokens that end it.
-        text: incremental text, or None where nobody wants text.
-        options: what the caller wants to know besides.
+        limit: most tokens of the answer (``max_new_tokens``, or fewer where the context ends).
+        stop_ids: tokens that end the answer.
+        text: incremental text; None: no text is wanted.
+        options: further wishes of the caller.
         token_ids: generated tokens.
-        num_accepted: for each step, how many of its tokens were drafted.
-        num_prefilled: prompt tokens in the cache so far; the last one is never prefilled, it is the first root.
-        num_shared: of them, those whose keys and values were copied from another row.
+        num_accepted: accepted draft tokens of each step.
+        num_prefilled: prompt tokens in the cache. The last prompt token is never prefilled: it is the first root.
+        num_shared: prefilled tokens whose keys and values were copied from another row.
         num_forwards: target forwards that generated tokens (prefill not counted).
         finish_reason: None while running.
     """
@@ -53,7 +53,7 @@ class Request:
 
     @property
     def is_prefilled(self) -> bool:
-        """Everything before the first root is in the cache."""
+        """Whether all prompt tokens before the first root are in the cache."""
         return self.num_prefilled == len(self.prompt_ids) - 1
 
     @property
@@ -63,7 +63,7 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        """No more tokens will come."""
+        """Whether the answer is complete."""
         return self.finish_reason is not None
 
     @property
@@ -73,23 +73,23 @@ class Request:
 
     @property
     def seconds(self) -> float:
-        """From the row's start (prefill included) to now or the end."""
+        """Seconds from the start of the prefill to now or to the end."""
         if self.started is None:
             return 0.0
         return (self.finished or time.perf_counter()) - self.started
 
     def start(self) -> None:
-        """Its row is there."""
+        """Start the clock; the request has a row."""
         self.started = time.perf_counter()
 
     def extend(self, emitted: Sequence[int]) -> list[int]:
-        """Take a step's tokens, cut exactly where decoding one by one would have ended.
+        """Append the tokens of a step, cut exactly where decoding token by token would have ended.
 
         Args:
-            emitted: the accepted draft tokens and, last, the target's own token.
+            emitted: the accepted draft tokens, then the bonus token.
 
         Returns:
-            The tokens that were taken.
+            The appended tokens.
         """
         assert self.finish_reason is None
         self.num_forwards += 1
@@ -110,7 +110,7 @@ class Request:
         return taken
 
     def finish(self, reason: FinishReason) -> None:
-        """End it."""
+        """End the request."""
         self.finish_reason = reason
         self.finished = time.perf_counter()
         if self.text is not None:

@@ -1,4 +1,4 @@
-"""Scheduler: who waits, who has which row, what is prefilled next. It never sees a tensor. No torch here."""
+"""Scheduler: assigns rows to requests and prompt tokens to steps. No torch here, and no tensors."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ class PrefillChunk(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """What changed: who started (its row is set), and which rows moved (source, destination), in this order."""
+    """The changes before a step: requests that started, with their rows set, and moved rows (source, destination)."""
 
     started: list[Request]
     moves: list[tuple[int, int]]
@@ -27,11 +27,11 @@ class Schedule(NamedTuple):
 class Scheduler:
     """First come, first served, over a fixed number of rows.
 
-    Rows in use are kept at the front, so that a step runs over rows 0 .. n-1: a finished row is taken by a waiting
-    request, or else by the last row in use, which moves.
+    Running requests have the rows 0 .. n-1, so that a step runs over the first rows only. A waiting request takes a
+    finished row; without one, the last running request moves there.
 
     Attributes:
-        row_limit: most rows in use; lowered when memory is short, it takes effect as rows finish.
+        row_limit: most rows in use. A lower limit takes effect as rows finish.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -41,7 +41,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Something waits or runs."""
+        """Whether a request waits or runs."""
         return any(not request.is_finished for request in (*self.waiting, *self.rows))
 
     def add(self, request: Request) -> None:
@@ -88,7 +88,7 @@ class Scheduler:
 
     def prefill_chunks(self, chunk: int) -> list[PrefillChunk]:
         """Prompt parts for this step: one ``chunk`` of tokens in all while others decode, else one for every row."""
-        # In order of arrival: by row, newcomers in the first rows could starve a prompt in the last.
+        # In order of arrival; in order of rows, new requests in the first rows could starve a prompt in the last row.
         pending = sorted((item for item in self.rows if not item.is_prefilled), key=lambda item: item.request_id)
         is_decoding = len(pending) < len(self.rows)
         budget = chunk if is_decoding else chunk * len(pending)
@@ -110,7 +110,7 @@ def bucket(num_rows: int) -> int:
 
 
 def neighbours(chunks: list[PrefillChunk]) -> Iterator[list[PrefillChunk]]:
-    """Runs of chunks in consecutive rows and of similar length, so that padding wastes less than half."""
+    """Chunks in groups of consecutive rows and similar length, so that padding wastes less than half."""
     run: list[PrefillChunk] = []
     smallest = largest = 0
     for chunk in sorted(chunks, key=lambda chunk: chunk.request.row):

@@ -13,7 +13,7 @@ _REPLACEMENT = "\ufffd"  # what a decoder makes of an unfinished UTF-8 character
 
 
 def check_prompts(prompts: object) -> None:
-    """Refuse a single prompt where a list of them is due: its characters, tokens or messages are no prompts.
+    """Refuse a single prompt in place of a list of prompts.
 
     Raises:
         ValueError: text, token ids, or the messages of one conversation.
@@ -52,9 +52,9 @@ def _token_id(token: object) -> int:
 class IncrementalText:
     """Text of a growing list of token ids.
 
-    A tokenizer's text of a list is not the sum of the texts of its tokens (spaces, byte pieces), so a short window of
-    earlier tokens is decoded with the new ones and the difference is what came. Text that may still become part of a
-    stop string, or that ends within a character, is held back.
+    The text of a list of tokens is not the sum of the texts of the tokens (spaces, byte pieces). So a short window of
+    earlier tokens is decoded together with the new tokens, and the difference is the new text. Text that may become
+    part of a stop string, or that ends within a character, is held back.
 
     Attributes:
         text: all text that is certain.

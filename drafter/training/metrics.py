@@ -1,8 +1,7 @@
 """How good guesses are: counts that can be added up over batches and processes, and what a tree makes of them.
 
-Tokens per step are estimated by walking over held-out answers as a decoder would, with one fixed tree of ranks. That is
-a decoder that could be built (the drafter's ranks along the true path are all that such a tree needs), so the figure is
-no bound and no product of averages; the real one fits its tree to each position and does somewhat better.
+Tokens per step are estimated by a walk over held-out answers with one fixed tree of ranks. The decoder fits its tree to
+each position and makes 3% to 4% more tokens per step at the same positions (scripts/static_tree.py, docs/training.md).
 
 Shapes: B rows · T tokens · N starts · K depths · Q entries of TOP_K · W ranks counted.
 """
