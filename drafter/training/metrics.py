@@ -1,7 +1,7 @@
 """How good guesses are: counts that can be added up over batches and processes, and what a tree makes of them.
 
 Tokens per step are estimated by a walk over held-out answers with one fixed tree of ranks. The decoder fits its tree to
-each position and makes 3% to 4% more tokens per step at the same positions (scripts/static_tree.py, docs/training.md).
+each position and makes 3% to 4% more tokens per step at the same positions (docs/training.md).
 
 Shapes: B rows · T tokens · N starts · K depths · Q entries of TOP_K · W ranks counted.
 """

@@ -199,7 +199,7 @@ def test_sampling_parameters_out_of_range_name_their_flag(field: str, value: obj
     ("settings_", "match"),
     [
         ({"method": "magic"}, "--method"),
-        ({"max_rows": 0}, "--batch-size"),
+        ({"max_rows": 0}, "--max-rows"),
         ({"max_length": 1}, "--max-length"),
         ({"beam_width": 0}, "--beam-width"),
         ({"draft_length": 33}, "--draft-length"),
