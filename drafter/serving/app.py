@@ -39,10 +39,9 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        server.worker.start()
+        await server.start()
         yield
-        await server.worker.stop()
-        server.encoder.close()
+        await server.stop()
 
     app = FastAPI(title="Drafter", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
@@ -111,9 +110,10 @@ def _add_rest(app: FastAPI, server: Server) -> None:
 
     @app.get("/health", responses={503: {}})
     async def health() -> Response:
-        """Alive: 503 when only a restart helps."""
+        """Alive: 503 when only a restart helps. ``tokenization`` is ``stuck`` while one text holds up the others."""
         is_alive = server.worker.state != "dead"
-        return JSONResponse({"status": "ok" if is_alive else "dead"}, 200 if is_alive else 503)
+        status = {"status": "ok" if is_alive else "dead", "tokenization": server.encoder.state}
+        return JSONResponse(status, 200 if is_alive else 503)
 
     @app.get("/ready", responses={503: {}})
     async def ready() -> Response:

@@ -37,6 +37,11 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check, then pass on."""
+        if scope["type"] == "http" and _header(scope, b"content-length") and _header(scope, b"transfer-encoding"):
+            # A proxy in front may see another end of the body, and so another next request.
+            error = ApiError(400, "the request has both Content-Length and Transfer-Encoding: send one of them")
+            await _send_error(error, send, closes=True)
+            return
         if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return
@@ -134,13 +139,13 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
-async def _send_error(error: ApiError, send: Send) -> None:
+async def _send_error(error: ApiError, send: Send, *, closes: bool = False) -> None:
     body = json.dumps(error.body).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    if error.status in (408, 413):
+    if closes or error.status in (408, 413):
         headers.append((b"connection", b"close"))  # the rest of the body is not read
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

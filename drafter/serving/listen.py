@@ -11,9 +11,9 @@ import uvicorn
 
 from drafter.engine.engine import Engine
 from drafter.serving.app import create_app
+from drafter.serving.http import ApiProtocol
 from drafter.serving.options import ServeOptions
-from drafter.serving.server import ServerSettings
-from drafter.serving.worker import Worker
+from drafter.serving.server import Server, ServerSettings
 
 _log = logging.getLogger("drafter.serving")
 _LOOPBACK = ("127.", "::1", "localhost")
@@ -61,16 +61,16 @@ def listen(socket: sockets.socket, engine: Engine, options: ServeOptions, *, api
     logging.getLogger("httpx").setLevel(logging.WARNING)
     settings = settings_of(options, api_keys)
     app = create_app(engine, settings)
-    config = uvicorn.Config(app, log_config=None, access_log=False, log_level="warning", server_header=False)
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, log_level="warning", server_header=False, http=ApiProtocol
+    )
     host, port = socket.getsockname()[:2]
     if not api_keys and not host.startswith(_LOOPBACK):
         _log.warning("anybody who reaches %s can use this server: give --api-key, or set DRAFTER_API_KEY", host)
     place = f"[{host}]" if ":" in host else host
-    _log.info(
-        "%s on http://%s:%d/ (%d rows of %s tokens, %s)",
-        settings.model_name, place, port, engine.config.max_rows, engine.config.max_length, engine.config.method,
-    )  # fmt: skip
-    return asyncio.run(_serve(config, socket, app.state.server.worker, options.drain_seconds))
+    rows = f"{engine.config.max_rows} rows of {engine.config.max_length} tokens"
+    news = f"{settings.model_name} on http://{place}:{port}/ ({rows}, {engine.config.method})"
+    return asyncio.run(_serve(config, socket, app.state.server, options.drain_seconds, news))
 
 
 class _Uvicorn(uvicorn.Server):
@@ -81,14 +81,28 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-async def _serve(config: uvicorn.Config, socket: sockets.socket, worker: Worker, drain_seconds: float) -> int:
-    server = _Uvicorn(config)
+async def _serve(
+    config: uvicorn.Config, socket: sockets.socket, app_server: Server, drain_seconds: float, news: str
+) -> int:
+    server, worker = _Uvicorn(config), app_server.worker
     loop = asyncio.get_running_loop()
     is_told = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, is_told.set)
-    serving = asyncio.create_task(server.serve(sockets=[socket]))
     told = asyncio.create_task(is_told.wait())
+    # The socket does not listen yet: nobody connects to a server whose engine cannot make a token.
+    starting = asyncio.create_task(app_server.start())
+    await asyncio.wait({starting, told}, return_when=asyncio.FIRST_COMPLETED)
+    has_failed = starting.done() and starting.exception() is not None
+    if has_failed or not starting.done():
+        starting.cancel()
+        told.cancel()
+        await app_server.encoder.close()
+        if has_failed:
+            starting.result()  # raises
+        return 0  # nobody waits for an answer yet
+    _log.info("%s", news)
+    serving = asyncio.create_task(server.serve(sockets=[socket]))
     broken = asyncio.create_task(worker.ended.wait())
     await asyncio.wait({serving, told, broken}, return_when=asyncio.FIRST_COMPLETED)
     if not serving.done() and not broken.done():

@@ -1,14 +1,13 @@
 """Server: from the API's requests to the engine's jobs, and from its news to the API's answers."""
 
 import asyncio
-import copy
 import hashlib
 import secrets
 import time
 from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -18,16 +17,15 @@ from drafter.engine.config import RequestOptions
 from drafter.engine.engine import Engine
 from drafter.serving.answers import Answer, ChatAnswer, CompletionAnswer, Model
 from drafter.serving.calls import Call, Job
+from drafter.serving.encoder import Encoder
 from drafter.serving.guard import CLOSED_BY_CLIENT, OUTCOME
 from drafter.serving.metrics import Metrics
 from drafter.serving.names import TokenNames
 from drafter.serving.protocol import GREEDY_BELOW, ApiError, ChatRequest, CompletionRequest, Generation
 from drafter.serving.stream import DONE, KEEP_ALIVE, EventStream, event, hung_up
 from drafter.serving.worker import Worker
-from drafter.targets.target import Target
 
 _KEEP_ALIVE_SECONDS = 15.0
-_CHARS_LOOKED_AT = 16  # for each token of a row; text has about four
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd: the seeds of all choices of one request differ
 
 
@@ -42,6 +40,7 @@ class ServerSettings:
         max_body_bytes: largest body.
         api_keys: any of them opens ``/v1``; none: no key is needed.
         cors_origins: web sites whose pages may call this server; ``*``: all.
+        escape_special_tokens: special tokens in clients' texts are read as plain text, not as control tokens.
     """
 
     model_name: str
@@ -50,6 +49,7 @@ class ServerSettings:
     max_body_bytes: int = 2 * 2**20
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
+    escape_special_tokens: bool = False
 
     def __post_init__(self) -> None:
         for name, low in (("max_queue", 0), ("max_body_bytes", 1)):
@@ -61,64 +61,13 @@ class ServerSettings:
             raise ValueError("an API key is empty or holds blanks: give printable characters")
 
 
-class Encoder:
-    """Prompts to token ids, on a thread and with a copy of the tokenizer of its own: neither loop nor engine waits.
+class _Deadline(NamedTuple):
+    """When a request's time is over, by the event loop's clock."""
 
-    Args:
-        target: whose tokenizer and chat template.
-        max_length: tokens of a row; what cannot fit is refused without tokenising all of it, which could take long.
-    """
+    at: float
 
-    def __init__(self, target: Target, max_length: int) -> None:
-        tokenizer = copy.deepcopy(target.tokenizer)
-        assert tokenizer is not None
-        self._target = copy.copy(target)
-        self._target.tokenizer = tokenizer
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-        self._max_length = max_length
-        self._longest_token = max(map(len, tokenizer.get_vocab()))
-
-    async def chat(self, request: ChatRequest) -> list[int]:
-        """Token ids of a conversation; ApiError when the chat template refuses it, or when it is far too long."""
-        turns = [turn.plain for turn in request.messages]
-        return await self._run(
-            "messages", [turn["content"] for turn in turns], partial(self._target.encode_chat, turns)
-        )
-
-    async def prompt(self, prompt: str | list[int]) -> list[int]:
-        """Token ids of a raw prompt, as :meth:`chat`; lists are taken as they are."""
-        if isinstance(prompt, list):
-            return prompt
-        return await self._run("prompt", [prompt], partial(self._target.encode, prompt))
-
-    async def _run(self, param: str, texts: list[str], encode: partial[list[int]]) -> list[int]:
-        def checked() -> list[int]:
-            self._refuse_hopeless(texts)
-            return encode()
-
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, checked)
-        except ValueError as error:
-            raise ApiError(400, str(error), param=param) from error
-
-    def _refuse_hopeless(self, texts: list[str]) -> None:
-        """Refuse texts that are certain not to fit, after a look at their beginning; ApiError."""
-        num_chars = sum(map(len, texts))
-        start = _CHARS_LOOKED_AT * self._max_length
-        is_hopeless = len(texts) > self._max_length or num_chars > self._longest_token * self._max_length
-        if not is_hopeless and num_chars > start:
-            # The cut may split a word into more tokens than it has: a tenth more is certain.
-            is_hopeless = len(self._target.encode("".join(texts)[:start])) > 1.1 * self._max_length + 16
-        if is_hopeless:
-            raise ApiError(
-                400,
-                f"the prompt is far longer than the context of {self._max_length} tokens: shorten it",
-                code="context_length_exceeded",
-            )
-
-    def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+    def seconds_left(self) -> float:
+        return max(0.0, self.at - asyncio.get_running_loop().time())
 
 
 class Server:
@@ -136,7 +85,9 @@ class Server:
         fingerprint = "fp_" + hashlib.sha256(target.fingerprint.encode()).hexdigest()[:12]
         self.model = Model(settings.model_name, fingerprint, TokenNames(target.tokenizer))
         self.max_length = min(engine.config.max_length, target.max_length)
-        self.encoder = Encoder(target, self.max_length)
+        self.encoder = Encoder(
+            target.tokenizer, target.name, self.max_length, escape_special_tokens=settings.escape_special_tokens
+        )
         self.model_card = {
             "id": settings.model_name,
             "object": "model",
@@ -147,20 +98,36 @@ class Server:
             "speculation": engine.proposer.num_nodes > 1,
         }
 
+    async def start(self) -> None:
+        """Start the engine's thread and the tokenizer's process; return when the engine has made its first tokens.
+
+        Raises:
+            ValueError: the engine failed.
+        """
+        await asyncio.gather(self.encoder.start(), self.worker.start())
+
+    async def stop(self) -> None:
+        """End both; open calls fail."""
+        await self.worker.stop()
+        await self.encoder.close()
+
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
+        deadline = self._deadline()
         num_choices = self._check(body, 1)
-        jobs = self._jobs(body, await self.encoder.chat(body), body.limit, body.num_logprobs, num_choices)
-        return await self._answer(ChatAnswer, body, request, jobs, num_choices)
+        prompt_ids = await self.encoder.chat([turn.plain for turn in body.messages], deadline.seconds_left())
+        jobs = self._jobs(body, prompt_ids, body.limit, body.num_logprobs, num_choices)
+        return await self._answer(ChatAnswer, body, request, jobs, num_choices, deadline)
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Continue texts."""
+        deadline = self._deadline()
         num_choices = self._check(body, len(body.prompts))
         jobs = []
         for prompt in body.prompts:
-            prompt_ids = await self.encoder.prompt(prompt)
+            prompt_ids = await self.encoder.prompt(prompt, deadline.seconds_left())
             jobs += self._jobs(body, prompt_ids, body.limit, body.num_logprobs, num_choices)
-        return await self._answer(CompletionAnswer, body, request, jobs, num_choices)
+        return await self._answer(CompletionAnswer, body, request, jobs, num_choices, deadline)
 
     def _check(self, body: Generation, num_prompts: int) -> int:
         """How many choices; ApiError for a model that is not here, or when there is no room anyway."""
@@ -205,9 +172,14 @@ class Server:
         return jobs
 
     async def _answer(
-        self, kind: type[Answer], body: Generation, request: Request, jobs: list[Job], num_choices: int
+        self,
+        kind: type[Answer],
+        body: Generation,
+        request: Request,
+        jobs: list[Job],
+        num_choices: int,
+        deadline: "_Deadline",
     ) -> Response:
-        deadline = asyncio.get_running_loop().time() + self.settings.request_timeout
         answer = kind(
             self.model,
             [len(job.prompt_ids) for job in jobs[::num_choices]],
@@ -220,19 +192,19 @@ class Server:
         if not body.stream:
             return await self._whole(answer, call, request, deadline)
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout_at(deadline.at):
                 await call.accepted()
         except BaseException:
             self.worker.abandon(call)
             raise
         return EventStream(
             self._events(answer, call, request),
-            deadline=deadline,
+            deadline=deadline.at,
             on_timeout=partial(self._end_stream, request, "timed_out", self._timeout_error()),
             on_hang_up=partial(request.scope.__setitem__, OUTCOME, "hung_up"),
         )
 
-    async def _whole(self, answer: Answer, call: Call, request: Request, deadline: float) -> Response:
+    async def _whole(self, answer: Answer, call: Call, request: Request, deadline: "_Deadline") -> Response:
         async def collect() -> None:
             async for delta in call.deltas():
                 if delta is not None:
@@ -241,7 +213,7 @@ class Server:
         collecting = asyncio.create_task(collect())
         watching = asyncio.create_task(hung_up(request.receive))
         try:
-            timeout = max(0.0, deadline - asyncio.get_running_loop().time())
+            timeout = deadline.seconds_left()
             await asyncio.wait({collecting, watching}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if collecting.done():
                 collecting.result()
@@ -276,6 +248,9 @@ class Server:
         """The status has gone out long ago: the error is the last event."""
         request.scope[OUTCOME] = outcome
         return event(error.body)
+
+    def _deadline(self) -> "_Deadline":
+        return _Deadline(asyncio.get_running_loop().time() + self.settings.request_timeout)
 
     def _timeout_error(self) -> ApiError:
         seconds = self.settings.request_timeout

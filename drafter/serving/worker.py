@@ -25,11 +25,13 @@ from drafter.serving.calls import Accepted, Call, Delta, Failure, Job, News
 from drafter.serving.metrics import Metrics
 from drafter.serving.pieces import PieceFeed, Release
 from drafter.serving.protocol import ApiError
+from drafter.utils.io import first_line
 
 State = Literal["starting", "ready", "draining", "dead"]
 
 _log = logging.getLogger("drafter.serving")
 _RECOVERY_SECONDS = 30.0  # after running out of memory, so long until twice the rows are tried again
+_LONGEST_RETRY = 600  # seconds that a client is asked to wait at most
 _WARM_UP = SamplingParams(max_new_tokens=4, ignore_eos=True)
 
 
@@ -84,19 +86,32 @@ class Worker:
         self._commands: queue.SimpleQueue[_Add | _Abandon | _Stop] = queue.SimpleQueue()
         self._tickets: dict[int, _Ticket] = {}
         self._num_open = 0  # event loop only
+        self._busy_since = 0.0  # event loop only
         self._durations: deque[float] = deque(maxlen=32)  # seconds of the last answers
         self._num_rows_allowed = engine.config.max_rows
         self._retry_rows_at = math.inf
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._is_warm = asyncio.Event()
+        self._failure: Exception | None = None
         self.ended = asyncio.Event()
 
     # -- on the event loop -----------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start the thread; news go to the loop that calls this."""
-        self._loop = asyncio.get_running_loop()
-        self._thread.start()
+    async def start(self) -> None:
+        """Start the thread, and return when the engine has made its first tokens; news go to the loop of this call.
+
+        Raises:
+            ValueError: the engine failed at its first tokens.
+        """
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._thread.start()
+        await self._is_warm.wait()
+        if self._failure is not None:
+            raise ValueError(
+                f"the engine failed at its first tokens: {type(self._failure).__name__}: {first_line(self._failure)}"
+            ) from self._failure
 
     @property
     def num_open(self) -> int:
@@ -110,6 +125,8 @@ class Worker:
             ApiError: see :meth:`check`.
         """
         self.check(len(jobs))
+        if not self._num_open:
+            self._busy_since = time.perf_counter()
         self._num_open += len(jobs)
         call = Call(jobs)
         self._commands.put(_Add(call))
@@ -135,7 +152,7 @@ class Worker:
                 "all rows are busy and the queue is full: try again later",
                 kind="rate_limit_error",
                 code="queue_full",
-                retry_after=self._seconds_to_wait(),
+                retry_after=self._seconds_to_wait(num_jobs),
             )
 
     def abandon(self, call: Call) -> None:
@@ -158,10 +175,17 @@ class Worker:
         self._commands.put(_Stop(error))
         await asyncio.to_thread(self._thread.join)
 
-    def _seconds_to_wait(self) -> int:
-        """When a place may be free: the mean time of the last answers, shared among the rows; 1 to 60."""
-        mean = sum(self._durations) / len(self._durations) if self._durations else 1.0
-        return max(1, min(60, math.ceil(mean / self.engine.config.max_rows)))
+    def _seconds_to_wait(self, num_jobs: int) -> int:
+        """Seconds until a call of so many answers may get its rows: those in front of it, at the pace of the last ones.
+
+        Before any answer is finished, the oldest open one has taken at least so long.
+        """
+        if self._durations:
+            mean = sum(self._durations) / len(self._durations)
+        else:
+            mean = max(1.0, time.perf_counter() - self._busy_since)
+        num_rounds = (self._num_open + num_jobs) / self.engine.config.max_rows - 1.0
+        return max(1, min(_LONGEST_RETRY, math.ceil(mean * num_rounds)))
 
     def _deliver(self, batch: list[tuple[Call, News]]) -> None:
         for call, news in batch:
@@ -191,10 +215,8 @@ class Worker:
     def _run(self) -> None:
         stop = None
         try:
-            # One whole answer allocates the cache and loads every kernel before the first client waits for it.
-            self.engine.generate([[0]], _WARM_UP)
-            if self.state == "starting":
-                self.state = "ready"
+            if not self._warm_up():
+                return
             while stop is None:
                 stop = self._obey()
                 self._count_rows()
@@ -205,6 +227,20 @@ class Worker:
                 self.state = "dead"
             broken = ApiError(500, "the engine has ended by an error", kind="server_error")
             self._post_end(stop.error if stop else broken)
+
+    def _warm_up(self) -> bool:
+        """Make one whole answer, which allocates the cache and loads every kernel, before a client waits for one."""
+        assert self._loop is not None
+        try:
+            self.engine.generate([[0]], _WARM_UP)
+            if self.state == "starting":
+                self.state = "ready"
+        except Exception as error:
+            # Whatever the engine trips over, the process that waits for the first tokens reports it.
+            self._failure, self.state = error, "dead"
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._is_warm.set)
+        return self._failure is None
 
     def _obey(self) -> _Stop | None:
         """Carry out the commands that have come; wait for one when there is nothing else to do."""

@@ -18,6 +18,7 @@ from drafter.kernels.packed import can_pack, count_parameters, pack_linears
 from drafter.targets.attention import use_folded_attention
 from drafter.targets.cache import CacheShape, SlotCache
 from drafter.targets.catalog import resolve
+from drafter.targets.chat import encode_chat, encode_text
 from drafter.targets.checks import (
     check_architecture,
     decoder_of,
@@ -308,24 +309,15 @@ class Target:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of raw text, with the special tokens the tokenizer adds by itself."""
-        return list(self._tokenizer()(text)["input_ids"])
+        return encode_text(self._tokenizer(), text)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation up to the opening of the assistant's turn, by the tokenizer's own template."""
-        tokenizer = self._tokenizer()
-        if not tokenizer.chat_template:
-            raise ValueError(f"target {self.name!r} has no chat template: use raw text (--raw)")
-        try:
-            encoded = tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=True
-            )
-        except Exception as error:
-            # Templates raise jinja2's TemplateError (its own hierarchy) for turns they do not accept, and TypeError
-            # where they put together what is no text.
-            if not isinstance(error, TypeError) and not type(error).__module__.startswith("jinja2"):
-                raise
-            raise ValueError(f"the chat template of {self.name!r} refuses these messages: {error}") from error
-        return list(encoded["input_ids"])
+        """Token ids of a conversation up to the opening of the assistant's turn, by the tokenizer's own template.
+
+        Raises:
+            ValueError: there is no template, or the template refuses the messages.
+        """
+        return encode_chat(self._tokenizer(), messages, self.name)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids."""

@@ -13,6 +13,7 @@ import uvicorn
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.serving.app import create_app
+from drafter.serving.http import ApiProtocol
 from drafter.serving.server import Server, ServerSettings
 from tests.serving.tiny import tiny_engine
 
@@ -69,7 +70,9 @@ class Live:
 def live_server(engine: Engine | None = None, **settings: Any) -> Iterator[Live]:
     """Start a server, and stop it at the end."""
     app = create_app(engine or tiny_engine(), ServerSettings(MODEL, **settings))
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=2)
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=2, http=ApiProtocol
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

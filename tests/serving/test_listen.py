@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket as sockets
 import threading
 import time
 from collections.abc import Callable
@@ -121,8 +122,25 @@ def test_a_server_without_its_engine_ends_with_code_one() -> None:
 
 def test_reachable_without_a_key_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     socket = bind("0.0.0.0", 0)
-    timer = threading.Timer(0.5, terminate)
+    timer = threading.Timer(0.5, terminate)  # perhaps before the server is ready: code 0 as well
     timer.start()
     with socket, caplog.at_level("INFO", "drafter.serving"):
         assert listen(socket, tiny_engine(), ServeOptions(target=MODEL), api_keys=()) == 0
-    assert "anybody who reaches 0.0.0.0" in caplog.text and "4 rows of 256 tokens" in caplog.text
+    assert "anybody who reaches 0.0.0.0" in caplog.text
+
+
+def test_nobody_connects_to_a_server_whose_engine_cannot_make_a_token() -> None:
+    engine, found = tiny_engine(), []
+
+    def broken(*_: Any) -> Any:
+        with pytest.raises(ConnectionRefusedError):
+            sockets.create_connection(address, timeout=5)
+        found.append("refused")
+        raise IndexError("index 100 is out of range")
+
+    engine.generate = broken  # type: ignore[method-assign]
+    with bind("127.0.0.1", 0) as socket:
+        address = socket.getsockname()
+        with pytest.raises(ValueError, match="first tokens: IndexError: index 100 is out of range"):
+            listen(socket, engine, ServeOptions(target=MODEL), api_keys=())
+    assert found == ["refused"]

@@ -30,10 +30,9 @@ def run(test: Callable[[Worker], Coroutine[Any, Any, None]], engine: Engine | No
 
     async def main() -> None:
         worker = Worker(engine or tiny_engine(), max_queue=max_queue, metrics=Metrics())
-        worker.start()
         async with asyncio.timeout(60):
-            while worker.state == "starting":
-                await asyncio.sleep(0.001)
+            await worker.start()
+            assert worker.state == "ready"
             await test(worker)
             await worker.stop()
 

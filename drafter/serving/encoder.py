@@ -1,0 +1,212 @@
+"""Prompts to token ids in a process that can be killed: a chat template is a program of the model's author.
+
+A thread that renders a template cannot be stopped, and its memory cannot be bounded. So a child process of the server
+loads the tokenizer and forks workers, one at a time. A worker has a limit of memory, and an alarm of the system ends
+the worker when a request takes too long. The child then tells the server why, and forks the next worker within
+milliseconds. One line of JSON goes in for each request, one line comes out.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from drafter.serving.protocol import ApiError
+from drafter.targets.chat import encode_chat, encode_text
+
+MAX_SECONDS = 10.0  # for one request; a text of two megabytes takes one
+_STUCK_SECONDS = 2.0  # of one request, from when on `/health` reports it
+_WORKER_BYTES = 1 << 30  # that a worker may add to what the loaded tokenizer takes
+_CHARS_LOOKED_AT = 16  # for each token of a row; text has about four
+_LINE_BYTES = 1 << 28  # of an answer: more than any row's token ids
+_START_SECONDS = 120.0
+_PAGES = Path("/proc/self/statm")
+
+
+class Encoder:
+    """Token ids of prompts, from a child process; belongs to the event loop.
+
+    Args:
+        tokenizer: written to a folder of its own, from which the child reads it.
+        name: of the target, for messages.
+        max_length: tokens of a row; a text that cannot fit is refused before all of it is tokenized.
+        escape_special_tokens: special tokens in clients' texts are read as plain text.
+    """
+
+    def __init__(self, tokenizer: Any, name: str, max_length: int, *, escape_special_tokens: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._setup = {"name": name, "max_length": max_length, "escape": escape_special_tokens}
+        self._lock = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._busy_since: float | None = None
+
+    @property
+    def state(self) -> str:
+        """``ok``, or ``stuck`` while one request takes unusually long."""
+        is_stuck = self._busy_since is not None and time.monotonic() - self._busy_since > _STUCK_SECONDS
+        return "stuck" if is_stuck else "ok"
+
+    async def start(self) -> None:
+        """Start the child; return when the tokenizer is loaded. OSError when the child does not start."""
+        if self._process is not None and self._process.returncode is None:
+            return
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="drafter-tokenizer-")
+            self._tokenizer.save_pretrained(self._folder.name)
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
+        }  # fmt: skip
+        is_custom = type(self._tokenizer).__module__.startswith("transformers_modules")
+        setup = json.dumps(self._setup | {"folder": self._folder.name, "trust_remote_code": is_custom})
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", "from drafter.serving.encoder import run_child; run_child()", setup,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment, limit=_LINE_BYTES,
+            start_new_session=True,  # Ctrl-C is the server's: running requests are finished
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        async with asyncio.timeout(_START_SECONDS):
+            if not await self._process.stdout.readline():
+                raise OSError("the tokenizer's process ended at its start")
+
+    async def close(self) -> None:
+        """End the child."""
+        await self._kill()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    async def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the worker as well, whatever it does
+            await process.wait()
+
+    async def chat(self, messages: list[dict[str, str]], seconds: float) -> list[int]:
+        """Token ids of a conversation.
+
+        Raises:
+            ApiError: 400 where the template refuses the messages, breaks, takes too long or too much memory, and for a
+                text that is far too long; 504 when the request's ``seconds`` are over first.
+        """
+        return await self._ask("messages", {"messages": messages}, seconds)
+
+    async def prompt(self, prompt: str | list[int], seconds: float) -> list[int]:
+        """Token ids of a raw prompt, as :meth:`chat`; lists are taken as they are."""
+        return prompt if isinstance(prompt, list) else await self._ask("prompt", {"prompt": prompt}, seconds)
+
+    async def _ask(self, param: str, request: dict[str, Any], seconds: float) -> list[int]:
+        # Shielded: a client that leaves must not leave its answer in the pipe for the next one.
+        exchange = asyncio.ensure_future(asyncio.shield(self._exchange(request | {"seconds": MAX_SECONDS})))
+        try:
+            answer = await asyncio.wait_for(exchange, max(0.0, seconds))
+        except TimeoutError:
+            raise ApiError(
+                504, "the request took too long: its text could not be tokenized", kind="server_error", code="timeout"
+            ) from None
+        if "token_ids" in answer:
+            return list(answer["token_ids"])
+        raise ApiError(answer.get("status", 400), answer["error"], param=param, code=answer.get("code"))
+
+    async def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
+        async with self._lock:
+            try:
+                await self.start()
+                assert self._process is not None and self._process.stdin and self._process.stdout
+                self._busy_since = time.monotonic()
+                self._process.stdin.write(json.dumps(request).encode() + b"\n")
+                await self._process.stdin.drain()
+                async with asyncio.timeout(2 * MAX_SECONDS):  # the worker's own alarm comes long before
+                    line = await self._process.stdout.readline()
+                return dict(json.loads(line))
+            except (OSError, ValueError, TimeoutError):
+                # The child is gone: the next request starts another.
+                await self._kill()
+                return {"status": 503, "error": "the tokenizer's process ended: try again later"}
+            finally:
+                self._busy_since = None
+
+
+# -- in the child --------------------------------------------------------------------------------------------------
+
+
+def run_child() -> None:
+    """Load the tokenizer, then fork workers until the server closes the pipe."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # whatever prints goes to the error stream
+    setup = json.loads(sys.argv[1])
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    tokenizer = AutoTokenizer.from_pretrained(setup["folder"], trust_remote_code=setup["trust_remote_code"])
+    longest = max(map(len, tokenizer.get_vocab()))
+    _send(answers, {"loaded": True})
+    while True:
+        worker = os.fork()
+        if worker == 0:
+            _work(tokenizer, setup, longest, answers)
+        status = os.waitpid(worker, 0)[1]
+        if os.WIFEXITED(status):
+            return  # the server closed the pipe
+        number = os.WTERMSIG(status)
+        is_slow = number == signal.SIGALRM
+        _send(answers, _failed(setup, f"took longer than {MAX_SECONDS:g} seconds" if is_slow else "ended its process"))
+
+
+def _work(tokenizer: Any, setup: dict[str, Any], longest: int, answers: int) -> None:
+    """Answer requests until the pipe is closed; never returns."""
+    if _PAGES.exists():  # Linux
+        most = int(_PAGES.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + _WORKER_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    requests = os.fdopen(os.dup(0), "rb")
+    while line := requests.readline():
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"])  # SIGALRM ends the process, also within C
+        try:
+            answer: dict[str, Any] = _encode(tokenizer, setup, longest, request)
+        except MemoryError:
+            answer = _failed(setup, f"takes more than {_WORKER_BYTES >> 20} MiB of memory")
+        except ValueError as error:
+            answer = {"error": str(error)}
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _send(answers, answer)
+    os._exit(0)
+
+
+def _failed(setup: dict[str, Any], reason: str) -> dict[str, Any]:
+    error = f"the chat template or tokenizer of {setup['name']!r} {reason} with this text"
+    return {"error": error, "code": "template_failed"}
+
+
+def _encode(tokenizer: Any, setup: dict[str, Any], longest: int, request: dict[str, Any]) -> dict[str, Any]:
+    """The answer to one request."""
+    max_length, escape = setup["max_length"], setup["escape"]
+    messages = request.get("messages")
+    texts = [turn["content"] for turn in messages] if messages is not None else [request["prompt"]]
+    num_chars = sum(map(len, texts))
+    start = _CHARS_LOOKED_AT * max_length
+    is_hopeless = len(texts) > max_length or num_chars > longest * max_length
+    if not is_hopeless and num_chars > start:
+        # The cut may split a word into more tokens than it has: a tenth more is certain.
+        is_hopeless = len(encode_text(tokenizer, "".join(texts)[:start])) > 1.1 * max_length + 16
+    if is_hopeless:
+        error = f"the prompt is far longer than the context of {max_length} tokens: shorten it"
+        return {"error": error, "code": "context_length_exceeded"}
+    if messages is None:
+        return {"token_ids": encode_text(tokenizer, request["prompt"], escape_special_tokens=escape)}
+    return {"token_ids": encode_chat(tokenizer, messages, setup["name"], escape_special_tokens=escape)}
+
+
+def _send(answers: int, answer: dict[str, Any]) -> None:
+    data = json.dumps(answer).encode() + b"\n"
+    while data:
+        data = data[os.write(answers, data) :]
