@@ -226,11 +226,11 @@ def bench_serve(options: LoadOptions) -> None:
 
 def _check_out(out: Path) -> None:
     from drafter.bench.results import resume_results
-    from drafter.utils.io import check_writable
+    from drafter.utils.io import check_output
 
     if out.suffix != ".jsonl":
         raise ValueError(f"--out {out} must be a file NAME.jsonl")
-    check_writable(out)
+    check_output(out, overwrite=True)  # results are appended
     resume_results(out)  # results of another schema are refused before anything is loaded
 
 

@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar
 from drafter.decoding.params import SamplingParams
 from drafter.engine.config import EngineConfig
 from drafter.engine.options import DraftingOptions, Models, RunOptions, load_models
-from drafter.utils.io import check_writable
+from drafter.utils.io import check_output, is_stream
 from drafter.utils.options import Options, part_of
 from drafter.utils.tables import format_table
 from drafter.utils.validate import require_int
@@ -47,12 +47,14 @@ class OutputOptions:
 
     Attributes:
         out: write the answers to this .jsonl file instead of the screen
+        overwrite: replace a file of --out that no earlier run wrote
         compare: answer every prompt twice, plainly and with the method, and print both speeds
         padded: with --compare: plain decoding in steps of as many nodes, which round alike in bfloat16
         exact_attention: attention in float64; slower, but in bfloat16 drafted text then equals --padded text
     """
 
     out: Path | None = None
+    overwrite: bool = False
     compare: bool = False
     padded: bool = False
     exact_attention: bool = False
@@ -89,7 +91,7 @@ def decode(options: DecodeOptions) -> None:
     params, raw, out = part_of(options, SamplingParams), options.raw, options.out
     asked = read_prompts(options.prompt, options.prompts, raw=raw)
     if out is not None:
-        check_writable(out)
+        check_output(out, overwrite=options.overwrite)
     models = load_models(options)
     config, reason = models.choose(options, max_rows=options.batch_size, exact_attention=options.exact_attention)
     print(f"drafting: {reason}", file=sys.stderr)
@@ -321,7 +323,7 @@ def _partial(out: Path) -> Path:
 @contextmanager
 def partial_file(out: Path | None) -> Iterator[IO[str] | None]:
     """The file of finished answers, `out`.partial, which stays when a run is interrupted."""
-    if out is None:
+    if out is None or is_stream(out):
         yield None
         return
     partial = _partial(out)
@@ -345,6 +347,7 @@ def finish_file(out: Path, records: list[dict[str, Any]], params: SamplingParams
     from drafter.utils.io import write_atomic
     from drafter.utils.provenance import write_run_record
 
-    write_atomic(out, "".join(map(_json_line, records)))
+    # The record first: by its record a later run knows the file as its own.
     write_run_record(out, seed=params.seed, settings={"sampling": vars(params), "engine": vars(config)})
+    write_atomic(out, "".join(map(_json_line, records)))
     _partial(out).unlink(missing_ok=True)

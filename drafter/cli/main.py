@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no error
     try:
         code = _dispatch(words)
-        sys.stdout.flush()  # here, where a closed pipe is caught
+        if sys.stdout is not None:  # closed by the shell: >&-
+            sys.stdout.flush()  # here, where a closed pipe is caught
         return code
     except KeyboardInterrupt:
         print("drafter: interrupted", file=sys.stderr)

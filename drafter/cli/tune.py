@@ -43,6 +43,7 @@ class TuneOptions(Options, CandidateOptions, RunOptions):
     Attributes:
         drafter: folder of an exported drafter, or the name of a drafter that comes with the package
         out: file to write (default: in the drafter's folder; under $DRAFTER_HOME for a drafter of the package)
+        overwrite: replace a file of --out that `drafter tune` did not write
         prompts: calibration prompts: a file, hub data set or name; default: prompts that come with the package
         num_prompts: at most so many calibration prompts
         max_new_tokens: longest calibration answer in tokens
@@ -53,6 +54,7 @@ class TuneOptions(Options, CandidateOptions, RunOptions):
     common: ClassVar = ("target", "drafter", "dtype", "device", "batch_sizes", "seconds", "out", "prompts")
     drafter: str
     out: Path | None = None
+    overwrite: bool = False
     prompts: str = "default"
     num_prompts: int = 64
     max_new_tokens: int = 96
@@ -69,7 +71,8 @@ def tune(options: TuneOptions) -> None:
     from drafter.bench.tune import TuneSettings
     from drafter.bench.workload import read_prompt_set
     from drafter.engine.defaults import tuned_path
-    from drafter.utils.io import check_writable
+    from drafter.engine.sizes import is_tuned_file
+    from drafter.utils.io import check_output
 
     settings = TuneSettings(
         options.method,
@@ -82,7 +85,7 @@ def tune(options: TuneOptions) -> None:
     place = options.out if options.out is not None else tuned_path(options.drafter)
     if options.out is None:
         place.parent.mkdir(parents=True, exist_ok=True)
-    check_writable(place)
+    check_output(place, overwrite=options.overwrite, is_ours=is_tuned_file)
     workload = read_prompt_set(options.prompts).take(options.num_prompts)
     models = BenchSettings(
         **vars(part_of(options, RunOptions)),

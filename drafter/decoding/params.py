@@ -33,7 +33,7 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        require_int("max_new_tokens", self.max_new_tokens, low=1)
+        require_int("max_new_tokens", self.max_new_tokens, low=1, high=2**24)
         require_number("temperature", self.temperature, low=0.0, mend="0 is greedy")
         require_int("top_k", self.top_k, low=0, high=2**31, mend="0 turns it off")
         require_number("top_p", self.top_p, above=0.0, high=1.0, mend="1 turns it off")

@@ -191,6 +191,15 @@ def read_tuned(path: Path) -> TunedSizes:
     return TunedSizes(device, dtype, is_compiled, fingerprint, plans, drafter_fingerprint, method)
 
 
+def is_tuned_file(path: Path) -> bool:
+    """Whether `drafter tune` wrote the file."""
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("schema") == SCHEMA
+
+
 def _plan_of(item: Mapping[str, Any], method: Method) -> RowPlan:
     choices = []
     for entry in item["choices"]:

@@ -52,6 +52,7 @@ def settings_of(options: ServeOptions, api_keys: tuple[str, ...]) -> ServerSetti
         max_body_bytes=options.max_body_bytes,
         api_keys=api_keys,
         cors_origins=options.cors_origin,
+        escape_special_tokens=options.escape_special_tokens,
     )
 
 

@@ -22,6 +22,7 @@ class ListenOptions:
         model_name: name of the model for clients (default: the target's name)
         api_key: key that clients must send (better: the variable DRAFTER_API_KEY, which no process list shows)
         cors_origin: web site whose pages may call the server, * for all
+        escape_special_tokens: read special tokens in clients' texts as plain text, for a server of strangers
     """
 
     host: str = "127.0.0.1"
@@ -29,6 +30,7 @@ class ListenOptions:
     model_name: str | None = None
     api_key: tuple[str, ...] = ()
     cors_origin: tuple[str, ...] = ()
+    escape_special_tokens: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,7 @@ class ServeOptions(Options, ListenOptions, LimitOptions, DraftingOptions):
         require_int("max_body_bytes", self.max_body_bytes, low=1, high=2**31)
         require_int("prefill_chunk", self.prefill_chunk, low=1)
         if self.max_length is not None:
-            require_int("max_length", self.max_length, low=2)
+            require_int("max_length", self.max_length, low=2, high=2**24)
         for name in ("request_timeout", "drain_seconds"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0 and (value > 0 or name == "drain_seconds")):

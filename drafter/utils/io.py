@@ -92,11 +92,6 @@ def check_output_folder(out: Path, *, mark: str, files: Sequence[str], what: str
         )
 
 
-def check_writable(out: Path) -> None:
-    """:func:`check_output` for commands without ``--overwrite``."""
-    check_output(out, overwrite=True)
-
-
 def _is_recorded(out: Path) -> bool:
     try:
         record = json.loads(run_file(out).read_text(encoding="utf-8"))

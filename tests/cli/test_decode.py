@@ -1,6 +1,8 @@
 """`drafter decode`, `distill` and `data inspect` from end to end, on a tiny target."""
 
 import json
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,6 +125,31 @@ def test_interrupted_decode_keeps_what_is_finished(
     assert main(["decode", "--target", target, "--device", "cpu", *words]) == 130
     assert not out.exists()
     assert [row["id"] for row in rows_of(tmp_path / "out.jsonl.partial")] == ["0"]
+
+
+def test_foreign_files_are_kept_and_pipes_are_written_to(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, pipe = tmp_path / "thesis.txt", tmp_path / "pipe"
+    out.write_text("years of work")
+    words = ["decode", "--target", target, "--device", "cpu", "--method", "autoregressive", "--prompt", "a"]
+    words += ["--max-new-tokens", "2", "--out"]
+    fails([*words, str(out)], capsys, "thesis.txt exists and no earlier run wrote it")
+    assert out.read_text() == "years of work"
+    assert main([*words, str(out), "--overwrite"]) == 0
+    assert main([*words, str(out)]) == 0, "the file of an earlier run"
+    assert len(rows_of(out)) == 1
+    os.mkfifo(pipe)
+    found: list[str] = []
+    reader = threading.Thread(target=lambda: found.append(pipe.read_text()))
+    reader.start()
+    assert main([*words, str(pipe)]) == 0
+    reader.join(10)
+    assert json.loads(found[0])["num_tokens"] == 2 and pipe.is_fifo()
+    (tmp_path / "link").symlink_to(out)
+    assert main([*words, str(tmp_path / "link"), "--overwrite"]) == 0
+    assert (tmp_path / "link").is_symlink()
+    fails([*words, "/dev/full"], capsys, "/dev/full: No space left")
 
 
 def test_distill_then_inspect(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -345,7 +345,6 @@ def test_two_ends_of_a_body_are_refused_and_the_connection_is_closed(live: Live)
 def test_bytes_that_are_no_http_get_the_api_s_error(live: Live) -> None:
     for data in (
         b"\x16\x03\x01\x02\x00\x01\x00",
-        b"GET / HTTP/9.9\r\n\r\n",
         b"GET /\r\n\r\n",
         b"\0" * 100 + b"\r\n\r\n",
     ):
