@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from drafter.serving.protocol import ApiError
-from drafter.targets.chat import encode_chat, encode_text
+from drafter.targets.chat import encode_chat, encode_text, load_saved_tokenizer
 
 MAX_SECONDS = 10.0  # for one request; a text of two megabytes takes one
 _STUCK_SECONDS = 2.0  # of one request, from when on `/health` reports it
@@ -143,11 +143,7 @@ def run_child() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # whatever prints goes to the error stream
     setup = json.loads(sys.argv[1])
-    from transformers import AutoTokenizer
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    tokenizer = AutoTokenizer.from_pretrained(setup["folder"], trust_remote_code=setup["trust_remote_code"])
+    tokenizer = load_saved_tokenizer(setup["folder"], trust_remote_code=setup["trust_remote_code"])
     longest = max(map(len, tokenizer.get_vocab()))
     _send(answers, {"loaded": True})
     while True:
