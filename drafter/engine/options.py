@@ -25,7 +25,8 @@ class RunOptions:
         dtype: number format of the models (default: auto, which is bfloat16 on CUDA and float32 elsewhere)
         device: auto, cpu, cuda or cuda:1
         compile: compile the steps with torch.compile (default: on CUDA only)
-        runtime: what runs the target's forward; auto: OpenVINO on a CPU where it is installed and can run the target
+        runtime: what runs the target's forward; auto: OpenVINO for bfloat16 on a CPU where OpenVINO is installed
+            and can run the target, else torch
         revision: hub revision of the target
         trust_remote_code: run the code that a hub model brings along
     """
@@ -34,7 +35,7 @@ class RunOptions:
     dtype: Dtype = "auto"
     device: str = "auto"
     compile: bool | None = None
-    runtime: Runtime = "torch"
+    runtime: Runtime = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
 

@@ -162,8 +162,8 @@ class Target:
             num_shards: processes of a node that share the weights (:mod:`drafter.targets.sharding`).
             pack: on a CPU, pack the weights for its matrix kernels (:mod:`drafter.kernels.packed`). Decoding is faster,
                 but packed weights can be neither read nor trained. No effect where the kernels are missing.
-            runtime: ``torch``, ``openvino`` or ``auto``: OpenVINO where ``pack`` is set, OpenVINO is installed and can
-                run the target on this CPU, and the target is large enough to be worth the preparation.
+            runtime: ``torch``, ``openvino`` or ``auto``: OpenVINO where ``pack`` is set, the dtype is bfloat16, and
+                OpenVINO is installed and can run the target on this CPU; not for targets of few parameters.
 
         Raises:
             ValueError: unknown name, dtype, device or runtime, unreadable files, a model that cannot be a target, or a
@@ -388,9 +388,10 @@ def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -
 
 
 def _suits_openvino(model: PreTrainedModel) -> bool:
-    """Whether ``auto`` tries OpenVINO: installed, on a CPU, for a model whose steps take longer than their overhead."""
+    """Whether ``auto`` tries OpenVINO: installed, on a CPU, for a bfloat16 model that is worth the preparation."""
     is_large = count_parameters(model) >= _LEAST_OPENVINO_PARAMETERS
-    return is_large and model.device.type == "cpu" and find_spec("openvino") is not None
+    is_fitting = model.dtype == torch.bfloat16 and model.device.type == "cpu"
+    return is_large and is_fitting and find_spec("openvino") is not None
 
 
 def _has_tokenizer(place: Path | str) -> bool:
