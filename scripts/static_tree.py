@@ -23,7 +23,7 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 from drafter.training.metrics import NUM_RANKS, AnswerRanks, DepthCounts, best_tree
 
-_TREES = ((8, 4, 24), (12, 5, 63))  # W, L, N
+_TREES = ((8, 4, 24), (12, 5, 61))  # W, L, N
 
 
 @torch.inference_mode()
