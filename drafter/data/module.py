@@ -1,6 +1,8 @@
 """ChatDataModule: files in, batches out, for Lightning."""
 
+import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,7 +102,7 @@ class ChatDataModule(LightningDataModule):
             keep_unanswered=train_on == "everything",
         )
         self._batch_tokens = batch_tokens
-        self._train_on = train_on
+        self.train_on = train_on
         self._seed = seed
         self._pad_multiple = pad_multiple
         self._revision = revision
@@ -130,6 +132,16 @@ class ChatDataModule(LightningDataModule):
     def val_store(self) -> TokenStore:
         """All held-out rows."""
         return self._load()[1]
+
+    @cached_property
+    def description(self) -> list[dict[str, Any]]:
+        """Each training file by name, with a hash of its bytes (None for a data set of the hub)."""
+        paths = [Path(name) for name in self._train_names]
+        digests = [hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None for path in paths]
+        return [
+            {"name": path.name if digest else name, "sha256": digest}
+            for name, path, digest in zip(self._train_names, paths, digests, strict=True)
+        ]
 
     def prepare_data(self) -> None:
         """Fill the token cache, in one process only."""
@@ -231,7 +243,7 @@ class ChatDataModule(LightningDataModule):
         return (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
 
     def _trained_rows(self) -> TokenStore:
-        return _everything(self.train_store) if self._train_on == "everything" else self.train_store
+        return _everything(self.train_store) if self.train_on == "everything" else self.train_store
 
     def _source(self, part: str) -> tuple[TokenStore, Gather]:
         """The rows of ``train`` or ``val``, and what makes batches of them."""

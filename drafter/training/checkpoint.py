@@ -19,7 +19,7 @@ PREFIX = "drafter."
 _OUTPUTS = ("config.json", "model.safetensors", "README.md", "run.json", "custom_generate", "speculation*.json")
 # Parts of a checkpoint that are read here, and what each must be.
 _KINDS: dict[str, Any] = {
-    **dict.fromkeys(("drafter_config", "state_dict", "metrics", "loops"), dict),
+    **dict.fromkeys(("drafter_config", "state_dict", "metrics", "loops", "average"), dict),
     **dict.fromkeys(("num_positions", "global_step", "epoch"), int),
 }
 _TRAINER_PARTS = ("loops", "optimizer_states", "lr_schedulers", "epoch", "global_step", "callbacks")
@@ -151,7 +151,9 @@ def drafter_from_checkpoint(checkpoint: dict[str, Any]) -> RecurrentDrafter:
     state: dict[str, Tensor] = {
         name.removeprefix(PREFIX): value for name, value in checkpoint["state_dict"].items() if name.startswith(PREFIX)
     }
-    return RecurrentDrafter.from_tensors(config, state | checkpoint.get("average", {}), "checkpoint")
+    drafter = RecurrentDrafter.from_tensors(config, state, "checkpoint")
+    average = checkpoint.get("average", {})
+    return RecurrentDrafter.from_tensors(config, state | average, "checkpoint, average") if average else drafter
 
 
 def load_drafter(path: str | Path) -> RecurrentDrafter:
@@ -209,7 +211,7 @@ def _write(drafter: RecurrentDrafter, checkpoint: dict[str, Any], folder: Path) 
         "epochs": checkpoint.get("epoch", 0),
         "metrics": checkpoint.get("metrics", {}),
         "training": checkpoint.get("hyper_parameters", {}),
-        "data": checkpoint.get("datamodule_hyper_parameters", {}),
+        "data": checkpoint.get("data", {}),
     }
     (folder / "README.md").write_text(model_card(drafter, facts), encoding="utf-8")
     write_run_record(folder, settings=facts)

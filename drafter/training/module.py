@@ -40,7 +40,7 @@ class Teacher:
         target: the frozen model.
         rows_RD: its output rows over the draft vocabulary in the dtype of the loss; the target's own matrix when
             nothing has to be selected or converted.
-        seconds: wall time spent in :meth:`forward` so far.
+        seconds: wall time spent in :meth:`forward` so far; on an accelerator, the time to start its work.
     """
 
     def __init__(self, target: Target, draft_token_ids_R: Tensor, dtype: torch.dtype) -> None:
@@ -57,8 +57,6 @@ class Teacher:
         start = time.perf_counter()
         with torch.autocast(token_BT.device.type, enabled=False):
             output = self.target.forward(token_BT, context_layers=context_layers)
-        if token_BT.device.type == "cuda":
-            torch.cuda.synchronize(token_BT.device)
         self.seconds += time.perf_counter() - start
         return output
 
@@ -248,6 +246,14 @@ class DrafterModule(LightningModule):
         """Add what export needs: the drafter's config, how much it has seen, how well it did. Plain data only."""
         checkpoint["drafter_config"] = self.drafter.config.to_dict()
         checkpoint["num_positions"] = self.num_positions
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if hasattr(data, "description"):
+            checkpoint["data"] = {
+                "files": data.description,
+                "rows": len(data.train_store),
+                "trained_tokens": data.train_store.num_trained_tokens,
+                "train_on": data.train_on,
+            }
         if self._average:
             checkpoint["average"] = dict(self._average)
             if self._is_averaged:  # saved during a validation

