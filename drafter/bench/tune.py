@@ -271,6 +271,7 @@ class _Calibration:
             plans,
             fingerprint_of_weights(self._drafter),
             self._method,
+            self._target.runtime_name,
         )
 
     def _choices(self, num_rows: int, times: dict[Tree, list[float]]) -> tuple[MeasuredTree, ...]:

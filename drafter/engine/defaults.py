@@ -92,7 +92,8 @@ def choose(
     config = EngineConfig(method=method, **fields)
     if not (is_method_open or (is_size_open and method in _TREE_METHODS)):
         return Choice(config, f"{describe(config)}: as given")
-    reason = f"{describe(config)}: default for {'a CPU' if device == 'cpu' else device.upper()}"
+    where = ("a CPU" if device == "cpu" else device.upper()) + (" with OpenVINO" if target.runtime is not None else "")
+    reason = f"{describe(config)}: default for {where}"
     if method == "hybrid" and drafter is None:
         return Choice(config, f"{reason}; there is no drafter: only prompt lookup and token recycling draft")
     if method not in SIZED_METHODS or not is_size_open:

@@ -102,7 +102,8 @@ class TunedSizes:
         target_fingerprint: sketch of the target's output matrix.
         plans: by rising number of rows.
         drafter_fingerprint: of the drafter's weights in that number format; empty where nobody took it down.
-        method: whose trees were measured; files that do not say it are of the time when there was only ``redrafter``.
+        method: the method whose trees were measured.
+        runtime: what ran the target's forward (``torch`` or ``openvino``).
     """
 
     device: str
@@ -112,6 +113,7 @@ class TunedSizes:
     plans: tuple[RowPlan, ...]
     drafter_fingerprint: str = ""
     method: Method = "redrafter"
+    runtime: str = "torch"
 
     def plan_for(self, num_rows: int) -> RowPlan | None:
         """The plan of the fewest measured rows that hold ``num_rows``; None beyond all measurements."""
@@ -153,6 +155,7 @@ class TunedSizes:
             "device": self.device,
             "dtype": self.dtype,
             "compile": self.is_compiled,
+            "runtime": self.runtime,
             "target_fingerprint": self.target_fingerprint,
             "drafter_fingerprint": self.drafter_fingerprint,
             "plans": plans,
@@ -179,7 +182,7 @@ def read_tuned(path: Path) -> TunedSizes:
             raise ValueError(f"method {method!r}")
         plans = tuple(sorted((_plan_of(item, method) for item in found["plans"]), key=lambda plan: plan.num_rows))
         texts = [found[key] for key in ("device", "dtype", "target_fingerprint")]
-        texts.append(found.get("drafter_fingerprint", ""))
+        texts += [found.get("drafter_fingerprint", ""), found.get("runtime", "torch")]
         is_compiled = found["compile"]
         if not plans or not all(isinstance(text, str) for text in texts) or not isinstance(is_compiled, bool):
             raise ValueError("no plans, or a value of the wrong kind")
@@ -187,8 +190,8 @@ def read_tuned(path: Path) -> TunedSizes:
         raise ValueError(
             f"--tuned {path}: damaged ({type(error).__name__}: {error}): run `drafter tune` again"
         ) from error
-    device, dtype, fingerprint, drafter_fingerprint = texts
-    return TunedSizes(device, dtype, is_compiled, fingerprint, plans, drafter_fingerprint, method)
+    device, dtype, fingerprint, drafter_fingerprint, runtime = texts
+    return TunedSizes(device, dtype, is_compiled, fingerprint, plans, drafter_fingerprint, method, runtime)
 
 
 def is_tuned_file(path: Path) -> bool:
@@ -435,6 +438,7 @@ def misfit(
     pairs = (
         ("device", sizes.device, device_name(target.device)),
         ("dtype", sizes.dtype, dtype_name(target.dtype)),
+        ("runtime", sizes.runtime, target.runtime_name),
         ("compilation", _on(sizes.is_compiled), _on(is_compiled)),
         ("target", sizes.target_fingerprint, target.fingerprint),
         ("drafter", measured_drafter, present_drafter),

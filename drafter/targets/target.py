@@ -216,6 +216,11 @@ class Target:
         return cls(model, tokenizer, name=name or getattr(model, "name_or_path", "") or type(model).__name__)
 
     @property
+    def runtime_name(self) -> str:
+        """What runs the target's forward: ``torch`` or ``openvino``."""
+        return "torch" if self.runtime is None else "openvino"
+
+    @property
     def device(self) -> torch.device:
         """Device of the input embeddings, where token ids go."""
         return self.embedding_weight_VD.device

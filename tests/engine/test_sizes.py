@@ -101,7 +101,7 @@ def test_text_that_is_no_json_is_refused(tmp_path: Path) -> None:
             read_tuned(tmp_path / "s.json")
 
 
-@pytest.mark.parametrize("key", ["device", "dtype", "target_fingerprint", "drafter_fingerprint", "compile"])
+@pytest.mark.parametrize("key", ["device", "dtype", "target_fingerprint", "drafter_fingerprint", "compile", "runtime"])
 def test_a_file_of_another_machine_is_refused_by_the_engine_and_passed_over_beside_the_drafter(
     tmp_path: Path, key: str
 ) -> None:
