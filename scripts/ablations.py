@@ -23,7 +23,7 @@ from drafter.cli.decode import read_prompts
 from drafter.engine.text import Prompt
 from drafter.models.drafter import RecurrentDrafter
 from drafter.training.callbacks import tokens_per_step
-from drafter.training.checkpoint import load_drafter, read_checkpoint
+from drafter.training.checkpoint import drafter_of_checkpoint, read_checkpoint
 from drafter.training.run import main_train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,7 +92,7 @@ def run(name: str, args: argparse.Namespace, target: Target, prompts: list[Promp
     seconds = time.process_time() - start
     path = args.work / name / "checkpoints" / "last.ckpt"
     checkpoint = read_checkpoint(path)
-    drafter: Any = load_drafter(path)
+    drafter: Any = drafter_of_checkpoint(path)
     drafter = drafter.to(target.dtype).eval().bind(target)
     num_parameters = sum(drafter.num_parameters_by_part().values())
     params = SamplingParams(max_new_tokens=args.max_new_tokens)

@@ -17,7 +17,7 @@ import torch
 
 from drafter import Engine, EngineConfig, SamplingParams, Target
 from drafter.cli.decode import read_prompts
-from drafter.training.checkpoint import load_drafter
+from drafter.training.checkpoint import drafter_of_checkpoint
 
 BEGIN, END = "<!-- acceptance: begin -->", "<!-- acceptance: end -->"
 
@@ -78,7 +78,7 @@ def steps_of(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generated tokens and target forwards of each prompt (float64) with a tree (W, L, N)."""
     width, length, size = tree
-    drafter: Any = load_drafter(name).to(target.device, target.dtype).bind(target)
+    drafter: Any = drafter_of_checkpoint(name).to(target.device, target.dtype).bind(target)
     config = EngineConfig(
         method="redrafter", max_rows=args.batch_size, beam_width=width, draft_length=length, tree_size=size
     )

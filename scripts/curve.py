@@ -16,7 +16,7 @@ from typing import Any
 from drafter import EngineConfig, SamplingParams, Target
 from drafter.cli.decode import read_prompts
 from drafter.training.callbacks import tokens_per_step
-from drafter.training.checkpoint import load_drafter, read_checkpoint
+from drafter.training.checkpoint import drafter_of_checkpoint, read_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 _COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7")  # as in drafter/bench/plots.py
@@ -40,7 +40,7 @@ def main() -> None:
                     continue
                 width, length, size = (int(part[1:]) for part in tree.split())
                 config = EngineConfig(max_rows=args.batch_size, beam_width=width, draft_length=length, tree_size=size)
-                drafter: Any = load_drafter(path).bind(target)
+                drafter: Any = drafter_of_checkpoint(path).bind(target)
                 params = SamplingParams(max_new_tokens=args.max_new_tokens)
                 row["tokens_per_step"] = round(tokens_per_step(target, drafter, prompts, config, params), 3)
                 row |= {"num_prompts": len(prompts), "max_new_tokens": args.max_new_tokens}

@@ -244,13 +244,13 @@ def _measure(every: list[BenchSettings], out: Path) -> None:
         read_prompt_set(name, raw=first.raw).take(first.num_prompts).first_turns(first.num_turns)
         for name in first.prompts
     ]
-    models = load_models(first)
+    models = load_bench_models(first)
     for settings in every:
         made = run_benchmark(settings, with_drafter(models, settings), workloads, out)
         print(f"{made} runs made, results in {out}", file=sys.stderr)
 
 
-def load_models(settings: BenchSettings) -> "BenchModels":
+def load_bench_models(settings: BenchSettings) -> "BenchModels":
     """The models of a benchmark, without its drafter."""
     from drafter.bench.models import BenchModels
 

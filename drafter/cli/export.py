@@ -70,9 +70,9 @@ def export(options: ExportOptions) -> None:
 def _export_apple(options: ExportOptions) -> None:
     from drafter.engine.loading import load_target
     from drafter.integrations.hub import check_apple, export_apple
-    from drafter.training.checkpoint import load_drafter
+    from drafter.training.checkpoint import drafter_of_checkpoint
 
-    drafter = load_drafter(options.checkpoint)
+    drafter = drafter_of_checkpoint(options.checkpoint)
     model = None
     if drafter.config.head == "tied" or options.check:
         name = options.target or drafter.config.target_name

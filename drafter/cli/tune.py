@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from drafter.bench.settings import BenchSettings
-from drafter.cli.bench import load_models, with_drafter
+from drafter.cli.bench import load_bench_models, with_drafter
 from drafter.engine.options import RunOptions
 from drafter.utils.options import Options, part_of
 
@@ -93,7 +93,7 @@ def tune(options: TuneOptions) -> None:
         drafter=options.drafter,
         methods=settings.methods,
     )
-    _tune_and_write(with_drafter(load_models(models), models), workload, settings, place)
+    _tune_and_write(with_drafter(load_bench_models(models), models), workload, settings, place)
 
 
 def _tune_and_write(models: "BenchModels", workload: "Workload", settings: "TuneSettings", place: Path) -> None:

@@ -99,7 +99,7 @@ class TunedSizes:
         device: name of the device, and the number of threads of a CPU.
         dtype: number format of the target.
         is_compiled: measured with compiled steps.
-        target_fingerprint: sketch of the target's output matrix.
+        target_fingerprint: sample of the target's output matrix.
         plans: by rising number of rows.
         drafter_fingerprint: of the drafter's weights in that number format; empty where nobody took it down.
         method: the method whose trees were measured.

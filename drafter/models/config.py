@@ -62,7 +62,7 @@ class DrafterConfig(PreTrainedConfig):
         embedding_scale: constant on e before the cell; brings it to rms 1. Both fold into the weights.
         target_name: the target it was trained for, for messages and as a default.
         target_revision: its hub revision, if any.
-        target_fingerprint: sketch of the target's output matrix; empty = unchecked.
+        target_fingerprint: sample of the target's output matrix; empty = unchecked.
 
     Raises:
         ValueError: a value out of range, or an unknown key.
@@ -169,18 +169,18 @@ class DrafterConfig(PreTrainedConfig):
 
 
 def same_fingerprint(first: str, second: str) -> bool:
-    """Whether two sketches (bfloat16 values in hex) show the same matrix, up to the rounding of a float16 copy.
+    """Whether two samples (bfloat16 values in hex) show the same matrix, up to the rounding of a float16 copy.
 
     >>> same_fingerprint("803f", "813f"), same_fingerprint("803f", "0040")
     (True, False)
     """
-    values = [_bfloat16_values(sketch) for sketch in (first, second)]
+    values = [_bfloat16_values(sample) for sample in (first, second)]
     if len(values[0]) != len(values[1]):
         return False
     return all(abs(a - b) <= 2.0**-6 * max(abs(a), abs(b)) + 1e-6 for a, b in zip(*values, strict=True))
 
 
-def _bfloat16_values(sketch: str) -> list[float]:
+def _bfloat16_values(sample: str) -> list[float]:
     """Little-endian bfloat16 numbers of a hex string: each is the upper half of a float32."""
-    raw = bytes.fromhex(sketch)
+    raw = bytes.fromhex(sample)
     return [struct.unpack("<f", b"\0\0" + raw[i : i + 2])[0] for i in range(0, len(raw) - 1, 2)]

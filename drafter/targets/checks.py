@@ -16,7 +16,7 @@ from drafter.targets.masks import Window
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _MASKABLE = ("sdpa", "eager", FOLDED_ATTENTION)  # attention implementations that take any mask as a tensor
-_NUM_SKETCH_VALUES = 32
+_NUM_SAMPLES = 32
 
 
 def check_architecture(model: PreTrainedModel, name: str) -> None:
@@ -215,12 +215,12 @@ def _soft_cap(cap: float) -> Callable[[Tensor], Tensor]:
 
 
 def fingerprint_of(output_weight_VD: Tensor) -> str:
-    """A sketch of the output matrix that tells targets apart: 32 evenly spread entries as bfloat16, in hex.
+    """A sample of the output matrix that tells targets apart: 32 evenly spread entries as bfloat16, in hex.
 
     Compared with a tolerance (:func:`drafter.models.config.same_fingerprint`), because a float16 copy of the weights
     rounds a little differently. Depends on neither device nor file format.
     """
     flat = output_weight_VD.reshape(-1)
-    index = torch.linspace(0, flat.numel() - 1, _NUM_SKETCH_VALUES, dtype=torch.float64).long()
+    index = torch.linspace(0, flat.numel() - 1, _NUM_SAMPLES, dtype=torch.float64).long()
     values = flat[index.to(flat.device)].float().to(torch.bfloat16).cpu()
     return values.view(torch.int16).numpy().astype("<i2").tobytes().hex()

@@ -93,7 +93,7 @@ class Target:
         num_layers: decoder layers.
         max_length: context window in tokens.
         eos_token_ids: the tokens that end an answer.
-        fingerprint: short sketch of the output matrix (see :func:`drafter.targets.checks.fingerprint_of`).
+        fingerprint: short sample of the output matrix (see :func:`drafter.targets.checks.fingerprint_of`).
         cache_shape: what one token's keys and values take.
         is_sharded: other processes hold parts of the weights, and take part in every forward.
         is_packed: the linear layers are packed for this CPU's kernels.

@@ -14,7 +14,7 @@ from torch import Tensor
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
-from drafter.training.checkpoint import load_drafter
+from drafter.training.checkpoint import drafter_of_checkpoint
 from drafter.training.options import DrafterOptions
 from drafter.utils.parse import read_json_object
 
@@ -102,7 +102,7 @@ def expect_same_shape(config: DrafterConfig, saved: dict[str, Any]) -> None:
             )
 
 
-def describe(drafter: RecurrentDrafter) -> Iterator[str]:
+def summary_lines(drafter: RecurrentDrafter) -> Iterator[str]:
     """Parameters of each part and the size of the exported weights (bfloat16)."""
     parts = drafter.num_parameters_by_part()
     total = sum(parts.values())
@@ -115,7 +115,7 @@ def describe(drafter: RecurrentDrafter) -> Iterator[str]:
 
 
 def _continued(target: Target, data: Any, options: DrafterOptions, config: DrafterConfig, init_from: str) -> Built:
-    drafter, notes = load_drafter(init_from).float(), []
+    drafter, notes = drafter_of_checkpoint(init_from).float(), []
     before = drafter.config
     has_new_size = config.head == before.head == "tied" and config.num_outputs != before.num_outputs
     has_new_context = (config.context, before.context) == ("fused", "last")

@@ -156,7 +156,7 @@ def drafter_from_checkpoint(checkpoint: dict[str, Any]) -> RecurrentDrafter:
     return RecurrentDrafter.from_tensors(config, state | average, "checkpoint, average") if average else drafter
 
 
-def load_drafter(path: str | Path) -> RecurrentDrafter:
+def drafter_of_checkpoint(path: str | Path) -> RecurrentDrafter:
     """A drafter from an exported folder or a trainer's checkpoint; ValueError when it is neither."""
     recover(Path(path))
     if Path(path).is_dir():

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from drafter.data.batch import ChatBatch
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target, TargetOutput
-from drafter.training.build import build_drafter, describe, expect_same_shape
+from drafter.training.build import build_drafter, expect_same_shape, summary_lines
 from drafter.training.checkpoint import PREFIX, reopen_epoch, rescale_progress
 from drafter.training.losses import LossOutput, PairTargets, chunked_loss, sample_tokens, sampled_loss
 from drafter.training.metrics import NUM_RANKS, AnswerRanks, DepthCounts, best_tree
@@ -212,7 +212,7 @@ class DrafterModule(LightningModule):
         self._features = torch.compile(self.drafter.features, dynamic=True) if self._compile else self.drafter.features
         if self.trainer.is_global_zero:
             # Not self.print, which gives lines to a progress bar that is not there yet.
-            print("\n".join([*built.notes, *describe(self.drafter)]), flush=True)
+            print("\n".join([*built.notes, *summary_lines(self.drafter)]), flush=True)
         self._cache_states(data)
 
     def _cache_states(self, data: Any) -> None:

@@ -11,7 +11,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.training.callbacks import tokens_per_step
-from drafter.training.checkpoint import load_drafter
+from drafter.training.checkpoint import drafter_of_checkpoint
 from drafter.training.module import DrafterModule
 from drafter.training.options import Objective
 from drafter.training.pairs import reached
@@ -215,7 +215,7 @@ def test_the_average_of_the_weights_is_validated_and_exported(tmp_path) -> None:
     trainer = make_trainer(tmp_path, max_steps=4, val_check_interval=4)
     trainer.fit(module, datamodule=FakeData(greedy_rows(target), 4))
     trainer.save_checkpoint(tmp_path / "last.ckpt")
-    exported = load_drafter(tmp_path / "last.ckpt").head.weight
+    exported = drafter_of_checkpoint(tmp_path / "last.ckpt").head.weight
     torch.testing.assert_close(validated[-1], exported)
     assert torch.equal(module.drafter.head.weight, seen[-1]) and not torch.equal(exported, seen[-1])
     mean = torch.stack(seen).mean(dim=0)

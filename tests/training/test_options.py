@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from drafter.models.drafter import RecurrentDrafter
-from drafter.training.build import choose_draft_vocabulary, coverage, describe, drafter_config, read_token_counts
+from drafter.training.build import choose_draft_vocabulary, coverage, drafter_config, read_token_counts, summary_lines
 from drafter.training.options import DrafterOptions, Objective, OptimOptions
 
 
@@ -93,5 +93,5 @@ def test_the_light_head_of_an_8b_target_stays_below_250_megabytes() -> None:
     options = DrafterOptions(**yaml.safe_load(config.read_text())["model"]["drafter"])
     with torch.device("meta"):
         drafter = RecurrentDrafter(drafter_config(options, vocab_size=128256, hidden_size=4096))
-    (line,) = [line for line in describe(drafter) if line.startswith("exported checkpoint")]
+    (line,) = [line for line in summary_lines(drafter) if line.startswith("exported checkpoint")]
     assert 150 < float(line.split()[2]) < 250

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import timer
 
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
-from drafter.training.checkpoint import check_resumable, export_checkpoint, load_drafter, read_checkpoint
+from drafter.training.checkpoint import check_resumable, drafter_of_checkpoint, export_checkpoint, read_checkpoint
 from drafter.training.module import DrafterModule, Teacher
 from drafter.training.run import main_train
 from tests.data.tiny import chat, tiny_target, write_jsonl
@@ -253,7 +253,7 @@ def test_weights_can_start_from_another_run(place: Path, trained: Path) -> None:
     exported = export_checkpoint(trained / "checkpoints" / "last.ckpt", place / "start", dtype="float32")
     run = place / "continued"
     assert main_train(words(place, run, "--model.init_from", str(exported), "--model.optim.lr", "1e-30")) == 0
-    before, after = load_drafter(exported), load_drafter(run / "checkpoints" / "last.ckpt")
+    before, after = drafter_of_checkpoint(exported), drafter_of_checkpoint(run / "checkpoints" / "last.ckpt")
     for (name, old), new in zip(before.state_dict().items(), after.state_dict().values(), strict=True):
         torch.testing.assert_close(old, new, msg=name)
     assert before.config.embedding_scale == after.config.embedding_scale != 1
@@ -265,7 +265,10 @@ def test_a_tied_head_can_go_on_with_a_larger_draft_vocabulary(place: Path, train
     exported = export_checkpoint(trained / "checkpoints" / "last.ckpt", place / "small", dtype="float32")
     more = ["--model.init_from", str(exported), "--model.drafter.draft_vocab_size", "80", "--model.optim.lr", "1e-30"]
     assert main_train(words(place, place / "larger", *more)) == 0
-    before, after = load_drafter(exported), load_drafter(place / "larger" / "checkpoints" / "last.ckpt")
+    before, after = (
+        drafter_of_checkpoint(exported),
+        drafter_of_checkpoint(place / "larger" / "checkpoints" / "last.ckpt"),
+    )
     assert after.draft_token_ids_R.shape == (80,) and not torch.equal(after.draft_token_ids_R, torch.arange(80))
     for name, old in before.named_parameters():
         torch.testing.assert_close(old, after.get_parameter(name), msg=name)
@@ -330,7 +333,7 @@ def test_cached_hidden_states_train_the_same_drafter(place: Path, trained: Path,
 
     monkeypatch.setattr(Teacher, "forward", never)
     assert main_train(words(place, tmp_path / "second", *more)) == 0
-    first, second = (load_drafter(tmp_path / run / "checkpoints" / "last.ckpt") for run in ("first", "second"))
+    first, second = (drafter_of_checkpoint(tmp_path / run / "checkpoints" / "last.ckpt") for run in ("first", "second"))
     assert all(
         torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
     )
@@ -415,7 +418,7 @@ def test_export_refuses_and_leaves_nothing_half_written(trained: Path, tmp_path,
         export_checkpoint(checkpoint, tmp_path / "out")
     with pytest.raises(OSError, match="No space left"):
         export_checkpoint(checkpoint, exported)
-    assert load_drafter(exported).config.vocab_size
+    assert drafter_of_checkpoint(exported).config.vocab_size
     assert sorted(file.name for file in tmp_path.iterdir()) == ["damaged.ckpt", "exported", "mine"]
 
 
