@@ -265,10 +265,8 @@ def test_a_tied_head_can_go_on_with_a_larger_draft_vocabulary(place: Path, train
     exported = export_checkpoint(trained / "checkpoints" / "last.ckpt", place / "small", dtype="float32")
     more = ["--model.init_from", str(exported), "--model.drafter.draft_vocab_size", "80", "--model.optim.lr", "1e-30"]
     assert main_train(words(place, place / "larger", *more)) == 0
-    before, after = (
-        drafter_of_checkpoint(exported),
-        drafter_of_checkpoint(place / "larger" / "checkpoints" / "last.ckpt"),
-    )
+    before = drafter_of_checkpoint(exported)
+    after = drafter_of_checkpoint(place / "larger" / "checkpoints" / "last.ckpt")
     assert after.draft_token_ids_R.shape == (80,) and not torch.equal(after.draft_token_ids_R, torch.arange(80))
     for name, old in before.named_parameters():
         torch.testing.assert_close(old, after.get_parameter(name), msg=name)
