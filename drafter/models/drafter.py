@@ -100,7 +100,7 @@ class RecurrentDrafter(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Weights that suit inputs of rms 1: the state matters as much as h from the first steps of training on.
 
-        The head starts small (nearly uniform guesses), every layer before it at full strength, so that the first
+        The head starts small (nearly uniform logits), every layer before it at full strength, so that the first
         gradients meet useful random features of [h; s] instead of zeros.
         """
         if isinstance(module, RnnCell | GruCell):

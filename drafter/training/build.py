@@ -24,7 +24,7 @@ _NOT_SHAPE = {"draft_length", "token_counts"}
 
 
 class Built(NamedTuple):
-    """A drafter and what there is to say about how it came to be."""
+    """A drafter and lines for the user about its origin."""
 
     drafter: RecurrentDrafter
     notes: list[str]

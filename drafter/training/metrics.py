@@ -1,4 +1,4 @@
-"""How good guesses are: counts that can be added up over batches and processes, and what a tree makes of them.
+"""Accuracy of the draft tokens: counts that add up over batches and processes, and tokens per step of a fixed tree.
 
 Tokens per step are estimated by a walk over held-out answers with one fixed tree of ranks. The decoder fits its tree to
 each position and makes 3% to 4% more tokens per step at the same positions (docs/training.md).
@@ -22,10 +22,10 @@ class DepthCounts(NamedTuple):
 
     Attributes:
         total_K: pairs at each depth.
-        hits_KQ: of these, guesses whose rank is below TOP_K[q].
-        conditional_total_KQ: pairs whose shallower guesses all have a rank below TOP_K[q].
-        conditional_hits_KQ: of these, guesses that have too.
-        rank_KW: pairs whose shallower guesses all have a rank below NUM_RANKS, by the guess's rank; the last column
+        hits_KQ: of these, pairs whose rank is below TOP_K[q].
+        conditional_total_KQ: pairs whose shallower pairs all have a rank below TOP_K[q].
+        conditional_hits_KQ: of these, pairs whose own rank is below TOP_K[q].
+        rank_KW: pairs whose shallower pairs all have a rank below NUM_RANKS, by their own rank; the last column
             holds those of rank NUM_RANKS and more.
     """
 
@@ -63,7 +63,7 @@ class DepthCounts(NamedTuple):
         return type(self)(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
     def accuracies(self) -> dict[str, float]:
-        """``top8_d2``: share of guesses at depth 2 among the first 8; ``cond8_d2``: given that depth 1 was, too."""
+        """``top8_d2``: share of pairs at depth 2 with a rank below 8; ``cond8_d2``: the share where depth 1 had one too."""
         out: dict[str, float] = {}
         for depth in range(len(self.total_K)):
             for q, top in enumerate(TOP_K):
@@ -73,7 +73,7 @@ class DepthCounts(NamedTuple):
         return out
 
     def rank_shares(self) -> list[list[float]]:
-        """For each depth the share of each rank, among pairs whose shallower guesses were among the counted ranks."""
+        """For each depth the share of each rank, among pairs whose shallower pairs have counted ranks."""
         share_KW = self.rank_KW / self.rank_KW.sum(dim=1, keepdim=True).clamp_min(1)
         shares: list[list[float]] = share_KW[:, :NUM_RANKS].tolist()
         return shares
