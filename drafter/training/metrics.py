@@ -63,7 +63,7 @@ class DepthCounts(NamedTuple):
         return type(self)(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
     def accuracies(self) -> dict[str, float]:
-        """``top8_d2``: share of pairs at depth 2 with a rank below 8; ``cond8_d2``: the share where depth 1 had one too."""
+        """``top8_d2``: share of ranks below 8 at depth 2; ``cond8_d2``: where depth 1 had one too."""
         out: dict[str, float] = {}
         for depth in range(len(self.total_K)):
             for q, top in enumerate(TOP_K):
