@@ -15,7 +15,7 @@ V target vocabulary · R draft vocabulary.
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -144,7 +144,13 @@ class RecurrentDrafter(PreTrainedModel):
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
-        cls, name: str | Path, *, dtype: torch.dtype | None = None, revision: str | None = None
+        cls,
+        name: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        revision: str | None = None,
+        config: DrafterConfig | None = None,
+        **kwargs: Any,
     ) -> Self:
         """Read an exported folder, or one of the hub, and check it whole before use.
 
@@ -152,6 +158,8 @@ class RecurrentDrafter(PreTrainedModel):
             name: the folder, or ``owner/name`` on the hub.
             dtype: type of the weights; None: as in the file.
             revision: hub revision.
+            config: what ``AutoModel`` has read of the same folder; the folder is read again, and checked.
+            **kwargs: further arguments of ``AutoModel``, which change nothing here.
 
         Raises:
             ValueError: a file is damaged, or config and tensors do not make a drafter; one line names the part.

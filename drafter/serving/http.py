@@ -30,6 +30,14 @@ class ApiProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Take bytes in, and start or stop the clock of the headers."""
         super().data_received(data)
+        self._watch_headers()
+
+    def on_response_complete(self) -> None:
+        """Go on with a request whose first bytes came while this one was answered."""
+        super().on_response_complete()
+        self._watch_headers()
+
+    def _watch_headers(self) -> None:
         is_within_headers = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
         if not is_within_headers:
             self._stop_timer()

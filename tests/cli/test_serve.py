@@ -170,7 +170,7 @@ def test_taken_port_is_told_before_anything_is_loaded(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--max-rows", "1000", "--max-length", "100000000"], "lower --max-rows or --max-length"),
+        (["--max-rows", "1000", "--max-length", "16000000"], "lower --max-rows or --max-length"),
         (["--drafter", "nowhere"], "--drafter nowhere"),
         (["--method", "draft-model"], "--draft-model"),
     ],

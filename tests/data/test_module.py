@@ -144,7 +144,7 @@ def test_bad_data(tmp_path: Path, target: str) -> None:
     with pytest.raises(FileNotFoundError, match="no.jsonl: there is no such file"):
         ChatDataModule(train="no.jsonl", target=target, **QUIET).setup()
     one = write_jsonl(tmp_path / "one.jsonl", [{"messages": chat("a", "b")}])
-    with pytest.raises(ValueError, match="one prompt only"):
+    with pytest.raises(ValueError, match="hold one prompt, so no prompt can be held out"):
         ChatDataModule(train=one, target=target, **QUIET).setup()
     save_tiny_target(tmp_path / "target", FORGETFUL_TEMPLATE)
     with pytest.raises(ValueError, match="cannot be used for a loss mask"):

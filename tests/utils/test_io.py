@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -129,11 +130,10 @@ def test_what_earlier_versions_left_is_removed(tmp_path: Path) -> None:
 
 
 def test_writers_at_once_leave_one_whole_folder(tmp_path: Path) -> None:
-    threads = [threading.Thread(target=write_folder, args=(tmp_path / "out", str(number))) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(
+            pool.map(lambda number: write_folder(tmp_path / "out", str(number)), range(40))
+        )  # a writer's error is raised
     recover(tmp_path / "out")
     assert len(content(tmp_path / "out")) == 1 and not hidden(tmp_path)
 
