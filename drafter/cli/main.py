@@ -12,6 +12,7 @@ import sys
 import typing
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from drafter.utils.options import Options, read_options, suggestion
@@ -40,6 +41,7 @@ _HELP = ("-h", "--help")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code. A user's mistake is one line (DRAFTER_TRACEBACK=1: a trace)."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _let_threads_sleep()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no error
@@ -63,6 +65,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (error.name or "").split(".")[0] == "drafter":
             raise
         return _fail(error, f"{error.name} is not installed: in the repository, pip install -e '.[dev]'")
+
+
+def _let_threads_sleep() -> None:
+    """Let torch's idle threads sleep where OpenVINO is installed: spinning threads take the cores from OpenVINO's.
+
+    The variable has to be set before torch is imported. On two cores a step takes a seventh less time.
+    """
+    if "torch" not in sys.modules and find_spec("openvino") is not None:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _file_errors() -> tuple[type[BaseException], ...]:

@@ -218,3 +218,19 @@ def test_closed_pipe_is_quiet() -> None:
     done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("given", [None, "ACTIVE"])
+def test_idle_threads_sleep_where_openvino_is_installed(monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
+    """Unless the user says otherwise, and unless torch has read the variable already."""
+    monkeypatch.setattr(cli, "find_spec", lambda name: name == "openvino")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    monkeypatch.setitem(sys.modules, "torch", sys)
+    cli._let_threads_sleep()
+    assert os.environ.get("OMP_WAIT_POLICY") == given
+    monkeypatch.delitem(sys.modules, "torch")
+    cli._let_threads_sleep()
+    assert os.environ["OMP_WAIT_POLICY"] == (given or "PASSIVE")
+    monkeypatch.delenv("OMP_WAIT_POLICY")
