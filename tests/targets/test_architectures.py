@@ -10,11 +10,41 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "results" / "architectures.jsonl"
-COMMON = (
-    "llama mistral mixtral qwen2 qwen3 qwen2_moe qwen3_moe gemma gemma2 gemma3_text phi3 gpt_oss olmo2 olmo3 cohere "
-    "cohere2 smollm3 granite glm4 starcoder2 gpt_neox gpt2 opt stablelm falcon deepseek_v2 deepseek_v3 "
-    "mamba jamba qwen3_next bloom gpt_neo moshi"
-).split()
+COMMON = [
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "gpt_oss",
+    "olmo2",
+    "olmo3",
+    "cohere",
+    "cohere2",
+    "smollm3",
+    "granite",
+    "glm4",
+    "starcoder2",
+    "gpt_neox",
+    "gpt2",
+    "opt",
+    "stablelm",
+    "falcon",
+    "deepseek_v2",
+    "deepseek_v3",
+    "mamba",
+    "jamba",
+    "qwen3_next",
+    "bloom",
+    "gpt_neo",
+    "moshi",
+]
 
 
 def script() -> ModuleType:
