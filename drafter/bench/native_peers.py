@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -193,9 +194,12 @@ class _Worker:
         self._label = label
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # lives as long
         command = [sys.executable, "-P", peer_worker.__file__, json.dumps(settings)]
+        # `drafter` sets this variable for its own threads; llama.cpp is twice as slow with it.
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, encoding="utf-8"
-        )
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, encoding="utf-8",
+            env=environment,
+        )  # fmt: skip
         self._end = weakref.finalize(self, _end, self._process)
         self.url = str(self.receive()["url"])
 
