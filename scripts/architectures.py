@@ -159,9 +159,9 @@ def small_config(model_type: str) -> PreTrainedConfig:
     """The type's configuration with few layers, small sizes and short windows."""
     kind = CONFIG_MAPPING[model_type]
     base = kind()
-    given = {**SIZES, **MORE.get(model_type, {})}
-    names = set(vars(base)) | set(getattr(kind, "attribute_map", {}))
     more = MORE.get(model_type, {})
+    given = {**SIZES, **more}
+    names = set(vars(base)) | set(getattr(kind, "attribute_map", {}))
     flat = {
         name: value
         for name, value in given.items()
