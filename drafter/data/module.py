@@ -16,6 +16,7 @@ from drafter.data.hidden_states import HiddenStates, build_states
 from drafter.data.loader import Gather, TrainLoader, ValLoader
 from drafter.data.prepare import TokenizeOptions, load_stores, split_by_prompt
 from drafter.data.store import TokenStore
+from drafter.data.stored_states import StoredFiles, StoredStates, open_stored_states
 from drafter.targets.catalog import load_tokenizer
 from drafter.targets.target import Target
 
@@ -49,6 +50,8 @@ class ChatDataModule(LightningDataModule):
         trust_remote_code: bool = False,
         use_token_cache: bool = True,
         cache_hidden_states: str | None = None,
+        hidden_states: str | None = None,
+        hidden_states_layers: list[int] | None = None,
         progress: bool = True,
     ) -> None:
         """
@@ -72,9 +75,17 @@ class ChatDataModule(LightningDataModule):
             use_token_cache: keep tokenised files in $DRAFTER_HOME/cache/tokens.
             cache_hidden_states: folder for the target's hidden states: computed once, read in every epoch. Costs
                 2 bytes x hidden size per kept position on disk, and rounds the states to bfloat16.
+            hidden_states: folder of the target's hidden states that vLLM or speculators stored, read instead of
+                computed. Every row needs a file with its tokens.
+            hidden_states_layers: layers in those files, without the last one; None: the drafter's context layers.
             progress: show progress bars.
         """
         super().__init__()
+        if hidden_states is not None and cache_hidden_states is not None:
+            raise ValueError(
+                f"--data.hidden_states {hidden_states} is read and --data.cache_hidden_states {cache_hidden_states} "
+                "computed: give one of them"
+            )
         if max_length < 2 or batch_tokens < max_length:
             raise ValueError(
                 f"--data.batch_tokens {batch_tokens} must be at least --data.max_length {max_length}, "
@@ -109,7 +120,9 @@ class ChatDataModule(LightningDataModule):
         self._trust_remote_code = trust_remote_code
         self._use_token_cache = use_token_cache
         self._states_folder = cache_hidden_states
-        self._states: dict[str, HiddenStates] = {}
+        self._stored_folder = hidden_states
+        self._stored_layers = hidden_states_layers
+        self._states: dict[str, HiddenStates | StoredStates] = {}
         self._progress = progress
         self._tokenizer: Any = None
         self._stores: tuple[TokenStore, TokenStore] | None = None
@@ -179,14 +192,30 @@ class ChatDataModule(LightningDataModule):
         )
 
     def cache_states(self, target: Target, *, draft_length: int, context_layers: Sequence[int] = ()) -> None:
-        """Fill the hidden-state cache, if ``cache_hidden_states`` names a folder; to be called before the loaders.
+        """Fill the hidden-state cache, if ``cache_hidden_states`` names a folder, or open the files of
+        ``hidden_states``; to be called before the loaders.
 
         Batches then carry ``hidden_BTD`` (and ``context_BTC`` with ``context_layers``) in the target's dtype, and their
         rows begin ``draft_length + 1`` positions before the first token that is trained on.
         """
-        if self._states_folder is None:
+        if self._states_folder is None and self._stored_folder is None:
             return
-        for part, store in (("train", self._trained_rows()), ("val", self.val_store)):
+        parts = (("train", self._trained_rows()), ("val", self.val_store))
+        if self._stored_folder is not None:
+            longest = max(int(store.length_R.max()) for _, store in parts)
+            files = StoredFiles(self._stored_folder, longest=longest, progress=self._progress)
+            for part, store in parts:
+                self._states[part] = open_stored_states(
+                    files,
+                    store,
+                    target,
+                    margin=draft_length + 1,
+                    context_layers=context_layers,
+                    stored_layers=self._stored_layers,
+                )
+            return
+        assert self._states_folder is not None
+        for part, store in parts:
             self._states[part] = build_states(
                 Path(self._states_folder) / part,
                 store,
@@ -247,17 +276,15 @@ class ChatDataModule(LightningDataModule):
 
     def _source(self, part: str) -> tuple[TokenStore, Gather]:
         """The rows of ``train`` or ``val``, and what makes batches of them."""
-        if self._states_folder is not None:
+        if self._states_folder is not None or self._stored_folder is not None:
             if part not in self._states:
-                raise ValueError(
-                    "--data.cache_hidden_states: the cache is not made yet; call cache_states(target) first"
-                )
+                raise ValueError("hidden states on disk: the cache is not made yet; call cache_states(target) first")
             states = self._states[part]
             return states.store, lambda rows: self._gather_with_states(states, rows)
         store = self._trained_rows() if part == "train" else self.val_store
         return store, lambda rows: gather(store, rows, pad_multiple=self._pad_multiple)
 
-    def _gather_with_states(self, states: HiddenStates, rows: Sequence[int]) -> ChatBatch:
+    def _gather_with_states(self, states: HiddenStates | StoredStates, rows: Sequence[int]) -> ChatBatch:
         batch = gather(states.store, rows, pad_multiple=self._pad_multiple)
         width = batch.token_BT.shape[1]
         found = [states.row(row) for row in rows]
