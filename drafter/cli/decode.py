@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.config import EngineConfig
-from drafter.engine.options import DraftingOptions, Models, RunOptions, load_models
+from drafter.engine.options import DraftingOptions, Models, ParallelOptions, load_models
 from drafter.utils.io import check_output, is_stream
 from drafter.utils.options import Options, part_of
 from drafter.utils.tables import format_table
@@ -71,7 +71,7 @@ class DecodeOptions(Options, PromptOptions, SamplingParams, DraftingOptions, Out
     sections: ClassVar = {
         "What to answer": PromptOptions,
         "How to sample": SamplingParams,
-        "Where to run": RunOptions,
+        "Where to run": ParallelOptions,
         "How to draft": DraftingOptions,
         "Output": OutputOptions,
     }
@@ -88,11 +88,17 @@ class DecodeOptions(Options, PromptOptions, SamplingParams, DraftingOptions, Out
 
 def decode(options: DecodeOptions) -> None:
     """Run `drafter decode`."""
-    params, raw, out = part_of(options, SamplingParams), options.raw, options.out
-    asked = read_prompts(options.prompt, options.prompts, raw=raw)
-    if out is not None:
-        check_output(out, overwrite=options.overwrite)
+    asked = read_prompts(options.prompt, options.prompts, raw=options.raw)
+    if options.out is not None:
+        check_output(options.out, overwrite=options.overwrite)
+    from drafter.engine.follow import lead_or_follow
+
     models = load_models(options)
+    lead_or_follow(models, lambda: _decode(options, models, asked))
+
+
+def _decode(options: DecodeOptions, models: Models, asked: list["NamedPrompt"]) -> None:
+    params, raw, out = part_of(options, SamplingParams), options.raw, options.out
     config, reason = models.choose(options, max_rows=options.batch_size, exact_attention=options.exact_attention)
     print(f"drafting: {reason}", file=sys.stderr)
     if options.compare:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from drafter.cli.data import RowOptions
 from drafter.distill.prompts import AnswerSettings
-from drafter.engine.options import DraftingOptions, Models, RunOptions, load_models
+from drafter.engine.options import DraftingOptions, Models, ParallelOptions, load_models
 from drafter.utils.options import Options, part_of
 
 if TYPE_CHECKING:
     from drafter.distill.endpoint import Endpoint
     from drafter.distill.local import EngineAnswerer
     from drafter.distill.ray_answers import RayAnswerer
+    from drafter.targets.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +94,7 @@ class DistillOptions(Options, SourceOptions, AnswerSettings, DraftingOptions, Se
     sections: ClassVar = {
         "What to answer": SourceOptions,
         "How to sample": AnswerSettings,
-        "Where to run": RunOptions,
+        "Where to run": ParallelOptions,
         "How to draft": DraftingOptions,
         "Answers of a server": ServerOptions,
         "Answers of a Ray cluster": ClusterOptions,
@@ -117,22 +118,35 @@ class DistillOptions(Options, SourceOptions, AnswerSettings, DraftingOptions, Se
             raise ValueError("--ray needs --target: --ray says where the target runs")
         if self.endpoint is not None and self.ray is not None:
             raise ValueError("--endpoint and --ray both answer: give one of them")
+        if self.tensor_parallel > 1 and (self.endpoint is not None or self.ray is not None):
+            raise ValueError("--tensor-parallel splits a target of this command: leave out --endpoint and --ray")
         if self.verify == "rejection":
             raise ValueError("--verify rejection changes the answers with the batch: leave --verify out of distill")
 
 
 def distill(options: DistillOptions) -> None:
     """Run `drafter distill`."""
+    if options.ray is not None:
+        _write(options, None, None, _cluster(partial(engine_answerer, options), options))
+    elif options.endpoint is not None:
+        _write(options, _endpoint(options), None, None)
+    else:
+        from drafter.engine.follow import lead_or_follow
+
+        models = load_models(options)
+        lead_or_follow(models, lambda: _write(options, None, models.target, _answerer(models, options)))
+
+
+def _write(
+    options: DistillOptions,
+    server: "Endpoint | None",
+    target: "Target | None",
+    answerer: "EngineAnswerer | RayAnswerer | None",
+) -> None:
+    """Make the answers, and say how many there are."""
     from drafter.distill.local import distill as run
     from drafter.utils.provenance import write_run_record
 
-    server, target = _endpoint(options), None
-    answerer: EngineAnswerer | RayAnswerer | None = None
-    if options.ray is not None:
-        answerer = _cluster(partial(engine_answerer, options), options)
-    elif server is None:
-        models = load_models(options)
-        target, answerer = models.target, _answerer(models, options)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     answers = part_of(options, AnswerSettings)
     report = run(
@@ -182,9 +196,8 @@ def _cluster(make: "Callable[[], EngineAnswerer]", options: DistillOptions) -> "
     return RayAnswerer(make, cluster)
 
 
-def _endpoint(options: DistillOptions) -> "Endpoint | None":
+def _endpoint(options: DistillOptions) -> "Endpoint":
     from drafter.distill.endpoint import Endpoint
 
-    if options.endpoint is None:
-        return None
+    assert options.endpoint is not None
     return Endpoint(options.endpoint, options.model or "", concurrency=options.concurrency, retries=options.retries)

@@ -12,13 +12,34 @@ from drafter.serving.options import ServeOptions
 def serve(options: ServeOptions) -> int:
     """Run `drafter serve`."""
     with _ending_at_once():
+        from drafter.engine.follow import lead_or_follow
+        from drafter.engine.options import load_models
         from drafter.serving.listen import bind, listen
         from drafter.serving.loading import api_keys_of, load_engine
+        from drafter.targets.parallel import leads
 
+        if options.tensor_parallel > 1 and not leads():
+            return _follow(options)
         socket = bind(options.host, options.port)  # before the model is loaded: a taken port should not cost a minute
         with socket:
-            engine = load_engine(options)
-            return listen(socket, engine, options, api_keys=api_keys_of(options))
+            models = load_models(options)
+
+            def work() -> int:
+                return listen(socket, load_engine(options, models), options, api_keys=api_keys_of(options))
+
+            return lead_or_follow(models, work) or 0
+
+
+def _follow(options: ServeOptions) -> int:
+    """Run the leading server's engine in another process. That server is told to stop, and tells this process."""
+    from drafter.engine.follow import lead_or_follow
+    from drafter.engine.options import load_models
+
+    models = load_models(options)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    lead_or_follow(models, lambda: None)
+    return 0
 
 
 @contextlib.contextmanager

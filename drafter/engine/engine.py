@@ -12,6 +12,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer
 from drafter.engine.config import EngineConfig, RequestOptions
 from drafter.engine.defaults import choose
+from drafter.engine.lockstep import Lockstep, in_lockstep
 from drafter.engine.memory import check_fit
 from drafter.engine.outputs import Completion, StreamEvent, Update, event_of
 from drafter.engine.prefix_cache import PrefixIndex
@@ -36,6 +37,7 @@ class Engine:
 
     Attributes:
         compiler: compiles the parts of a step if ``config.compile`` is on.
+        lockstep: the other processes of the target, if there are any.
 
     Args:
         target: the model whose answers are wanted.
@@ -66,7 +68,13 @@ class Engine:
             config, reason = choose(target, drafter, draft_model=draft_model)
             _log.info("%s", reason)
         self.config = config
-        self.compiler = compiler = Compiler(target.device, is_on=is_compiled(self.config.compile, target.device))
+        self.lockstep = Lockstep(target.ranks)
+        is_own = proposer is not None or sizer is not None
+        self.lockstep.open(
+            config, has_drafter=drafter is not None, has_draft_model=draft_model is not None, is_own=is_own
+        )
+        is_on = is_compiled(config.compile, target.device) and not self.lockstep.is_on
+        self.compiler = compiler = Compiler(target.device, is_on=is_on)
         self._sized: SizedProposers | None = None
         self._memory = new_memory(target, drafter) if self.config.method in LEARNING_METHODS else None
         if proposer is None and sizer is None and self.config.tuned is not None:
@@ -165,7 +173,7 @@ class Engine:
             # A caller that stops iterating and a refused prompt leave no running row.
             for request in added:
                 if not request.is_finished:
-                    request.finish("abort")
+                    self.abort(request.request_id)
 
     # -- the core, for servers -------------------------------------------------------------------------------------
 
@@ -188,6 +196,7 @@ class Engine:
         """Token ids of a prompt in any of its forms; ValueError for a list of anything but messages or token ids."""
         return encode_prompt(self.target, prompt, raw=raw)
 
+    @in_lockstep
     def reserve(self, num_slots: int) -> None:
         """Allocate a cache of at least so many slots per row, unless there is one.
 
@@ -242,6 +251,7 @@ class Engine:
                 runner.warm_up(proposer, num_rows)
         _log.info("compiled the steps of %d shapes in %.1f s", len(work), time.perf_counter() - start)
 
+    @in_lockstep
     def add(
         self,
         prompt_ids: Sequence[int],
@@ -269,12 +279,14 @@ class Engine:
         self._scheduler.add(request)
         return request
 
+    @in_lockstep
     def abort(self, request_id: int) -> None:
         """Abort a request. The row is free at the next step. Unknown and finished requests are ignored."""
         request = self._scheduler.find(request_id)
         if request is not None and not request.is_finished:
             request.finish("abort")
 
+    @in_lockstep
     def step(self, proposer: Proposer | None = None) -> list[Update]:
         """One step of all rows; the updates of the rows that decoded.
 
@@ -295,6 +307,7 @@ class Engine:
         chosen, wants = self._wants([request for request in rows if request.is_prefilled])
         proposer = proposer or chosen
         result = runner.step(proposer, is_active + [False] * padding, longest, wants)
+        self.lockstep.agree(result.emitted)
         if self._sized is not None and proposer is not self._plain:
             self._sized.observe(
                 [len(result.emitted[item.row]) - 1 for item in rows if item.is_prefilled and item.options.speculate]
@@ -322,6 +335,7 @@ class Engine:
         self._prefixes.clear()
         return dropped
 
+    @in_lockstep
     def forget(self) -> None:
         """Drop what drafting learned from earlier requests. No token changes. Call between requests."""
         if self._memory is not None:
@@ -329,6 +343,7 @@ class Engine:
         if self._sized is not None:
             self._sized.forget()
 
+    @in_lockstep
     def limit_rows(self, num_rows: int) -> None:
         """Run at most so many rows (never more than ``max_rows``). Running requests are not interrupted."""
         self._scheduler.row_limit = max(1, min(num_rows, self.config.max_rows))

@@ -21,11 +21,12 @@ def load_target(
     trust_remote_code: bool = False,
     pack: bool = True,
     runtime: str = "torch",
+    num_ranks: int = 1,
 ) -> "Target":
     """The target of a command, without the bars and notices of the library that reads it.
 
     ``pack``: for decoding on a CPU without compilation, which packs by itself; ``runtime``: what runs the target's
-    forward (see :meth:`Target.load`).
+    forward; ``num_ranks``: processes that run the target together (see :meth:`Target.load`).
     """
     from transformers.utils import logging
 
@@ -41,6 +42,7 @@ def load_target(
         trust_remote_code=trust_remote_code,
         pack=pack,
         runtime=runtime,
+        num_ranks=num_ranks,
     )
 
 

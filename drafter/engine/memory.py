@@ -55,6 +55,15 @@ def available_bytes(device: torch.device) -> int | None:
     return None
 
 
+def _available_to(target: Target) -> int | None:
+    """Free memory for each of the processes that run the target, the least of all; None: unknown."""
+    available = available_bytes(target.device)
+    if target.ranks is None or available is None:
+        return available
+    is_shared = target.device.type == "cpu"  # as it is on one machine; several machines could take more
+    return target.ranks.least(available // (target.ranks.size if is_shared else 1))
+
+
 def check_fit(models: Sequence[Target], num_rows: int, num_slots: int, num_nodes: int, max_depth: int) -> None:
     """Refuse an engine whose cache and step do not fit, before they are allocated.
 
@@ -66,7 +75,7 @@ def check_fit(models: Sequence[Target], num_rows: int, num_slots: int, num_nodes
         ValueError: with what is needed and what there is.
     """
     target = models[0]
-    available = available_bytes(target.device)
+    available = _available_to(target)
     cache = sum(cache_bytes(model, num_rows, num_slots) for model in models)
     step = step_bytes(target, num_rows, num_nodes, max_depth, has_noise=False)
     if available is not None and cache + step > available:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from drafter.engine.config import EngineConfig
 from drafter.engine.defaults import NO_FILE, check_method, default_drafter
 from drafter.proposers.options import DraftOptions, Method, TreePolicy
+from drafter.utils.validate import require_int
 
 if TYPE_CHECKING:
     from drafter.engine.defaults import Choice
@@ -49,11 +50,41 @@ class RunOptions:
         return load_target(
             name or self.target, dtype=self.dtype, device=self.device, revision=self.revision if is_target else None,
             trust_remote_code=self.trust_remote_code, pack=pack and not self.compile, runtime=self.runtime,
+            **(self.spread if is_target else {}),
         )  # fmt: skip
+
+    @property
+    def spread(self) -> dict[str, Any]:
+        """Further arguments of loading the target: how it is spread over devices."""
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftingOptions(DraftOptions, RunOptions):
+class ParallelOptions(RunOptions):
+    """Which target runs, and on how many devices.
+
+    Attributes:
+        tensor_parallel: processes that run the target together, one for each device, each with its share of every
+            layer; torchrun starts them
+    """
+
+    tensor_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        require_int("tensor_parallel", self.tensor_parallel, low=1, high=1024)
+        if self.tensor_parallel > 1 and (self.compile or self.runtime == "openvino"):
+            flag = "--compile" if self.compile else "--runtime openvino"
+            raise ValueError(
+                f"--tensor-parallel {self.tensor_parallel} runs torch without compilation: leave {flag} out"
+            )
+
+    @property
+    def spread(self) -> dict[str, Any]:
+        return {"num_ranks": self.tensor_parallel}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftingOptions(DraftOptions, ParallelOptions):
     """How tokens are drafted. Fields that are None are chosen by :func:`drafter.engine.defaults.choose`.
 
     Attributes:
@@ -90,6 +121,11 @@ class DraftingOptions(DraftOptions, RunOptions):
     tree_policy: TreePolicy | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        ParallelOptions.__post_init__(self)
+        if self.tensor_parallel > 1 and self.tuned not in (None, NO_FILE):
+            raise ValueError(
+                f"--tuned {self.tuned} was measured in one process: leave --tuned or --tensor-parallel out"
+            )
         if not self.speculation and self.method not in (None, "autoregressive"):
             raise ValueError(f"--no-speculation drafts nothing: leave out --no-speculation or --method {self.method}")
         check_method(

@@ -8,13 +8,14 @@ from drafter.serving.options import DEFAULT_CONTEXT, ServeOptions
 
 if TYPE_CHECKING:
     from drafter.engine.engine import Engine
+    from drafter.engine.options import Models
 
 _log = logging.getLogger("drafter.serving")
 KEY_VARIABLE = "DRAFTER_API_KEY"
 
 
-def load_engine(options: ServeOptions) -> "Engine":
-    """The engine with its cache in place.
+def load_engine(options: ServeOptions, models: "Models | None" = None) -> "Engine":
+    """The engine with its cache in place; ``models``: what was loaded before.
 
     Raises:
         ValueError: a model cannot be loaded, or the cache does not fit into memory.
@@ -23,7 +24,7 @@ def load_engine(options: ServeOptions) -> "Engine":
     from drafter.engine.memory import available_bytes, cache_bytes
     from drafter.engine.options import load_models
 
-    models = load_models(options)
+    models = models or load_models(options)
     target = models.target
     config, reason = models.choose(options, **options.engine_fields(min(target.max_length, DEFAULT_CONTEXT)))
     _log.info("drafting: %s", reason)

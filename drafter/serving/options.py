@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from drafter.engine.options import DraftingOptions, RunOptions
+from drafter.engine.options import DraftingOptions, ParallelOptions
 from drafter.utils.options import Options
 from drafter.utils.validate import require_int
 
@@ -72,7 +72,7 @@ class ServeOptions(Options, ListenOptions, LimitOptions, DraftingOptions):
     sections: ClassVar = {
         "Who may call": ListenOptions,
         "Limits": LimitOptions,
-        "Where to run": RunOptions,
+        "Where to run": ParallelOptions,
         "How to draft": DraftingOptions,
     }
     common: ClassVar = ("target", "drafter", "host", "port", "max_rows", "max_length", "api_key")

@@ -286,6 +286,8 @@ class Worker:
             updates = self.engine.step()
             news = [self._news(update) for update in updates]
         except Exception as error:
+            if self.engine.lockstep.is_on:
+                raise  # the other processes are gone or have gone on: no step of this one can be right
             # The one place where any error is caught: whatever a step trips over, only its own requests may fail.
             self._recover(error)
             return

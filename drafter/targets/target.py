@@ -30,6 +30,7 @@ from drafter.targets.checks import (
 )
 from drafter.targets.masks import chunk_mask, slot_positions, tree_mask
 from drafter.targets.openvino_runtime import OpenVINORuntime
+from drafter.targets.parallel import Ranks, join, load_parallel
 from drafter.targets.sharding import load_sharded
 from drafter.utils.io import first_line
 
@@ -96,12 +97,14 @@ class Target:
         fingerprint: short sample of the output matrix (see :func:`drafter.targets.checks.fingerprint_of`).
         cache_shape: what one token's keys and values take.
         is_sharded: other processes hold parts of the weights, and take part in every forward.
+        ranks: the processes that run the target together, each with its share of every layer; None: this one is alone.
         is_packed: the linear layers are packed for this CPU's kernels.
         num_parameters: of the model, each shared one once.
         runtime: runs forwards over a slot cache and the output matrix instead of torch; None: torch runs them.
     """
 
     is_sharded = False
+    ranks: Ranks | None = None
     is_packed = False
     runtime: OpenVINORuntime | None = None
 
@@ -148,6 +151,7 @@ class Target:
         revision: str | None = None,
         trust_remote_code: bool = False,
         num_shards: int = 1,
+        num_ranks: int = 1,
         pack: bool = True,
         runtime: str = "torch",
     ) -> "Target":
@@ -160,6 +164,7 @@ class Target:
             revision: hub revision.
             trust_remote_code: run code that comes with the model; never done unless asked for.
             num_shards: processes of a node that share the weights (:mod:`drafter.targets.sharding`).
+            num_ranks: processes that run the target together (:mod:`drafter.targets.parallel`); each loads a share.
             pack: on a CPU, pack the weights for its matrix kernels (:mod:`drafter.kernels.packed`). Decoding is faster,
                 but packed weights can be neither read nor trained. No effect where the kernels are missing.
             runtime: ``torch``, ``openvino`` or ``auto``: OpenVINO where ``pack`` is set, the dtype is bfloat16, and
@@ -171,7 +176,8 @@ class Target:
         """
         if runtime not in RUNTIMES:
             raise ValueError(f"--runtime {runtime!r} is unknown: use {', '.join(RUNTIMES)}")
-        torch_device = resolve_device(device)
+        is_whole = num_shards == num_ranks == 1
+        torch_device = resolve_device(device) if num_ranks == 1 else join(num_ranks, device)
         torch_dtype = resolve_dtype(dtype, torch_device)
         place = resolve(name)
         shared: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -180,6 +186,8 @@ class Target:
                 model: Any = load_sharded(
                     lambda: _load_model(place, torch_dtype, shared), num_shards, torch_device, name
                 )
+            elif num_ranks > 1:
+                model = load_parallel(place, torch_dtype, shared, num_ranks)
             else:
                 model = _load_model(place, torch_dtype, shared)
             tokenizer = AutoTokenizer.from_pretrained(place, **shared) if _has_tokenizer(place) else None
@@ -191,7 +199,7 @@ class Target:
                 raise
             raise ValueError(f"--target {name!r}: a weight file is damaged ({first_line(error)})") from error
         model = model.to(torch_device)
-        if num_shards == 1 and (runtime == "openvino" or (runtime == "auto" and pack and _suits_openvino(model))):
+        if is_whole and (runtime == "openvino" or (runtime == "auto" and pack and _suits_openvino(model))):
             target = cls(model, tokenizer, name=name, revision=revision)
             try:
                 target.use_openvino()
@@ -200,12 +208,13 @@ class Target:
                 if runtime == "openvino":
                     raise
                 _log.info("%s", error)
-        is_packed = pack and num_shards == 1 and can_pack(torch_device, model.dtype)
+        is_packed = pack and is_whole and can_pack(torch_device, model.dtype)
         if is_packed:
             pack_linears(model, keep=(model.get_output_embeddings(),))
         target = cls(model, tokenizer, name=name, revision=revision)
         target.is_packed = is_packed
         target.is_sharded = num_shards > 1
+        target.ranks = Ranks() if num_ranks > 1 else None
         return target
 
     @classmethod

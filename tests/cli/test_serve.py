@@ -194,7 +194,7 @@ def process(folder: str, *flags: str) -> Iterator[tuple[subprocess.Popen[str], s
     command = [
         sys.executable,
         "-m",
-        "drafter.cli",
+        "drafter",
         "serve",
         "--target",
         folder,

@@ -1,4 +1,4 @@
-"""`python -m drafter.cli` is the `drafter` command."""
+"""`python -m drafter` is the `drafter` command."""
 
 import sys
 

@@ -1,0 +1,62 @@
+"""The processes of one target: the first does a command's work, the others follow its engines."""
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from drafter.engine.engine import Engine
+from drafter.engine.lockstep import Broken, NewEngine
+from drafter.engine.options import Models
+from drafter.targets.parallel import Ranks
+from drafter.utils.io import first_line
+
+R = TypeVar("R")
+
+
+def lead_or_follow(models: Models, work: Callable[[], R]) -> R | None:
+    """Run ``work`` in the leading process while the others follow its engines; None in those.
+
+    Args:
+        models: what all processes have loaded.
+        work: makes engines of these models and talks to users.
+    """
+    ranks = models.target.ranks
+    if ranks is None:
+        return work()
+    if not ranks.is_leader:
+        _follow(models, ranks)
+        ranks.close()
+        return None
+    try:
+        return work()
+    finally:
+        with suppress(RuntimeError):  # the others may have met the same mistake and ended
+            ranks.close()
+
+
+def _follow(models: Models, ranks: Ranks) -> None:
+    """Make the calls of the leader until the leader has no more."""
+    logging.disable(logging.WARNING)  # the leader says the same
+    engines: dict[int, Engine] = {}
+    while (found := _next(ranks)) is not None:
+        message, gone = found
+        for number in gone:  # their caches make room
+            engines.pop(number, None)
+        if isinstance(message, NewEngine):
+            engines[message.number] = Engine(
+                models.target,
+                models.drafter if message.has_drafter else None,
+                message.config,
+                draft_model=models.draft_model if message.has_draft_model else None,
+            )
+            continue
+        with suppress(ValueError):  # a request that the leader has refused as well, and told the user why
+            getattr(engines[message.number], message.method)(*message.args, **message.kwargs)
+
+
+def _next(ranks: Ranks) -> Any:
+    try:
+        return ranks.receive()
+    except RuntimeError as error:
+        raise Broken(f"process {ranks.rank} of {ranks.size} stops: {first_line(error)}") from error

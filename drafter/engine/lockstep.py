@@ -1,0 +1,121 @@
+"""Engines of a target that several processes run together: all make the same calls in the same order.
+
+Process 0 leads: its engines announce every call before they make it. The other processes wait for announcements, make
+the same calls, and never decide anything: no prompt, no clock and no free memory of theirs counts. Drafts and picks are
+deterministic, so that all processes get the same tokens; the checksums of every step are compared.
+
+    leader      Engine(target, ...)   add(ids, ...)   step()      step()      ...   end
+    followers   the same engine       the same        the same    the same
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, ClassVar, Concatenate, NamedTuple, ParamSpec, TypeVar
+
+from drafter.engine.config import EngineConfig
+from drafter.targets.parallel import Ranks
+from drafter.utils.io import first_line
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class NewEngine(NamedTuple):
+    """The leader makes an engine."""
+
+    number: int
+    config: EngineConfig
+    has_drafter: bool
+    has_draft_model: bool
+
+
+class EngineCall(NamedTuple):
+    """The leader calls a method of an engine."""
+
+    number: int
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Lockstep:
+    """What an engine does with the other processes of its target; nothing where there are none.
+
+    Args:
+        ranks: the processes; None: this process is alone.
+    """
+
+    _numbers = count()
+    _gone: ClassVar[list[int]] = []  # numbers of the leader's engines that nobody holds any more
+
+    def __init__(self, ranks: Ranks | None) -> None:
+        self._ranks = ranks
+        self._announces = ranks is not None and ranks.is_leader
+        self._number = next(self._numbers) if self._announces else 0
+        if self._announces:
+            weakref.finalize(self, self._gone.append, self._number).atexit = False
+        self._is_inside = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether other processes run the same engine."""
+        return self._ranks is not None
+
+    def open(self, config: EngineConfig, *, has_drafter: bool, has_draft_model: bool, is_own: bool) -> None:
+        """Let the others make the same engine.
+
+        Raises:
+            ValueError: the engine has parts of its maker's own, which the others cannot make.
+        """
+        if not self._announces:
+            return
+        if is_own:
+            raise ValueError("an engine of several processes takes its proposer and tree from its settings only")
+        self._send(NewEngine(self._number, config, has_drafter, has_draft_model))
+
+    def _send(self, message: NewEngine | EngineCall) -> None:
+        assert self._ranks is not None
+        gone, self._gone[:] = list(self._gone), []
+        self._ranks.send((message, gone))
+
+    @contextmanager
+    def calling(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Announce a call, unless the call is part of another one."""
+        if self._ranks is None or self._is_inside:
+            yield
+            return
+        self._is_inside = True
+        try:
+            if self._announces:
+                self._send(EngineCall(self._number, method, args, kwargs))
+            yield
+        except RuntimeError as error:
+            self._announces = False  # nobody is left to be told how this process tidies up
+            raise Broken(f"process {self._ranks.rank} of {self._ranks.size} stops: {first_line(error)}") from error
+        finally:
+            self._is_inside = False
+
+    def agree(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Compare the tokens of a step with those of the other processes (RuntimeError where they differ)."""
+        if self._ranks is not None:
+            self._ranks.agree(emitted)
+
+
+class Broken(OSError):
+    """A process is gone, or has other tokens: this one cannot go on."""
+
+
+def in_lockstep(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """A method of an engine that the other processes call as well."""
+
+    @functools.wraps(method)
+    def call(engine: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not engine.lockstep.is_on:
+            return method(engine, *args, **kwargs)
+        with engine.lockstep.calling(method.__name__, args, kwargs):
+            return method(engine, *args, **kwargs)
+
+    return call
