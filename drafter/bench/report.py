@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 
 from drafter.bench.methods import BASELINE
-from drafter.bench.results import BenchRecord, Condition, Span, Summary, Tables, summarise
+from drafter.bench.results import BenchRecord, Condition, Span, Summary, Tables, rate_of, summarise
 from drafter.utils.tables import markdown_table
 
 _PACKAGES = ("torch", "transformers", "xllamacpp", "openvino", "openvino-genai")
@@ -148,7 +148,7 @@ def load_table(loads: Sequence[BenchRecord]) -> str:
             )
             for share in ("median", "p95", "p99")
         ]
-        rate = f"{load['num_tokens'] / load['seconds']:.1f}"
+        rate = f"{rate_of(load):.1f}"
         rows.append([load["model"], asked, str(load["num_requests"]), str(load["num_failed"]), rate, *figures])
     return markdown_table(columns, rows)
 

@@ -12,23 +12,41 @@ from typing import Any, NamedTuple
 from drafter.bench.methods import BASELINE, NATIVE_BASELINES, PEER_BASELINE, parse_method
 from drafter.engine.config import EngineConfig
 from drafter.utils.io import append, is_stream
-from drafter.utils.parse import parse_json
+from drafter.utils.parse import check_shape, parse_json
 
 SCHEMA = "drafter-bench/1"
 BenchRecord = dict[str, Any]
 _BEGINNING = json.dumps({"schema": SCHEMA})[:-1].encode()  # of every line that :func:`append_result` writes
 
-# Required keys of a record, by kind.
-_KEYS = {
-    "run": (
-        "run_id", "round", "method", "prompts", "batch_size", "temperature", "max_new_tokens", "target", "seconds",
-        "num_tokens", "num_forwards", "acceptance", "by_category", "first_token_seconds", "latency_seconds",
-        "peak_memory_bytes", "identical", "machine", "versions", "git_revision", "date",
-    ),
-    "load": (
-        "run_id", "url", "model", "prompts", "concurrency", "rate", "seconds", "num_requests", "num_failed",
-        "num_tokens", "first_token_seconds", "token_seconds", "latency_seconds", "machine", "versions", "date",
-    ),
+_COUNTS = ([int], None)
+_SPREAD = {"median": float, "p95": float, "p99": float}
+_MADE_BY = {
+    "machine": {
+        "device?": (str, None), "cpu?": (str, None), "system": str, "num_cpus": int, "memory_gib?": (float, None),
+    },
+    "versions": {"*": str},
+    "git_revision?": (str, None),
+    "date": str,
+}  # fmt: skip
+# The shapes of records, by kind, as :func:`drafter.utils.parse.check_shape` reads shapes.
+_SHAPES: dict[str, dict[str, Any]] = {
+    "run": {
+        "run_id": str, "round": int, "method": str, "batch_size": int, "temperature": float, "max_new_tokens": int,
+        "ignore_eos": bool, "seed?": (int, None), "device": str, "compile?": (bool, None), "drafter?": (str, None),
+        "drafter_fingerprint?": (str, None), "tuned_digest?": (str, None),
+        "target": {"name": str, "dtype": str, "num_parameters": int},
+        "prompts": {"name": str, "digest": str, "num_prompts": int, "num_answers": int},
+        "settings?": {"beam_width?": int, "draft_length?": int, "tree_size?": (int, None)},
+        "seconds": float, "num_tokens": int, "num_forwards": (int, None), "acceptance": _COUNTS,
+        "by_category": {"*": {"seconds": (float, None), "num_tokens": int, "num_forwards": (int, None)}},
+        "first_token_seconds": _SPREAD, "latency_seconds": _SPREAD, "peak_memory_bytes": {"bytes": int},
+        "identical": ({"num_prompts": int, "num_identical": int, "margins": [float]}, None), **_MADE_BY,
+    },
+    "load": {
+        "run_id": str, "url": str, "model": str, "prompts": {"name": str}, "concurrency": (int, None),
+        "rate": (float, None), "seconds": float, "num_requests": int, "num_failed": int, "num_tokens": int,
+        "first_token_seconds": _SPREAD, "token_seconds": _SPREAD, "latency_seconds": _SPREAD, **_MADE_BY,
+    },
 }  # fmt: skip
 
 
@@ -111,11 +129,9 @@ def _parse(line: str, where: str) -> BenchRecord:
     if schema != SCHEMA:
         raise ValueError(f"{where}: not a benchmark result of schema {SCHEMA!r} but of {schema!r}")
     kind = record.get("kind")
-    if not isinstance(kind, str) or kind not in _KEYS:
-        raise ValueError(f"{where}: kind is {kind!r} but must be one of {', '.join(_KEYS)}")
-    missing = [key for key in _KEYS[kind] if key not in record]
-    if missing:
-        raise ValueError(f"{where}: the record lacks {', '.join(missing)}")
+    if not isinstance(kind, str) or kind not in _SHAPES:
+        raise ValueError(f"{where}: kind is {kind!r} but must be one of {', '.join(_SHAPES)}")
+    check_shape(record, _SHAPES[kind], f"{where}: the record")
     return record
 
 
@@ -361,7 +377,7 @@ def _summarise(label: str, rounds: list[BenchRecord], methods: dict[str, list[Be
         name=spec.name,
         engine=spec.engine,
         num_rounds=len(rounds),
-        rate=Span.of([_rate(record) for record in rounds]),
+        rate=Span.of([rate_of(record) for record in rounds]),
         speedup=_speedup(rounds, baseline),
         speedup_over_peer=_speedup(rounds, methods.get(PEER_BASELINE, [])),
         speedup_over_llama_cpp=_speedup(rounds, llama_cpp),
@@ -379,27 +395,27 @@ def _summarise(label: str, rounds: list[BenchRecord], methods: dict[str, list[Be
     )
 
 
-def _rate(sums: dict[str, Any]) -> float:
-    return sums["num_tokens"] / sums["seconds"] if sums["seconds"] else 0.0
+def rate_of(sums: Mapping[str, Any]) -> float:
+    """Tokens per second; 0 where no time was taken."""
+    return sums["num_tokens"] / sums["seconds"] if sums.get("seconds") else 0.0
 
 
 def _speedup(rounds: list[BenchRecord], baseline: list[BenchRecord]) -> Span | None:
     """Ratios of runs of the same round: a machine that slows down does so for both."""
-    slow = {record["round"]: _rate(record) for record in baseline}
-    ratios = [_rate(record) / slow[record["round"]] for record in rounds if slow.get(record["round"])]
+    slow = {record["round"]: rate_of(record) for record in baseline}
+    ratios = [rate_of(record) / slow[record["round"]] for record in rounds if slow.get(record["round"])]
     return Span.of(ratios) if ratios else None
 
 
 def _category_speedups(rounds: list[BenchRecord], baseline: list[BenchRecord]) -> dict[str, float]:
     slow = {record["round"]: record["by_category"] for record in baseline}
     found = {}
-    for category in rounds[0]["by_category"]:
-        ratios = [
-            _rate(record["by_category"][category]) / _rate(slow[record["round"]][category])
-            for record in rounds
-            if record["by_category"][category]["seconds"]
-            and slow.get(record["round"], {}).get(category, {}).get("seconds")
-        ]
+    for category in _common_categories(rounds):
+        ratios = []
+        for record in rounds:
+            plain = rate_of(slow.get(record["round"], {}).get(category, {}))
+            if plain and record["by_category"][category]["seconds"]:
+                ratios.append(rate_of(record["by_category"][category]) / plain)
         if ratios:
             found[category] = median(ratios)
     return found
@@ -407,12 +423,17 @@ def _category_speedups(rounds: list[BenchRecord], baseline: list[BenchRecord]) -
 
 def _category_tokens_per_step(rounds: list[BenchRecord]) -> dict[str, float]:
     found = {}
-    for category in rounds[0]["by_category"]:
+    for category in _common_categories(rounds):
         sums = [record["by_category"][category] for record in rounds]
         forwards = [item["num_forwards"] for item in sums]
         if None not in forwards and sum(forwards):
             found[category] = sum(item["num_tokens"] for item in sums) / sum(forwards)
     return found
+
+
+def _common_categories(rounds: list[BenchRecord]) -> list[str]:
+    first, *others = (record["by_category"] for record in rounds)
+    return [category for category in first if all(category in other for other in others)]
 
 
 def _size_of(record: BenchRecord) -> Size | None:

@@ -191,13 +191,11 @@ class Target:
             else:
                 model = _load_model(place, torch_dtype, shared)
             tokenizer = AutoTokenizer.from_pretrained(place, **shared) if _has_tokenizer(place) else None
-        except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-            raise ValueError(f"--target {name!r} cannot be loaded: {first_line(error)}") from error
         except Exception as error:
-            # safetensors' own error type derives from Exception alone; anything else is a bug and goes on.
-            if type(error).__name__ != "SafetensorError":
-                raise
-            raise ValueError(f"--target {name!r}: a weight file is damaged ({first_line(error)})") from error
+            # Transformers reads the folder: damaged files raise errors of any type there.
+            kind = "" if isinstance(error, OSError | ValueError | RuntimeError | ImportError) else type(error).__name__
+            what = "a weight file is damaged" if kind == "SafetensorError" else f"cannot be loaded {kind}".strip()
+            raise ValueError(f"--target {name!r} {what}: {first_line(error)}") from error
         model = model.to(torch_device)
         if is_whole and (runtime == "openvino" or (runtime == "auto" and pack and _suits_openvino(model))):
             target = cls(model, tokenizer, name=name, revision=revision)

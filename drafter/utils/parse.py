@@ -5,6 +5,7 @@ that names the file, in a time and a memory that the limits bound.
 """
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -133,6 +134,52 @@ def _check(value: Any, where: str, *, only_depth: bool = False) -> None:
             waiting += [(part, depth + 1) for part in item]
         elif not only_depth and isinstance(item, int) and abs(item) > MAX_INTEGER:
             raise ValueError(f"{where}: a number is beyond the limit of {MAX_INTEGER:,}")
+
+
+def check_shape(value: Any, shape: Any, where: str) -> None:
+    """ValueError, with the place within the value, for a parsed value of another shape.
+
+    Args:
+        value: what was parsed.
+        shape: a type; ``(shape, None)`` where null may stand instead; ``[shape]`` for a list; a mapping of
+            keys to shapes, where ``"name?"`` may be missing and ``"*"`` stands for every key. ``float`` takes integers,
+            and finite numbers only; keys that the shape does not name are free.
+        where: for messages.
+    """
+    if isinstance(shape, dict):
+        _check_keys(value, shape, where)
+    elif isinstance(shape, list):
+        _require(isinstance(value, list), where, "a list", value)
+        for place, item in enumerate(value):
+            check_shape(item, shape[0], f"{where}, entry {place}")
+    elif isinstance(shape, tuple):
+        if value is not None:
+            check_shape(value, shape[0], where)
+    elif shape is float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        _require(is_number, where, "a finite number", value)
+    else:
+        _require(type(value) is shape, where, {int: "an integer", str: "a text", bool: "true or false"}[shape], value)
+
+
+def _check_keys(value: Any, shape: dict[str, Any], where: str) -> None:
+    _require(isinstance(value, dict), where, "an object", value)
+    if "*" in shape:
+        for name, item in value.items():
+            check_shape(item, shape["*"], f"{where}, {name[:40]}")
+        return
+    missing = [name for name in shape if not name.endswith("?") and name not in value]
+    if missing:
+        raise ValueError(f"{where} lacks {', '.join(missing)}")
+    for name, part in shape.items():
+        key = name.removesuffix("?")
+        if key in value:
+            check_shape(value[key], part, f"{where}, {key}")
+
+
+def _require(is_fitting: bool, where: str, wanted: str, value: Any) -> None:
+    if not is_fitting:
+        raise ValueError(f"{where} is {_kind(value)}, but must be {wanted}")
 
 
 def _kind(value: Any) -> str:

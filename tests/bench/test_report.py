@@ -164,6 +164,28 @@ def test_other_files_are_refused_with_their_line(tmp_path: Path, line: str, reas
         read_results([path])
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"batch_size": [1]}, "the record, batch_size is a list, but must be an integer"),
+        ({"versions": {"torch": None}}, "the record, versions, torch is null, but must be a text"),
+        ({"seconds": float("nan")}, "the record, seconds is a number, but must be a finite number"),
+        ({"identical": {"num_prompts": 1}}, "the record, identical lacks num_identical, margins"),
+    ],
+)
+def test_values_of_another_shape_are_refused(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    append_result(tmp_path / "r.jsonl", run("lookup", rate=1.0, tokens_per_step=1.0) | changes)
+    with pytest.raises(ValueError, match=f"r.jsonl, line 1: {reason}"):
+        read_results([tmp_path / "r.jsonl"])
+
+
+def test_runs_of_no_time_and_of_other_categories_have_a_report() -> None:
+    plain = run("autoregressive", rate=1.0, tokens_per_step=1.0, categories={"a": 1.0, "b": 1.0})
+    records = [plain | {"num_tokens": 0}, run("lookup", rate=2.0, tokens_per_step=2.0, categories={"a": 1.0, "b": 1.0})]
+    records.append(run("lookup", rate=2.0, tokens_per_step=2.0, categories={"a": 1.0}, round_number=1))
+    assert "lookup" in report([*records, {**loads()[0], "seconds": 0}])
+
+
 def test_an_empty_file_holds_no_results(tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="holds no results"):

@@ -126,6 +126,15 @@ def test_damaged_weights(target: str, drafter: str, refused: Refusal, tmp_path: 
     refused(decode(str(tmp_path / "bad.gguf"), "--prompt", "hi"), "bad.gguf", "damaged")
 
 
+@pytest.mark.parametrize("index", ["[]", '{"weight_map": {"a": 1, "b": "x"}}', '{"weight_map": "x"}', "[" * 50_000])
+def test_damaged_index_of_a_sharded_target(target: str, refused: Refusal, tmp_path: Path, index: str) -> None:
+    copy = tmp_path / "target"
+    shutil.copytree(target, copy)
+    (copy / "model.safetensors").rename(copy / "model-00001-of-00001.safetensors")
+    (copy / "model.safetensors.index.json").write_text(index)
+    refused(decode(str(copy), "--prompt", "hi"), "--target", "cannot be loaded")
+
+
 def test_full_disk_at_export(drafter: str, refused: Refusal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from safetensors import SafetensorError

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from drafter.utils.parse import (
     MAX_DEPTH,
+    check_shape,
     parse_json,
     parse_yaml,
     read_json,
@@ -127,3 +128,29 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
             read()
         except ValueError as error:
             assert str(error).startswith("here")
+
+
+SHAPE = {"name": str, "rate": float, "seed?": (int, None), "steps": [int], "by": {"*": {"on": bool}}}
+FITTING = {"name": "x", "rate": 1, "steps": [1, 2], "by": {"a": {"on": True}}, "free": object}
+
+
+def test_shapes_that_fit() -> None:
+    check_shape(FITTING, SHAPE, "it")
+    check_shape(FITTING | {"seed": None, "rate": 0.5, "steps": [], "by": {}}, SHAPE, "it")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": 5}, "it, name is a number, but must be a text"),
+        ({"rate": True}, "it, rate is a truth value, but must be a finite number"),
+        ({"rate": float("nan")}, "it, rate is a number, but must be a finite number"),
+        ({"seed": "a"}, "it, seed is a text, but must be an integer"),
+        ({"steps": [1, 2.0]}, "it, steps, entry 1 is a number, but must be an integer"),
+        ({"by": {"a": {}}}, "it, by, a lacks on"),
+        ({"by": None}, "it, by is null, but must be an object"),
+    ],
+)
+def test_shapes_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_shape(FITTING | changes, SHAPE, "it")

@@ -1,0 +1,40 @@
+"""One folder of valid files for all tests: target, drafter, data, checkpoint."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.data.tiny import chat, tiny_target, write_jsonl
+from tests.robustness.harness import Spawner, spawner
+from tests.tiny_files import make_drafter
+from tests.training.test_run import words as words_of_training
+
+
+class Place(NamedTuple):
+    """Valid files, and what runs commands."""
+
+    folder: Path
+    target: str
+    drafter: str
+    prompts: str
+    run: Spawner
+
+    def training(self, run: Path, *more: str) -> list[str]:
+        """The words of a short training into the folder ``run``."""
+        return ["train", *words_of_training(self.folder, run, *more)]
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("valid")
+    target = tiny_target()
+    target.model.save_pretrained(folder / "target")
+    target.tokenizer.save_pretrained(folder / "target")
+    turns = [(f"Count on from {i}", " ".join(str(i + j) for j in range(2 + i % 9))) for i in range(60)]
+    write_jsonl(folder / "data.jsonl", [{"messages": chat(*turn)} for turn in turns])
+    prompts = write_jsonl(folder / "prompts.jsonl", [{"id": f"q{i}", "prompt": f"Question {i}?"} for i in range(12)])
+    drafter = make_drafter(str(folder / "target"), folder / "drafter")
+    with spawner(folder / "run") as run:
+        yield Place(folder, str(folder / "target"), drafter, prompts, run)

@@ -1,0 +1,286 @@
+"""Damaged files: a command that reads one works, or ends with one line and code 2, in bounded time and memory."""
+
+import gzip
+import io
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import yaml
+
+from tests.data.tiny import tiny_target
+from tests.robustness.conftest import Place
+from tests.robustness.harness import BIG, VALUES, Outcome, damaged, mutated, size
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
+
+NUM_FILES = size(130, 2000)
+SEED = int(os.environ.get("ROBUSTNESS_SEED", "1"))
+SLOW = ["checkpoint-train", "config-train"]
+SPAWNED_EACH = 200  # one of so many cases runs in a new process as a user would start it
+
+
+class Kind(NamedTuple):
+    """A kind of file.
+
+    Attributes:
+        valid: a good file.
+        damage: from the bytes of the good file to those of a bad file.
+        words: the command that reads the file, given a folder for the case and the place of the file in the folder.
+        name: of the file in the case's folder.
+        beside: a folder to copy first, in which the file stands.
+    """
+
+    valid: Path
+    damage: Callable[[bytes, random.Random], bytes]
+    words: Callable[[Path, Path], list[str]]
+    name: str
+    beside: Path | None = None
+
+
+def damaged_json(data: bytes, chance: random.Random) -> bytes:
+    """Changed values more often than changed bytes."""
+    if chance.random() < 0.3:
+        return damaged(data, chance)
+    value = json.loads(data)
+    for _ in range(chance.randint(1, 3)):
+        value = mutated(value, chance)
+    if chance.random() < 0.03:
+        return b'{"a":' * 2000 + b"1" + b"}" * 2000
+    return json.dumps(value).encode()
+
+
+def damaged_yaml(data: bytes, chance: random.Random) -> bytes:
+    if chance.random() < 0.5:
+        return damaged(data, chance)
+    if chance.random() < 0.1:
+        bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
+        return bomb.encode() + b"".join(
+            f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n".encode() for i in range(1, 12)
+        )
+    value = yaml.safe_load(data)
+    for _ in range(chance.randint(1, 3)):
+        value = mutated(value, chance)
+    return yaml.safe_dump(value, allow_unicode=False).encode()
+
+
+def damaged_safetensors(data: bytes, chance: random.Random) -> bytes:
+    """A header of other values, of another length, or other bytes."""
+    length = int.from_bytes(data[:8], "little")
+    if chance.random() < 0.3:
+        return damaged(data[: 8 + length], chance) + data[8 + length :]
+    if chance.random() < 0.2:
+        return chance.choice([0, 1, length - 1, 2**63, 2**64 - 1, 10**9]).to_bytes(8, "little") + data[8:]
+    header = json.loads(data[8 : 8 + length])
+    for _ in range(chance.randint(1, 2)):
+        header = mutated(header, chance, [*VALUES, [0, 2**62], [2**40, 2**40], "F64", "BF16", "I64", "U8", "BOOL"])
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+
+def damaged_checkpoint(data: bytes, chance: random.Random) -> bytes:
+    """Other values in the pickled mapping, or other bytes of the archive."""
+    if chance.random() < 0.4:
+        return damaged(data, chance)
+    value = torch.load(io.BytesIO(data), weights_only=True)
+    part = chance.choice(["", "drafter_config", "state_dict", "loops", "average", "metrics", "optimizer_states"])
+    odd = [*VALUES, torch.zeros(0), torch.zeros(3, 3), torch.full((2,), float("nan"))]
+    if part and isinstance(value[part], dict | list):
+        value[part] = mutated(value[part], chance, odd)
+    else:
+        value = mutated(value, chance, odd)
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def damaged_lines(data: bytes, chance: random.Random) -> bytes:
+    """Rows of other values, or other bytes."""
+    if chance.random() < 0.4:
+        return damaged(data, chance)
+    rows = [json.loads(line) for line in data.splitlines()]
+    for _ in range(chance.randint(1, 3)):
+        rows = mutated(rows, chance)
+    return b"".join(json.dumps(row).encode() + b"\n" for row in (rows if isinstance(rows, list) else [rows]))
+
+
+def damaged_gzip(data: bytes, chance: random.Random) -> bytes:
+    """Damage before or after the compression, and a line that is long only when it is read."""
+    kind = chance.random()
+    if kind < 0.4:
+        return damaged(data, chance)
+    if kind < 0.5:
+        return gzip.compress(b'{"prompt": "' + b"a" * (100 << 20) + b'"}\n', compresslevel=1)
+    return gzip.compress(damaged_lines(gzip.decompress(data), chance))
+
+
+def kinds(place: Place, valid: Path) -> dict[str, Kind]:
+    """Every kind of file, each with its command."""
+    decode = ["decode", "--target", place.target, "--device", "cpu", "--prompt", "hi", "--max-new-tokens", "2"]
+    plain = ["--no-speculation"]
+    drafter = Path(place.drafter)
+    data = {"target": place.target, "prompt": ["hi"], "max_new_tokens": 2, "temperature": 0.5, "method": "lookup"}
+    (valid / "decode.yaml").write_text(yaml.safe_dump(data))
+    (valid / "prompts.gz").write_bytes(gzip.compress(Path(place.prompts).read_bytes()))
+    rows = [{"prompt": "a"}, {"messages": [{"role": "user", "content": "b"}]}, {"turns": ["c", "d"]}, {"text": "e"}]
+    (valid / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "drafter-config": Kind(
+            drafter / "config.json", damaged_json, lambda case, _: [*decode, "--drafter", str(case)], "config.json",
+            drafter,
+        ),
+        "drafter-weights": Kind(
+            drafter / "model.safetensors", damaged_safetensors, lambda case, _: [*decode, "--drafter", str(case)],
+            "model.safetensors", drafter,
+        ),
+        "index": Kind(
+            valid / "sharded" / "model.safetensors.index.json", damaged_json,
+            lambda case, _: ["decode", "--target", str(case), *decode[3:], *plain], "model.safetensors.index.json",
+            valid / "sharded",
+        ),
+        "target-weights": Kind(
+            Path(place.target) / "model.safetensors", damaged_safetensors,
+            lambda case, _: ["decode", "--target", str(case), *decode[3:], *plain], "model.safetensors",
+            Path(place.target),
+        ),
+        "checkpoint-export": Kind(
+            valid / "last.ckpt", damaged_checkpoint,
+            lambda case, file: ["export", str(file), "--out", str(case / "out")], "last.ckpt",
+        ),
+        "checkpoint-train": Kind(
+            valid / "last.ckpt", damaged_checkpoint,
+            lambda case, file: place.training(case / "run", "--ckpt_path", str(file), "--trainer.max_steps", "3"),
+            "last.ckpt",
+        ),
+        "config-decode": Kind(
+            valid / "decode.yaml", damaged_yaml, lambda _, file: ["decode", "--config", str(file), "--device", "cpu"],
+            "decode.yaml",
+        ),
+        "config-train": Kind(
+            valid / "train.yaml", damaged_yaml,
+            lambda case, file: [
+                "train", "--config", str(file), "--trainer.default_root_dir", str(case / "run"), "--trainer.max_steps",
+                "1", "--trainer.max_epochs", "1",
+            ],
+            "train.yaml",
+        ),
+        "prompts": Kind(
+            Path(place.prompts), damaged_lines,
+            lambda _, file: [*decode[:5], "--prompts", str(file), "--max-new-tokens", "1", *plain], "prompts.jsonl",
+        ),
+        "prompts-gz": Kind(
+            valid / "prompts.gz", damaged_gzip,
+            lambda case, file: [
+                "distill", "--target", place.target, "--prompts", str(file), "--out", str(case / "o.jsonl"),
+                "--max-new-tokens", "1", *plain,
+            ],
+            "prompts.jsonl.gz",
+        ),
+        "rows": Kind(
+            valid / "rows.jsonl", damaged_lines,
+            lambda _, file: ["data", "inspect", str(file), "--target", place.target], "rows.jsonl",
+        ),
+        "tuned": Kind(
+            valid / "tuned.json", damaged_json,
+            lambda _, file: [*decode, "--drafter", place.drafter, "--tuned", str(file)], "tuned.json",
+        ),
+        "journal": Kind(
+            valid / "answers" / "a.jsonl", damaged_lines,
+            lambda case, _: distilling(place, case / "a.jsonl"), "a.jsonl", valid / "answers",
+        ),
+        "journal-settings": Kind(
+            valid / "answers" / "a.jsonl.settings.json", damaged_json,
+            lambda case, _: distilling(place, case / "a.jsonl"), "a.jsonl.settings.json", valid / "answers",
+        ),
+        "results": Kind(
+            valid / "results.jsonl", damaged_lines, lambda _, file: ["bench", "report", str(file)], "results.jsonl",
+        ),
+    }  # fmt: skip
+
+
+def distilling(place: Place, out: Path) -> list[str]:
+    return [
+        *("distill", "--target", place.target, "--prompts", place.prompts, "--out", str(out), "--device", "cpu"),
+        *("--max-new-tokens", "3", "--no-speculation"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def valid(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The good files that need a command to be made."""
+    folder = tmp_path_factory.mktemp("good")
+    sharded = tiny_target()
+    sharded.model.save_pretrained(folder / "sharded", max_shard_size="8KB")
+    sharded.tokenizer.save_pretrained(folder / "sharded")
+    place.run.must(place.training(folder / "training", "--trainer.max_steps", "2", "--trainer.val_check_interval", "2"))
+    shutil.copy(folder / "training" / "checkpoints" / "last.ckpt", folder / "last.ckpt")
+    shutil.copy(next((folder / "training" / "logs").glob("*/config.yaml")), folder / "train.yaml")
+    place.run.must(distilling(place, folder / "answers" / "a.jsonl"))
+    place.run.must(
+        ["tune", "--target", place.target, "--drafter", place.drafter, "--prompts", place.prompts, "--device", "cpu",
+         "--batch-sizes", "1,2", "--tree-sizes", "4", "--max-new-tokens", "8", "--seconds", "2",
+         "--out", str(folder / "tuned.json")]
+    )  # fmt: skip
+    place.run.must(
+        ["bench", "--target", place.target, "--prompts", place.prompts, "--methods", "autoregressive,lookup",
+         "--max-new-tokens", "3", "--rounds", "1", "--out", str(folder / "results.jsonl")]
+    )  # fmt: skip
+    return folder
+
+
+def make_case(kind: Kind, folder: Path, chance: random.Random) -> list[str]:
+    """A damaged file in its folder; the command that reads it."""
+    if kind.beside is None:
+        folder.mkdir()
+    else:
+        shutil.copytree(kind.beside, folder)
+    file = folder / kind.name
+    file.write_bytes(kind.damage(kind.valid.read_bytes(), chance))
+    return kind.words(folder, file)
+
+
+def run_new_process(words: list[str], place: Place) -> Outcome:
+    made = subprocess.run(
+        [sys.executable, "-m", "drafter.cli", *words],
+        capture_output=True, text=True, timeout=300, env=os.environ | {"DRAFTER_HOME": str(place.folder / "home")},
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    return Outcome(made.returncode, made.stderr, 0.0, made.stdout)
+
+
+def test_damaged_files(place: Place, valid: Path, tmp_path: Path) -> None:
+    every = kinds(place, valid)
+    wanted = os.environ.get("ROBUSTNESS_KIND")
+    # A training takes seconds where the other commands take tenths.
+    chosen = [name for name in every if name not in SLOW] * 5 + SLOW
+    chance = random.Random(SEED)
+    seen: Counter[str] = Counter()
+    faults: list[str] = []
+    slowest: tuple[float, str] = (0.0, "")
+    for number in range(NUM_FILES):
+        name = wanted or chosen[number % len(chosen)]
+        folder = tmp_path / f"{number}-{name}"
+        words = make_case(every[name], folder, chance)
+        is_spawned = number % SPAWNED_EACH == SPAWNED_EACH - 1
+        outcome = run_new_process(words, place) if is_spawned else place.run(words)
+        slowest = max(slowest, (outcome.seconds, folder.name))
+        seen[f"{name}: {'refused' if outcome.code == 2 else 'taken' if outcome.code == 0 else outcome.code}"] += 1
+        if outcome.fault:
+            faults.append(f"{outcome.fault}: drafter {' '.join(words)}\n{outcome.error[-1500:]}")
+        else:
+            shutil.rmtree(folder)
+    print(f"seed {SEED}, {NUM_FILES} files, slowest {slowest}, {dict(sorted(seen.items()))}")
+    assert not faults, f"{len(faults)} of {NUM_FILES}\n" + "\n".join(faults[:40])
+
+
+def test_values_of_the_harness_are_json() -> None:
+    assert json.loads(json.dumps(BIG)) == BIG
