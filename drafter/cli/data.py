@@ -12,7 +12,7 @@ class RowOptions:
     """How the rows of a file are read.
 
     Attributes:
-        format: messages, sharegpt, alpaca, prompt, turns or text (default: recognised by a row's keys)
+        format: tokens, messages, sharegpt, alpaca, prompt, turns or text (default: recognised by a row's keys)
         column: OURS=THEIRS, such as prompt=question, where a file uses another key
     """
 

@@ -42,7 +42,8 @@ class ServerOptions:
     """A server that answers instead of this machine.
 
     Attributes:
-        endpoint: address of an OpenAI-compatible server that serves the target
+        endpoint: address of an OpenAI-compatible server that serves the target; with --target, a few greedy answers of
+            the server are compared with the target first
         model: name of the target on that server; the key is read from OPENAI_API_KEY
         concurrency: requests at the same time
         retries: further attempts after a request that failed
@@ -114,6 +115,8 @@ class DistillOptions(Options, SourceOptions, AnswerSettings, DraftingOptions, Se
             raise ValueError("who is to answer? Give --target, or --endpoint with --model")
         if self.drafter is not None and self.target is None:
             raise ValueError("--drafter needs --target: with --endpoint the server decodes")
+        if self.drafter is not None and self.endpoint is not None:
+            raise ValueError("--drafter and --endpoint exclude each other: with --endpoint the server decodes")
         if self.ray is not None and self.target is None:
             raise ValueError("--ray needs --target: --ray says where the target runs")
         if self.endpoint is not None and self.ray is not None:
@@ -129,7 +132,10 @@ def distill(options: DistillOptions) -> None:
     if options.ray is not None:
         _write(options, None, None, _cluster(partial(engine_answerer, options), options))
     elif options.endpoint is not None:
-        _write(options, _endpoint(options), None, None)
+        server = _endpoint(options)
+        if options.target is not None:
+            _compare(server, options)
+        _write(options, server, None, None)
     else:
         from drafter.engine.follow import lead_or_follow
 
@@ -194,6 +200,26 @@ def _cluster(make: "Callable[[], EngineAnswerer]", options: DistillOptions) -> "
     assert options.ray is not None
     cluster = RayOptions(options.ray, options.ray_workers, options.ray_gpus, options.ray_cpus, options.batch_size)
     return RayAnswerer(make, cluster)
+
+
+def _compare(server: "Endpoint", options: DistillOptions) -> None:
+    """Say how the server differs from the target; ValueError if the server runs another model."""
+    from drafter.distill.prompts import builtin_prompts, select_prompts
+    from drafter.distill.same_model import compare_models
+
+    target = options.load(pack=False)
+    prompts = [row.messages for row in select_prompts(builtin_prompts(), limit=3).prompts]
+    found = compare_models(server.client, server.model, target, prompts)
+    if found.is_other_model:
+        raise ValueError(
+            f"--endpoint {server.url} does not run target {target.name!r}: the log-probabilities of "
+            f"{found.num_tokens} tokens differ by {found.difference:.2g} nats on average. Serve the target, or leave "
+            "--target out"
+        )
+    for line in found.lines():
+        print(f"warning: the server differs from the target: {line}", file=sys.stderr)
+    if not found.lines():
+        print(f"the server runs the target: {found.num_tokens} greedy tokens agree", file=sys.stderr)
 
 
 def _endpoint(options: DistillOptions) -> "Endpoint":

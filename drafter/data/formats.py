@@ -5,6 +5,7 @@ The keys of a row show its format, in the order of this table; ``--format`` name
 =========== ============================================= =====================================
 format      keys                                          becomes
 =========== ============================================= =====================================
+tokens      prompt_token_ids, token_ids, messages (opt.)  the tokens as they are, no template
 messages    messages [{role, content}]                    the conversation (OpenAI)
 sharegpt    conversations [{from, value}]                 the conversation
 alpaca      instruction, input (optional), output         user turn, assistant turn
@@ -12,6 +13,9 @@ prompt      prompt, completion / response / text (opt.)   user turn, assistant t
 turns       turns [text, ...]                             the first user turn (MT-bench)
 text        text                                          plain text, every token trained on
 =========== ============================================= =====================================
+
+An assistant's message may have ``reasoning_content`` (or ``reasoning``) and ``tool_calls``, and a row ``tools``, the
+functions that were offered; the target's chat template renders them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +25,7 @@ from typing import Any
 
 from drafter.data.files import RawRow, read_records
 
-FORMATS = ("messages", "sharegpt", "alpaca", "prompt", "turns", "text")
+FORMATS = ("tokens", "messages", "sharegpt", "alpaca", "prompt", "turns", "text")
 _ANSWER_KEYS = ("completion", "response", "text")
 _ROLES = {
     "system": "system",
@@ -35,7 +39,7 @@ _ROLES = {
     "model": "assistant",
     "bot": "assistant",
 }
-ChatMessage = dict[str, str]
+ChatMessage = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class Row:
         where: file and line, for error messages.
         is_cut: the last answer ended at a length limit, without an end-of-turn token.
         later_turns: further user turns of a conversation without answers (MT-bench).
+        tools: functions that the target may call, in OpenAI's form.
+        prompt_ids, token_ids: the tokens of prompt and answer, where the file gives tokens.
     """
 
     messages: tuple[ChatMessage, ...] = ()
@@ -59,6 +65,9 @@ class Row:
     where: str = ""
     is_cut: bool = False
     later_turns: tuple[str, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    prompt_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] | None = None
 
     @property
     def prompt(self) -> tuple[ChatMessage, ...]:
@@ -132,7 +141,14 @@ def parse_row(record: RawRow, *, format: str | None = None, columns: Mapping[str
         "source": _text_or_none(fields.get("source")),
         "where": record.where,
         "is_cut": fields.get("finish_reason") == "length",
+        "tools": tuple(fields.get("tools") or ()),
     }
+    if kind == "tokens":
+        common |= {"prompt_ids": _ids(fields, "prompt_token_ids", record.where)}
+        common |= {"token_ids": _ids(fields, "token_ids", record.where)}
+        if not fields.get("messages"):
+            return Row(**common)
+        kind = "messages"
     if kind == "text":
         return Row(text=_text(fields, "text", record.where), **common)
     messages = _READERS[kind](fields, record.where)
@@ -145,6 +161,8 @@ def parse_row(record: RawRow, *, format: str | None = None, columns: Mapping[str
 
 def recognise(fields: Mapping[str, Any]) -> str | None:
     """The format of a row, by its keys; None if no key is known."""
+    if isinstance(fields.get("prompt_token_ids"), list) and isinstance(fields.get("token_ids"), list):
+        return "tokens"
     if isinstance(fields.get("messages"), Sequence) and not isinstance(fields["messages"], str):
         return "messages"
     if isinstance(fields.get("conversations"), Sequence) and not isinstance(fields["conversations"], str):
@@ -196,10 +214,32 @@ def _read_turns(
         role, content = (next((turn[name] for name in group if name in turn), None) for group in names)
         if not isinstance(role, str) or role not in _ROLES:
             raise ValueError(f"{where}: turn {number} has the role {role!r}; known are {', '.join(_ROLES)}")
-        messages.append({"role": _ROLES[role], "content": _content(content, f"{where}: turn {number}")})
+        further = _further(turn, f"{where}: turn {number}") if _ROLES[role] == "assistant" else {}
+        text = "" if content is None and further else _content(content, f"{where}: turn {number}")
+        messages.append({"role": _ROLES[role], "content": text, **further})
     if not messages:
         raise ValueError(f"{where}: {key} is empty")
     return messages
+
+
+def _further(turn: Mapping[str, Any], where: str) -> ChatMessage:
+    """Reasoning and tool calls of an assistant's turn, by the names that chat templates read."""
+    reasoning, calls = turn.get("reasoning_content") or turn.get("reasoning"), turn.get("tool_calls")
+    found: ChatMessage = {}
+    if reasoning:
+        found["reasoning_content"] = _content(reasoning, f"{where}: reasoning")
+    if calls:
+        if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
+            raise ValueError(f"{where}: tool_calls must be an array of objects")
+        found["tool_calls"] = [dict(call) for call in calls]
+    return found
+
+
+def _ids(fields: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
+    value = fields.get(key)
+    if not isinstance(value, Sequence) or not all(isinstance(token, int) and token >= 0 for token in value):
+        raise ValueError(f"{where}: {key} must be an array of token ids{_keys(fields)}")
+    return tuple(value)
 
 
 def _content(value: Any, where: str) -> str:

@@ -64,7 +64,7 @@ class ChatDataModule(LightningDataModule):
             train_on: ``answers``, or ``everything``: prompts and template too, for ready text with a loss that compares
                 distributions. Validation is on answers in both cases.
             seed: of the order of the rows.
-            format: messages, sharegpt, alpaca, prompt, turns or text; None recognises rows by their keys.
+            format: tokens, messages, sharegpt, alpaca, prompt, turns or text; None recognises rows by their keys.
             columns: our key to the files' key, such as {"prompt": "question"}.
             strip_suffixes: texts to take off the end of every answer.
             strip_special_suffixes: take special tokens of the tokenizer, written out at the end of an answer, off too.

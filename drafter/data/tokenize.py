@@ -8,7 +8,7 @@ tokens, and the special token that closes the turn if the template has one.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from drafter.data.formats import ChatMessage, Row
 _CHUNK_ROWS = 256
 MAX_FAILED_SHARE = 0.01
 # Part of the cache's key: raise the number when a change of this file changes tokens or masks.
-ENCODING_VERSION = 1
+ENCODING_VERSION = 2
 
 
 class EncodedRow(NamedTuple):
@@ -50,6 +50,7 @@ class EncodeReport:
     num_beyond_max_length: int = 0
     num_suffixes_stripped: int = 0
     num_invalid: int = 0
+    num_other_prompts: int = 0
     failures: dict[str, int] = field(default_factory=dict)
     first_failure: str = ""
 
@@ -80,6 +81,7 @@ class EncodeReport:
             (self.num_cut_at_max_length, "rows cut at the maximal length"),
             (self.num_suffixes_stripped, "answers with a literal end mark, which was removed"),
             (self.num_invalid, "invalid rows skipped"),
+            (self.num_other_prompts, "rows whose prompt has other tokens than the target's chat template gives"),
         ):
             if count:
                 lines.append(f"{count:,} {what}")
@@ -130,8 +132,11 @@ def _backend(tokenizer: Any) -> Any:
     return backend
 
 
-def render(tokenizer: Any, messages: Sequence[ChatMessage], *, opening: bool = False) -> str:
-    """The rendered chat template; ``opening`` adds the opening of the assistant's turn.
+Tools = Sequence[Mapping[str, Any]]
+
+
+def render(tokenizer: Any, messages: Sequence[ChatMessage], *, opening: bool = False, tools: Tools = ()) -> str:
+    """The rendered chat template; ``opening`` adds the opening of the assistant's turn, ``tools`` are offered.
 
     Raises:
         PrefixError: the template refuses the messages.
@@ -139,7 +144,11 @@ def render(tokenizer: Any, messages: Sequence[ChatMessage], *, opening: bool = F
     import jinja2
 
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opening))
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=opening
+            )
+        )
     except jinja2.TemplateError as error:
         raise PrefixError(f"the chat template refuses the conversation ({error})") from error
 
@@ -184,16 +193,21 @@ class AnswerSpan(NamedTuple):
     end: int
 
 
-def find_answers(tokenizer: Any, messages: Sequence[ChatMessage]) -> tuple[str, list[AnswerSpan]]:
+def find_answers(tokenizer: Any, messages: Sequence[ChatMessage], tools: Tools = ()) -> tuple[str, list[AnswerSpan]]:
     """The rendered conversation and its answers; PrefixError when the text lacks a prefix or an answer."""
-    text = render(tokenizer, messages)
+    text = render(tokenizer, messages, tools=tools)
     turns = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prefix = render(tokenizer, messages[:index], opening=True)
+        prefix = render(tokenizer, messages[:index], opening=True, tools=tools)
         if not text.startswith(prefix):
             raise PrefixError("the text before an answer changes when the answer is added (no usable prefix)")
+        if _has_parts(message):
+            if index < len(messages) - 1:
+                raise PrefixError("an earlier turn has reasoning or tool calls, which templates render otherwise later")
+            turns.append(AnswerSpan(prefix, len(prefix), _end_of_parts(tokenizer, messages, tools, text, len(prefix))))
+            continue
         content = message["content"]
         start = text.find(content, len(prefix))
         if start != len(prefix):  # templates may trim an answer, or add text between opening and answer
@@ -206,6 +220,26 @@ def find_answers(tokenizer: Any, messages: Sequence[ChatMessage]) -> tuple[str, 
         if turn.end > len(following.prefix):
             raise PrefixError("the template changes the answer")
     return text, turns
+
+
+def _has_parts(message: ChatMessage) -> bool:
+    """An answer is more than its text: the template decides how reasoning and tool calls look."""
+    return bool(message.get("reasoning_content") or message.get("tool_calls"))
+
+
+def _end_of_parts(tokenizer: Any, messages: Sequence[ChatMessage], tools: Tools, text: str, start: int) -> int:
+    """Where the last answer ends: the closing of the turn is what the template writes behind a plain answer."""
+    message, plain = messages[-1], "Quiet violet."
+    other = render(tokenizer, [*messages[:-1], {"role": "assistant", "content": plain}], tools=tools)
+    closing = other.rpartition(plain)[2]
+    parts = [message["content"], message.get("reasoning_content") or ""]
+    parts += [str((call.get("function") or call).get("name", "")) for call in message.get("tool_calls") or ()]
+    answer = text[start : len(text) - len(closing)]
+    if not text.endswith(closing) or not all(part.strip() in answer for part in parts):
+        raise PrefixError(
+            "the template drops reasoning or tool calls, or closes such a turn otherwise than a plain one"
+        )
+    return start + len(answer)
 
 
 class ConversationEncoder:
@@ -257,6 +291,12 @@ class ConversationEncoder:
             if row.text is not None:
                 yield from self._chunks_of_text(row.text)
                 continue
+            if row.token_ids is not None:
+                self.report.num_other_prompts += any(ids != list(row.prompt_ids) for ids in prefixes)
+                num_prompt, num_answer = len(row.prompt_ids), len(row.token_ids)
+                mask = [False] * num_prompt + [True] * num_answer
+                yield from self._keep(EncodedRow([*row.prompt_ids, *row.token_ids], mask))
+                continue
             try:
                 encoded = self._mask(whole, prefixes, turns, row.is_cut)
             except PrefixError as error:
@@ -269,6 +309,8 @@ class ConversationEncoder:
         self.report.num_rows += 1
         if row.text is not None:
             return "", []
+        if row.token_ids is not None:
+            return self._plan_tokens(row)
         messages = list(row.messages)
         if messages[-1]["role"] == "user" and len(messages) > 2:
             messages.pop()  # a question without its answer
@@ -276,17 +318,35 @@ class ConversationEncoder:
             self.report.num_without_answer += 1
             return None
         messages = [self._stripped(message) for message in messages]
-        if any(not message["content"].strip() for message in messages if message["role"] == "assistant"):
+        answers = [message for message in messages if message["role"] == "assistant"]
+        if any(not message["content"].strip() and not _has_parts(message) for message in answers):
             self.report.num_empty_answers += 1
             return None
         if not self._is_template_checked:
             check_template(self.tokenizer, self.name)
             self._is_template_checked = True
         try:
-            return find_answers(self.tokenizer, messages)
+            return find_answers(self.tokenizer, messages, row.tools)
         except PrefixError as error:
             self._fail(row, error)
             return None
+
+    def _plan_tokens(self, row: Row) -> tuple[str, list[AnswerSpan]] | None:
+        """Nothing to tokenise but the prompt, where the row has its messages: only to compare."""
+        if not row.token_ids:
+            self.report.num_empty_answers += 1
+            return None
+        size = len(self.tokenizer)
+        if max((*row.prompt_ids, *row.token_ids)) >= size:
+            self._fail(row, PrefixError(f"token ids that the target's tokenizer of {size} tokens lacks"))
+            return None
+        if not row.messages or not self.tokenizer.chat_template:
+            return "", []
+        try:
+            return "", [AnswerSpan(render(self.tokenizer, row.prompt, opening=True, tools=row.tools), 0, 0)]
+        except PrefixError:
+            self.report.num_other_prompts += 1
+            return "", []
 
     def _stripped(self, message: ChatMessage) -> ChatMessage:
         if message["role"] != "assistant":
@@ -297,7 +357,7 @@ class ConversationEncoder:
         if content == message["content"]:
             return message
         self.report.num_suffixes_stripped += 1
-        return {"role": "assistant", "content": content.rstrip()}
+        return {**message, "content": content.rstrip()}
 
     def _mask(self, whole: Any, prefixes: Sequence[list[int]], turns: Sequence[AnswerSpan], is_cut: bool) -> EncodedRow:
         """Token ids and mask of one conversation, whose prefixes are compared token by token.

@@ -1,19 +1,13 @@
 """Answers of an OpenAI-compatible server, such as vLLM or SGLang."""
 
-import email.utils
 import http.client
-import json
-import os
 import queue
 import threading
-import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from drafter.distill.client import Client, Reply, ServerError
 from drafter.distill.prompts import AnswerSettings, AnswerStream, MadeAnswer, WantedAnswer
 
 _RETRYABLE = {408, 409, 425, 429, 500, 502, 503, 504, 529}
@@ -48,9 +42,7 @@ class Endpoint:
     api_key_variable: str = "OPENAI_API_KEY"
 
     def __post_init__(self) -> None:
-        parts = urllib.parse.urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ValueError(f"--endpoint {self.url!r} must be an http or https address, such as http://host:8000/v1")
+        _ = self.client
         if not self.model:
             raise ValueError("--endpoint needs --model, the name that the server knows the target by")
         if self.concurrency < 1:
@@ -64,9 +56,12 @@ class Endpoint:
         return {"endpoint_model": self.model}
 
     @property
+    def client(self) -> Client:
+        return Client(self.url, self.timeout, api_key_variable=self.api_key_variable)
+
+    @property
     def chat_url(self) -> str:
-        base = self.url.rstrip("/").removesuffix("/chat/completions")
-        return f"{base if base.endswith('/v1') else base + '/v1'}/chat/completions"
+        return self.client.address("chat/completions")
 
     def answer(
         self, wanted: Sequence[WantedAnswer], settings: AnswerSettings, *, num_answered_before: int = 0
@@ -86,6 +81,7 @@ class Endpoint:
         for item in wanted:
             todo.put(item)
         stop = threading.Event()
+        client = self.client
 
         def work() -> None:
             while not stop.is_set():
@@ -93,7 +89,7 @@ class Endpoint:
                 if item is None:
                     return
                 try:
-                    done.put((item, self._ask(item, settings, stop)))
+                    done.put((item, self._ask(client, item, settings, stop)))
                 except BaseException as error:  # a bug: the reader waits for every item and raises the error
                     done.put((item, error))
                     return
@@ -125,21 +121,21 @@ class Endpoint:
             stop.set()
 
     def _ask(
-        self, item: WantedAnswer, settings: AnswerSettings, stop: threading.Event
+        self, client: Client, item: WantedAnswer, settings: AnswerSettings, stop: threading.Event
     ) -> "MadeAnswer | _Refused | EndpointError":
         problem = ""
+        body = _body(self.model, item, settings)
         for attempt in range(self.retries + 1):
             wait = self.pause * 2**attempt
             try:
-                return _parse(self._post(_body(self.model, item, settings)))
-            except urllib.error.HTTPError as error:
-                reason = _error_text(error)
-                problem = f"HTTP {error.code}: {reason}"
+                return _made(client.complete("chat/completions", body))
+            except ServerError as error:
+                problem = str(error)
                 if error.code in _REFUSED:
                     return _Refused(problem)
                 if error.code not in _RETRYABLE:
                     return EndpointError(f"{self.chat_url} answers {problem}")
-                wait = max(wait, _retry_after(error))
+                wait = max(wait, error.retry_after)
             except (OSError, http.client.HTTPException, ValueError) as error:
                 problem = f"{type(error).__name__}: {error}"
             if attempt < self.retries and stop.wait(min(wait, 60.0)):
@@ -148,15 +144,6 @@ class Endpoint:
             f"{self.chat_url} gave no answer in {self.retries + 1} attempts ({problem}); finished answers are "
             "kept, run the same command again to continue"
         )
-
-    def _post(self, body: dict[str, Any]) -> Any:
-        headers = {"Content-Type": "application/json"}
-        key = os.environ.get(self.api_key_variable)
-        if key:
-            headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(self.chat_url, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=self.timeout) as response:
-            return json.loads(response.read())
 
 
 @dataclass(frozen=True)
@@ -172,6 +159,8 @@ def _body(model: str, item: WantedAnswer, settings: AnswerSettings) -> dict[str,
         "temperature": item.temperature,
         "seed": item.seed % 2**31,
     }
+    if item.prompt.tools:
+        body["tools"] = list(item.prompt.tools)
     if settings.top_p < 1:
         body["top_p"] = settings.top_p
     # OpenAI has no such fields, but vLLM and SGLang do; sent only where the user asks for them.
@@ -182,39 +171,14 @@ def _body(model: str, item: WantedAnswer, settings: AnswerSettings) -> dict[str,
     return body
 
 
-def _parse(response: Any) -> MadeAnswer:
-    """The answer in a reply; ValueError if the reply is no chat completion (the request is then repeated)."""
-    try:
-        choice = response["choices"][0]
-        text = choice["message"]["content"] or ""
-        num_tokens = int((response.get("usage") or {}).get("completion_tokens") or 0)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError("the reply is no chat completion") from error
-    return MadeAnswer(str(text), "length" if choice.get("finish_reason") == "length" else "stop", num_tokens)
-
-
-def _error_text(error: urllib.error.HTTPError) -> str:
-    """The server's error message, in one line."""
-    try:
-        text = error.read(2000).decode("utf-8", errors="replace")
-    except (OSError, http.client.HTTPException):
-        return str(error.reason)
-    try:
-        found = json.loads(text)
-        text = found["error"]["message"] if "error" in found else found["message"]
-    except (ValueError, KeyError, TypeError):
-        return " ".join(text.split())[:300] or str(error.reason)
-    return " ".join(str(text).split())[:300]
-
-
-def _retry_after(error: urllib.error.HTTPError) -> float:
-    """Seconds of the header Retry-After, a number or a date; 0 without the header."""
-    value = error.headers.get("Retry-After")
-    if value is None:
-        return 0.0
-    if value.strip().isdigit():
-        return float(value)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
-        return 0.0
+def _made(reply: Reply) -> MadeAnswer:
+    is_cut = reply.finish_reason == "length"
+    return MadeAnswer(
+        reply.text,
+        "length" if is_cut else "stop",
+        reply.num_tokens,
+        reasoning=reply.reasoning,
+        tool_calls=tuple(reply.tool_calls),
+        prompt_ids=reply.prompt_ids if reply.token_ids else None,
+        token_ids=reply.token_ids if reply.prompt_ids else None,
+    )

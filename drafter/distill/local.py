@@ -124,7 +124,7 @@ class EngineAnswerer:
         return {"target_fingerprint": self._target.fingerprint, "dtype": str(self._target.dtype).removeprefix("torch.")}
 
     def answer(self, wanted: Sequence[WantedAnswer], settings: AnswerSettings) -> AnswerStream:
-        encoded = [(item, self._target.encode_chat(item.prompt.messages)) for item in wanted]
+        encoded = [(item, self._target.encode_chat(item.prompt.messages, item.prompt.tools)) for item in wanted]
         limit = self._target.max_length - settings.max_new_tokens
         for item, ids in encoded:
             if len(ids) > limit:
@@ -374,5 +374,6 @@ def _invented(
 def _digest(prompts: Sequence[PromptRow]) -> str:
     hasher = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
-        hasher.update(repr((prompt.id, prompt.messages)).encode())
+        asked = (prompt.id, prompt.messages, prompt.tools) if prompt.tools else (prompt.id, prompt.messages)
+        hasher.update(repr(asked).encode())
     return hasher.hexdigest()

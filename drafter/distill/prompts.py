@@ -17,11 +17,15 @@ _OVERLAP_WORDS = 13
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A prompt to answer: messages that end with a user turn, and an id that is unique within the run."""
+    """A prompt to answer: messages that end with a user turn, and an id that is unique within the run.
+
+    ``tools`` are functions that the target may call, in OpenAI's form.
+    """
 
     id: str
     messages: tuple[ChatMessage, ...]
     source: str
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 class PromptSelection(NamedTuple):
@@ -132,7 +136,10 @@ def select_prompts(
             break
         if row.text is not None:
             raise ValueError(f"{row.where}: plain text is no prompt; name the key with --column, such as prompt=text")
-        digest = hashlib.blake2b(json.dumps(row.prompt).encode(), digest_size=8).hexdigest()
+        if not row.messages:
+            raise ValueError(f"{row.where}: token ids are no prompt; the row needs messages too")
+        asked: Any = [row.prompt, row.tools] if row.tools else row.prompt
+        digest = hashlib.blake2b(json.dumps(asked).encode(), digest_size=8).hexdigest()
         if digest in seen:
             num_duplicates += 1
             continue
@@ -143,7 +150,7 @@ def select_prompts(
         key = row.id or digest
         if key in found:
             key = f"{key}-{digest}"
-        found[key] = PromptRow(key, row.prompt, row.source or Path(name).name)
+        found[key] = PromptRow(key, row.prompt, row.source or Path(name).name, row.tools)
     if not found:
         raise ValueError(f"--prompts {name}: no prompt is left ({num_excluded} are on the excluded list)")
     shard = shard or Shard()
@@ -213,11 +220,18 @@ class WantedAnswer:
 
 
 class MadeAnswer(NamedTuple):
-    """A finished answer: text, reason of its end, number of tokens."""
+    """A finished answer: text, reason of its end, number of tokens.
+
+    A server may part reasoning and tool calls from the text, and may give the tokens of prompt and answer.
+    """
 
     text: str
     finish_reason: Literal["stop", "length"]
     num_tokens: int
+    reasoning: str = ""
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    prompt_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
 
 # Wanted answers with the made ones; None where the prompt cannot be answered.
@@ -250,16 +264,38 @@ def temperature_of(settings: AnswerSettings, prompt_id: str, number: int) -> flo
 
 
 def row_of(wanted: WantedAnswer, answer: MadeAnswer) -> dict[str, Any]:
-    """The row to write: the conversation that training reads, and its origin."""
-    return {
+    """The row to write: the conversation that training reads, its origin, and its tokens where they are known."""
+    turn: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    if answer.reasoning:
+        turn["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        turn["tool_calls"] = [_with_parsed_arguments(call) for call in answer.tool_calls]
+    row = {
         "id": wanted.prompt.id,
         "answer": wanted.number,
         "source": wanted.prompt.source,
         "temperature": wanted.temperature,
         "finish_reason": answer.finish_reason,
         "num_tokens": answer.num_tokens,
-        "messages": [*wanted.prompt.messages, {"role": "assistant", "content": answer.text}],
+        "messages": [*wanted.prompt.messages, turn],
     }
+    if wanted.prompt.tools:
+        row["tools"] = list(wanted.prompt.tools)
+    if answer.token_ids is not None:
+        row |= {"prompt_token_ids": answer.prompt_ids, "token_ids": answer.token_ids}
+    return row
+
+
+def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """The call with its arguments as an object: chat templates write the JSON themselves."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def keys_of(rows: Sequence[dict[str, Any]], where: str) -> set[tuple[str, int]]:

@@ -12,7 +12,12 @@ def encode_text(tokenizer: Any, text: str, *, escape_special_tokens: bool = Fals
 
 
 def encode_chat(
-    tokenizer: Any, messages: Sequence[Mapping[str, str]], name: str, *, escape_special_tokens: bool = False
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    name: str,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    escape_special_tokens: bool = False,
 ) -> list[int]:
     """Token ids of a conversation up to the opening of the assistant's turn, by the tokenizer's own template.
 
@@ -20,6 +25,7 @@ def encode_chat(
         tokenizer: with a chat template.
         messages: turns with ``role`` and ``content``.
         name: of the target, for messages.
+        tools: functions that the target may call, in OpenAI's form.
         escape_special_tokens: special tokens that stand in a content as text are :func:`escaped`.
 
     Raises:
@@ -32,7 +38,9 @@ def encode_chat(
     if escape_special_tokens:
         turns = [{**turn, "content": escaped(tokenizer, turn["content"])} for turn in turns]
     try:
-        encoded = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=True)
+        encoded = tokenizer.apply_chat_template(
+            turns, tools=list(tools) or None, add_generation_prompt=True, tokenize=True, return_dict=True
+        )
     except MemoryError:
         raise
     except Exception as error:

@@ -323,13 +323,14 @@ class Target:
         """Token ids of raw text, with the special tokens the tokenizer adds by itself."""
         return encode_text(self._tokenizer(), text)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation up to the opening of the assistant's turn, by the tokenizer's own template.
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Token ids of a conversation up to the opening of the assistant's turn, by the tokenizer's own template;
+        ``tools``: functions that the target may call, in OpenAI's form.
 
         Raises:
             ValueError: there is no template, or the template refuses the messages.
         """
-        return encode_chat(self._tokenizer(), messages, self.name)
+        return encode_chat(self._tokenizer(), messages, self.name, tools=tools)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids."""

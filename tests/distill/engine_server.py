@@ -1,0 +1,176 @@
+"""A server that speaks as vLLM or SGLang do, around a tiny target; every way to serve it wrong is a field."""
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
+from typing import Any, Literal
+
+import torch
+
+from drafter.targets.target import Target
+
+
+@dataclass
+class EngineServer:
+    """Greedy answers of a target over HTTP.
+
+    Attributes:
+        target: what it runs.
+        style: whose additions to the protocol it has; plain has none, strict refuses unknown fields, as OpenAI does.
+        template: chat template instead of the tokenizer's own.
+        extra_ids: tokens put before every prompt of a chat.
+        temperature: above 0, requests are sampled at it, whatever they ask for.
+        max_length: longest prompt and answer.
+        accepted: drafted tokens that the steps accept, in turn; empty: nothing is drafted.
+        bodies: requests as they came, with their path.
+    """
+
+    target: Target
+    style: Literal["vllm", "sglang", "plain", "strict"] = "vllm"
+    template: str | None = None
+    extra_ids: Sequence[int] = ()
+    temperature: float = 0.0
+    max_length: int = 10_000
+    accepted: Sequence[int] = ()
+    with_request_metrics: bool = False
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    counters: Counter[str] = field(default_factory=Counter)
+    url: str = ""
+
+    def __post_init__(self) -> None:
+        self._draws = count()
+        self._lock = threading.Lock()
+
+    def post(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        self.bodies.append(body | {"path": path})
+        if self.style == "strict" and "return_token_ids" in body:
+            return 400, {"error": {"message": "Unrecognized request argument supplied: return_token_ids"}}
+        is_chat = path.endswith("/chat/completions")
+        prompt_ids = self._chat_ids(body) if is_chat else list(body["prompt"])
+        if len(prompt_ids) + 1 > self.max_length:
+            return 400, {"error": {"message": f"maximum context length is {self.max_length} tokens"}}
+        limit = min(body["max_tokens"], self.max_length - len(prompt_ids))
+        ids, logprobs = self._answer(prompt_ids, limit)
+        is_stopped = ids[-1] in self.target.eos_token_ids
+        text = self.target.decode(ids)
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "stop" if is_stopped else "length"}
+        names = [self.target.decode([token], skip_special_tokens=False) for token in ids]
+        if is_chat:
+            choice["message"] = {"role": "assistant", "content": text}
+            if body.get("logprobs"):
+                pairs = zip(names, logprobs, strict=True)
+                choice["logprobs"] = {"content": [{"token": name, "logprob": value} for name, value in pairs]}
+        else:
+            choice["text"] = text
+            choice["logprobs"] = {"tokens": names, "token_logprobs": logprobs} if body.get("logprobs") else None
+        usage = {"prompt_tokens": len(prompt_ids), "completion_tokens": len(ids)}
+        reply = {"object": "chat.completion", "choices": [choice], "usage": usage}
+        if body.get("return_token_ids") and self.style in ("vllm", "sglang"):
+            choice["token_ids"] = ids
+            (reply if self.style == "vllm" else choice)["prompt_token_ids"] = prompt_ids
+        self._count(len(ids), reply, choice, body)
+        return 200, reply
+
+    def get(self, path: str) -> str:
+        if path == "/metrics":
+            return self._metrics()
+        length = {"max_model_len": self.max_length} if self.style == "vllm" else {}
+        return json.dumps({"data": [{"id": "tiny", "object": "model"} | length]})
+
+    def _chat_ids(self, body: dict[str, Any]) -> list[int]:
+        encoded = self.target.tokenizer.apply_chat_template(
+            body["messages"], tools=body.get("tools"), chat_template=self.template, add_generation_prompt=True
+        )
+        return [*self.extra_ids, *encoded["input_ids"]]
+
+    @torch.no_grad()
+    def _answer(self, prompt_ids: list[int], limit: int) -> tuple[list[int], list[float]]:
+        ids, logprobs = list(prompt_ids), []
+        generator = torch.Generator().manual_seed(next(self._draws))
+        for _ in range(limit):
+            hidden_BTD = self.target.forward(torch.tensor([ids])).hidden_BTD
+            logprob_V = self.target.logits(hidden_BTD[0, -1]).float().log_softmax(-1)
+            token = int(logprob_V.argmax())
+            if self.temperature:
+                token = int(torch.multinomial((logprob_V / self.temperature).exp(), 1, generator=generator))
+            ids.append(token)
+            logprobs.append(float(logprob_V[token]))
+            if token in self.target.eos_token_ids:
+                break
+        return ids[len(prompt_ids) :], logprobs
+
+    def _count(self, num_tokens: int, reply: dict[str, Any], choice: dict[str, Any], body: dict[str, Any]) -> None:
+        """The counters that vLLM keeps, and what both report of one request."""
+        left, steps = num_tokens, []
+        while left > 0:
+            accepted = self.accepted[len(steps) % len(self.accepted)] if self.accepted else 0
+            steps.append(min(accepted, left - 1))
+            left -= steps[-1] + 1
+        with self._lock:
+            if self.accepted:
+                self.counters["drafts"] += len(steps)
+                self.counters["accepted"] += sum(steps)
+                for position in range(max(self.accepted)):
+                    self.counters[f"position {position}"] += sum(step > position for step in steps)
+            self.counters["tokens"] += num_tokens
+        if self.with_request_metrics and self.accepted:
+            histogram = [steps.count(k) for k in range(max(self.accepted) + 1)]
+            stats = {"mean_acceptance_length": 1 + sum(steps) / len(steps), "acceptance_histogram": histogram}
+            reply["metrics"] = {"speculative_decoding": stats | {"num_spec_steps": len(steps)}}
+        if body.get("return_meta_info") and self.style == "sglang":
+            choice["meta_info"] = (
+                {"completion_tokens": num_tokens, "spec_verify_ct": len(steps)} if self.accepted else {}
+            )
+
+    def _metrics(self) -> str:
+        labels = 'engine="0",model_name="tiny"'
+        lines = [f"vllm:generation_tokens_total{{{labels}}} {float(self.counters['tokens'])}"]
+        if self.accepted:
+            lines += [
+                "# TYPE vllm:spec_decode_num_drafts_total counter",
+                f"vllm:spec_decode_num_drafts_total{{{labels}}} {float(self.counters['drafts'])}",
+                f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} {float(self.counters['accepted'])}",
+            ]
+            for position in range(max(self.accepted)):
+                value = float(self.counters[f"position {position}"])
+                name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+                lines.append(f'{name}{{{labels},position="{position}"}} {value}')
+        return "\n".join(lines) + "\n" if self.style == "vllm" else ""
+
+
+@contextmanager
+def running(server: EngineServer) -> Iterator[EngineServer]:
+    """Serve on a loopback port, and stop at the end."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            status, reply = server.post(self.path, body)
+            self._send(status, json.dumps(reply))
+
+        def do_GET(self) -> None:
+            self._send(200, server.get(self.path))
+
+        def _send(self, status: int, text: str) -> None:
+            data = text.encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Keep the test's output quiet."""
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.url = f"http://127.0.0.1:{http.server_address[1]}"
+    threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield server
+    finally:
+        http.shutdown()
+        http.server_close()

@@ -1,0 +1,182 @@
+"""Token ids, reasoning and tool calls of other engines; and whether a server runs the target."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafter.data.formats import read_rows
+from drafter.data.prepare import TokenizeOptions, tokenize_file
+from drafter.data.tokenize import ConversationEncoder
+from drafter.distill.client import Client, read_reply
+from drafter.distill.endpoint import Endpoint
+from drafter.distill.local import distill
+from drafter.distill.same_model import Comparison, compare_models
+from drafter.targets.target import Target
+from tests.data.tiny import CHAT_TEMPLATE, chat, tiny_tokenizer, write_jsonl
+from tests.distill.engine_server import EngineServer, running
+from tests.distill.test_endpoint import FakeServer
+from tests.serving.live import live_server
+from tests.serving.tiny import tiny_target as served_target
+from tests.training.fakes import make_target
+
+PROMPTS = [chat("Why 15?"), chat("Why 16?")]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return make_target()
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+
+
+def compare(engine: EngineServer, target: Target) -> Comparison:
+    with running(engine):
+        return compare_models(Client(engine.url), "tiny", target, PROMPTS)
+
+
+@pytest.mark.parametrize("style", ["vllm", "sglang", "plain", "strict"])
+def test_the_target_itself_has_no_difference(target: Target, style: str) -> None:
+    found = compare(EngineServer(target, style), target)
+    assert found.prompt == "same" and found.lines() == []
+    assert found.num_tokens > (4 if style in ("vllm", "sglang") else 0) and found.num_other_picks == 0
+    assert found.difference == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"template": CHAT_TEMPLATE.replace("<|user|>", "Q: ")},
+            "chat template: from prompt token 1 on the server reads",
+        ),
+        ({"extra_ids": (0,)}, "special tokens: from prompt token 1 on"),
+        ({"extra_ids": (0,), "style": "plain"}, "chat template or special tokens: the server counts"),
+        ({"temperature": 3.0}, "sampling parameters: "),
+    ],
+)
+def test_one_difference_is_named(target: Target, changes: dict, line: str) -> None:
+    found = compare(EngineServer(target, **changes), target)
+    assert len(found.lines()) == 1 and found.lines()[0].startswith(line), found
+
+
+def noisy(target: Target, share: float) -> Target:
+    """The same model with rounded weights: off by a share of each matrix' size."""
+    other = make_target()
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(1)
+        for weight in other.model.parameters():
+            weight.add_(torch.randn_like(weight) * weight.std() * share) if weight.ndim > 1 else None
+    return Target.from_model(other.model, other.tokenizer, name="other")
+
+
+def test_rounded_weights_and_another_model(target: Target) -> None:
+    rounded = compare(EngineServer(noisy(target, 0.1)), target)
+    assert rounded.is_rounded and not rounded.is_other_model
+    assert any(line.startswith("dtype or quantisation: log-probabilities differ by") for line in rounded.lines())
+    assert compare(EngineServer(noisy(target, 3.0)), target).is_other_model
+
+
+def test_our_own_server_runs_its_target() -> None:
+    with live_server() as live:
+        found = compare_models(Client(live.url), "tiny", served_target(), PROMPTS)
+    assert found.prompt == "same" and not found.lines() and found.num_tokens > 0
+    assert found.difference == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize("style", ["vllm", "sglang"])
+def test_rows_hold_the_engines_own_tokens(target: Target, style: str, tmp_path: Path) -> None:
+    """Another template on the server: training sees what the server saw, and the difference is counted."""
+    prompts = write_jsonl(tmp_path / "p.jsonl", [{"id": str(i), "prompt": f"Why {i}?"} for i in range(6)])
+    template = CHAT_TEMPLATE.replace("<|user|>", "Q: ")
+    with running(EngineServer(target, style, template=template)) as engine:
+        endpoint = Endpoint(engine.url, "tiny", concurrency=2)
+        options = {"endpoint": endpoint, "progress": False, "max_new_tokens": 9}
+        distill(None, prompts, tmp_path / "out.jsonl", num_prompts=4, **options)
+        with pytest.raises(ValueError, match="written with prompts"):
+            distill(None, prompts, tmp_path / "out.jsonl", **options)
+        assert distill(None, prompts, tmp_path / "out.jsonl", num_prompts=4, **options).num_new == 0
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    tokenizer = tiny_tokenizer(template)
+    store, report = tokenize_file(
+        str(tmp_path / "out.jsonl"), tiny_tokenizer(), TokenizeOptions(), target_name="tiny", progress=False
+    )
+    assert report.num_kept == report.num_other_prompts == 4
+    assert "4 rows whose prompt has other tokens than the target's chat template gives" in report.lines()
+    for number, row in enumerate(rows):
+        asked = tokenizer.apply_chat_template(row["messages"][:-1], add_generation_prompt=True)["input_ids"]
+        assert row["prompt_token_ids"] == asked and target.decode(row["token_ids"]) == row["messages"][-1]["content"]
+        token_T, loss_mask_T = store.row(number)
+        assert token_T.tolist() == asked + row["token_ids"]
+        assert loss_mask_T.tolist() == [False] * len(asked) + [True] * len(row["token_ids"])
+
+
+def test_a_server_without_the_field_is_asked_once(target: Target, tmp_path: Path) -> None:
+    prompts = write_jsonl(tmp_path / "p.jsonl", [{"id": str(i), "prompt": f"Why {i}?"} for i in range(6)])
+    with running(EngineServer(target, "strict")) as engine:
+        endpoint = Endpoint(engine.url, "tiny", concurrency=1, retries=0)
+        report = distill(None, prompts, tmp_path / "o.jsonl", endpoint=endpoint, progress=False, max_new_tokens=4)
+    assert report.num_new == 6 and report.num_refused == 0
+    assert sum("return_token_ids" in body for body in engine.bodies) == 1
+    assert "token_ids" not in json.loads((tmp_path / "o.jsonl").read_text().splitlines()[0])
+
+
+# As Qwen 3's: reasoning and calls of the last turn, arguments as JSON.
+PARTS_TEMPLATE = CHAT_TEMPLATE.replace(
+    "'<|bot|>\n' + m['content'] + '<|end|>\n'",
+    "'<|bot|>\n' + ('[think]' + m['reasoning_content'] + '[/think]' if m['reasoning_content'] else '') + m['content']"
+    " + (m['tool_calls'] | map(attribute='function') | map('tojson') | join(' ') if m['tool_calls'] else '')"
+    " + '<|end|>\n'",
+)
+CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+
+
+@pytest.mark.parametrize("reasoning_key", ["reasoning", "reasoning_content"])
+def test_reasoning_and_tool_calls_are_trained_on_as_the_template_makes_them(tmp_path: Path, reasoning_key: str) -> None:
+    server = FakeServer()
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    prompts = write_jsonl(tmp_path / "p.jsonl", [{"id": "a", "prompt": "Rain?", "tools": tools}])
+    message = {"role": "assistant", "content": None, reasoning_key: "Let me look.", "tool_calls": [CALL]}
+    server.reply = lambda body, count: (
+        200, {"choices": [{"message": message, "finish_reason": "tool_calls"}], "usage": {"completion_tokens": 7}}, {}
+    )  # fmt: skip
+    distill(None, prompts, tmp_path / "o.jsonl", endpoint=Endpoint(server.url, "m"), progress=False)
+    server.close()
+    assert server.bodies[0]["tools"] == tools
+    (row,) = read_rows(tmp_path / "o.jsonl")
+    assert row.tools == tuple(tools) and row.messages[-1]["reasoning_content"] == "Let me look."
+    assert row.messages[-1]["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo"}
+    tokenizer = tiny_tokenizer(PARTS_TEMPLATE)
+    (encoded,) = ConversationEncoder(tokenizer, name="tiny").encode([row])
+    trained = [token for token, is_trained in zip(encoded.token_ids, encoded.loss_mask, strict=True) if is_trained]
+    answer = '[think]Let me look.[/think]{"name": "weather", "arguments": {"city": "Oslo"}}<|end|>'
+    assert tokenizer.decode(trained) == answer
+
+    forgetful = ConversationEncoder(tiny_tokenizer(), name="tiny")
+    assert not list(forgetful.encode([row]))
+    assert any("drops reasoning or tool calls" in reason for reason in forgetful.report.failures)
+
+
+def test_tokens_outside_the_vocabulary_are_no_rows(tmp_path: Path) -> None:
+    rows = [{"prompt_token_ids": [5, 6], "token_ids": [7, 10**6]}, {"prompt_token_ids": [5, 6], "token_ids": [7]}]
+    encoder = ConversationEncoder(tiny_tokenizer(), name="tiny")
+    (kept,) = encoder.encode(read_rows(write_jsonl(tmp_path / "t.jsonl", rows)))
+    assert kept.token_ids == [5, 6, 7] and encoder.report.num_failed == 1
+    bad = write_jsonl(tmp_path / "bad.jsonl", [{"prompt_token_ids": [5, "a"], "token_ids": [7]}])
+    with pytest.raises(ValueError, match="prompt_token_ids must be an array of token ids"):
+        list(read_rows(bad))
+
+
+def test_a_reply_is_read_in_every_form() -> None:
+    choice = {"text": "ab", "logprobs": {"tokens": ["a", "b"], "token_logprobs": [-1, -2]}, "finish_reason": "stop"}
+    reply = read_reply({"choices": [choice | {"response_token_ids": [3, 4], "prompt_token_ids": [1]}]})
+    assert reply.text == "ab" and reply.token_ids == [3, 4] and reply.prompt_ids == [1]
+    assert reply.logprobs == [("a", -1.0), ("b", -2.0)] and reply.num_tokens == 0
+    for broken in ({"choices": []}, [], {"choices": [{"message": "x"}]}):
+        with pytest.raises(ValueError, match="the reply is no completion"):
+            read_reply(broken)
