@@ -1,4 +1,4 @@
-"""`drafter serve`: load, listen, and end well."""
+"""`drafter serve`: load a target and serve over HTTP."""
 
 import contextlib
 import os
@@ -14,18 +14,17 @@ def serve(options: ServeOptions) -> int:
     with _ending_at_once():
         from drafter.engine.follow import lead_or_follow
         from drafter.engine.options import load_models
-        from drafter.serving.listen import bind, listen
-        from drafter.serving.loading import api_keys_of, load_engine
+        from drafter.serving.listen import bind, listen, load_engine
         from drafter.targets.parallel import leads
 
         if options.tensor_parallel > 1 and not leads():
             return _follow(options)
-        socket = bind(options.host, options.port)  # before the model is loaded: a taken port should not cost a minute
+        socket = bind(options.host, options.port)  # before the slow loading, so that a taken port is reported at once
         with socket:
             models = load_models(options)
 
             def work() -> int:
-                return listen(socket, load_engine(options, models), options, api_keys=api_keys_of(options))
+                return listen(socket, load_engine(options, models), options)
 
             return lead_or_follow(models, work) or 0
 
@@ -44,14 +43,14 @@ def _follow(options: ServeOptions) -> int:
 
 @contextlib.contextmanager
 def _ending_at_once() -> Iterator[None]:
-    """Until the server's own handlers take over, SIGTERM and Ctrl-C end the process with code 0."""
+    """SIGTERM and Ctrl-C end the process with code 0 until the server sets its own handlers."""
 
     def end(number: int, _: object) -> None:
-        # No exception: a library that loads the model could catch one, and threads that read files would be waited for.
+        # Not by an exception: a library could catch the exception, and Python would wait for threads that read files.
         os.write(2, f"drafter: told to stop ({signal.Signals(number).name}) before the server was up\n".encode())
         os._exit(0)
 
-    if threading.current_thread() is not threading.main_thread():  # others may not set handlers
+    if threading.current_thread() is not threading.main_thread():  # other threads may not set handlers
         yield
         return
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}

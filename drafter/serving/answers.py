@@ -1,6 +1,8 @@
-"""What goes out: the OpenAI API's objects, made of an engine's news."""
+"""Responses: the OpenAI API's objects, made from the engine's deltas."""
 
 import codecs
+import copy
+import re
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -8,16 +10,68 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from drafter.engine.outputs import StepTree
-from drafter.serving.calls import Delta
-from drafter.serving.names import TokenNames
-from drafter.serving.pieces import Piece
+from drafter.serving.calls import Delta, Piece
 
-_LEAST_LOGPROB = -9999.0  # JSON has no minus infinity; the API writes this
+_LEAST_LOGPROB = -9999.0  # the API writes this number for minus infinity, which JSON lacks
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_WORD_START = "\u2581"  # SentencePiece writes a leading space as this character
+_REPLACEMENT = "\ufffd"
+
+
+class TokenNames:
+    """Bytes and printable names of token ids, cached. Not thread-safe; owns a copy of the tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self._bytes: dict[int, bytes] = {}
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes that the token adds to a text; the bytes of some tokens are part of a character."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._find_bytes(token_id)
+        return found
+
+    def name_of(self, token_id: int) -> str:
+        """The token's text; as in the API ``bytes:\\xe2\\x80`` where the bytes are no whole characters."""
+        raw = self.bytes_of(token_id)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        piece = self._tokenizer.convert_ids_to_tokens(token_id)
+        if not isinstance(piece, str):
+            return str(text).encode()  # an id past the tokenizer's last: the output matrix may be larger
+        single = _BYTE_PIECE.fullmatch(piece)
+        if single:
+            return bytes([int(single[1], 16)])
+        if all(char in _BYTE_OF for char in piece):
+            raw = bytes(_BYTE_OF[char] for char in piece)
+            # The tokenizer's own decoding shows whether the piece is written in the byte alphabet.
+            if raw.decode("utf-8", "replace") == text:
+                return raw
+        if _REPLACEMENT not in text and piece.startswith(_WORD_START) and not text.startswith(" "):
+            return (" " + text).encode()  # decoding a list strips the space of its first word
+        return str(text).encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Characters of byte-level tokenizers, by byte: printable bytes as themselves, other bytes from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
 
 
 @dataclass(frozen=True)
 class Model:
-    """What answers say about who made them."""
+    """Fields about the model that every response carries."""
 
     name: str
     fingerprint: str
@@ -26,23 +80,23 @@ class Model:
 
 @dataclass
 class _Choice:
-    """One answer as far as it has come."""
+    """The generated part of one answer."""
 
     text: str = ""
     pieces: list[Piece] = field(default_factory=list)
     last: Delta | None = None
-    num_chars: int = 0  # of the tokens so far, for offsets
+    num_chars: int = 0  # characters of the tokens so far, for offsets
     decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
 
 
 class Answer:
-    """One request's answer in the API's objects, whole or in chunks; one subclass for each endpoint.
+    """The response to one request, whole or in chunks. Each endpoint has a subclass.
 
     Args:
-        model: who answers.
-        prompt_lengths: tokens of each prompt; a prompt has ``num_choices`` answers, next to each other.
-        num_choices: n.
-        wants_logprobs, wants_details, wants_usage: what the client asked for.
+        model: the model that answers.
+        prompt_lengths: tokens of each prompt. The ``num_choices`` answers to a prompt stand next to each other.
+        num_choices: the request's ``n``.
+        wants_logprobs, wants_details, wants_usage: parts that the client asked for.
     """
 
     prefix: str
@@ -76,14 +130,14 @@ class Answer:
         return iter(())
 
     def chunks(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        """Chunks for a step's news; none when nothing may be shown yet."""
+        """Chunks for a delta; no chunk when no text may be shown yet."""
         choice = self._choices[delta.place]
         choice.last = delta
         if delta.text or delta.pieces or delta.finish_reason or (self._wants_details and delta.tree):
             yield self._chunk([self._chunk_choice(delta, choice)])
 
     def closing(self) -> Iterator[dict[str, Any]]:
-        """Chunks behind the last answer."""
+        """Chunks after the last answer."""
         if self._wants_usage:
             yield self._chunk([]) | {"usage": self.usage()}
 
@@ -97,14 +151,14 @@ class Answer:
     # -- whole -----------------------------------------------------------------------------------------------------
 
     def collect(self, delta: Delta) -> None:
-        """Take in a step's news."""
+        """Add a delta."""
         choice = self._choices[delta.place]
         choice.text += delta.text
         choice.pieces += delta.pieces
         choice.last = delta
 
     def whole(self) -> dict[str, Any]:
-        """The whole answer, when all has been collected."""
+        """The whole response, after the last delta."""
         choices = [self._whole_choice(index, choice) for index, choice in enumerate(self._choices)]
         return self._envelope(self.whole_object) | {"choices": choices, "usage": self.usage()}
 
@@ -114,7 +168,7 @@ class Answer:
     # -- parts -----------------------------------------------------------------------------------------------------
 
     def usage(self) -> dict[str, Any]:
-        """Tokens in and out; a prompt counts once, however many answers it gets."""
+        """Numbers of prompt tokens and generated tokens; a prompt with several answers counts once."""
         firsts = [choice.last for choice in self._choices[:: self._num_choices]]
         prompt = sum(self._prompt_lengths)
         completion = sum(choice.last.num_tokens for choice in self._choices if choice.last)
@@ -135,7 +189,7 @@ class Answer:
         }
 
     def _details(self, pieces: list[Piece], delta: Delta | None) -> dict[str, Any]:
-        """``details``, this server's own addition: where the tokens came from."""
+        """The field ``details``, an extension of this server: the tokens, and which tokens were drafted."""
         if not self._wants_details or delta is None:
             return {}
         details = {
@@ -158,14 +212,14 @@ class Answer:
 
 
 class ChatAnswer(Answer):
-    """``/v1/chat/completions``."""
+    """Response of ``/v1/chat/completions``."""
 
     prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
     def opening(self) -> Iterator[dict[str, Any]]:
-        """Who speaks, once for each answer."""
+        """A chunk with the role for each answer."""
         for index in range(len(self._choices)):
             delta = {"role": "assistant", "content": ""}
             yield self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
@@ -207,7 +261,7 @@ class ChatAnswer(Answer):
 
 
 class CompletionAnswer(Answer):
-    """``/v1/completions``."""
+    """Response of ``/v1/completions``."""
 
     prefix = "cmpl"
     whole_object = "text_completion"
@@ -231,7 +285,7 @@ class CompletionAnswer(Answer):
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, pieces: list[Piece], choice: _Choice) -> dict[str, Any]:
-        """The older form: parallel lists; offsets are characters from the beginning of the answer."""
+        """Log-probabilities as parallel lists, the older form; offsets count from the start of the answer."""
         name_of = self._model.names.name_of
         found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for piece in pieces:

@@ -1,7 +1,11 @@
-"""The web application: the OpenAI API's endpoints, health, metrics and a page to try it all."""
+"""The web application: the OpenAI API's endpoints, health, metrics, a chat page, and the guard in front of them."""
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+import hashlib
+import hmac
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -10,11 +14,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from drafter.engine.engine import Engine
-from drafter.serving.guard import Guard
+from drafter.serving.options import ServeOptions
 from drafter.serving.protocol import ApiError, ChatRequest, CompletionRequest, ErrorBody, error_of
-from drafter.serving.server import Server, ServerSettings
+from drafter.serving.server import Server
+from drafter.serving.stream import CLOSED_BY_CLIENT, OUTCOME
+from drafter.serving.worker import Metrics
 
 _Responses = dict[int | str, dict[str, Any]]
 _ERRORS: _Responses = {status: {"model": ErrorBody} for status in (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)}
@@ -23,19 +30,22 @@ _PAGE_POLICY = (
     "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+_BODY_SECONDS = 30.0
+_GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
+_OUTCOME_OF = {401: "unauthorized", 429: "overloaded", 503: "overloaded", 504: "timed_out", CLOSED_BY_CLIENT: "hung_up"}
 
 
-def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
+def create_app(engine: Engine, options: ServeOptions) -> FastAPI:
     """The application around an engine; ``app.state.server`` is its :class:`Server`.
 
     Args:
-        engine: with ``max_length`` set; nobody else may use it from now on.
-        settings: names and limits.
+        engine: an engine with ``max_length``. Only the application may use the engine from now on.
+        options: names and limits.
 
     Raises:
-        ValueError: the target has no tokenizer, or the engine no fixed row size.
+        ValueError: the target has no tokenizer, or the engine has no fixed row size.
     """
-    server = Server(engine, settings)
+    server = Server(engine, options)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -45,13 +55,9 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
 
     app = FastAPI(title="Drafter", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
-    app.add_middleware(
-        Guard, api_keys=settings.api_keys, max_body_bytes=settings.max_body_bytes, metrics=server.metrics
-    )
-    if settings.cors_origins:  # outermost, so that errors are readable for pages as well
-        app.add_middleware(
-            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
-        )
+    app.add_middleware(Guard, api_keys=options.api_keys, max_body_bytes=options.max_body_bytes, metrics=server.metrics)
+    if options.cors_origin:  # the outermost layer, so that pages can read errors as well
+        app.add_middleware(CORSMiddleware, allow_origins=options.cors_origin, allow_methods=["*"], allow_headers=["*"])
     _add_error_handlers(app)
     _add_generation(app, server)
     _add_rest(app, server)
@@ -104,20 +110,20 @@ def _add_rest(app: FastAPI, server: Server) -> None:
 
     @app.get("/v1/models/{name:path}", responses={401: _ERRORS[401], 404: _ERRORS[404]})
     async def model(name: str) -> Mapping[str, Any]:
-        if name != server.settings.model_name:
+        if name != server.model.name:
             raise ApiError(404, f"model {name!r} is not served here", param="model", code="model_not_found")
         return server.model_card
 
     @app.get("/health", responses={503: {}})
     async def health() -> Response:
-        """Alive: 503 when only a restart helps. ``tokenization`` is ``stuck`` while one text holds up the others."""
+        """Liveness: 503 when only a restart helps. ``tokenization`` is ``stuck`` while one text delays the others."""
         is_alive = server.worker.state != "dead"
         status = {"status": "ok" if is_alive else "dead", "tokenization": server.encoder.state}
         return JSONResponse(status, 200 if is_alive else 503)
 
     @app.get("/ready", responses={503: {}})
     async def ready() -> Response:
-        """Ready for requests: 503 while starting and while shutting down."""
+        """Readiness: 503 while the server starts and while the server shuts down."""
         state = server.worker.state
         return JSONResponse({"status": state}, 200 if state == "ready" else 503)
 
@@ -128,3 +134,135 @@ def _add_rest(app: FastAPI, server: Server) -> None:
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def index() -> Response:
         return HTMLResponse(page, headers={"Content-Security-Policy": _PAGE_POLICY, "Cache-Control": "no-cache"})
+
+
+class Guard:
+    """ASGI middleware that checks key, type, size and pace of every request under ``/v1``, and counts outcomes.
+
+    Args:
+        app: the application behind the guard.
+        api_keys: a request needs one of these keys; without any, no request needs a key.
+        max_body_bytes: size limit. The guard refuses a larger body before its end.
+        metrics: counters of the server.
+    """
+
+    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], max_body_bytes: int, metrics: Metrics) -> None:
+        self._app = app
+        self._digests = [_digest(key.encode()) for key in api_keys]
+        self._max_body_bytes = max_body_bytes
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check a request, then call the application."""
+        if scope["type"] == "http" and _header(scope, b"content-length") and _header(scope, b"transfer-encoding"):
+            # A proxy may see another end of the body, and so another next request.
+            error = ApiError(400, "the request has both Content-Length and Transfer-Encoding: send one of them")
+            await _send_error(error, send, closes=True)
+            return
+        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+            await self._app(scope, receive, send)
+            return
+        status = 500
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            try:
+                self._check_key(scope)
+                body = await self._read_body(scope, receive) if scope["method"] == "POST" else None
+            except ApiError as error:
+                await _send_error(error, watched)
+            except ConnectionError:
+                status = CLOSED_BY_CLIENT
+            else:
+                await self._app(scope, receive if body is None else _replay(body, receive), watched)
+        finally:
+            if scope["path"] in _GENERATION_PATHS and scope["method"] == "POST":
+                outcome = scope.get(OUTCOME) or _OUTCOME_OF.get(status)
+                if outcome is None:
+                    outcome = "completed" if status < 400 else "refused" if status < 500 else "failed"
+                self._metrics.requests.labels(outcome).inc()
+
+    def _check_key(self, scope: Scope) -> None:
+        if not self._digests:
+            return
+        kind, _, key = _header(scope, b"authorization").partition(b" ")
+        # All digests are compared, and have one length, so the time reveals nothing about a key.
+        given = _digest(key.strip())
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        if kind.lower() != b"bearer" or not any(matches):
+            raise ApiError(
+                401, "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'", code="invalid_api_key"
+            )
+
+    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
+        """The whole body of a request.
+
+        Raises:
+            ApiError: the body is too large, too slow, or not JSON.
+            ConnectionError: the client left.
+        """
+        kind = _header(scope, b"content-type").partition(b";")[0].strip().lower()
+        if kind != b"application/json":
+            # A browser sends forms of other web sites without a question; their types are refused here.
+            raise ApiError(415, "the body must be JSON: send 'Content-Type: application/json'")
+        declared = _header(scope, b"content-length")
+        if declared.isdigit() and int(declared) > self._max_body_bytes:
+            raise self._too_large()
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ConnectionError
+                    part = message.get("body", b"")
+                    size += len(part)
+                    if size > self._max_body_bytes:
+                        raise self._too_large()
+                    parts.append(part)
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {_BODY_SECONDS:.0f} seconds") from None
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large")
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A ``receive`` that returns the body once, and then the client's messages: only a hang-up can follow."""
+    is_first = True
+
+    async def replayed() -> Message:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await receive()
+
+    return replayed
+
+
+async def _send_error(error: ApiError, send: Send, *, closes: bool = False) -> None:
+    body = json.dumps(error.body).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if closes or error.status in (408, 413):
+        headers.append((b"connection", b"close"))  # the rest of the body is not read
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,9 +1,9 @@
 """Prompts to token ids in a process that can be killed: a chat template is a program of the model's author.
 
-A thread that renders a template cannot be stopped, and its memory cannot be bounded. So a child process of the server
-loads the tokenizer and forks workers, one at a time. A worker has a limit of memory, and an alarm of the system ends
-the worker when a request takes too long. The child then tells the server why, and forks the next worker within
-milliseconds. One line of JSON goes in for each request, one line comes out.
+A thread that renders a template cannot be stopped, and its memory cannot be limited. So a child process of the server
+loads the tokenizer and forks workers, one at a time. A worker has a memory limit, and a system alarm ends a worker
+whose request takes too long. The child then reports the cause to the server and forks the next worker within
+milliseconds. The processes exchange one line of JSON for each request and one for each result.
 """
 
 import asyncio
@@ -21,23 +21,23 @@ from typing import Any
 from drafter.serving.protocol import ApiError
 from drafter.targets.chat import encode_chat, encode_text, load_saved_tokenizer
 
-MAX_SECONDS = 10.0  # for one request; a text of two megabytes takes one
-_STUCK_SECONDS = 2.0  # of one request, from when on `/health` reports it
-_WORKER_BYTES = 1 << 30  # that a worker may add to what the loaded tokenizer takes
-_CHARS_LOOKED_AT = 16  # for each token of a row; text has about four
-_LINE_BYTES = 1 << 28  # of an answer: more than any row's token ids
+MAX_SECONDS = 10.0  # limit for one request; a text of two megabytes takes one second
+_STUCK_SECONDS = 2.0  # `/health` reports a request that takes longer
+_WORKER_BYTES = 1 << 30  # memory limit of a worker, beyond the memory of the loaded tokenizer
+_CHARS_LOOKED_AT = 16  # for each token of a row; text has about four characters a token
+_LINE_BYTES = 1 << 28  # limit of one result, larger than the token ids of any row
 _START_SECONDS = 120.0
 _PAGES = Path("/proc/self/statm")
 
 
 class Encoder:
-    """Token ids of prompts, from a child process; belongs to the event loop.
+    """Makes token ids of prompts in a child process. Only the event loop uses the encoder.
 
     Args:
-        tokenizer: written to a folder of its own, from which the child reads it.
-        name: of the target, for messages.
-        max_length: tokens of a row; a text that cannot fit is refused before all of it is tokenized.
-        escape_special_tokens: special tokens in clients' texts are read as plain text.
+        tokenizer: the tokenizer; the encoder saves the tokenizer to a folder for the child.
+        name: name of the target, for messages.
+        max_length: tokens of a row. A text that cannot fit is refused before the whole text is tokenized.
+        escape_special_tokens: read special tokens in clients' texts as plain text.
     """
 
     def __init__(self, tokenizer: Any, name: str, max_length: int, *, escape_special_tokens: bool = False) -> None:
@@ -55,7 +55,7 @@ class Encoder:
         return "stuck" if is_stuck else "ok"
 
     async def start(self) -> None:
-        """Start the child; return when the tokenizer is loaded. OSError when the child does not start."""
+        """Start the child; return when the child has loaded the tokenizer (OSError when the child does not start)."""
         if self._process is not None and self._process.returncode is None:
             return
         if self._folder is None:
@@ -70,7 +70,7 @@ class Encoder:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", "from drafter.serving.encoder import run_child; run_child()", setup,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment, limit=_LINE_BYTES,
-            start_new_session=True,  # Ctrl-C is the server's: running requests are finished
+            start_new_session=True,  # Ctrl-C reaches the server alone, which finishes running requests
         )  # fmt: skip
         assert self._process.stdout is not None
         async with asyncio.timeout(_START_SECONDS):
@@ -87,24 +87,24 @@ class Encoder:
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # the worker as well, whatever it does
+                os.killpg(process.pid, signal.SIGKILL)  # the group holds the worker as well
             await process.wait()
 
     async def chat(self, messages: list[dict[str, str]], seconds: float) -> list[int]:
         """Token ids of a conversation.
 
         Raises:
-            ApiError: 400 where the template refuses the messages, breaks, takes too long or too much memory, and for a
-                text that is far too long; 504 when the request's ``seconds`` are over first.
+            ApiError: 400 where the template refuses the messages, fails, or takes too much time or memory, and for a
+                text that is far too long; 504 when the request's ``seconds`` end before.
         """
         return await self._ask("messages", {"messages": messages}, seconds)
 
     async def prompt(self, prompt: str | list[int], seconds: float) -> list[int]:
-        """Token ids of a raw prompt, as :meth:`chat`; lists are taken as they are."""
+        """Token ids of a raw prompt, with the errors of :meth:`chat`. A list of token ids is returned unchanged."""
         return prompt if isinstance(prompt, list) else await self._ask("prompt", {"prompt": prompt}, seconds)
 
     async def _ask(self, param: str, request: dict[str, Any], seconds: float) -> list[int]:
-        # Shielded: a client that leaves must not leave its answer in the pipe for the next one.
+        # Shielded: the result of a client that leaves must not stay in the pipe for the next client.
         exchange = asyncio.ensure_future(asyncio.shield(self._exchange(request | {"seconds": MAX_SECONDS})))
         try:
             answer = await asyncio.wait_for(exchange, max(0.0, seconds))
@@ -124,11 +124,11 @@ class Encoder:
                 self._busy_since = time.monotonic()
                 self._process.stdin.write(json.dumps(request).encode() + b"\n")
                 await self._process.stdin.drain()
-                async with asyncio.timeout(2 * MAX_SECONDS):  # the worker's own alarm comes long before
+                async with asyncio.timeout(2 * MAX_SECONDS):  # the worker's own alarm comes before
                     line = await self._process.stdout.readline()
                 return dict(json.loads(line))
             except (OSError, ValueError, TimeoutError):
-                # The child is gone: the next request starts another.
+                # The child has ended; the next request starts another child.
                 await self._kill()
                 return {"status": 503, "error": "the tokenizer's process ended: try again later"}
             finally:
@@ -139,9 +139,9 @@ class Encoder:
 
 
 def run_child() -> None:
-    """Load the tokenizer, then fork workers until the server closes the pipe."""
+    """Load the tokenizer; fork workers until the server closes the pipe."""
     answers = os.dup(1)
-    os.dup2(2, 1)  # whatever prints goes to the error stream
+    os.dup2(2, 1)  # printed text goes to the error stream
     setup = json.loads(sys.argv[1])
     tokenizer = load_saved_tokenizer(setup["folder"], trust_remote_code=setup["trust_remote_code"])
     longest = max(map(len, tokenizer.get_vocab()))
@@ -159,14 +159,14 @@ def run_child() -> None:
 
 
 def _work(tokenizer: Any, setup: dict[str, Any], longest: int, answers: int) -> None:
-    """Answer requests until the pipe is closed; never returns."""
+    """Answer requests until the pipe is closed, then end the process."""
     if _PAGES.exists():  # Linux
         most = int(_PAGES.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + _WORKER_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     requests = os.fdopen(os.dup(0), "rb")
     while line := requests.readline():
         request = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, request["seconds"])  # SIGALRM ends the process, also within C
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"])  # SIGALRM ends the process even within C code
         try:
             answer: dict[str, Any] = _encode(tokenizer, setup, longest, request)
         except MemoryError:
@@ -184,7 +184,7 @@ def _failed(setup: dict[str, Any], reason: str) -> dict[str, Any]:
 
 
 def _encode(tokenizer: Any, setup: dict[str, Any], longest: int, request: dict[str, Any]) -> dict[str, Any]:
-    """The answer to one request."""
+    """The result of one request."""
     max_length, escape = setup["max_length"], setup["escape"]
     messages = request.get("messages")
     texts = [turn["content"] for turn in messages] if messages is not None else [request["prompt"]]
@@ -192,7 +192,7 @@ def _encode(tokenizer: Any, setup: dict[str, Any], longest: int, request: dict[s
     start = _CHARS_LOOKED_AT * max_length
     is_hopeless = len(texts) > max_length or num_chars > longest * max_length
     if not is_hopeless and num_chars > start:
-        # The cut may split a word into more tokens than it has: a tenth more is certain.
+        # The cut may split a word into more tokens than the whole word has; a tenth is enough room.
         is_hopeless = len(encode_text(tokenizer, "".join(texts)[:start])) > 1.1 * max_length + 16
     if is_hopeless:
         error = f"the prompt is far longer than the context of {max_length} tokens: shorten it"

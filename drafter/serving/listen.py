@@ -1,29 +1,63 @@
-"""The server process: a socket, uvicorn, signals, and an exit code."""
+"""The server process: engine, socket, HTTP, signals, and exit code."""
 
 import asyncio
 import contextlib
+import json
 import logging
 import signal
 import socket as sockets
 from collections.abc import Iterator
+from typing import Any
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from drafter.engine.engine import Engine
+from drafter.engine.memory import available_bytes, cache_bytes
+from drafter.engine.options import Models, load_models
 from drafter.serving.app import create_app
-from drafter.serving.http import ApiProtocol
-from drafter.serving.options import ServeOptions
-from drafter.serving.server import Server, ServerSettings
+from drafter.serving.options import DEFAULT_CONTEXT, ServeOptions
+from drafter.serving.protocol import ApiError
+from drafter.serving.server import Server
 
 _log = logging.getLogger("drafter.serving")
 _LOOPBACK = ("127.", "::1", "localhost")
+HEADER_SECONDS = 20.0  # from the first byte, or the start of the connection, to the end of a request's headers
+
+
+def load_engine(options: ServeOptions, models: Models | None = None) -> Engine:
+    """The engine of a server, with its cache allocated; ``models`` are the loaded models, if they are loaded.
+
+    Raises:
+        ValueError: a model cannot be loaded, or the cache does not fit into memory.
+    """
+    models = models or load_models(options)
+    target = models.target
+    config, reason = models.choose(options, **options.engine_fields(min(target.max_length, DEFAULT_CONTEXT)))
+    _log.info("drafting: %s", reason)
+    engine = Engine(target, models.drafter, config, draft_model=models.draft_model)
+    num_slots = min(config.max_length or target.max_length, target.max_length) + engine.proposer.num_nodes
+    num_bytes = cache_bytes(target, config.max_rows, num_slots)
+    free = available_bytes(target.device)
+    try:
+        if free is not None and num_bytes > free:  # Linux would grant the memory, and kill the process later
+            raise MemoryError
+        engine.reserve(num_slots)
+    except (RuntimeError, MemoryError) as error:
+        raise ValueError(
+            f"the cache of {config.max_rows} rows of {num_slots} slots takes {num_bytes / 2**30:.1f} GiB, "
+            f"{'more than there is' if free is None else f'of which {free / 2**30:.1f} GiB are free'}: "
+            "lower --max-rows or --max-length"
+        ) from error
+    return engine
 
 
 def bind(host: str, port: int) -> sockets.socket:
     """A bound socket that does not listen yet.
 
     Raises:
-        OSError: the address is taken or not this machine's.
+        OSError: the address is taken, or no address of this machine.
     """
     try:
         family, kind, _, _, address = sockets.getaddrinfo(
@@ -43,39 +77,25 @@ def bind(host: str, port: int) -> sockets.socket:
     return socket
 
 
-def settings_of(options: ServeOptions, api_keys: tuple[str, ...]) -> ServerSettings:
-    """The part of the options that the application goes by."""
-    return ServerSettings(
-        model_name=options.served_name,
-        max_queue=options.max_queue,
-        request_timeout=options.request_timeout,
-        max_body_bytes=options.max_body_bytes,
-        api_keys=api_keys,
-        cors_origins=options.cors_origin,
-        escape_special_tokens=options.escape_special_tokens,
-    )
-
-
-def listen(socket: sockets.socket, engine: Engine, options: ServeOptions, *, api_keys: tuple[str, ...]) -> int:
-    """Serve until told to stop; the exit code: 0, or 1 when the engine broke."""
+def listen(socket: sockets.socket, engine: Engine, options: ServeOptions) -> int:
+    """Serve until a signal or a failure of the engine; return the exit code, 0 or 1."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    settings = settings_of(options, api_keys)
-    app = create_app(engine, settings)
+    app = create_app(engine, options)
     config = uvicorn.Config(
         app, log_config=None, access_log=False, log_level="warning", server_header=False, http=ApiProtocol
     )
     host, port = socket.getsockname()[:2]
-    if not api_keys and not host.startswith(_LOOPBACK):
-        _log.warning("anybody who reaches %s can use this server: give --api-key, or set DRAFTER_API_KEY", host)
+    if not options.api_keys and not host.startswith(_LOOPBACK):
+        _log.warning("every client that reaches %s can use this server: give --api-key, or set DRAFTER_API_KEY", host)
     place = f"[{host}]" if ":" in host else host
     rows = f"{engine.config.max_rows} rows of {engine.config.max_length} tokens"
-    news = f"{settings.model_name} on http://{place}:{port}/ ({rows}, {engine.config.method})"
-    return asyncio.run(_serve(config, socket, app.state.server, options.drain_seconds, news))
+    notice = f"{options.served_name} on http://{place}:{port}/ ({rows}, {engine.config.method})"
+    return asyncio.run(_serve(config, socket, app.state.server, options.drain_seconds, notice))
 
 
 class _Uvicorn(uvicorn.Server):
-    """Without signal handlers of its own, which would end the process by the signal instead of with code 0."""
+    """Uvicorn without its signal handlers, which would end the process by the signal instead of with code 0."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -83,7 +103,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 async def _serve(
-    config: uvicorn.Config, socket: sockets.socket, app_server: Server, drain_seconds: float, news: str
+    config: uvicorn.Config, socket: sockets.socket, app_server: Server, drain_seconds: float, notice: str
 ) -> int:
     server, worker = _Uvicorn(config), app_server.worker
     loop = asyncio.get_running_loop()
@@ -91,7 +111,7 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, is_told.set)
     told = asyncio.create_task(is_told.wait())
-    # The socket does not listen yet: nobody connects to a server whose engine cannot make a token.
+    # The socket does not listen yet, so no client connects before the engine has generated a token.
     starting = asyncio.create_task(app_server.start())
     await asyncio.wait({starting, told}, return_when=asyncio.FIRST_COMPLETED)
     has_failed = starting.done() and starting.exception() is not None
@@ -101,8 +121,8 @@ async def _serve(
         await app_server.encoder.close()
         if has_failed:
             starting.result()  # raises
-        return 0  # nobody waits for an answer yet
-    _log.info("%s", news)
+        return 0  # no client waits for an answer yet
+    _log.info("%s", notice)
     serving = asyncio.create_task(server.serve(sockets=[socket]))
     broken = asyncio.create_task(worker.ended.wait())
     await asyncio.wait({serving, told, broken}, return_when=asyncio.FIRST_COMPLETED)
@@ -119,10 +139,67 @@ async def _serve(
     server.should_exit = True
     for task in (told, broken):
         task.cancel()
-    # Whoever has been told of the end closes; a client that does not read cannot keep the process alive.
+    # A client that does not read its response must not keep the process alive.
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(5):
             await asyncio.shield(serving)
     server.force_exit = True
     await serving
     return 1 if worker.state == "dead" else 0
+
+
+class ApiProtocol(H11Protocol):
+    """One connection: limits the time of headers, refuses ambiguous bodies, and sends errors in the API's shape."""
+
+    _header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the timer for the first request."""
+        super().connection_made(transport)
+        self._header_timer = self.loop.call_later(HEADER_SECONDS, self._give_up)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timer."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Read bytes; start or stop the timer."""
+        super().data_received(data)
+        self._watch_headers()
+
+    def on_response_complete(self) -> None:
+        """Start the timer for a request whose first bytes came during this response."""
+        super().on_response_complete()
+        self._watch_headers()
+
+    def _watch_headers(self) -> None:
+        is_within_headers = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
+        if not is_within_headers:
+            self._stop_timer()
+        elif self._header_timer is None:
+            self._header_timer = self.loop.call_later(HEADER_SECONDS, self._give_up)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer bytes that are no HTTP with an error, and close the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._send_error(ApiError(400, "the request is no valid HTTP/1.1"))
+        self.transport.close()
+
+    def _give_up(self) -> None:
+        self._header_timer = None
+        if self.conn.our_state is h11.IDLE and self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._send_error(ApiError(408, f"the headers did not arrive within {HEADER_SECONDS:g} seconds"))
+        self.transport.close()
+
+    def _send_error(self, error: ApiError) -> None:
+        body = json.dumps(error.body).encode()
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        events: list[Any] = [h11.Response(status_code=error.status, headers=headers), h11.Data(data=body)]
+        for event in [*events, h11.EndOfMessage()]:
+            self.transport.write(self.conn.send(event) or b"")
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None

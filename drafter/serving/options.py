@@ -1,15 +1,16 @@
-"""Options of `drafter serve`, checked before anything is loaded. No torch here."""
+"""Options of `drafter serve`. The options are checked before a model is loaded, without torch."""
 
-import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from drafter.engine.options import DraftingOptions, ParallelOptions
 from drafter.utils.options import Options
-from drafter.utils.validate import require_int
+from drafter.utils.validate import require_int, require_number
 
 DEFAULT_CONTEXT = 4096  # tokens of a row, unless the target's own context is shorter
+KEY_VARIABLE = "DRAFTER_API_KEY"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,19 +87,25 @@ class ServeOptions(Options, ListenOptions, LimitOptions, DraftingOptions):
         require_int("prefill_chunk", self.prefill_chunk, low=1)
         if self.max_length is not None:
             require_int("max_length", self.max_length, low=2, high=2**24)
-        for name in ("request_timeout", "drain_seconds"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0 and (value > 0 or name == "drain_seconds")):
-                raise ValueError(f"--{name.replace('_', '-')} is {value} but must be a number of seconds")
+        require_number("request_timeout", self.request_timeout, above=0)
+        require_number("drain_seconds", self.drain_seconds, low=0)
+        if not all(key and key.isprintable() and " " not in key for key in self.api_keys):
+            raise ValueError("an API key is empty or holds blanks: give printable characters")
 
     @property
     def served_name(self) -> str:
-        """The name of the model for clients: for a folder or file its last part."""
+        """The name of the model for clients; the default for a folder or file is its last part."""
         is_path = Path(self.target).expanduser().exists() or self.target.startswith((".", "/", "~"))
         return self.model_name or (Path(self.target).name if is_path else self.target) or self.target
 
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        """The keys of the options and the key of the environment; without any, no request needs a key."""
+        variable = os.environ.get(KEY_VARIABLE, "").strip()
+        return (*self.api_key, *([variable] if variable else []))
+
     def engine_fields(self, max_length: int) -> dict[str, Any]:
-        """The engine's settings beside those of drafting; ``max_length``: tokens of a row where none were given."""
+        """The engine's settings other than drafting; ``max_length`` is used where the options give none."""
         return {
             "max_rows": self.max_rows,
             "max_length": self.max_length or max_length,

@@ -1,8 +1,8 @@
-"""What comes in: the OpenAI API's requests as this server takes them, and the API's shape of an error. No torch here.
+"""Requests and errors of the OpenAI API, without torch.
 
-Three kinds of fields. Those declared here are honoured. Those in ``REFUSED`` would change the answer in a way that the
-engine does not offer: they are refused by name, unless they hold a value that asks for nothing. All others (``user``,
-``metadata``, ``store``, ...) change nothing and are accepted, as the API does.
+The server obeys the fields that the classes here declare. A field of ``REFUSED`` would change the answer in a way that
+the engine does not offer: the server refuses such a field by name, unless the field holds its neutral value. All other
+fields (``user``, ``metadata``, ``store``, ...) change no answer; the server ignores them, as the API does.
 """
 
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ from pydantic_core import PydanticCustomError
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
-MAX_STOP_LENGTH = 256  # characters; longer ones would make the search for beginnings of stop strings costly
+MAX_STOP_LENGTH = 256  # characters; the search for the start of a longer stop string would be slow
 MAX_TOP_LOGPROBS = 20
-GREEDY_BELOW = 1e-5  # smaller temperatures overflow when logits are divided by them
+GREEDY_BELOW = 1e-5  # logits divided by a smaller temperature overflow
 
-# Field -> values besides null that ask for nothing.
+# Field -> its neutral values; null is neutral for every field.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -76,15 +76,15 @@ _REFUSED_MESSAGE_FIELDS: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "fun
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """An error response.
 
     Attributes:
         status: HTTP status.
-        message: what is wrong and how to mend it.
+        message: the mistake and its mend.
         kind: the ``type`` of OpenAI's error object.
-        param: the offending field, if one is.
+        param: name of the wrong field, if a field is wrong.
         code: short name for programs.
-        retry_after: seconds after which trying again makes sense.
+        retry_after: seconds after which the client may try again.
     """
 
     def __init__(
@@ -107,20 +107,20 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON object that clients of the OpenAI API expect."""
-        # A client's own text may hold half a surrogate pair, which no answer can carry.
+        """The API's JSON object of an error."""
+        # A client's text may hold half a surrogate pair, which no response can hold.
         message = self.message.encode("utf-8", "replace").decode()
         param = None if self.param is None else self.param.encode("utf-8", "replace").decode()
         return {"error": {"message": message, "type": self.kind, "param": param, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers that belong to it."""
+        """HTTP headers of the error."""
         return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
 
 
 class ErrorDetail(BaseModel):
-    """The inner object of an error answer."""
+    """The inner object of an error response."""
 
     message: str
     type: str
@@ -129,13 +129,13 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """An error answer."""
+    """The body of an error response."""
 
     error: ErrorDetail
 
 
 def _same(given: Any, neutral: Any) -> bool:
-    """Equal, and no mixing of booleans and numbers (1 == True)."""
+    """True if both are equal and of one kind, because Python says 1 == True."""
     return given == neutral and isinstance(given, bool) == isinstance(neutral, bool)
 
 
@@ -151,7 +151,7 @@ def _refuse(data: Any, refused: Mapping[str, tuple[Any, ...]]) -> Any:
 
 
 def _whole_text(value: Any) -> Any:
-    """Refuse text with half a surrogate pair (JSON can say "\\ud83d"): it is no Unicode, so no tokenizer takes it."""
+    """Refuse text with half a surrogate pair (JSON can say "\\ud83d"), which no tokenizer takes."""
     if isinstance(value, str) and not _is_encodable(value):
         raise PydanticCustomError("unicode", "the text holds half a surrogate pair, which is no character")
     return value
@@ -169,14 +169,14 @@ _Text = Annotated[StrictStr, BeforeValidator(_whole_text)]
 
 
 class TextPart(BaseModel):
-    """A piece of a message's content."""
+    """One part of a message's content."""
 
     type: Literal["text"]
     text: _Text
 
 
 class Message(BaseModel):
-    """A turn of a conversation."""
+    """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[_Text | list[TextPart], BeforeValidator(lambda value: _content(value))]
@@ -188,7 +188,7 @@ class Message(BaseModel):
 
     @property
     def plain(self) -> dict[str, str]:
-        """The turn as chat templates take it; parts of the content are joined by newlines."""
+        """The message as chat templates take messages; newlines join the parts of the content."""
         text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
@@ -234,7 +234,7 @@ def _stop(value: Any) -> Any:
 
 
 class StreamOptions(BaseModel):
-    """How a stream is dressed."""
+    """Options of a stream."""
 
     include_usage: StrictBool | None = None
 
@@ -245,7 +245,7 @@ _StopText = Annotated[_Text, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
 class Generation(BaseModel):
-    """The fields that both kinds of requests share; null means the default, as in the API."""
+    """The fields of both kinds of requests. As in the API, null means the default."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -264,11 +264,10 @@ class Generation(BaseModel):
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: StrictBool | None = None
-    speculation: StrictBool | None = Field(
-        default=None, description="false: one token per target forward; the tokens are the same"
-    )
+    speculation: StrictBool | None = Field(default=None, description="false: no draft tokens; the answer is the same")
     details: StrictBool | None = Field(
-        default=None, description="tell of every token whether it was drafted, and show the tree of the last step"
+        default=None,
+        description="report which tokens were drafted, and in a stream the tree of each step",
     )
 
     @model_validator(mode="before")
@@ -293,7 +292,7 @@ class Generation(BaseModel):
 
     @property
     def wants_usage(self) -> bool:
-        """A stream ends with a chunk of usage counts."""
+        """True if the stream ends with a chunk of usage counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
@@ -315,12 +314,12 @@ class ChatRequest(Generation):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives listed with each token; None: no log-probabilities at all."""
+        """Number of alternatives listed with each token; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def limit(self) -> int | None:
-        """Most tokens to generate; None: up to the end of the context."""
+        """Largest number of tokens to generate; None: up to the end of the context."""
         return self.max_completion_tokens or self.max_tokens
 
 
@@ -332,17 +331,17 @@ class CompletionRequest(Generation):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives listed with each token; None: no log-probabilities at all."""
+        """Number of alternatives listed with each token; None: no log-probabilities."""
         return self.logprobs
 
     @property
     def limit(self) -> int:
-        """Most tokens to generate; the API's default is 16."""
+        """Largest number of tokens to generate; the API's default is 16."""
         return self.max_tokens or 16
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts one by one."""
+        """The prompts as a list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         ids = [item for item in self.prompt if isinstance(item, int)]
@@ -350,12 +349,12 @@ class CompletionRequest(Generation):
 
 
 def error_of(errors: list[Any]) -> ApiError:
-    """The API's error for what pydantic found wrong with a body; one finding stands for all, our own wording first."""
+    """The API's error for one of pydantic's findings about a body; a finding in our own wording goes first."""
     first = next((error for error in errors if error["type"] in _OWN_ERRORS), errors[0])
     context = first.get("ctx") or {}
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {context.get('error', first['msg'])}", code="invalid_json")
-    # Places look like ("body", "messages", 0, "content", "list[TextPart]"): names of types are no fields.
+    # A place is ("body", "messages", 0, "content", "list[TextPart]"); names of types are left out.
     places = [part for part in first["loc"] if part not in ("body", "query", "path")]
     path = ""
     for part in places:

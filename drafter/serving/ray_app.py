@@ -1,10 +1,11 @@
-"""The same application on Ray Serve: replicas on many GPUs and machines, as many as the queue asks for.
+"""The server on Ray Serve: replicas on many GPUs and machines; the number of replicas follows the queue.
 
     serve run configs/serve/ray/serve.yaml                       # or: serve deploy, to a cluster that runs
 
-A replica is one engine with one copy of the models. Requests go to the replica with the fewest; streams pass through. A
-replica that is told to go finishes its answers first; one that dies is replaced, and what it was answering fails: the
-client sends such a request again (docs/scaling.md). With the same seed it gets the same answer from any replica.
+A replica is one engine with one copy of the models. Ray sends a request to the replica with the fewest requests, and
+passes streams through. A replica that is told to stop finishes its answers first. Ray replaces a replica that dies; the
+requests of that replica fail, and clients send them again (docs/scaling.md). All replicas give the same answer for the
+same seed.
 """
 
 from collections.abc import Mapping
@@ -17,21 +18,20 @@ from drafter.utils.options import Options, options_from
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-_NOT_HERE = ("host", "port")  # the cluster's proxies listen
+_CLUSTER_KEYS = ("host", "port")  # the cluster's proxies listen, not the replicas
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaOptions(Options):
-    """How many replicas, and what each takes.
+    """The number of replicas, and the resources of each.
 
     Attributes:
-        min_replicas: at least so many.
-        max_replicas: at most so many; between the two the number follows the requests that run and wait.
-        num_gpus: GPUs of a replica (0.5: two share one).
+        min_replicas: smallest number of replicas.
+        max_replicas: largest number of replicas; the requests that run and wait set the number in between.
+        num_gpus: GPUs of a replica (0.5: two replicas share a GPU).
         num_cpus: processor cores of a replica.
-        target_requests: requests per replica, running and waiting, that the number of replicas aims at (default: as
-            many as a replica has rows).
-        upscale_seconds, downscale_seconds: how long it must look so before replicas are added or taken away.
+        target_requests: requests per replica, running and waiting, that Ray aims at (default: the rows of a replica).
+        upscale_seconds, downscale_seconds: seconds of higher or lower load before Ray adds or removes replicas.
 
     Raises:
         ValueError: a value out of range.
@@ -59,14 +59,14 @@ class ReplicaOptions(Options):
 
 
 def read_args(args: Mapping[str, Any]) -> tuple[ServeOptions, ReplicaOptions]:
-    """The ``args`` of an application: the keys of a `drafter serve` file, and ``ray`` with those of the replicas.
+    """The ``args`` of an application: the keys of a `drafter serve` file, and ``ray`` with the keys of the replicas.
 
     Raises:
         ValueError: an unknown key, a value of the wrong kind or out of range, or no target.
     """
     values = dict(args)
     replicas = values.pop("ray", None) or {}
-    for name in _NOT_HERE:
+    for name in _CLUSTER_KEYS:
         if name in values:
             raise ValueError(f"args: {name} is the cluster's: set {name} under http_options")
     return options_from(ServeOptions, values, "args"), options_from(ReplicaOptions, replicas, "args: ray")
@@ -75,14 +75,13 @@ def read_args(args: Mapping[str, Any]) -> tuple[ServeOptions, ReplicaOptions]:
 def build_replica(options: ServeOptions) -> "FastAPI":
     """The application of one replica, with its own engine."""
     from drafter.serving.app import create_app
-    from drafter.serving.listen import settings_of
-    from drafter.serving.loading import api_keys_of, load_engine
+    from drafter.serving.listen import load_engine
 
-    return create_app(load_engine(options), settings_of(options, api_keys_of(options)))
+    return create_app(load_engine(options), options)
 
 
 def app(args: dict[str, Any]) -> Any:
-    """What ``import_path`` of a Ray Serve file names: the deployment, ready to run."""
+    """The deployment that ``import_path`` of a Ray Serve file names."""
     from ray import serve
 
     options, replicas = read_args(args)
@@ -92,7 +91,7 @@ def app(args: dict[str, Any]) -> Any:
 
     @serve.ingress(build)
     class Drafter:
-        """One replica; Ray asks after its health and replaces it when the engine is dead."""
+        """One replica. Ray checks the health of a replica and replaces a replica whose engine has failed."""
 
         async def check_health(self) -> None:
             if self.app.state.server.worker.state == "dead":  # type: ignore[attr-defined]

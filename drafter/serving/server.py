@@ -1,11 +1,10 @@
-"""Server: from the API's requests to the engine's jobs, and from its news to the API's answers."""
+"""Server: makes jobs for the engine from the API's requests, and responses from the engine's deltas."""
 
 import asyncio
 import hashlib
 import secrets
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -15,54 +14,20 @@ from starlette.responses import JSONResponse, Response
 from drafter.decoding.params import SamplingParams
 from drafter.engine.config import RequestOptions
 from drafter.engine.engine import Engine
-from drafter.serving.answers import Answer, ChatAnswer, CompletionAnswer, Model
+from drafter.serving.answers import Answer, ChatAnswer, CompletionAnswer, Model, TokenNames
 from drafter.serving.calls import Call, Job
 from drafter.serving.encoder import Encoder
-from drafter.serving.guard import CLOSED_BY_CLIENT, OUTCOME
-from drafter.serving.metrics import Metrics
-from drafter.serving.names import TokenNames
+from drafter.serving.options import ServeOptions
 from drafter.serving.protocol import GREEDY_BELOW, ApiError, ChatRequest, CompletionRequest, Generation
-from drafter.serving.stream import DONE, KEEP_ALIVE, EventStream, event, hung_up
-from drafter.serving.worker import Worker
+from drafter.serving.stream import CLOSED_BY_CLIENT, DONE, KEEP_ALIVE, OUTCOME, EventStream, event, hung_up
+from drafter.serving.worker import Metrics, Worker
 
 _KEEP_ALIVE_SECONDS = 15.0
-_SEED_STRIDE = 0x9E3779B97F4A7C15  # odd: the seeds of all choices of one request differ
-
-
-@dataclass(frozen=True)
-class ServerSettings:
-    """What the application may do; the engine's own settings are its own.
-
-    Attributes:
-        model_name: what clients call the model.
-        max_queue: answers that may wait for a row.
-        request_timeout: seconds that a request may take.
-        max_body_bytes: largest body.
-        api_keys: any of them opens ``/v1``; none: no key is needed.
-        cors_origins: web sites whose pages may call this server; ``*``: all.
-        escape_special_tokens: special tokens in clients' texts are read as plain text, not as control tokens.
-    """
-
-    model_name: str
-    max_queue: int = 64
-    request_timeout: float = 600.0
-    max_body_bytes: int = 2 * 2**20
-    api_keys: tuple[str, ...] = ()
-    cors_origins: tuple[str, ...] = ()
-    escape_special_tokens: bool = False
-
-    def __post_init__(self) -> None:
-        for name, low in (("max_queue", 0), ("max_body_bytes", 1)):
-            if getattr(self, name) < low:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)} but must be at least {low}")
-        if not self.request_timeout > 0:
-            raise ValueError(f"--request-timeout is {self.request_timeout} but must be above 0 seconds")
-        if not all(key and key.isprintable() and " " not in key for key in self.api_keys):
-            raise ValueError("an API key is empty or holds blanks: give printable characters")
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, so that the seeds of all choices of one request differ
 
 
 class _Deadline(NamedTuple):
-    """When a request's time is over, by the event loop's clock."""
+    """The end of a request's time, by the event loop's clock."""
 
     at: float
 
@@ -71,25 +36,25 @@ class _Deadline(NamedTuple):
 
 
 class Server:
-    """What the endpoints share."""
+    """The state that all endpoints share: worker, encoder, metrics, model card."""
 
-    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+    def __init__(self, engine: Engine, options: ServeOptions) -> None:
         target = engine.target
         if target.tokenizer is None:
-            raise ValueError(f"target {target.name!r} has no tokenizer: a server needs one")
+            raise ValueError(f"target {target.name!r} has no tokenizer: a server needs a tokenizer")
         if engine.config.max_length is None:
-            raise ValueError("a server's rows have one size: set max_length (--max-length)")
-        self.settings = settings
+            raise ValueError("the rows of a server have one size: set max_length (--max-length)")
+        self.request_timeout = options.request_timeout
         self.metrics = Metrics()
-        self.worker = Worker(engine, max_queue=settings.max_queue, metrics=self.metrics)
+        self.worker = Worker(engine, max_queue=options.max_queue, metrics=self.metrics)
         fingerprint = "fp_" + hashlib.sha256(target.fingerprint.encode()).hexdigest()[:12]
-        self.model = Model(settings.model_name, fingerprint, TokenNames(target.tokenizer))
+        self.model = Model(options.served_name, fingerprint, TokenNames(target.tokenizer))
         self.max_length = min(engine.config.max_length, target.max_length)
         self.encoder = Encoder(
-            target.tokenizer, target.name, self.max_length, escape_special_tokens=settings.escape_special_tokens
+            target.tokenizer, target.name, self.max_length, escape_special_tokens=options.escape_special_tokens
         )
         self.model_card = {
-            "id": settings.model_name,
+            "id": self.model.name,
             "object": "model",
             "created": int(time.time()),
             "owned_by": "drafter",
@@ -99,7 +64,7 @@ class Server:
         }
 
     async def start(self) -> None:
-        """Start the engine's thread and the tokenizer's process; return when the engine has made its first tokens.
+        """Start the engine's thread and the tokenizer's process; return when the engine has generated its first tokens.
 
         Raises:
             ValueError: the engine failed.
@@ -107,7 +72,7 @@ class Server:
         await asyncio.gather(self.encoder.start(), self.worker.start())
 
     async def stop(self) -> None:
-        """End both; open calls fail."""
+        """End the thread and the process. Open calls fail."""
         await self.worker.stop()
         await self.encoder.close()
 
@@ -130,11 +95,11 @@ class Server:
         return await self._answer(CompletionAnswer, body, request, jobs, num_choices, deadline)
 
     def _check(self, body: Generation, num_prompts: int) -> int:
-        """How many choices; ApiError for a model that is not here, or when there is no room anyway."""
-        if body.model != self.settings.model_name:
+        """The number of choices; ApiError for an unknown model, or when the worker has no room."""
+        if body.model != self.model.name:
             raise ApiError(
                 404,
-                f"model {body.model!r} is not served here: use {self.settings.model_name!r}",
+                f"model {body.model!r} is not served here: use {self.model.name!r}",
                 param="model",
                 code="model_not_found",
             )
@@ -159,7 +124,7 @@ class Server:
                 max_new_tokens=min(limit or self.max_length, self.max_length),
                 temperature=0.0 if temperature < GREEDY_BELOW else temperature,
                 top_k=max(0, body.top_k or 0),
-                # 0 keeps the likeliest token alone, like any value below its probability.
+                # 0 keeps the likeliest token alone, like any value below the probability of that token.
                 top_p=1.0 if body.top_p is None else max(body.top_p, 1e-9),
                 min_p=body.min_p or 0.0,
                 seed=seed,
@@ -245,13 +210,13 @@ class Server:
             self.worker.abandon(call)
 
     def _end_stream(self, request: Request, outcome: str, error: ApiError) -> bytes:
-        """The status has gone out long ago: the error is the last event."""
+        """The error as the last event, because the status was sent with the first."""
         request.scope[OUTCOME] = outcome
         return event(error.body)
 
     def _deadline(self) -> "_Deadline":
-        return _Deadline(asyncio.get_running_loop().time() + self.settings.request_timeout)
+        return _Deadline(asyncio.get_running_loop().time() + self.request_timeout)
 
     def _timeout_error(self) -> ApiError:
-        seconds = self.settings.request_timeout
-        return ApiError(504, f"the answer took longer than {seconds:g} seconds", kind="server_error", code="timeout")
+        message = f"the answer took longer than {self.request_timeout:g} seconds"
+        return ApiError(504, message, kind="server_error", code="timeout")

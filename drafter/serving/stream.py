@@ -1,4 +1,4 @@
-"""Server-sent events: chunks as they come, and the end of it when the client hangs up or time is up."""
+"""Server-sent events: a response that sends chunks until the answer, the client or the deadline ends the stream."""
 
 import asyncio
 import contextlib
@@ -10,28 +10,30 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": waiting\n\n"  # a comment, which clients skip: proxies see that the connection lives
+KEEP_ALIVE = b": waiting\n\n"  # a comment, which clients skip; proxies keep the connection open
+OUTCOME = "drafter.outcome"  # key of the ASGI scope under which a response records how the request ended
+CLOSED_BY_CLIENT = 499  # no standard status: nobody is there to read it
 
 
 def event(chunk: dict[str, Any]) -> bytes:
-    """One event: JSON has no raw line breaks, so it is a single data line."""
+    """One event on one data line; JSON has no raw line breaks."""
     return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 async def hung_up(receive: Receive) -> None:
-    """Return when the client has closed the connection (the body must have been read)."""
+    """Return when the client has closed the connection. The body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         continue
 
 
 class EventStream(Response):
-    """Sends events until they end, the client hangs up, or the deadline passes.
+    """A response that sends events until they end, the client hangs up, or the deadline passes.
 
     Args:
-        events: what to send; closed in every case, so that its ``finally`` frees the rows.
-        deadline: time of the event loop's clock, or None.
-        on_timeout: the last event when time is up.
-        on_hang_up: told when the client left before the end.
+        events: the events; the response closes the generator in every case, so that its ``finally`` frees the rows.
+        deadline: a time of the event loop's clock; None: no deadline.
+        on_timeout: returns the last event when the deadline passes.
+        on_hang_up: called when the client leaves before the end.
     """
 
     media_type = "text/event-stream"
@@ -46,7 +48,7 @@ class EventStream(Response):
     ) -> None:
         self.status_code = 200
         self.background = None
-        # Proxies must neither store nor collect a stream.
+        # Proxies must not cache or buffer a stream.
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._events = events
         self._deadline = deadline
@@ -54,7 +56,7 @@ class EventStream(Response):
         self._on_hang_up = on_hang_up
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send."""
+        """Send the response (ASGI)."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         sending = asyncio.create_task(self._send(send))
         watching = asyncio.create_task(hung_up(receive))
@@ -67,7 +69,7 @@ class EventStream(Response):
                 self._on_hang_up()
             else:
                 await _cancel(sending)
-                # A client that does not read would block this send as well: it gets a moment.
+                # A client that does not read would block this send as well, so the send gets one second.
                 with contextlib.suppress(TimeoutError, OSError):
                     async with asyncio.timeout(1.0):
                         await send({"type": "http.response.body", "body": self._on_timeout(), "more_body": False})

@@ -1,7 +1,7 @@
-"""Worker: the engine on its own thread. Jobs join and leave between steps; news go back to the event loop.
+"""Worker: the engine on its own thread. Jobs join and leave between steps; events go back to the event loop.
 
-Only the engine's thread touches the engine. The event loop sends commands through a queue and counts what is open; the
-engine's thread posts all news of a step in one callback.
+Only the engine's thread uses the engine. The event loop sends commands through a queue and counts open answers. The
+engine's thread posts all events of a step in one callback.
 """
 
 import asyncio
@@ -12,27 +12,78 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.outputs import Update
 from drafter.engine.request import Request
-from drafter.serving.calls import Accepted, Call, Delta, Failure, Job, News
-from drafter.serving.metrics import Metrics
-from drafter.serving.pieces import PieceFeed, Release
+from drafter.serving.calls import Accepted, Call, CallEvent, Delta, Failure, Job, PieceFeed, Release
 from drafter.serving.protocol import ApiError
 from drafter.utils.io import first_line
 
 State = Literal["starting", "ready", "draining", "dead"]
 
 _log = logging.getLogger("drafter.serving")
-_RECOVERY_SECONDS = 30.0  # after running out of memory, so long until twice the rows are tried again
-_LONGEST_RETRY = 600  # seconds that a client is asked to wait at most
+_RECOVERY_SECONDS = 30.0  # from running out of memory until the worker tries twice the rows
+_LONGEST_RETRY = 600  # largest number of seconds in a Retry-After header
 _WARM_UP = SamplingParams(max_new_tokens=4, ignore_eos=True)
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_STEP_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
+_TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+
+OUTCOMES = ("completed", "refused", "unauthorized", "overloaded", "hung_up", "timed_out", "failed")
+
+
+class Metrics:
+    """Counters and histograms for ``/metrics``; thread-safe. Each server has a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = self._counter("requests", "Requests for generation by outcome", "outcome")
+        for outcome in OUTCOMES:
+            self.requests.labels(outcome)
+        self.answers = self._counter("answers", "Finished answers by finish reason", "finish_reason")
+        self.queue_depth = self._gauge("queue_depth", "Answers that wait for a row")
+        self.active_rows = self._gauge("active_rows", "Rows in use")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of answers that got a row")
+        self.shared_tokens = self._counter("shared_prompt_tokens", "Prompt tokens that the prefix cache held")
+        self.tokens = self._counter("generated_tokens", "Generated tokens")
+        self.drafted_tokens = self._counter("accepted_draft_tokens", "Generated tokens that were drafted and accepted")
+        self.target_forwards = self._counter("target_forwards", "Target forwards for tokens, summed over rows")
+        self.steps = self._counter("steps", "Steps of the engine")
+        self.failed_steps = self._counter("failed_steps", "Steps that raised", "cause")
+        self.tokens_per_step = self._histogram("tokens_per_step", "Tokens of a row in one step", _TOKENS)
+        self.step_seconds = self._histogram("step_seconds", "Time of a step", _STEP_SECONDS)
+        self.first_token_seconds = self._histogram(
+            "time_to_first_token_seconds", "From arrival to the first token", _SECONDS
+        )
+        self.token_seconds = self._histogram(
+            "time_per_output_token_seconds",
+            "Time of each token after the first, mean of an answer",
+            _STEP_SECONDS,
+        )
+        self.answer_seconds = self._histogram("answer_seconds", "From arrival to the last token", _SECONDS)
+        ProcessCollector(registry=self.registry)
+
+    def render(self) -> bytes:
+        """The metrics in the text format of Prometheus."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(f"drafter_{name}", about, labels, registry=self.registry)
+
+    def _gauge(self, name: str, about: str) -> Gauge:
+        return Gauge(f"drafter_{name}", about, registry=self.registry)
+
+    def _histogram(self, name: str, about: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(f"drafter_{name}", about, buckets=buckets, registry=self.registry)
 
 
 @dataclass
@@ -59,7 +110,7 @@ class _Abandon:
 
 @dataclass(frozen=True)
 class _Stop:
-    """End the thread; what is still open fails with this error."""
+    """End the thread; open answers fail with this error."""
 
     error: ApiError
 
@@ -68,13 +119,13 @@ class Worker:
     """Runs an engine for many clients.
 
     Args:
-        engine: nobody else may use it.
-        max_queue: answers that may wait for a row; more are turned away.
-        metrics: where to count.
+        engine: the engine; no other thread may use the engine.
+        max_queue: answers that may wait for a row; the worker refuses further answers.
+        metrics: counters of the server.
 
     Attributes:
-        state: ``starting`` until the engine has made its first tokens, ``draining`` when no new calls are taken,
-            ``dead`` when its thread has ended by an error.
+        state: ``starting`` until the engine has generated its first tokens, ``draining`` when the worker takes no new
+            calls, ``dead`` when the engine's thread has ended by an error.
         ended: set when the thread has ended.
     """
 
@@ -99,7 +150,7 @@ class Worker:
     # -- on the event loop -----------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the thread, and return when the engine has made its first tokens; news go to the loop of this call.
+        """Start the thread; return when the engine has generated its first tokens. Events go to the loop of this call.
 
         Raises:
             ValueError: the engine failed at its first tokens.
@@ -115,11 +166,11 @@ class Worker:
 
     @property
     def num_open(self) -> int:
-        """Answers promised and not finished."""
+        """Number of answers that were accepted and are not finished."""
         return self._num_open
 
     def submit(self, jobs: list[Job]) -> Call:
-        """Take a call, whole or not at all.
+        """Accept all jobs as one call, or refuse all.
 
         Raises:
             ApiError: see :meth:`check`.
@@ -133,10 +184,10 @@ class Worker:
         return call
 
     def check(self, num_jobs: int) -> None:
-        """Find out whether a call of so many answers would be taken now.
+        """Check that the worker would accept a call of ``num_jobs`` answers now.
 
         Raises:
-            ApiError: 429 when the queue is full, 503 when the server is about to stop or broken, 400 when the call
+            ApiError: 429 when the queue is full, 503 when the server stops or its engine has failed, 400 when the call
                 alone is larger than the queue.
         """
         if self.state in ("draining", "dead"):
@@ -156,19 +207,19 @@ class Worker:
             )
 
     def abandon(self, call: Call) -> None:
-        """Nobody listens any more: free its rows. Does nothing for a call that is finished."""
+        """Free the rows of a call whose client has left. A finished call needs no change."""
         if call.num_open:
             self._num_open -= call.num_open
             call.num_open = 0
             self._commands.put(_Abandon(call))
 
     def drain(self) -> None:
-        """Take no new calls; open ones go on."""
+        """Refuse new calls; open calls go on."""
         if self.state in ("starting", "ready"):
             self.state = "draining"
 
     async def stop(self) -> None:
-        """End the thread; open calls fail."""
+        """End the thread. Open calls fail."""
         if self.state != "dead":
             self.state = "draining"
         error = ApiError(503, "the server was shut down before the answer was finished", kind="server_error")
@@ -176,9 +227,9 @@ class Worker:
         await asyncio.to_thread(self._thread.join)
 
     def _seconds_to_wait(self, num_jobs: int) -> int:
-        """Seconds until a call of so many answers may get its rows: those in front of it, at the pace of the last ones.
+        """Estimated seconds until ``num_jobs`` further answers get rows, from the durations of the last answers.
 
-        Before any answer is finished, the oldest open one has taken at least so long.
+        Before an answer is finished, the time since the engine got work stands for the duration of an answer.
         """
         if self._durations:
             mean = sum(self._durations) / len(self._durations)
@@ -187,27 +238,29 @@ class Worker:
         num_rounds = (self._num_open + num_jobs) / self.engine.config.max_rows - 1.0
         return max(1, min(_LONGEST_RETRY, math.ceil(mean * num_rounds)))
 
-    def _deliver(self, batch: list[tuple[Call, News]]) -> None:
-        for call, news in batch:
-            is_last = isinstance(news, Failure) or (isinstance(news, Delta) and news.finish_reason is not None)
-            if call.num_open:  # else abandoned: nobody listens
+    def _deliver(self, batch: list[tuple[Call, CallEvent]]) -> None:
+        for call, event in batch:
+            is_last = isinstance(event, Failure) or (isinstance(event, Delta) and event.finish_reason is not None)
+            if call.num_open:  # otherwise the call was abandoned
                 if is_last:
                     call.num_open -= 1
                     self._num_open -= 1
-                call.put(news)
+                call.put(event)
 
     def _end(self, error: ApiError) -> None:
-        """The thread has ended: whoever still waits, in the engine or in the queue, gets an answer.
+        """Fail all answers in the engine and in the queue, because the thread has ended.
 
-        The state was set before this was posted, so that no call can come behind it.
+        The thread sets the state before it posts this callback, so no call can follow.
         """
-        news: list[tuple[Call, News]] = [(item.call, Failure(item.place, error)) for item in self._tickets.values()]
+        events: list[tuple[Call, CallEvent]] = [
+            (item.call, Failure(item.place, error)) for item in self._tickets.values()
+        ]
         self._tickets.clear()
         while not self._commands.empty():
             command = self._commands.get()
             if isinstance(command, _Add):
-                news += [(command.call, Failure(place, error)) for place in range(len(command.call.jobs))]
-        self._deliver(news)
+                events += [(command.call, Failure(place, error)) for place in range(len(command.call.jobs))]
+        self._deliver(events)
         self.ended.set()
 
     # -- on the engine's thread ------------------------------------------------------------------------------------
@@ -229,21 +282,21 @@ class Worker:
             self._post_end(stop.error if stop else broken)
 
     def _warm_up(self) -> bool:
-        """Make one whole answer, which allocates the cache and loads every kernel, before a client waits for one."""
+        """Generate one short answer, which allocates the cache and loads every kernel before the first client."""
         assert self._loop is not None
         try:
             self.engine.generate([[0]], _WARM_UP)
             if self.state == "starting":
                 self.state = "ready"
         except Exception as error:
-            # Whatever the engine trips over, the process that waits for the first tokens reports it.
+            # `start` reports any error of the engine.
             self._failure, self.state = error, "dead"
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._is_warm.set)
         return self._failure is None
 
     def _obey(self) -> _Stop | None:
-        """Carry out the commands that have come; wait for one when there is nothing else to do."""
+        """Carry out the waiting commands; wait for a command when the engine has no work."""
         is_idle = not self.engine.has_work
         while is_idle or not self._commands.empty():
             command = self._commands.get()
@@ -284,20 +337,20 @@ class Worker:
             self._allow_rows(self._num_rows_allowed * 2)
         try:
             updates = self.engine.step()
-            news = [self._news(update) for update in updates]
+            events = [self._delta(update) for update in updates]
         except Exception as error:
             if self.engine.lockstep.is_on:
                 raise  # the other processes are gone or have gone on: no step of this one can be right
-            # The one place where any error is caught: whatever a step trips over, only its own requests may fail.
+            # Any error of a step may fail only the requests of that step.
             self._recover(error)
             return
         self._metrics.steps.inc()
         self._metrics.step_seconds.observe(time.perf_counter() - started)
         self._count_rows()
-        self._post(news)
+        self._post(events)
 
-    def _news(self, update: Update) -> tuple[Call, News]:
-        """What to tell the client of an update."""
+    def _delta(self, update: Update) -> tuple[Call, CallEvent]:
+        """The call of an update, and the delta for its client."""
         request = update.request
         ticket = self._tickets[request.request_id]
         if ticket.feed is not None:
@@ -313,7 +366,7 @@ class Worker:
         return ticket.call, Delta(ticket.place, release.text, release.pieces, update.tree, reason, *numbers)
 
     def _recover(self, error: Exception) -> None:
-        """Fail the requests of a broken step, or the later half of them when memory ran out, and go on."""
+        """Fail the requests of a failed step, or their later half when memory ran out, and go on."""
         is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
         num_running = self.engine.num_running
         keep = num_running // 2 if is_memory else 0
@@ -331,7 +384,7 @@ class Worker:
             failure = ApiError(500, "an internal error ended this answer", kind="server_error")
         self._metrics.failed_steps.labels("memory" if is_memory else "error").inc()
         failed = {request.request_id for request in self.engine.drop(keep)}
-        if not failed:  # it broke before any row was touched: whoever waits would only break it again
+        if not failed:  # the step failed before any row changed: the waiting requests would fail the next step too
             failed = set(self._tickets)
             for request_id in failed:
                 self.engine.abort(request_id)
@@ -346,14 +399,14 @@ class Worker:
                 torch.cuda.empty_cache()
 
     def _allow_rows(self, num_rows: int) -> None:
-        """Bound the rows in use; a bound is doubled after a while until it is none any more."""
+        """Limit the rows in use. The limit doubles after `_RECOVERY_SECONDS` until all rows are allowed again."""
         most = self.engine.config.max_rows
         self._num_rows_allowed = min(num_rows, most)
         self.engine.limit_rows(self._num_rows_allowed)
         is_bound = self._num_rows_allowed < most
         self._retry_rows_at = time.perf_counter() + _RECOVERY_SECONDS if is_bound else math.inf
 
-    def _post(self, batch: list[tuple[Call, News]]) -> None:
+    def _post(self, batch: list[tuple[Call, CallEvent]]) -> None:
         assert self._loop is not None
         if batch and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._deliver, batch)
@@ -391,5 +444,5 @@ class Worker:
 
 
 def _code_of(error: ValueError) -> str | None:
-    """The API's code for a prompt that does not fit."""
+    """The API's error code of a refused prompt; None for errors without a code."""
     return "context_length_exceeded" if "context" in str(error) else None

@@ -18,8 +18,7 @@ import pytest
 from drafter.cli.main import main
 from drafter.engine.config import EngineConfig
 from drafter.engine.sizes import PLAIN, MeasuredTree, RowPlan, Tree, TunedSizes, device_name
-from drafter.serving.listen import bind
-from drafter.serving.loading import load_engine
+from drafter.serving.listen import bind, load_engine
 from drafter.serving.options import ServeOptions
 from drafter.targets.target import Target
 from drafter.utils.options import read_options

@@ -13,8 +13,9 @@ import uvicorn
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.serving.app import create_app
-from drafter.serving.http import ApiProtocol
-from drafter.serving.server import Server, ServerSettings
+from drafter.serving.listen import ApiProtocol
+from drafter.serving.options import ServeOptions
+from drafter.serving.server import Server
 from tests.serving.tiny import tiny_engine
 
 MODEL = "tiny"
@@ -67,9 +68,9 @@ class Live:
 
 
 @contextmanager
-def live_server(engine: Engine | None = None, **settings: Any) -> Iterator[Live]:
+def live_server(engine: Engine | None = None, **options: Any) -> Iterator[Live]:
     """Start a server, and stop it at the end."""
-    app = create_app(engine or tiny_engine(), ServerSettings(MODEL, **settings))
+    app = create_app(engine or tiny_engine(), ServeOptions(target=MODEL, **options))
     config = uvicorn.Config(
         app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=2, http=ApiProtocol
     )

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drafter.serving.loading import KEY_VARIABLE
-from drafter.serving.options import ServeOptions
+from drafter.serving.options import KEY_VARIABLE, ServeOptions
 from drafter.utils.options import options_of, read_options
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,8 +12,8 @@ import httpx
 import openai
 import pytest
 
-from drafter.serving import http as http_protocol
-from drafter.serving.server import ServerSettings
+from drafter.serving import listen
+from drafter.serving.options import ServeOptions
 from tests.serving.live import MODEL, Live, live_server
 from tests.serving.tiny import tiny_engine
 
@@ -28,9 +28,9 @@ def strict() -> Iterator[Live]:
     """Two rows, a queue of one, keys, small bodies, pages of one site."""
     settings: dict[str, Any] = {
         "max_queue": 1,
-        "api_keys": ("first-key", "second-key"),
+        "api_key": ("first-key", "second-key"),
         "max_body_bytes": 20_000,
-        "cors_origins": (SITE,),
+        "cors_origin": (SITE,),
     }
     with live_server(tiny_engine(max_rows=2, method="autoregressive", tree_size=None), **settings) as server:
         yield server
@@ -306,12 +306,12 @@ def test_seeds_hold_among_neighbours() -> None:
         {"request_timeout": 0.0},
         {"request_timeout": float("nan")},
         {"max_body_bytes": 0},
-        {"api_keys": ("",)},
+        {"api_key": ("",)},
     ],
 )
 def test_bad_settings(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be|is empty"):
-        ServerSettings(MODEL, **fields)
+        ServeOptions(target=MODEL, **fields)
 
 
 def test_engines_that_cannot_serve() -> None:
@@ -355,7 +355,7 @@ def test_bytes_that_are_no_http_get_the_api_s_error(live: Live) -> None:
 
 
 def test_slow_headers_end_the_connection(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "HEADER_SECONDS", 0.3)
+    monkeypatch.setattr(listen, "HEADER_SECONDS", 0.3)
     start = time.monotonic()
     assert raw(live) == b"", "nothing was sent"
     answer = raw(live, b"GET /health HTTP/1.1\r\n", b"Host: x\r\n", b"X-Slow: 1")
@@ -373,8 +373,8 @@ def test_the_time_to_wait_grows_with_the_queue() -> None:
         with live.http() as client:
             for _ in range(2):
                 client.post(CHAT, json=BODY | {"max_tokens": 50, "ignore_eos": True})
-        body = BODY | {"max_tokens": 200, "ignore_eos": True}
-        with live.http() as client:
+        body = BODY | {"max_tokens": 60, "ignore_eos": True}
+        with live.http(timeout=300) as client:
             answers = list(pool.map(lambda _: client.post(CHAT, json=body), range(40)))
         waits = [int(answer.headers["retry-after"]) for answer in answers if answer.status_code == 429]
         mean = sum(live.server.worker._durations) / len(live.server.worker._durations)

@@ -41,7 +41,7 @@ def serve(engine: Engine, client: Callable[[str], None], **options: Any) -> int:
     thread = threading.Thread(target=act)
     thread.start()
     with socket:
-        code = listen(socket, engine, ServeOptions(target=MODEL, **options), api_keys=())
+        code = listen(socket, engine, ServeOptions(target=MODEL, **options))
     thread.join(20)
     assert not thread.is_alive()
     if failures:
@@ -125,7 +125,7 @@ def test_reachable_without_a_key_is_warned_of(caplog: pytest.LogCaptureFixture) 
     timer = threading.Timer(0.5, terminate)  # perhaps before the server is ready: code 0 as well
     timer.start()
     with socket, caplog.at_level("INFO", "drafter.serving"):
-        assert listen(socket, tiny_engine(), ServeOptions(target=MODEL), api_keys=()) == 0
+        assert listen(socket, tiny_engine(), ServeOptions(target=MODEL)) == 0
     assert "anybody who reaches 0.0.0.0" in caplog.text
 
 
@@ -142,5 +142,5 @@ def test_nobody_connects_to_a_server_whose_engine_cannot_make_a_token() -> None:
     with bind("127.0.0.1", 0) as socket:
         address = socket.getsockname()
         with pytest.raises(ValueError, match="first tokens: IndexError: index 100 is out of range"):
-            listen(socket, engine, ServeOptions(target=MODEL), api_keys=())
+            listen(socket, engine, ServeOptions(target=MODEL))
     assert found == ["refused"]

@@ -104,7 +104,7 @@ def test_what_markup_a_model_writes_stays_text(live: Live, window: Browser) -> N
 @pytest.mark.slow
 def test_page_of_a_server_that_wants_a_key_and_has_no_drafter(window: Browser) -> None:
     engine = tiny_engine(method="autoregressive", tree_size=None)
-    with live_server(engine, api_keys=("open-sesame",)) as server:
+    with live_server(engine, api_key=("open-sesame",)) as server:
         window.open(server.url)
         window.wait("document.getElementById('model').textContent.includes('API key')")
         ask(window, "hello", 4)

@@ -8,8 +8,8 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.outputs import Update
 from drafter.engine.request import Request
 from drafter.engine.text import IncrementalText
-from drafter.serving.names import TokenNames
-from drafter.serving.pieces import Piece, PieceFeed
+from drafter.serving.answers import TokenNames
+from drafter.serving.calls import Piece, PieceFeed
 from tests.data.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -13,9 +13,8 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.outputs import Update
 from drafter.serving.calls import Call, Delta, Job
-from drafter.serving.metrics import Metrics
 from drafter.serving.protocol import ApiError
-from drafter.serving.worker import Worker
+from drafter.serving.worker import Metrics, Worker
 from tests.serving.tiny import tiny_engine, tiny_target
 
 LONG = SamplingParams(max_new_tokens=200, ignore_eos=True)
