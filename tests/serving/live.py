@@ -55,7 +55,7 @@ class Live:
         value = self.server.metrics.registry.get_sample_value(f"drafter_{name}", labels)
         return 0.0 if value is None else value
 
-    def wait_until(self, condition: Any, seconds: float = 10.0) -> None:
+    def wait_until(self, condition: Any, seconds: float = 60.0) -> None:
         """Until it is true; AssertionError when it stays false."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -79,7 +79,7 @@ def live_server(engine: Engine | None = None, **options: Any) -> Iterator[Live]:
     thread.start()
     try:
         live = Live("", app.state.server)
-        live.wait_until(lambda: server.started and live.server.worker.state == "ready", 30)
+        live.wait_until(lambda: server.started and live.server.worker.state == "ready", 120)
         port = server.servers[0].sockets[0].getsockname()[1]
         live.url = f"http://127.0.0.1:{port}"
         yield live

@@ -29,7 +29,7 @@ def serve(engine: Engine, client: Callable[[str], None], **options: Any) -> int:
 
     def act() -> None:
         try:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 120
             while not is_ready(url):
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
