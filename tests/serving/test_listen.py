@@ -85,11 +85,9 @@ def test_running_streams_are_finished_and_nobody_new_comes_in() -> None:
 
 def test_what_outlasts_the_drain_is_told_so() -> None:
     found: list[str] = []
-    started = time.monotonic()
     engine = slow_engine(0.02)
     assert serve(engine, lambda url: found.extend(stream(url, 240, then=terminate)), drain_seconds=0.3) == 0
     assert "shut down" in found[-1] and len(found) > 3
-    assert time.monotonic() - started < 15
 
 
 def test_a_second_signal_does_not_wait() -> None:
