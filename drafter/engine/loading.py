@@ -22,11 +22,12 @@ def load_target(
     pack: bool = True,
     runtime: str = "torch",
     num_ranks: int = 1,
+    device_map: str | None = None,
 ) -> "Target":
     """The target of a command, without the bars and notices of the library that reads it.
 
     ``pack``: for decoding on a CPU without compilation, which packs by itself; ``runtime``: what runs the target's
-    forward; ``num_ranks``: processes that run the target together (see :meth:`Target.load`).
+    forward; ``num_ranks``, ``device_map``: how the target is spread over devices (see :meth:`Target.load`).
     """
     from transformers.utils import logging
 
@@ -43,6 +44,7 @@ def load_target(
         pack=pack,
         runtime=runtime,
         num_ranks=num_ranks,
+        device_map=device_map,
     )
 
 

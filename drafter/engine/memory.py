@@ -57,7 +57,9 @@ def available_bytes(device: torch.device) -> int | None:
 
 def _available_to(target: Target) -> int | None:
     """Free memory for each of the processes that run the target, the least of all; None: unknown."""
-    available = available_bytes(target.device)
+    devices = set(target.layer_devices) | {target.device}
+    found = [available_bytes(device) for device in devices]
+    available = None if None in found else sum(filter(None, found))
     if target.ranks is None or available is None:
         return available
     is_shared = target.device.type == "cpu"  # as it is on one machine; several machines could take more

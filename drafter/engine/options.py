@@ -28,6 +28,8 @@ class RunOptions:
         compile: compile the steps with torch.compile (default: on CUDA only)
         runtime: what runs the target's forward; auto: OpenVINO for bfloat16 on a CPU where OpenVINO is installed
             and can run the target, else torch
+        device_map: spread the target's layers over devices, main memory and disk: auto, or a YAML or JSON file with the
+            device of every module (a number, cpu or disk)
         revision: hub revision of the target
         trust_remote_code: run the code that a hub model brings along
     """
@@ -37,6 +39,7 @@ class RunOptions:
     device: str = "auto"
     compile: bool | None = None
     runtime: Runtime = "auto"
+    device_map: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
 
@@ -46,6 +49,9 @@ class RunOptions:
 
         if self.compile and self.runtime == "openvino":
             raise ValueError("--compile compiles torch's steps: leave it out, or give --runtime torch")
+        if self.device_map is not None and (self.compile or self.runtime == "openvino"):
+            flag = "--compile" if self.compile else "--runtime openvino"
+            raise ValueError(f"--device-map {self.device_map} runs torch without compilation: leave {flag} out")
         is_target = name in (None, self.target)
         return load_target(
             name or self.target, dtype=self.dtype, device=self.device, revision=self.revision if is_target else None,
@@ -56,7 +62,7 @@ class RunOptions:
     @property
     def spread(self) -> dict[str, Any]:
         """Further arguments of loading the target: how it is spread over devices."""
-        return {}
+        return {"device_map": self.device_map}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +78,8 @@ class ParallelOptions(RunOptions):
 
     def __post_init__(self) -> None:
         require_int("tensor_parallel", self.tensor_parallel, low=1, high=1024)
+        if self.tensor_parallel > 1 and self.device_map is not None:
+            raise ValueError("--tensor-parallel and --device-map both spread the target: give one of them")
         if self.tensor_parallel > 1 and (self.compile or self.runtime == "openvino"):
             flag = "--compile" if self.compile else "--runtime openvino"
             raise ValueError(
@@ -80,7 +88,7 @@ class ParallelOptions(RunOptions):
 
     @property
     def spread(self) -> dict[str, Any]:
-        return {"num_ranks": self.tensor_parallel}
+        return {**super().spread, "num_ranks": self.tensor_parallel}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,8 @@ A Hugging Face model writes through :meth:`SlotCache.update` without knowing any
 says with :meth:`SlotCache.plan` which rows run, into which slots their tokens go, and how many slots are visible.
 """
 
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -95,6 +97,16 @@ class SlotCache(Cache):
         return self._rows
 
     @property
+    def device(self) -> torch.device:
+        """Where keys and values are."""
+        return self.keys.device
+
+    @property
+    def window(self) -> int:
+        """Slots that attention looks at in the next forward."""
+        return self._window
+
+    @property
     def is_read_as_stored(self) -> bool:
         """Whether attention reads keys and values in the dtype they are stored in."""
         return self._read_dtype == self.keys.dtype
@@ -147,6 +159,62 @@ class SlotCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Visible slots and offset, for the rare model that asks although it is given a ready mask."""
         return self._window, 0
+
+
+class SplitSlotCache(SlotCache):
+    """A slot cache whose layers lie on several devices: one cache for each run of layers on a device.
+
+    Args:
+        shape, num_rows, num_slots, dtype, read_dtype: as of :class:`SlotCache`.
+        devices: of every layer.
+    """
+
+    def __init__(
+        self,
+        shape: CacheShape,
+        num_rows: int,
+        num_slots: int,
+        *,
+        dtype: torch.dtype,
+        devices: Sequence[torch.device],
+        read_dtype: torch.dtype | None = None,
+    ) -> None:
+        assert len(devices) == shape.num_layers, (len(devices), shape)
+        Cache.__init__(self, layers=[SlotLayer(num_slots) for _ in devices])
+        self.num_rows, self.num_slots, self.spare_slot = num_rows, num_slots, num_slots
+        self._parts: list[SlotCache] = []
+        self._places: list[tuple[SlotCache, int]] = []  # of each layer: its cache, and its number there
+        for device, run in groupby(devices):
+            num_layers = len(list(run))
+            part = SlotCache(
+                shape._replace(num_layers=num_layers), num_rows, num_slots, dtype=dtype, device=device,
+                read_dtype=read_dtype,
+            )  # fmt: skip
+            self._parts.append(part)
+            self._places += [(part, index) for index in range(num_layers)]
+
+    def plan(self, slot_BT: Tensor, *, first_row: int = 0, num_visible: int | None = None) -> None:
+        for part in self._parts:
+            part.plan(slot_BT.to(part.device), first_row=first_row, num_visible=num_visible)
+        self._rows, self._slot_BT, self._window = self._parts[0].rows, slot_BT, self._parts[0].window
+
+    @property
+    def is_read_as_stored(self) -> bool:
+        return self._parts[0].is_read_as_stored
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        part, index = self._places[layer_idx]
+        return part.update(key_states, value_states, index)
+
+    def move_slots(self, source_BL: Tensor, destination_BL: Tensor) -> None:
+        for part in self._parts:
+            part.move_slots(source_BL.to(part.device), destination_BL.to(part.device))
+
+    def copy_row(self, source: int, destination: int, num_slots: int) -> None:
+        for part in self._parts:
+            part.copy_row(source, destination, num_slots)
 
 
 class SlotLayer(CacheLayerMixin):

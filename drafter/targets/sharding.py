@@ -45,7 +45,7 @@ def load_sharded(
     for turn in range(num_shards):
         if dist.get_rank() % num_shards == turn:
             model = load().eval().requires_grad_(False)
-            for layer in _layers_of(model, name):
+            for layer in layers_of(model, name):
                 fully_shard(layer, mesh=mesh, reshard_after_forward=True)
             model.to(device)
         dist.barrier()
@@ -53,7 +53,8 @@ def load_sharded(
     return model
 
 
-def _layers_of(model: PreTrainedModel, name: str) -> nn.ModuleList:
+def layers_of(model: PreTrainedModel, name: str) -> nn.ModuleList:
+    """The decoder layers; ValueError where there is no list of them."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     for module in decoder_of(model).modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from drafter.kernels.packed import can_pack, count_parameters, pack_linears
 from drafter.targets.attention import use_folded_attention
-from drafter.targets.cache import CacheShape, SlotCache
+from drafter.targets.cache import CacheShape, SlotCache, SplitSlotCache
 from drafter.targets.catalog import resolve
 from drafter.targets.chat import encode_chat, encode_text
 from drafter.targets.checks import (
@@ -28,6 +28,7 @@ from drafter.targets.checks import (
     probe_cache_shape,
     probe_logit_map,
 )
+from drafter.targets.device_map import layer_devices, load_mapped
 from drafter.targets.masks import chunk_mask, slot_positions, tree_mask
 from drafter.targets.openvino_runtime import OpenVINORuntime
 from drafter.targets.parallel import Ranks, join, load_parallel
@@ -98,6 +99,7 @@ class Target:
         cache_shape: what one token's keys and values take.
         is_sharded: other processes hold parts of the weights, and take part in every forward.
         ranks: the processes that run the target together, each with its share of every layer; None: this one is alone.
+        layer_devices: where each layer computes, if a map says so; empty: all on one device.
         is_packed: the linear layers are packed for this CPU's kernels.
         num_parameters: of the model, each shared one once.
         runtime: runs forwards over a slot cache and the output matrix instead of torch; None: torch runs them.
@@ -105,6 +107,7 @@ class Target:
 
     is_sharded = False
     ranks: Ranks | None = None
+    layer_devices: Sequence[torch.device] = ()
     is_packed = False
     runtime: OpenVINORuntime | None = None
 
@@ -152,6 +155,7 @@ class Target:
         trust_remote_code: bool = False,
         num_shards: int = 1,
         num_ranks: int = 1,
+        device_map: str | None = None,
         pack: bool = True,
         runtime: str = "torch",
     ) -> "Target":
@@ -165,6 +169,8 @@ class Target:
             trust_remote_code: run code that comes with the model; never done unless asked for.
             num_shards: processes of a node that share the weights (:mod:`drafter.targets.sharding`).
             num_ranks: processes that run the target together (:mod:`drafter.targets.parallel`); each loads a share.
+            device_map: ``auto`` or a file: layers on several devices, in main memory or on disk
+                (:mod:`drafter.targets.device_map`).
             pack: on a CPU, pack the weights for its matrix kernels (:mod:`drafter.kernels.packed`). Decoding is faster,
                 but packed weights can be neither read nor trained. No effect where the kernels are missing.
             runtime: ``torch``, ``openvino`` or ``auto``: OpenVINO where ``pack`` is set, the dtype is bfloat16, and
@@ -176,7 +182,7 @@ class Target:
         """
         if runtime not in RUNTIMES:
             raise ValueError(f"--runtime {runtime!r} is unknown: use {', '.join(RUNTIMES)}")
-        is_whole = num_shards == num_ranks == 1
+        is_whole = num_shards == num_ranks == 1 and device_map is None
         torch_device = resolve_device(device) if num_ranks == 1 else join(num_ranks, device)
         torch_dtype = resolve_dtype(dtype, torch_device)
         place = resolve(name)
@@ -186,6 +192,8 @@ class Target:
                 model: Any = load_sharded(
                     lambda: _load_model(place, torch_dtype, shared), num_shards, torch_device, name
                 )
+            elif device_map is not None:
+                model = load_mapped(place, torch_dtype, shared, device_map, torch_device)
             elif num_ranks > 1:
                 model = load_parallel(place, torch_dtype, shared, num_ranks)
             else:
@@ -196,7 +204,8 @@ class Target:
             kind = "" if isinstance(error, OSError | ValueError | RuntimeError | ImportError) else type(error).__name__
             what = "a weight file is damaged" if kind == "SafetensorError" else f"cannot be loaded {kind}".strip()
             raise ValueError(f"--target {name!r} {what}: {first_line(error)}") from error
-        model = model.to(torch_device)
+        if device_map is None:
+            model = model.to(torch_device)
         if is_whole and (runtime == "openvino" or (runtime == "auto" and pack and _suits_openvino(model))):
             target = cls(model, tokenizer, name=name, revision=revision)
             try:
@@ -213,6 +222,7 @@ class Target:
         target.is_packed = is_packed
         target.is_sharded = num_shards > 1
         target.ranks = Ranks() if num_ranks > 1 else None
+        target.layer_devices = layer_devices(model, name) if device_map is not None else ()
         return target
 
     @classmethod
@@ -221,6 +231,11 @@ class Target:
     ) -> "Target":
         """Wrap a model that is already in memory; it is put in eval mode and frozen."""
         return cls(model, tokenizer, name=name or getattr(model, "name_or_path", "") or type(model).__name__)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether parts of the weights lie elsewhere: such a target is neither packed nor compiled."""
+        return self.ranks is not None or bool(self.layer_devices)
 
     @property
     def runtime_name(self) -> str:
@@ -288,7 +303,8 @@ class Target:
         hidden_BTD = output.last_hidden_state
         if not context_layers:
             return TargetOutput(hidden_BTD, hidden_BTD)
-        return TargetOutput(hidden_BTD, torch.cat([output.hidden_states[i] for i in context_layers], dim=-1))
+        states = [output.hidden_states[i].to(hidden_BTD.device) for i in context_layers]
+        return TargetOutput(hidden_BTD, torch.cat(states, dim=-1))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output logits [..., V] of final hidden states [..., D], with the model's own scaling or soft cap."""
@@ -315,9 +331,10 @@ class Target:
         if exact_attention and not self.fold_attention():
             raise ValueError(f"--exact-attention needs a target that runs with SDPA attention; {self.name!r} does not")
         read_dtype = torch.float64 if exact_attention else None
-        return SlotCache(
-            self.cache_shape, num_rows, num_slots, dtype=self.dtype, device=self.device, read_dtype=read_dtype
-        )
+        size = self.cache_shape, num_rows, num_slots
+        if any(device != self.device for device in self.layer_devices):
+            return SplitSlotCache(*size, dtype=self.dtype, devices=self.layer_devices, read_dtype=read_dtype)
+        return SlotCache(*size, dtype=self.dtype, device=self.device, read_dtype=read_dtype)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of raw text, with the special tokens the tokenizer adds by itself."""

@@ -1,0 +1,118 @@
+"""A target whose layers lie on several devices of one process, or wait in main memory or on disk (accelerate).
+
+Embeddings, final norm and output matrix, which others read directly, lie on one device: the main one. A layer that
+waits in main memory or on disk comes to the main device for each forward.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from drafter.targets.sharding import layers_of
+from drafter.utils.parse import read_yaml
+
+# Of a device's free memory, for layers; the rest is for keys, values and steps.
+_SHARE = 0.8
+
+DeviceMap = dict[str, int | str]
+
+
+def load_mapped(
+    place: Path | str, dtype: torch.dtype, shared: dict[str, Any], device_map: str, main: torch.device
+) -> PreTrainedModel:
+    """A model with its layers spread out.
+
+    Args:
+        place: folder or hub id.
+        dtype: of the weights.
+        shared: further arguments of ``from_pretrained``.
+        device_map: ``auto``, or a file with a mapping from module to device, ``cpu`` or ``disk``.
+        main: the main device.
+
+    Raises:
+        ValueError: a file that is no map of this model, or takes the main device's modules elsewhere.
+    """
+    logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # it says that the map was followed
+    spread: Any = _read(device_map) if device_map != "auto" else None
+    if spread is None:
+        config = AutoConfig.from_pretrained(place, **shared)
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=shared["trust_remote_code"])
+        spread = spread_out(skeleton, dtype, main, _free_bytes())
+    model = AutoModelForCausalLM.from_pretrained(
+        place, dtype=dtype, use_safetensors=True, attn_implementation="sdpa", device_map=spread, **shared
+    )
+    found = {layer.weight.device for layer in (model.get_input_embeddings(), model.get_output_embeddings())}
+    if len(found) > 1 or found == {torch.device("meta")}:
+        raise ValueError(
+            f"--device-map {device_map}: embeddings and output matrix must lie on one device, and not on disk"
+        )
+    return model
+
+
+def spread_out(skeleton: PreTrainedModel, dtype: torch.dtype, main: torch.device, free: Mapping[Any, int]) -> DeviceMap:
+    """A device for every decoder layer, in order: the main device, the other GPUs, main memory, disk.
+
+    Args:
+        skeleton: the model without weights.
+        dtype: of the weights.
+        main: gets everything but layers, and the first layers that fit.
+        free: bytes of each GPU, by number, and of ``cpu``.
+    """
+    layers = layers_of(skeleton, skeleton.config.model_type)
+    path = next(name for name, module in skeleton.named_modules() if module is layers)
+    first: int | str = "cpu" if main.type == "cpu" else main.index or 0
+    spread: DeviceMap = dict.fromkeys(_others(skeleton, layers), first)
+    room = {place: int(_SHARE * num_bytes) for place, num_bytes in free.items()}
+    held = {id(weight) for layer in layers for weight in layer.parameters()}
+    room[first] -= sum(weight.numel() for weight in skeleton.parameters() if id(weight) not in held) * dtype.itemsize
+    order = [first, *(place for place in room if place not in (first, "cpu")), "cpu"] if first != "cpu" else ["cpu"]
+    for index, layer in enumerate(layers):
+        num_bytes = sum(weight.numel() for weight in layer.parameters()) * dtype.itemsize
+        while order and room[order[0]] < num_bytes:
+            order.pop(0)  # later layers do not come back: a forward passes each device once
+        if order:
+            room[order[0]] -= num_bytes
+        spread[f"{path}.{index}"] = order[0] if order else "disk"
+    return spread
+
+
+def layer_devices(model: PreTrainedModel, name: str) -> list[torch.device]:
+    """Where each decoder layer computes, and so where its keys and values are."""
+    found = []
+    for layer in layers_of(model, name):
+        hook: Any = getattr(layer, "_hf_hook", None)
+        device = getattr(hook, "execution_device", None)
+        if device is None:
+            device = next(layer.parameters()).device
+        found.append(torch.device("cuda", device) if isinstance(device, int) else torch.device(device))
+    return found
+
+
+def _others(module: nn.Module, layers: nn.ModuleList, prefix: str = "") -> Iterator[str]:
+    """Names of the largest modules without layers in them."""
+    for name, child in module.named_children():
+        if child is layers:
+            continue
+        if any(part is layers for part in child.modules()):
+            yield from _others(child, layers, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _free_bytes() -> dict[Any, int]:
+    from accelerate.utils import get_max_memory
+
+    return {place: int(num_bytes) for place, num_bytes in get_max_memory().items()}
+
+
+def _read(file: str) -> DeviceMap:
+    found = read_yaml(Path(file).expanduser())
+    if not isinstance(found, dict) or not all(isinstance(place, int | str) for place in found.values()):
+        raise ValueError(f"--device-map {file}: a map has a device for every module, such as `model.layers.0: disk`")
+    return {str(name): place for name, place in found.items()}

@@ -1,0 +1,120 @@
+"""Layers in main memory, on disk and on several devices: the same tokens, and which layer goes where."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.engine.options import DraftingOptions
+from drafter.targets.cache import SplitSlotCache
+from drafter.targets.device_map import spread_out
+from drafter.targets.target import Target
+from tests.engine.drafters import shared_target, trained_drafter
+from tests.engine.oracle import answer, oracle, requests
+
+_ASKED = requests(5, seed=4)
+_CONFIG = EngineConfig(method="hybrid", beam_width=4, draft_length=3, tree_size=8, max_rows=2, reuse_prefixes=True)
+_MAP = """\
+model.embed_tokens: cpu
+model.norm: cpu
+model.rotary_emb: cpu
+lm_head: cpu
+model.layers.0: cpu
+model.layers.1: disk
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shared target as a folder."""
+    place = tmp_path_factory.mktemp("map") / "target"
+    shared_target().model.save_pretrained(place)
+    return place
+
+
+def written(folder: Path, text: str) -> str:
+    (folder / "map.yaml").write_text(text)
+    return str(folder / "map.yaml")
+
+
+def tokens_of(target: Target, config: EngineConfig = _CONFIG) -> list[Sequence[int]]:
+    drafter = trained_drafter()
+    return [completion.token_ids for completion in answer(Engine(target, drafter.bind(target), config), _ASKED)]
+
+
+def test_layers_on_disk_give_the_same_tokens(folder: Path, tmp_path: Path) -> None:
+    target = Target.load(str(folder), device="cpu", device_map=written(tmp_path, _MAP))
+    layers: Any = target.model.model.layers
+    assert {weight.device.type for weight in layers[1].parameters()} == {"meta"}, "read for each forward"
+    assert {weight.device.type for weight in layers[0].parameters()} == {"cpu"}
+    assert not target.is_packed and target.is_spread
+    assert tokens_of(target) == oracle(shared_target(), _ASKED)
+
+
+def test_auto_gives_the_same_tokens(folder: Path) -> None:
+    target = Target.load(str(folder), device="cpu", device_map="auto")
+    assert tokens_of(target) == oracle(shared_target(), _ASKED)
+
+
+def test_keys_and_values_of_several_devices(folder: Path) -> None:
+    """One processor under two names stands for two devices."""
+    target = Target.load(str(folder), device="cpu", pack=False)
+    target.layer_devices = [torch.device("cpu"), torch.device("cpu", 0)]
+    assert isinstance(target.new_cache(1, 8), SplitSlotCache)
+    assert tokens_of(target) == oracle(shared_target(), _ASKED)
+    for settings in ({"max_rows": 4}, {"max_rows": 1}):
+        config = EngineConfig(method="autoregressive", **settings)
+        assert tokens_of(target, config) == oracle(shared_target(), _ASKED)
+
+
+def test_layers_fill_the_devices_in_order() -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=100, hidden_size=16, intermediate_size=32, num_hidden_layers=6, num_attention_heads=2
+            )
+        )
+    layer = 2 * sum(weight.numel() for weight in model.model.layers[0].parameters())
+    rest = 2 * (sum(weight.numel() for weight in model.parameters()) - 6 * layer // 2)
+    free = {0: int((rest + 1.5 * layer) / 0.8), 1: int(2.5 * layer / 0.8), "cpu": int(1.2 * layer / 0.8)}
+    found = spread_out(model, torch.bfloat16, torch.device("cuda", 0), free)
+    assert [found.pop(f"model.layers.{index}") for index in range(6)] == [0, 1, 1, "cpu", "disk", "disk"]
+    assert found == dict.fromkeys(["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"], 0)
+    on_cpu = spread_out(model, torch.bfloat16, torch.device("cpu"), {"cpu": free[0]})
+    assert [on_cpu[f"model.layers.{index}"] for index in range(3)] == ["cpu", "disk", "disk"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            _MAP.replace("embed_tokens: cpu", "embed_tokens: disk"),
+            "embeddings and output matrix must lie on one device",
+        ),
+        (_MAP.replace("lm_head: cpu\n", ""), "lm_head"),
+        ("- cpu\n", "a map has a device for every module"),
+        ("model: [cpu]\n", "a map has a device for every module"),
+    ],
+)
+def test_maps_that_do_not_fit_are_refused(folder: Path, tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Target.load(str(folder), device="cpu", device_map=written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "more", [{"compile": True}, {"runtime": "openvino"}, {"tensor_parallel": 2}, {"tensor_parallel": 0}]
+)
+def test_options_that_exclude_each_other(more: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="--device-map|--tensor-parallel"):
+        DraftingOptions(target="x", device_map="auto", **more).load()
+
+
+@pytest.mark.parametrize("more", [{"compile": True}, {"runtime": "openvino"}, {"drafter": "d", "tuned": "sizes.json"}])
+def test_processes_run_torch_as_it_is(more: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="--tensor-parallel"):
+        DraftingOptions(target="x", tensor_parallel=2, **more)
