@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -157,6 +157,13 @@ def _engine(models: Models, config: EngineConfig) -> "Engine":
     return Engine(models.target, models.drafter, config, draft_model=models.draft_model)
 
 
+def _token_ids(engine: "Engine", prompts: Sequence[str | list[dict[str, str]]], raw: bool) -> list[list[int]]:
+    """The prompts for the engine: here the target's template has limits of time and memory."""
+    from drafter.engine.text import encode_prompts
+
+    return encode_prompts(engine.target, prompts, raw=raw)
+
+
 def _answer(engine: "Engine", params: SamplingParams, asked: list[NamedPrompt], raw: bool, out: Path | None) -> None:
     """Answer to the screen, one prompt streaming, or to a file."""
     if out is not None:
@@ -192,8 +199,9 @@ def _run(
     done: dict[int, Completion] = {}
     start = time.perf_counter()
     num_tokens = 0
+    prompts = _token_ids(engine, [prompt.value for prompt in asked], raw)
     with partial_file(out) as stream, tqdm(total=len(asked), desc=label, unit="prompt") as bar:
-        for event in engine.stream([prompt.value for prompt in asked], params, raw=raw):
+        for event in engine.stream(prompts, params):
             num_tokens += len(event.token_ids)
             if event.completion is None:
                 continue
@@ -225,7 +233,8 @@ def _compare(
     runs = []
     for settings, file in ((plain, None), (config, out)):
         engine = _engine(models, settings)
-        engine.generate([asked[0].value], replace(params, max_new_tokens=_WARM_UP_TOKENS), raw=raw)
+        warm_up = _token_ids(engine, [asked[0].value], raw)
+        engine.generate(warm_up, replace(params, max_new_tokens=_WARM_UP_TOKENS))
         runs.append(_run(engine, params, asked, raw, file, label=f"{settings.method:>14}"))
     print(format_table(_COLUMNS, list(_comparison(asked, *runs))))
 
@@ -290,7 +299,7 @@ def _chat(engine: "Engine", params: SamplingParams, raw: bool) -> None:
 def _say(engine: "Engine", prompt: str | list[dict[str, str]], params: SamplingParams, raw: bool) -> str:
     """Stream one answer to the screen, its figures to the error stream; the text."""
     text = ""
-    for event in engine.stream([prompt], params, raw=raw):
+    for event in engine.stream(_token_ids(engine, [prompt], raw), params):
         print(event.text, end="", flush=True)
         if event.completion is not None:
             text = event.completion.text

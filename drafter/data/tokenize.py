@@ -14,6 +14,9 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from drafter.data.formats import ChatMessage, Row
+from drafter.targets.chat import what_runs
+from drafter.utils.io import first_line
+from drafter.utils.limits import limited_map
 
 _CHUNK_ROWS = 256
 MAX_FAILED_SHARE = 0.01
@@ -139,18 +142,20 @@ def render(tokenizer: Any, messages: Sequence[ChatMessage], *, opening: bool = F
     """The rendered chat template; ``opening`` adds the opening of the assistant's turn, ``tools`` are offered.
 
     Raises:
-        PrefixError: the template refuses the messages.
+        PrefixError: the template refuses the messages or breaks on them.
+        MemoryError: the template takes more memory than this process may have.
     """
-    import jinja2
-
     try:
         return str(
             tokenizer.apply_chat_template(
                 list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=opening
             )
         )
-    except jinja2.TemplateError as error:
-        raise PrefixError(f"the chat template refuses the conversation ({error})") from error
+    except MemoryError:
+        raise
+    except Exception as error:
+        # A template is a program of the model's author: its errors are of any type.
+        raise PrefixError(f"the chat template refuses the conversation ({first_line(error)})") from error
 
 
 _PROBE = [
@@ -174,15 +179,14 @@ def check_template(tokenizer: Any, name: str) -> None:
             f"target {name!r} has no chat template, so conversations cannot be rendered: give plain `text` rows, "
             "or choose an instruction-tuned target"
         )
-    for messages in (_PROBE[:2], _PROBE):
-        try:
-            find_answers(tokenizer, messages)
-        except PrefixError as error:
-            turns = "a single question and answer" if len(messages) == 2 else "a second turn"
+    probes = [Question(_PROBE[:2]), Question(_PROBE)]
+    for probe, found in zip(probes, find_all_answers(tokenizer, probes, name), strict=True):
+        if isinstance(found, PrefixError):
+            turns = "a single question and answer" if len(probe.messages) == 2 else "a second turn"
             raise ValueError(
                 f"the chat template of target {name!r} cannot be used for a loss mask: "
-                f"{error.reason}, seen with {turns}"
-            ) from error
+                f"{found.reason}, seen with {turns}"
+            ) from found
 
 
 class AnswerSpan(NamedTuple):
@@ -242,6 +246,42 @@ def _end_of_parts(tokenizer: Any, messages: Sequence[ChatMessage], tools: Tools,
     return start + len(answer)
 
 
+class Question(NamedTuple):
+    """A conversation whose answers are looked for; with ``is_prompt`` only the text before the answer is wanted."""
+
+    messages: Sequence[ChatMessage]
+    tools: Tools = ()
+    is_prompt: bool = False
+
+
+Found = tuple[str, list[AnswerSpan]] | PrefixError
+
+
+def find_all_answers(tokenizer: Any, questions: Sequence[Question], name: str) -> list[Found]:
+    """:func:`find_answers` or its error for every question; the template runs with limits of time and memory.
+
+    Raises:
+        ValueError: a limit was reached; names the target ``name``.
+    """
+
+    def find(asked: Question) -> dict[str, Any]:
+        try:
+            if asked.is_prompt:
+                prefix = render(tokenizer, asked.messages, opening=True, tools=asked.tools)
+                return {"text": "", "turns": [(prefix, 0, 0)]}
+            text, turns = find_answers(tokenizer, asked.messages, asked.tools)
+        except PrefixError as error:
+            return {"reason": error.reason}
+        return {"text": text, "turns": turns}
+
+    return [
+        PrefixError(item["reason"])
+        if "reason" in item
+        else (item["text"], [AnswerSpan(*turn) for turn in item["turns"]])
+        for item in limited_map(find, questions, what_runs(name))
+    ]
+
+
 class ConversationEncoder:
     """Encodes rows as token ids and loss masks, and counts them in ``report``."""
 
@@ -282,7 +322,7 @@ class ConversationEncoder:
             yield from self._encode_chunk(chunk)
 
     def _encode_chunk(self, rows: Sequence[Row]) -> Iterator[EncodedRow]:
-        plans = [(row, *plan) for row in rows if (plan := self._plan(row)) is not None]
+        plans = self._plans(rows)
         texts = [piece for _, text, turns in plans for piece in (text, *(turn.prefix for turn in turns))]
         encodings = iter(_backend_encode(self.tokenizer, texts))
         for row, _, turns in plans:
@@ -304,13 +344,33 @@ class ConversationEncoder:
                 continue
             yield from self._keep(encoded)
 
-    def _plan(self, row: Row) -> tuple[str, list[AnswerSpan]] | None:
-        """The text and its answers; None, and counted, if the row has nothing to train on."""
+    def _plans(self, rows: Sequence[Row]) -> list[tuple[Row, str, list[AnswerSpan]]]:
+        """The rows with something to train on, each with its text and answers; the others are counted."""
+        asked = [(row, question) for row in rows if (question := self._question(row)) is not None]
+        questions = [question for _, question in asked if question.messages]
+        if not self._is_template_checked and not all(question.is_prompt for question in questions):
+            check_template(self.tokenizer, self.name)
+            self._is_template_checked = True
+        answers = iter(find_all_answers(self.tokenizer, questions, self.name))
+        plans: list[tuple[Row, str, list[AnswerSpan]]] = []
+        for row, question in asked:
+            found = next(answers) if question.messages else ("", [])
+            if not isinstance(found, PrefixError):
+                plans.append((row, *found))
+            elif question.is_prompt:
+                self.report.num_other_prompts += 1
+                plans.append((row, "", []))
+            else:
+                self._fail(row, found)
+        return plans
+
+    def _question(self, row: Row) -> Question | None:
+        """What to ask the template, no messages for nothing; None, and counted, if nothing can be trained on."""
         self.report.num_rows += 1
         if row.text is not None:
-            return "", []
+            return Question([])
         if row.token_ids is not None:
-            return self._plan_tokens(row)
+            return self._question_of_tokens(row)
         messages = list(row.messages)
         if messages[-1]["role"] == "user" and len(messages) > 2:
             messages.pop()  # a question without its answer
@@ -322,16 +382,9 @@ class ConversationEncoder:
         if any(not message["content"].strip() and not _has_parts(message) for message in answers):
             self.report.num_empty_answers += 1
             return None
-        if not self._is_template_checked:
-            check_template(self.tokenizer, self.name)
-            self._is_template_checked = True
-        try:
-            return find_answers(self.tokenizer, messages, row.tools)
-        except PrefixError as error:
-            self._fail(row, error)
-            return None
+        return Question(messages, row.tools)
 
-    def _plan_tokens(self, row: Row) -> tuple[str, list[AnswerSpan]] | None:
+    def _question_of_tokens(self, row: Row) -> Question | None:
         """Nothing to tokenise but the prompt, where the row has its messages: only to compare."""
         if not row.token_ids:
             self.report.num_empty_answers += 1
@@ -341,12 +394,8 @@ class ConversationEncoder:
             self._fail(row, PrefixError(f"token ids that the target's tokenizer of {size} tokens lacks"))
             return None
         if not row.messages or not self.tokenizer.chat_template:
-            return "", []
-        try:
-            return "", [AnswerSpan(render(self.tokenizer, row.prompt, opening=True, tools=row.tools), 0, 0)]
-        except PrefixError:
-            self.report.num_other_prompts += 1
-            return "", []
+            return Question([])
+        return Question(row.prompt, row.tools, is_prompt=True)
 
     def _stripped(self, message: ChatMessage) -> ChatMessage:
         if message["role"] != "assistant":

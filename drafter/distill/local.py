@@ -29,6 +29,7 @@ from drafter.distill.prompts import (
     row_of,
     select_prompts,
 )
+from drafter.targets.chat import Chat
 
 if TYPE_CHECKING:
     from drafter.engine.config import EngineConfig
@@ -124,7 +125,8 @@ class EngineAnswerer:
         return {"target_fingerprint": self._target.fingerprint, "dtype": str(self._target.dtype).removeprefix("torch.")}
 
     def answer(self, wanted: Sequence[WantedAnswer], settings: AnswerSettings) -> AnswerStream:
-        encoded = [(item, self._target.encode_chat(item.prompt.messages, item.prompt.tools)) for item in wanted]
+        texts = self._target.encode_chats([Chat(item.prompt.messages, item.prompt.tools) for item in wanted])
+        encoded = list(zip(wanted, texts, strict=True))
         limit = self._target.max_length - settings.max_new_tokens
         for item, ids in encoded:
             if len(ids) > limit:

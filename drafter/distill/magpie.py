@@ -12,9 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from drafter.data.formats import ChatMessage
 from drafter.data.tokenize import render, stop_token_ids
 from drafter.distill.journal import Journal
 from drafter.distill.prompts import Exclusion, PromptRow, Shard, derive_seed
+from drafter.targets.chat import what_runs
+from drafter.utils.limits import limited_map
 
 _SENTINEL = "Zebra crossing?"
 _MIN_CHARACTERS = 12
@@ -57,7 +60,8 @@ def user_opening(tokenizer: Any, name: str) -> Opening:
     """
     if not tokenizer.chat_template:
         raise ValueError(f"target {name!r} has no chat template, so it cannot invent prompts: give --prompts FILE")
-    text = render(tokenizer, [{"role": "user", "content": _SENTINEL}])
+    known: list[ChatMessage] = [{"role": "user", "content": _SENTINEL}]
+    (text,) = limited_map(lambda messages: render(tokenizer, messages), [known], what_runs(name))
     before, _, after = text.partition(_SENTINEL)
     if text.count(_SENTINEL) != 1:
         raise ValueError(

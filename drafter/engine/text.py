@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import index
 from typing import TYPE_CHECKING
 
+from drafter.targets.chat import Chat
+
 if TYPE_CHECKING:
     from drafter.targets.target import Target
 
@@ -39,6 +41,16 @@ def encode_prompt(target: "Target", prompt: Prompt, *, raw: bool) -> list[int]:
             raise ValueError(f"a prompt mixes messages and other things: {prompt!r}")
         return target.encode_chat(messages)
     return [_token_id(token) for token in prompt]
+
+
+def encode_prompts(
+    target: "Target", prompts: Sequence[str | Sequence[Mapping[str, str]]], *, raw: bool
+) -> list[list[int]]:
+    """Token ids of user messages and conversations, or of raw texts; the chat template runs with limits."""
+    if raw:
+        return [encode_prompt(target, prompt, raw=True) for prompt in prompts]
+    turns = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in prompts]
+    return target.encode_chats([Chat(messages) for messages in turns])
 
 
 def _token_id(token: object) -> int:

@@ -1,14 +1,37 @@
 """Text and conversations to token ids, by a tokenizer and its chat template, without the model."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from drafter.utils.io import first_line
+from drafter.utils.limits import limited_map
 
 
 def encode_text(tokenizer: Any, text: str, *, escape_special_tokens: bool = False) -> list[int]:
     """Token ids of raw text, with the special tokens that the tokenizer adds by itself; ``escape``: as below."""
     return list(tokenizer(escaped(tokenizer, text) if escape_special_tokens else text)["input_ids"])
+
+
+class Chat(NamedTuple):
+    """A conversation, and the functions that the target may call, in OpenAI's form."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+
+
+def encode_chats(tokenizer: Any, chats: Sequence[Chat], name: str) -> list[list[int]]:
+    """Token ids of conversations, as :func:`encode_chat`; the template runs with limits of time and memory.
+
+    Raises:
+        ValueError: as :func:`encode_chat`, and for a template that takes too long or too much memory.
+    """
+    texts = limited_map(lambda chat: _rendered(tokenizer, chat, name), chats, what_runs(name))
+    return [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+
+
+def what_runs(name: str) -> str:
+    """What a message about a limit names."""
+    return f"the chat template of {name!r}"
 
 
 def encode_chat(
@@ -21,6 +44,8 @@ def encode_chat(
 ) -> list[int]:
     """Token ids of a conversation up to the opening of the assistant's turn, by the tokenizer's own template.
 
+    The template runs in this process, without limits.
+
     Args:
         tokenizer: with a chat template.
         messages: turns with ``role`` and ``content``.
@@ -32,22 +57,29 @@ def encode_chat(
         ValueError: there is no template, or the template refuses the messages or breaks on them.
         MemoryError: the template takes more memory than this process may have.
     """
+    if escape_special_tokens:
+        messages = [{**turn, "content": escaped(tokenizer, turn["content"])} for turn in messages]
+    return list(tokenizer(_rendered(tokenizer, Chat(messages, tools), name), add_special_tokens=False)["input_ids"])
+
+
+def _rendered(tokenizer: Any, chat: Chat, name: str) -> str:
     if not tokenizer.chat_template:
         raise ValueError(f"target {name!r} has no chat template: use raw text (--raw)")
-    turns = [dict(message) for message in messages]
-    if escape_special_tokens:
-        turns = [{**turn, "content": escaped(tokenizer, turn["content"])} for turn in turns]
     try:
-        encoded = tokenizer.apply_chat_template(
-            turns, tools=list(tools) or None, add_generation_prompt=True, tokenize=True, return_dict=True
+        return str(
+            tokenizer.apply_chat_template(
+                [dict(message) for message in chat.messages],
+                tools=list(chat.tools) or None,
+                add_generation_prompt=True,
+                tokenize=False,
+            )
         )
     except MemoryError:
         raise
     except Exception as error:
         # A template is a program of the model's author: its errors are of any type.
         kind = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
-        raise ValueError(f"the chat template of {name!r} refuses these messages: {kind}{first_line(error)}") from error
-    return list(encoded["input_ids"])
+        raise ValueError(f"{what_runs(name)} refuses these messages: {kind}{first_line(error)}") from error
 
 
 def escaped(tokenizer: Any, text: str) -> str:

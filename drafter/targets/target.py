@@ -18,7 +18,7 @@ from drafter.kernels.packed import can_pack, count_parameters, pack_linears
 from drafter.targets.attention import use_folded_attention
 from drafter.targets.cache import CacheShape, SlotCache, SplitSlotCache
 from drafter.targets.catalog import resolve
-from drafter.targets.chat import encode_chat, encode_text
+from drafter.targets.chat import Chat, encode_chat, encode_chats, encode_text
 from drafter.targets.checks import (
     check_architecture,
     decoder_of,
@@ -348,6 +348,14 @@ class Target:
             ValueError: there is no template, or the template refuses the messages.
         """
         return encode_chat(self._tokenizer(), messages, self.name, tools=tools)
+
+    def encode_chats(self, chats: Sequence[Chat]) -> list[list[int]]:
+        """Token ids of conversations, with limits of time and memory for the template, which is a stranger's program.
+
+        Raises:
+            ValueError: as :meth:`encode_chat`, or a limit was reached.
+        """
+        return encode_chats(self._tokenizer(), chats, self.name)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from drafter.cli.main import main
+from drafter.utils import limits
 from tests.tiny_files import make_drafter, make_target
 
 
@@ -133,6 +134,38 @@ def test_damaged_index_of_a_sharded_target(target: str, refused: Refusal, tmp_pa
     (copy / "model.safetensors").rename(copy / "model-00001-of-00001.safetensors")
     (copy / "model.safetensors.index.json").write_text(index)
     refused(decode(str(copy), "--prompt", "hi"), "--target", "cannot be loaded")
+
+
+NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLING = "{% set n = namespace(x='a' * 999) %}{% for i in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (NESTED, "took longer than 1 seconds"),
+        ("{{ 10 ** (10 ** 10) }}", "took longer than 1 seconds"),
+        (DOUBLING, "takes more than 64 MiB of memory"),
+        ("{{ 1 / 0 }}", "division by zero"),
+    ],
+)
+def test_chat_templates_of_strangers(
+    target: str, refused: Refusal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, message: str
+) -> None:
+    monkeypatch.setattr(limits, "MAX_SECONDS", 1.0)
+    monkeypatch.setattr(limits, "MAX_BYTES", 64 << 20)
+    copy, file = tmp_path / "target", tmp_path / "p.jsonl"
+    shutil.copytree(target, copy)
+    for left in copy.glob("*.jinja"):
+        left.unlink()
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    file.write_text(json.dumps({"messages": turns}) + "\n")
+    answers = ["--out", str(tmp_path / "a.jsonl"), "--device", "cpu", "--no-speculation"]
+    refused(decode(str(copy), "--prompt", "hi"), f"the chat template of {str(copy)!r}", message)
+    refused(["distill", "--target", str(copy), "--prompts", str(file), *answers], "the chat template of", message)
+    refused(["data", "inspect", str(file), "--target", str(copy)], "the chat template of", message)
 
 
 def test_full_disk_at_export(drafter: str, refused: Refusal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,48 @@
+"""A stranger's program: results come back whole, and what takes too long or too much ends in one line."""
+
+import os
+import time
+from typing import Any
+
+import pytest
+
+from drafter.utils import limits
+from drafter.utils.limits import limited_map
+
+
+def test_values_come_back_in_order() -> None:
+    assert limited_map(lambda item: [item, "é" * item], [3, 0, 2], "it") == [[3, "ééé"], [0, ""], [2, "éé"]]
+    assert limited_map(lambda item: item, [], "it") == []
+    assert limited_map(len, ["a" * 5_000_000], "it") == [5_000_000]
+
+
+def refuse(item: int) -> int:
+    raise ValueError(f"no {item}")
+
+
+def hang(item: int) -> int:
+    return item if item < 2 else len(str(10 ** (10**10)))  # within C, where no signal handler of Python runs
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (refuse, "^no 1$"),
+        (hang, "^the program took longer than 0.3 seconds$"),
+        (lambda item: len("a" * (1 << 31)), "^the program takes more than 64 MiB of memory$"),
+        (lambda item: os._exit(3), "^the program ended its process$"),
+    ],
+)
+def test_faults_are_one_line(function: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_SECONDS", 0.3)
+    monkeypatch.setattr(limits, "MAX_BYTES", 1 << 26)
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=message):
+        limited_map(function, [1, 2], "the program")
+    assert time.monotonic() - start < 30
+
+
+def test_an_answer_larger_than_the_limit_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_BYTES", 1 << 26)
+    with pytest.raises(ValueError, match="takes more than 64 MiB"):
+        limited_map(lambda _: "a" * (1 << 24), list(range(8)), "it")
