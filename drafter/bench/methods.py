@@ -20,7 +20,7 @@ _TREE = ("W", "L", "N")
 # What may follow a method's name: letters take a number.
 _OPTIONS: dict[str, tuple[str, ...]] = {
     "autoregressive": ("N",),
-    "redrafter": (*_TREE, "tau", "noise", "all-nodes", "final-beams", "uncoupled", "tuned"),
+    "redrafter": (*_TREE, "tau", "noise", "all-nodes", "final-beams", "uncoupled", "alone", "tuned"),
     "hybrid": (*_TREE, "tau", "noise", "uncoupled", "tuned"),
     "recycling": _TREE,
     "lookup": _TREE,
@@ -141,6 +141,8 @@ class MethodSpec:
             fields["tree_policy"] = "final-beams"
         if "uncoupled" in self.words:
             fields["coupled"] = False
+        if "alone" in self.words:
+            fields["copying"] = False
         if "rejection" in self.words:
             fields["verify"] = "rejection"
         return {"method": self.name, **fields}

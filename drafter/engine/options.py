@@ -110,6 +110,7 @@ class DraftingOptions(DraftOptions, ParallelOptions):
         tree_policy: keep the N-1 likeliest nodes of all drafting steps, or the W final beams as published (default:
             all-nodes)
         coupled: rank drafts by the noise of sampling
+        copying: mix the drafter's distribution with the token that followed the same tokens earlier in the text
         tau: softness of the ranking by that noise
         noise_weight: weight of that noise beside the drafter's log-probabilities
         verify: rule that accepts the tokens of a draft model: coupled gives the text of plain decoding, rejection only

@@ -1,7 +1,7 @@
 """BeamProposer: beam search with the recurrent drafter; the nodes of the search form the tree.
 
 Shapes: B rows · W beam width (1 at the first step) · L draft length · R draft vocabulary · V target vocabulary ·
-D hidden size · C context size · M = L * W drafted nodes.
+D hidden size · C context size · S slots of history · M = L * W drafted nodes.
 """
 
 import torch
@@ -13,6 +13,7 @@ from drafter.decoding.sampling import Warp, warp_logits
 from drafter.decoding.tree import NodeList
 from drafter.kernels.largest import topk
 from drafter.models.drafter import RecurrentDrafter
+from drafter.proposers.copying import SHARES, Matches, mix
 from drafter.proposers.options import TreePolicy
 from drafter.proposers.parts import Parts
 from drafter.targets.target import Target
@@ -25,6 +26,9 @@ class BeamProposer(Proposer):
     target's coming picks, the rank is the probability that the child is the target's next pick. Without noise and with
     tau = 1, the rank is log q. Greedy rows have temperature 1 and no noise here. (ReDrafter, arXiv 2403.09919,
     section 3; noise: docs/sampling.md.)
+
+    With ``copying``, q is a mixture with the token that followed the beam's last tokens earlier in the text
+    (:mod:`drafter.proposers.copying`).
 
     Two policies choose the nodes of the tree. ``all-nodes`` keeps the N - 1 most probable nodes of all steps, including
     nodes of abandoned beams. ``final-beams`` is the published policy: the W final beams with shared prefixes merged.
@@ -40,6 +44,7 @@ class BeamProposer(Proposer):
         tau: softness of the ranking.
         noise_weight: weight of the noise; below 1 where q is flatter than p.
         coupled: rank with the noise.
+        copying: mix q with copies from the text.
         compiler: compiles the search of greedy rows. The drafter's weights must not change afterwards.
 
     Raises:
@@ -58,6 +63,7 @@ class BeamProposer(Proposer):
         tau: float = 1.0,
         noise_weight: float = 1.0,
         coupled: bool = True,
+        copying: bool = False,
         compiler: Compiler | None = None,
     ) -> None:
         super().__init__((beam_width,) * draft_length, num_nodes, compiler)
@@ -78,26 +84,37 @@ class BeamProposer(Proposer):
         self._tau = tau
         self._noise_weight = noise_weight
         self._coupled = coupled
+        self._index_V = torch.full((target.vocab_size,), -1, device=self._token_R.device)
+        self._index_V[self._token_R] = torch.arange(len(self._token_R), device=self._token_R.device)
+        self._share_X = torch.tensor((0.0, *SHARES), device=self._token_R.device)
+        self._copying = copying
         is_compiled = compiler is not None and compiler.is_on
         # A compiler recognises a weight only as a parameter of a module.
         self._frozen_head = _linear_of(self.drafter.output_rows()) if is_compiled else None
         self._search_greedily = self._search
         if compiler is not None and is_compiled:
-            self._search_greedily = compiler(self._search, ((0,), (0,)))
+            self._search_greedily = compiler(self._search, ((0,), (0,), (0, 1), (0,)))
 
     def draft(self, rows: RowState, noise_BLV: Tensor | None) -> NodeList:
         """All nodes of the search, or the nodes of the final beams; the score is the cumulative log-probability."""
+        inputs = rows.root_B, rows.context_BC, rows.history_BS[:, : rows.num_visible], rows.length_B
         if rows.warp.flags.has_noise:
-            found = self._search(rows.root_B, rows.context_BC, rows.warp, noise_BLV if self._coupled else None)
+            found = self._search(*inputs, rows.warp, noise_BLV if self._coupled else None)
         else:
-            found = self._search_greedily(rows.root_B, rows.context_BC)
+            found = self._search_greedily(*inputs)
         nodes = NodeList(*found, self.level_sizes)
         if self._policy == "final-beams":
             nodes = nodes._replace(score_BM=keep_final_beams(nodes.parent_BM, nodes.score_BM, self.width))
         return nodes
 
     def _search(
-        self, root_B: Tensor, context_BC: Tensor, warp: Warp | None = None, noise_BLV: Tensor | None = None
+        self,
+        root_B: Tensor,
+        context_BC: Tensor,
+        history_BS: Tensor,
+        position_B: Tensor,
+        warp: Warp | None = None,
+        noise_BLV: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens int64, parents int64 (index into the list, -1 = root) and scores float32, each [B, L * W]."""
         width = self.width
@@ -106,11 +123,15 @@ class BeamProposer(Proposer):
         state_BWD = self.drafter.init_state(context_B1C)
         token_BW = root_B[:, None]
         total_BW = torch.zeros_like(token_BW, dtype=torch.float32)
+        matches = Matches.of(history_BS, position_B, self._index_V) if self._copying else None
         tokens, parents, scores = [], [], []
         for step in range(self.max_depth):
             context_BWC = context_B1C.expand(-1, token_BW.shape[1], -1)
             state_BWD = self.drafter.step(context_BWC, state_BWD, self._embed(token_BW).to(dtype))
             logits_BWR = self._logits(context_BWC, state_BWD)
+            if matches is not None:
+                index_BW, length_BW = matches.best()
+                logits_BWR = mix(logits_BWR, index_BW, self._share_X[length_BW])
             noise_BR = None if noise_BLV is None else noise_BLV[:, step].index_select(1, self._token_R)
             value_BWK, index_BWK = self._rank_children(logits_BWR, noise_BR, warp)
             # W children of each parent are enough: no parent can have more among the W best of all.
@@ -119,6 +140,8 @@ class BeamProposer(Proposer):
             beam_BW = best_BW // width
             token_BW = self._token_R[index_BWK.flatten(1).gather(1, best_BW)]
             state_BWD = state_BWD.gather(1, beam_BW[:, :, None].expand(-1, -1, state_BWD.shape[2]))
+            if matches is not None:
+                matches = matches.follow(beam_BW, token_BW)
             tokens.append(token_BW)
             parents.append(beam_BW + (step - 1) * width if step else torch.full_like(beam_BW, -1))
             scores.append(total_BW)
@@ -191,5 +214,7 @@ def make(parts: Parts) -> Proposer:
         tau=config.tau,
         noise_weight=config.noise_weight,
         coupled=config.coupled,
+        # A hybrid has lookup beside the beams.
+        copying=config.copying and config.method == "redrafter",
         compiler=parts.compiler,
     )

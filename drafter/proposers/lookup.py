@@ -26,6 +26,20 @@ _ODDS = (0.48, 1.36, 1.92, 2.6, 2.75, 3.2, 4.3, 8.5)
 _WEIGHT_PER_TOKEN = 2.0
 
 
+def match_lengths(history_BS: Tensor, position_B: Tensor, max_ngram: int) -> Tensor:
+    """How many of the last tokens end at each earlier position, int64 [B, S]; arguments as of :func:`find_matches`.
+
+    In "1 2 3 1 2" with the root at position 4, the match that ends at position 1 has two tokens; the others have none.
+    """
+    slot_S = torch.arange(history_BS.shape[1], device=history_BS.device)
+    back_G = torch.arange(max_ngram - 1, -1, -1, device=history_BS.device)
+    suffix_BG = history_BS.gather(1, (position_B[:, None] - back_G).clamp_min(0))
+    # The tokens that end at each slot; before the start of the text there is nothing to match: -1 is no token.
+    window_BSG = F.pad(history_BS, (max_ngram - 1, 0), value=-1).unfold(1, max_ngram, 1)
+    is_same_BSG = (window_BSG == suffix_BG[:, None]).flip(2)  # the last token first
+    return is_same_BSG.cumprod(dim=2).sum(dim=2) * (slot_S < position_B[:, None])
+
+
 def find_matches(history_BS: Tensor, position_B: Tensor, max_ngram: int, num_matches: int) -> tuple[Tensor, Tensor]:
     """Earlier occurrences of the last tokens: the longest matches first, the latest first among equally long ones.
 
@@ -42,12 +56,7 @@ def find_matches(history_BS: Tensor, position_B: Tensor, max_ngram: int, num_mat
     """
     num_slots = history_BS.shape[1]
     slot_S = torch.arange(num_slots, device=history_BS.device)
-    back_G = torch.arange(max_ngram - 1, -1, -1, device=history_BS.device)
-    suffix_BG = history_BS.gather(1, (position_B[:, None] - back_G).clamp_min(0))
-    # The tokens that end at each slot; before the start of the text there is nothing to match: -1 is no token.
-    window_BSG = F.pad(history_BS, (max_ngram - 1, 0), value=-1).unfold(1, max_ngram, 1)
-    is_same_BSG = (window_BSG == suffix_BG[:, None]).flip(2)  # the last token first
-    length_BS = is_same_BSG.cumprod(dim=2).sum(dim=2) * (slot_S < position_B[:, None])
+    length_BS = match_lengths(history_BS, position_B, max_ngram)
     key_BM, index_BM = (length_BS * num_slots + slot_S).topk(min(num_matches, num_slots), dim=1)
     if num_slots < num_matches:  # more matches than the text has places: the rest are none
         key_BM, index_BM = (F.pad(found, (0, num_matches - num_slots)) for found in (key_BM, index_BM))

@@ -28,6 +28,7 @@ class DraftOptions:
         tree_policy: ``all-nodes`` keeps the N-1 likeliest nodes of all steps; ``final-beams`` is the published policy,
             the W final beams with shared prefixes merged (N is then 1 + W * L).
         coupled: drafting knows the noise of the target's coming picks and ranks by it.
+        copying: the drafter's distribution is mixed with the token that followed the same tokens earlier in the text.
         tau: softness of that ranking; children are ranked by (log q / temperature + noise_weight * noise) / tau.
         noise_weight: what the noise counts in it. A drafter's q is an average over what it cannot tell apart and so
             flatter than the target's p, beside which the noise stands.
@@ -44,6 +45,7 @@ class DraftOptions:
     tree_size: int | None = None
     tree_policy: TreePolicy = "all-nodes"
     coupled: bool = True
+    copying: bool = True
     tau: float = 1.0
     noise_weight: float = 0.8
     verify: Verification = "coupled"

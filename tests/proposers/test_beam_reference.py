@@ -113,16 +113,20 @@ class Case:
             noise = self.noise_BLV[row, depth][self.drafter.draft_token_ids_R].tolist()
         return loops.rank_children(logits, noise, self.tau, self.noise_weight, p.temperature, p.top_k, p.top_p, p.min_p)
 
+    def child_logits(self, row, path):
+        """The drafter's logits [R] after the root and a path of draft indices, fed from the root on."""
+        tokens = [self.rows.root_B[row].item(), *(self.drafter.draft_token_ids_R[i].item() for i in path)]
+        context_C = self.rows.context_BC[row]
+        state_D = self.drafter.init_state(context_C)
+        for token in tokens:
+            state_D = self.drafter.step(context_C, state_D, self.embed(torch.tensor(token)))
+        return self.drafter.logits(context_C, state_D)
+
     def twin_search(self, row):
         """The loop twin; every path is fed from the root on."""
 
         def score_children(path):
-            tokens = [self.rows.root_B[row].item(), *(self.drafter.draft_token_ids_R[i].item() for i in path)]
-            context_C = self.rows.context_BC[row]
-            state_D = self.drafter.init_state(context_C)
-            for token in tokens:
-                state_D = self.drafter.step(context_C, state_D, self.embed(torch.tensor(token)))
-            return self.rank(row, len(path), self.drafter.logits(context_C, state_D).tolist())
+            return self.rank(row, len(path), self.child_logits(row, path).tolist())
 
         return loops.beam_search(score_children, self.width, self.length)
 

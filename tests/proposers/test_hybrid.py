@@ -31,7 +31,7 @@ def test_any_tree_gives_the_oracles_tokens(rows: int, size: int) -> None:
 def test_no_fewer_tokens_per_step_than_the_best_of_its_parts() -> None:
     asked = [(prompt, NO_EOS) for prompt in prompts_for(12, seed=100)]
     methods: tuple[Method, ...] = ("redrafter", "lookup", "recycling")
-    best = max(assert_lossless(new_engine(method), asked) for method in methods)
+    best = max(assert_lossless(new_engine(method, copying=False), asked) for method in methods)
     assert assert_lossless(new_engine(), asked) >= 0.98 * best
 
 
