@@ -13,6 +13,7 @@ Shapes: A answers · T tokens of a text · N nodes of a tree · C context size.
 
 import argparse
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,13 +48,13 @@ def main() -> None:
     for name in args.drafters:
         drafter: Any = drafter_of_checkpoint(name).to(target.device, target.dtype).bind(target)
         contexts = contexts_of_answers(target, drafter, answers)
-        for tree in args.tree:
+        for tree, copying in product(args.tree, args.copying):
             width, length, size = (int(part[1:]) for part in tree.split())
             sizes: Any = {"beam_width": width, "draft_length": length, "tree_size": size}
-            config = EngineConfig(method="redrafter", copying=args.copying, **sizes)
+            config = EngineConfig(method="redrafter", copying=copying == "on", **sizes)
             counts = walk(target, drafter, config, answers, contexts)
             rate, gap, error = compare(*counts, *first.setdefault(tree, counts))
-            row = {"drafter": name, "copying": args.copying, **sizes}
+            row = {"drafter": name, "copying": copying, **sizes}
             row |= {"tokens_per_step": round(rate, 3), "difference": round(gap, 3), "error": round(error, 3)}
             row |= {"prompts": args.prompts.name, "num_prompts": len(answers), "max_new_tokens": args.max_new_tokens}
             rows.append(row | {"dtype": args.dtype})
@@ -70,7 +71,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("drafters", nargs="+", help="exported folders or checkpoints; the first is compared with")
     parser.add_argument("--prompts", type=Path, required=True, help="prompts that no drafter was trained on")
     parser.add_argument("--tree", nargs="+", default=["W4 L3 N8", "W8 L4 N24"], help="trees to decode with")
-    parser.add_argument("--no-copying", action="store_false", dest="copying", help="draft without copies from the text")
+    parser.add_argument(
+        "--copying", nargs="+", default=["on"], choices=["off", "on"],
+        help="copies from the text; the first drafter with the first of several is compared with (default: on)",
+    )  # fmt: skip
     parser.add_argument("--num-prompts", type=int, default=80, help="first prompts of the file (default: 80)")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens for each (default: 128)")
     parser.add_argument("--batch-size", type=int, default=8, help="prompts at the same time (default: 8)")
@@ -162,9 +166,10 @@ def write_card(path: Path, rows: list[dict[str, Any]], args: argparse.Namespace)
     """Replace the table between the markers, or add one."""
     lines = [BEGIN, f"Greedy, {args.dtype}, {rows[0]['num_prompts']} prompts of {args.prompts.name} x "]
     lines[-1] += f"{args.max_new_tokens} tokens, the drafter alone:\n"
-    lines += ["| W | L | N | tokens per step |", "|---|---|---|---|"]
+    lines += ["| W | L | N | copies | tokens per step |", "|---|---|---|---|---|"]
     for row in rows:
-        sizes = (row["beam_width"], row["draft_length"], row["tree_size"], f"{row['tokens_per_step']:.2f}")
+        sizes = (row["beam_width"], row["draft_length"], row["tree_size"], row["copying"])
+        sizes += (f"{row['tokens_per_step']:.2f}",)
         lines.append("| " + " | ".join(str(value) for value in sizes) + " |")
     table = "\n".join([*lines, END])
     text = path.read_text(encoding="utf-8")

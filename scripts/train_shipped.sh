@@ -24,4 +24,4 @@ drafter train --config configs/train/smollm2-135m.yaml --data.train "[$work/answ
     ${START:+--model.init_from "$START"} "$@"
 drafter export "$work/checkpoints/last.ckpt" --out "$out"
 python scripts/acceptance.py "$out" --prompts "$evaluation" --tree "W4 L3 N8" "W8 L4 N24" "W28 L5 N64" \
-    --results "$work/acceptance.jsonl" --card "$out"
+    --copying off on     --results "$work/acceptance.jsonl" --card "$out"
