@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--drafter", default="smollm2-135m")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--runtime", default="auto", choices=("auto", "torch", "openvino"))
     parser.add_argument("--method", default="hybrid")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--beam-width", type=int, default=4)
@@ -89,7 +90,7 @@ def main() -> None:
     parser.add_argument("--ops", type=int, default=0, help="print so many operators")
     parser.add_argument("--output", type=Path, default=Path("docs/results/step-profile.jsonl"))
     args = parser.parse_args()
-    target = load_target(args.target, dtype=args.dtype, device=args.device)
+    target = load_target(args.target, dtype=args.dtype, device=args.device, runtime=args.runtime)
     drafter = load_drafter(args.drafter, target)
     config = EngineConfig(
         method=args.method,

@@ -23,11 +23,13 @@ def load_target(
     runtime: str = "torch",
     num_ranks: int = 1,
     device_map: str | None = None,
+    quantization: str = "none",
 ) -> "Target":
     """The target of a command, without the bars and notices of the library that reads it.
 
     ``pack``: for decoding on a CPU without compilation, which packs by itself; ``runtime``: what runs the target's
-    forward; ``num_ranks``, ``device_map``: how the target is spread over devices (see :meth:`Target.load`).
+    forward; ``num_ranks``, ``device_map``: how the target is spread over devices; ``quantization``: rounding of the
+    weights (see :meth:`Target.load`).
     """
     from transformers.utils import logging
 
@@ -45,6 +47,7 @@ def load_target(
         runtime=runtime,
         num_ranks=num_ranks,
         device_map=device_map,
+        quantization=quantization,
     )
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Runtime = Literal["auto", "torch", "openvino"]
+Quantization = Literal["none", "int8"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class RunOptions:
             and can run the target, else torch
         device_map: spread the target's layers over devices, main memory and disk: auto, or a YAML or JSON file with the
             device of every module (a number, cpu or disk)
+        quantization: rounding of the target's weights after loading; int8: the text is the rounded target's
         revision: hub revision of the target
         trust_remote_code: run the code that a hub model brings along
     """
@@ -40,6 +42,7 @@ class RunOptions:
     compile: bool | None = None
     runtime: Runtime = "auto"
     device_map: str | None = None
+    quantization: Quantization = "none"
     revision: str | None = None
     trust_remote_code: bool = False
 
@@ -57,6 +60,7 @@ class RunOptions:
             name or self.target, dtype=self.dtype, device=self.device, revision=self.revision if is_target else None,
             trust_remote_code=self.trust_remote_code, pack=pack and not self.compile, runtime=self.runtime,
             **(self.spread if is_target else {}),
+            quantization=self.quantization if is_target else "none",
         )  # fmt: skip
 
     @property

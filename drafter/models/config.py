@@ -20,7 +20,7 @@ _RANGES = {
     "draft_length": (1, 256),
 }
 _MAX_CONTEXT_LAYERS = 64
-_HEX = re.compile("([0-9a-f]{4})*")
+_FINGERPRINT = re.compile("([0-9a-f]{4})*(-[a-z0-9]+)?")  # hex digits, and a scheme of rounding
 
 # Keys that transformers itself writes into or passes through a config; any other unknown key is a mistake.
 _LIBRARY_KEYS = {
@@ -134,7 +134,7 @@ class DrafterConfig(PreTrainedConfig):
             value = getattr(self, name)
             if not isinstance(value, str) and not (value is None and name == "target_revision"):
                 raise ValueError(f"drafter {name} is {value!r} but must be a text")
-        if not _HEX.fullmatch(self.target_fingerprint):
+        if not _FINGERPRINT.fullmatch(self.target_fingerprint):
             raise ValueError(f"drafter target_fingerprint is {self.target_fingerprint[:40]!r} but must be hex digits")
         for name in ("block_rank", "head_rank", "draft_vocab_size"):
             value = getattr(self, name)
@@ -173,6 +173,8 @@ def same_fingerprint(first: str, second: str) -> bool:
 
     >>> same_fingerprint("803f", "813f"), same_fingerprint("803f", "0040")
     (True, False)
+
+    What follows a hyphen is a scheme of rounding (:func:`rounding_of`), which the comparison leaves out.
     """
     values = [_bfloat16_values(sample) for sample in (first, second)]
     if len(values[0]) != len(values[1]):
@@ -180,7 +182,16 @@ def same_fingerprint(first: str, second: str) -> bool:
     return all(abs(a - b) <= 2.0**-6 * max(abs(a), abs(b)) + 1e-6 for a, b in zip(*values, strict=True))
 
 
+def rounding_of(sample: str) -> str:
+    """The scheme that rounded the weights of a sample's target; empty for weights as they were loaded.
+
+    >>> rounding_of("803f-int8"), rounding_of("803f")
+    ('int8', '')
+    """
+    return sample.partition("-")[2]
+
+
 def _bfloat16_values(sample: str) -> list[float]:
     """Little-endian bfloat16 numbers of a hex string: each is the upper half of a float32."""
-    raw = bytes.fromhex(sample)
+    raw = bytes.fromhex(sample.partition("-")[0])
     return [struct.unpack("<f", b"\0\0" + raw[i : i + 2])[0] for i in range(0, len(raw) - 1, 2)]

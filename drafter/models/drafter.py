@@ -12,6 +12,7 @@ Z size of the state (D for each layer of the cell) · A fused layers but the las
 V target vocabulary · R draft vocabulary.
 """
 
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,10 +27,12 @@ from transformers.utils import CONFIG_NAME, cached_file
 
 from drafter.kernels.packed import Int8Matrix, PackedMatrix, can_round, pack_linears
 from drafter.models.cells import CELLS, GruCell, RnnCell
-from drafter.models.config import DrafterConfig, same_fingerprint
+from drafter.models.config import DrafterConfig, rounding_of, same_fingerprint
 from drafter.models.files import WEIGHTS, check_tensors, read_tensors
 from drafter.models.history import History
 from drafter.utils.parse import read_json_object
+
+_log = logging.getLogger(__name__)
 
 
 class TargetLike(Protocol):
@@ -209,6 +212,10 @@ class RecurrentDrafter(PreTrainedModel):
             raise ValueError(
                 f"{mine} and cannot draft for {target.name!r}: their output matrices differ; "
                 "give the target it was trained for (--target), or train a drafter for this one"
+            )
+        if rounding_of(config.target_fingerprint) != rounding_of(target.fingerprint):
+            _log.warning(
+                "%s, and %r has its weights rounded otherwise: fewer drafts may be accepted", mine, target.name
             )
         if config.head == "tied":
             weight_VD = target.output_weight_VD

@@ -93,21 +93,22 @@ class ForwardProgram(nn.Module):
         token_1M: Tensor,
         position_1M: Tensor,
         masks: list[Tensor],
-        keys: list[Tensor],
-        values: list[Tensor],
+        keys: Tensor,
+        values: Tensor,
     ) -> tuple[Tensor, ...]:
         """Run the decoder.
 
         Args:
             token_1M, position_1M: int64 [1, M].
             masks: added to the scores, [B, 1, T, S + T]; one, or one for each kind of layer.
-            keys, values: of each layer, [B, G, S, K].
+            keys, values: of all layers, [layers, B, G, S, K].
 
         Returns:
             Final hidden states [1, M, D], new keys [layers, G, M, K], new values, and the hidden states [1, M, D]
             before each layer.
         """
-        cache = ConcatCache(keys, values)
+        layers = range(len(keys))
+        cache = ConcatCache([keys[layer] for layer in layers], [values[layer] for layer in layers])
         output = self._decoder(
             input_ids=token_1M,
             attention_mask=dict(zip(self._mask_kinds, masks, strict=True)) if self._mask_kinds else masks[0],
@@ -163,21 +164,20 @@ def export_forward(
     """
     rows, tokens, slots = 2, 5, 24
     dtype: torch.dtype = model.dtype
-    stores = [
-        [torch.zeros(rows, shape.num_heads, slots, size, dtype=dtype) for _ in range(shape.num_layers)]
-        for size in (shape.key_dim, shape.value_dim)
-    ]
+    # One input for all layers: symbolic shapes of an input for each layer would take most of the time.
+    lead = (shape.num_layers, rows, shape.num_heads, slots)
+    stores = [torch.zeros(*lead, size, dtype=dtype) for size in (shape.key_dim, shape.value_dim)]
     num_masks = len(mask_kinds) or 1
     masks = [torch.zeros(rows, 1, tokens, slots + tokens, dtype=dtype) for _ in range(num_masks)]
     token_1M = torch.ones(1, rows * tokens, dtype=torch.int64)
     any_size = torch.export.Dim.AUTO
-    by_layer = [{0: any_size, 2: any_size}] * shape.num_layers
+    by_store = {1: any_size, 3: any_size}
     by_mask = [{0: any_size, 2: any_size, 3: any_size}] * num_masks
     with _attention_by_rows(model):
         return torch.export.export(
             ForwardProgram(decoder, mask_kinds).eval(),
             (token_1M, torch.arange(rows * tokens)[None], masks, *stores),
-            dynamic_shapes=({1: any_size}, {1: any_size}, by_mask, by_layer, by_layer),
+            dynamic_shapes=({1: any_size}, {1: any_size}, by_mask, by_store, by_store),
             strict=False,
         )
 

@@ -33,8 +33,9 @@ _log = logging.getLogger(__name__)
 
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # tokens of all rows that have a program of their own
 _MOST_PACKED_BYTES = 4 << 30  # of weights in programs of one M; further M run in the program for any M
+_ROUNDED_TOGETHER = 32  # activations that share a scale
 _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
-_FORMAT = 1  # of the files on disk
+_FORMAT = 2  # of the files on disk
 _ANY = -1
 
 
@@ -71,7 +72,7 @@ class OpenVINORuntime:
         check_exportable(model)
         self._shape = shape
         self._num_masks = len(mask_kinds) or 1
-        self._num_bytes = sum(parameter.numel() for parameter in decoder.parameters()) * self._dtype.itemsize
+        self._num_bytes = sum(tensor.nbytes for tensor in decoder.state_dict().values())
         folder = home_folder() / "openvino" / _key_of(model, mask_kinds)
         if not (folder / "head.xml").is_file():
             with replacing(folder) as scratch:
@@ -83,6 +84,8 @@ class OpenVINORuntime:
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
             "CACHE_DIR": str(folder / "compiled"),
             "CACHE_MODE": "OPTIMIZE_SIZE",
+            # Beside 8-bit weights, a bfloat16 target rounds activations to 8 bits as well; float32 stays exact.
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": _ROUNDED_TOGETHER if self._dtype == torch.bfloat16 else 0,
         }
         self._forward_model = self._core.read_model(folder / "forward.xml")
         self._head = self._compile(self._core.read_model(folder / "head.xml"), "output matrix")
@@ -158,7 +161,7 @@ class OpenVINORuntime:
             try:
                 program = export_forward(model, decoder, self._shape, kinds)
                 bar.update()
-                forward = self._ov.convert_model(program)
+                forward = self._by_layer(self._ov.convert_model(program))
                 bar.update()
                 matrix: Any = model.get_output_embeddings()
                 output = self._ov.convert_model(export_logits(matrix, logit_map, matrix.weight.shape[1]))
@@ -168,6 +171,24 @@ class OpenVINORuntime:
             except Exception as error:
                 # Code that cannot be recorded or converted raises errors of all kinds, of torch and of OpenVINO.
                 raise ValueError(f"its code cannot be exported ({first_line(error)})") from error
+
+    def _by_layer(self, model: Any) -> Any:
+        """The recorded program with an input for the keys and values of each layer, which need no copy."""
+        operators = self._ov.opset13
+        inputs = list(model.get_parameters()[: 2 + self._num_masks])
+        for port in model.inputs[2 + self._num_masks :]:
+            layers = [
+                operators.parameter(port.partial_shape[1:], port.element_type) for _ in range(self._shape.num_layers)
+            ]
+            for reader in list(port.get_target_inputs()):
+                node = reader.get_node()
+                if node.get_type_name() == "Gather":
+                    node.output(0).replace(layers[int(node.input_value(1).get_node().get_data())].output(0))
+                else:  # reads the numbers of rows and slots
+                    assert node.get_type_name() == "ShapeOf", node
+                    reader.replace_source_output(operators.unsqueeze(layers[0], 0).output(0))
+            inputs += layers
+        return self._ov.Model([output.get_node() for output in model.outputs], inputs, "forward")
 
     def _compile(self, model: Any, what: str) -> Any:
         with tqdm(total=1, desc=f"Compiling the target ({what})", disable=None, leave=False) as bar:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from drafter.kernels.packed import can_pack, count_parameters, pack_linears
+from drafter.kernels.rounded import round_linears
 from drafter.targets.attention import use_folded_attention
 from drafter.targets.cache import CacheShape, SlotCache, SplitSlotCache
 from drafter.targets.catalog import resolve
@@ -38,6 +39,7 @@ from drafter.utils.io import first_line
 _log = logging.getLogger(__name__)
 
 RUNTIMES = ("auto", "torch", "openvino")
+QUANTIZATIONS = ("none", "int8")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # Smaller targets decode a whole answer in less time than an export takes.
@@ -95,7 +97,9 @@ class Target:
         num_layers: decoder layers.
         max_length: context window in tokens.
         eos_token_ids: the tokens that end an answer.
-        fingerprint: short sample of the output matrix (see :func:`drafter.targets.checks.fingerprint_of`).
+        quantization: scheme of the weights' rounding after loading, or ``none``.
+        fingerprint: short sample of the output matrix (see :func:`drafter.targets.checks.fingerprint_of`) and the
+            scheme of rounding.
         cache_shape: what one token's keys and values take.
         is_sharded: other processes hold parts of the weights, and take part in every forward.
         ranks: the processes that run the target together, each with its share of every layer; None: this one is alone.
@@ -109,6 +113,7 @@ class Target:
     ranks: Ranks | None = None
     layer_devices: Sequence[torch.device] = ()
     is_packed = False
+    quantization = "none"
     runtime: OpenVINORuntime | None = None
 
     def __init__(
@@ -158,6 +163,7 @@ class Target:
         device_map: str | None = None,
         pack: bool = True,
         runtime: str = "torch",
+        quantization: str = "none",
     ) -> "Target":
         """Load a target by alias, hub id, local folder or ``.gguf`` file.
 
@@ -175,14 +181,22 @@ class Target:
                 but packed weights can be neither read nor trained. No effect where the kernels are missing.
             runtime: ``torch``, ``openvino`` or ``auto``: OpenVINO where ``pack`` is set, the dtype is bfloat16, and
                 OpenVINO is installed and can run the target on this CPU; not for targets of few parameters.
+            quantization: ``int8`` rounds the weights of all linear layers (:mod:`drafter.kernels.rounded`). The target
+                is then another model, with its own text.
 
         Raises:
-            ValueError: unknown name, dtype, device or runtime, unreadable files, a model that cannot be a target, or a
-                target that the named runtime cannot run.
+            ValueError: unknown name, dtype, device, runtime or scheme, unreadable files, a model that cannot be a
+                target, or a target that the named runtime or scheme cannot run.
         """
-        if runtime not in RUNTIMES:
-            raise ValueError(f"--runtime {runtime!r} is unknown: use {', '.join(RUNTIMES)}")
+        for option, value, known in (("runtime", runtime, RUNTIMES), ("quantization", quantization, QUANTIZATIONS)):
+            if value not in known:
+                raise ValueError(f"--{option} {value!r} is unknown: use {', '.join(known)}")
         is_whole = num_shards == num_ranks == 1 and device_map is None
+        if not is_whole and quantization != "none":
+            raise ValueError(
+                f"--quantization {quantization} runs in one process on one device: leave out the option, or what "
+                "spreads the target"
+            )
         torch_device = resolve_device(device) if num_ranks == 1 else join(num_ranks, device)
         torch_dtype = resolve_dtype(dtype, torch_device)
         place = resolve(name)
@@ -206,8 +220,18 @@ class Target:
             raise ValueError(f"--target {name!r} {what}: {first_line(error)}") from error
         if device_map is None:
             model = model.to(torch_device)
-        if is_whole and (runtime == "openvino" or (runtime == "auto" and pack and _suits_openvino(model))):
+        fingerprint = fingerprint_of(model.get_output_embeddings().weight) if quantization != "none" else ""
+        if fingerprint and not round_linears(model):
+            raise ValueError(f"--quantization {quantization} rounds linear layers, and target {name!r} has none")
+
+        def wrap() -> Target:
             target = cls(model, tokenizer, name=name, revision=revision)
+            if fingerprint:
+                target.quantization, target.fingerprint = quantization, f"{fingerprint}-{quantization}"
+            return target
+
+        if is_whole and (runtime == "openvino" or (runtime == "auto" and pack and _suits_openvino(model))):
+            target = wrap()
             try:
                 target.use_openvino()
                 return target
@@ -218,7 +242,7 @@ class Target:
         is_packed = pack and is_whole and can_pack(torch_device, model.dtype)
         if is_packed:
             pack_linears(model, keep=(model.get_output_embeddings(),))
-        target = cls(model, tokenizer, name=name, revision=revision)
+        target = wrap()
         target.is_packed = is_packed
         target.is_sharded = num_shards > 1
         target.ranks = Ranks() if num_ranks > 1 else None

@@ -1,0 +1,85 @@
+"""Targets with rounded weights: their own greedy text whatever the runtime, and which drafters they accept."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafter.decoding.params import SamplingParams
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.kernels.rounded import RoundedLinear, round_linears
+from drafter.models.config import DrafterConfig
+from drafter.models.drafter import RecurrentDrafter
+from drafter.targets.target import Target
+from tests.targets.test_target import tiny, tokens
+
+PROMPTS = [tokens(size, seed=size).tolist() for size in (3, 9, 17)]
+
+
+def load(folder: Path, **options: Any) -> Target:
+    tiny("Llama").model.save_pretrained(folder)
+    return Target.load(str(folder), device="cpu", quantization="int8", **options)
+
+
+def generated(model: Any) -> list[list[int]]:
+    answers = []
+    for prompt in PROMPTS:
+        output = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=None)
+        answers.append(output[0, len(prompt) :].tolist())
+    return answers
+
+
+@pytest.mark.parametrize("runtime", ["torch", "openvino"])
+@pytest.mark.parametrize("method", ["autoregressive", "recycling"])
+def test_drafted_text_is_the_text_of_generate_with_rounded_weights(
+    runtime: str, method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32 the activations are not rounded."""
+    if runtime == "openvino":
+        pytest.importorskip("openvino")
+        monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+    target = load(tmp_path / "model", dtype="float32", runtime=runtime)
+    assert target.runtime_name == runtime and target.quantization == "int8"
+    model: Any = tiny("Llama").model
+    plain = generated(model)
+    assert round_linears(model) == 15  # seven of each layer, and the output matrix
+    wanted = generated(model)
+    assert wanted != plain
+    engine = Engine(target, config=EngineConfig(method=method, max_rows=2, tree_size=6))
+    got = engine.generate(PROMPTS, SamplingParams(max_new_tokens=24, ignore_eos=True))
+    assert [list(completion.token_ids) for completion in got] == wanted
+
+
+def test_the_program_of_a_rounded_target_holds_8_bit_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    openvino = pytest.importorskip("openvino")
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+    load(tmp_path / "model", dtype="float32", runtime="openvino")
+    (file,) = (tmp_path / "home").rglob("forward.xml")
+    operators = openvino.Core().read_model(file).get_ops()
+    kinds = [str(node.get_output_element_type(0)) for node in operators if node.get_type_name() == "Constant"]
+    assert kinds.count("<Type: 'int8_t'>") == 14
+
+
+def test_the_fingerprint_names_the_scheme_and_a_plain_drafter_is_taken_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = load(tmp_path)
+    plain = tiny("Llama")
+    assert target.fingerprint == f"{plain.fingerprint}-int8"
+    assert isinstance(target.model.get_output_embeddings(), RoundedLinear) or target.is_packed
+    sizes = {"vocab_size": plain.vocab_size, "hidden_size": plain.hidden_size}
+    for fingerprint, num_warnings in ((target.fingerprint, 0), (plain.fingerprint, 1)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            RecurrentDrafter(DrafterConfig(**sizes, target_fingerprint=fingerprint)).bind(target)
+        assert len([record for record in caplog.records if "rounded otherwise" in record.message]) == num_warnings
+
+
+def test_unknown_schemes_and_shards_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--quantization 'int3' is unknown: use none, int8"):
+        Target.load(str(tmp_path), quantization="int3")
+    with pytest.raises(ValueError, match="--quantization int8 runs in one process"):
+        Target.load(str(tmp_path), quantization="int8", num_shards=2)
