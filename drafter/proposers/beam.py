@@ -128,12 +128,12 @@ class BeamProposer(Proposer):
         for step in range(self.max_depth):
             context_BWC = context_B1C.expand(-1, token_BW.shape[1], -1)
             state_BWD = self.drafter.step(context_BWC, state_BWD, self._embed(token_BW).to(dtype))
-            logits_BWR = self._logits(context_BWC, state_BWD)
+            logits_BWR, total_BW1 = self._logits(context_BWC, state_BWD), None
             if matches is not None:
                 index_BW, length_BW = matches.best()
-                logits_BWR = mix(logits_BWR, index_BW, self._share_X[length_BW])
+                logits_BWR, total_BW1 = mix(logits_BWR, index_BW, self._share_X[length_BW])
             noise_BR = None if noise_BLV is None else noise_BLV[:, step].index_select(1, self._token_R)
-            value_BWK, index_BWK = self._rank_children(logits_BWR, noise_BR, warp)
+            value_BWK, index_BWK = self._rank_children(logits_BWR, total_BW1, noise_BR, warp)
             # W children of each parent are enough: no parent can have more among the W best of all.
             total_BM = (total_BW[:, :, None] + value_BWK).flatten(1)
             total_BW, best_BW = total_BM.topk(width, dim=1)
@@ -154,8 +154,13 @@ class BeamProposer(Proposer):
         logits_BWR: Tensor = self._frozen_head(self.drafter.features(self.drafter.fuse(context_BWC), state_BWD))
         return logits_BWR
 
-    def _rank_children(self, logits_BWR: Tensor, noise_BR: Tensor | None, warp: Warp | None) -> tuple[Tensor, Tensor]:
-        """The W best children of every beam: log-probabilities and draft indices, each [B, W, W]."""
+    def _rank_children(
+        self, logits_BWR: Tensor, total_BW1: Tensor | None, noise_BR: Tensor | None, warp: Warp | None
+    ) -> tuple[Tensor, Tensor]:
+        """The W best children of every beam: log-probabilities and draft indices, each [B, W, W].
+
+        ``total_BW1`` is the log-sum-exp of the logits, where it is known.
+        """
         has_noise = warp is not None and warp.flags.has_noise
         rank_BWR = warp_logits(logits_BWR, warp) if warp is not None and has_noise else logits_BWR.float()
         if noise_BR is not None:
@@ -165,7 +170,9 @@ class BeamProposer(Proposer):
         if self._tau != 1.0:
             rank_BWR = rank_BWR / self._tau
         value_BWK, index_BWK = topk(rank_BWR, self.width)
-        return value_BWK - rank_BWR.logsumexp(dim=2, keepdim=True), index_BWK
+        if total_BW1 is None or has_noise or self._tau != 1.0:
+            total_BW1 = rank_BWR.logsumexp(dim=2, keepdim=True)
+        return value_BWK - total_BW1, index_BWK
 
 
 def _linear_of(weight_RX: Tensor) -> nn.Linear:

@@ -75,13 +75,22 @@ class Matches(NamedTuple):
         return index_BW.clamp_min(0), key_BW // num_slots
 
 
-def mix(logits_BWR: Tensor, index_BW: Tensor, share_BW: Tensor) -> Tensor:
-    """Logits of the mixture (1 - share) softmax(logits) + share [index], float32; a share below 1.
+class Mixture(NamedTuple):
+    """``logits_BWR``: float32; ``total_BW1``: their log-sum-exp."""
 
-    Only the logit of the copied token changes.
+    logits_BWR: Tensor
+    total_BW1: Tensor
+
+
+def mix(logits_BWR: Tensor, index_BW: Tensor, share_BW: Tensor) -> Mixture:
+    """Logits of the mixture (1 - share) softmax(logits) + share [index]; a share below 1.
+
+    Only the logit of the copied token changes, so the new log-sum-exp needs no second pass.
     """
     logits_BWR = logits_BWR.float()
     total_BW1 = logits_BWR.logsumexp(dim=2, keepdim=True)
-    odds_BW1 = (share_BW / (1 - share_BW)).log()[:, :, None]
+    share_BW1 = share_BW[:, :, None]
+    copied_BW1 = total_BW1 + (share_BW1 / (1 - share_BW1)).log()
     own_BW1 = logits_BWR.gather(2, index_BW[:, :, None])
-    return logits_BWR.scatter(2, index_BW[:, :, None], torch.logaddexp(own_BW1, total_BW1 + odds_BW1))
+    mixed_BWR = logits_BWR.scatter(2, index_BW[:, :, None], torch.logaddexp(own_BW1, copied_BW1))
+    return Mixture(mixed_BWR, total_BW1 - torch.log1p(-share_BW1))
