@@ -248,6 +248,10 @@ def _content(value: Any, where: str) -> str:
         return _encodable(value, where)
     if isinstance(value, Sequence) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in value):
         return _encodable("".join(part["text"] for part in value), where)
+    kinds = [part.get("type") for part in value if isinstance(part, Mapping)] if isinstance(value, Sequence) else []
+    other = next((kind for kind in kinds if kind not in (None, "text")), None)
+    if other is not None:
+        raise ValueError(f"{where} has a part of type {other!r}: only text can be used")
     raise ValueError(f"{where} is {type(value).__name__}, not text: only text turns can be used")
 
 

@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from drafter.kernels.packed import can_pack, count_parameters, pack_linears
 from drafter.kernels.rounded import round_linears
@@ -439,14 +445,29 @@ class Target:
 
 
 def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -> PreTrainedModel:
-    """SDPA attention where the model has it; else (soft-capped scores, attention sinks) its own plain formulas."""
+    """The causal LM of a checkpoint, or the whole multimodal model: its text side answers text prompts."""
     arguments = {"dtype": dtype, "use_safetensors": True, **shared}
     try:
-        return AutoModelForCausalLM.from_pretrained(place, attn_implementation="sdpa", **arguments)
+        return _read_model(AutoModelForCausalLM, place, arguments)
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        causal_error = error
+    try:
+        return _read_model(AutoModelForImageTextToText, place, arguments)
+    except ValueError as error:
+        raise (causal_error if "Unrecognized configuration class" in str(error) else error) from error
+
+
+def _read_model(kind: Any, place: Path | str, arguments: dict[str, Any]) -> PreTrainedModel:
+    """SDPA attention where the model has it; else (soft-capped scores, attention sinks) its own plain formulas."""
+    try:
+        model: PreTrainedModel = kind.from_pretrained(place, attn_implementation="sdpa", **arguments)
     except ValueError as error:
         if "attn_implementation" not in str(error):
             raise
-        return AutoModelForCausalLM.from_pretrained(place, attn_implementation="eager", **arguments)
+        model = kind.from_pretrained(place, attn_implementation="eager", **arguments)
+    return model
 
 
 def _suits_openvino(model: PreTrainedModel) -> bool:
