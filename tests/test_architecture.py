@@ -79,6 +79,8 @@ RULES = {
             ("datasets", "workload.py"),
             ("transformers", "peers.py"),
             ("distill", "workload.py"),
+            ("distill", "acceptance.py"),
+            ("distill", "causes.py"),
         ),
     ),
     "training": Rule(

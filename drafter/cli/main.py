@@ -25,6 +25,7 @@ COMMANDS: dict[str, str] = {
     "export": "drafter.cli.export:export",
     "decode": "drafter.cli.decode:decode",
     "tune": "drafter.cli.tune:tune",
+    "evaluate": "drafter.cli.evaluate:evaluate",
     "bench": "drafter.cli.bench:bench",
     "bench report": "drafter.cli.bench:bench_report",
     "bench sweep": "drafter.cli.bench:bench_sweep",

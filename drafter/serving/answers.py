@@ -97,6 +97,7 @@ class Answer:
         prompt_lengths: tokens of each prompt. The ``num_choices`` answers to a prompt stand next to each other.
         num_choices: the request's ``n``.
         wants_logprobs, wants_details, wants_usage: parts that the client asked for.
+        prompt_ids: token ids of each prompt, for a client that asked for token ids.
     """
 
     prefix: str
@@ -112,6 +113,7 @@ class Answer:
         wants_logprobs: bool = False,
         wants_details: bool = False,
         wants_usage: bool = False,
+        prompt_ids: Sequence[list[int]] | None = None,
     ) -> None:
         self._model = model
         self._prompt_lengths = list(prompt_lengths)
@@ -119,6 +121,7 @@ class Answer:
         self._wants_logprobs = wants_logprobs
         self._wants_details = wants_details
         self._wants_usage = wants_usage
+        self._prompt_ids = prompt_ids
         self._id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._choices = [_Choice() for _ in range(len(prompt_lengths) * num_choices)]
@@ -160,7 +163,17 @@ class Answer:
     def whole(self) -> dict[str, Any]:
         """The whole response, after the last delta."""
         choices = [self._whole_choice(index, choice) for index, choice in enumerate(self._choices)]
+        for index, choice in enumerate(self._choices if self._prompt_ids is not None else ()):
+            choices[index] |= self._token_ids(index, choice)
         return self._envelope(self.whole_object) | {"choices": choices, "usage": self.usage()}
+
+    def _token_ids(self, index: int, choice: _Choice) -> dict[str, Any]:
+        """Token ids of prompt and answer, where vLLM's and SGLang's clients look for them."""
+        assert choice.last is not None and self._prompt_ids is not None
+        return {
+            "prompt_token_ids": self._prompt_ids[index // self._num_choices],
+            "token_ids": choice.last.token_ids,
+        }
 
     def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
         raise NotImplementedError

@@ -61,6 +61,7 @@ class Delta(NamedTuple):
         num_tokens: tokens generated so far, stop token included.
         num_forwards: target forwards that generated these tokens.
         num_shared: prompt tokens that the prefix cache held.
+        token_ids: all tokens of the answer; empty before the last delta.
     """
 
     place: int
@@ -71,6 +72,7 @@ class Delta(NamedTuple):
     num_tokens: int
     num_forwards: int
     num_shared: int
+    token_ids: list[int]
 
 
 class Failure(NamedTuple):

@@ -264,6 +264,9 @@ class Generation(BaseModel):
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: StrictBool | None = None
+    return_token_ids: StrictBool | None = Field(
+        default=None, description="the answer holds the token ids of prompt and answer, as with vLLM; not for streams"
+    )
     speculation: StrictBool | None = Field(default=None, description="false: no draft tokens; the answer is the same")
     details: StrictBool | None = Field(
         default=None,
@@ -283,6 +286,11 @@ class Generation(BaseModel):
             raise PydanticCustomError(
                 "stream_options", "stream_options is only for streams: set stream to true", {"name": "stream_options"}
             )
+        if self.return_token_ids and self.stream:
+            raise PydanticCustomError(
+                "stream_options", "return_token_ids is only for whole answers: leave stream out",
+                {"name": "return_token_ids"},
+            )  # fmt: skip
         return self
 
     @property

@@ -152,6 +152,7 @@ class Server:
             wants_logprobs=jobs[0].options.num_logprobs is not None,
             wants_details=bool(body.details),
             wants_usage=body.wants_usage,
+            prompt_ids=[job.prompt_ids for job in jobs[::num_choices]] if body.return_token_ids else None,
         )
         call = self.worker.submit(jobs)
         if not body.stream:

@@ -362,7 +362,8 @@ class Worker:
         assert reason != "abort"
         if reason is not None:
             del self._tickets[request.request_id]
-        numbers = len(request.token_ids), request.num_forwards, request.num_shared
+        ids = request.token_ids if reason is not None else []
+        numbers = len(request.token_ids), request.num_forwards, request.num_shared, ids
         return ticket.call, Delta(ticket.place, release.text, release.pieces, update.tree, reason, *numbers)
 
     def _recover(self, error: Exception) -> None:

@@ -80,7 +80,7 @@ class EngineServer:
         if path == "/metrics":
             return self._metrics()
         length = {"max_model_len": self.max_length} if self.style == "vllm" else {}
-        return json.dumps({"data": [{"id": "tiny", "object": "model"} | length]})
+        return json.dumps({"data": [{"id": "tiny", "object": "model", "owned_by": self.style} | length]})
 
     def _chat_ids(self, body: dict[str, Any]) -> list[int]:
         encoded = self.target.tokenizer.apply_chat_template(

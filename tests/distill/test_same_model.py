@@ -9,6 +9,7 @@ import torch
 from drafter.data.formats import read_rows
 from drafter.data.prepare import TokenizeOptions, tokenize_file
 from drafter.data.tokenize import ConversationEncoder
+from drafter.decoding.params import SamplingParams
 from drafter.distill.client import Client, read_reply
 from drafter.distill.endpoint import Endpoint
 from drafter.distill.local import distill
@@ -18,6 +19,7 @@ from tests.data.tiny import CHAT_TEMPLATE, chat, tiny_tokenizer, write_jsonl
 from tests.distill.engine_server import EngineServer, running
 from tests.distill.test_endpoint import FakeServer
 from tests.serving.live import live_server
+from tests.serving.tiny import tiny_engine as plain_engine
 from tests.serving.tiny import tiny_target as served_target
 from tests.training.fakes import make_target
 
@@ -82,9 +84,20 @@ def test_rounded_weights_and_another_model(target: Target) -> None:
     assert compare(EngineServer(noisy(target, 3.0)), target).is_other_model
 
 
-def test_our_own_server_runs_its_target() -> None:
+def test_our_own_server_runs_its_target_and_gives_its_tokens(tmp_path: Path) -> None:
+    prompts = write_jsonl(tmp_path / "p.jsonl", [{"id": str(i), "prompt": f"Why {i}?"} for i in range(3)])
     with live_server() as live:
         found = compare_models(Client(live.url), "tiny", served_target(), PROMPTS)
+        endpoint = Endpoint(live.url, "tiny")
+        distill(None, prompts, tmp_path / "o.jsonl", endpoint=endpoint, progress=False, max_new_tokens=9)
+        with live.http() as http:
+            body = {"model": "tiny", "messages": chat("Why?"), "return_token_ids": True, "stream": True}
+            assert "only for whole answers" in http.post("/v1/chat/completions", json=body).json()["error"]["message"]
+    for row in map(json.loads, (tmp_path / "o.jsonl").read_text().splitlines()):
+        (alone,) = plain_engine(method="autoregressive", tree_size=None).generate(
+            [row["messages"][:-1]], SamplingParams(max_new_tokens=9)
+        )
+        assert row["token_ids"] == alone.token_ids and row["prompt_token_ids"] == alone.prompt_ids
     assert found.prompt == "same" and not found.lines() and found.num_tokens > 0
     assert found.difference == pytest.approx(0, abs=1e-4)
 

@@ -1,0 +1,235 @@
+"""`drafter evaluate`: acceptance by depth and by category, offline and as a running server reports it."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from drafter.engine.options import DraftingOptions, ParallelOptions, load_models
+from drafter.utils.options import Options
+
+if TYPE_CHECKING:
+    from drafter.bench.acceptance import Acceptance, Served
+    from drafter.bench.causes import Cause
+    from drafter.bench.models import BenchModels
+    from drafter.bench.workload import Workload
+    from drafter.distill.client import Client
+
+_NUM_COMPARED = 4  # prompts whose greedy answers are compared with the target
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedOptions:
+    """What is answered.
+
+    Attributes:
+        prompts: file of prompts, hub data set, or mtbench, specbench, humaneval, gsm8k
+        num_prompts: at most so many prompts, all categories alike
+        max_new_tokens: longest answer in tokens
+        temperature: 0 is greedy
+        seed: of sampling
+        raw: give the prompts to the model without chat template
+    """
+
+    prompts: str
+    num_prompts: int | None = None
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    raw: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedOptions:
+    """The server that is measured too.
+
+    Attributes:
+        url: address of a running server with OpenAI's protocol: ours, vLLM or SGLang
+        model: name of the model on the server (default: the first model that the server lists)
+        concurrency: requests at the same time
+    """
+
+    url: str | None = None
+    model: str | None = None
+    concurrency: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(Options, AskedOptions, ServedOptions, DraftingOptions):
+    """Measure how many drafted tokens are accepted: by depth and category, here and on a server.
+
+    With --url, the same prompts go to the server. A server that accepts far less than this machine is a warning and
+    exit code 1; the usual causes are tested one by one: chat template, special tokens, dtype or quantisation, context
+    length, sampling parameters, speculation off.
+
+    Attributes:
+        out: results file (.json)
+    """
+
+    sections: ClassVar = {
+        "What to answer": AskedOptions,
+        "A server beside": ServedOptions,
+        "Where to run": ParallelOptions,
+        "How to draft": DraftingOptions,
+    }
+    common: ClassVar = ("target", "drafter", "prompts", "url", "out", "num_prompts", "max_new_tokens", "temperature")
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_prompts", "max_new_tokens", "concurrency"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} is {value} but must be at least 1")
+        if self.tensor_parallel > 1:
+            raise ValueError(f"--tensor-parallel {self.tensor_parallel}: evaluate runs in one process, leave it out")
+
+
+def evaluate(options: EvaluateOptions) -> int:
+    """Run `drafter evaluate`; 1 when the server accepts far less than this machine."""
+    from tqdm import tqdm
+
+    from drafter.bench.acceptance import Asked, measure_offline, measure_server, total
+    from drafter.bench.backends import EngineBackend
+    from drafter.bench.models import BenchModels
+    from drafter.bench.workload import read_prompt_set
+    from drafter.decoding.params import SamplingParams
+    from drafter.distill.client import Client
+    from drafter.engine.engine import Engine
+    from drafter.utils.io import check_output
+
+    if options.out is not None:
+        check_output(options.out, overwrite=True)
+    workload = read_prompt_set(options.prompts, raw=options.raw).take(options.num_prompts).first_turns(1)
+    client = card = None
+    if options.url is not None:
+        client = Client(options.url, flag="--url")
+        card = client.model_card(options.model)  # a wrong address is known before the models are loaded
+    loaded = load_models(options)
+    choice = loaded.choose(options, max_rows=1)
+    print(f"drafting: {choice.reason}", file=sys.stderr)
+    models = BenchModels(loaded.target, loaded.drafter, options.drafter_used or "", loaded.draft_model)
+    engine = Engine(loaded.target, loaded.drafter, choice.config, draft_model=loaded.draft_model)
+    params = SamplingParams(max_new_tokens=options.max_new_tokens, temperature=options.temperature, seed=options.seed)
+    num_asked = len(workload.items) * (1 if client is None else 2)
+    with tqdm(total=num_asked, desc="answering", unit="answer", file=sys.stderr, disable=None) as bar:
+
+        def on_answer() -> None:
+            bar.update()
+
+        offline = measure_offline(models, EngineBackend(engine), workload, params, on_answer)
+        result = _Result(options, workload, offline, choice.config.method)
+        if client is not None and card is not None:
+            asked = Asked(
+                str(card["id"]), options.max_new_tokens, options.temperature, options.seed, options.concurrency
+            )
+            result.served = measure_server(client, card, workload, asked, on_answer)
+            result.causes = _causes(
+                client, card, models, workload, result.served, total(result.served.by_category), options.max_new_tokens
+            )
+    print("\n".join(result.lines()))
+    if options.out is not None:
+        _write(result, models, options.out)
+    for line in result.warnings():
+        print(line, file=sys.stderr)
+    return 1 if result.warnings() else 0
+
+
+def _causes(
+    client: "Client",
+    card: Mapping[str, Any],
+    models: "BenchModels",
+    workload: "Workload",
+    served: "Served",
+    reported: "Acceptance",
+    max_new_tokens: int,
+) -> "list[Cause]":
+    from drafter.bench.causes import find_causes
+    from drafter.distill.same_model import Comparison, compare_models
+
+    chats = [item.messages([]) for item in workload.items if not item.is_raw]
+    compared = Comparison()
+    if chats:
+        compared = compare_models(client, str(card["id"]), models.target, chats[:_NUM_COMPARED])
+    return find_causes(compared, dict(card), served, reported, models.longest(workload, max_new_tokens))
+
+
+@dataclass
+class _Result:
+    """All that was measured."""
+
+    options: EvaluateOptions
+    workload: "Workload"
+    offline: "dict[str, Acceptance]"
+    method: str
+    served: "Served | None" = None
+    causes: "Sequence[Cause]" = ()
+
+    def lines(self) -> list[str]:
+        """The tables."""
+        from drafter.bench.acceptance import shares_table, total
+        from drafter.utils.tables import format_table
+
+        offline = total(self.offline)
+        served = total(self.served.by_category) if self.served is not None else None
+        columns = ["depth", "offline", *(["server"] if served is not None else [])]
+        lines = ["Share of the steps that accepted a drafted token at this depth:", ""]
+        lines += [format_table(columns, shares_table(offline, served)), "", "Accepted drafted tokens per step:", ""]
+        rows = [self._row(name or "all", name) for name in self.offline]
+        if len(self.offline) > 1:
+            rows.append(("all", *_figures(offline, served)))
+        more = ["server", "server / offline"] if served is not None else []
+        lines.append(format_table(["category", "answers", "steps", "offline", *more], rows))
+        if self.causes:
+            lines += ["", "Usual causes of a difference:", ""]
+            lines += [f"{cause.name:<22} {cause.verdict:<8} {cause.seen}" for cause in self.causes]
+        return lines
+
+    def _row(self, label: str, name: str) -> tuple[str, ...]:
+        served = None
+        if self.served is not None:
+            served = self.served.by_category.get(name)
+        figures = _figures(self.offline[name], served)
+        return (label, *figures, *(("-", "-") if self.served is not None and served is None else ()))
+
+    def warnings(self) -> list[str]:
+        """The loud warning, if there is one."""
+        from drafter.bench.acceptance import total
+        from drafter.bench.causes import warning_lines
+
+        if self.served is None or self.served.source == "none":
+            return []
+        return warning_lines(total(self.offline), total(self.served.by_category), self.causes)
+
+
+def _figures(offline: "Acceptance", served: "Acceptance | None") -> tuple[str, ...]:
+    mine = offline.accepted_per_step
+    figures = (str(offline.num_answers), str(offline.num_steps), f"{mine:.2f}")
+    if served is None:
+        return figures
+    theirs = served.accepted_per_step
+    return (*figures, f"{theirs:.2f}", f"{theirs / mine:.0%}" if mine else "-")
+
+
+def _write(result: _Result, models: "BenchModels", out: Path) -> None:
+    import json
+
+    from drafter.utils.io import write_atomic
+    from drafter.utils.provenance import run_record
+
+    options, served = result.options, result.served
+    content = {
+        "schema": "drafter-evaluate/1",
+        "target": {"name": models.target.name, "fingerprint": models.target.fingerprint},
+        "drafter": models.drafter_name or None,
+        "method": result.method,
+        "prompts": {"name": result.workload.name, "digest": result.workload.digest},
+        **{name: getattr(options, name) for name in ("max_new_tokens", "temperature", "seed", "url")},
+        "offline": {name: asdict(part) for name, part in result.offline.items()},
+        "server": None if served is None else asdict(served),
+        "causes": [cause._asdict() for cause in result.causes],
+        "warning": result.warnings(),
+        **run_record(seed=options.seed),
+    }
+    write_atomic(out, json.dumps(content, indent=2) + "\n")
