@@ -1,19 +1,21 @@
 """The report: Markdown tables from records, the same bytes from the same records. No torch here."""
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from statistics import median
 
 from drafter.bench.methods import BASELINE
 from drafter.bench.results import BenchRecord, Condition, Span, Summary, Tables, rate_of, summarise
 from drafter.utils.tables import markdown_table
 
+_TITLE = "# Benchmark results\n"
 _PACKAGES = ("torch", "transformers", "xllamacpp", "openvino", "openvino-genai")
 
 
 def report(records: Sequence[BenchRecord]) -> str:
     """All records as Markdown: where and when, then a section for each condition of the grid, then load on servers."""
     tables = summarise(records)
-    parts = ["# Benchmark results\n", _provenance(records)]
+    parts = [_TITLE, _provenance(records)]
     for condition, methods in tables.items():
         parts += [f"## {_title(condition)}\n", _about(condition, methods), _main_table(methods)]
         parts += _category_tables(methods)
@@ -21,6 +23,12 @@ def report(records: Sequence[BenchRecord]) -> str:
     loads = [record for record in records if record["kind"] == "load"]
     parts += ["## Load on a server\n", load_table(loads)] if loads else []
     return "\n".join(parts)
+
+
+def is_report(path: Path) -> bool:
+    """Whether a file is a report that this module made."""
+    with path.open(encoding="utf-8", errors="replace") as stream:
+        return stream.readline() == _TITLE
 
 
 def _provenance(records: Sequence[BenchRecord]) -> str:

@@ -24,11 +24,13 @@ class ResultOptions:
     Attributes:
         out: results file (.jsonl)
         report: also write the table and the pictures to this folder
+        overwrite: replace a report.md that no earlier run wrote
         wandb: Weights & Biases project to log the table and the results file to; offline where no key is configured
     """
 
     out: Path
     report: Path | None = None
+    overwrite: bool = False
     wandb: str | None = None
 
 
@@ -52,6 +54,7 @@ class BenchOptions(BenchSettings, ResultOptions):
 def bench(options: BenchOptions) -> None:
     """Run `drafter bench`."""
     _check_out(options.out)
+    _check_report(options.report, options.overwrite)
     _measure([options], options.out)
     _show(options.out, options.report)
     _log(options, options.wandb)
@@ -66,12 +69,14 @@ class ReportOptions(Options):
     Attributes:
         results: files of `drafter bench`
         out: folder for report.md and the pictures (PNG and SVG); the table is printed if no folder is given
+        overwrite: replace a report.md that no earlier run wrote
     """
 
     common: ClassVar = ("results", "out")
     positional: ClassVar = "results"
     results: tuple[Path, ...]
     out: Path | None = None
+    overwrite: bool = False
 
 
 def bench_report(options: ReportOptions) -> None:
@@ -80,6 +85,7 @@ def bench_report(options: ReportOptions) -> None:
     from drafter.bench.results import read_results
 
     records = read_results(list(options.results))
+    _check_report(options.out, options.overwrite)
     if options.out is None:
         print(make_report(records))
     else:
@@ -142,6 +148,7 @@ def bench_sweep(options: SweepOptions) -> None:
         rounds=options.rounds,
     )
     _check_out(options.out)
+    _check_report(options.report, options.overwrite)
     _measure([replace(first, drafter=name) for name in options.drafter], options.out)
     _show(options.out, options.report)
     _log(options, options.wandb)
@@ -222,6 +229,15 @@ def bench_serve(options: LoadOptions) -> None:
         _check_out(options.out)
     keep = partial(append_result, options.out) if options.out is not None else None
     print(load_table(run_load(settings, read_prompt_set(options.prompts, raw=options.raw), levels, keep)))
+
+
+def _check_report(folder: Path | None, overwrite: bool) -> None:
+    """Refuse a report.md of somebody else."""
+    from drafter.bench.report import is_report
+    from drafter.utils.io import check_output
+
+    if folder is not None:
+        check_output(folder / "report.md", overwrite=overwrite, is_ours=is_report)
 
 
 def _check_out(out: Path) -> None:

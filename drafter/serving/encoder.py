@@ -10,24 +10,20 @@ import asyncio
 import contextlib
 import json
 import os
-import resource
 import signal
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 from drafter.serving.protocol import ApiError
 from drafter.targets.chat import encode_chat, encode_text, load_saved_tokenizer
+from drafter.utils.limits import MAX_SECONDS, limit_memory, took_too_long, took_too_much
 
-MAX_SECONDS = 10.0  # limit for one request; a text of two megabytes takes one second
 _STUCK_SECONDS = 2.0  # `/health` reports a request that takes longer
-_WORKER_BYTES = 1 << 30  # memory limit of a worker, beyond the memory of the loaded tokenizer
 _CHARS_LOOKED_AT = 16  # for each token of a row; text has about four characters a token
 _LINE_BYTES = 1 << 28  # limit of one result, larger than the token ids of any row
 _START_SECONDS = 120.0
-_PAGES = Path("/proc/self/statm")
 
 
 class Encoder:
@@ -155,14 +151,12 @@ def run_child() -> None:
             return  # the server closed the pipe
         number = os.WTERMSIG(status)
         is_slow = number == signal.SIGALRM
-        _send(answers, _failed(setup, f"took longer than {MAX_SECONDS:g} seconds" if is_slow else "ended its process"))
+        _send(answers, _failed(setup, took_too_long() if is_slow else "ended its process"))
 
 
 def _work(tokenizer: Any, setup: dict[str, Any], longest: int, answers: int) -> None:
     """Answer requests until the pipe is closed, then end the process."""
-    if _PAGES.exists():  # Linux
-        most = int(_PAGES.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + _WORKER_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    limit_memory()
     requests = os.fdopen(os.dup(0), "rb")
     while line := requests.readline():
         request = json.loads(line)
@@ -170,7 +164,7 @@ def _work(tokenizer: Any, setup: dict[str, Any], longest: int, answers: int) -> 
         try:
             answer: dict[str, Any] = _encode(tokenizer, setup, longest, request)
         except MemoryError:
-            answer = _failed(setup, f"takes more than {_WORKER_BYTES >> 20} MiB of memory")
+            answer = _failed(setup, took_too_much())
         except ValueError as error:
             answer = {"error": str(error)}
         signal.setitimer(signal.ITIMER_REAL, 0)

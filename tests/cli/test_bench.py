@@ -106,9 +106,15 @@ def test_what_cannot_be_is_refused_in_one_line(
     assert "no.yaml" in fails(["bench", "--config", "no.yaml", "--out", "r.jsonl"], capsys)
 
 
-def test_a_report_of_pictures_needs_no_target(tmp_path: Path) -> None:
+def test_a_report_of_pictures_needs_no_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from drafter.bench.results import append_result
 
     append_result(tmp_path / "r.jsonl", synthetic_run("lookup", rate=2.0, tokens_per_step=1.1))
-    assert main(["bench", "report", str(tmp_path / "r.jsonl"), "--out", str(tmp_path / "out")]) == 0
+    words = ["bench", "report", str(tmp_path / "r.jsonl"), "--out", str(tmp_path / "out")]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "report.md").write_text("# My notes\n")
+    assert "report.md exists and no earlier run wrote it" in fails(words, capsys)
+    assert (tmp_path / "out" / "report.md").read_text() == "# My notes\n"
+    assert main([*words, "--overwrite"]) == 0
+    assert main(words) == 0, "its own report is replaced"
     assert (tmp_path / "out" / "report.md").read_text().startswith("# Benchmark results")

@@ -220,6 +220,12 @@ def test_closed_pipe_is_quiet() -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_help_without_an_output() -> None:
+    script = f"exec {sys.executable} -m drafter export --help >&-"
+    done = subprocess.run(["bash", "-c", script], stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("given", [None, "ACTIVE"])
 def test_idle_threads_sleep_where_openvino_is_installed(monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
     """Unless the user says otherwise, and unless torch has read the variable already."""

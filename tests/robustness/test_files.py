@@ -250,7 +250,7 @@ def make_case(kind: Kind, folder: Path, chance: random.Random) -> list[str]:
 
 def run_new_process(words: list[str], place: Place) -> Outcome:
     made = subprocess.run(
-        [sys.executable, "-m", "drafter.cli", *words],
+        [sys.executable, "-m", "drafter", *words],
         capture_output=True, text=True, timeout=300, env=os.environ | {"DRAFTER_HOME": str(place.folder / "home")},
         stdin=subprocess.DEVNULL,
     )  # fmt: skip

@@ -115,12 +115,6 @@ def test_random_bodies(small: Live) -> None:
     assert counts[200] > 20 and counts[400] > 20, "both sides of the line are reached"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_ten_thousand_random_bodies(small: Live) -> None:
-    fuzz(small, 10_000, seed=2)
-
-
 @pytest.mark.parametrize("size", [1, 4000, 40_000])
 def test_odd_texts_become_tokens_or_refusals(small: Live, size: int) -> None:
     with small.http() as http:

@@ -102,6 +102,16 @@ def test_what_markup_a_model_writes_stays_text(live: Live, window: Browser) -> N
 
 @needs_browser
 @pytest.mark.slow
+def test_the_name_of_a_model_is_no_markup(window: Browser) -> None:
+    name = "<img src=x onerror=alert(1)>"
+    with live_server(model_name=name) as server:
+        window.open(server.url)
+        window.wait("document.getElementById('model').textContent.includes('onerror')")
+        assert window.text("#model") == name and window.count("img") == 0
+
+
+@needs_browser
+@pytest.mark.slow
 def test_page_of_a_server_that_wants_a_key_and_has_no_drafter(window: Browser) -> None:
     engine = tiny_engine(method="autoregressive", tree_size=None)
     with live_server(engine, api_key=("open-sesame",)) as server:
