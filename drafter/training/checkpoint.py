@@ -84,9 +84,10 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     for name, kind in _KINDS.items():
         if name in checkpoint and not isinstance(checkpoint[name], kind):
             raise ValueError(f"checkpoint {str(path)!r} is damaged: {name} is {_short(checkpoint[name])}")
-    for name, value in checkpoint["state_dict"].items():
-        if not (isinstance(name, str) and isinstance(value, Tensor)):
-            raise ValueError(f"checkpoint {str(path)!r} is damaged: tensor {name!r} is {_short(value)}")
+    for part in ("state_dict", "average"):
+        for name, value in checkpoint.get(part, {}).items():
+            if not (isinstance(name, str) and isinstance(value, Tensor)):
+                raise ValueError(f"checkpoint {str(path)!r} is damaged: {part}, tensor {name!r} is {_short(value)}")
     for name, value in checkpoint.get("metrics", {}).items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"checkpoint {str(path)!r} is damaged: metric {name!r} is {_short(value)}")
