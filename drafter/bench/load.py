@@ -49,10 +49,6 @@ class LoadSettings:
             raise ValueError(f"--url is {self.url!r}, which is no address: {first_line(error)}") from error
         if not host:
             raise ValueError(f"--url is {self.url!r} but must name a host, such as http://localhost:8000")
-        if self.num_requests < 1:
-            raise ValueError(f"--num-requests is {self.num_requests} but must be at least 1")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"--max-new-tokens is {self.max_new_tokens} but must be at least 1")
 
     @property
     def base(self) -> str:
@@ -70,10 +66,6 @@ class LoadLevel:
 
     def __post_init__(self) -> None:
         assert (self.concurrency is None) != (self.rate is None)
-        if self.concurrency is not None and self.concurrency < 1:
-            raise ValueError(f"--concurrency is {self.concurrency} but must be at least 1")
-        if self.rate is not None and not 0 < self.rate < float("inf"):
-            raise ValueError(f"--rate is {self.rate} but must be a positive number of requests per second")
 
     def __str__(self) -> str:
         return f"{self.concurrency} at a time" if self.rate is None else f"{self.rate:g} per second"

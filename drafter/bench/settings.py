@@ -1,12 +1,13 @@
-"""Settings of a benchmark. No torch here."""
+"""Settings of a benchmark. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from drafter.bench.methods import MethodSpec, parse_methods
 from drafter.decoding.params import SamplingParams
 from drafter.engine.options import RunOptions
 from drafter.utils.options import Options, comma_separated
+from drafter.utils.validate import within
 
 DEFAULT_METHODS = ("autoregressive", "redrafter", "lookup", "hf-generate")
 
@@ -17,24 +18,24 @@ class WorkloadOptions:
 
     Attributes:
         prompts: file of prompts, hub data set, or mtbench, specbench, humaneval, gsm8k
-        num_prompts: at most so many prompts of each set, all categories alike
-        num_turns: at most so many turns of each conversation
+        num_prompts: largest number of prompts of each set, all categories alike
+        num_turns: largest number of turns of each conversation
         max_new_tokens: longest answer in tokens
         raw: give the prompts to the model without chat template
         ignore_eos: go on after the model's own stop token, so that all answers have the same length
     """
 
     prompts: tuple[str, ...]
-    num_prompts: int | None = None
-    num_turns: int | None = None
-    max_new_tokens: int = 128
+    num_prompts: int | None = within(None, low=1)
+    num_turns: int | None = within(None, low=1)
+    max_new_tokens: int = within(128, low=1)
     raw: bool = False
     ignore_eos: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodOptions:
-    """What is compared.
+    """Methods, models and settings to compare.
 
     Attributes:
         methods: methods in the order of a round
@@ -42,18 +43,18 @@ class MethodOptions:
         draft_model: smaller model with the target's tokenizer, for draft-model and hf-assistant
         tuned: file of `drafter tune` for the method that is tuned (default: the drafter's own)
         batch_sizes: prompts that are answered at the same time
-        temperatures: 0 is greedy
-        rounds: how often every method runs
-        seed: of sampling
+        temperatures: temperatures of sampling; 0 is greedy
+        rounds: number of rounds; every method runs once in a round
+        seed: seed of sampling
     """
 
     methods: tuple[str, ...] = comma_separated(DEFAULT_METHODS)
     drafter: str | None = None
     draft_model: str | None = None
     tuned: str | None = None
-    batch_sizes: tuple[int, ...] = (1,)
-    temperatures: tuple[float, ...] = (0.0,)
-    rounds: int = 3
+    batch_sizes: tuple[int, ...] = within((1,), low=1)
+    temperatures: tuple[float, ...] = within((0.0,), low=0.0)
+    rounds: int = within(3, low=1)
     seed: int = 0
 
 
@@ -77,12 +78,8 @@ class BenchSettings(Options, WorkloadOptions, MethodOptions, RunOptions):
             raise ValueError("--prompts is empty: name at least one prompt set")
         if len(set(self.prompts)) < len(self.prompts):
             raise ValueError(f"--prompts names a set twice: {', '.join(self.prompts)}")
-        for name, values in (("batch-sizes", self.batch_sizes), ("rounds", (self.rounds,))):
-            if not values or min(values) < 1:
-                raise ValueError(f"--{name} is {_shown(values)} but must be at least 1")
-        for name, limit in (("num-prompts", self.num_prompts), ("num-turns", self.num_turns)):
-            if limit is not None and limit < 1:
-                raise ValueError(f"--{name} is {limit} but must be at least 1")
+        if not self.batch_sizes:
+            raise ValueError("--batch-sizes is empty: 1 is one prompt at a time")
         if not self.temperatures:
             raise ValueError("--temperatures is empty: 0 is greedy")
         for temperature in self.temperatures:
@@ -95,7 +92,7 @@ class BenchSettings(Options, WorkloadOptions, MethodOptions, RunOptions):
 
     @property
     def specs(self) -> tuple[MethodSpec, ...]:
-        """The methods, read."""
+        """The methods, parsed."""
         return parse_methods(self.methods)
 
     def sampling(self, temperature: float) -> SamplingParams:
@@ -103,7 +100,3 @@ class BenchSettings(Options, WorkloadOptions, MethodOptions, RunOptions):
         return SamplingParams(
             max_new_tokens=self.max_new_tokens, temperature=temperature, seed=self.seed, ignore_eos=self.ignore_eos
         )
-
-
-def _shown(values: tuple[Any, ...]) -> str:
-    return ",".join(map(str, values)) or "empty"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from drafter.bench.settings import BenchSettings, WorkloadOptions
 from drafter.engine.options import RunOptions
 from drafter.utils.options import Options, part_of
+from drafter.utils.validate import within
 
 if TYPE_CHECKING:
     from drafter.bench.models import BenchModels
@@ -108,13 +109,13 @@ class ShapeOptions:
     """
 
     drafter: tuple[str, ...]
-    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 20, 40, 80)
-    beam_widths: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    draft_lengths: tuple[int, ...] = (4,)
-    tree_sizes: tuple[int, ...] = ()
+    batch_sizes: tuple[int, ...] = within((1, 2, 4, 8, 20, 40, 80), low=1)
+    beam_widths: tuple[int, ...] = within((1, 2, 4, 8, 16, 32, 64), low=1, high=256)
+    draft_lengths: tuple[int, ...] = within((4,), low=1, high=32)
+    tree_sizes: tuple[int, ...] = within((), low=1, high=1024)
     tree_policy: Literal["all-nodes", "final-beams"] = "all-nodes"
-    rounds: int = 1
-    temperature: float = 0.0
+    rounds: int = within(1, low=1)
+    temperature: float = within(0.0, low=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,12 +203,12 @@ class LoadOptions(Options):
     url: str
     prompts: str
     out: Path | None = None
-    concurrency: tuple[int, ...] = ()
-    rate: tuple[float, ...] = ()
+    concurrency: tuple[int, ...] = within((), low=1)
+    rate: tuple[float, ...] = within((), above=0.0)
     model: str = ""
-    num_requests: int = 64
-    max_new_tokens: int = 128
-    temperature: float = 0.0
+    num_requests: int = within(64, low=1)
+    max_new_tokens: int = within(128, low=1)
+    temperature: float = within(0.0, low=0.0)
     seed: int = 0
     raw: bool = False
 

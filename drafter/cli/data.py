@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from drafter.utils.options import Options
+from drafter.utils.validate import within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +53,8 @@ class InspectOptions(Options, RowOptions):
     positional: ClassVar = "file"
     file: str
     target: str
-    num_rows: int = 3
-    max_length: int | None = None
+    num_rows: int = within(3, low=0)
+    max_length: int | None = within(None, low=1)
     revision: str | None = None
     trust_remote_code: bool = False
 

@@ -15,7 +15,7 @@ from drafter.engine.options import DraftingOptions, Models, ParallelOptions, loa
 from drafter.utils.io import check_output, is_stream
 from drafter.utils.options import Options, part_of
 from drafter.utils.tables import format_table
-from drafter.utils.validate import require_int
+from drafter.utils.validate import within
 
 if TYPE_CHECKING:
     from drafter.engine.engine import Completion, Engine
@@ -38,7 +38,7 @@ class PromptOptions:
     prompt: tuple[str, ...] = ()
     prompts: str | None = None
     raw: bool = False
-    batch_size: int = 1
+    batch_size: int = within(1, low=1, high=1024)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,6 @@ class DecodeOptions(Options, PromptOptions, SamplingParams, DraftingOptions, Out
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_int("batch_size", self.batch_size, low=1, high=1024)
         if self.compare and self.method_given == _BASELINE:
             raise ValueError("--compare sets a method beside autoregressive decoding: give --method another value")
         if not self.prompt and self.prompts is None and (self.compare or self.out is not None):

@@ -11,6 +11,7 @@ from drafter.cli.data import RowOptions
 from drafter.distill.prompts import AnswerSettings
 from drafter.engine.options import DraftingOptions, Models, ParallelOptions, load_models
 from drafter.utils.options import Options, part_of
+from drafter.utils.validate import within
 
 if TYPE_CHECKING:
     from drafter.distill.endpoint import Endpoint
@@ -26,13 +27,13 @@ class SourceOptions(RowOptions):
     Attributes:
         prompts: file of prompts, hub data set, or magpie: the target invents prompts (default: about 100 prompts that
             come with the package)
-        num_prompts: at most so many prompts of the file; for magpie: prompts to invent before the first is answered
+        num_prompts: largest number of prompts; for magpie: prompts to invent before the first answer
         exclude: file of prompts that must not be answered, such as the prompts of an evaluation
         shard: which part of the prompts to answer, such as 3/8; every part needs its own --out
     """
 
     prompts: str | None = None
-    num_prompts: int | None = None
+    num_prompts: int | None = within(None, low=1)
     exclude: str | None = None
     shard: str = "1/1"
 
@@ -51,8 +52,8 @@ class ServerOptions:
 
     endpoint: str | None = None
     model: str | None = None
-    concurrency: int = 16
-    retries: int = 6
+    concurrency: int = within(16, low=1)
+    retries: int = within(6, low=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +69,9 @@ class ClusterOptions:
     """
 
     ray: str | None = None
-    ray_workers: int = 1
-    ray_gpus: float = 0.0
-    ray_cpus: float = 1.0
+    ray_workers: int = within(1, low=1)
+    ray_gpus: float = within(0.0, low=0.0)
+    ray_cpus: float = within(1.0, low=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +83,7 @@ class DistillOptions(Options, SourceOptions, AnswerSettings, DraftingOptions, Se
     Attributes:
         out: .jsonl file of the answers
         batch_size: prompts that are answered at the same time
-        batch_tokens: most cached tokens at the same time; long prompts are answered in smaller batches
-        max_new_tokens: longest answer in tokens
-        temperature: 0 is greedy; several, such as 0,0.7, are used in turn
-        top_k: sample among the k likeliest tokens; 0 is off
-        top_p: sample among the likeliest tokens that reach this probability; 1 is off
-        min_p: sample among tokens at least this likely relative to the likeliest; 0 is off
-        num_answers: answers to each prompt
-        seed: of sampling
+        batch_tokens: limit of cached tokens at the same time; long prompts are answered in smaller batches
     """
 
     sections: ClassVar = {
@@ -106,13 +100,13 @@ class DistillOptions(Options, SourceOptions, AnswerSettings, DraftingOptions, Se
     )  # fmt: skip
     out: Path
     target: str | None = None  # type: ignore[assignment]
-    batch_size: int = 64
-    batch_tokens: int = 65536
+    batch_size: int = within(64, low=1)
+    batch_tokens: int = within(65536, low=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.target is None and self.endpoint is None:
-            raise ValueError("who is to answer? Give --target, or --endpoint with --model")
+            raise ValueError("no model answers: give --target, or --endpoint with --model")
         if self.drafter is not None and self.target is None:
             raise ValueError("--drafter needs --target: with --endpoint the server decodes")
         if self.drafter is not None and self.endpoint is not None:

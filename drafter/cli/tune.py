@@ -10,6 +10,7 @@ from drafter.bench.settings import BenchSettings
 from drafter.cli.bench import load_bench_models, with_drafter
 from drafter.engine.options import RunOptions
 from drafter.utils.options import Options, part_of
+from drafter.utils.validate import within
 
 if TYPE_CHECKING:
     from drafter.bench.models import BenchModels
@@ -28,8 +29,8 @@ class CandidateOptions:
             (default: both are measured, and the file names the faster method)
     """
 
-    batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
-    tree_sizes: tuple[int, ...] | None = None
+    batch_sizes: tuple[int, ...] = within((1, 2, 4, 8), low=1, high=1024)
+    tree_sizes: tuple[int, ...] | None = within(None, low=2, high=1024)
     method: Literal["redrafter", "hybrid"] | None = None
 
 
@@ -56,14 +57,9 @@ class TuneOptions(Options, CandidateOptions, RunOptions):
     out: Path | None = None
     overwrite: bool = False
     prompts: str = "default"
-    num_prompts: int = 64
-    max_new_tokens: int = 96
-    seconds: float = 150.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_prompts < 1:
-            raise ValueError(f"--num-prompts is {self.num_prompts} but must be at least 1")
+    num_prompts: int = within(64, low=1)
+    max_new_tokens: int = within(96, low=1)
+    seconds: float = within(150.0, above=0.0)
 
 
 def tune(options: TuneOptions) -> None:

@@ -45,10 +45,6 @@ class Endpoint:
         _ = self.client
         if not self.model:
             raise ValueError("--endpoint needs --model, the name that the server knows the target by")
-        if self.concurrency < 1:
-            raise ValueError(f"--concurrency {self.concurrency} must be at least 1")
-        if self.retries < 0:
-            raise ValueError(f"--retries {self.retries} must be at least 0")
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -43,10 +43,6 @@ class MagpieSettings:
     top_p: float = 0.99
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        if self.num_prompts < 1:
-            raise ValueError(f"--num-prompts {self.num_prompts} must be at least 1")
-
 
 # One continuation for each seed: (text, whether the text is complete).
 Sampler = Callable[[Opening, Sequence[int], MagpieSettings], Sequence[tuple[str, bool]]]

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from drafter.data.formats import ChatMessage, read_rows
+from drafter.utils.validate import check_ranges, within
 
 # Two texts that share a run of this many words count as the same material.
 _OVERLAP_WORDS = 13
@@ -166,38 +166,28 @@ class AnswerSettings:
     """Sampling parameters of a run; the settings file beside the answers records all of them.
 
     Attributes:
-        max_new_tokens: longest answer in tokens.
-        temperature: one temperature or several. The answers to a prompt use the temperatures in turn; the prompt's id
-            decides which one comes first.
-        top_k, top_p, min_p: filters of sampled answers (0, 1 and 0 turn them off).
-        num_answers: answers to each prompt.
-        seed: the seed of an answer is a hash of this seed, the prompt's id and the answer's number.
+        max_new_tokens: longest answer in tokens
+        temperature: 0 is greedy. The answers to a prompt use several temperatures, such as 0,0.7, in turn; the prompt's
+            id decides the first
+        top_k: keep the k likeliest tokens; 0 is off
+        top_p: keep the smallest set of likeliest tokens whose probability reaches top_p; 1 is off
+        min_p: keep tokens at least min_p times as likely as the likeliest token; 0 is off
+        num_answers: answers to each prompt
+        seed: seed of sampling; an answer's own seed is a hash of the seed, the prompt's id and the answer's number
     """
 
-    max_new_tokens: int = 256
-    temperature: tuple[float, ...] = (0.0,)
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    num_answers: int = 1
+    max_new_tokens: int = within(256, low=1)
+    temperature: tuple[float, ...] = within((0.0,), low=0.0, mend="0 is greedy")
+    top_k: int = within(0, low=0, mend="0 turns it off")
+    top_p: float = within(1.0, above=0.0, high=1.0, mend="1 turns it off")
+    min_p: float = within(0.0, low=0.0, high=1.0, mend="0 turns it off")
+    num_answers: int = within(1, low=1)
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"--max-new-tokens {self.max_new_tokens} must be at least 1")
-        if self.num_answers < 1:
-            raise ValueError(f"--num-answers {self.num_answers} must be at least 1")
+        check_ranges(self)
         if not self.temperature:
             raise ValueError("--temperature names no temperature: give 0 for greedy answers")
-        for value in self.temperature:
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"--temperature {value} must be at least 0 (0 is greedy)")
-        if self.top_k < 0:
-            raise ValueError(f"--top-k {self.top_k} must be at least 0 (0 turns it off)")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"--top-p {self.top_p} must be above 0 and at most 1 (1 turns it off)")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"--min-p {self.min_p} must be from 0 to 1 (0 turns it off)")
         if 0.0 in self.temperature and self.num_answers > len(self.temperature):
             raise ValueError(
                 f"--num-answers {self.num_answers} with --temperature {' '.join(map(str, self.temperature))}: greedy "

@@ -28,9 +28,6 @@ class RayOptions:
         num_workers: number of engines.
         num_gpus, num_cpus: resources of each engine.
         batch_size: prompts in a batch. A lost batch is answered again as a whole.
-
-    Raises:
-        ValueError: a value out of range.
     """
 
     address: str = "auto"
@@ -38,14 +35,6 @@ class RayOptions:
     num_gpus: float = 0.0
     num_cpus: float = 1.0
     batch_size: int = 64
-
-    def __post_init__(self) -> None:
-        for flag, value in (("ray-workers", self.num_workers), ("batch-size", self.batch_size)):
-            if value < 1:
-                raise ValueError(f"--{flag} is {value} but must be at least 1")
-        for flag, share in (("ray-gpus", self.num_gpus), ("ray-cpus", self.num_cpus)):
-            if share < 0:
-                raise ValueError(f"--{flag} is {share} but must not be negative")
 
 
 class RayAnswerer:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from drafter.proposers.options import SIZED_METHODS, DraftOptions
-from drafter.utils.validate import require_int
+from drafter.utils.validate import check_ranges, within
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,11 @@ class RequestOptions:
     """
 
     speculate: bool = True
-    num_logprobs: int | None = None
+    num_logprobs: int | None = within(None, low=0)
     want_tree: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_logprobs is not None:
-            require_int("num_logprobs", self.num_logprobs, low=0)
+        check_ranges(self)
 
 
 @dataclass(frozen=True)
@@ -43,23 +42,17 @@ class EngineConfig(DraftOptions):
         max_drafted_rows: a step of more running rows is plain decoding (draft-model has no such limit); None: no limit.
     """
 
-    max_rows: int = 8
-    max_length: int | None = None
-    prefill_chunk: int = 256
+    max_rows: int = within(8, low=1, high=1024)
+    max_length: int | None = within(None, low=2)
+    prefill_chunk: int = within(256, low=1)
     reuse_prefixes: bool = False
     compile: bool | None = None
     exact_attention: bool = False
     tuned: str | None = None
-    max_drafted_rows: int | None = None
+    max_drafted_rows: int | None = within(None, low=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_int("max_rows", self.max_rows, low=1, high=1024)
-        if self.max_length is not None:
-            require_int("max_length", self.max_length, low=2)
-        if self.max_drafted_rows is not None:
-            require_int("max_drafted_rows", self.max_drafted_rows, low=0)
-        require_int("prefill_chunk", self.prefill_chunk, low=1)
         if self.tuned is not None and (
             self.method not in SIZED_METHODS or self.tree_size is not None or self.tree_policy != "all-nodes"
         ):

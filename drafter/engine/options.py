@@ -1,4 +1,4 @@
-"""Options that commands share: which target runs where, and how tokens are drafted. No torch here."""
+"""Options that commands share: which target runs where, and how tokens are drafted. Imports no torch."""
 
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -113,15 +113,6 @@ class DraftingOptions(DraftOptions, ParallelOptions):
         tree_size: N, nodes that the target verifies in one forward, root included (default: chosen for the device)
         tree_policy: keep the N-1 likeliest nodes of all drafting steps, or the W final beams as published (default:
             all-nodes)
-        coupled: rank drafts by the noise of sampling
-        copying: mix the drafter's distribution with the token that followed the same tokens earlier in the text
-        tau: softness of the ranking by that noise
-        noise_weight: weight of that noise beside the drafter's log-probabilities
-        verify: rule that accepts the tokens of a draft model: coupled gives the text of plain decoding, rejection only
-            its distribution
-        num_draft_tokens: tokens that a draft model proposes per step
-        max_ngram: longest match of lookup
-        lookup_length: tokens that one match of lookup proposes
     """
 
     drafter: str | None = None

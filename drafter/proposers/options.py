@@ -1,15 +1,15 @@
-"""How tokens are proposed: the methods, and the size and shape of draft trees. No torch here."""
+"""How tokens are proposed: the methods, and the size and shape of draft trees. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from drafter.utils.validate import require_choice, require_int, require_number
+from drafter.utils.validate import check_ranges, require_choice, within
 
 Method = Literal["redrafter", "hybrid", "draft-model", "lookup", "recycling", "autoregressive"]
 TreePolicy = Literal["all-nodes", "final-beams"]
 Verification = Literal["coupled", "rejection"]
-SIZED_METHODS: tuple[Method, ...] = ("redrafter", "hybrid")  # those whose trees `drafter tune` sizes
-LEARNING_METHODS: tuple[Method, ...] = ("recycling", "hybrid")  # those that draft from what earlier requests brought
+SIZED_METHODS: tuple[Method, ...] = ("redrafter", "hybrid")  # methods whose trees `drafter tune` sizes
+LEARNING_METHODS: tuple[Method, ...] = ("recycling", "hybrid")  # methods that draft from the texts of earlier requests
 
 _DEFAULT_TREE_SIZE = 24
 
@@ -19,56 +19,48 @@ class DraftOptions:
     """How tokens are proposed.
 
     Attributes:
-        method: what proposes; ``autoregressive`` proposes nothing (N = 1).
-        beam_width: W, beams kept at each drafting step (for lookup: matches that are followed).
-        draft_length: L, drafting steps, the greatest depth of a tree.
-        tree_size: N, nodes that the target verifies in one forward, root included; None: 24, or all that W and L can
-            draft if that is less. For ``autoregressive``, which has no use for more than one (None), the others are
-            padding: its steps then have the shape, and so the rounding, of steps with trees of N nodes.
-        tree_policy: ``all-nodes`` keeps the N-1 likeliest nodes of all steps; ``final-beams`` is the published policy,
-            the W final beams with shared prefixes merged (N is then 1 + W * L).
-        coupled: drafting knows the noise of the target's coming picks and ranks by it.
-        copying: the drafter's distribution is mixed with the token that followed the same tokens earlier in the text.
-        tau: softness of that ranking; children are ranked by (log q / temperature + noise_weight * noise) / tau.
-        noise_weight: what the noise counts in it. A drafter's q is an average over what it cannot tell apart and so
-            flatter than the target's p, beside which the noise stands.
-        verify: ``coupled`` picks by keyed noise; ``rejection`` is the rule of two-model speculative decoding
-            (draft-model only).
-        num_draft_tokens: tokens that a draft model proposes.
-        max_ngram: longest match that lookup tells from longer ones.
-        lookup_length: tokens that a match proposes.
+        method: the proposer; ``autoregressive`` proposes nothing (N = 1).
+        beam_width: W, beams kept at each drafting step; for lookup, number of matches that are followed
+        draft_length: L, drafting steps, the greatest depth of a tree
+        tree_size: N, nodes that the target verifies in one forward, root included. None: 24, or all nodes that W and L
+            can draft if that number is smaller. With ``autoregressive`` all nodes but one are padding, which gives the
+            steps the shape, and so the rounding, of steps with trees of N nodes
+        tree_policy: ``all-nodes`` keeps the N-1 likeliest nodes of all drafting steps; ``final-beams`` is the published
+            policy, the W final beams with shared prefixes merged (N is then 1 + W * L)
+        coupled: rank drafts by the noise of sampling, which decides the target's next picks
+        copying: mix the drafter's distribution with the token that followed the same tokens earlier in the text
+        tau: softness of the ranking: children are ranked by (log q / temperature + noise_weight * noise) / tau
+        noise_weight: weight of the noise in the ranking. The drafter's q is flatter than the target's p, whose scale
+            the noise has
+        verify: rule that accepts the tokens of a draft model: ``coupled`` gives the text of plain decoding,
+            ``rejection``, the rule of two-model speculative decoding, only its distribution
+        num_draft_tokens: tokens that a draft model proposes per step
+        max_ngram: longest match of lookup
+        lookup_length: tokens that one match of lookup proposes
     """
 
     method: Method = "redrafter"
-    beam_width: int = 8
-    draft_length: int = 4
-    tree_size: int | None = None
+    beam_width: int = within(8, low=1, high=256)
+    draft_length: int = within(4, low=1, high=32)
+    tree_size: int | None = within(None, low=1, high=1024)
     tree_policy: TreePolicy = "all-nodes"
     coupled: bool = True
     copying: bool = True
-    tau: float = 1.0
-    noise_weight: float = 0.8
+    tau: float = within(1.0, above=0.0)
+    noise_weight: float = within(0.8, low=0.0)
     verify: Verification = "coupled"
-    num_draft_tokens: int = 5
-    max_ngram: int = 8
-    lookup_length: int = 10
+    num_draft_tokens: int = within(5, low=1, high=64)
+    max_ngram: int = within(8, low=1, high=32)
+    lookup_length: int = within(10, low=1, high=64)
 
     def __post_init__(self) -> None:
         require_choice("method", self.method, get_args(Method))
         require_choice("tree_policy", self.tree_policy, get_args(TreePolicy))
         require_choice("verify", self.verify, get_args(Verification))
-        require_int("beam_width", self.beam_width, low=1, high=256)
-        require_int("draft_length", self.draft_length, low=1, high=32)
-        if self.tree_size is not None:
-            require_int("tree_size", self.tree_size, low=1, high=1024)
-        require_number("tau", self.tau, above=0.0)
-        require_number("noise_weight", self.noise_weight, low=0.0)
-        require_int("num_draft_tokens", self.num_draft_tokens, low=1, high=64)
-        require_int("max_ngram", self.max_ngram, low=1, high=32)
-        require_int("lookup_length", self.lookup_length, low=1, high=64)
+        check_ranges(self)
         if self.verify == "rejection" and self.method != "draft-model":
             raise ValueError(
-                f"--verify rejection needs drafts that are samples of q, which --method {self.method} does not make: "
+                f"--verify rejection needs drafts sampled from q, and --method {self.method} samples none: "
                 "use --method draft-model or --verify coupled"
             )
         largest = 1 + self.beam_width * self.draft_length
@@ -80,7 +72,7 @@ class DraftOptions:
 
     @property
     def num_nodes(self) -> int:
-        """N, nodes per row of one target forward: 1 or what is asked for without a proposer, a draft model's chain."""
+        """N, nodes per row of one target forward."""
         largest = 1 + self.beam_width * self.draft_length
         if self.method == "autoregressive":
             return self.tree_size or 1

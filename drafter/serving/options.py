@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from drafter.engine.options import DraftingOptions, ParallelOptions
 from drafter.utils.options import Options
-from drafter.utils.validate import require_int, require_number
+from drafter.utils.validate import within
 
 DEFAULT_CONTEXT = 4096  # tokens of a row, unless the target's own context is shorter
 KEY_VARIABLE = "DRAFTER_API_KEY"
@@ -27,7 +27,7 @@ class ListenOptions:
     """
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: int = within(8000, low=0, high=65535)
     model_name: str | None = None
     api_key: tuple[str, ...] = ()
     cors_origin: tuple[str, ...] = ()
@@ -49,14 +49,14 @@ class LimitOptions:
         max_body_bytes: largest request body
     """
 
-    max_rows: int = 8
-    max_length: int | None = None
-    max_queue: int = 64
-    prefill_chunk: int = 256
+    max_rows: int = within(8, low=1, high=1024)
+    max_length: int | None = within(None, low=2, high=2**24)
+    max_queue: int = within(64, low=0, high=10**6)
+    prefill_chunk: int = within(256, low=1)
     reuse_prefixes: bool = True
-    request_timeout: float = 600.0
-    drain_seconds: float = 30.0
-    max_body_bytes: int = 2 * 2**20
+    request_timeout: float = within(600.0, above=0.0)
+    drain_seconds: float = within(30.0, low=0.0)
+    max_body_bytes: int = within(2 * 2**20, low=1, high=2**31)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,15 +80,6 @@ class ServeOptions(Options, ListenOptions, LimitOptions, DraftingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_int("port", self.port, low=0, high=65535)
-        require_int("max_rows", self.max_rows, low=1, high=1024)
-        require_int("max_queue", self.max_queue, low=0, high=10**6)
-        require_int("max_body_bytes", self.max_body_bytes, low=1, high=2**31)
-        require_int("prefill_chunk", self.prefill_chunk, low=1)
-        if self.max_length is not None:
-            require_int("max_length", self.max_length, low=2, high=2**24)
-        require_number("request_timeout", self.request_timeout, above=0)
-        require_number("drain_seconds", self.drain_seconds, low=0)
         if not all(key and key.isprintable() and " " not in key for key in self.api_keys):
             raise ValueError("an API key is empty or holds blanks: give printable characters")
 

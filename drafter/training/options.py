@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from drafter.training.losses import LossMix
+from drafter.utils.validate import check_ranges, within
 
 
 @dataclass(frozen=True)
@@ -69,28 +70,21 @@ class Objective:
     total_variation: float = 0.0
     adaptive: float = 0.0
     temperature: float = 1.0
-    feature: float = 0.0
-    feature_steps: int = 1000
+    feature: float = within(0.0, low=0.0)
+    feature_steps: int = within(1000, low=1)
     depth_weights: tuple[float, ...] | None = None
     depth_rates: tuple[float, ...] | None = None
-    shared_tokens: int = 0
-    top_tokens: int = 32
-    reach: int = 0
-    memory_mib: int = 64
+    shared_tokens: int = within(0, low=0)
+    top_tokens: int = within(32, low=1)
+    reach: int = within(0, low=0)
+    memory_mib: int = within(64, low=1)
 
     def __post_init__(self) -> None:
-        for name in ("feature", "shared_tokens", "reach"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"--model.objective.{name} {getattr(self, name)} must not be negative")
-        for name in ("feature_steps", "top_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--model.objective.{name} {getattr(self, name)} must be at least 1")
+        check_ranges(self, "model.objective.")
         if self.reach and not self.shared_tokens:
             raise ValueError(
                 f"--model.objective.reach {self.reach} needs the sampled loss: give --model.objective.shared_tokens too"
             )
-        if self.memory_mib < 1:
-            raise ValueError(f"--model.objective.memory_mib {self.memory_mib} must be at least 1")
         if self.depth_weights is not None and (min(self.depth_weights) < 0 or max(self.depth_weights) <= 0):
             raise ValueError(f"--model.objective.depth_weights {list(self.depth_weights)}: none below 0, one above")
         rates = self.depth_rates
@@ -141,23 +135,17 @@ class OptimOptions:
             0 = no average.
     """
 
-    lr: float = 1e-3
-    warmup_steps: int = 100
+    lr: float = within(1e-3, above=0.0)
+    warmup_steps: int = within(100, low=0)
     schedule: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
-    decay_share: float = 0.4
-    final_share: float = 0.0
+    decay_share: float = within(0.4, low=0.0, high=1.0)
+    final_share: float = within(0.0, low=0.0, high=1.0)
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.99)
     average: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ValueError(f"--model.optim.lr {self.lr} must be above 0")
-        if self.warmup_steps < 0:
-            raise ValueError(f"--model.optim.warmup_steps {self.warmup_steps} must not be negative")
-        for name in ("decay_share", "final_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"--model.optim.{name} {getattr(self, name)} must lie in 0 .. 1")
+        check_ranges(self, "model.optim.")
         if not 0 <= self.average < 1:
             raise ValueError(f"--model.optim.average {self.average} must be at least 0 and below 1")
 

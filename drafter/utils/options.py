@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from drafter.utils.parse import read_yaml
+from drafter.utils.validate import Range, check_ranges, range_of
 
 _HELP_WORDS = ("-h", "--help")
 _KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
@@ -45,7 +46,7 @@ _METAVARS = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 @dataclass(frozen=True)
 class Options:
-    """Base of all options: runs the checks of every section on construction.
+    """Base of all options: checks the ranges of all fields, and runs the checks of every section, on construction.
 
     Attributes of the class:
         sections: titles of the help, and the dataclasses whose fields stand below them.
@@ -58,6 +59,7 @@ class Options:
     positional: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         classes = type(self).__mro__
         checked: list[type] = []  # the check of a class stands for the checks of its bases
         for base in classes[classes.index(Options) + 1 :]:
@@ -90,6 +92,7 @@ class Option(NamedTuple):
     text: str
     title: str
     has_commas: bool
+    range: Range | None
 
     @property
     def flag(self) -> str:
@@ -171,7 +174,7 @@ def options_of(kind: type[Options]) -> dict[str, Option]:
         if name not in found:
             text, item = texts.get(name, ""), members[name]
             has_commas = bool(item.metadata.get("commas"))
-            found[name] = Option(name, hints[name], _default(item), text, title, has_commas)
+            found[name] = Option(name, hints[name], _default(item), text, title, has_commas, range_of(kind, name))
     return found
 
 
@@ -249,8 +252,12 @@ def _shown(kind: type[Options], option: Option) -> tuple[str, str]:
         shown = default if isinstance(default, tuple) else (default,)
         value = "" if default is MISSING or default is None else ",".join(map(str, shown))
     repeat = "; may be repeated" if option.is_list and option.kind is str and not option.has_commas else ""
-    says_default = not value or "default" in option.text
-    return flag, option.text + repeat + ("" if says_default else f" (default: {value})")
+    text, span = option.text + repeat, "" if option.range is None else str(option.range)
+    if span and "(default" in text:
+        return flag, text.replace("(default", f"({span}; default", 1)
+    says_default = not value or "default" in text
+    notes = [note for note in (span, "" if says_default else f"default: {value}") if note]
+    return flag, text + (f" ({'; '.join(notes)})" if notes else "")
 
 
 def _entry(flag: str, text: str, width: int) -> list[str]:

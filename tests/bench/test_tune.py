@@ -237,7 +237,7 @@ def test_the_command_writes_a_file_that_other_commands_take(
 @pytest.mark.parametrize("number", ["0", "-3"])
 def test_a_number_of_prompts_below_one_is_refused(capsys: pytest.CaptureFixture[str], number: str) -> None:
     assert main(["tune", "--target", "no-target", "--drafter", "no-drafter", "--num-prompts", number]) == 2
-    assert f"--num-prompts is {number} but must be at least 1" in capsys.readouterr().err
+    assert f"--num-prompts is {number} but must be an integer of at least 1" in capsys.readouterr().err
 
 
 def _decoded_with(words: list[str], folder: Path) -> tuple[str, str | None]:

@@ -57,6 +57,9 @@ def test_the_first_page_of_help_shows_what_matters(name: str) -> None:
 def test_every_option_is_explained(name: str) -> None:
     for option in options_of(KINDS[name]).values():
         assert option.text, f"{option.name} has no line under Attributes:"
+        if option.kind in (int, float) and option.name not in ("seed", "stop_token_ids"):
+            assert option.range is not None, f"{option.name} has no range"
+            assert str(option.range) in " ".join(help_of(KINDS[name], name).split())
         if option.name == "dtype" and name != "export":
             assert option.default == "auto", "one default for all commands"
 

@@ -127,8 +127,6 @@ def test_addresses(suffix: str) -> None:
         ({"url": "host:8000"}, "must be an http or https address"),
         ({"url": "file:///etc/passwd"}, "must be an http or https address"),
         ({"model": ""}, "needs --model"),
-        ({"concurrency": 0}, "--concurrency 0"),
-        ({"retries": -1}, "--retries -1"),
     ],
 )
 def test_bad_endpoints(options: dict, message: str) -> None:

@@ -132,14 +132,14 @@ def test_seeds_are_63_bits_and_fixed() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"max_new_tokens": 0}, "--max-new-tokens 0"),
-        ({"num_answers": 0}, "--num-answers 0"),
+        ({"max_new_tokens": 0}, "--max-new-tokens is 0"),
+        ({"num_answers": 0}, "--num-answers is 0"),
         ({"temperature": ()}, "names no temperature"),
-        ({"temperature": (-1.0,)}, "--temperature -1.0"),
-        ({"temperature": (float("nan"),)}, "--temperature nan"),
-        ({"top_k": -1}, "--top-k -1"),
-        ({"top_p": 0.0}, "--top-p 0.0"),
-        ({"min_p": 1.5}, "--min-p 1.5"),
+        ({"temperature": (-1.0,)}, "--temperature is -1.0"),
+        ({"temperature": (float("nan"),)}, "--temperature is nan"),
+        ({"top_k": -1}, "--top-k is -1"),
+        ({"top_p": 0.0}, "--top-p is 0.0"),
+        ({"min_p": 1.5}, "--min-p is 1.5"),
         ({"num_answers": 2}, "greedy answers to one prompt are all the same"),
     ],
 )

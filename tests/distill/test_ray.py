@@ -50,19 +50,6 @@ def rows_of(path: Path) -> dict[tuple[str, int], dict]:
     return keyed
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"num_workers": 0}, "--ray-workers is 0"),
-        ({"batch_size": 0}, "--batch-size is 0"),
-        ({"num_gpus": -1}, "--ray-gpus is -1"),
-    ],
-)
-def test_options_out_of_range_are_refused(options: dict, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        RayOptions(**options)
-
-
 def test_cluster_without_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["distill", "--out", str(tmp_path / "a.jsonl"), "--ray", "auto", "--endpoint", "http://x", "--model", "m"]
     assert main(words) == 2

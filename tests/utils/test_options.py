@@ -11,6 +11,7 @@ import pytest
 from drafter.decoding.params import SamplingParams
 from drafter.utils import options
 from drafter.utils.options import Options, comma_separated, help_of, options_from, part_of, read_options
+from drafter.utils.validate import check_ranges, range_of, within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +40,9 @@ class Toy(Options, SamplingParams):
     positional: ClassVar = "source"
     source: Path
     out: str
-    ratio: float | None = None
+    ratio: float | None = within(None, low=-1.0, high=1.0)
     kind: Literal["chain", "tree"] = "chain"
-    sizes: tuple[int, ...] = (1,)
+    sizes: tuple[int, ...] = within((1,), low=1)
     tag: tuple[str, ...] = ()
     names: tuple[str, ...] = comma_separated(("a", "b"))
     check: bool = True
@@ -92,6 +93,8 @@ def test_words_become_values(words: list[str], name: str, value: object) -> None
         (["a", "--out", "o", "--sizes", "1,x"], "--sizes is '1,x' but must be an integer (or a list)"),
         (["a", "--out", "o", "--kind", "tre"], "--kind is 'tre' but must be one of chain, tree (did you mean tree?)"),
         (["a", "--out", "o", "--top-p", "2"], "--top-p is 2.0 but must be above 0"),
+        (["a", "--out", "o", "--ratio", "2"], "--ratio is 2.0 but must be at least -1 and at most 1"),
+        (["a", "--out", "o", "--sizes", "4,0"], "--sizes is 0 but must be an integer of at least 1"),
         (["--config", "none.yaml"], "none.yaml"),
     ],
 )
@@ -150,9 +153,9 @@ def test_help_shows_the_common_options_first() -> None:
     ]
     assert text.index("Common options:") < text.index("--config") < text.index("How to sample:") < text.index("--ratio")
     for line in (
-        "  --ratio NUMBER            how much, on a second line",
+        "  --ratio NUMBER            how much, on a second line (-1 to 1)",
         "  --kind {chain,tree}       of the tree (default: chain)",
-        "  --sizes INT,...           of the tree (default: 1)",
+        "  --sizes INT,...           of the tree (at least 1; default: 1)",
         "  --tag TEXT                a label; may be repeated",
         "  --names TEXT,...          of methods (default: a,b)",
         "  --[no-]check              look twice (default: on)",
@@ -160,3 +163,24 @@ def test_help_shows_the_common_options_first() -> None:
     ):
         assert line in lines
     assert "never" not in text
+
+
+def test_a_redeclared_field_keeps_its_range() -> None:
+    @dataclass(frozen=True)
+    class Wider(SamplingParams):
+        top_p: float | None = None  # type: ignore[assignment]
+
+    assert str(range_of(Wider, "top_p")) == "above 0, at most 1"
+    assert range_of(Wider, "stop") is None
+    with pytest.raises(ValueError, match="^--top-p is 2.0 but must be above 0 and at most 1"):
+        Wider(top_p=2.0)
+    with pytest.raises(ValueError, match="^--model.top_p is 0.0 but must be above 0"):
+        check_ranges(_unchecked(top_p=0.0), "model.")
+
+
+def _unchecked(**values: object) -> SamplingParams:
+    """Parameters that no check has seen."""
+    params = SamplingParams()
+    for name, value in values.items():
+        object.__setattr__(params, name, value)
+    return params
