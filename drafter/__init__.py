@@ -1,4 +1,4 @@
-"""Drafter: large language models answer faster without changing a token of the answer.
+"""Drafter: large language models answer faster, and no token of the answer changes.
 
 The public names are loaded on first use, so that ``import drafter`` (and ``drafter --help``) does not import torch.
 """
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from drafter.decoding.params import SamplingParams
     from drafter.engine.config import EngineConfig
     from drafter.engine.engine import Completion, Engine
+    from drafter.engine.loading import load_drafter
     from drafter.models.config import DrafterConfig
     from drafter.models.drafter import RecurrentDrafter
     from drafter.targets.target import Target
@@ -24,6 +25,7 @@ _HOME_OF = {
     "DrafterConfig": "drafter.models.config",
     "RecurrentDrafter": "drafter.models.drafter",
     "Target": "drafter.targets.target",
+    "load_drafter": "drafter.engine.loading",
 }
 
 __all__ = [
@@ -35,11 +37,12 @@ __all__ = [
     "SamplingParams",
     "Target",
     "__version__",
+    "load_drafter",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the home of a public name when it is first asked for (PEP 562)."""
+    """Import the module of a public name on the first use of the name (PEP 562)."""
     if name not in _HOME_OF:
         raise AttributeError(f"module 'drafter' has no attribute {name!r}")
     return getattr(import_module(_HOME_OF[name]), name)

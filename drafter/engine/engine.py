@@ -3,7 +3,9 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
 from itertools import count
+from typing import Any
 
 from tqdm import tqdm
 
@@ -14,6 +16,7 @@ from drafter.engine.config import EngineConfig, RequestOptions
 from drafter.engine.defaults import choose
 from drafter.engine.lockstep import Lockstep, in_lockstep
 from drafter.engine.memory import check_fit
+from drafter.engine.options import DraftingOptions, load_models
 from drafter.engine.outputs import Completion, StreamEvent, Update, event_of
 from drafter.engine.prefix_cache import PrefixIndex
 from drafter.engine.request import Request
@@ -105,6 +108,31 @@ class Engine:
         self._plain = self.proposer.plain
         self._prefixes = PrefixIndex()
         self._is_arranged = True
+
+    @classmethod
+    def load(cls, target: str, drafter: str | None = None, **settings: Any) -> "Engine":
+        """The engine of a target and a drafter by name, with the defaults of the command line.
+
+        Args:
+            target: alias, hub id, folder or .gguf file of the language model.
+            drafter: folder of an exported drafter, hub id, or name of a drafter of the package; None: the target's own
+                drafter where the package has one; ``"none"``: no drafter.
+            settings: fields of :class:`DraftingOptions` (``dtype``, ``device``, ``method``, ...) and of
+                :class:`EngineConfig` (``max_rows``, ``max_length``, ...).
+
+        Raises:
+            ValueError: a model cannot be loaded, or a value is out of range.
+            TypeError: a field of another name.
+        """
+        names = {item.name for item in fields(DraftingOptions)}
+        options = DraftingOptions(
+            target=target, drafter=drafter, **{name: settings[name] for name in names & settings.keys()}
+        )
+        models = load_models(options)
+        others = {name: value for name, value in settings.items() if name not in names}
+        config, reason = models.choose(options, **others)
+        _log.info("%s", reason)
+        return cls(models.target, models.drafter, config, draft_model=models.draft_model)
 
     # -- whole calls -----------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from drafter.engine.config import EngineConfig
 from drafter.engine.defaults import NO_FILE, check_method, default_drafter
 from drafter.proposers.options import DraftOptions, Method, TreePolicy
-from drafter.utils.validate import require_int
+from drafter.utils.validate import check_ranges, within
 
 if TYPE_CHECKING:
     from drafter.engine.defaults import Choice
@@ -78,10 +78,10 @@ class ParallelOptions(RunOptions):
             layer; torchrun starts them
     """
 
-    tensor_parallel: int = 1
+    tensor_parallel: int = within(1, low=1, high=1024)
 
     def __post_init__(self) -> None:
-        require_int("tensor_parallel", self.tensor_parallel, low=1, high=1024)
+        check_ranges(self)
         if self.tensor_parallel > 1 and self.device_map is not None:
             raise ValueError("--tensor-parallel and --device-map both spread the target: give one of them")
         if self.tensor_parallel > 1 and (self.compile or self.runtime == "openvino"):
