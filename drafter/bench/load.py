@@ -22,15 +22,15 @@ _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """How a server is asked.
+    """Address of a server, and the requests to send.
 
     Attributes:
-        url: the server's address, with or without /v1.
-        model: name that requests carry; empty is the first the server lists.
-        num_requests: requests of each level of load; prompts repeat when there are fewer.
+        url: address of the server, with or without /v1.
+        model: name of the model in requests; empty: the first model that the server lists.
+        num_requests: requests of each level of load; prompts repeat if there are fewer.
         max_new_tokens: longest answer in tokens.
-        temperature: 0 is greedy.
-        seed: of arrivals and sampling.
+        temperature: temperature of sampling; 0 is greedy.
+        seed: seed of arrivals and sampling.
     """
 
     url: str
@@ -52,14 +52,14 @@ class LoadSettings:
 
     @property
     def base(self) -> str:
-        """The address up to and with /v1."""
+        """The address with /v1 at its end."""
         bare = self.url.rstrip("/")
         return bare if bare.endswith("/v1") else bare + "/v1"
 
 
 @dataclass(frozen=True)
 class LoadLevel:
-    """One level of load: so many requests at any time, or arrivals at random, so many a second on average."""
+    """One level of load: a number of requests at the same time, or a mean number of random arrivals per second."""
 
     concurrency: int | None = None
     rate: float | None = None
@@ -73,13 +73,13 @@ class LoadLevel:
 
 @dataclass(frozen=True)
 class Reply:
-    """What came of one request; times in seconds since it was sent.
+    """Result of one request; times in seconds since the request was sent.
 
     Attributes:
-        num_tokens: tokens of the answer, as the server counts them, else pieces of text.
-        first: when the first piece of text came.
-        last: when the last one came.
-        error: what went wrong; empty when nothing did.
+        num_tokens: tokens of the answer by the server's count; without such a count, pieces of text.
+        first: time of the first piece of text.
+        last: time of the last piece of text.
+        error: the error; empty for an answer.
     """
 
     num_tokens: int = 0
@@ -97,10 +97,10 @@ def run_load(
     """One record for each level of load.
 
     Args:
-        settings: how the server is asked.
-        workload: what it is asked.
-        levels: the load, one after the other.
-        on_record: called with the record of each level when it ends, whatever becomes of those after it.
+        settings: address of the server, and the requests.
+        workload: the prompts.
+        levels: levels of load in order.
+        on_record: called with the record of each level at the end of the level.
 
     Raises:
         ValueError: the server cannot be reached, or refuses every request of a level.
@@ -141,7 +141,7 @@ async def _first_model(client: httpx.AsyncClient, settings: LoadSettings) -> str
     except httpx.HTTPError as error:
         raise ValueError(f"--url {settings.url}: the server does not answer: {first_line(error)}") from error
     except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"--url {settings.url} lists no models: name one with --model") from error
+        raise ValueError(f"--url {settings.url} lists no models: give --model") from error
 
 
 async def _ask_all(
@@ -180,7 +180,7 @@ async def _ask_all(
 
 
 async def _ask(client: httpx.AsyncClient, settings: LoadSettings, model: str, item: Item) -> Reply:
-    """Send one request and read its answer as it is written."""
+    """Send one request and read its stream."""
     body: dict[str, Any] = {
         "model": model,
         "max_tokens": settings.max_new_tokens,

@@ -1,7 +1,7 @@
-"""Step times: how long does a step of so many rows take with so many nodes, and how long does drafting take?
+"""Step times by number of rows and nodes, and drafting times.
 
-Everything that is compared takes turns within one engine, so that a growing context and a warming machine are shared
-by all. Times are wall clock; a step ends when its tokens are on the host.
+All candidates take turns within one engine, so that a growing context and a warming machine affect all alike. Times are
+wall-clock times; a step ends when its tokens are on the host.
 """
 
 import time
@@ -26,12 +26,12 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class FixedTree(Proposer):
-    """Trees of ``num_nodes`` nodes that cost nothing to draft: chains, with tokens counted up from the root's.
+    """Proposes trees of ``num_nodes`` nodes at no cost: chains whose tokens count up from the root's token.
 
     Args:
         num_nodes: N, at least 2.
         vocab_size: V.
-        device: of the target.
+        device: device of the target.
     """
 
     def __init__(self, num_nodes: int, vocab_size: int, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class FixedTree(Proposer):
         super().__init__([num_chains] * -(-(num_nodes - 1) // num_chains), num_nodes)
         self._vocab_size = vocab_size
         node_N = torch.arange(num_nodes, device=device)
-        # Level by level: the first num_chains nodes hang from the root, every other one from the node a level above.
+        # Level by level: the first num_chains nodes hang from the root, each other node from the node a level above.
         self._parent_N = (node_N - num_chains).clamp_min(0)
         self._depth_N = -(-node_N // num_chains)
         self._offset_N = node_N
@@ -57,10 +57,10 @@ class FixedTree(Proposer):
 
 
 class Timed(Proposer):
-    """A proposer whose drafting, and learning from what came of it, is timed, device included.
+    """Times the drafting and learning of a proposer, with the work of the device.
 
     Attributes:
-        seconds: of each step.
+        seconds: drafting and learning time of each step.
     """
 
     def __init__(self, proposer: Proposer, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class Timed(Proposer):
         self.seconds: list[float] = []
 
     def propose(self, rows: RowState, noise_BLV: torch.Tensor | None) -> Candidates:
-        """What the proposer proposes, between two looks at the clock."""
+        """The proposer's trees, timed."""
         synchronise(self._device)
         start = time.perf_counter()
         candidates = self._proposer.propose(rows, noise_BLV)
@@ -80,7 +80,7 @@ class Timed(Proposer):
         return candidates
 
     def observe(self, rows: RowState, outcome: StepOutcome) -> None:
-        """What the proposer learns, on the clock of the same step."""
+        """Let the proposer learn; the time counts for the same step."""
         synchronise(self._device)
         start = time.perf_counter()
         self._proposer.observe(rows, outcome)
@@ -89,27 +89,27 @@ class Timed(Proposer):
 
 
 class Budget:
-    """Seconds that a measurement may take."""
+    """Time limit of a measurement."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.perf_counter() + seconds
 
     @property
     def left(self) -> float:
-        """Seconds left, never below 0."""
+        """Seconds left, at least 0."""
         return max(0.0, self._end - time.perf_counter())
 
 
 class StepClock:
-    """Times steps of ``num_rows`` rows that all decode.
+    """Times steps of ``num_rows`` decoding rows.
 
     Args:
         target: the model.
-        drafter: taken along so that the engine keeps the context that the drafter reads; None without one.
+        drafter: a drafter, whose context the engine then keeps; None: no drafter.
         num_rows: B.
-        context_length: tokens that rows hold when the first step begins.
+        context_length: tokens of a row before the first step.
         largest: N of the largest tree.
-        num_steps: most steps that will be made, which is room that rows need.
+        num_steps: largest number of steps, which sets the slots of a row.
         compile: compile the steps; None: on CUDA only.
     """
 
@@ -143,11 +143,11 @@ class StepClock:
 
     @property
     def compiler(self) -> Compiler:
-        """What compiles the steps; for proposers that are to be compiled as well."""
+        """The compiler of the steps, for proposers."""
         return self._engine.compiler
 
     def restart(self) -> None:
-        """Rows hold ``context_length`` tokens again: a longer context makes plain decoding look dearer than it is."""
+        """Reset the rows to ``context_length`` tokens, because a longer context makes plain steps slower."""
         for request in self._requests:
             self._engine.abort(request.request_id)
         self._requests = [self._engine.add(prompt, self._params, want_text=False) for prompt in self._prompts]
@@ -159,7 +159,7 @@ class StepClock:
         """Seconds of one step.
 
         Raises:
-            ValueError: rows have no room for further steps.
+            ValueError: the rows have no slots for further steps.
         """
         if self._engine.num_running + self._engine.num_waiting < self.num_rows:
             raise ValueError(
@@ -173,9 +173,9 @@ class StepClock:
     def compare(
         self, proposers: Mapping[Key, Proposer], num_rounds: int, budget: Budget, on_round: Callable[[], None]
     ) -> dict[Key, float]:
-        """Median seconds of a step with each proposer; they take turns, after one round that does not count.
+        """Median seconds of a step with each proposer. The proposers take turns; the first round does not count.
 
-        The context begins anew. At least two rounds are made, further ones while the budget lasts.
+        The rows are reset first. The measurement has at least two rounds, and further rounds while the budget lasts.
         """
         self.restart()
         self._engine.warm_up(proposers.values())
@@ -195,6 +195,6 @@ class StepClock:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,24 +1,23 @@
 """Sampling as a pure function of (logits, seed, position): keyed noise, logit warpers, and the pick.
 
-Every random number is a hash of what it is for, so nothing about it depends on how decoding is organised: which
-rows share the batch, how the draft tree looks, in which order nodes are verified. Autoregressive decoding with the
-same seed calls the same functions on the same arguments and is therefore the oracle that speculative decoding is
-compared with.
+Every random number is a hash of its seed, position, stream and token. So a random number does not depend on the batch,
+on the shape of the draft tree, or on the order of verification. Autoregressive decoding with the same seed calls the
+same functions with the same arguments. The tests therefore compare speculative decoding with autoregressive decoding.
 
 The pick at a position is the Gumbel-max trick: argmax over tokens of (warped logits + Gumbel noise) is a draw from
 softmax(warped logits) when the noise of different tokens is independent.
 
-The generator is SplitMix64 (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) read
-by random access: draw number i of the stream that starts at state s is mix64(s + (i + 1) * GAMMA). A (seed,
-position, stream) triple is hashed by the same mix64 into the start state of its own stream, and the token id is the
-number of the draw. It costs three xor-shifts and two multiplications per token.
+The generator is SplitMix64 (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) with
+random access: draw number i of the stream with start state s is mix64(s + (i + 1) * GAMMA). mix64 also hashes a (seed,
+position, stream) triple to the start state of the triple's own stream, and the token id is the number of the draw. A
+token costs three xor-shifts and two multiplications.
 
-What is the same on every device, batch and vocabulary subset, bit for bit: the 64-bit integers, and the uniform
-numbers made of their top 52 bits, (k + 1/2) / 2^52, which are exact in float64 and never 0 or 1. The two logarithms
-are taken in float64 and the result is rounded to float32; math libraries differ in the last place of a float64
-logarithm, which survives that rounding about once in 2^28 numbers. 52 bits are also what exactness wants: the
-largest Gumbel number is 36.7, and replacing the continuous law by the grid moves some V * 2^-53 of probability at
-most (5e-12 for V = 49152); 24-bit uniforms could move V * 2^-25 (1e-3).
+The 64-bit integers are the same on every device, in every batch and for every subset of the vocabulary, bit for bit. So
+are the uniform numbers (k + 1/2) / 2^52 of their top 52 bits, which are exact in float64 and never 0 or 1. The two
+logarithms are taken in float64, and the result is rounded to float32. Math libraries differ in the last place of a
+float64 logarithm; about one number in 2^28 still differs after the rounding. Exactness also asks for 52 bits: the
+largest Gumbel number is 36.7, and the grid moves at most V * 2^-53 of probability (5e-12 for V = 49152). 24-bit uniform
+numbers could move V * 2^-25 (1e-3).
 
 Shapes: B rows · T positions · N tree nodes · V vocabulary · M listed token ids (M = V or a subset) · K listed best
 tokens.
@@ -36,13 +35,13 @@ from torch import Tensor
 from drafter.kernels.largest import argmax
 
 # Streams keep draws for different purposes at one position independent of each other.
-STREAM_TARGET = 0  # the pick; coupled drafting uses it too, on purpose
+STREAM_TARGET = 0  # the pick; coupled drafting uses this stream on purpose
 STREAM_DRAFT = 1  # drafts sampled from q for the rejection rule
 STREAM_ACCEPT = 2  # the uniform number that is compared with p / q
 STREAM_RESIDUAL = 3  # the token drawn after a rejection, or after a chain accepted whole
 
-_MANY_TOKENS = 4096  # fewer are a small part of a processor's cache
-_TOP_P_SHORTLISTS = (256, 4096)  # how many of the best tokens a CPU looks at before it sorts a row whole
+_MANY_TOKENS = 4096  # fewer tokens are a small part of a processor's cache
+_TOP_P_SHORTLISTS = (256, 4096)  # lengths of the lists that a CPU sorts before it sorts a whole row
 
 
 def _signed(word: int) -> int:
@@ -72,7 +71,7 @@ def mix64(word: Tensor) -> Tensor:
 
 
 def _stream_start_BT(seed_B: Tensor, position_BT: Tensor, stream: int) -> Tensor:
-    """[B], [B, T] -> [B, T]: start states. Hashing twice keeps (seed, position) and (seed + 1, position - 1) apart."""
+    """[B], [B, T] -> [B, T]: start states. Two hashes keep (seed, position) and (seed + 1, position - 1) apart."""
     seed_key_B = mix64(mix64(seed_B.long()) + _signed((stream + 1) * _STREAM_STEP % (1 << 64)))
     return mix64(seed_key_B[:, None] + (position_BT.long() + 1) * _GAMMA)
 
@@ -85,9 +84,9 @@ def _uniform(word: Tensor) -> Tensor:
 def random_bits(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, *, stream: int = STREAM_TARGET) -> Tensor:
     """[B] int64, [B, T] int64, [M] int64 -> [B, T, M] int64: 64 random bits for each (seed, position, token id).
 
-    Within one (seed, position) the bits of different tokens differ always (mix64 is a bijection). When compiled,
-    token_ids has to be an input of the graph, not an arange inside it: inductor would fold the product with GAMMA
-    into an index expression.
+    Within one (seed, position) the bits of different tokens always differ, because mix64 is a bijection. In a compiled
+    graph token_ids must be an input and no arange of the graph: inductor would fold the product with GAMMA into an
+    index expression.
     """
     start_BT = _stream_start_BT(seed_B, position_BT, stream)
     return mix64(start_BT[:, :, None] + (token_ids.long() + 1) * _GAMMA)
@@ -96,13 +95,12 @@ def random_bits(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, *, strea
 def gumbel_noise(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, *, stream: int = STREAM_TARGET) -> Tensor:
     """[B] int64, [B, T] int64, [M] int64 -> [B, T, M] float32 standard Gumbel noise, in (-3.7, 36.8).
 
-    position is the absolute position of the token that is being picked. token_ids may list any subset of the
-    vocabulary in any order: the result is the same columns of the full noise. Gumbel-max: Maddison, Tarlow, Minka,
-    "A* Sampling", 2014.
+    position is the absolute position of the picked token. token_ids may list any subset of the vocabulary in any order;
+    the result holds these columns of the full noise. Gumbel-max: Maddison, Tarlow, Minka, "A* Sampling", 2014.
     """
     if token_ids.device.type != "cpu" or len(token_ids) < _MANY_TOKENS:
         return _gumbel(_uniform(random_bits(seed_B, position_BT, token_ids, stream=stream))).float()
-    # A position at a time: some twenty passes over the numbers of one stay within a processor's cache.
+    # One position at a time, so that some twenty passes over its numbers stay within a processor's cache.
     key_M = (token_ids.long() + 1) * _GAMMA
     start_X = _stream_start_BT(seed_B, position_BT, stream).flatten()
     noise_XM = torch.empty(len(start_X), len(key_M))
@@ -119,12 +117,12 @@ def _gumbel(uniform: Tensor) -> Tensor:
 def uniform_noise(seed_B: Tensor, position_BT: Tensor, stream: int) -> Tensor:
     """[B] int64, [B, T] int64 -> [B, T] float32 in (0, 1): one uniform number for each (seed, position, stream)."""
     word_BT = mix64(_stream_start_BT(seed_B, position_BT, stream) + _GAMMA)
-    # Rounding to float32 may reach 1, which would reject a draft that has p = q.
+    # Rounding to float32 may reach 1, and 1 would reject a draft with p = q.
     return _uniform(word_BT).float().clamp_(max=1.0 - 2.0**-24)
 
 
 class WarpParams(Protocol):
-    """What make_warp reads of a row's sampling parameters."""
+    """The part of a row's sampling parameters that make_warp reads."""
 
     @property
     def temperature(self) -> float: ...
@@ -138,7 +136,7 @@ class WarpParams(Protocol):
 
 @dataclass(frozen=True)
 class WarpFlags:
-    """What the host knows about the rows of a Warp, so that filters that no row uses cost nothing."""
+    """Facts about the rows of a Warp on the host, so that a filter without rows costs nothing."""
 
     has_noise: bool = True  # any row with temperature > 0
     max_top_k: int = 0  # largest top_k of all rows; 0 = no row has one
@@ -147,7 +145,7 @@ class WarpFlags:
 
 
 class Warp(NamedTuple):
-    """Sampling parameters of B rows. Build it with make_warp, which keeps tensors and flags in step."""
+    """Sampling parameters of B rows as tensors. make_warp keeps tensors and flags consistent."""
 
     temperature_B: Tensor  # float32; 0 = greedy
     top_k_B: Tensor  # int64; 0 = off
@@ -157,7 +155,7 @@ class Warp(NamedTuple):
 
 
 def make_warp(params: Iterable[WarpParams], device: torch.device | str = "cpu") -> Warp:
-    """B sampling parameters -> Warp on device. A greedy row's filters are dropped: they cannot change its argmax."""
+    """B sampling parameters -> Warp on device. A greedy row loses its filters, which cannot change the argmax."""
     rows = [(p.temperature, p.top_k, p.top_p, p.min_p) if p.temperature > 0 else (0.0, 0, 1.0, 0.0) for p in params]
     temperature, top_k, top_p, min_p = ([row[i] for row in rows] for i in range(4))
     return Warp(
@@ -172,9 +170,9 @@ def make_warp(params: Iterable[WarpParams], device: torch.device | str = "cpu") 
 def warp_logits(logits_BNV: Tensor, warp: Warp) -> Tensor:
     """[B, N, V] -> [B, N, V] float32: logits / temperature (greedy rows unchanged), filtered entries -inf.
 
-    Filters apply in the order top-k, top-p, min-p, each to what the one before it left; each is a threshold on the
-    value, so equal logits share their fate, the best token always survives, and the result for a row does not
-    depend on the other rows. Static shapes; no host sync on an accelerator.
+    The filters apply in the order top-k, top-p, min-p, each to the tokens that the filter before has kept. Each filter
+    is a threshold on the value. So equal logits are kept or dropped together, the best token is always kept, and the
+    result for a row does not depend on the other rows. Static shapes; no host sync on an accelerator.
     """
     temperature_B = warp.temperature_B
     scale_B = temperature_B.where(temperature_B > 0, 1.0)
@@ -203,8 +201,8 @@ def _top_k_threshold(warped_BNV: Tensor, warp: Warp) -> Tensor:
 def _top_p_threshold(warped_BNV: Tensor, top_p_B: Tensor) -> Tensor:
     """[B, N, V] -> [B, N]: the smallest value of the nucleus, -inf where top-p is off (Holtzman et al. 1904.09751).
 
-    A token is in the nucleus when the tokens ranked above it hold less than top_p of the mass. Sums run in float64:
-    whether a token sits on the edge must not hang on the order of summation.
+    A token is in the nucleus when the tokens ranked above the token hold less than top_p of the mass. Sums run in
+    float64, so that the order of summation does not decide about a token at the edge.
     """
     B, N, V = warped_BNV.shape
     warped_XV = warped_BNV.flatten(0, 1)
@@ -215,8 +213,8 @@ def _top_p_threshold(warped_BNV: Tensor, top_p_B: Tensor) -> Tensor:
     if warped_XV.device.type != "cpu" or torch.compiler.is_compiling():
         threshold_X1, _ = _nucleus_edge(warped_XV.sort(-1, descending=True).values, largest_X1, mass_X1)
     else:
-        # A CPU needs 3 ms to sort 49152 numbers. The nucleus nearly always ends within a short list of the best; nodes
-        # where it does not get a longer one, with the same sums in the same order.
+        # A CPU sorts 49152 numbers in 3 ms. The nucleus nearly always ends within a short list of the best tokens;
+        # other nodes get a longer list, with the same sums in the same order.
         threshold_X1 = torch.full_like(largest_X1, -torch.inf)
         row_X = (top_p_X1[:, 0] < 1).nonzero()[:, 0]
         for size in (*(size for size in _TOP_P_SHORTLISTS if size < V), V):
@@ -229,7 +227,7 @@ def _top_p_threshold(warped_BNV: Tensor, top_p_B: Tensor) -> Tensor:
 
 
 def _nucleus_edge(sorted_XK: Tensor, largest_X1: Tensor, mass_X1: Tensor) -> tuple[Tensor, Tensor]:
-    """Descending [X, K] -> [X, 1]: the last value that has less than `mass` above it; and its rank, counted from 1."""
+    """Descending [X, K] -> [X, 1]: the last value with less than `mass` above the value, and its rank from 1."""
     weight_XK = (sorted_XK - largest_X1).exp_().double()
     above_XK = weight_XK.cumsum(-1) - weight_XK
     rank_X1 = (above_XK < mass_X1).sum(-1, keepdim=True).clamp_(min=1)
@@ -237,7 +235,7 @@ def _nucleus_edge(sorted_XK: Tensor, largest_X1: Tensor, mass_X1: Tensor) -> tup
 
 
 def warped_log_probs(logits_BNV: Tensor, warp: Warp) -> Tensor:
-    """[B, N, V] -> [B, N, V] float32: log of the distribution that pick draws from.
+    """[B, N, V] -> [B, N, V] float32: log of the distribution of :func:`pick`.
 
     A greedy row has all its mass on the argmax.
     """
@@ -250,8 +248,8 @@ def warped_log_probs(logits_BNV: Tensor, warp: Warp) -> Tensor:
 def pick(logits_BNV: Tensor, noise_BNV: Tensor | None, warp: Warp) -> Tensor:
     """[B, N, V], [B, N, V] -> [B, N] int64: argmax(warped logits + noise), the lowest id among equals.
 
-    Greedy rows ignore the noise. It may have N = 1 or B = 1 and is broadcast. None means that no row samples
-    (warp.flags.has_noise is False).
+    Greedy rows ignore the noise. Noise with N = 1 or B = 1 is broadcast. None: no row samples (warp.flags.has_noise is
+    False).
     """
     if noise_BNV is None:
         assert not warp.flags.has_noise, "a row with temperature > 0 needs noise"

@@ -1,4 +1,4 @@
-"""Accept: which of the verified nodes would the target have produced itself? Pure tensors in, tensors out.
+"""Accept: the verified nodes that the target would have generated itself. Pure functions of tensors.
 
 Shapes: B rows · N tree nodes · L draft length (paths have L + 1 entries, depth 0 is the root) · V vocabulary.
 """
@@ -20,7 +20,7 @@ class AcceptedPath(NamedTuple):
         path_BL: node index at depth 0 .. L; beyond the accepted depth the last accepted node is repeated,
             int64 [B, L+1].
         num_accepted_B: depth of the last accepted node (the root not counted), int64 [B].
-        bonus_B: the token after the path: the target's own, no node of the tree, int64 [B].
+        bonus_B: the target's own token after the path, which is no node of the tree, int64 [B].
     """
 
     path_BL: Tensor
@@ -42,8 +42,8 @@ class AcceptedPath(NamedTuple):
 def accept_picks(candidates: Candidates, pick_BN: Tensor, ancestor_BNN: Tensor, max_depth: int) -> AcceptedPath:
     """Walk from the root while the target's pick at a node is one of its children.
 
-    A node is on the walk when it, and every ancestor of it, holds what the target picked at its parent. Siblings hold
-    different tokens, so the nodes on the walk form one path; its deepest node is the last accepted one.
+    A node is on the walk when the node and all its ancestors equal the target's pick at their parents. Siblings hold
+    different tokens, so the nodes on the walk form one path. The deepest node of the path is the last accepted node.
 
     Args:
         candidates: the verified tree.
@@ -55,7 +55,7 @@ def accept_picks(candidates: Candidates, pick_BN: Tensor, ancestor_BNN: Tensor, 
         The accepted path.
     """
     agrees_BN = (candidates.token_BN == pick_BN.gather(1, candidates.parent_BN)) & candidates.is_node_BN
-    agrees_BN[:, 0] = True  # the root is chosen already
+    agrees_BN[:, 0] = True  # the root was chosen before
     on_walk_BN = (agrees_BN[:, None, :] | ~ancestor_BNN).all(dim=2) & candidates.is_node_BN
     return _path_to_last(candidates, on_walk_BN, pick_BN, max_depth)
 
@@ -79,19 +79,19 @@ def accept_samples(
     position_BN: Tensor,
     residual_noise_BNV: Tensor,
 ) -> AcceptedPath:
-    """The rule of two-model speculative decoding for a chain of drafts that are samples of q.
+    """The accepted path of a chain sampled from q, by the rule of two-model speculative decoding.
 
-    Draft token x at depth d is accepted with probability min(1, p(x) / q(x)); at the first rejection a token is drawn
-    from the normalised positive part of p - q; when all are accepted, one more token is drawn from p. All draws are
+    Draft token x at depth d is accepted with probability min(1, p(x) / q(x)). At the first rejection a token is drawn
+    from the normalised positive part of p - q. After a chain accepted whole a token is drawn from p. All draws are
     keyed. (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318.)
 
     Args:
-        candidates: chains, node i's parent is node i - 1; ``log_q_BNV`` [B, N - 1, V] must be there: q that node i was
-            drawn from stands at i - 1. Padding nodes are rejected with certainty and draw from p alone.
+        candidates: chains, in which node i - 1 is the parent of node i, with ``log_q_BNV`` [B, N - 1, V]: entry i - 1
+            is the log of the q from which node i was drawn. Padding nodes are always rejected and draw from p alone.
         log_p_BNV: the target's warped log-probabilities at each node, [B, N, V].
         seed_B: int64 [B].
-        position_BN: absolute position of the token that is picked after each node, int64 [B, N].
-        residual_noise_BNV: Gumbel noise, independent of what the drafts were drawn with, [B, N, V].
+        position_BN: absolute position of the token after each node, int64 [B, N].
+        residual_noise_BNV: Gumbel noise, independent of the noise of the drafts, [B, N, V].
 
     Returns:
         The accepted path.
@@ -105,10 +105,10 @@ def accept_samples(
     coin_BG = uniform_noise(seed_B, position_BN[:, :-1], stream=STREAM_ACCEPT)
     is_accepted_BG = (coin_BG * q_BG < p_BG) & candidates.is_node_BN[:, 1:]
     num_accepted_B = is_accepted_BG.long().cumprod(dim=1).sum(dim=1)
-    # At the last node, and before padding, there is no draft to subtract: the residual is p itself.
+    # The last node, and a node before padding, has no draft to subtract: the residual is p itself.
     has_draft_BG1 = candidates.is_node_BN[:, 1:, None]
     residual_BNV = torch.cat([(p_BNV[:, :-1] - q_BGV * has_draft_BG1).clamp_min(0), p_BNV[:, -1:]], dim=1)
-    # p <= q everywhere means p = q up to rounding: then nothing can be rejected, but rounding may; fall back to p.
+    # p <= q everywhere means p = q up to rounding. Only rounding can reject then, and p replaces the residual.
     residual_BNV = torch.where(residual_BNV.sum(dim=2, keepdim=True) > 0, residual_BNV, p_BNV)
     bonus_BN = argmax(residual_BNV.log() + residual_noise_BNV)
     depth_L = torch.arange(num_nodes, device=num_accepted_B.device)

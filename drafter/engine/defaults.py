@@ -20,20 +20,20 @@ _log = logging.getLogger(__name__)
 
 NO_DRAFTER = "none"  # --drafter none: do not load the drafter that comes with the package
 NO_FILE = "none"  # --tuned none: do not use measured sizes
-TUNED_FILE = "tuned.json"  # what `drafter tune` writes beside a drafter
+TUNED_FILE = "tuned.json"  # the file of `drafter tune` beside a drafter
 
 _ASSETS = Path(__file__).parent.parent / "assets"
 _TREE_METHODS = (*SIZED_METHODS, "recycling", "lookup")
 _TREE_FIELDS = ("beam_width", "draft_length", "tree_size", "tree_policy")
 _SMALL_TREE = {"beam_width": 4, "draft_length": 3, "tree_size": 8}
 _LARGE_TREE = {"beam_width": 8, "draft_length": 4, "tree_size": 24}
-# Tokens that one target forward verifies at little more cost than a single token, for a device that was not measured.
-# On a CPU every further token costs arithmetic; a GPU is bound by reading the weights up to some hundreds of tokens.
+# Tokens that one target forward verifies at little more than the cost of one token, where nothing was measured.
+# Each further token costs a CPU arithmetic; a GPU waits for the weights up to some hundreds of tokens.
 _CHEAP_TOKENS = {"cpu": 16, "cuda": 256}
 
 
 class Choice(NamedTuple):
-    """Settings of an engine, and one line that says where method and tree come from."""
+    """Settings of an engine, and one line about the origin of method and tree."""
 
     config: EngineConfig
     reason: str
@@ -47,7 +47,7 @@ def choose(
     given: Mapping[str, Any] | None = None,
     tuned: str | Path | None = None,
 ) -> Choice:
-    """Settings of an engine in which everything that the user left open has its default.
+    """Settings of an engine, with defaults for the fields that the user left open.
 
     The defaults, in this order:
 
@@ -55,17 +55,17 @@ def choose(
     2. Method: ``draft-model`` with a draft model; with a drafter ``hybrid`` on a CPU and ``redrafter`` on CUDA, where
        most of the hybrid's drafting is not compiled; without any model that drafts, ``hybrid`` on a CPU and
        ``autoregressive`` on CUDA.
-    3. Tree: small enough to cost little on a device that nobody measured, and plain decoding for more rows than that.
+    3. Tree: a size that costs little on a device without measurements, and plain decoding for more rows.
 
     Args:
-        target: the model whose answers are wanted, as it will be used.
-        drafter: bound to the target. The file of measured sizes is looked for at :func:`tuned_path` of the drafter.
+        target: the model that answers, on its device and in its number format.
+        drafter: a drafter bound to the target. :func:`tuned_path` of the drafter is the file of measured sizes.
         draft_model: smaller model of the same tokenizer.
         given: the fields of :class:`EngineConfig` that the user set; None counts as not set.
         tuned: file of measured sizes; None: the drafter's, if it fits; ``none``: no measured sizes.
 
     Raises:
-        ValueError: fields that are out of range or do not go together, or a damaged file.
+        ValueError: a field is out of range, two fields contradict each other, or the file is damaged.
     """
     fields = {name: value for name, value in (given or {}).items() if value is not None}
     method: Method | None = fields.pop("method", None)
@@ -86,7 +86,7 @@ def choose(
     device = target.device.type
     is_method_open = method is None
     if fields.get("tree_policy", "all-nodes") != "all-nodes" and drafter is not None:
-        method = method or "redrafter"  # the only method with another policy
+        method = method or "redrafter"  # no other method has another policy
     method = method or default_method(device, has_drafter=drafter is not None, has_draft_model=draft_model is not None)
     if is_size_open and method in _TREE_METHODS:
         fields.update(_default_tree(device, fields.get("max_rows", EngineConfig.max_rows)))
@@ -106,7 +106,7 @@ def choose(
 def check_method(
     method: Method | None, *, has_drafter: bool, has_draft_model: bool, tuned: str | Path | None = None
 ) -> None:
-    """ValueError for a method or a file of measured sizes without the model that it needs, and for two such models."""
+    """Refuse a method or a file of measured sizes without its model, and two models that both draft (ValueError)."""
     if method is None and has_drafter and has_draft_model:
         raise ValueError("--drafter and --draft-model both propose tokens: name one of them with --method")
     if method == "redrafter" and not has_drafter:
@@ -129,7 +129,7 @@ def describe(config: EngineConfig) -> str:
 
 
 def _measured(path: Path, method: Method | None, fields: Mapping[str, Any]) -> Choice:
-    """Settings by a file of measured sizes, whose method is the default."""
+    """Settings of a file of measured sizes; the file's method is the default."""
     from drafter.engine.sizes import read_tuned
 
     clash = next((name for name in _TREE_FIELDS if name in fields), None)
@@ -152,7 +152,7 @@ def _misfit(
 
 
 def default_method(device: str, *, has_drafter: bool = True, has_draft_model: bool = False) -> Method:
-    """The method on a device (``cpu`` or ``cuda``) where neither the user nor a measurement names one."""
+    """The method on a device (``cpu`` or ``cuda``) where neither the user nor a measurement names a method."""
     if has_draft_model:
         return "draft-model"
     if device == "cpu":
@@ -161,7 +161,7 @@ def default_method(device: str, *, has_drafter: bool = True, has_draft_model: bo
 
 
 def _default_tree(device: str, max_rows: int) -> dict[str, int]:
-    """A tree for a device that was not measured, and the number of rows above which decoding is plain."""
+    """A tree for a device without measurements, and the number of rows above which decoding is plain."""
     num_tokens = _CHEAP_TOKENS.get(device, _CHEAP_TOKENS["cpu"])
     tree = _LARGE_TREE if max_rows * _LARGE_TREE["tree_size"] <= num_tokens else _SMALL_TREE
     return {**tree, "max_drafted_rows": num_tokens // tree["tree_size"]}
@@ -170,9 +170,9 @@ def _default_tree(device: str, max_rows: int) -> dict[str, int]:
 def default_drafter(
     target: str, drafter: str | None, *, method: Method | None = None, draft_model: str | None = None
 ) -> str | None:
-    """The drafter that a command loads: the given one, else the one that comes with the package for this target.
+    """The drafter that a command loads: the given drafter, else the package's drafter for this target.
 
-    None for ``none``, for a method that uses no drafter, and where a draft model drafts.
+    None for ``none``, for a method without a drafter, and where a draft model drafts.
     """
     is_used = method in SIZED_METHODS or (method is None and (draft_model is None or drafter is not None))
     if not is_used or drafter == NO_DRAFTER:
@@ -183,7 +183,7 @@ def default_drafter(
 
 
 def shipped_drafters() -> list[str]:
-    """Names of the drafters that come with the package; each is the alias of its target."""
+    """Names of the drafters in the package; each name is the alias of the drafter's target."""
     return sorted(path.parent.name for path in _ASSETS.glob("*/config.json"))
 
 
@@ -193,12 +193,12 @@ def shipped_drafter(name: str) -> Path | None:
 
 
 def tuned_path(drafter: str | Path) -> Path:
-    """Where the measured sizes of a drafter are: in its own folder, else under ``$DRAFTER_HOME/tuned``.
+    """Path of a drafter's measured sizes: in the drafter's folder, else under ``$DRAFTER_HOME/tuned``.
 
-    Drafters that come with the package, whose folder may be read-only, and drafters of the hub have no own folder.
+    The folder of a drafter of the package may be read-only, and a drafter of the hub has no folder of the user.
 
     Args:
-        drafter: folder, hub id, or name of a drafter that comes with the package.
+        drafter: folder, hub id, or name of a drafter of the package.
     """
     from drafter.targets.catalog import home_folder
 

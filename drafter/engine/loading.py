@@ -1,4 +1,4 @@
-"""Targets and drafters by name, as commands load them."""
+"""Loads targets and drafters by name."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -25,7 +25,7 @@ def load_target(
     device_map: str | None = None,
     quantization: str = "none",
 ) -> "Target":
-    """The target of a command, without the bars and notices of the library that reads it.
+    """The target of a command, loaded without the bars and notices of transformers.
 
     ``pack``: for decoding on a CPU without compilation, which packs by itself; ``runtime``: what runs the target's
     forward; ``num_ranks``, ``device_map``: how the target is spread over devices; ``quantization``: rounding of the
@@ -54,7 +54,8 @@ def load_target(
 def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
     """A drafter on the target's device and in its number format, checked against the target (ValueError).
 
-    ``name`` is a drafter that comes with the package, an exported folder, or a hub id; a folder goes first.
+    ``name`` is a drafter that comes with the package, an exported folder, or a hub id; a folder of that name goes
+    first.
     """
     from torch.nn import Module
 
@@ -68,13 +69,15 @@ def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
     is_hub_id = name.count("/") == 1 and name[0] not in "./~"
     if not folder.is_dir() and not is_hub_id:
         known = ", ".join(shipped_drafters())
-        raise FileNotFoundError(f"--drafter {name}: there is no such folder, and no such drafter comes along ({known})")
+        raise FileNotFoundError(
+            f"--drafter {name}: there is no such folder, and the package has no such drafter ({known})"
+        )
     place = str(folder) if folder.is_dir() else name
     try:
         drafter = RecurrentDrafter.from_pretrained(place)
     except (OSError, ValueError) as error:
         raise ValueError(f"--drafter {name} cannot be read: {first_line(error)}") from error
-    module: Module = drafter  # whose `to` has its signature; transformers hides it behind a decorator
+    module: Module = drafter  # a type whose `to` has a signature; transformers hides the signature behind a decorator
     module.to(target.device, target.dtype)
     if target.is_packed or target.runtime is not None:
         drafter.pack()

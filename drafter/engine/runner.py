@@ -1,4 +1,4 @@
-"""Runner: the tensors of the running rows and one step over them. It never sees a queue.
+"""Runner: the tensors of the running rows, and one step over these rows. The scheduler owns all queues.
 
 Shapes: B rows of a step · T tokens of a prefill chunk · N tree nodes · L draft length (L + 1 depths) · V vocabulary ·
 C context size · S slots of a row.
@@ -26,7 +26,7 @@ _SLOT_BUCKET = 128  # visible slots are rounded up to a multiple of this, so tha
 
 
 class PrefillRow(NamedTuple):
-    """Prompt tokens that go to slots start .. start + len(token_ids) - 1 of a row."""
+    """Prompt tokens for the slots start .. start + len(token_ids) - 1 of a row."""
 
     row: int
     start: int
@@ -34,12 +34,12 @@ class PrefillRow(NamedTuple):
 
 
 class StepWants(NamedTuple):
-    """What a step's caller asks for besides the tokens; rows are indices.
+    """Further results of a step, beside the tokens, that the caller asks for. Rows are indices.
 
     Attributes:
         plain_rows: rows that ignore their drafts and emit one token.
-        logprob_rows: rows whose tokens' log-probabilities are wanted, ``num_logprobs`` alternatives with each.
-        tree_rows: rows whose trees are wanted.
+        logprob_rows: rows that return log-probabilities of their tokens, with ``num_logprobs`` alternatives each.
+        tree_rows: rows that return their draft trees.
     """
 
     plain_rows: list[int]
@@ -49,7 +49,7 @@ class StepWants(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """Emitted tokens of each row, uncut, empty for rows that are not active; and by row what else was asked for."""
+    """All emitted tokens of each row (none for inactive rows), and the further results by row."""
 
     emitted: list[list[int]]
     logprobs: dict[int, list[TokenLogprob]]
@@ -61,12 +61,12 @@ class Runner:
 
     Args:
         target: the frozen model.
-        num_rows: most rows that run together.
-        num_slots: slots of a row; a row needs its longest length plus N.
-        contexts: what the drafter wants as context.
+        num_rows: largest number of rows that run together.
+        num_slots: slots of a row; a row needs slots for its greatest length plus N.
+        contexts: the context that the drafter reads.
         is_rejection: verify by the two-model rule instead of keyed noise.
-        compiler: compiles the parts of a step; None leaves them as they are.
-        exact_attention: the target's attention is computed in float64.
+        compiler: compiles the parts of a step; None: no part is compiled.
+        exact_attention: compute the target's attention in float64.
         on_part: called with the name of each part of a step when the part is done; for measurements.
     """
 
@@ -95,7 +95,7 @@ class Runner:
         self._length_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._seed_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._context_BC = torch.zeros(num_rows, contexts.size, dtype=target.dtype, device=device)
-        # One entry more than slots: the last root stands behind the last committed token.
+        # One entry more than slots, because the last root follows the last committed token.
         self._history_BS = torch.zeros(num_rows, num_slots + 1, dtype=torch.int64, device=device)
         self._token_V = torch.arange(target.vocab_size, device=device)
         self._params = [SamplingParams()] * num_rows
@@ -107,7 +107,7 @@ class Runner:
         self._prepare(compiler)
 
     def _prepare(self, compiler: Compiler) -> None:
-        """The parts of a step as they will be called; which dimensions differ between calls stands beside each."""
+        """Compile the parts of a step, each with the dimensions that differ between calls."""
         if compiler.is_on:
             compiler.keep((self._root_B, (0,)), (self._length_B, (0,)), (self._context_BC, (0,)))
             compiler.keep((self._history_BS, (0, 1)), (self.cache.keys, (1, 3)), (self.cache.values, (1, 3)))
@@ -118,13 +118,13 @@ class Runner:
         self._commit = compiler(self._commit_rows, ((0,), (0,), (0,), (0,), (0, 1), (0,)))
 
     def visible_slots(self, num_needed: int) -> int:
-        """``num_needed`` rounded up to a bucket, at most the slots there are; all of them for CUDA graphs."""
+        """``num_needed`` rounded up to a bucket, at most ``num_slots``; ``num_slots`` for CUDA graphs."""
         if self._compiler.has_static_shapes:
             return self.num_slots
         return min(-(-num_needed // _SLOT_BUCKET) * _SLOT_BUCKET, self.num_slots)
 
     def admit(self, row: int, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Start a request in a row: nothing is committed yet, the last prompt token is the first root."""
+        """Start a request in a row without committed tokens; the last prompt token is the first root."""
         self._history_BS[row, : len(prompt_ids)] = torch.tensor(prompt_ids, device=self.target.device)
         self._root_B[row] = prompt_ids[-1]
         self._length_B[row] = 0
@@ -134,13 +134,13 @@ class Runner:
         self._warps.clear()
 
     def share(self, source: int, row: int, num_tokens: int) -> None:
-        """Begin an admitted row with the first ``num_tokens`` slots of ``source``, which hold the same tokens."""
+        """Start an admitted row with the first ``num_tokens`` slots of ``source``, which hold the same tokens."""
         if source != row:
             self.cache.copy_row(source, row, num_tokens)
         self._length_B[row] = num_tokens
 
     def vacate(self, first_row: int) -> None:
-        """Rows from ``first_row`` on are empty: padding of a bucket, which stays within its slots and never samples."""
+        """Empty the rows from ``first_row`` on. They become padding of a bucket, which never samples."""
         self._length_B[first_row:] = 0
         unset = [SamplingParams()] * (self.num_rows - first_row)
         if self._params[first_row:] != unset:
@@ -148,7 +148,7 @@ class Runner:
             self._warps.clear()
 
     def move(self, source: int, destination: int, num_slots: int) -> None:
-        """Carry a row's first ``num_slots`` slots and its state over to another row."""
+        """Copy a row's first ``num_slots`` slots and its state to another row."""
         self.cache.copy_row(source, destination, num_slots)
         for state in (self._root_B, self._length_B, self._seed_B, self._context_BC, self._history_BS):
             state[destination] = state[source]
@@ -157,7 +157,7 @@ class Runner:
 
     @torch.inference_mode()
     def prefill(self, rows: Sequence[PrefillRow]) -> None:
-        """Put prompt tokens of neighbouring rows into the cache, in one forward, padded to the longest.
+        """Write prompt tokens of neighbouring rows to the cache in one forward, padded to the longest row.
 
         Args:
             rows: consecutive rows in rising order.
@@ -172,7 +172,7 @@ class Runner:
         size_B = torch.tensor(sizes, device=device)
         offset_T = torch.arange(width, device=device)
         position_BT = start_B[:, None] + offset_T
-        # Padding writes to the spare slot, which nobody sees.
+        # Padding writes to the spare slot, which no query sees.
         slot_BT = torch.where(offset_T < size_B[:, None], position_BT, self.cache.spare_slot)
         num_visible = self.visible_slots(max(item.start for item in rows) + width)
         self.cache.plan(slot_BT, first_row=first, num_visible=num_visible)
@@ -199,12 +199,12 @@ class Runner:
 
         Args:
             proposer: drafts the trees.
-            is_active: rows that decode; the others (still in prefill, or padding of a bucket) only keep the shape.
-            max_committed: the longest row's committed slots, known to the host.
-            wants: what else is asked for.
+            is_active: rows that decode; other rows (in prefill, or padding of a bucket) only keep the shape.
+            max_committed: committed slots of the longest row, known to the host.
+            wants: further results.
 
         Returns:
-            Tokens, and what was asked for.
+            Tokens and further results.
         """
         self._compiler.begin_step()
         self._on_part("begin")
@@ -213,7 +213,7 @@ class Runner:
         rows = self._row_state(
             self._active_rows(is_active), warp, self.visible_slots(max_committed + proposer.num_nodes)
         )
-        has_noise = warp.flags.has_noise and not self._is_rejection  # that rule draws its own
+        has_noise = warp.flags.has_noise and not self._is_rejection  # that rule draws noise of its own
         noise_BLV = self._noise(rows, proposer.max_depth) if has_noise else None
         candidates = proposer.propose(rows, noise_BLV)
         if wants is not None and wants.plain_rows:
@@ -245,7 +245,7 @@ class Runner:
         return StepResult(emitted, logprobs, trees)
 
     def _read_path(self, rows: RowState, token_BN: Tensor, accepted: AcceptedPath, hidden_BNH: Tensor) -> Tensor:
-        """The context after the accepted path, at every node [B, N, C]: a memory reads the path's tokens in turn."""
+        """The context after the accepted path at every node [B, N, C]; the drafter reads the path token by token."""
         assert self._contexts.read is not None
         path_BL, num_rows = accepted.path_BL, token_BN.shape[0]
         hidden_BLH = hidden_BNH[torch.arange(num_rows, device=path_BL.device)[:, None], path_BL]
@@ -254,31 +254,33 @@ class Runner:
         return context_BLC.gather(1, last_B11).expand(-1, token_BN.shape[1], -1)
 
     def _hand_out(self, counted_BL: Tensor, is_active: Sequence[bool]) -> list[list[int]]:
-        """The one wait for the device: tokens and their count leave together."""
+        """Tokens of each row. Here the host waits for the device, once a step."""
         return [
             line[1 : 1 + line[0]] if active else [] for line, active in zip(counted_BL.tolist(), is_active, strict=True)
         ]
 
     def warm_up(self, proposer: Proposer, num_rows: int) -> None:
-        """Steps without an active row, at the fewest and the most visible slots: the compiler sees every shape."""
+        """Run steps without an active row, at the smallest and largest number of visible slots, for the compiler."""
         is_static = self._compiler.has_static_shapes
-        lengths = (0, 0, 0) if is_static else (0, _SLOT_BUCKET, self.num_slots)  # a CUDA graph is recorded at last
+        lengths = (
+            (0, 0, 0) if is_static else (0, _SLOT_BUCKET, self.num_slots)
+        )  # the last of three steps records the CUDA graph
         for length in dict.fromkeys(lengths) if not is_static else lengths:
             self.step(proposer, [False] * num_rows, length)
 
     def _active_rows(self, is_active: Sequence[bool]) -> Tensor:
-        """Which rows decode, on the device: it seldom changes, and a copy that the device is not waited for."""
+        """Flags of the rows that decode, on the device; cached, because the flags seldom change."""
         if self._active[0] != tuple(is_active):
             self._active = tuple(is_active), self._sent(is_active)
         return self._active[1]
 
     def _sent(self, flags: Sequence[bool]) -> Tensor:
-        """Flags on the device, which is not waited for."""
+        """Flags on the device, copied without a wait."""
         device = self.target.device
         return torch.tensor(flags, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
     def _without_drafts(self, candidates: Candidates, rows: list[int]) -> Candidates:
-        """The same trees with the drafted nodes of ``rows`` turned into padding."""
+        """The same trees, with padding instead of the drafted nodes of ``rows``."""
         num_rows = candidates.is_node_BN.shape[0]
         is_drafted_B = self._sent([row not in rows for row in range(num_rows)])
         return candidates._replace(
@@ -304,14 +306,14 @@ class Runner:
         )
 
     def _noise(self, rows: RowState, max_depth: int, **stream: int) -> Tensor:
-        """Noise of the picks at depth 0 .. L: the token picked at depth d stands at position length + d + 1."""
+        """Noise of the picks at depth 0 .. L. The pick at depth d has position length + d + 1."""
         position_BL = rows.length_B[:, None] + torch.arange(1, max_depth + 2, device=rows.length_B.device)
         return gumbel_noise(rows.seed_B, position_BL, self._token_V, **stream)
 
     def _verify(
         self, rows: RowState, candidates: Candidates, noise_BLV: Tensor | None, max_depth: int
     ) -> tuple[AcceptedPath, StepOutcome, Tensor]:
-        """The target's forward over the trees, and what it accepts."""
+        """Run the target over the trees, and accept the paths that equal the target's picks."""
         is_few = host.is_few(rows.root_B)
         if is_few:
             ancestor_BNN = host.ancestors(candidates.parent_BN.tolist())
@@ -329,7 +331,7 @@ class Runner:
             accepted = accept_samples(candidates, log_p_BNV, rows.seed_B, position_BN, noise_BNV)
             pick_BN = argmax(log_p_BNV)
         else:
-            # Never compiled: the filters that rows may combine are many, and the noise is to have the same bits always.
+            # Never compiled: rows may combine many filters, and the noise must always have the same bits.
             pick_BN = pick(logits_BNV, _by_depth(noise_BLV, candidates), rows.warp)
             if is_few:
                 accepted = _walk(candidates, pick_BN, max_depth)
@@ -347,18 +349,18 @@ class Runner:
         active_B: Tensor,
         slot_S: Tensor,
     ) -> TargetOutput:
-        """Logits [B, N, V] and contexts [B, N, C] of all nodes; their keys and values go behind the committed slots.
+        """Logits [B, N, V] and contexts [B, N, C] of all nodes; keys and values go to the next free slots.
 
         ``slot_S`` counts the visible slots: 0 .. S - 1.
         """
         slot_BN = length_B[:, None] + torch.arange(token_BN.shape[1], device=length_B.device)
-        # Rows that do not decode keep their slots as they are, also when they are only what a finished request left.
+        # Inactive rows, the rows of finished requests included, write to the spare slot and keep their own slots.
         slot_BN = torch.where(active_B[:, None], slot_BN, self._spare_slot)
         num_visible = slot_S.shape[0]
         self.cache.plan(slot_BN, num_visible=num_visible)
         output = self.target.forward(
             token_BN,
-            # Nodes past the end of the context only fill the shape; no token behind the end is ever kept.
+            # Nodes past the end of the context only fill the shape; no token past the end is kept.
             position_BT=(length_B[:, None] + depth_BN).clamp_max(self.target.max_length - 1),
             mask=tree_mask(length_B, ancestor_BNN, num_visible),
             cache=self.cache,
@@ -377,7 +379,7 @@ class Runner:
                 accepted.path_BL.tolist(), accepted.num_accepted_B.tolist(), is_active, strict=True
             )
         ]
-        # Accepted nodes that already follow each other stay where they are.
+        # Accepted nodes that already follow each other keep their slots.
         moves = [
             [(length + node, length + depth) for depth, node in enumerate(path) if node != depth]
             for path, length in zip(paths, lengths, strict=True)
@@ -391,7 +393,7 @@ class Runner:
             for tokens, path, active in zip(emitted, paths, is_active, strict=True)
         ]
         contexts = [context_BNC[row, path[-1]] for row, path in enumerate(paths)]
-        # No allocation can fail from here on: a step that ran out of memory changed nothing.
+        # All allocations are done: a step that runs out of memory before this line has changed no row.
         history_BS, root_B, length_B = self._history_BS.numpy(), self._root_B.numpy(), self._length_B.numpy()
         for row, tokens in enumerate(kept):
             if tokens:
@@ -410,26 +412,26 @@ class Runner:
         context_BNC: Tensor,
         active_B: Tensor,
     ) -> None:
-        """Move the accepted slots together, go on from the bonus token; rows that are not active stay as they are."""
+        """Move the accepted slots together and make the bonus token the root. Inactive rows do not change."""
         num_rows, num_emitted = emitted_BL.shape
         length_B = self._length_B[:num_rows]
         if num_emitted > 1:
             step_L = torch.arange(1, num_emitted, device=emitted_BL.device)
-            # Depth d of the path goes to slot length + d. Behind the accepted ones the last is copied again: those
-            # slots are not committed and the next tree overwrites them. Rows that are not active move nothing.
+            # Depth d of the path goes to slot length + d. Later depths repeat the last accepted node; the next tree
+            # overwrites these slots. Inactive rows move nothing.
             from_BL = torch.where(active_B[:, None], length_B[:, None] + path_BL[:, 1:], 0)
             to_BL = torch.where(active_B[:, None], length_B[:, None] + step_L, 0)
             self.cache.move_slots(from_BL, to_BL)
         last_B11 = path_BL[:, -1:, None].expand(-1, -1, context_BNC.shape[2])
         context_BC = context_BNC.gather(1, last_B11)[:, 0]
-        # Tokens behind the committed length mean nothing, so rows that are not active may be written there as well.
+        # Tokens past the committed length have no meaning, so the scatter may write inactive rows there as well.
         place_BL = length_B[:, None] + torch.arange(1, num_emitted + 1, device=emitted_BL.device)
         kept_BL = torch.where(active_B[:, None], emitted_BL, self._history_BS[:num_rows].gather(1, place_BL))
         self._history_BS[:num_rows].scatter_(1, place_BL, kept_BL)
         context_BC = torch.where(active_B[:, None], context_BC, self._context_BC[:num_rows])
         root_B = torch.where(active_B, bonus_B, self._root_B[:num_rows])
         length_B = length_B + (num_accepted_B + 1) * active_B
-        # Only now, when no allocation can fail any more, the rows go on: a step that ran out of memory changed nothing.
+        # All allocations are done: a step that runs out of memory before this line has changed no row.
         self._context_BC[:num_rows] = context_BC
         self._root_B[:num_rows] = root_B
         self._length_B[:num_rows] = length_B
@@ -464,8 +466,8 @@ def _accept(
 
 def _by_depth(noise_BLV: Tensor | None, candidates: Candidates) -> Tensor | None:
     """Noise of each node's pick [B, N, V] from noise by depth [B, L + 1, V]."""
-    if noise_BLV is None or noise_BLV.shape[1] == 1:  # of one depth: broadcast
+    if noise_BLV is None or noise_BLV.shape[1] == 1:  # noise of one depth is broadcast
         return noise_BLV
-    # Copies whole rows of V numbers; a gather would look up each number on its own.
+    # Indexing copies whole rows of V numbers; a gather would look up each number.
     row_B1 = torch.arange(noise_BLV.shape[0], device=noise_BLV.device)[:, None]
     return noise_BLV[row_B1, candidates.depth_BN]

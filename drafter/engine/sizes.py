@@ -1,6 +1,6 @@
-"""Trees sized by measurement: the file that `drafter tune` writes, and the choice of a tree between two steps.
+"""Trees sized by measurement: the file of `drafter tune`, and the choice of a tree for each step.
 
-The choice never changes a token, only how fast tokens come.
+The choice changes the speed of decoding and no token.
 """
 
 import hashlib
@@ -27,12 +27,12 @@ from drafter.utils.provenance import cpu_name
 _MAX_SIZE = 4096  # of a file's beam width, draft length and tree size
 SCHEMA = "drafter-tuned/1"
 
-_WINDOW = 128  # row-steps that the running acceptance remembers (exponentially)
-_PRIOR = 16.0  # drafted tokens that the calibration counts for, against what is seen
-_GAIN_TO_SWITCH = 1.02  # a tree must promise so much more than the present one
-_PROBE_ROW_STEPS = 16  # what a probe looks at, and
-_MIN_PROBE_STEPS = 4  # at least so many steps
-_FIRST_PAUSE = 256  # plain steps before the first probe; doubled by each that fails, up to
+_WINDOW = 128  # row-steps in the exponential average of acceptance
+_PRIOR = 16.0  # weight of the calibration in that average, in drafted tokens
+_GAIN_TO_SWITCH = 1.02  # speed-up for which the present tree is replaced
+_PROBE_ROW_STEPS = 16  # row-steps of a probe
+_MIN_PROBE_STEPS = 4  # smallest number of steps of a probe
+_FIRST_PAUSE = 256  # plain steps before the first probe; each failed probe doubles the pause
 _LONGEST_PAUSE = 4096
 
 
@@ -52,11 +52,11 @@ PLAIN = Tree(1, 1, 1)
 
 
 class MeasuredTree(NamedTuple):
-    """A tree and what was measured for it at some number of rows.
+    """A tree with its measured speed at some number of rows.
 
     Attributes:
-        tree: its size.
-        tokens_per_step: tokens that a step gives each row, on the calibration prompts.
+        tree: size of the tree.
+        tokens_per_step: tokens of a row in a step, on the calibration prompts.
         step_seconds: duration of a step of all rows.
     """
 
@@ -65,17 +65,17 @@ class MeasuredTree(NamedTuple):
     step_seconds: float
 
     def rate(self, ratio: float = 1.0) -> float:
-        """Tokens per second of one row when drafts are accepted ``ratio`` times as often as in calibration."""
+        """Tokens per second of one row if drafts are accepted ``ratio`` times as often as in calibration."""
         return (1.0 + ratio * (self.tokens_per_step - 1.0)) / self.step_seconds
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """What to do when at most ``num_rows`` rows run.
+    """The measured trees for at most ``num_rows`` rows.
 
     Attributes:
-        num_rows: rows that it was measured for.
-        choices: plain decoding, and the trees that are best at some acceptance.
+        num_rows: number of rows of the measurement.
+        choices: plain decoding, and every tree that is fastest at some acceptance.
     """
 
     num_rows: int
@@ -87,7 +87,7 @@ class RowPlan:
         return next(choice for choice in self.choices if choice.tree.is_plain)
 
     def best(self, ratio: float = 1.0) -> MeasuredTree:
-        """The fastest choice at that acceptance; the smaller tree of equals."""
+        """The fastest choice at an acceptance of ``ratio``; of equal choices the smaller tree."""
         return max(self.choices, key=lambda choice: (choice.rate(ratio), -choice.tree.tree_size))
 
 
@@ -98,12 +98,12 @@ class TunedSizes:
     Attributes:
         device: name of the device, and the number of threads of a CPU.
         dtype: number format of the target.
-        is_compiled: measured with compiled steps.
+        is_compiled: True if the steps were compiled.
         target_fingerprint: sample of the target's output matrix.
-        plans: by rising number of rows.
-        drafter_fingerprint: of the drafter's weights in that number format; empty where nobody took it down.
+        plans: plans in the order of their rows.
+        drafter_fingerprint: hash of the drafter's weights in that number format; empty if unknown.
         method: the method whose trees were measured.
-        runtime: what ran the target's forward (``torch`` or ``openvino``).
+        runtime: runtime of the target's forward (``torch`` or ``openvino``).
     """
 
     device: str
@@ -116,12 +116,12 @@ class TunedSizes:
     runtime: str = "torch"
 
     def plan_for(self, num_rows: int) -> RowPlan | None:
-        """The plan of the fewest measured rows that hold ``num_rows``; None beyond all measurements."""
+        """The plan of the smallest measured number of rows that is at least ``num_rows``; None if there is none."""
         return next((plan for plan in self.plans if plan.num_rows >= num_rows), None)
 
     @property
     def trees(self) -> list[Tree]:
-        """Every tree that may be asked for, each once; plain decoding is one of them."""
+        """All trees of all plans, without repeats; plain decoding is one of them."""
         return sorted({PLAIN, *(choice.tree for plan in self.plans for choice in plan.choices)}, key=lambda t: t[::-1])
 
     def summary(self) -> str:
@@ -134,7 +134,7 @@ class TunedSizes:
         return f"{self.method}, trees by rows: " + "; ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
-        """What :func:`read_tuned` reads."""
+        """The content of the file that :func:`read_tuned` reads."""
         plans = [
             {
                 "num_rows": plan.num_rows,
@@ -166,8 +166,8 @@ def read_tuned(path: Path) -> TunedSizes:
     """The measured sizes of a file; further keys of the file are ignored.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: no file of this schema, or one whose numbers cannot be.
+        FileNotFoundError: there is no such file.
+        ValueError: the file has another schema, or impossible numbers.
     """
     try:
         found = read_json(path)
@@ -210,7 +210,7 @@ def _plan_of(item: Mapping[str, Any], method: Method) -> RowPlan:
         if any(isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _MAX_SIZE for size in sizes):
             raise ValueError(f"tree {sizes}")
         tree = Tree(*sizes) if sizes[-1] > 1 else PLAIN
-        # The other sources of a hybrid fill what its beam leaves free.
+        # The other parts of a hybrid fill the nodes that its beam leaves free.
         if method == "redrafter" and tree.tree_size > 1 + tree.beam_width * tree.draft_length:
             raise ValueError(f"tree {sizes}")
         numbers = [float(entry["tokens_per_step"]), float(entry["step_seconds"])]
@@ -229,7 +229,7 @@ class Sizer(Protocol):
 
     @property
     def trees(self) -> Sequence[Tree]:
-        """Every tree that may be chosen."""
+        """All trees that the sizer may choose."""
         ...
 
     def choose(self, num_rows: int) -> Tree:
@@ -241,17 +241,17 @@ class Sizer(Protocol):
         ...
 
     def forget(self) -> None:
-        """Drop what was observed."""
+        """Forget all observations."""
         ...
 
 
 class TreeSizer:
-    """The fastest measured tree for the number of rows and for the recent acceptance.
+    """Chooses the fastest measured tree for the number of rows and the recent acceptance.
 
-    The running acceptance is a ratio: accepted draft tokens, over the draft tokens that the calibration would have
-    accepted; both decay exponentially. The ratio scales the measured curves of all trees alike (an approximation).
-    Below the break-even of every tree plain decoding is the fastest. Plain decoding accepts nothing, so after a pause
-    the calibrated tree is tried for a few steps. Every probe that fails doubles the pause.
+    The recent acceptance is a ratio: accepted draft tokens over the accepted draft tokens of the calibration. Both
+    numbers decay exponentially. The ratio scales the tokens per step of all trees alike, which is an approximation.
+    Plain decoding is the fastest choice where no tree pays. Plain decoding shows no acceptance, so a probe of a few
+    steps with the calibrated tree follows after a pause. Every failed probe doubles the pause.
     """
 
     def __init__(self, sizes: TunedSizes) -> None:
@@ -259,14 +259,14 @@ class TreeSizer:
         self.forget()
 
     def forget(self) -> None:
-        """Expect the acceptance of the calibration again."""
+        """Start again with the acceptance of the calibration."""
         self._kept = 0.0
         self._expected = 0.0
         self._prior = _PRIOR
         self._present: MeasuredTree | None = None
         self._num_plain = 0  # plain steps since the last step with drafts
         self._pause = _FIRST_PAUSE
-        self._num_probe_steps = 0  # left of the present probe
+        self._num_probe_steps = 0  # remaining steps of the present probe
         self._is_after_probe = False
 
     @property
@@ -276,7 +276,7 @@ class TreeSizer:
 
     @property
     def ratio(self) -> float:
-        """Acceptance of late, relative to calibration."""
+        """Recent acceptance relative to the calibration."""
         expected = self._expected + self._prior
         return (self._kept + self._prior) / expected if expected > 0 else 1.0
 
@@ -284,7 +284,7 @@ class TreeSizer:
         """The tree for the next step of ``num_rows`` rows."""
         plan = self._sizes.plan_for(num_rows)
         if plan is None:
-            self._present = None  # nobody measured so many rows
+            self._present = None  # no measurement for so many rows
             return PLAIN
         if self._num_probe_steps > 0:
             self._present = plan.best()
@@ -299,7 +299,7 @@ class TreeSizer:
         return self._present.tree
 
     def observe(self, num_accepted: Sequence[int]) -> None:
-        """What came of the step: for each row that decoded with drafts, how many of them were kept."""
+        """Accepted draft tokens of the step, for each row that used its drafts."""
         if self._present is None or self._present.tree.is_plain or not num_accepted:
             return
         keep = (1 - 1 / _WINDOW) ** len(num_accepted)
@@ -309,15 +309,15 @@ class TreeSizer:
         self._num_probe_steps = max(0, self._num_probe_steps - 1)
 
     def _fastest(self, plan: RowPlan) -> MeasuredTree:
-        """The best choice at the present acceptance; the present tree unless another is clearly better."""
+        """The best choice at the recent acceptance; the present tree unless another tree is clearly faster."""
         best = plan.best(self.ratio)
         tree = None if self._present is None else self._present.tree
         present = next((choice for choice in plan.choices if choice.tree == tree), best)
         return best if best.rate(self.ratio) > _GAIN_TO_SWITCH * present.rate(self.ratio) else present
 
     def _wait(self, plan: RowPlan, num_rows: int) -> None:
-        """Plain for now; after the pause a probe begins."""
-        if self._is_after_probe:  # it has failed
+        """Count a plain step; start a probe after the pause."""
+        if self._is_after_probe:  # the probe has failed
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
             self._is_after_probe = False
         self._num_plain += 1
@@ -331,18 +331,18 @@ class TreeSizer:
 
 
 class SizedProposers:
-    """One proposer for every tree that a sizer may choose. The proposers of one method share what they learn.
+    """One proposer for every tree that a sizer may choose. The proposers share their learned state.
 
     Attributes:
-        largest: the proposer with the most nodes, which decides how many slots a row needs.
-        proposers: all of them.
+        largest: the proposer with the most nodes, which sets the slots of a row.
+        proposers: all proposers.
 
     Args:
         config: the engine's settings; the trees replace W, L and N.
         sizer: chooses the tree of every step.
-        target: the model whose answers are wanted.
-        drafter: bound to it.
-        compiler: of the engine's steps.
+        target: the model that answers.
+        drafter: the drafter, bound to the target.
+        compiler: compiler of the engine's steps.
         memory: learned state that all proposers share; None for a method that learns nothing.
     """
 
@@ -361,7 +361,7 @@ class SizedProposers:
             for tree in sizer.trees
             if not tree.is_plain
         }
-        # Rows are set up in this proposer only; the others keep the state of rows in `memory`.
+        # Only this proposer sets up rows; the other proposers keep the state of rows in `memory`.
         self.largest = max(self._proposers.values(), key=lambda proposer: proposer.num_nodes, default=RootOnly())
         plain = self.largest.plain
         assert plain is not None, config.method
@@ -373,7 +373,7 @@ class SizedProposers:
         return self._proposers[self._sizer.choose(num_rows)]
 
     def forget(self) -> None:
-        """Drop what the sizer observed."""
+        """Forget all observations of the sizer."""
         self._sizer.forget()
 
     def observe(self, num_accepted: Sequence[int]) -> None:
@@ -385,7 +385,7 @@ def read_fitting(config: EngineConfig, target: Target, drafter: RecurrentDrafter
     """The measured sizes of ``config.tuned``.
 
     Raises:
-        ValueError: the file is damaged or was measured for something else, or there is no drafter.
+        ValueError: the file is damaged or belongs to other settings, or there is no drafter.
     """
     assert config.tuned is not None
     sizes = read_tuned(Path(config.tuned))
@@ -404,14 +404,14 @@ def _settings_of(config: EngineConfig, tree: Tree) -> EngineConfig:
 
 
 def device_name(device: torch.device) -> str:
-    """What measured step times belong to: the GPU's name, or the processor's and the number of threads in use."""
+    """Name of the GPU, or name of the processor and number of threads, for measured step times."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{cpu_name() or device.type}, {torch.get_num_threads()} threads"
 
 
 def fingerprint_of_weights(drafter: RecurrentDrafter) -> str:
-    """Short hash of a drafter's weights as they are in memory: each training step and number format has another."""
+    """Short hash of a drafter's weights in memory; differs between training steps and between number formats."""
     digest = hashlib.sha256()
     for name, tensor in sorted(drafter.state_dict().items()):
         digest.update(name.encode())
@@ -427,9 +427,9 @@ def misfit(
     method: Method | None = None,
     is_compiled: bool,
 ) -> str:
-    """Why the file says nothing about this machine, target, drafter, method or compilation; empty when it does.
+    """The reason why measured sizes do not fit machine, target, drafter, method or compilation; empty if they fit.
 
-    Without a drafter or method, or where the file does not say which drafter it was measured for, the file's is right.
+    A drafter or method of None fits every file, and a file without drafter fits every drafter.
     """
     measured_drafter = sizes.drafter_fingerprint
     present_drafter = measured_drafter
@@ -451,7 +451,7 @@ def misfit(
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16`, not `torch.bfloat16`."""
+    """The name of a number format, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 

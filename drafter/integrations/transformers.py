@@ -1,10 +1,10 @@
-"""For users of transformers: ``generate`` with a drafter on a model that is in memory, and the Auto classes.
+"""``generate`` with a drafter for a model of transformers in memory, and registration with the Auto classes.
 
     from drafter.integrations.transformers import generate
     output = generate(model, tokenizer(text, return_tensors="pt"), drafter="my-drafter", max_new_tokens=128)
 
-The tokens are those of ``model.generate(...)``: the same ones where it is greedy, draws from the same distribution
-where it samples. Importing this module registers the drafter with AutoConfig and AutoModel.
+Greedy tokens are the tokens of ``model.generate(...)``; sampled tokens have the same distribution. The import of this
+module registers the drafter with AutoConfig and AutoModel.
 
 Shapes: B rows · T prompt tokens, padding included · G generated tokens.
 """
@@ -32,12 +32,12 @@ from drafter.targets.target import Target
 AutoConfig.register(DrafterConfig.model_type, DrafterConfig, exist_ok=True)
 AutoModel.register(DrafterConfig, RecurrentDrafter, exist_ok=True)
 
-_DEFAULT_NEW_TOKENS = 20  # of transformers, when nobody says how long an answer may get
-_DEFAULT_TOP_K = 50  # likewise, when it samples
+_DEFAULT_NEW_TOKENS = 20  # default of transformers for the length of an answer
+_DEFAULT_TOP_K = 50  # default of transformers for sampling
 
-# Fields of a GenerationConfig that decide our sampling parameters.
+# Fields of a GenerationConfig that become our sampling parameters.
 _HONOURED = {"do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "max_length", "eos_token_id"}
-# Fields that decide no token here: padding, caches, compilation, and what only beam search or assistants read.
+# Fields that change no token here: padding, caches, compilation, and settings of beam search and assistants.
 _WITHOUT_EFFECT = {
     "pad_token_id", "bos_token_id", "decoder_start_token_id", "transformers_version", "use_cache",
     "cache_implementation", "cache_config", "max_cache_len", "compile_config", "disable_compile", "low_memory",
@@ -46,7 +46,7 @@ _WITHOUT_EFFECT = {
     "target_lookbehind", "max_matching_ngram_size", "continuous_batching_config", "remove_invalid_values",
     "speculation_type",
 }  # fmt: skip
-# Values that switch a field off which is off at something else than None, False or 0.
+# Fields that are off at the value 1; all other fields are off at None, False or 0.
 _OFF_AT_ONE = {
     "num_beams", "num_beam_groups", "num_return_sequences", "repetition_penalty", "encoder_repetition_penalty",
     "typical_p", "top_h", "guidance_scale",
@@ -54,18 +54,18 @@ _OFF_AT_ONE = {
 
 
 class DrafterDecoder:
-    """A model in memory with its drafter, for many calls: checked once, as it is, and left as it was.
+    """A model in memory with a drafter, for many calls. The model is checked once and never changed.
 
     Args:
         model: a causal language model of transformers.
-        drafter: a drafter, the folder or hub name of an exported one, or the name of one that comes with the package.
-            One in memory is moved to the model's device.
+        drafter: a drafter, folder or hub name of an exported drafter, or name of a drafter of the package. A drafter in
+            memory is moved to the model's device.
         engine_config: method, beam width, tree size and so on; None: the defaults of
             :func:`drafter.engine.defaults.choose`.
-        max_rows: most rows that run together, where ``engine_config`` is None.
+        max_rows: largest number of rows that run together, if ``engine_config`` is None.
 
     Raises:
-        ValueError: the model cannot be a target, or the drafter belongs to another one.
+        ValueError: the model cannot be a target, or the drafter belongs to another target.
     """
 
     def __init__(
@@ -100,14 +100,14 @@ class DrafterDecoder:
         streamer: Any = None,
         **settings: Any,
     ) -> Tensor:
-        """Do as ``model.generate`` does, in fewer forwards of the model.
+        """Tokens as of ``model.generate``, from fewer forwards of the model.
 
         Args:
-            inputs: token ids [B, T], or what a tokenizer returns. Padding is what ``attention_mask`` says.
-            generation_config: over the model's own; ``settings`` (``max_new_tokens=...``, ...) go over both.
+            inputs: token ids [B, T], or the output of a tokenizer; ``attention_mask`` marks padding.
+            generation_config: overrides the model's own; ``settings`` (``max_new_tokens=...``, ...) override both.
             attention_mask: [B, T], 0 where ``inputs`` is padding.
-            seed: of sampling; row b uses seed + b. None draws one from torch's generator.
-            streamer: gets the tokens of a single row as they come.
+            seed: seed of sampling; row b uses seed + b. None: torch's generator draws the seed.
+            streamer: receives the tokens of a single row step by step.
 
         Returns:
             int64 [B, T + G]: the inputs, and the generated tokens padded on the right.
@@ -155,7 +155,7 @@ def generate(
     engine_config: EngineConfig | None = None,
     **settings: Any,
 ) -> Tensor:
-    """``model.generate(inputs, **settings)`` with a drafter; for many calls make one :class:`DrafterDecoder`.
+    """``model.generate(inputs, **settings)`` with a drafter; :class:`DrafterDecoder` is for many calls.
 
     Arguments, result and errors: see :class:`DrafterDecoder` and its :meth:`DrafterDecoder.generate`.
     """
@@ -166,16 +166,16 @@ def generate(
 
 
 def sampling_params(config: GenerationConfig, prompt_length: int) -> SamplingParams:
-    """What a complete GenerationConfig asks of one request.
+    """The sampling parameters of a complete GenerationConfig.
 
     Args:
-        config: with the model's own values filled in.
-        prompt_length: tokens that ``max_length`` counts besides the generated ones.
+        config: a config that holds the model's own values as well.
+        prompt_length: prompt tokens, which ``max_length`` counts as well.
 
     Raises:
-        ValueError: it asks for what decoding with a drafter cannot honour, or for something impossible.
+        ValueError: decoding with a drafter cannot obey a setting, or a setting is impossible.
     """
-    for name in vars(GenerationConfig()):  # a model's file may hold more, which transformers does not read either
+    for name in vars(GenerationConfig()):  # transformers ignores further fields of a model's file as well
         value = getattr(config, name, None)
         is_off = value in (None, False, 0, "", [], {}) or (name in _OFF_AT_ONE and value == 1)
         if name in _HONOURED | _WITHOUT_EFFECT or name.startswith("_") or is_off:
@@ -204,7 +204,7 @@ def sampling_params(config: GenerationConfig, prompt_length: int) -> SamplingPar
 
 
 def _merged(own: GenerationConfig | None, given: GenerationConfig | None, settings: dict[str, Any]) -> GenerationConfig:
-    """Settings over the given config over the model's own; what nobody set stays None."""
+    """The settings, else the given config, else the model's own config; other fields are None."""
     merged = deepcopy(given) if given is not None else GenerationConfig()
     for name, value in (own.to_dict() if own is not None else {}).items():
         if getattr(merged, name, None) is None:
@@ -220,7 +220,7 @@ def _merged(own: GenerationConfig | None, given: GenerationConfig | None, settin
 def _token_ids(
     inputs: Tensor | Mapping[str, Any] | None, attention_mask: Tensor | None, settings: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """The prompt ids [B, T] and their mask, however they were handed over; taken out of ``settings``."""
+    """The prompt ids [B, T] and their mask, from ``inputs`` or from ``settings``, which loses them."""
     given = settings.pop("input_ids", None)
     inputs = given if inputs is None else inputs
     if isinstance(inputs, Mapping):
@@ -237,7 +237,7 @@ def _token_ids(
 
 
 def _without_padding(token_BT: Tensor, attention_mask: Tensor | None, config: GenerationConfig) -> list[list[int]]:
-    """Token ids of every row. Without a mask, pad tokens that end no answer are padding, as transformers has it."""
+    """Token ids of every row. Without a mask, pad tokens that end no answer are padding, as in transformers."""
     if attention_mask is None:
         pad, eos = config.pad_token_id, config.eos_token_id
         ends = set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
@@ -255,7 +255,7 @@ def _without_padding(token_BT: Tensor, attention_mask: Tensor | None, config: Ge
 
 
 def _first(*candidates: int | list[int] | None) -> int:
-    """The first token id there is; 0 when there is none."""
+    """The first token id among the candidates; 0 without any."""
     for found in candidates:
         if found is not None and found != []:
             return found if isinstance(found, int) else found[0]
@@ -264,7 +264,7 @@ def _first(*candidates: int | list[int] | None) -> int:
 
 @contextmanager
 def _as_target(model: PreTrainedModel) -> Iterator[None]:
-    """The model in eval mode and frozen for a while; afterwards every module and parameter is as it was."""
+    """Put the model into eval mode and freeze the model; at the end restore every module and parameter."""
     modes = [(module, module.training) for module in model.modules()]
     grads = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
