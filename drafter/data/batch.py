@@ -1,4 +1,4 @@
-"""Batches of conversations: what a training step gets, and which rows go together.
+"""Batches of conversations for training steps, and the choice of the rows of a batch.
 
 Shapes: B rows · T tokens of the longest row · D target hidden size · C context size.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drafter.data.store import TokenStore
 
-# Rows are sorted by length inside pools of so many, so that a batch has little padding and an epoch is still shuffled.
+# Rows are sorted by length within a pool, so that a batch has little padding and an epoch is still shuffled.
 _POOL_ROWS = 8192
 
 
@@ -24,7 +24,7 @@ class ChatBatch(NamedTuple):
         loss_mask_BT: bool, True where the token at this position is trained on (an answer's token, never padding).
         length_B: int64, tokens of each row without padding.
         hidden_BTD: the target's final hidden states of these tokens, when they come from a cache; None otherwise.
-        context_BTC: what the drafter takes as context, when that is not ``hidden_BTD`` and comes from a cache.
+        context_BTC: context of the drafter, if a cache holds a context other than ``hidden_BTD``.
     """
 
     token_BT: Tensor
@@ -70,9 +70,9 @@ def keyed_generator(*key: int | str) -> torch.Generator:
 def plan_epoch(length_R: Tensor, *, batch_tokens: int, seed: int, epoch: int, pad_multiple: int = 1) -> list[list[int]]:
     """Which rows form each batch of an epoch: every row once, shuffled by (seed, epoch) alone.
 
-    A batch holds as many rows of similar length as fit ``rows x longest row <= batch_tokens`` (one row if it alone is
-    longer), where the longest row is rounded up to a multiple of ``pad_multiple``, as :func:`collate` pads it. Batches
-    come in random order.
+    A batch holds as many rows of similar length as fit ``rows x longest row <= batch_tokens`` (one row if that row
+    alone is longer), where the longest row is rounded up to a multiple of ``pad_multiple``, as :func:`collate` pads it.
+    Batches come in random order.
     """
     generator = keyed_generator("epoch", seed, epoch)
     order_R = torch.randperm(len(length_R), generator=generator)

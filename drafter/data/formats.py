@@ -50,7 +50,7 @@ class Row:
         messages: the conversation; empty for plain text.
         text: the plain text, or None.
         id: the row's own id as text, or None.
-        source: where the row says it comes from, or None.
+        source: origin of the row by its own field, or None.
         where: file and line, for error messages.
         is_cut: the last answer ended at a length limit, without an end-of-turn token.
         later_turns: further user turns of a conversation without answers (MT-bench).

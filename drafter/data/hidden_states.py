@@ -28,12 +28,12 @@ from drafter.targets.target import Target
 from drafter.utils.io import replacing, write_atomic
 
 _SHARD_BYTES = 1 << 26
-_SPARE = 1.02  # headers, and what the file system takes for itself
+_SPARE = 1.02  # headers, and the overhead of the file system
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What the shards of a folder have in common."""
+    """Properties that all shards of a folder share."""
 
     target_fingerprint: str
     dtype: str
@@ -63,9 +63,9 @@ class Crop(NamedTuple):
 
 
 def crop_to_answers(store: TokenStore, margin: int) -> Crop:
-    """Drop what stands more than ``margin`` positions before the first trained token of each row.
+    """Drop the positions more than ``margin`` before the first trained token of each row.
 
-    A drafter that unrolls K tokens starts at most K + 1 positions before it.
+    A drafter that unrolls K tokens starts at most K + 1 positions before that token.
     """
     starts = []
     for row in range(len(store)):
@@ -105,9 +105,9 @@ def build_states(
     """A reader of the states of all rows, which :func:`crop_to_answers` has cut; states that ``folder`` lacks are
     computed.
 
-    The size is printed before anything is written. Two processes at once: the second waits and finds it done. A cache
-    that holds more than is asked for (further layers, when the final hidden states alone are wanted; a larger margin)
-    serves as it is, so that drafters of different shapes can be compared on one cache.
+    The size is printed before anything is written. Of two processes the second waits and finds the cache complete. A
+    cache that holds more than is asked for (further layers, when the final hidden states alone are wanted; a larger
+    margin) serves as it is, so that drafters of different shapes can be compared on one cache.
 
     Raises:
         OSError: the disk has no room for the cache.
@@ -153,7 +153,7 @@ class HiddenStates:
         self._with_context = with_context and spec.context_size > 0
         self.store = crop.store
         self._dtype = getattr(torch, spec.dtype)
-        self._place: list[tuple[Path, int]] = []  # (file, first position in it) of each row
+        self._place: list[tuple[Path, int]] = []  # (file, first position in the file) of each row
         for rows, path in shards:
             base = int(crop.store.offset_R1[rows.start])
             self._place += [(path, int(crop.store.offset_R1[row]) - base) for row in rows]
@@ -225,7 +225,7 @@ def _plan_shards(cropped: TokenStore, spec: StateSpec) -> list[range]:
 
 
 def _shard_path(folder: Path, store: TokenStore, rows: range) -> Path:
-    """Named by the whole rows: a state depends on the text before it, also where that text is cut off."""
+    """A path named by the whole rows, because a state depends on all text before the state, cut text included."""
     return folder / f"states-{store.select(rows).digest()}.safetensors"
 
 
@@ -249,7 +249,7 @@ def _check_spec(folder: Path, spec: StateSpec) -> None:
 
 
 def _richer(folder: Path, spec: StateSpec) -> dict[str, Any] | None:
-    """What the folder's cache was made with, if that is more than ``spec`` asks for."""
+    """The spec of the folder's cache, if the cache holds more than ``spec`` asks for."""
     try:
         found = json.loads((folder / "cache.json").read_text(encoding="utf-8"))
         margin, layers = int(found["margin"]), tuple(found["context_layers"])

@@ -97,7 +97,7 @@ def _pieces(tokenizer: Any, encoded: EncodedRow) -> Iterator[tuple[bool, str]]:
                 continue
             yield is_trained, piece[len(shown) :]
             start, shown = max(start, end - 1), tokenizer.decode(ids[end - 1 : end])
-            if not piece.endswith(shown):  # a lone last byte is not readable: restart after it
+            if not piece.endswith(shown):  # a lone last byte is not readable: restart after the byte
                 start, shown = end, ""
 
 

@@ -51,7 +51,7 @@ class TrainLoader:
             )
 
     def __len__(self) -> int:
-        """Batches of this rank in the first epoch; every ``iter`` hands out so many."""
+        """Number of batches of this rank in an epoch, and of every ``iter``."""
         return self._length
 
     def __iter__(self) -> Iterator[ChatBatch]:

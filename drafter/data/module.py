@@ -20,15 +20,15 @@ from drafter.data.stored_states import StoredFiles, StoredStates, open_stored_st
 from drafter.targets.catalog import load_tokenizer
 from drafter.targets.target import Target
 
-_MIN_PROMPT = 2  # the token that every text begins with, and one that says something
-_MAX_TEXT_PROMPT = 32  # of plain text, which does not say itself where its prompt ends
+_MIN_PROMPT = 2  # the token at the start of every text, and one token of the text
+_MAX_TEXT_PROMPT = 32  # for plain text, which has no end of a prompt
 
 
 class ChatDataModule(LightningDataModule):
     """Batches of tokenised conversations in a deterministic order that a checkpoint can resume.
 
-    Rows of similar length share a batch of at most ``batch_tokens`` tokens, padding included. The position in the
-    data is saved in the trainer's checkpoint by the loader itself (``state_dict`` of a dataloader, Lightning >= 2.6).
+    Rows of similar length share a batch of at most ``batch_tokens`` tokens, padding included. The loader saves
+    the position in the data in the trainer's checkpoint (``state_dict`` of a dataloader, Lightning >= 2.6).
     """
 
     def __init__(
@@ -57,27 +57,27 @@ class ChatDataModule(LightningDataModule):
         """
         Args:
             train: files (.jsonl, .json, both also .gz; .parquet) or hub data sets (owner/name:split).
-            target: whose tokenizer and chat template are used: alias, hub id, folder or .gguf file.
-            val: share of the prompts that is held out of ``train`` (with all their answers), or files of their own.
-            max_length: rows are cut after so many tokens.
-            batch_tokens: rows x longest row of a batch with its padding, at most.
+            target: the model with the tokenizer and the chat template: alias, hub id, folder or .gguf file.
+            val: share of the prompts to hold out of ``train``, with all their answers, or validation files.
+            max_length: longest row in tokens; longer rows are cut.
+            batch_tokens: largest product of rows and longest row of a batch, padding included.
             train_on: ``answers``, or ``everything``: prompts and template too, for ready text with a loss that compares
                 distributions. Validation is on answers in both cases.
-            seed: of the order of the rows.
+            seed: seed of the order of the rows.
             format: tokens, messages, sharegpt, alpaca, prompt, turns or text; None recognises rows by their keys.
             columns: our key to the files' key, such as {"prompt": "question"}.
-            strip_suffixes: texts to take off the end of every answer.
-            strip_special_suffixes: take special tokens of the tokenizer, written out at the end of an answer, off too.
-            skip_invalid: count and skip rows that are no valid conversation, instead of stopping at the first.
-            pad_multiple: batches are padded to a multiple of so many tokens.
-            revision: of the target on the hub.
+            strip_suffixes: texts to remove from the end of every answer.
+            strip_special_suffixes: also remove special tokens of the tokenizer that an answer ends with as text.
+            skip_invalid: count and skip rows that are no valid conversation; else the first such row is an error.
+            pad_multiple: pad batches to a multiple of this number of tokens.
+            revision: hub revision of the target.
             trust_remote_code: run the target's own tokenizer code.
             use_token_cache: keep tokenised files in $DRAFTER_HOME/cache/tokens.
-            cache_hidden_states: folder for the target's hidden states: computed once, read in every epoch. Costs
-                2 bytes x hidden size per kept position on disk, and rounds the states to bfloat16.
+            cache_hidden_states: folder for the target's hidden states, which are computed once and read in every epoch.
+                The cache takes 2 bytes x hidden size per kept position, and rounds the states to bfloat16.
             hidden_states: folder of the target's hidden states that vLLM or speculators stored, read instead of
                 computed. Every row needs a file with its tokens.
-            hidden_states_layers: layers in those files, without the last one; None: the drafter's context layers.
+            hidden_states_layers: layers in these files, without the last layer; None: the drafter's context layers.
             progress: show progress bars.
         """
         super().__init__()
@@ -229,7 +229,7 @@ class ChatDataModule(LightningDataModule):
     def val_prompts(self, num: int) -> list[list[int]]:
         """Token ids of the first ``num`` different held-out prompts, up to the opening of the first answer.
 
-        Plain text has no prompt: its first tokens stand for it.
+        Plain text has no prompt, so its first tokens become the prompt.
 
         Raises:
             ValueError: no held-out row is long enough for a prompt.
@@ -241,7 +241,7 @@ class ChatDataModule(LightningDataModule):
                 break
             prompt = store.prompt_ids(row)
             if len(prompt) < _MIN_PROMPT:
-                # The last token is left: something must remain to be answered.
+                # The last token remains for the answer.
                 prompt = store.row(row)[0][:-1][:_MAX_TEXT_PROMPT].tolist()
             if len(prompt) >= _MIN_PROMPT:
                 prompts[tuple(prompt)] = None
@@ -253,7 +253,7 @@ class ChatDataModule(LightningDataModule):
         return [list(prompt) for prompt in prompts]
 
     def token_counts(self, vocab_size: int | None = None) -> Tensor:
-        """How often each token is trained on as an answer's, int64 [vocab_size] (default: the tokenizer's size).
+        """Number of trained answer tokens by id, int64 [vocab_size] (default: the tokenizer's size).
 
         ValueError when a token is not below ``vocab_size``: tokenizer and model do not belong together.
         """
@@ -275,7 +275,7 @@ class ChatDataModule(LightningDataModule):
         return _everything(self.train_store) if self.train_on == "everything" else self.train_store
 
     def _source(self, part: str) -> tuple[TokenStore, Gather]:
-        """The rows of ``train`` or ``val``, and what makes batches of them."""
+        """The rows of ``train`` or ``val``, and the function that makes batches of rows."""
         if self._states_folder is not None or self._stored_folder is not None:
             if part not in self._states:
                 raise ValueError("hidden states on disk: the cache is not made yet; call cache_states(target) first")

@@ -104,12 +104,12 @@ def save_store(store: TokenStore, path: Path, metadata: dict[str, object]) -> No
     try:
         with replacing(path) as new:
             save_file(tensors, new, metadata={"json": json.dumps(metadata)})
-    except SafetensorError as error:  # what the library makes of an OSError while writing
+    except SafetensorError as error:  # the library's error for an OSError while writing
         raise OSError(f"{path} cannot be written ({error}): is the disk full?") from error
 
 
 def load_store(path: Path) -> tuple[TokenStore, dict[str, object]] | None:
-    """A store and its metadata, or None when there is no such file or it is damaged (it is then made again)."""
+    """A store and its metadata; None for a missing or damaged file, which the caller then makes again."""
     if not path.is_file():
         return None
     try:

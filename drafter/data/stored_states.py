@@ -52,7 +52,7 @@ class StoredFiles:
 
     Args:
         folder: with one safetensors file for each text.
-        longest: most tokens of a row. Training cuts longer texts, and finds their files by so many first tokens.
+        longest: largest number of tokens of a row. Training cuts longer texts, and finds their files by these tokens.
         progress: show a bar.
 
     Raises:
@@ -82,7 +82,7 @@ class StoredFiles:
     def find(self, token_T: Tensor, num_needed: int) -> StoredFile | None:
         """The file whose tokens are the row's, or the row's first ``num_needed`` or more; None if there is none.
 
-        An engine stores no state for the last token that it wrote, nor for the template behind an answer.
+        An engine stores no state for its last token, nor for the template after an answer.
         """
         found = self._by_beginning.get(_digest(token_T))
         for length in range(len(token_T), max(1, num_needed) - 1, -1):
@@ -288,7 +288,7 @@ def _missing_text(files: StoredFiles, store: TokenStore, missing: Sequence[int])
 
 
 def _num_needed(store: TokenStore, row: int) -> int:
-    """Positions whose states are used: those before the last trained token, which no state behind it predicts."""
+    """Positions whose states are used: all before the last trained token. Later states predict no trained token."""
     trained = store.row(row)[1].nonzero()
     return int(trained[-1]) if len(trained) else 1
 

@@ -2,7 +2,7 @@
 
 The text comes from the tokenizer's own chat template. The *prefix* of an answer is the rendered conversation before the
 answer, with the opening of the assistant's turn. Text and token ids of the whole conversation must begin with the
-prefix, so that the answer's tokens are those that the target would generate after it. The mask covers the answer's
+prefix, so that the answer has the tokens that the target would generate after the prefix. The mask covers the answer's
 tokens, and the special token that closes the turn if the template has one.
 """
 
@@ -299,7 +299,7 @@ class ConversationEncoder:
         Args:
             tokenizer: the target's tokenizer.
             name: the target's name, for messages.
-            max_length: rows are cut after so many tokens; plain text continues in a further row.
+            max_length: longest row in tokens; longer rows are cut, and plain text continues in a further row.
             strip_suffixes: texts to remove from the end of every answer.
             strip_special_suffixes: remove special tokens that an answer ends with as text. Collectors of answers leave
                 such end marks; training on them would teach a second end of turn.

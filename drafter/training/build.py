@@ -19,7 +19,7 @@ from drafter.training.options import DrafterOptions
 from drafter.utils.parse import read_json_object
 
 _NUM_SCALE_PROMPTS = 8
-# What the draft vocabulary and its order do not say: two drafters that differ in these fit each other.
+# Fields that the draft vocabulary does not decide: drafters that differ in these fields fit each other.
 _NOT_SHAPE = {"draft_length", "token_counts"}
 
 
@@ -67,7 +67,7 @@ def build_drafter(target: Target, data: Any, options: DrafterOptions, init_from:
 
 
 def _choose_vocabulary(drafter: RecurrentDrafter, target: Target, data: Any, options: DrafterOptions) -> list[str]:
-    """Set the draft vocabulary by the counts of the options or of the answers; what to say about it."""
+    """Set the draft vocabulary by the counts of the options or of the answers; return a line about the vocabulary."""
     if drafter.config.draft_vocab_size is None:
         return []
     if options.token_counts is not None:
@@ -80,7 +80,7 @@ def _choose_vocabulary(drafter: RecurrentDrafter, target: Target, data: Any, opt
 
 
 def drafter_config(options: DrafterOptions, *, vocab_size: int, hidden_size: int, **target: Any) -> DrafterConfig:
-    """The config of a drafter of this shape; ``target``: the fields that name it."""
+    """The config of a drafter of this shape; ``target``: the fields that name the target."""
     shape = asdict(options)
     del shape["token_counts"]
     if options.draft_vocab_size == vocab_size:

@@ -1,4 +1,4 @@
-"""What a run does beside its steps: real decoding as a validation metric, and checkpoints that survive stops."""
+"""Callbacks of a run: real decoding as a validation metric, and checkpoints that survive stops."""
 
 import copy
 import signal
@@ -100,7 +100,7 @@ class TokensPerStep(Callback):
             beam_width: W of the engine.
             draft_length: L of the engine.
             tree_size: N of the engine.
-            every_n_validations: decode after every so many validations, and not in the sanity check.
+            every_n_validations: number of validations between two decodings; the sanity check decodes nothing.
         """
         if num_prompts < 1 or every_n_validations < 1:
             raise ValueError("TokensPerStep: num_prompts and every_n_validations must be at least 1")
@@ -120,7 +120,7 @@ class TokensPerStep(Callback):
             return
         values = torch.zeros(1 + self._config.draft_length, dtype=torch.float64, device=pl_module.device)
         module: Any = pl_module
-        # The processes that share a target's weights must run every forward of it together.
+        # The processes that share a target's weights must run every forward of the target together.
         if trainer.is_global_zero or module.teacher.target.is_sharded:
             answers = self._decode(trainer, pl_module)
             rates = acceptance_by_depth(answers, self._config.draft_length)
@@ -186,11 +186,11 @@ class SaveWhenStopped(Callback):
             _validate(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        # Between optimizer steps gradients are being collected, and a checkpoint does not hold those.
+        # Between optimizer steps gradients accumulate, and a checkpoint holds no gradients.
         self._is_whole_step = trainer.global_step != self._step
         self._step = trainer.global_step
         fit_loop: Any = trainer.fit_loop
-        # Where a validation follows, it is stopped in there: Lightning holds it for done in what is saved here.
+        # A validation that follows is stopped within itself: Lightning would save the validation as done.
         if not fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher):
             self._stop_if_told(trainer, self._is_whole_step)
 
@@ -254,7 +254,7 @@ def _validate(trainer: Any) -> None:
     val_loop.run()
     trainer.training = True
     connector._first_loop_iter = is_first
-    val_loop._has_run = False  # an epoch that ends here is left by the loop over it, which must be entered for that
+    val_loop._has_run = False  # the loop over the epoch must begin in order to end the epoch
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
@@ -265,7 +265,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """OSError, naming the file, when there is no room; what stood at ``path`` before is still there."""
+        """OSError with the file's name if the disk is full; an earlier file at ``path`` stays."""
         place = Path(path)
         try:
             with replacing(place) as new, new.open("wb") as stream:

@@ -15,9 +15,9 @@ from drafter.utils.io import check_output_folder, first_line, recover, replacing
 
 # Prefix of the drafter's tensors in the state dict of DrafterModule.
 PREFIX = "drafter."
-# Files of an exported drafter, and those that `drafter tune` adds to them.
+# Files of an exported drafter, and files that `drafter tune` adds.
 _OUTPUTS = ("config.json", "model.safetensors", "README.md", "run.json", "custom_generate", "speculation*.json")
-# Parts of a checkpoint that are read here, and what each must be.
+# Parts of a checkpoint that are read here, with their types.
 _KINDS: dict[str, Any] = {
     **dict.fromkeys(("drafter_config", "state_dict", "metrics", "loops", "average"), dict),
     **dict.fromkeys(("num_positions", "global_step", "epoch"), int),
@@ -95,7 +95,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def check_resumable(path: str | Path) -> None:
-    """Find out before anything is loaded whether a training can go on from a checkpoint; ValueError when it cannot."""
+    """Check that a training can continue from a checkpoint, before anything is loaded (ValueError if not)."""
     checkpoint = read_checkpoint(path)
     missing = [name for name in _TRAINER_PARTS if name not in checkpoint]
     if missing:
@@ -117,7 +117,7 @@ def _short(value: Any) -> str:
 
 
 def rescale_progress(checkpoint: dict[str, Any], world_size: int) -> None:
-    """Turn the counts of batches in a trainer's checkpoint into those of another number of processes, in place.
+    """Convert the batch counts in a trainer's checkpoint to another number of processes, in place.
 
     Lightning counts what one process has seen, and collects gradients over a multiple of batches: a count
     that no longer fits the position in the data would make the first step after resuming a short one.
@@ -158,7 +158,7 @@ def drafter_from_checkpoint(checkpoint: dict[str, Any]) -> RecurrentDrafter:
 
 
 def drafter_of_checkpoint(path: str | Path) -> RecurrentDrafter:
-    """A drafter from an exported folder or a trainer's checkpoint; ValueError when it is neither."""
+    """A drafter from an exported folder or a trainer's checkpoint (ValueError for anything else)."""
     recover(Path(path))
     if Path(path).is_dir():
         try:

@@ -1,4 +1,4 @@
-"""What a drafter is trained to minimise: each loss as plain text (the reference) and all of them chunked and fused.
+"""Losses of a drafter: each loss in plain code as the reference, and all losses chunked and fused.
 
 For a pair, q = softmax(z / temperature) is the drafter's distribution over the draft vocabulary, p the target's.
 
@@ -6,7 +6,7 @@ For a pair, q = softmax(z / temperature) is the drafter's distribution over the 
 - forward KL: sum p log(p / q);
 - total variation: 1 - sum min(p, q), the chance that a token sampled from q is rejected;
 - adaptive: (1 - w) total variation + w KL with w = exp(-adaptive * sum min(p, q)) of each pair (the hybrid LK loss,
-  arXiv 2602.23881): KL while the drafter is far off, the acceptance itself once it is near.
+  arXiv 2602.23881): KL for a drafter far from the target, the acceptance for a drafter near the target.
 
 Two implementations give the same values. :func:`chunked_loss` computes every logit of the draft vocabulary and writes
 the gradient by hand. :func:`sampled_loss` computes the logits of few tokens for each pair (the target's likeliest, and
@@ -109,7 +109,7 @@ def kl_share(accepted: Tensor, mix: LossMix) -> Tensor:
 
 
 class PairTargets(NamedTuple):
-    """What pairs are compared with.
+    """The targets of pairs.
 
     Attributes:
         label_P: int64 draft index of the text's next token.
@@ -117,7 +117,7 @@ class PairTargets(NamedTuple):
         teacher_P: int64 index of each pair's row in ``hidden_MD``.
         hidden_MD: the target's final hidden states.
         teacher_logits: [C, D] -> the target's logits over the draft vocabulary [C, R].
-        ranked_P: draft index whose rank among the drafter's logits is wanted (-1: counts as last); None skips it.
+        ranked_P: draft index whose rank among the drafter's logits is counted (-1: counts as last); None: no ranks.
     """
 
     label_P: Tensor
@@ -140,16 +140,16 @@ class LossOutput(NamedTuple):
 def chunked_loss(
     feature_PF: Tensor, rows_RF: Tensor, targets: PairTargets, mix: LossMix, *, memory_mib: int = 256
 ) -> LossOutput:
-    """The weighted sum of :func:`mixed_loss` over pairs, without ever holding the logits of all of them.
+    """The weighted sum of :func:`mixed_loss` over pairs, without the logits of all pairs in memory at once.
 
     Pairs are taken in the order of their teacher position, so that the target's distribution at a position is computed
     once for all depths. The gradient is computed beside the loss and the chunk's logits are forgotten: memory is
     bounded by ``memory_mib`` (plus the features and their gradient), and the backward pass recomputes nothing.
 
     Args:
-        feature_PF: what the output rows are multiplied with; its dtype is the one computed in.
+        feature_PF: factors of the output rows, in the dtype of the computation.
         rows_RF: output rows over the draft vocabulary; they get a gradient if they require one.
-        targets: what to compare with.
+        targets: the targets of the pairs.
         mix: weights of the losses.
         memory_mib: budget for logits of one chunk.
     """
@@ -292,7 +292,7 @@ _MASKED = -1e4  # added to the logit of a column that stands twice: no weight, a
 
 
 class TokenSample(NamedTuple):
-    """Which tokens of the draft vocabulary a sampled loss looks at, and the target's logits of them.
+    """The tokens of the draft vocabulary in a sampled loss, and the target's logits of these tokens.
 
     The ``S`` tokens are shared by all positions: the likeliest of the batch, each for itself, and tokens drawn from the
     rest, each for as many as were not drawn. The ``K`` tokens are each position's own likeliest.
@@ -330,7 +330,7 @@ def sample_tokens(
         hidden_MD: the target's final hidden states.
         rows_RD: its output rows over the draft vocabulary; their products are its logits.
         num_top: K, likeliest tokens of each position.
-        num_shared: S; half of them are the likeliest of all positions together, half are drawn from the rest.
+        num_shared: S; half of the tokens are the likeliest of all positions together, half are drawn from the rest.
         generator: of that draw, on the CPU.
         memory_mib: budget for logits of one chunk.
     """
@@ -386,7 +386,7 @@ def sampled_loss(
     logits. With every token shared the values are those of :func:`mixed_loss`.
 
     Args:
-        feature_PF: what the output rows are multiplied with; its dtype is the one computed in.
+        feature_PF: factors of the output rows, in the dtype of the computation.
         rows_RF: the target's output rows over the draft vocabulary, which a tied head shares; they get no gradient.
         label_P: int64 draft index of the text's next token.
         teacher_P: int64 index of each pair's position in ``sample``.
@@ -400,7 +400,7 @@ def sampled_loss(
 
 
 class _SampledLoss(torch.autograd.Function):
-    """Loss and gradient of a chunk in one pass, by autograd over the chunk: no logits outlive it."""
+    """Loss and gradient of a chunk in one pass, by autograd over the chunk; its logits are freed at the end."""
 
     @staticmethod
     def forward(
@@ -415,7 +415,7 @@ class _SampledLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         num_shared, num_top = len(sample.index_S), sample.top_MK.shape[1]
         rows_SF = rows_RF[sample.index_S]
-        # Column of each draft token among the shared ones; what is not shared goes to a column behind them.
+        # Column of each draft token among the shared tokens; other tokens go to a last column.
         column_R = torch.full((len(rows_RF),), num_shared, device=rows_RF.device)
         column_R[sample.index_S] = torch.arange(num_shared, device=rows_RF.device)
         weight_S = sample.log_weight_S * mix.temperature

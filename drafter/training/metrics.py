@@ -83,7 +83,8 @@ class AnswerRanks(NamedTuple):
     """Ranks of the target's own picks along texts, for walking over them as a decoder does.
 
     Attributes:
-        rank_BTK: int16; of the pick at depth k from a start at t; NUM_RANKS where it is later or cannot be drafted.
+        rank_BTK: int16, rank of the pick at depth k from a start at t; NUM_RANKS for higher ranks and for tokens that
+            cannot be drafted.
         is_answer_BT: positions whose tokens a decoder would have to write.
     """
 
@@ -92,7 +93,7 @@ class AnswerRanks(NamedTuple):
 
     @classmethod
     def of(cls, rank_NK: Tensor, start_N: Tensor, is_answer_BT: Tensor) -> Self:
-        """From the ranks of some starts (indices b * T + t); what has none is a miss."""
+        """Ranks of all positions from the ranks of some starts (indices b * T + t); other positions are misses."""
         rows, width = is_answer_BT.shape
         rank_SK = torch.full((rows * width, rank_NK.shape[1]), NUM_RANKS, dtype=torch.int16)
         rank_SK[start_N.cpu()] = rank_NK.clamp(max=NUM_RANKS).to("cpu", torch.int16)
@@ -141,7 +142,7 @@ def best_tree(shares: Sequence[Sequence[float]], num_nodes: int, width: int) -> 
     heap: list[tuple[float, tuple[int, ...], int, float]] = []
 
     def push(parent: tuple[int, ...], chance: float, place: int) -> None:
-        """The child of ``parent`` that is the ``place``-th likeliest; it opens the next one and its own first child."""
+        """Add the ``place``-th likeliest child of ``parent`` to the candidates."""
         depth = len(parent)
         if depth < len(order) and place < len(order[depth]):
             rank = order[depth][place]
@@ -168,7 +169,7 @@ def _code(path: Sequence[int]) -> int:
 
 
 def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Where runs of True begin and end, but for one at the very start, which has no position before it.
+    """Begin and end of each run of True, except for a run at the very start, which has no position before it.
 
     >>> list(_runs([True, False, True, True, False]))
     [(2, 4)]

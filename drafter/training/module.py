@@ -34,7 +34,7 @@ _NO_CROP = 2**31 - 1  # positions before an answer that are kept: more than any 
 
 
 class Teacher:
-    """A target that answers what training asks, never with a gradient.
+    """The frozen target of a training, without gradients.
 
     Attributes:
         target: the frozen model.
@@ -53,7 +53,7 @@ class Teacher:
 
     @torch.no_grad()
     def forward(self, token_BT: Tensor, context_layers: tuple[int, ...]) -> TargetOutput:
-        """The target's forward in its own dtype, whatever autocast is on."""
+        """The target's forward in the target's dtype, without autocast."""
         start = time.perf_counter()
         with torch.autocast(token_BT.device.type, enabled=False):
             output = self.target.forward(token_BT, context_layers=context_layers)
@@ -98,8 +98,8 @@ class DrafterModule(LightningModule):
     """Trains a RecurrentDrafter. The target is outside the module tree: no state dict, gradient or mode reaches it.
 
     Attributes:
-        drafter: what is trained; exists after ``configure_model``.
-        teacher: the frozen target; likewise.
+        drafter: the trained drafter; exists after ``configure_model``.
+        teacher: the frozen target; exists after ``configure_model``.
         num_positions: text positions (starts of at least depth 1) trained on so far, by all processes, if each had as
             many as this one.
     """
@@ -129,9 +129,9 @@ class DrafterModule(LightningModule):
             target_dtype: float32, bfloat16, float16, or auto (bfloat16 on CUDA, float32 on CPU).
             revision: of the target on the hub.
             trust_remote_code: run the target's own code.
-            shard_target: spread the target's layers over the devices of a node, when it fits no single one.
+            shard_target: spread the target's layers over the devices of a node, for a target larger than one device.
             drafter: shape of the drafter.
-            objective: what is minimised.
+            objective: the losses and their weights.
             optim: optimizer and learning rate.
             init_from: exported drafter or checkpoint to start the weights (and the draft vocabulary) from.
             compile: compile the drafter's layers with torch.compile.
@@ -170,7 +170,7 @@ class DrafterModule(LightningModule):
         self._num_tokens = 0
         self._val_counts: DepthCounts | None = None
         self._val_ranks: list[AnswerRanks] = []
-        self._loss_sum: Tensor | None = None  # of the steps since the last look at it, on the device
+        self._loss_sum: Tensor | None = None  # sums of the steps since the last log, on the device
         self._num_summed = 0
         self._best_loss = math.inf
         self._average: dict[str, Tensor] = {}
@@ -192,7 +192,7 @@ class DrafterModule(LightningModule):
             return
         precision = str(self.trainer.precision)
         if precision.startswith("16"):
-            # A fused optimizer takes the scale of 16-mixed off the gradients by itself, after they were clipped.
+            # A fused optimizer unscales the gradients of 16-mixed itself, after the clipping.
             raise ValueError(f"--trainer.precision {precision} is not supported: use bf16-mixed or 32-true")
         target = self._load_target(str(self.trainer.strategy.root_device))
         data: Any = getattr(self.trainer, "datamodule", None)
@@ -216,11 +216,11 @@ class DrafterModule(LightningModule):
         self._cache_states(data)
 
     def _cache_states(self, data: Any) -> None:
-        """Fill the data module's cache of hidden states, if it has one: the first process does, the others read."""
+        """Fill the data module's cache of hidden states, if there is one. The first process writes; the others read."""
         if not hasattr(data, "cache_states"):
             return
         layers = tuple(self.drafter.config.context_layers)
-        # A memory begins with the text, and so must the rows that it is made of; others can use them as they are.
+        # A memory reads the text from its start, so its rows are whole; other contexts can use whole rows as well.
         draft_length = len(self._rates) if self.drafter.history is None else _NO_CROP
         for is_turn in (self.trainer.is_global_zero, not self.trainer.is_global_zero):
             if is_turn:
@@ -243,7 +243,7 @@ class DrafterModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what export needs: the drafter's config, how much it has seen, how well it did. Plain data only."""
+        """Add the fields that export reads, as plain data: the drafter's config, the trained positions, the metrics."""
         checkpoint["drafter_config"] = self.drafter.config.to_dict()
         checkpoint["num_positions"] = self.num_positions
         data: Any = getattr(self.trainer, "datamodule", None)
@@ -335,7 +335,7 @@ class DrafterModule(LightningModule):
         return chunked_loss(feature_PF, rows_RF, targets, self.objective.mix, memory_mib=self.objective.memory_mib)
 
     def _sampled(self, feature_PF: Tensor, hidden_MD: Tensor, pairs: Pairs, weight_P: Tensor) -> tuple[Tensor, Tensor]:
-        """The weighted sum of sampled losses, and the weights with those of pairs out of reach set to 0."""
+        """The weighted sum of sampled losses, and the weights, which are 0 for pairs out of reach."""
         rows_RD, options = self.teacher.rows_RD, self.objective
         sample = sample_tokens(
             hidden_MD,
@@ -354,7 +354,7 @@ class DrafterModule(LightningModule):
         return (output.loss_P * weight_P).sum(), weight_P
 
     def _feature_weight(self) -> float:
-        """Weight of the feature loss at this step: it falls to 0 over ``feature_steps``."""
+        """Weight of the feature loss at this step; the weight falls to 0 over ``feature_steps``."""
         left = 1 - self.trainer.global_step / self.objective.feature_steps
         return self.objective.feature * max(0.0, left)
 
@@ -436,7 +436,8 @@ class DrafterModule(LightningModule):
     def _expect_progress(self) -> None:
         """Stop a run whose mean loss since the last look is far above its best.
 
-        Twice the best plus 1 is far outside the noise of data, and what a learning rate too high reaches soon.
+        Twice the best loss plus 1 is far outside the noise of data, and a learning rate too high soon exceeds this
+        limit.
         """
         assert self._loss_sum is not None
         mean = float(self._loss_sum) / self._num_summed
@@ -454,7 +455,7 @@ class DrafterModule(LightningModule):
         """Clip by the global norm, or by value if told to (Lightning refuses to for a fused optimizer, though bfloat16
         needs no unscaling).
 
-        Called before every optimizer step, so a gradient that is not finite stops the run before it spoils the weights.
+        Called before every optimizer step, so that a gradient that is not finite never changes the weights.
         """
         limit, is_by_value = gradient_clip_val or math.inf, gradient_clip_algorithm == "value"
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), math.inf if is_by_value else limit)

@@ -1,4 +1,4 @@
-"""Options of a training run, as they stand in the YAML under ``model:``. Frozen, and checked on construction."""
+"""Options of a training run under the key ``model:``. Frozen, and checked on construction."""
 
 import math
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class DrafterOptions:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised. The losses are defined in :mod:`drafter.training.losses`.
+    """Weights and settings of the losses of :mod:`drafter.training.losses`.
 
     Attributes:
         cross_entropy: weight of -log q[next token of the text].
@@ -50,16 +50,16 @@ class Objective:
         total_variation: weight of the rejection probability.
         adaptive: above 0, the KL term of each pair becomes w KL + (1 - w) total variation, where w is
             exp(-adaptive * chance that a sample is accepted).
-        temperature: of both distributions.
-        feature: weight of a smooth L1 loss between the head's feature and the target's hidden state it stands for (tied
-            head only).
+        temperature: temperature of both distributions.
+        feature: weight of a smooth L1 loss between the head's feature and the target's hidden state at the same
+            position (tied head only).
         feature_steps: steps over which that weight falls to 0.
         depth_weights: weight of each depth; None = all 1.
         depth_rates: share of starts trained at each depth, not rising; None = all 1. Saves work on depths that decoding
             seldom reaches.
-        shared_tokens: above 0, losses are estimated from so many tokens of the draft vocabulary, chosen for each batch,
-            beside each position's ``top_tokens``; 0 = all tokens. Needs a tied head.
-        top_tokens: likeliest tokens of the target at each position that an estimate looks at.
+        shared_tokens: number of tokens of the draft vocabulary, chosen for each batch, from which losses are estimated
+            together with each position's ``top_tokens``; 0 = all tokens, without estimates. Needs a tied head.
+        top_tokens: number of the target's likeliest tokens at each position in an estimate.
         reach: above 0, a pair counts while the drafter ranks all the earlier tokens of its path below this; 0 = always.
             Needs ``shared_tokens``.
         memory_mib: budget for logits held at once.
@@ -128,9 +128,9 @@ class OptimOptions:
         schedule: ``wsd`` stays at the peak and falls linearly over the last ``decay_share`` of the steps; ``cosine``
             and ``linear`` fall from the peak on; ``constant`` does not fall.
         decay_share: share of the steps over which ``wsd`` falls.
-        final_share: what is left of the learning rate at the end.
-        weight_decay: decoupled, on matrices only.
-        betas: of Adam.
+        final_share: share of the peak learning rate at the end.
+        weight_decay: decoupled weight decay, on matrices only.
+        betas: betas of Adam.
         average: decay per step of the exponential moving average of the weights, which validation and export use;
             0 = no average.
     """

@@ -1,7 +1,7 @@
 """Which (position, depth) pairs of a batch are trained on, and where everything they need lies.
 
 A drafter started at text position t has context h_t and reads x_{t+1}, ..., x_{t+k}; at depth k (1-based) it predicts
-x_{t+1+k}, which the target itself predicts from h_{t+k}. The pair (t, k) counts when decoding can come to it: every
+x_{t+1+k}, which the target itself predicts from h_{t+k}. The pair (t, k) counts when decoding can reach the pair: every
 token behind the root x_{t+1} up to x_{t+1+k} is trained on (an answer's) and can be drafted. The first root of an
 answer is the prompt's last token.
 
@@ -98,12 +98,12 @@ def per_depth(value_P: Tensor, num_starts: Sequence[int], fill: int | float | bo
 def reached(rank_P: Tensor, num_starts: Sequence[int], limit: int) -> Tensor:
     """Pairs whose shallower labels all stand among the drafter's first ``limit`` tokens, bool [P].
 
-    A label that stands further back is seldom in a draft tree, and decoding does not come to what follows it.
+    A label of a higher rank is seldom in a draft tree, and decoding seldom reaches the positions after the label.
 
     Args:
         rank_P: how many tokens the drafter prefers to each pair's label.
         num_starts: of the pairs.
-        limit: ranks below it count as drafted.
+        limit: ranks below the limit count as drafted.
     """
     is_drafted_NK = per_depth(rank_P < limit, num_starts, False)
     is_reached_NK = torch.cat([torch.ones_like(is_drafted_NK[:, :1]), is_drafted_NK[:, :-1]], dim=1).cumprod(dim=1)

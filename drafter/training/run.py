@@ -1,4 +1,4 @@
-"""``drafter train``: Lightning's command line over DrafterModule and ChatDataModule."""
+"""`drafter train`: Lightning's command line over DrafterModule and ChatDataModule."""
 
 import argparse
 import logging
@@ -27,7 +27,7 @@ from drafter.utils.parse import MAX_DEPTH, parse_yaml, read_yaml
 __all__ = ["export_checkpoint", "main_train"]
 
 _DEFAULT_FOLDER = "runs/drafter"
-# What Lightning says at every start and nobody can act on.
+# Messages of Lightning at every start that need no action.
 _CHATTER = ("GPU available", "TPU available", "HPU available", "💡 Tip", "Loading `train_dataloader`", "Using ")
 _IDLE_WARNINGS = (
     ".*You have overridden `on_before_batch_transfer`.*",
@@ -114,13 +114,13 @@ def main_train(args: Sequence[str]) -> int:
         Exit code.
 
     Raises:
-        ValueError: what a user can mend: unknown options, bad values, unreadable files, divergence.
+        ValueError: unknown options, bad values, unreadable files, divergence.
         KeyboardInterrupt: stopped by Ctrl-C, after the checkpoint was saved.
         SystemExit: 143 after SIGTERM, when the checkpoint was saved.
     """
     torch.set_float32_matmul_precision("high")
     _be_quiet()
-    # Lightning warns when arguments are given beside sys.argv; these are the only ones here.
+    # Lightning warns about arguments beside sys.argv.
     argv, sys.argv = sys.argv, sys.argv[:1]
     _check_words(args)
     try:
@@ -172,7 +172,7 @@ def _parse(args: list[str]) -> TrainCLI:
         run=False,
         seed_everything_default=0,
         save_config_kwargs={"overwrite": True},
-        # What there is to say of the drafter's size is printed when it is made.
+        # The drafter's size is printed when the drafter is made.
         trainer_defaults={"callbacks": [SaveWhenStopped()], "enable_model_summary": False},
         auto_configure_optimizers=False,
         load_from_checkpoint_support=False,
@@ -186,7 +186,7 @@ def _parse(args: list[str]) -> TrainCLI:
 
 
 def _be_quiet() -> None:
-    """Leave on the screen what is about this run."""
+    """Silence messages that do not concern this run."""
     from transformers.utils import logging as transformers_logging
 
     for pattern in _IDLE_WARNINGS:

@@ -22,7 +22,7 @@ class DecodedStep(NamedTuple):
 
     Attributes:
         accepted: accepted draft tokens.
-        own: the token that the target chose itself, or nothing where the answer ended before.
+        own: the target's own token; empty if the answer ended before.
         rejected: the likeliest draft token at the place of ``own``, or nothing where none was drafted.
     """
 
