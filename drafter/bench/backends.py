@@ -16,7 +16,7 @@ class TimedAnswer(NamedTuple):
 
     Attributes:
         token_ids: generated tokens, a produced stop token included.
-        seconds: from the start of its prefill until the caller has it.
+        seconds: time from the start of the prefill to the return of the answer.
         first_token_seconds: from the start of its prefill to its first token.
         num_forwards: target forwards that produced tokens; None where the backend reports none.
         num_accepted: draft tokens accepted by each of these forwards; None where the backend reports none.
@@ -30,7 +30,7 @@ class TimedAnswer(NamedTuple):
 
 
 class AnsweredTurn(NamedTuple):
-    """One turn of a conversation: the prompt with everything before it, and its answer."""
+    """One turn of a conversation: the prompt with all earlier turns, and the answer."""
 
     prompt_ids: list[int]
     answer: TimedAnswer
@@ -48,7 +48,7 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what the backend holds: memory, processes."""
+        """Free the memory and the processes of the backend."""
         ...
 
     def reserve(self, num_tokens: int) -> None:
@@ -83,7 +83,7 @@ class EngineBackend:
         self.engine.reserve(longest + self.engine.proposer.num_nodes)
 
     def forget(self) -> None:
-        """Drop what proposers learnt from earlier answers; the cache and compiled steps stay."""
+        """Reset the learned state of the proposers; the cache and compiled steps stay."""
         self.engine.forget()
 
     def answer(

@@ -17,7 +17,7 @@ NATIVE_BASELINES = ("llama-cpp", "llama-cpp:BF16")
 GGUF_WEIGHTS = ("F32", "F16", "BF16", "Q8_0", "Q4_1", "Q4_0")
 
 _TREE = ("W", "L", "N")
-# What may follow a method's name: letters take a number.
+# Options after a method's name; letters take a number.
 _OPTIONS: dict[str, tuple[str, ...]] = {
     "autoregressive": ("N",),
     "redrafter": (*_TREE, "tau", "noise", "all-nodes", "final-beams", "uncoupled", "alone", "tuned"),
@@ -53,7 +53,7 @@ class MethodSpec:
     """One method of a benchmark, read from its written form.
 
     Attributes:
-        label: as written, and as the results call it.
+        label: the written form, which the results use as the name.
         name: the method.
         numbers: options that take a number, by letter.
         words: options that are words.

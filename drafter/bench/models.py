@@ -24,7 +24,7 @@ class BenchModels(NamedTuple):
     Attributes:
         target: the language model.
         drafter: for methods that need one.
-        drafter_name: what the results call it.
+        drafter_name: name of the drafter in the results.
         draft_model: for methods that need one.
         tuned: file for tuned methods; None is the one beside the drafter.
         compile: compile the engine's step; None compiles on CUDA only.
@@ -43,7 +43,7 @@ class BenchModels(NamedTuple):
         """A backend for one method that answers ``batch_size`` prompts at a time.
 
         Raises:
-            ValueError: a tuned method without its file, or what the engine refuses.
+            ValueError: a tuned method has no file, or the engine refuses the settings.
         """
         if spec.is_native:
             from drafter.bench.native_peers import NativeBackend
@@ -60,7 +60,7 @@ class BenchModels(NamedTuple):
         return EngineBackend(engine)
 
     def engine_config(self, spec: MethodSpec, batch_size: int) -> EngineConfig:
-        """Settings of the engine for one method; :func:`choose` fills what the method's options leave open."""
+        """Settings of the engine for one method; :func:`choose` sets the fields that the method leaves open."""
         tuned = self.tuned_file(spec) if spec.is_tuned else NO_FILE
         given = {**spec.fields, "max_rows": batch_size, "compile": self.compile}
         drafter = self.drafter if spec.needs_drafter else None

@@ -25,7 +25,7 @@ from drafter.targets.target import Target
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32}  # general.file_type of the format
 _KEEPS_ANSWERS = ("ngram-cache", "ngram-mod")  # tables that outlive a request
 _WARM_UP = SamplingParams(max_new_tokens=4, ignore_eos=True)
-_LOOKUP_TOKENS = 5  # what OpenVINO GenAI's documentation suggests
+_LOOKUP_TOKENS = 5  # the value of OpenVINO GenAI's documentation
 
 
 def weights_file(name: str, weights: str) -> Path:
@@ -194,7 +194,7 @@ class _Worker:
         self._label = label
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # lives as long
         command = [sys.executable, "-P", peer_worker.__file__, json.dumps(settings)]
-        # `drafter` sets this variable for its own threads; llama.cpp is twice as slow with it.
+        # `drafter` sets this variable for its own threads; the variable halves the speed of llama.cpp.
         environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, encoding="utf-8",

@@ -18,7 +18,7 @@ OnAnswer = Callable[[int, dict[str, Any]], None]
 
 
 class LlamaCpp:
-    """llama.cpp's server, asked over HTTP with as many requests at a time as it has slots."""
+    """llama.cpp's server over HTTP, with one request at a time for each slot."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         import xllamacpp
@@ -131,10 +131,10 @@ class OpenVinoGenAI:
 
 
 def main() -> None:
-    """Load the engine, say that it is ready, answer until the input ends."""
+    """Load the engine, report that the engine is ready, answer until the input ends."""
     settings = json.loads(sys.argv[1])
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what the engines print is no answer
+    os.dup2(2, 1)  # text that the engines print is no answer
 
     def tell(message: dict[str, Any]) -> None:
         lines.write(json.dumps(message) + "\n")

@@ -17,7 +17,7 @@ from drafter.bench.methods import MethodSpec
 from drafter.decoding.params import SamplingParams
 from drafter.targets.target import Target
 
-_LOOKUP_TOKENS = 10  # what transformers' documentation suggests for prompt lookup
+_LOOKUP_TOKENS = 10  # the value of transformers' documentation for prompt lookup
 _CACHE_STEP = 64
 
 
@@ -48,7 +48,7 @@ class TransformersBackend:
         self._num_forwards = 0
 
     def reserve(self, num_tokens: int) -> None:
-        """Fix the length of a static cache, so that it is made and compiled for once."""
+        """Fix the length of a static cache, so that the cache is made and compiled once."""
         self._cache_length = -(-num_tokens // _CACHE_STEP) * _CACHE_STEP
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class TransformersBackend:
 
     @contextmanager
     def _own_settings_aside(self) -> Iterator[None]:
-        """Bare generation settings for the models: only what a call says counts."""
+        """Empty generation settings for the models, so that only the arguments of a call apply."""
         models: list[Any] = [self._model] if self._assistant is None else [self._model, self._assistant.model]
         kept = [model.generation_config for model in models]
         bare = GenerationConfig()
@@ -166,6 +166,6 @@ class _FirstToken(StoppingCriteria):
 
 
 def _cut(token_ids: list[int], eos: list[int]) -> list[int]:
-    """Tokens up to the first stop token, that one included; behind it stands padding."""
+    """Tokens up to the first stop token, with the stop token; the rest is padding."""
     end = next((index for index, token in enumerate(token_ids) if token in eos), len(token_ids) - 1)
     return token_ids[: end + 1]

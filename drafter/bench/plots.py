@@ -25,7 +25,7 @@ from drafter.bench.results import Condition, Size, Summary, Tables
 _INK = "#222222"
 _FAINT = "#8a8a8a"
 _GRID = "#dddddd"
-# Okabe, Ito: "Color Universal Design", 2008; the yellow is left out, white paper swallows it.
+# Okabe, Ito: "Color Universal Design", 2008, without the yellow, which is hard to see on white.
 _COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _BASELINE_STYLE = ("#6b6b6b", ".")
@@ -199,7 +199,7 @@ def plot_widths_and_lengths(condition: Condition, methods: Sequence[Summary]) ->
 
 
 def plot_tree_sizes(condition: Condition, methods: Sequence[Summary]) -> Figure | None:
-    """What more nodes bring and what they cost: tokens per step above, speed below, against N."""
+    """Gain and cost of further nodes: tokens per step above, speed below, against N."""
     best: dict[int, tuple[float, float]] = {}
     for summary in methods:
         if summary.size is not None and summary.speedup is not None and summary.tokens_per_step is not None:

@@ -46,7 +46,7 @@ def run_benchmark(
     """Number of runs made: all that the results file lacks. Each run is appended when it ends.
 
     Args:
-        settings: what to measure.
+        settings: prompts, methods and rounds.
         models: the models.
         workloads: the prompt sets of the settings, read.
         out: results file (JSONL).

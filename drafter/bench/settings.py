@@ -14,7 +14,7 @@ DEFAULT_METHODS = ("autoregressive", "redrafter", "lookup", "hf-generate")
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadOptions:
-    """Which prompts are answered, and how long the answers are.
+    """The prompts, and the length of answers.
 
     Attributes:
         prompts: file of prompts, hub data set, or mtbench, specbench, humaneval, gsm8k
@@ -60,7 +60,7 @@ class MethodOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings(Options, WorkloadOptions, MethodOptions, RunOptions):
-    """What a benchmark measures.
+    """Settings of a benchmark.
 
     Raises:
         ValueError: a value out of range, an unknown method, or a method without the model that it needs.

@@ -39,14 +39,14 @@ _RATIOS = (0.4, 0.7, 1.0, 1.3)  # acceptance, relative to the calibration, for w
 _WORTH, _WORTH_PER_DOUBLING = 1.03, 0.01
 _MIN_ROUNDS = 2  # that count, whatever the time
 _TREE_SIZES = {"cpu": (2, 4, 6, 8, 12, 16), "cuda": (4, 8, 16, 32, 48, 64)}
-# Beam width and draft length for trees of at most so many nodes.
+# Largest tree size, with beam width and draft length up to this size.
 _SHAPES = ((2, 2, 1), (6, 4, 2), (12, 4, 3), (24, 8, 4), (81, 16, 5), (1024, 64, 16))
 _LARGEST = _SHAPES[-1][0]
 
 
 @dataclass(frozen=True)
 class TuneSettings:
-    """What is measured, and how long the measurement may take.
+    """The candidates, and the time limit of the measurement.
 
     Attributes:
         method: redrafter or hybrid; None: both, and the faster one is chosen.
@@ -89,7 +89,7 @@ class TuneSettings:
 
 
 class Tuning(NamedTuple):
-    """What was found.
+    """The result of a measurement.
 
     Attributes:
         sizes: the plans of the chosen method.
@@ -106,10 +106,10 @@ def tune(target: Target, drafter: RecurrentDrafter, prompts: Sequence[list[int]]
     """Measure the candidates of every method, and choose.
 
     Args:
-        target: the model, as it will be used (dtype, device).
+        target: the model on its device and in its number format.
         drafter: bound to the target.
         prompts: calibration prompts, token ids.
-        settings: what to measure.
+        settings: candidates and time limit.
 
     Raises:
         ValueError: no tree can be drafted, or no prompt leaves room for an answer.

@@ -1,4 +1,4 @@
-"""Workloads: what every method of a benchmark is asked, and in which order. No torch here."""
+"""Workloads: the prompts of a benchmark in their order. Imports no torch."""
 
 import hashlib
 import json
@@ -18,10 +18,10 @@ class Item:
 
     Attributes:
         id: its name, for messages.
-        category: the column of the results it belongs to; empty when the prompt set has none.
-        turns: what the user says, turn by turn; each turn but the first follows the method's own earlier answers.
+        category: column of the results; empty when the prompt set has no categories.
+        turns: the user's turns; each turn but the first follows the method's own earlier answers.
         history: messages that stand before the first turn (a system message, earlier turns).
-        is_raw: the only turn is text for the model as it is, without chat template.
+        is_raw: True if the only turn is raw text, without chat template.
     """
 
     id: str
@@ -43,7 +43,7 @@ class Workload:
     """A named set of conversations.
 
     Attributes:
-        name: what the results call it.
+        name: name of the set in the results.
         items: the conversations in the order of the file.
     """
 
@@ -101,8 +101,8 @@ def item_of(
     """One row of a prompt file as a conversation.
 
     Args:
-        fields: the row as it stands in the file; ``turns`` (a list of texts) and ``category`` are looked at.
-        messages: the row's messages; those up to the last user turn are the prompt. Unused when there are turns.
+        fields: the row of the file; ``turns`` (a list of texts) and ``category`` are read.
+        messages: the row's messages; the messages up to the last user turn are the prompt. Unused when there are turns.
         text: plain text, for rows without messages.
         id: the row's name.
         where: file and line, for error messages.
@@ -152,9 +152,9 @@ class HubSet:
         path: hub data set, or a builder of the `datasets` package with `data_files`.
         split: its split.
         config: its configuration.
-        data_files: address of its file, where it is on no hub.
+        data_files: address of the file, for a set that is on no hub.
         columns: our key -> the set's key.
-        category: of all rows, where the set has no column for it.
+        category: category of all rows, for a set without a column of categories.
     """
 
     path: str

@@ -20,7 +20,7 @@ _LARGEST_SWEPT_TREE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class ResultOptions:
-    """Where results go.
+    """The output of results.
 
     Attributes:
         out: results file (.jsonl)
@@ -39,8 +39,8 @@ class ResultOptions:
 class BenchOptions(BenchSettings, ResultOptions):
     """Measure methods against each other on the same prompts.
 
-    Methods take turns, round after round. Each run is appended to --out when it is done; runs that --out holds already
-    are not repeated. The table is printed at the end.
+    Methods take turns, round after round. Each run is appended to --out when it is done; runs in --out are not
+    repeated. The table is printed at the end.
 
     Methods: autoregressive, redrafter, hybrid, recycling, lookup, draft-model (ours); hf-generate, hf-static,
     hf-compile, hf-lookup, hf-assistant (transformers); llama-cpp, openvino-genai (engines of their own, installed with
@@ -95,7 +95,7 @@ def bench_report(options: ReportOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeOptions:
-    """Which trees are measured.
+    """The tree shapes.
 
     Attributes:
         drafter: folder of an exported drafter

@@ -44,9 +44,9 @@ class InspectOptions(Options, RowOptions):
         file: rows of conversations (.jsonl, .json, .parquet) or hub data set
         target: alias, hub id, folder or .gguf file of the language model
         num_rows: conversations to show
-        max_length: cut rows after so many tokens, as training does
+        max_length: longest row in tokens; longer rows are cut, as in training
         revision: hub revision of the target
-        trust_remote_code: run the code that a hub model brings along
+        trust_remote_code: run code of a hub model
     """
 
     common: ClassVar = ("file", "target", "num_rows", "max_length")

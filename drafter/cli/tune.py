@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateOptions:
-    """Which trees are measured.
+    """The candidate trees.
 
     Attributes:
         batch_sizes: numbers of rows to measure
@@ -46,9 +46,9 @@ class TuneOptions(Options, CandidateOptions, RunOptions):
         out: file to write (default: in the drafter's folder; under $DRAFTER_HOME for a drafter of the package)
         overwrite: replace a file of --out that `drafter tune` did not write
         prompts: calibration prompts: a file, hub data set or name; default: prompts that come with the package
-        num_prompts: at most so many calibration prompts
+        num_prompts: largest number of calibration prompts
         max_new_tokens: longest calibration answer in tokens
-        seconds: about how long the measurement may take
+        seconds: approximate duration of the measurement
     """
 
     sections: ClassVar = {"Where to run": RunOptions, "What to measure": CandidateOptions}

@@ -65,7 +65,7 @@ def pack_nodes(
 
     Drafted nodes are listed by depth; ``parent`` holds indices into the same list, or -1 for children of the root. A
     score is a cumulative log-probability, so no child scores above its parent; the sort is stable and parents stand
-    first, so that ties keep the parent too and what is kept is a tree. Nodes with score -inf become padding.
+    first, so that ties keep the parent too and the kept nodes are a tree. Nodes with score -inf become padding.
 
     Args:
         root_B: int64 [B].
@@ -192,7 +192,7 @@ def _paths(nodes: NodeList) -> Tensor:
 
     Two different paths have the same number about once in 2^64 pairs, which would cost a draft.
     """
-    own_BM = mix64(nodes.token_BM + 1)  # mix64 leaves 0 as it is
+    own_BM = mix64(nodes.token_BM + 1)  # mix64 maps 0 to 0
     levels = [own_BM[:, : nodes.level_sizes[0]]]
     above, start = 0, nodes.level_sizes[0]
     for size in nodes.level_sizes[1:]:

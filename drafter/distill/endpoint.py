@@ -48,7 +48,7 @@ class Endpoint:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The settings that determine the answers; the address is none of them."""
+        """The settings that determine the answers, without the address."""
         return {"endpoint_model": self.model}
 
     @property

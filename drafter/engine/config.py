@@ -1,4 +1,4 @@
-"""Settings of one engine, and options of one request. No torch here."""
+"""Settings of one engine, and options of one request. Imports no torch."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from drafter.utils.validate import check_ranges, within
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Options of one request. No option changes a token (with ``verify="rejection"``: the distribution of the tokens).
+    """Options of one request. No option changes a token (with ``verify="rejection"``: no distribution of tokens).
 
     Attributes:
-        speculate: False: no drafts, one token per target forward. A step of such requests only is plain decoding.
-        num_logprobs: return the log-probabilities of the tokens and of so many most likely tokens at each position;
-            None: return none.
+        speculate: False: no drafts, one token per target forward. A step of such requests alone is plain decoding.
+        num_logprobs: return the log-probabilities of the tokens and of this number of likeliest tokens at each
+            position; None: return none.
         want_tree: return the draft tree of every step.
     """
 
@@ -30,16 +30,17 @@ class EngineConfig(DraftOptions):
     """Settings of an engine, in addition to :class:`DraftOptions`.
 
     Attributes:
-        max_rows: B, rows that decode at the same time.
-        max_length: most tokens of prompt and answer together; None: as many as the prompts of a call need.
+        max_rows: B, largest number of rows that decode at the same time.
+        max_length: largest number of tokens of a prompt and its answer together; None: the need of the prompts of a
+            call.
         prefill_chunk: prompt tokens per forward.
         reuse_prefixes: copy the keys and values of a common prefix from another row of the cache.
         compile: compile the step (torch.compile); None: on CUDA only.
-        exact_attention: attention in float64. The sums then round alike wherever a token is in the cache: also in
-            bfloat16 the text equals, token for token, that of ``autoregressive`` in steps of as many nodes.
-        tuned: file of measured sizes that `drafter tune` wrote for this method (redrafter or hybrid): W, L and N follow
-            the number of running rows and the recent acceptance. None: the tree is the one that is set here.
-        max_drafted_rows: a step of more running rows is plain decoding (draft-model has no such limit); None: no limit.
+        exact_attention: compute attention in float64. The sums then do not depend on the slots of tokens, so a text in
+            bfloat16 also equals the text of ``autoregressive`` in steps of the same number of nodes, token for token.
+        tuned: file of `drafter tune` for this method (redrafter or hybrid). W, L and N then follow the number of
+            running rows and the recent acceptance. None: the tree of these settings.
+        max_drafted_rows: a step of more running rows is plain decoding, except for draft-model; None: no limit.
     """
 
     max_rows: int = within(8, low=1, high=1024)

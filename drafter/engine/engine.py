@@ -52,7 +52,7 @@ class Engine:
         sizer: chooses the tree of every step; None: the file ``config.tuned``, or the one tree of the settings.
 
     Raises:
-        ValueError: the method lacks what it needs, or the drafter belongs to another target.
+        ValueError: the method needs another model, or the drafter belongs to another target.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class Engine:
 
     @in_lockstep
     def reserve(self, num_slots: int) -> None:
-        """Allocate a cache of at least so many slots per row, unless there is one.
+        """Allocate a cache of at least ``num_slots`` slots per row, unless there is such a cache.
 
         Raises:
             ValueError: more than ``max_length`` allows, the cache is in use, or memory does not suffice.
@@ -288,7 +288,7 @@ class Engine:
         *,
         want_text: bool = True,
     ) -> Request:
-        """Queue a request; it starts at a step when a row is free.
+        """Queue a request, which starts at a step with a free row.
 
         Raises:
             ValueError: the prompt is empty, holds an unknown id, or leaves no room for an answer.
@@ -358,14 +358,14 @@ class Engine:
         for request in dropped:
             request.finish("abort")
         if len(dropped) == len(running):
-            self._scheduler.rows.clear()  # what their slots hold is in doubt
+            self._scheduler.rows.clear()  # the content of their slots is unknown
         self._is_arranged = True
         self._prefixes.clear()
         return dropped
 
     @in_lockstep
     def forget(self) -> None:
-        """Drop what drafting learned from earlier requests. No token changes. Call between requests."""
+        """Reset the state that drafting learned from earlier requests. No token changes. Call between requests."""
         if self._memory is not None:
             self._memory.clear()
         if self._sized is not None:
@@ -373,7 +373,7 @@ class Engine:
 
     @in_lockstep
     def limit_rows(self, num_rows: int) -> None:
-        """Run at most so many rows (never more than ``max_rows``). Running requests are not interrupted."""
+        """Limit the number of rows (at most ``max_rows``). Running requests are not interrupted."""
         self._scheduler.row_limit = max(1, min(num_rows, self.config.max_rows))
 
     # -- inside ----------------------------------------------------------------------------------------------------

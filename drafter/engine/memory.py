@@ -44,7 +44,7 @@ def available_bytes(device: torch.device) -> int | None:
     """Free memory in bytes; None: unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        # Memory that torch has reserved without using it is free as well.
+        # Memory that torch has reserved and does not use is free as well.
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
     try:
         for line in _MEMINFO.read_text().splitlines():
@@ -74,7 +74,7 @@ def check_fit(models: Sequence[Target], num_rows: int, num_slots: int, num_nodes
         num_rows, num_slots, num_nodes, max_depth: B, S, N, L.
 
     Raises:
-        ValueError: with what is needed and what there is.
+        ValueError: the memory is too small; the message has both numbers.
     """
     target = models[0]
     available = _available_to(target)

@@ -20,20 +20,20 @@ Quantization = Literal["none", "int8"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Which target runs, and where.
+    """The target, its number format and its device.
 
     Attributes:
         target: alias, hub id, folder or .gguf file of the language model
         dtype: number format of the models (default: auto, which is bfloat16 on CUDA and float32 elsewhere)
         device: auto, cpu, cuda or cuda:1
         compile: compile the steps with torch.compile (default: on CUDA only)
-        runtime: what runs the target's forward; auto: OpenVINO for bfloat16 on a CPU where OpenVINO is installed
-            and can run the target, else torch
+        runtime: runtime of the target's forward; auto: OpenVINO for bfloat16 on a CPU if OpenVINO is installed and can
+            run the target, else torch
         device_map: spread the target's layers over devices, main memory and disk: auto, or a YAML or JSON file with the
             device of every module (a number, cpu or disk)
         quantization: rounding of the target's weights after loading; int8: the text is the rounded target's
         revision: hub revision of the target
-        trust_remote_code: run the code that a hub model brings along
+        trust_remote_code: run code of a hub model
     """
 
     target: str
@@ -164,7 +164,7 @@ class DraftingOptions(DraftOptions, ParallelOptions):
 
 
 class Models(NamedTuple):
-    """What a command has loaded; ``drafter`` and ``draft_model`` only where the method may use them."""
+    """The loaded models of a command; ``drafter`` and ``draft_model`` are None if the method uses none."""
 
     target: "Target"
     drafter: "RecurrentDrafter | None"

@@ -1,4 +1,4 @@
-"""What the engine hands out: answers, the tokens of a step and, on request, log-probabilities and draft trees.
+"""Results of the engine: answers, the tokens of a step and, on request, log-probabilities and draft trees.
 
 Shapes: B rows · N tree nodes · L draft length (paths have L + 1 entries) · V vocabulary · R selected rows ·
 K listed tokens.
@@ -117,12 +117,12 @@ def read_logprobs(
     Args:
         logits_BNV: the target's logits at every node.
         accepted: the accepted paths.
-        emitted_BL: what the step emits, [B, L + 1].
+        emitted_BL: tokens that the step emits, [B, L + 1].
         rows: the rows asked for.
         num_top: K, how many of the likeliest tokens are listed.
 
     Returns:
-        For each row as many entries as the step emitted tokens for it.
+        For each row one entry for each emitted token.
     """
     row_R = torch.tensor(rows, device=logits_BNV.device)
     logprob_RLV = logits_BNV[row_R[:, None], accepted.path_BL[row_R]].float().log_softmax(dim=2)

@@ -59,7 +59,7 @@ class PrefixIndex:
         prompt = list(prompt_ids[:-2])
         best = SharedPrefix(-1, MIN_SHARED_TOKENS - 1)
         for row, held in self._held.items():
-            # Comparing up to a known length is one fast call; most rows are dismissed by it.
+            # A comparison up to a known length is one fast call, which rules out most rows.
             if held[: best.num_tokens + 1] == prompt[: best.num_tokens + 1]:
                 num_tokens = common_length(prompt, held)
                 if num_tokens > best.num_tokens:

@@ -14,7 +14,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass
 class Request:
-    """A prompt and what has been generated for it.
+    """A prompt and its generated tokens.
 
     Attributes:
         request_id: unique within an engine.

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
-_REPLACEMENT = "\ufffd"  # what a decoder makes of an unfinished UTF-8 character
+_REPLACEMENT = "\ufffd"  # a decoder's output for an unfinished UTF-8 character
 
 
 def check_prompts(prompts: object) -> None:
@@ -28,7 +28,7 @@ def check_prompts(prompts: object) -> None:
 
 
 def encode_prompt(target: "Target", prompt: Prompt, *, raw: bool) -> list[int]:
-    """Token ids of one user message, a conversation, token ids or, if ``raw``, text as it is.
+    """Token ids of one user message, a conversation, a list of token ids or, if ``raw``, raw text.
 
     Raises:
         ValueError: a list of anything but messages or token ids.
@@ -54,7 +54,7 @@ def encode_prompts(
 
 
 def _token_id(token: object) -> int:
-    """A token id as an int, whatever library's integer it is."""
+    """A token id as an int, from the integer of any library."""
     try:
         return index(token)  # type: ignore[arg-type]
     except TypeError as error:
@@ -70,7 +70,7 @@ class IncrementalText:
 
     Attributes:
         text: all text that is certain.
-        is_stopped: a stop string was found; ``text`` ends before it.
+        is_stopped: True after a stop string; ``text`` ends before the stop string.
         ends: for every token, where the text ended after it; a token in the middle of a character adds nothing, the one
             that completes it all of it.
     """
@@ -79,7 +79,7 @@ class IncrementalText:
         self._decode = decode
         self._stop = tuple(stop)
         self._token_ids: list[int] = []
-        self._window_start = 0  # tokens before it are done with
+        self._window_start = 0  # earlier tokens are finished
         self._window_end = 0  # tokens up to here are in the text
         self._seen = ""  # everything decoded
         self._num_given = 0
@@ -99,7 +99,7 @@ class IncrementalText:
         self._cut_at_stop()
 
     def finish(self) -> None:
-        """No more tokens come: an unfinished character is shown as the decoder shows it."""
+        """End the text; an unfinished character becomes the decoder's replacement character."""
         if not self.is_stopped:
             self._advance(is_last=True)
             self.ends[-1:] = [len(self._seen)] if self.ends else []

@@ -1,4 +1,4 @@
-"""What leaves the house beside our own folder: the published format, a script for transformers, the hub."""
+"""Further forms of an exported drafter: the published format, a script for transformers, a repository of the hub."""
 
 import shutil
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ class FormCheck(NamedTuple):
 
 
 def write_custom_generate(folder: Path) -> None:
-    """Add what ``model.generate(custom_generate=FOLDER)`` of transformers runs."""
+    """Add the script that ``model.generate(custom_generate=FOLDER)`` of transformers runs."""
     from drafter import __version__
 
     place = folder / "custom_generate"
@@ -104,7 +104,7 @@ def export_apple(drafter: "RecurrentDrafter", out: Path, *, target: "Target | No
 
 
 def check_apple(drafter: "RecurrentDrafter", folder: Path, target: "Target", prompts: Sequence[list[int]]) -> FormCheck:
-    """Read a published drafter back and set it beside ours: logits along the target's own answers, tokens per step."""
+    """Compare a published drafter with ours: logits along the target's own answers, and tokens per step."""
     from torch import nn
 
     from drafter.engine.config import EngineConfig
@@ -154,13 +154,14 @@ def push_to_hub(folder: Path, name: str, *, private: bool = True, api: Any = Non
     """Upload an exported folder to the hub; the address of its page.
 
     Args:
-        folder: what ``drafter export`` wrote.
+        folder: a folder of ``drafter export``.
         name: ``owner/name``, or a name under the owner who is logged in.
         private: only for repositories that do not exist yet.
-        api: an ``huggingface_hub.HfApi``, or something that stands in for it.
+        api: an ``huggingface_hub.HfApi`` or a stand-in.
 
     Raises:
-        ValueError: the hub refused; OSError: it could not be reached.
+        ValueError: the hub refused the upload.
+        OSError: the hub could not be reached.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError

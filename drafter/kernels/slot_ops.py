@@ -22,7 +22,7 @@ def write_slots(
         layer: of the stores.
         row_B1: rows of the stores, int64 [B, 1].
         slot_BT: int64 [B, T].
-        new_keys, new_values: what is written.
+        new_keys, new_values: the keys and values to write.
     """
     if torch.compiler.is_compiling():
         torch.ops.drafter.write_slots(keys, values, layer, row_B1, slot_BT, new_keys, new_values)

@@ -1,4 +1,4 @@
-"""The published checkpoint format: what Apple's ml-recurrent-drafter loads and TensorRT-LLM's converter reads.
+"""The published checkpoint format, which Apple's ml-recurrent-drafter and TensorRT-LLM's converter read.
 
 A folder with ``config.json`` (model_type ``recurrent_drafting_drafter``) and ``model.safetensors``::
 
@@ -37,12 +37,12 @@ def to_apple(
     """Our tensors under their published names, in the dtype of ``head.weight``.
 
     Args:
-        config: what the drafter is.
+        config: the drafter's config.
         tensors: its state dict.
         output_weight_VD: the target's output matrix; needed for a tied head.
 
     Raises:
-        ValueError: the drafter has what the format cannot say; the field is named.
+        ValueError: the format cannot express a field of the drafter; the message names the field.
     """
     _check_expressible(config)
     dtype = tensors["head.weight"].dtype
@@ -189,7 +189,7 @@ def _block_weight(tensors: Mapping[str, Tensor], block: int) -> Tensor:
 
 
 def _input_scale(config: DrafterConfig, device: torch.device) -> Tensor:
-    """What linear layers multiply their input with: hidden_scale on the h half, 1 on the s half, [E]."""
+    """Factors of the linear layers' input, [E]: hidden_scale on the h half, 1 on the s half."""
     scale_E = torch.ones(2 * config.hidden_size, device=device)
     scale_E[: config.hidden_size] = config.hidden_scale
     return scale_E

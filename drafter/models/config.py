@@ -1,4 +1,4 @@
-"""DrafterConfig: what a drafter is, as written to ``config.json`` beside its weights."""
+"""DrafterConfig: shape and target of a drafter, in ``config.json`` beside the weights."""
 
 import re
 import struct
@@ -12,7 +12,7 @@ Context = Literal["last", "fused", "history"]
 Head = Literal["full", "tied", "low-rank"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
-# Bounds of what a file may ask for, far above every model there is.
+# Limits of the sizes in a file, far above every known model.
 _RANGES = {
     "vocab_size": (2, 2**24),
     "hidden_size": (1, 2**18),
@@ -57,10 +57,10 @@ class DrafterConfig(PreTrainedConfig):
         num_res_blocks: residual blocks x + SiLU(linear(x)) between [h; s] and the head.
         block_rank: rank of the residual blocks' matrices (each a product of two narrow ones); None: full matrices.
         draft_vocab_size: R, or None for the whole vocabulary.
-        draft_length: the depth T it was trained to.
-        hidden_scale: constant on the h half of whatever a linear layer reads; brings it to rms 1.
-        embedding_scale: constant on e before the cell; brings it to rms 1. Both fold into the weights.
-        target_name: the target it was trained for, for messages and as a default.
+        draft_length: the depth of training.
+        hidden_scale: constant on the h half of a linear layer's input, which brings the half to rms 1.
+        embedding_scale: constant on e before the cell, which brings e to rms 1. Both fold into the weights.
+        target_name: name of the drafter's target, for messages and as a default.
         target_revision: its hub revision, if any.
         target_fingerprint: sample of the target's output matrix; empty = unchecked.
 

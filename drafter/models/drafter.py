@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class TargetLike(Protocol):
-    """What a drafter needs to know of its target."""
+    """The properties of a target that a drafter needs."""
 
     @property
     def name(self) -> str: ...
@@ -155,13 +155,13 @@ class RecurrentDrafter(PreTrainedModel):
         config: DrafterConfig | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Read an exported folder, or one of the hub, and check it whole before use.
+        """Read an exported folder or a folder of the hub, and check the whole folder before use.
 
         Args:
             name: the folder, or ``owner/name`` on the hub.
             dtype: type of the weights; None: as in the file.
             revision: hub revision.
-            config: what ``AutoModel`` has read of the same folder; the folder is read again, and checked.
+            config: the config that ``AutoModel`` has read from the folder; the folder is read again and checked.
             **kwargs: further arguments of ``AutoModel``, which change nothing here.
 
         Raises:
@@ -195,7 +195,7 @@ class RecurrentDrafter(PreTrainedModel):
         """Check that this is the drafter's target and, for a tied head, take its output rows.
 
         The rows [R, D] are one contiguous tensor in the drafter's dtype: reading them is what a drafting step costs.
-        Call it again after moving the drafter to another device or dtype.
+        Call this method again after a move of the drafter to another device or dtype.
 
         Raises:
             ValueError: another target than the one the drafter was trained for; both are named.
@@ -302,7 +302,7 @@ class RecurrentDrafter(PreTrainedModel):
         return torch.stack(states, dim=-2)
 
     def fuse(self, context_XC: Tensor) -> Tensor:
-        """What the head reads of the context: [..., C] -> [..., D].
+        """The part of the context that the head reads: [..., C] -> [..., D].
 
         The last of several layers is the target's final hidden state, which the target has normalised. The residual
         streams of the others grow from layer to layer: each is brought to the rms of a final hidden state.
@@ -317,7 +317,7 @@ class RecurrentDrafter(PreTrainedModel):
         return self.fuse_context(context_XC.to(self.compute_dtype))
 
     def features(self, hidden_XD: Tensor, state_XD: Tensor) -> Tensor:
-        """What the output rows are multiplied with: fused contexts [..., D], states [..., Z] -> [..., F].
+        """Factors of the output rows: fused contexts [..., D], states [..., Z] -> [..., F].
 
         F is D for a tied head (after the projection), the rank for a low-rank one, 2D for a full one, whose own rows
         are ``head.weight``.
@@ -363,7 +363,7 @@ class RecurrentDrafter(PreTrainedModel):
         return {name: sum(p.numel() for p in part.parameters()) for name, part in self.named_children()}
 
     def _scaled(self, x_XE: Tensor) -> Tensor:
-        """The stream as linear layers read it: its h half times ``hidden_scale``."""
+        """The stream for linear layers, with the h half times ``hidden_scale``."""
         scale = self.config.hidden_scale
         if scale == 1.0:
             return x_XE

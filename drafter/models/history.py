@@ -1,4 +1,4 @@
-"""What a drafter remembers of the committed text: a gated recurrence with one step for each token.
+"""Memory of the committed text: a gated recurrence with one step for each token.
 
     m_t = (1 - z_t) m_{t-1} + z_t n_t        z_t = sigmoid(W_z x_t + b),  n_t = W_n x_t,  x_t = [h_t; e_t]
 

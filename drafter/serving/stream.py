@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting\n\n"  # a comment, which clients skip; proxies keep the connection open
 OUTCOME = "drafter.outcome"  # key of the ASGI scope under which a response records how the request ended
-CLOSED_BY_CLIENT = 499  # no standard status: nobody is there to read it
+CLOSED_BY_CLIENT = 499  # no standard status; the client has left and reads none
 
 
 def event(chunk: dict[str, Any]) -> bytes:

@@ -71,7 +71,7 @@ def check_output_folder(out: Path, *, mark: str, files: Sequence[str], what: str
         out: the folder.
         mark: text that the ``config.json`` of an earlier output holds.
         files: patterns of the names that an output may hold.
-        what: an earlier output, for the message.
+        what: name of an earlier output, for the message.
 
     Raises:
         ValueError: the folder is in use.
@@ -101,7 +101,7 @@ def _is_recorded(out: Path) -> bool:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write `text` (UTF-8) so that `path` holds either all of it or what it held before; OSError when it cannot."""
+    """Write `text` (UTF-8); `path` holds the whole text, or its earlier content after an error (OSError)."""
     if is_stream(path):
         append(path, text)
         return
@@ -151,7 +151,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def recover(path: Path) -> None:
-    """Finish the folder swap of a process that was killed within it, and remove what killed writers left behind."""
+    """Finish the folder swap of a killed process, and remove the temporary files of killed writers."""
     place = path.resolve()
     name = re.compile(rf"\.{re.escape(place.name)}\.[^.]+\.tmp")
     try:
@@ -174,7 +174,7 @@ def _clear(hidden: Path, place: Path) -> None:
                 # The old version goes aside only when the new one is whole.
                 (hidden / (_NEW if (hidden / _NEW).exists() else _OLD)).rename(place)
             if (hidden / _OLD).exists():
-                (hidden / _OLD).rename(hidden / _GONE)  # half removed, it must not come back
+                (hidden / _OLD).rename(hidden / _GONE)  # a half removed folder must not return
         shutil.rmtree(hidden, ignore_errors=True)
     else:
         hidden.unlink(missing_ok=True)
@@ -197,7 +197,7 @@ def _hidden_folder(place: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked(folder: Path, *, wait: bool = False) -> Iterator[bool | None]:
-    """Whether this process has the folder for itself, until its end; None where the file system knows no locks."""
+    """True if this process holds the lock of the folder until its end; None on a file system without locks."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:

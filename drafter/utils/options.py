@@ -222,7 +222,7 @@ def options_from(kind: type[AnyOptions], values: Mapping[str, Any], where: str) 
 
 
 def help_of(kind: type[Options], command: str) -> str:
-    """The help: what the command does, the common options, then the sections."""
+    """The help: a description of the command, the common options, then the sections."""
     width = min(max(shutil.get_terminal_size((100, 40)).columns, 60), 120)
     options = options_of(kind)
     needed = [option.name.upper() for option in options.values() if option.name == kind.positional]

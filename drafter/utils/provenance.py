@@ -1,4 +1,4 @@
-"""What made an output: a `run.json` beside everything that a command writes, so that it can be made again.
+"""Origin of an output: a `run.json` beside every output of a command, so that the output can be reproduced.
 
 Nothing here imports torch: versions come from package metadata, the GPU's name only when torch is loaded already.
 """
@@ -25,7 +25,7 @@ def run_record(
 ) -> dict[str, Any]:
     """Command line, settings, seed, versions, git revision (of a source checkout), machine and date (UTC).
 
-    `settings`: what the command line does not say, such as figures measured on the way. Values of flags that look like
+    `settings`: further values, such as figures measured during the run. Values of flags that look like
     secrets are left out.
     """
     return {
@@ -116,7 +116,7 @@ def _machine() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor's name as its maker writes it; empty where the system does not say."""
+    """Name of the processor; empty if the system does not report a name."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):

@@ -172,5 +172,5 @@ def test_distill_then_inspect(target: str, tmp_path: Path, capsys: pytest.Captur
     good.write_text('{"prompt": "hi", "response": "hello"}\n')
     assert main(["data", "inspect", str(good), "--target", target]) == 0
     assert "⟦hello<|im_end|>⟧" in capsys.readouterr().out
-    fails(["distill", "--out", str(out)], capsys, "Give --target, or --endpoint with --model")
+    fails(["distill", "--out", str(out)], capsys, "give --target, or --endpoint with --model")
     fails(["distill", "--out", str(out), "--endpoint", "http://h:1"], capsys, "--endpoint needs --model")

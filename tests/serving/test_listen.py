@@ -124,7 +124,7 @@ def test_reachable_without_a_key_is_warned_of(caplog: pytest.LogCaptureFixture) 
     timer.start()
     with socket, caplog.at_level("INFO", "drafter.serving"):
         assert listen(socket, tiny_engine(), ServeOptions(target=MODEL)) == 0
-    assert "anybody who reaches 0.0.0.0" in caplog.text
+    assert "every client that reaches 0.0.0.0" in caplog.text
 
 
 def test_nobody_connects_to_a_server_whose_engine_cannot_make_a_token() -> None:
