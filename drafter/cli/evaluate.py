@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from drafter.engine.options import DraftingOptions, ParallelOptions, load_models
 from drafter.utils.options import Options
+from drafter.utils.validate import within
 
 if TYPE_CHECKING:
     from drafter.bench.acceptance import Acceptance, Served
@@ -33,9 +34,9 @@ class AskedOptions:
     """
 
     prompts: str
-    num_prompts: int | None = None
-    max_new_tokens: int = 128
-    temperature: float = 0.0
+    num_prompts: int | None = within(None, low=1)
+    max_new_tokens: int = within(128, low=1)
+    temperature: float = within(0.0, low=0.0)
     seed: int = 0
     raw: bool = False
 
@@ -52,7 +53,7 @@ class ServedOptions:
 
     url: str | None = None
     model: str | None = None
-    concurrency: int = 1
+    concurrency: int = within(1, low=1)
 
 
 @dataclass(frozen=True, kw_only=True)
