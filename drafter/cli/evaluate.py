@@ -79,10 +79,6 @@ class EvaluateOptions(Options, AskedOptions, ServedOptions, DraftingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_prompts", "max_new_tokens", "concurrency"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {value} but must be at least 1")
         if self.tensor_parallel > 1:
             raise ValueError(f"--tensor-parallel {self.tensor_parallel}: evaluate runs in one process, leave it out")
 

@@ -188,7 +188,7 @@ def test_offline_alone_and_mistakes(files: Path, tmp_path: Path, capsys) -> None
     for more, message in (
         (["--url", "localhost:1"], "--url 'localhost:1' must be an http or https address"),
         (["--url", "http://127.0.0.1:9"], "--url http://127.0.0.1:9: the server does not answer"),
-        (["--concurrency", "0"], "--concurrency is 0 but must be at least 1"),
+        (["--concurrency", "0"], "--concurrency is 0 but must be an integer of at least 1"),
     ):
         assert main([*words, *more]) == 2
         assert message in capsys.readouterr().err
