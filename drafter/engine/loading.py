@@ -1,15 +1,13 @@
 """Loads targets and drafters by name."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from drafter.utils.io import first_line, recover
 
 if TYPE_CHECKING:
     from drafter.models.drafter import RecurrentDrafter
     from drafter.targets.target import Target
-
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def load_target(

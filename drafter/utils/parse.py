@@ -45,10 +45,9 @@ def parse_json(data: bytes, where: str, *, only_depth: bool = False) -> Any:
         where: for messages: the file, or the file and the line.
         only_depth: numbers may be of any size, as in rows of data, where most of them are never read.
     """
+    text = _text_of(data, where)
     try:
-        found = json.loads(data.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}): convert the file") from error
+        found = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: broken JSON ({error.msg}, column {error.colno})") from error
     except RecursionError as error:
@@ -62,12 +61,14 @@ def parse_json(data: bytes, where: str, *, only_depth: bool = False) -> Any:
 
 def read_yaml(path: Path) -> Any:
     """The value of a YAML file; errors as of :func:`read_json`, and for aliases that repeat more than the limits."""
-    data = _read_bytes(path, MAX_YAML_BYTES)
+    return parse_yaml(_text_of(_read_bytes(path, MAX_YAML_BYTES), str(path)), str(path))
+
+
+def _text_of(data: bytes, where: str) -> str:
     try:
-        text = data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 ({error.reason} at byte {error.start}): convert the file") from error
-    return parse_yaml(text, str(path))
+        raise ValueError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}): convert the file") from error
 
 
 def parse_yaml(text: str, where: str) -> Any:
