@@ -74,8 +74,8 @@ def choose(
     if tuned is not None and tuned != NO_FILE:
         return _measured(Path(tuned), method, fields)
     was_passed_over = False
-    # Sizes are measured on one device.
-    if tuned is None and not target.is_spread and drafter is not None and is_size_open:
+    # Sizes are measured with plain weights on one device.
+    if tuned is None and target.is_plain and drafter is not None and is_size_open:
         path = tuned_path(drafter.name_or_path) if drafter.name_or_path else None
         if path is not None and path.is_file() and method in (None, *SIZED_METHODS):
             misfit = _misfit(path, target, drafter, method, fields.get("compile"))

@@ -76,7 +76,9 @@ class Engine:
         self.lockstep.open(
             config, has_drafter=drafter is not None, has_draft_model=draft_model is not None, is_own=is_own
         )
-        is_on = is_compiled(config.compile, target.device) and not target.is_spread
+        if config.compile and not target.is_plain:
+            raise ValueError(f"--compile needs plain weights on one device: leave it out for {target.name!r}")
+        is_on = is_compiled(config.compile, target.device) and target.is_plain
         self.compiler = compiler = Compiler(target.device, is_on=is_on)
         self._sized: SizedProposers | None = None
         self._memory = new_memory(target, drafter) if self.config.method in LEARNING_METHODS else None

@@ -39,6 +39,7 @@ from drafter.targets.device_map import layer_devices, load_mapped
 from drafter.targets.masks import chunk_mask, slot_positions, tree_mask
 from drafter.targets.openvino_runtime import OpenVINORuntime
 from drafter.targets.parallel import Ranks, join, load_parallel
+from drafter.targets.quantized import dense_weight, has_plain_weights, reading_of
 from drafter.targets.sharding import load_sharded
 from drafter.utils.io import first_line
 
@@ -138,11 +139,11 @@ class Target:
         self.revision = revision
         config = model.config.get_text_config(decoder=True)
         output: Any = model.get_output_embeddings()
-        self.output_weight_VD: Tensor = output.weight.detach()
+        embedding: Any = model.get_input_embeddings()
+        self.embedding_weight_VD: Tensor = dense_weight(embedding, config.hidden_size)
+        self.output_weight_VD: Tensor = dense_weight(output, self.embedding_weight_VD.shape[1])
         bias = getattr(output, "bias", None)
         self.output_bias_V: Tensor | None = None if bias is None else bias.detach()
-        embedding: Any = model.get_input_embeddings()
-        self.embedding_weight_VD: Tensor = embedding.weight.detach()
         self.vocab_size, self.hidden_size = self.output_weight_VD.shape
         self.num_layers = int(config.num_hidden_layers)
         self.num_parameters = count_parameters(model)
@@ -208,16 +209,21 @@ class Target:
         place = resolve(name)
         shared: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         try:
+            scheme, arguments = reading_of(place, shared)
+            if scheme and (num_ranks > 1 or device_map is not None or quantization != "none"):
+                spread = "--device-map" if device_map is not None else "--tensor-parallel"
+                flag = spread if quantization == "none" else f"--quantization {quantization}"
+                raise ValueError(f"{flag} takes plain weights, and its weights are quantised already ({scheme})")
             if num_shards > 1:
                 model: Any = load_sharded(
-                    lambda: _load_model(place, torch_dtype, shared), num_shards, torch_device, name
+                    lambda: _load_model(place, torch_dtype, shared | arguments), num_shards, torch_device, name
                 )
             elif device_map is not None:
                 model = load_mapped(place, torch_dtype, shared, device_map, torch_device)
             elif num_ranks > 1:
                 model = load_parallel(place, torch_dtype, shared, num_ranks)
             else:
-                model = _load_model(place, torch_dtype, shared)
+                model = _load_model(place, torch_dtype, shared | arguments)
             tokenizer = AutoTokenizer.from_pretrained(place, **shared) if _has_tokenizer(place) else None
         except Exception as error:
             # Transformers reads the folder: damaged files raise errors of any type there.
@@ -225,7 +231,11 @@ class Target:
             what = "a weight file is damaged" if kind == "SafetensorError" else f"cannot be loaded {kind}".strip()
             raise ValueError(f"--target {name!r} {what}: {first_line(error)}") from error
         if device_map is None:
-            model = model.to(torch_device)
+            # What was turned into plain numbers has the dtype of its scales.
+            model = model.to(torch_device, torch_dtype if scheme and has_plain_weights(model) else None)
+        is_whole = is_whole and has_plain_weights(model)
+        if runtime == "openvino" and not is_whole:
+            raise ValueError(f"--runtime openvino runs plain weights of one process; use --runtime torch for {name!r}")
         fingerprint = fingerprint_of(model.get_output_embeddings().weight) if quantization != "none" else ""
         if fingerprint and not round_linears(model):
             raise ValueError(f"--quantization {quantization} rounds linear layers, and target {name!r} has none")
@@ -234,6 +244,8 @@ class Target:
             target = cls(model, tokenizer, name=name, revision=revision)
             if fingerprint:
                 target.quantization, target.fingerprint = quantization, f"{fingerprint}-{quantization}"
+            elif scheme:
+                target.quantization, target.fingerprint = scheme, f"{target.fingerprint}-{scheme}"
             return target
 
         if is_whole and (runtime == "openvino" or (runtime == "auto" and pack and _suits_openvino(model))):
@@ -263,9 +275,9 @@ class Target:
         return cls(model, tokenizer, name=name or getattr(model, "name_or_path", "") or type(model).__name__)
 
     @property
-    def is_spread(self) -> bool:
-        """Whether parts of the weights lie elsewhere: such a target is neither packed nor compiled."""
-        return self.ranks is not None or bool(self.layer_devices)
+    def is_plain(self) -> bool:
+        """Whether all weights are plain numbers on this device: others are neither packed nor compiled."""
+        return self.ranks is None and not self.layer_devices and has_plain_weights(self.model)
 
     @property
     def runtime_name(self) -> str:

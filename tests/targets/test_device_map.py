@@ -52,7 +52,7 @@ def test_layers_on_disk_give_the_same_tokens(folder: Path, tmp_path: Path) -> No
     layers: Any = target.model.model.layers
     assert {weight.device.type for weight in layers[1].parameters()} == {"meta"}, "read for each forward"
     assert {weight.device.type for weight in layers[0].parameters()} == {"cpu"}
-    assert not target.is_packed and target.is_spread
+    assert not target.is_packed and not target.is_plain
     assert tokens_of(target) == oracle(shared_target(), _ASKED)
 
 

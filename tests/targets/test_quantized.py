@@ -1,0 +1,150 @@
+"""Checkpoints that come quantised: the drafted text is the text of the numbers that the checkpoint stands for."""
+
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from drafter.cli.main import main
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.engine.options import RunOptions
+from drafter.targets.quantized import dense_weight
+from drafter.targets.target import Target
+from tests.data.tiny import write_jsonl
+from tests.engine.drafters import shared_target, trained_drafter
+from tests.engine.oracle import answer, oracle, requests
+from tests.targets.quantized import save_quantized
+from tests.tiny_files import make_target
+
+_ASKED = requests(5, seed=4)
+_TREE: dict[str, Any] = {"beam_width": 4, "draft_length": 3, "tree_size": 8, "max_rows": 2}
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")
+
+
+_PLAIN = [pytest.param("fp8"), pytest.param("compressed-tensors", marks=needs("compressed_tensors"))]
+_ALL = [*_PLAIN, pytest.param("torchao", marks=needs("torchao"))]
+
+
+def save(folder: Path, scheme: str) -> Target | None:
+    """Write the shared target in a scheme; the target of the numbers that the file stands for, if they are plain."""
+    model = shared_target().model
+    if scheme == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig
+        from transformers import AutoModelForCausalLM, TorchAoConfig
+
+        model.save_pretrained(folder / "plain")
+        config = TorchAoConfig(Int8WeightOnlyConfig())
+        AutoModelForCausalLM.from_pretrained(folder / "plain", quantization_config=config).save_pretrained(folder)
+        shutil.rmtree(folder / "plain")
+        return None
+    meant = save_quantized(model, folder, scheme)
+    twin = type(model)(model.config)
+    twin.load_state_dict(meant)
+    return Target.from_model(twin)
+
+
+def drafted(target: Target, method: Any) -> list[list[int]]:
+    drafter = trained_drafter().bind(target) if method == "hybrid" else None
+    engine = Engine(target, drafter, EngineConfig(method=method, **_TREE))
+    return [list(completion.token_ids) for completion in answer(engine, _ASKED)]
+
+
+@pytest.mark.parametrize("scheme", _ALL)
+def test_drafted_text_is_the_text_of_the_quantised_target(
+    scheme: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    twin = save(tmp_path, scheme)
+    target = Target.load(str(tmp_path), device="cpu", dtype="float32")
+    assert target.fingerprint == f"{shared_target().fingerprint}-{scheme.replace('-', '')}"
+    wanted = oracle(target, _ASKED)
+    token_BT = torch.arange(3, 40)[None]
+    states_BTD = [each.forward(token_BT).hidden_BTD for each in (target, shared_target())]
+    assert not torch.allclose(*states_BTD, atol=1e-3), "quantisation changes the numbers"
+    assert twin is None or wanted == oracle(twin, _ASKED)
+    assert target.is_plain == (twin is not None) and not (target.is_packed and twin is None)
+    caplog.clear()
+    assert drafted(target, "hybrid") == drafted(target, "recycling") == wanted
+    assert "rounded otherwise" in caplog.text, "the drafter is of the plain target"
+
+
+@pytest.mark.parametrize("scheme", _PLAIN)
+def test_plain_numbers_have_the_wanted_dtype(scheme: str, tmp_path: Path) -> None:
+    save(tmp_path, scheme)
+    target = Target.load(str(tmp_path), device="cpu", dtype="bfloat16", pack=False)
+    assert {weight.dtype for weight in target.model.parameters()} == {torch.bfloat16}
+    assert len(drafted(target, "recycling")) == len(_ASKED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", _ALL)
+def test_train_and_export(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step on the hidden states of the quantised target; the exported drafter decodes."""
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    place = Path(make_target(tmp_path))
+    model = Target.load(str(place), device="cpu", pack=False).model
+    shutil.copytree(place, "target")
+    if scheme == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig
+        from transformers import AutoModelForCausalLM, TorchAoConfig
+
+        config = TorchAoConfig(Int8WeightOnlyConfig())
+        AutoModelForCausalLM.from_pretrained(place, quantization_config=config).save_pretrained("target")
+    else:
+        save_quantized(model, Path("target"), scheme)
+    words = {"role": "assistant", "content": "one two three four"}
+    rows = [{"messages": [{"role": "user", "content": f"hello {index}"}, words]} for index in range(8)]
+    write_jsonl(tmp_path / "data.jsonl", rows)
+    flags = (
+        "--model.target target --data.train data.jsonl --data.val 0.2 --trainer.accelerator cpu --trainer.max_steps 1 "
+        "--trainer.default_root_dir run --trainer.enable_progress_bar false --trainer.num_sanity_val_steps 0"
+    )
+    assert main(["train", *flags.split()]) == 0
+    assert main(["export", "run/checkpoints/last.ckpt", "--out", "drafter"]) == 0
+    asked = "decode --target target --drafter drafter --prompt hello --max-new-tokens 8 --out answers.jsonl"
+    assert main(asked.split()) == 0
+
+
+@pytest.mark.parametrize(("scheme", "reason"), [("gptq", "optimum|gptqmodel"), ("awq", "gptqmodel")])
+def test_what_this_machine_cannot_run_is_refused_with_the_reason(scheme: str, reason: str, tmp_path: Path) -> None:
+    if find_spec("gptqmodel") is not None:
+        pytest.skip("gptqmodel is installed")
+    save_quantized(shared_target().model, tmp_path, scheme)
+    with pytest.raises(ValueError, match=f"cannot be loaded.*({reason})"):
+        Target.load(str(tmp_path), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"quantization": "int8"}, "--quantization int8"),
+        ({"device_map": "auto"}, "--device-map"),
+    ],
+)
+def test_options_that_need_plain_checkpoints(more: dict[str, Any], message: str, tmp_path: Path) -> None:
+    save_quantized(shared_target().model, tmp_path, "fp8")
+    with pytest.raises(ValueError, match=f"{message}.*quantised already \\(fp8\\)"):
+        RunOptions(target=str(tmp_path), device="cpu", **more).load()
+
+
+def test_weights_that_can_only_be_asked_for_products() -> None:
+    class Hidden(nn.Module):
+        def __init__(self, linear: nn.Linear) -> None:
+            super().__init__()
+            self.register_buffer("stored", linear.weight.detach().double())
+            self.bias = linear.bias
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.stored.float(), self.bias)
+
+    linear = nn.Linear(5, 7)
+    assert torch.allclose(dense_weight(Hidden(linear), 5), linear.weight)
+    assert dense_weight(linear, 5).data_ptr() == linear.weight.data_ptr()
