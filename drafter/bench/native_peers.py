@@ -194,8 +194,9 @@ class _Worker:
         self._label = label
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # lives as long
         command = [sys.executable, "-P", peer_worker.__file__, json.dumps(settings)]
-        # `drafter` sets this variable for its own threads; the variable halves the speed of llama.cpp.
-        environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+        # `drafter` sets these variables for its own threads; sleeping threads halve the speed of llama.cpp.
+        ours = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+        environment = {name: value for name, value in os.environ.items() if name not in ours}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, encoding="utf-8",
             env=environment,

@@ -20,7 +20,7 @@ from drafter.training import wandb_logging
 from drafter.training.callbacks import SaveWhenStopped, ShortProgressBar, WholeCheckpointIO
 from drafter.training.checkpoint import check_resumable, export_checkpoint
 from drafter.training.module import DrafterModule
-from drafter.utils.io import first_line
+from drafter.utils.io import first_line, recover
 from drafter.utils.options import parse_error
 from drafter.utils.parse import MAX_DEPTH, parse_yaml, read_yaml
 
@@ -130,7 +130,10 @@ def main_train(args: Sequence[str]) -> int:
     finally:
         sys.argv = argv
     trainer: Any = cli.trainer
-    ckpt_path = _resume_path(cli.config.ckpt_path, str(trainer.checkpoint_callback.dirpath))
+    checkpoints = str(trainer.checkpoint_callback.dirpath)
+    for name in ("best.ckpt", "last.ckpt"):
+        recover(Path(checkpoints, name))  # of a killed run; this run may never write the file again
+    ckpt_path = _resume_path(cli.config.ckpt_path, checkpoints)
     exit_code = 1
     try:
         trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path, weights_only=True)

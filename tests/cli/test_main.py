@@ -229,17 +229,24 @@ def test_help_without_an_output() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("given", [None, "ACTIVE"])
-def test_idle_threads_sleep_where_openvino_is_installed(monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
+    ids=["nothing", "a count", "a policy"],
+)
+def test_idle_threads_sleep_soon_where_openvino_is_installed(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: str | None
+) -> None:
     """Unless the user says otherwise, and unless torch has read the variable already."""
     monkeypatch.setattr(cli, "find_spec", lambda name: name == "openvino")
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    if given is not None:
-        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setitem(sys.modules, "torch", sys)
     cli._let_threads_sleep()
-    assert os.environ.get("OMP_WAIT_POLICY") == given
+    assert os.environ.get("GOMP_SPINCOUNT") == given.get("GOMP_SPINCOUNT")
     monkeypatch.delitem(sys.modules, "torch")
     cli._let_threads_sleep()
-    assert os.environ["OMP_WAIT_POLICY"] == (given or "PASSIVE")
-    monkeypatch.delenv("OMP_WAIT_POLICY")
+    assert os.environ.get("GOMP_SPINCOUNT") == expected
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)

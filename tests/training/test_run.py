@@ -187,8 +187,11 @@ def test_max_time_is_for_each_start(place: Path, trained_epochs: Path, monkeypat
 def test_the_steps_behind_the_last_validation_are_saved_too(place: Path) -> None:
     run = place / "uneven"  # validated after step 4
     assert main_train(words(place, run, "--trainer.max_steps", "6")) == 0
+    for name in ("best", "last"):  # of a killed writer
+        (run / "checkpoints" / f".{name}.ckpt.killed.tmp").touch()
     assert read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"] == 6
     assert main_train(words(place, run, "--ckpt_path", "last")) == 0
+    assert not list((run / "checkpoints").glob(".*"))
     assert read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"] == NUM_STEPS
 
 
