@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -187,12 +188,19 @@ def test_max_time_is_for_each_start(place: Path, trained_epochs: Path, monkeypat
 def test_the_steps_behind_the_last_validation_are_saved_too(place: Path) -> None:
     run = place / "uneven"  # validated after step 4
     assert main_train(words(place, run, "--trainer.max_steps", "6")) == 0
-    for name in ("best", "last"):  # of a killed writer
-        (run / "checkpoints" / f".{name}.ckpt.killed.tmp").touch()
     assert read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"] == 6
     assert main_train(words(place, run, "--ckpt_path", "last")) == 0
-    assert not list((run / "checkpoints").glob(".*"))
     assert read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"] == NUM_STEPS
+
+
+def test_a_new_start_removes_the_files_of_a_killed_writer(place: Path, trained: Path, tmp_path: Path) -> None:
+    """This start has nothing left to train, and writes no checkpoint."""
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    for name in ("best", "last"):
+        (run / "checkpoints" / f".{name}.ckpt.killed.tmp").touch()
+    assert main_train(words(place, run, "--ckpt_path", "last")) == 0
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt"]
 
 
 def test_a_validation_without_a_new_best_is_saved_after_as_well(place: Path, monkeypatch) -> None:
