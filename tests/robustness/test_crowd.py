@@ -1,4 +1,4 @@
-"""Many clients at once for a while: every answer right, no row lost, no memory kept, a drafter replaced meanwhile."""
+"""Many clients at once for a while: every answer right, no row lost, no memory kept."""
 
 import asyncio
 import gc
