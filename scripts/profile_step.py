@@ -9,6 +9,7 @@ Prints a table of medians and minima, and appends one line to a results file:
 
 import argparse
 import json
+import os
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -110,7 +111,8 @@ def main() -> None:
     for part, value in found["median_ms"].items():
         print(f"{part:12}{value:12.2f}{found['min_ms'][part]:12.2f}")
     settings = {key: value for key, value in vars(args).items() if key not in ("output", "ops")}
-    record = run_record(settings={**settings, "threads": torch.get_num_threads()})
+    spin_count = os.environ.get("GOMP_SPINCOUNT")
+    record = run_record(settings={**settings, "threads": torch.get_num_threads(), "spin_count": spin_count})
     with args.output.open("a", encoding="utf-8") as file:
         file.write(json.dumps({**found, **record}) + "\n")
     if args.ops:
