@@ -49,4 +49,6 @@ def test_every_command_and_flag_that_is_named_exists(text: str) -> None:
     foreign = {"--build-arg", "--gpus", "--rm", "--time", "--start-period", "--timeout", "--no-cache-dir", "--from"}
     foreign |= {"--uid", "--create-home", "--system", "--home-dir", "--now", "--config", "--out", "--url", "--help"}
     foreign |= {"--batch-sizes", "--print_config"}  # of drafter tune, and of every command
+    foreign |= {"--prompts", "--num-prompts", "--concurrency"}  # of drafter evaluate
+    foreign |= {"--per-request-spec-decode-metrics"}  # of vLLM
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", text)) <= flags | foreign
