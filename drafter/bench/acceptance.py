@@ -2,8 +2,8 @@
 
 import http.client
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -207,7 +207,7 @@ def steps_of(is_drafted: Iterable[bool]) -> list[int]:
     return [*steps, run] if run else steps
 
 
-def read_counters(client: Client) -> Counter[str] | None:
+def read_counters(client: Client) -> Mapping[str, float] | None:
     """vLLM's counters of /metrics, summed over its engines; None for another server."""
     try:
         text = client.get(f"{client.root}/metrics")
@@ -215,18 +215,20 @@ def read_counters(client: Client) -> Counter[str] | None:
         return None
     if "vllm:" not in text:
         return None
-    found: Counter[str] = Counter()
+    found: defaultdict[str, float] = defaultdict(float)
     for name, labels, value in re.findall(r"^(vllm:\w+)(?:\{(.*)\})? ([0-9.eE+-]+)$", text, flags=re.MULTILINE):
         position = re.search(r'position="(\d+)"', labels)
-        found[name + (f"/{position[1]}" if position else "")] += float(value)  # type: ignore[assignment]
+        found[name + (f"/{position[1]}" if position else "")] += float(value)
     return found
 
 
-def _difference(before: Counter[str] | None, after: Counter[str] | None, num_answers: int) -> Acceptance | None:
+def _difference(
+    before: Mapping[str, float] | None, after: Mapping[str, float] | None, num_answers: int
+) -> Acceptance | None:
     """Counts of a category; without drafts, every token was a step of its own."""
     if before is None or after is None:
         return None
-    grown = {name: round(after[name] - before[name]) for name in after}
+    grown = {name: round(after[name] - before.get(name, 0)) for name in after}
     num_drafts = grown.get(f"{_VLLM}num_drafts_total", 0)
     if not num_drafts:
         return Acceptance(num_answers, grown.get("vllm:generation_tokens_total", 0), 0, [])

@@ -262,9 +262,8 @@ class Runner:
     def warm_up(self, proposer: Proposer, num_rows: int) -> None:
         """Run steps without an active row, at the smallest and largest number of visible slots, for the compiler."""
         is_static = self._compiler.has_static_shapes
-        lengths = (
-            (0, 0, 0) if is_static else (0, _SLOT_BUCKET, self.num_slots)
-        )  # the last of three steps records the CUDA graph
+        # The last of three steps records the CUDA graph.
+        lengths = (0, 0, 0) if is_static else (0, _SLOT_BUCKET, self.num_slots)
         for length in dict.fromkeys(lengths) if not is_static else lengths:
             self.step(proposer, [False] * num_rows, length)
 

@@ -140,7 +140,7 @@ class BeamProposer(Proposer):
             beam_BW = best_BW // width
             token_BW = self._token_R[index_BWK.flatten(1).gather(1, best_BW)]
             state_BWD = state_BWD.gather(1, beam_BW[:, :, None].expand(-1, -1, state_BWD.shape[2]))
-            if matches is not None:
+            if matches is not None and step + 1 < self.max_depth:
                 matches = matches.follow(beam_BW, token_BW)
             tokens.append(token_BW)
             parents.append(beam_BW + (step - 1) * width if step else torch.full_like(beam_BW, -1))

@@ -28,7 +28,8 @@ class DraftOptions:
         tree_policy: ``all-nodes`` keeps the N-1 likeliest nodes of all drafting steps; ``final-beams`` is the published
             policy, the W final beams with shared prefixes merged (N is then 1 + W * L)
         coupled: rank drafts by the noise of sampling, which decides the target's next picks
-        copying: mix the drafter's distribution with the token that followed the same tokens earlier in the text
+        copying: with ``redrafter``, mix the drafter's distribution with the token that followed the same tokens
+            earlier in the text
         tau: softness of the ranking: children are ranked by (log q / temperature + noise_weight * noise) / tau
         noise_weight: weight of the noise in the ranking. The drafter's q is flatter than the target's p, whose scale
             the noise has

@@ -213,7 +213,9 @@ class Target:
             if scheme and (num_ranks > 1 or device_map is not None or quantization != "none"):
                 spread = "--device-map" if device_map is not None else "--tensor-parallel"
                 flag = spread if quantization == "none" else f"--quantization {quantization}"
-                raise ValueError(f"{flag} takes plain weights, and its weights are quantised already ({scheme})")
+                raise ValueError(
+                    f"{flag} takes plain weights, and the checkpoint's weights are quantised already ({scheme})"
+                )
             if num_shards > 1:
                 model: Any = load_sharded(
                     lambda: _load_model(place, torch_dtype, shared | arguments), num_shards, torch_device, name
@@ -225,6 +227,8 @@ class Target:
             else:
                 model = _load_model(place, torch_dtype, shared | arguments)
             tokenizer = AutoTokenizer.from_pretrained(place, **shared) if _has_tokenizer(place) else None
+        except AssertionError:
+            raise  # a mistake of this package
         except Exception as error:
             # Transformers reads the folder: damaged files raise errors of any type there.
             kind = "" if isinstance(error, OSError | ValueError | RuntimeError | ImportError) else type(error).__name__
