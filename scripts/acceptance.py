@@ -41,7 +41,7 @@ class Answer(NamedTuple):
 
 def main() -> None:
     args = arguments()
-    target = Target.load(args.target, dtype=args.dtype, device=args.device)
+    target = Target.load(args.target, dtype=args.dtype, device=args.device, quantization=args.quantization)
     answers = read_answers(target, args)
     first: dict[str, tuple[Tensor, Tensor]] = {}
     rows = []
@@ -57,7 +57,7 @@ def main() -> None:
             row = {"drafter": name, "copying": copying, **sizes}
             row |= {"tokens_per_step": round(rate, 3), "difference": round(gap, 3), "error": round(error, 3)}
             row |= {"prompts": args.prompts.name, "num_prompts": len(answers), "max_new_tokens": args.max_new_tokens}
-            rows.append(row | {"dtype": args.dtype})
+            rows.append(row | {"dtype": args.dtype, "quantization": args.quantization})
             print(json.dumps(rows[-1]), flush=True)
     if args.results:
         with args.results.open("a", encoding="utf-8") as stream:
@@ -81,6 +81,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--answers", type=Path, help="file of the target's answers: read if there is one, else written")
     parser.add_argument("--target", default="smollm2-135m", help="(default: smollm2-135m)")
     parser.add_argument("--dtype", default="float32", help="of target and drafter (default: float32)")
+    parser.add_argument("--quantization", default="none", help="of the target: none or int8 (default: none)")
     parser.add_argument("--device", default="cpu", help="(default: cpu)")
     parser.add_argument("--results", type=Path, help="append rows of JSON")
     parser.add_argument("--card", type=Path, help="exported drafter whose README.md gets the last drafter's table")
@@ -132,8 +133,8 @@ def walk(
     target: Target, drafter: RecurrentDrafter, config: EngineConfig, answers: list[Answer], contexts: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Tokens and steps of each answer, float64 [A]: every step drafts a tree at the last token of the one before it."""
-    device, length = target.device, config.draft_length
     proposer = make_proposer(config, target, drafter, None)
+    device, length = target.device, proposer.max_depth
     ends = [len(answer.token_ids) - 1 for answer in answers]
     # Behind an answer no draft is right.
     ids_AT = torch.full((len(answers), max(ends) + length + 2), -1, device=device)

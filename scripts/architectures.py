@@ -8,6 +8,7 @@ transformers' ``generate``, with plain decoding and with draft trees of our engi
 shorter than the texts. The verdict of a type:
 
     identical   all three texts are the same
+    plain       the text of plain decoding is that of generate; trees cannot run, with the reason
     refused     the target is refused when it is loaded, with the reason
     broken      another text, or an error that is no refusal
     not built   the configuration could not be shrunk, or transformers itself cannot run the small model
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -37,7 +38,7 @@ VOCAB = 96
 WINDOW = 8
 NUM_NEW = 16
 PROMPT_LENGTHS = (5, 13)
-MOST_PARAMETERS = 30_000_000
+MOST_PARAMETERS = 100_000_000
 SECONDS = 120  # of one type
 
 # Sizes by the names that configurations have for them; a configuration that lacks a name is left alone.
@@ -124,6 +125,21 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# Further sizes of vision towers, which text prompts leave unused.
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "num_hidden_layers": 1,
+    "num_global_layers": 1,
+    "image_size": 16,
+    "patch_size": 4,
+    "embed_dim": 32,
+    "out_hidden_size": 32,
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [0],
+    "num_position_embeddings": 16,
+}
+# Multimodal types that transformers does not list as causal language models; others of the panel are listed.
+MULTIMODAL = ("mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "llava", "internvl", "glm4v")
 # Types whose configuration needs more than the sizes above.
 MORE: dict[str, dict[str, Any]] = {
     "falcon": {"alibi": False},
@@ -136,6 +152,31 @@ MORE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe"),
         {"head_dim": 8},
+    ),
+    # One layer of each kind; the sizes of Mamba's heads follow from the hidden size.
+    **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_chunk_size": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8},
+    "bamba": {"attn_layer_indices": [1], "mamba_chunk_size": 8},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_chunk_size": 8},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+        "num_hidden_layers": 4,
+        "n_groups": 1,
+        "chunk_size": 8,
+    },
+    "zamba": {
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+    },
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+    "reformer": {"is_decoder": True},
+    **dict.fromkeys(
+        ("qwen3_vl_text", "qwen3_vl_moe_text", "qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text"),
+        {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}},
     ),
     "youtu": {"num_key_value_heads": 4, "head_dim": 4},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
@@ -151,8 +192,8 @@ class Verdict(NamedTuple):
 
 
 def model_types() -> list[str]:
-    """Every causal LM of the installed transformers."""
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    """Every causal LM of the installed transformers, and the multimodal types of :data:`MULTIMODAL`."""
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MULTIMODAL})
 
 
 def small_config(model_type: str) -> PreTrainedConfig:
@@ -180,12 +221,18 @@ def small_config(model_type: str) -> PreTrainedConfig:
     if isinstance(getattr(base, "mlp_layer_types", None), list):
         flat["mlp_layer_types"] = base.mlp_layer_types[: len(flat.get("layer_types", "12"))]
     text = base.get_text_config(decoder=True)
-    # A multimodal type: the text side is shrunk, the other sides keep their size.
-    if text is not base and text.model_type != model_type:
-        inner = small_config(text.model_type)
-        name = next(key for key, value in vars(base).items() if value is text)
-        return kind(**{name: inner.to_dict()})
-    return kind(**flat)
+    if text is not base and text.model_type != model_type:  # a multimodal type: every side is shrunk
+        parts = {name: part for name, part in vars(base).items() if isinstance(part, PreTrainedConfig)}
+        return kind(**{name: _small_part(part, is_text=part is text) for name, part in parts.items()})
+    return kind(**flat | more)
+
+
+def _small_part(part: PreTrainedConfig, *, is_text: bool) -> dict[str, Any]:
+    """One side of a multimodal type."""
+    if is_text:
+        return small_config(part.model_type).to_dict()
+    sizes = {name: value for name, value in {**SIZES, **VISION}.items() if _value(part, name) is not None}
+    return {**sizes, "model_type": part.model_type}
 
 
 def _value(config: PreTrainedConfig, name: str) -> Any:
@@ -199,12 +246,14 @@ def _value(config: PreTrainedConfig, name: str) -> Any:
 def small_model(model_type: str) -> PreTrainedModel:
     """A random model of the type; weights are so large that every part matters."""
     config = small_config(model_type)
+    is_causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    auto: Any = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
     with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+        size = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"{size / 1e6:.0f}M parameters are left after shrinking")
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    model: PreTrainedModel = auto.from_config(config)
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -229,8 +278,9 @@ def judge(model_type: str) -> Verdict:
     except Exception as error:
         return Verdict(model_type, "broken", f"while loading: {_line(error)}")
     params = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True)
+    drafting: Any = "autoregressive" if target.no_trees else "hybrid"
     try:
-        for method, max_rows in (("autoregressive", 1), ("hybrid", 1), ("hybrid", 2)):
+        for method, max_rows in (("autoregressive", 1), (drafting, 1), (drafting, 2)):
             with _limited(SECONDS):
                 engine = Engine(target, config=EngineConfig(method=method, max_rows=max_rows, prefill_chunk=7))
                 found = [completion.token_ids for completion in engine.generate(prompts, params)]
@@ -238,11 +288,13 @@ def judge(model_type: str) -> Verdict:
                 return Verdict(model_type, "broken", f"another text with {method} in {max_rows} rows")
     except Exception as error:
         return Verdict(model_type, "broken", f"while decoding: {_line(error)}")
-    return Verdict(model_type, "identical")
+    return Verdict(model_type, "plain" if target.no_trees else "identical", target.no_trees)
 
 
 def _generated(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     fixed: dict[str, Any] = {"max_new_tokens": NUM_NEW, "min_new_tokens": NUM_NEW, "do_sample": False}
+    assert model.generation_config is not None
+    model.generation_config.forced_eos_token_id = None  # some types end a text of any length with this token
     ids = model.generate(torch.tensor([prompt]), eos_token_id=None, **fixed)  # type: ignore[operator]
     return [int(token) for token in ids[0, len(prompt) :]]
 

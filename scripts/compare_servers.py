@@ -18,10 +18,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from drafter.bench.load import LoadLevel, LoadSettings, run_load
+from drafter.bench.load import LoadLevel, run_load
 from drafter.bench.native_peers import llama_cpp_server
 from drafter.bench.report import load_table
 from drafter.bench.results import append_result
+from drafter.bench.settings import LoadSettings
 from drafter.bench.workload import read_prompt_set
 
 
@@ -79,7 +80,7 @@ def main() -> None:
         for _ in range(given.rounds):
             for url in urls:
                 settings = LoadSettings(
-                    url, num_requests=given.num_requests, max_new_tokens=given.max_new_tokens, temperature=0.0
+                    url=url, num_requests=given.num_requests, max_new_tokens=given.max_new_tokens, temperature=0.0
                 )
                 run_load(settings, workload, [LoadLevel(concurrency=given.slots)], keep)
     print(load_table(records))

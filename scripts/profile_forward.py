@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import psutil
 import torch
@@ -34,7 +35,8 @@ def forward_of(target: Target, num_rows: int, num_tokens: int) -> Callable[[], o
 
     def run() -> object:
         cache.plan(position_BN)
-        return target.logits(target.forward(token_BN, position_BT=position_BN, mask=mask, cache=cache).hidden_BTD)
+        inputs: dict[str, Any] = {"position_BT": position_BN, "mask": mask, "cache": cache}
+        return target.logits(target.forward(token_BN, **inputs, is_repeated=True).hidden_BTD)
 
     return run
 

@@ -78,23 +78,13 @@ def measure_offline(
     models: BenchModels, backend: Backend, workload: Workload, params: SamplingParams, on_answer: Callable[[], None]
 ) -> ByCategory:
     """Counts of the engine of this process, by category."""
+    backend.reserve(models.longest(workload, params.max_new_tokens))
     transcript = models.converse(backend, workload, params, on_answer).transcript
     found: ByCategory = {}
     for item, turns in zip(workload.items, transcript, strict=True):
         for turn in turns:
             found.setdefault(item.category, Acceptance()).add(Acceptance.of_steps(turn.answer.num_accepted or []))
     return found
-
-
-@dataclass(frozen=True)
-class Asked:
-    """How a server is asked: its name for the model, sampling, and requests at the same time."""
-
-    model: str
-    max_new_tokens: int
-    temperature: float
-    seed: int
-    concurrency: int
 
 
 @dataclass
@@ -115,24 +105,36 @@ class Served:
 
 
 def measure_server(
-    client: Client, card: dict[str, Any], workload: Workload, asked: Asked, on_answer: Callable[[], None]
+    client: Client,
+    card: dict[str, Any],
+    workload: Workload,
+    params: SamplingParams,
+    concurrency: int,
+    on_answer: Callable[[], None],
 ) -> Served:
     """Ask a server the same prompts, category by category, and read what it reports.
 
-    Read are, in this order: ``details`` of our own server's answers, ``metrics.speculative_decoding`` of vLLM's,
-    ``meta_info`` of SGLang's, and the difference of vLLM's counters in /metrics before and after a category. These
-    counters hold the requests of everybody: nobody else should use the server meanwhile.
+    The counts come, in this order, from ``details`` of our own server's answers, ``metrics.speculative_decoding`` of
+    vLLM's, ``meta_info`` of SGLang's, or from the growth of vLLM's counters in /metrics during a category. The counters
+    include the requests of all clients: nobody else should use the server meanwhile.
 
     Raises:
         ValueError: the server does not answer, or refuses every prompt.
     """
     served = Served()
     wishes = {"drafter": {"details": True}, "sglang": {"return_meta_info": True}}.get(str(card.get("owned_by")), {})
+    body: dict[str, Any] = {
+        "model": str(card["id"]),
+        "max_tokens": params.max_new_tokens,
+        "temperature": params.temperature,
+        "seed": params.seed,
+        **wishes,
+    }
     for category in dict.fromkeys(item.category for item in workload.items):
         items = [item for item in workload.items if item.category == category]
         before = read_counters(client)
-        with ThreadPoolExecutor(asked.concurrency) as pool:
-            replies = list(pool.map(lambda item: _ask(client, item, asked, wishes, on_answer), items))
+        with ThreadPoolExecutor(concurrency) as pool:
+            replies = list(pool.map(lambda item: _ask(client, item, body, on_answer), items))
         good = [reply for reply in replies if isinstance(reply, Reply)]
         refused = [reply for reply in replies if isinstance(reply, ServerError)]
         served.num_refused += len(refused)
@@ -149,20 +151,11 @@ def measure_server(
     return served
 
 
-def _ask(
-    client: Client, item: Item, asked: Asked, wishes: dict[str, Any], on_answer: Callable[[], None]
-) -> Reply | ServerError:
-    body: dict[str, Any] = {
-        "model": asked.model,
-        "max_tokens": asked.max_new_tokens,
-        "temperature": asked.temperature,
-        "seed": asked.seed,
-        **wishes,
-    }
+def _ask(client: Client, item: Item, body: dict[str, Any], on_answer: Callable[[], None]) -> Reply | ServerError:
     path = "completions" if item.is_raw else "chat/completions"
-    body |= {"prompt": item.turns[0]} if item.is_raw else {"messages": item.messages([])}
+    asked = {"prompt": item.turns[0]} if item.is_raw else {"messages": item.messages([])}
     try:
-        return client.complete(path, body)
+        return client.complete(path, body | asked)
     except ServerError as error:
         if error.code in (400, 413, 422):
             return error
@@ -179,7 +172,7 @@ def acceptance_of(reply: Reply) -> Acceptance | None:
     details = choice.get("details")
     if details:
         steps = steps_of(is_drafted for _, is_drafted in details["tokens"])
-        # The stop token is not shown: where a step made nothing else, only the number of forwards tells of the step.
+        # The details leave out the stop token. A step that made nothing else shows in the number of forwards alone.
         return Acceptance.of_steps(steps + [0] * (int(details["num_target_forwards"]) - len(steps)))
     stats = ((reply.whole.get("metrics") or {}).get("speculative_decoding")) or {}
     histogram = stats.get("acceptance_histogram")

@@ -13,48 +13,12 @@ import httpx
 from tqdm import tqdm
 
 from drafter.bench.results import BenchRecord, run_id, spread
+from drafter.bench.settings import LoadSettings
 from drafter.bench.workload import Item, Workload
 from drafter.utils.io import first_line
 from drafter.utils.provenance import run_record
 
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
-
-
-@dataclass(frozen=True)
-class LoadSettings:
-    """Address of a server, and the requests to send.
-
-    Attributes:
-        url: address of the server, with or without /v1.
-        model: name of the model in requests; empty: the first model that the server lists.
-        num_requests: requests of each level of load; prompts repeat if there are fewer.
-        max_new_tokens: longest answer in tokens.
-        temperature: temperature of sampling; 0 is greedy.
-        seed: seed of arrivals and sampling.
-    """
-
-    url: str
-    model: str = ""
-    num_requests: int = 64
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"--url is {self.url!r} but must begin with http:// or https://")
-        try:
-            host = httpx.URL(self.base).host
-        except (httpx.InvalidURL, UnicodeError) as error:
-            raise ValueError(f"--url is {self.url!r}, which is no address: {first_line(error)}") from error
-        if not host:
-            raise ValueError(f"--url is {self.url!r} but must name a host, such as http://localhost:8000")
-
-    @property
-    def base(self) -> str:
-        """The address with /v1 at its end."""
-        bare = self.url.rstrip("/")
-        return bare if bare.endswith("/v1") else bare + "/v1"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The models of a benchmark: they make its backends and hold its conversations."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.config import EngineConfig
 from drafter.engine.defaults import NO_FILE, choose, tuned_path
 from drafter.engine.engine import Engine
+from drafter.engine.text import encode_prompts
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 
@@ -80,19 +81,21 @@ class BenchModels(NamedTuple):
             )
         return str(path)
 
-    def encode(self, item: Item, answers: list[str]) -> list[int]:
-        """Token ids of a conversation up to the turn that comes after ``answers``."""
-        if item.is_raw:
-            return self.target.encode(item.turns[0])
-        return self.target.encode_chat(item.messages(answers))
+    def encode(self, items: Sequence[Item], answers: Sequence[list[str]] | None = None) -> list[list[int]]:
+        """Token ids of conversations up to the turn that comes after ``answers``, without answers the first turn."""
+        each = [[]] * len(items) if answers is None else answers
+        prompts = [
+            self.target.encode(item.turns[0]) if item.is_raw else item.messages(texts)
+            for item, texts in zip(items, each, strict=True)
+        ]
+        return encode_prompts(self.target, prompts, raw=False)
 
     def longest(self, workload: Workload, max_new_tokens: int) -> int:
         """Upper bound of the tokens of the longest conversation, its last answer included."""
         lengths = []
-        for item in workload.items:
-            first = len(self.encode(item, []))
+        for item, first in zip(workload.items, self.encode(workload.items), strict=True):
             later = sum(len(self.target.encode(turn)) + _TEMPLATE_TOKENS for turn in item.turns[1:])
-            lengths.append(first + later + len(item.turns) * max_new_tokens)
+            lengths.append(len(first) + later + len(item.turns) * max_new_tokens)
         return min(max(lengths), self.target.max_length)
 
     def converse(
@@ -108,7 +111,7 @@ class BenchModels(NamedTuple):
         seconds = 0.0
         for turn in range(workload.num_turns):
             asked = [index for index, item in enumerate(workload.items) if len(item.turns) > turn]
-            prompts = [self.encode(workload.items[index], texts[index]) for index in asked]
+            prompts = self.encode([workload.items[index] for index in asked], [texts[index] for index in asked])
             start = time.perf_counter()
             answers = backend.answer(prompts, params, on_answer)
             seconds += time.perf_counter() - start

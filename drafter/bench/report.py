@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import median
 
 from drafter.bench.methods import BASELINE
-from drafter.bench.results import BenchRecord, Condition, Span, Summary, Tables, rate_of, summarise
+from drafter.bench.results import BenchRecord, Condition, Span, Summary, Tables, by_batch_size, rate_of, summarise
 from drafter.utils.tables import markdown_table
 
 _TITLE = "# Benchmark results\n"
@@ -15,9 +15,9 @@ _PACKAGES = ("torch", "transformers", "xllamacpp", "openvino", "openvino-genai")
 def report(records: Sequence[BenchRecord]) -> str:
     """All records as Markdown: where and when, then a section for each condition of the grid, then load on servers."""
     tables = summarise(records)
-    parts = [_TITLE, _provenance(records)]
+    parts = [_TITLE, provenance(records)]
     for condition, methods in tables.items():
-        parts += [f"## {_title(condition)}\n", _about(condition, methods), _main_table(methods)]
+        parts += [f"## {_title(condition)}\n", about(condition, methods), _main_table(methods)]
         parts += _category_tables(methods)
     parts += _batch_tables(tables)
     loads = [record for record in records if record["kind"] == "load"]
@@ -31,17 +31,16 @@ def is_report(path: Path) -> bool:
         return stream.readline() == _TITLE
 
 
-def _provenance(records: Sequence[BenchRecord]) -> str:
+def provenance(records: Sequence[BenchRecord]) -> str:
+    """When, on which machines, and with which versions the records were measured."""
     dates = sorted({record["date"][:10] for record in records})
     machines = _distinct(_machine(record) for record in records)
-    versions = _distinct(
-        ", ".join(f"{name} {record['versions'][name]}" for name in _PACKAGES if name in record["versions"])
-        for record in records
-    )
+    found = {name: _distinct(r["versions"][name] for r in records if name in r["versions"]) for name in _PACKAGES}
+    versions = ", ".join(f"{name} {' and '.join(values)}" for name, values in found.items() if values)
     revisions = _distinct((record.get("git_revision") or "unknown")[:12] for record in records)
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return (
-        f"Measured {when} on {'; '.join(machines)}. {'; '.join(versions)}; revision {', '.join(revisions)}. "
+        f"Measured {when} on {'; '.join(machines)}. {versions}; revision {', '.join(revisions)}. "
         "Speeds are medians over rounds, with the least and the greatest; speedups are ratios within a round.\n"
     )
 
@@ -57,7 +56,8 @@ def _title(condition: Condition) -> str:
     return f"{condition.prompts}, batch size {condition.batch_size}, {condition.sampling}"
 
 
-def _about(condition: Condition, methods: Sequence[Summary]) -> str:
+def about(condition: Condition, methods: Sequence[Summary]) -> str:
+    """Target, prompts, length of the answers and number of rounds."""
     size = condition.num_parameters / 1e6
     parameters = f"{size / 1000:.1f} billion" if size >= 1000 else f"{size:.0f} million"
     rounds = sorted({summary.num_rounds for summary in methods})
@@ -122,13 +122,8 @@ def _by_category(found: Sequence[tuple[str, dict[str, float]]], form: str) -> st
 
 def _batch_tables(tables: Tables) -> list[str]:
     """Where a grid has several batch sizes: speedup by method and batch size."""
-    grids: dict[Condition, dict[int, list[Summary]]] = {}
-    for condition, methods in tables.items():
-        grids.setdefault(condition._replace(batch_size=0), {})[condition.batch_size] = methods
     parts = []
-    for condition, by_size in grids.items():
-        if len(by_size) < 2:
-            continue
+    for condition, by_size in by_batch_size(tables).items():
         sizes = sorted(by_size)
         labels = _distinct(summary.label for size in sizes for summary in by_size[size])
         cells = {(s.label, size): _times(s.speedup) for size in sizes for s in by_size[size]}

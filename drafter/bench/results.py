@@ -95,7 +95,9 @@ def resume_results(path: Path) -> list[BenchRecord]:
             f"{path}: the last line has no line feed and is not the beginning of a benchmark result of schema "
             f"{SCHEMA!r}: give another file, or remove that line"
         )
-    if not _is_json(rest):
+    try:
+        parse_json(rest, "")
+    except ValueError:
         # The writer died within a line: only whole lines are results.
         with path.open("rb+") as stream:
             stream.truncate(len(whole) + len(newline))
@@ -104,14 +106,6 @@ def resume_results(path: Path) -> list[BenchRecord]:
     with path.open("ab") as stream:
         stream.write(b"\n")
     return records
-
-
-def _is_json(data: bytes) -> bool:
-    try:
-        parse_json(data, "")
-    except ValueError:
-        return False
-    return True
 
 
 def _parse_lines(data: bytes, path: Path, first: int = 1) -> list[BenchRecord]:
@@ -283,6 +277,14 @@ def summarise(records: Iterable[BenchRecord]) -> Tables:
         condition: [_summarise(label, rounds, methods) for label, rounds in methods.items()]
         for condition, methods in by_condition.items()
     }
+
+
+def by_batch_size(tables: Tables) -> dict[Condition, dict[int, list[Summary]]]:
+    """The tables of conditions that differ in the batch size alone. The key is the condition with batch size 0."""
+    grids: dict[Condition, dict[int, list[Summary]]] = {}
+    for condition, methods in tables.items():
+        grids.setdefault(condition._replace(batch_size=0), {})[condition.batch_size] = methods
+    return {condition: by_size for condition, by_size in grids.items() if len(by_size) > 1}
 
 
 def last_part(path: str) -> str:

@@ -3,7 +3,7 @@
 import gc
 import hashlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -41,7 +41,6 @@ def run_benchmark(
     models: BenchModels,
     workloads: list[Workload],
     out: Path,
-    on_record: Callable[[BenchRecord], object] | None = None,
 ) -> int:
     """Number of runs made: all that the results file lacks. Each run is appended when it ends.
 
@@ -50,7 +49,6 @@ def run_benchmark(
         models: the models.
         workloads: the prompt sets of the settings, read.
         out: results file (JSONL).
-        on_record: called with the record of each run when the run ends.
 
     Raises:
         ValueError: the file holds other results, a batch size exceeds the prompts, or a method refuses its settings.
@@ -64,7 +62,7 @@ def run_benchmark(
             )
     for spec in settings.specs:
         spec.check_installed()
-    bench = _Bench(settings, models, out, on_record)
+    bench = _Bench(settings, models, out)
     points = [
         GridPoint(workload, temperature, batch_size)
         for workload in workloads
@@ -106,12 +104,10 @@ class _Bench:
         settings: BenchSettings,
         models: BenchModels,
         out: Path,
-        on_record: Callable[[BenchRecord], object] | None,
     ) -> None:
         self._settings = settings
         self._models = models
         self._out = out
-        self._on_record = on_record
         self._done = {record["run_id"] for record in resume_results(out)}
         made_by = run_record(seed=settings.seed)
         machine = {
@@ -166,8 +162,6 @@ class _Bench:
             record["peak_memory_bytes"] = {"bytes": memory.num_bytes, "of": memory.kind}
             append_result(self._out, record)
             self._done.add(run.id)
-            if self._on_record is not None:
-                self._on_record(record)
 
     def _converse(self, backend: Backend, point: GridPoint, bar: "tqdm[Any] | None") -> Conversations:
         def advance() -> None:
@@ -182,7 +176,7 @@ class _Bench:
         backend.reserve(self._models.longest(point.workload, self._settings.max_new_tokens))
         params = self._settings.sampling(point.temperature)
         params = replace(params, max_new_tokens=min(_WARM_UP_TOKENS, params.max_new_tokens))
-        prompts = [self._models.encode(item, []) for item in point.workload.items[: point.batch_size]]
+        prompts = self._models.encode(point.workload.items[: point.batch_size])
         backend.answer(prompts, params, _nothing)
         backend.forget()
         return backend
@@ -298,6 +292,8 @@ def _describe_target(models: BenchModels) -> dict[str, Any]:
         "dtype": dtype_name(target.dtype),
         "num_parameters": target.num_parameters,
         "fingerprint": target.fingerprint,
+        # Other targets get no key, so that the ids of their earlier runs stay valid.
+        **({"processes": target.ranks.size} if target.ranks is not None else {}),
     }
 
 

@@ -1,19 +1,22 @@
-"""Settings of a benchmark. Imports no torch."""
+"""Settings of a benchmark, of tuning and of load on a server: options of the commands too. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from drafter.bench.methods import MethodSpec, parse_methods
 from drafter.decoding.params import SamplingParams
-from drafter.engine.options import RunOptions
-from drafter.utils.options import Options, comma_separated
-from drafter.utils.validate import within
+from drafter.engine.options import ParallelOptions
+from drafter.proposers.options import SIZED_METHODS
+from drafter.utils.io import first_line
+from drafter.utils.options import LineOptions, Options, comma_separated
+from drafter.utils.validate import check_ranges, require_choice, seed_field, within
 
+LARGEST_TREE = 1024  # nodes of a candidate of `drafter tune`
 DEFAULT_METHODS = ("autoregressive", "redrafter", "lookup", "hf-generate")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkloadOptions:
+class WorkloadOptions(LineOptions):
     """The prompts, and the length of answers.
 
     Attributes:
@@ -28,7 +31,7 @@ class WorkloadOptions:
     prompts: tuple[str, ...]
     num_prompts: int | None = within(None, low=1)
     num_turns: int | None = within(None, low=1)
-    max_new_tokens: int = within(128, low=1)
+    max_new_tokens: int = within(128, low=1, high=2**24)
     raw: bool = False
     ignore_eos: bool = False
 
@@ -52,14 +55,14 @@ class MethodOptions:
     drafter: str | None = None
     draft_model: str | None = None
     tuned: str | None = None
-    batch_sizes: tuple[int, ...] = within((1,), low=1)
+    batch_sizes: tuple[int, ...] = within((1,), low=1, high=1024)
     temperatures: tuple[float, ...] = within((0.0,), low=0.0)
     rounds: int = within(3, low=1)
-    seed: int = 0
+    seed: int = seed_field()
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchSettings(Options, WorkloadOptions, MethodOptions, RunOptions):
+class BenchSettings(Options, WorkloadOptions, MethodOptions, ParallelOptions):
     """Settings of a benchmark.
 
     Raises:
@@ -69,11 +72,12 @@ class BenchSettings(Options, WorkloadOptions, MethodOptions, RunOptions):
     sections: ClassVar = {
         "What to compare": MethodOptions,
         "What to answer": WorkloadOptions,
-        "Where to run": RunOptions,
+        "Where to run": ParallelOptions,
     }
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        ParallelOptions.__post_init__(self)
         if not self.prompts:
             raise ValueError("--prompts is empty: name at least one prompt set")
         if len(set(self.prompts)) < len(self.prompts):
@@ -85,6 +89,11 @@ class BenchSettings(Options, WorkloadOptions, MethodOptions, RunOptions):
         for temperature in self.temperatures:
             self.sampling(temperature)
         for spec in self.specs:
+            if self.tensor_parallel > 1 and (spec.is_peer or spec.is_tuned):
+                raise ValueError(
+                    f"--tensor-parallel {self.tensor_parallel} runs the package's own methods with trees of a given "
+                    f"size: leave {spec.label} out of --methods"
+                )
             if spec.needs_drafter and self.drafter is None:
                 raise ValueError(f"--methods {spec.label} needs a drafter: give --drafter DIR")
             if spec.needs_draft_model and self.draft_model is None:
@@ -100,3 +109,68 @@ class BenchSettings(Options, WorkloadOptions, MethodOptions, RunOptions):
         return SamplingParams(
             max_new_tokens=self.max_new_tokens, temperature=temperature, seed=self.seed, ignore_eos=self.ignore_eos
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneSettings:
+    """The candidate trees of `drafter tune`, and the limits of the measurement.
+
+    Attributes:
+        method: the name that the file gives to its sizes; with a drafter both names draft the same trees
+        batch_sizes: numbers of rows to measure
+        tree_sizes: N of the candidate trees (default: 2,4,6,8,12,16; on CUDA 4,8,16,32,48,64)
+        max_new_tokens: longest calibration answer in tokens
+        seconds: approximate duration of the measurement
+    """
+
+    method: Literal["redrafter", "hybrid"] = "hybrid"
+    batch_sizes: tuple[int, ...] = within((1, 2, 4, 8), low=1, high=1024)
+    tree_sizes: tuple[int, ...] | None = within(None, low=2, high=LARGEST_TREE)
+    max_new_tokens: int = within(96, low=1, high=2**24)
+    seconds: float = within(150.0, above=0.0)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        require_choice("method", self.method, SIZED_METHODS)
+        if not self.batch_sizes:
+            raise ValueError("--batch-sizes is empty: 1 is one prompt at a time")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadSettings:
+    """Address of a server, and the requests to send.
+
+    Attributes:
+        url: address of the server, such as http://localhost:8000
+        model: name of the model on the server (default: the first model that the server lists)
+        num_requests: requests of each level of load; prompts repeat if there are fewer
+        max_new_tokens: longest answer in tokens
+        temperature: 0 is greedy
+        seed: seed of arrivals and sampling
+    """
+
+    url: str
+    model: str = ""
+    num_requests: int = within(64, low=1)
+    max_new_tokens: int = within(128, low=1, high=2**24)
+    temperature: float = within(0.0, low=0.0)
+    seed: int = seed_field()
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"--url is {self.url!r} but must begin with http:// or https://")
+        import httpx
+
+        try:
+            host = httpx.URL(self.base).host
+        except (httpx.InvalidURL, UnicodeError) as error:
+            raise ValueError(f"--url is {self.url!r}, which is no address: {first_line(error)}") from error
+        if not host:
+            raise ValueError(f"--url is {self.url!r} but must name a host, such as http://localhost:8000")
+
+    @property
+    def base(self) -> str:
+        """The address with /v1 at its end."""
+        bare = self.url.rstrip("/")
+        return bare if bare.endswith("/v1") else bare + "/v1"

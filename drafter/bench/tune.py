@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
+from drafter.bench.settings import LARGEST_TREE, TuneSettings
 from drafter.decoding.compile import is_compiled
 from drafter.decoding.params import SamplingParams
 from drafter.engine.config import EngineConfig
@@ -30,9 +31,10 @@ from drafter.engine.sizes import (
     fingerprint_of_weights,
 )
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.options import SIZED_METHODS, Method
+from drafter.proposers.options import Method
 from drafter.targets.target import Target
 
+_NUM_ROUNDS = 40  # most steps of each candidate for each number of rows
 _RATIOS = (0.4, 0.7, 1.0, 1.3)  # acceptance, relative to the calibration, for which the engine should have a tree
 # A tree must be so much faster than plain decoding, and so much more for every doubling of the rows: rows that start
 # together end apart when they draft, and the last rows step nearly alone.
@@ -40,59 +42,14 @@ _WORTH, _WORTH_PER_DOUBLING = 1.03, 0.01
 _MIN_ROUNDS = 2  # that count, whatever the time
 _TREE_SIZES = {"cpu": (2, 4, 6, 8, 12, 16), "cuda": (4, 8, 16, 32, 48, 64)}
 # Largest tree size, with beam width and draft length up to this size.
-_SHAPES = ((2, 2, 1), (6, 4, 2), (12, 4, 3), (24, 8, 4), (81, 16, 5), (1024, 64, 16))
-_LARGEST = _SHAPES[-1][0]
-
-
-@dataclass(frozen=True)
-class TuneSettings:
-    """The candidates, and the time limit of the measurement.
-
-    Attributes:
-        method: redrafter or hybrid; None: both, and the faster one is chosen.
-        batch_sizes: numbers of rows.
-        tree_sizes: N of the candidates; None: six sizes that suit the device.
-        max_new_tokens: longest calibration answer.
-        num_rounds: most steps of each candidate for each number of rows.
-        seconds: about how long the measurement may take.
-        compile: compile the steps; None: on CUDA only.
-    """
-
-    method: Method | None = None
-    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    tree_sizes: tuple[int, ...] | None = None
-    max_new_tokens: int = 96
-    num_rounds: int = 40
-    seconds: float = 150.0
-    compile: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.method is not None and self.method not in SIZED_METHODS:
-            raise ValueError(f"--method is {self.method!r} but must be one of {', '.join(SIZED_METHODS)}")
-        for name, values, low in (("batch-sizes", self.batch_sizes, 1), ("tree-sizes", self.tree_sizes, 2)):
-            if values is not None and (not values or min(values) < low or max(values) > _LARGEST):
-                shown = ",".join(map(str, values)) or "empty"
-                raise ValueError(f"--{name} is {shown} but must be at least {low} and at most {_LARGEST}")
-        if self.seconds <= 0:
-            raise ValueError(f"--seconds is {self.seconds} but must be above 0")
-
-    @property
-    def methods(self) -> tuple[Method, ...]:
-        """The methods to measure."""
-        return (self.method,) if self.method is not None else SIZED_METHODS
-
-    def trees(self, device: str, widest: int) -> list[Tree]:
-        """The candidates on a device, by rising size, with beams of at most ``widest``."""
-        sizes = self.tree_sizes or _TREE_SIZES.get(device, _TREE_SIZES["cpu"])
-        shapes = [(size, *next(shape[1:] for shape in _SHAPES if size <= shape[0])) for size in sorted(set(sizes))]
-        return [Tree(min(width, widest), length, size) for size, width, length in shapes]
+_SHAPES = ((2, 2, 1), (6, 4, 2), (12, 4, 3), (24, 8, 4), (81, 16, 5), (LARGEST_TREE, 64, 16))
 
 
 class Tuning(NamedTuple):
     """The result of a measurement.
 
     Attributes:
-        sizes: the plans of the chosen method.
+        sizes: the plans.
         measured: for the file: [rows, W, L, N, seconds per step, tokens per step, number of steps] by method.
         num_prompts: calibration prompts that were answered.
     """
@@ -102,14 +59,28 @@ class Tuning(NamedTuple):
     num_prompts: int
 
 
-def tune(target: Target, drafter: RecurrentDrafter, prompts: Sequence[list[int]], settings: TuneSettings) -> Tuning:
-    """Measure the candidates of every method, and choose.
+def candidates(tree_sizes: tuple[int, ...] | None, device: str, widest: int) -> list[Tree]:
+    """The candidates on a device, by rising size, with beams of at most ``widest``."""
+    sizes = tree_sizes or _TREE_SIZES.get(device, _TREE_SIZES["cpu"])
+    shapes = [(size, *next(shape[1:] for shape in _SHAPES if size <= shape[0])) for size in sorted(set(sizes))]
+    return [Tree(min(width, widest), length, size) for size, width, length in shapes]
+
+
+def tune(
+    target: Target,
+    drafter: RecurrentDrafter,
+    prompts: Sequence[list[int]],
+    settings: TuneSettings,
+    compile: bool | None = None,
+) -> Tuning:
+    """Measure the candidates, and choose.
 
     Args:
         target: the model on its device and in its number format.
         drafter: bound to the target.
         prompts: calibration prompts, token ids.
         settings: candidates and time limit.
+        compile: compile the steps; None: on CUDA only.
 
     Raises:
         ValueError: no tree can be drafted, or no prompt leaves room for an answer.
@@ -120,23 +91,14 @@ def tune(target: Target, drafter: RecurrentDrafter, prompts: Sequence[list[int]]
             f"--prompts hold none of at most {target.max_length // 2} tokens, half of the target's context"
         )
     rows = sorted(set(settings.batch_sizes))
-    found: list[TunedSizes] = []
-    measured: dict[str, list[list[float]]] = {}
-    num_answered = 0
-    with tqdm(total=len(settings.methods) * len(rows), desc="Tuning", unit="size", disable=None) as bar:
-        for method in settings.methods:
-            bar.set_postfix_str(method)
-            calibration = _Calibration(target, drafter, fitting, settings, method)
-            share = settings.seconds / len(settings.methods)
-            for place, num_rows in enumerate(rows):
-                start = time.perf_counter()
-                calibration.measure(num_rows, share / (len(rows) - place))
-                share -= time.perf_counter() - start
-                bar.update()
-            found.append(calibration.sizes())
-            measured[method] = calibration.as_lists()
-            num_answered = max(num_answered, min(len(fitting), calibration.num_answered))
-    return Tuning(max(found, key=_mean_gain), measured, num_answered)
+    calibration = _Calibration(target, drafter, fitting, settings, settings.method, compile)
+    seconds = settings.seconds
+    for place, num_rows in enumerate(tqdm(rows, desc="Tuning", unit="size", disable=None)):
+        start = time.perf_counter()
+        calibration.measure(num_rows, seconds / (len(rows) - place))
+        seconds -= time.perf_counter() - start
+    num_answered = min(len(fitting), calibration.num_answered)
+    return Tuning(calibration.sizes(), {settings.method: calibration.as_lists()}, num_answered)
 
 
 @dataclass
@@ -176,15 +138,16 @@ class _Calibration:
         prompts: Sequence[list[int]],
         settings: TuneSettings,
         method: Method,
+        compile: bool | None,
     ) -> None:
-        self._target, self._drafter, self._settings, self._method = target, drafter, settings, method
-        trees = settings.trees(target.device.type, drafter.config.num_outputs)
+        self._target, self._drafter, self._method, self._compile = target, drafter, method, compile
+        trees = candidates(settings.tree_sizes, target.device.type, drafter.config.num_outputs)
         if method == "redrafter":
             trees = [tree for tree in trees if tree.tree_size <= 1 + tree.beam_width * tree.draft_length]
         if not trees:
             raise ValueError(f"--tree-sizes {settings.tree_sizes} hold none that --method {method} can draft")
         self._steer = _Steered([PLAIN, *trees])
-        config = EngineConfig(method=method, max_rows=max(settings.batch_sizes), compile=settings.compile)
+        config = EngineConfig(method=method, max_rows=max(settings.batch_sizes), compile=compile)
         self._engine = Engine(target, drafter, config, sizer=self._steer)
         longest = max(map(len, prompts))
         self._max_new_tokens = max(1, min(settings.max_new_tokens, target.max_length - longest))
@@ -206,7 +169,7 @@ class _Calibration:
         requests: list[Request] = []
         num_rounds = 0
         # The first round does not count.
-        while num_rounds <= _MIN_ROUNDS or (num_rounds <= self._settings.num_rounds and time.perf_counter() < end):
+        while num_rounds <= _MIN_ROUNDS or (num_rounds <= _NUM_ROUNDS and time.perf_counter() < end):
             for tree in [PLAIN, *self._alive]:
                 if not requests or any(request.is_finished for request in requests):
                     self._abort(requests)
@@ -266,7 +229,7 @@ class _Calibration:
         return TunedSizes(
             device_name(self._target.device),
             dtype_name(self._target.dtype),
-            is_compiled(self._settings.compile, self._target.device),
+            is_compiled(self._compile, self._target.device),
             self._target.fingerprint,
             plans,
             fingerprint_of_weights(self._drafter),
@@ -296,12 +259,6 @@ class _Calibration:
             for tree, seconds in times.items()
             if seconds
         ]
-
-
-def _mean_gain(sizes: TunedSizes) -> float:
-    """The speedup over plain decoding, as a geometric mean over the numbers of rows."""
-    gains = [plan.best().rate() / plan.plain.rate() for plan in sizes.plans]
-    return math.prod(gains) ** (1 / len(gains))
 
 
 COLUMNS = ["rows", "N", "W", "L", "tokens/step", "step ms", "plain ms", "tokens/s", "speedup"]

@@ -6,9 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from drafter.bench.settings import BenchSettings, WorkloadOptions
+from drafter.bench.settings import BenchSettings, LoadSettings, WorkloadOptions
 from drafter.engine.options import RunOptions
-from drafter.utils.options import Options, part_of
+from drafter.utils.options import LineOptions, Options, part_of
 from drafter.utils.validate import within
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ def bench(options: BenchOptions) -> None:
     """Run `drafter bench`."""
     _check_out(options.out)
     _check_report(options.report, options.overwrite)
-    _measure([options], options.out)
-    _show(options.out, options.report)
-    _log(options, options.wandb)
+    if _measure([options], options.out):
+        _show(options.out, options.report)
+        _log(options, options.wandb)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class ShapeOptions:
     """
 
     drafter: tuple[str, ...]
-    batch_sizes: tuple[int, ...] = within((1, 2, 4, 8, 20, 40, 80), low=1)
+    batch_sizes: tuple[int, ...] = within((1, 2, 4, 8, 20, 40, 80), low=1, high=1024)
     beam_widths: tuple[int, ...] = within((1, 2, 4, 8, 16, 32, 64), low=1, high=256)
     draft_lengths: tuple[int, ...] = within((4,), low=1, high=32)
     tree_sizes: tuple[int, ...] = within((), low=1, high=1024)
@@ -180,42 +180,30 @@ def sweep_methods(
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions(Options):
+class LoadOptions(Options, LineOptions, LoadSettings):
     """Put load on a server that speaks OpenAI's protocol.
 
     Measures throughput, the time to the first token and the time per token. The key of OPENAI_API_KEY is sent if set.
 
     Attributes:
-        url: address of the server, such as http://localhost:8000
         prompts: file of prompts, hub data set, or mtbench, specbench, humaneval, gsm8k
         out: results file (.jsonl); each level of load is appended when it ends
         concurrency: levels of load: requests at the same time (default: 1,4,16)
         rate: levels of load: requests per second on average, arriving at random
-        model: name of the model on the server (default: the first model that the server lists)
-        num_requests: requests of each level
-        max_new_tokens: longest answer in tokens
-        temperature: 0 is greedy
-        seed: of arrivals and sampling
         raw: send prompts as plain text, without chat template
     """
 
     common: ClassVar = ("url", "prompts", "out", "concurrency", "rate", "num_requests", "max_new_tokens")
-    url: str
     prompts: str
     out: Path | None = None
     concurrency: tuple[int, ...] = within((), low=1)
     rate: tuple[float, ...] = within((), above=0.0)
-    model: str = ""
-    num_requests: int = within(64, low=1)
-    max_new_tokens: int = within(128, low=1)
-    temperature: float = within(0.0, low=0.0)
-    seed: int = 0
     raw: bool = False
 
 
 def bench_serve(options: LoadOptions) -> None:
     """Run `drafter bench serve`."""
-    from drafter.bench.load import LoadLevel, LoadSettings, run_load
+    from drafter.bench.load import LoadLevel, run_load
     from drafter.bench.report import load_table
     from drafter.bench.results import append_result
     from drafter.bench.workload import read_prompt_set
@@ -223,13 +211,10 @@ def bench_serve(options: LoadOptions) -> None:
     levels = [LoadLevel(concurrency=number) for number in options.concurrency]
     levels += [LoadLevel(rate=number) for number in options.rate]
     levels = levels or [LoadLevel(concurrency=number) for number in (1, 4, 16)]
-    settings = LoadSettings(
-        options.url, options.model, options.num_requests, options.max_new_tokens, options.temperature, options.seed
-    )
     if options.out is not None:
         _check_out(options.out)
     keep = partial(append_result, options.out) if options.out is not None else None
-    print(load_table(run_load(settings, read_prompt_set(options.prompts, raw=options.raw), levels, keep)))
+    print(load_table(run_load(options, read_prompt_set(options.prompts, raw=options.raw), levels, keep)))
 
 
 def _check_report(folder: Path | None, overwrite: bool) -> None:
@@ -251,10 +236,12 @@ def _check_out(out: Path) -> None:
     resume_results(out)  # results of another schema are refused before anything is loaded
 
 
-def _measure(every: list[BenchSettings], out: Path) -> None:
-    """All settings share target and prompts; they differ in the drafter."""
+def _measure(every: list[BenchSettings], out: Path) -> bool:
+    """Measure settings that share target and prompts, and differ in the drafter; whether this process leads."""
     from drafter.bench.run import run_benchmark
     from drafter.bench.workload import read_prompt_set
+    from drafter.engine.follow import lead_or_follow
+    from drafter.engine.options import Models
 
     first = every[0]
     workloads: list[Workload] = [
@@ -263,8 +250,13 @@ def _measure(every: list[BenchSettings], out: Path) -> None:
     ]
     models = load_bench_models(first)
     for settings in every:
-        made = run_benchmark(settings, with_drafter(models, settings), workloads, out)
+        loaded = with_drafter(models, settings)
+        work = partial(run_benchmark, settings, loaded, workloads, out)
+        made = lead_or_follow(Models(loaded.target, loaded.drafter, loaded.draft_model), work)
+        if made is None:
+            return False
         print(f"{made} runs made, results in {out}", file=sys.stderr)
+    return True
 
 
 def load_bench_models(settings: BenchSettings) -> "BenchModels":

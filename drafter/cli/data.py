@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from drafter.utils.options import Options
+from drafter.utils.options import LineOptions, Options
 from drafter.utils.validate import within
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowOptions:
+class RowOptions(LineOptions):
     """How the rows of a file are read.
 
     Attributes:
@@ -54,7 +54,7 @@ class InspectOptions(Options, RowOptions):
     file: str
     target: str
     num_rows: int = within(3, low=0)
-    max_length: int | None = within(None, low=1)
+    max_length: int | None = within(None, low=1, high=2**24)
     revision: str | None = None
     trust_remote_code: bool = False
 

@@ -1,7 +1,6 @@
 """`drafter distill`: the target answers prompts, as training data for its drafter."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from drafter.cli.data import RowOptions
 from drafter.distill.prompts import AnswerSettings
+from drafter.distill.ray_answers import ClusterOptions, RayAnswerer
 from drafter.engine.options import DraftingOptions, Models, ParallelOptions, load_models
 from drafter.utils.options import Options, part_of
 from drafter.utils.validate import within
@@ -16,7 +16,6 @@ from drafter.utils.validate import within
 if TYPE_CHECKING:
     from drafter.distill.endpoint import Endpoint
     from drafter.distill.local import EngineAnswerer
-    from drafter.distill.ray_answers import RayAnswerer
     from drafter.targets.target import Target
 
 
@@ -54,24 +53,6 @@ class ServerOptions:
     model: str | None = None
     concurrency: int = within(16, low=1)
     retries: int = within(6, low=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterOptions:
-    """A Ray cluster that answers instead of this machine.
-
-    Attributes:
-        ray: address of the cluster; auto: the cluster of this machine; local: a new cluster on this machine. Target and
-            drafter must have the same names on every machine
-        ray_workers: engines on the cluster, such as one for each GPU
-        ray_gpus: GPUs of each engine
-        ray_cpus: processor cores of each engine
-    """
-
-    ray: str | None = None
-    ray_workers: int = within(1, low=1)
-    ray_gpus: float = within(0.0, low=0.0)
-    ray_cpus: float = within(1.0, low=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +105,12 @@ class DistillOptions(Options, SourceOptions, AnswerSettings, DraftingOptions, Se
 def distill(options: DistillOptions) -> None:
     """Run `drafter distill`."""
     if options.ray is not None:
-        _write(options, None, None, _cluster(partial(engine_answerer, options), options))
+        make = partial(engine_answerer, options)
+        _write(options, None, None, RayAnswerer(make, part_of(options, ClusterOptions), options.batch_size))
     elif options.endpoint is not None:
-        server = _endpoint(options)
+        from drafter.distill.endpoint import Endpoint
+
+        server = Endpoint(options.endpoint, options.model or "", options.concurrency, options.retries)
         if options.target is not None:
             _compare(server, options)
         _write(options, server, None, None)
@@ -188,14 +172,6 @@ def _answerer(models: Models, options: DistillOptions) -> "EngineAnswerer":
     )
 
 
-def _cluster(make: "Callable[[], EngineAnswerer]", options: DistillOptions) -> "RayAnswerer":
-    from drafter.distill.ray_answers import RayAnswerer, RayOptions
-
-    assert options.ray is not None
-    cluster = RayOptions(options.ray, options.ray_workers, options.ray_gpus, options.ray_cpus, options.batch_size)
-    return RayAnswerer(make, cluster)
-
-
 def _compare(server: "Endpoint", options: DistillOptions) -> None:
     """Say how the server differs from the target; ValueError if the server runs another model."""
     from drafter.distill.prompts import builtin_prompts, select_prompts
@@ -214,10 +190,3 @@ def _compare(server: "Endpoint", options: DistillOptions) -> None:
         print(f"warning: the server differs from the target: {line}", file=sys.stderr)
     if not found.lines():
         print(f"the server runs the target: {found.num_tokens} greedy tokens agree", file=sys.stderr)
-
-
-def _endpoint(options: DistillOptions) -> "Endpoint":
-    from drafter.distill.endpoint import Endpoint
-
-    assert options.endpoint is not None
-    return Endpoint(options.endpoint, options.model or "", concurrency=options.concurrency, retries=options.retries)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from drafter.engine.options import DraftingOptions, ParallelOptions, load_models
-from drafter.utils.options import Options
-from drafter.utils.validate import within
+from drafter.utils.options import LineOptions, Options
+from drafter.utils.validate import seed_field, within
 
 if TYPE_CHECKING:
     from drafter.bench.acceptance import Acceptance, Served
@@ -21,7 +21,7 @@ _NUM_COMPARED = 4  # prompts whose greedy answers are compared with the target
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskedOptions:
+class AskedOptions(LineOptions):
     """What is answered.
 
     Attributes:
@@ -35,9 +35,9 @@ class AskedOptions:
 
     prompts: str
     num_prompts: int | None = within(None, low=1)
-    max_new_tokens: int = within(128, low=1)
+    max_new_tokens: int = within(128, low=1, high=2**24)
     temperature: float = within(0.0, low=0.0)
-    seed: int = 0
+    seed: int = seed_field()
     raw: bool = False
 
 
@@ -87,7 +87,7 @@ def evaluate(options: EvaluateOptions) -> int:
     """Run `drafter evaluate`; 1 when the server accepts far less than this machine."""
     from tqdm import tqdm
 
-    from drafter.bench.acceptance import Asked, measure_offline, measure_server, total
+    from drafter.bench.acceptance import measure_offline, measure_server, total
     from drafter.bench.backends import EngineBackend
     from drafter.bench.models import BenchModels
     from drafter.bench.workload import read_prompt_set
@@ -118,10 +118,7 @@ def evaluate(options: EvaluateOptions) -> int:
         offline = measure_offline(models, EngineBackend(engine), workload, params, on_answer)
         result = _Result(options, workload, offline, choice.config.method)
         if client is not None and card is not None:
-            asked = Asked(
-                str(card["id"]), options.max_new_tokens, options.temperature, options.seed, options.concurrency
-            )
-            result.served = measure_server(client, card, workload, asked, on_answer)
+            result.served = measure_server(client, card, workload, params, options.concurrency, on_answer)
             result.causes = _causes(
                 client, card, models, workload, result.served, total(result.served.by_category), options.max_new_tokens
             )

@@ -87,9 +87,8 @@ def _export_apple(options: ExportOptions) -> None:
 def _check_prompts(target: "Target") -> list[list[int]]:
     """The first prompts that come with the package, through the chat template where there is one."""
     from drafter.distill.prompts import builtin_prompts
+    from drafter.engine.text import encode_prompts
 
     lines = builtin_prompts().read_text(encoding="utf-8").split("\n")[:_NUM_CHECK_PROMPTS]
     texts = [json.loads(line)["prompt"] for line in lines]
-    if getattr(target.tokenizer, "chat_template", None):
-        return [target.encode_chat([{"role": "user", "content": text}]) for text in texts]
-    return [target.encode(text) for text in texts]
+    return encode_prompts(target, texts, raw=not getattr(target.tokenizer, "chat_template", None))

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from drafter.utils.options import Options, read_options, suggestion
+from drafter.utils.parse import MAX_LINE_MIB, line_limit
 
 COMMANDS: dict[str, str] = {
     "target fetch": "drafter.cli.target:target_fetch",
@@ -34,6 +35,7 @@ COMMANDS: dict[str, str] = {
 }
 
 _EXIT_ERROR = 2
+_LONGEST_ERROR = 1000  # characters
 _EXIT_INTERRUPT = 130  # 128 + SIGINT
 _EXIT_PIPE = 141  # 128 + SIGPIPE
 _HELP = ("-h", "--help")
@@ -94,7 +96,9 @@ def _fail(error: BaseException, message: str) -> int:
 def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
+    # A library may repeat a value of a damaged file, whatever its length.
+    return text if len(text) <= _LONGEST_ERROR else text[:_LONGEST_ERROR] + " ..."
 
 
 def _dispatch(words: list[str]) -> int:
@@ -119,7 +123,10 @@ def _dispatch(words: list[str]) -> int:
     options = read_options(kind, rest, f"drafter {name}")
     if options is None and _below(name) and any(word in _HELP for word in rest):
         print(f"\nMore: drafter {', drafter '.join(_below(name))}")
-    return (function(options) or 0) if options is not None else 0
+    if options is None:
+        return 0
+    with line_limit(getattr(options, "max_line_mib", MAX_LINE_MIB)):
+        return function(options) or 0
 
 
 def _group(words: list[str]) -> int:

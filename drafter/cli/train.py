@@ -22,7 +22,7 @@ def train(words: Sequence[str]) -> int | None:
       --print_config                 print every setting with its value, as a file for --config
       --help-all                     explain every setting
 
-    A setting of the file is a flag of the same name, such as --model.optim.lr 1e-3. A flag that is given goes first.
+    A setting of the file is a flag of the same name, such as --model.optim.lr 1e-3. A given flag replaces the setting.
     The command prints the checkpoint; `drafter export CHECKPOINT --out DIR` turns the checkpoint into a drafter.
     """
     if any(word in ("-h", "--help") for word in words):
@@ -43,7 +43,7 @@ def train(words: Sequence[str]) -> int | None:
 
 
 def files_first(words: Sequence[str]) -> list[str]:
-    """The words with `--config FILE` in front: a flag goes before the file wherever the flag stands."""
+    """The words with `--config FILE` in front: a flag replaces the value of the file wherever the flag stands."""
     files: list[str] = []
     others: list[str] = []
     left = list(words)

@@ -18,8 +18,9 @@ An assistant's message may have ``reasoning_content`` (or ``reasoning``) and ``t
 functions that were offered; the target's chat template renders them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,16 +194,8 @@ def check_turns(messages: Sequence[ChatMessage], where: str) -> None:
         raise ValueError(f"{where}: the conversation has no user turn")
 
 
-def _read_messages(fields: Mapping[str, Any], where: str) -> list[ChatMessage]:
-    return _read_turns(fields, where, "messages", (("role",), ("content",)))
-
-
-def _read_sharegpt(fields: Mapping[str, Any], where: str) -> list[ChatMessage]:
-    return _read_turns(fields, where, "conversations", (("from", "role"), ("value", "content", "text")))
-
-
 def _read_turns(
-    fields: Mapping[str, Any], where: str, key: str, names: tuple[tuple[str, ...], tuple[str, ...]]
+    fields: Mapping[str, Any], where: str, *, key: str, names: tuple[tuple[str, ...], tuple[str, ...]]
 ) -> list[ChatMessage]:
     turns = fields.get(key)
     if not isinstance(turns, Sequence) or isinstance(turns, str):
@@ -284,9 +277,9 @@ def _read_user_turns(fields: Mapping[str, Any], where: str) -> list[ChatMessage]
     ]
 
 
-_READERS = {
-    "messages": _read_messages,
-    "sharegpt": _read_sharegpt,
+_READERS: dict[str, Callable[[Mapping[str, Any], str], list[ChatMessage]]] = {
+    "messages": partial(_read_turns, key="messages", names=(("role",), ("content",))),
+    "sharegpt": partial(_read_turns, key="conversations", names=(("from", "role"), ("value", "content", "text"))),
     "alpaca": _read_alpaca,
     "prompt": _read_prompt,
     "turns": _read_user_turns,

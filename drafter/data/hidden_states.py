@@ -1,9 +1,9 @@
 """The target's hidden states of a data set on disk, so that several epochs cost one forward pass.
 
-Kept are bfloat16 states from shortly before the first token that is trained on to the end of each row: what stands
-before no drafter ever starts from. A shard is named by a hash of its rows: an interrupted run goes on with the next
-shard, data that grow at their end keep their shards, and several data sets share a folder. Shards are written beside
-and renamed. Each shard holds the token ids its states belong to, and they are compared on every read.
+The states of a row are bfloat16 and begin shortly before the first token that is trained on, because no drafter starts
+from earlier positions. A shard is named by a hash of its rows: an interrupted run continues with the next shard, data
+that grow at their end keep their shards, and several data sets share a folder. Each shard holds the token ids of its
+states; every read compares them.
 
 Shapes: N positions of a shard · T positions of a row · D target hidden size · C context size.
 """
@@ -12,7 +12,6 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +47,7 @@ class StateSpec:
 
 
 class States(NamedTuple):
-    """Of one row, in the target's own dtype; ``context_TC`` is None when the context is the final hidden state."""
+    """The states of one row in the target's dtype; ``context_TC`` is None if the context is the final hidden state."""
 
     hidden_TD: Tensor
     context_TC: Tensor | None
@@ -102,18 +101,17 @@ def build_states(
     batch_tokens: int = 8192,
     progress: bool = True,
 ) -> "HiddenStates":
-    """A reader of the states of all rows, which :func:`crop_to_answers` has cut; states that ``folder`` lacks are
-    computed.
+    """A reader of the states of all rows, cut by :func:`crop_to_answers`. Missing states are computed first.
 
-    The size is printed before anything is written. Of two processes the second waits and finds the cache complete. A
-    cache that holds more than is asked for (further layers, when the final hidden states alone are wanted; a larger
-    margin) serves as it is, so that drafters of different shapes can be compared on one cache.
+    The size is printed before anything is written. A second process waits and finds the cache complete. A cache with
+    further layers or a larger margin is used as well, so that one cache serves drafters of different shapes.
 
     Raises:
         OSError: the disk has no room for the cache.
         ValueError: the folder holds the states of another target.
     """
     from filelock import FileLock
+    from tqdm import tqdm
 
     folder = Path(folder).expanduser()
     spec = describe_cache(target, margin, context_layers)
@@ -127,8 +125,11 @@ def build_states(
         missing = [(rows, path) for rows, path in shards if not path.is_file()]
         if missing:
             _check_room(folder, spec, sum(int(crop.store.length_R[list(rows)].sum()) for rows, _ in missing))
-            _write_json(folder / "cache.json", asdict(spec))
-        with _progress_bar(sum(int(store.length_R[list(rows)].sum()) for rows, _ in missing), progress) as bar:
+            write_atomic(folder / "cache.json", json.dumps(asdict(spec), indent=2) + "\n")
+        total = sum(int(store.length_R[list(rows)].sum()) for rows, _ in missing)
+        with tqdm(
+            total=total, desc="hidden states", unit="token", unit_scale=True, disable=not progress, file=sys.stderr
+        ) as bar:
             for rows, path in missing:
                 _write_shard(path, _compute(store, crop, rows, target, spec, batch_tokens, bar))
     return HiddenStates(shards, crop, spec, with_context=bool(context_layers))
@@ -157,8 +158,7 @@ class HiddenStates:
         for rows, path in shards:
             base = int(crop.store.offset_R1[rows.start])
             self._place += [(path, int(crop.store.offset_R1[row]) - base) for row in rows]
-        self._stack = ExitStack()
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Path, Any] = {}  # handles of memory maps; they go with this reader
 
     def row(self, row: int) -> States:
         """The states of a row's kept positions."""
@@ -173,15 +173,10 @@ class HiddenStates:
         hidden_TD = file.get_slice("hidden_ND")[span].to(self._dtype)
         return States(hidden_TD, file.get_slice("context_NC")[span].to(self._dtype) if self._with_context else None)
 
-    def close(self) -> None:
-        """Give the files back."""
-        self._stack.close()
-        self._open.clear()
-
     def _shard(self, path: Path) -> Any:
         if path not in self._open:
             try:
-                self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+                self._open[path] = safe_open(path, framework="pt")
             except SafetensorError as error:
                 raise ValueError(f"{path} is damaged ({error}); delete it, and it is made again") from error
         return self._open[path]
@@ -279,13 +274,3 @@ def _write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
             save_file(tensors, new)
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written ({error}): is the disk full?") from error
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    write_atomic(path, json.dumps(content, indent=2) + "\n")
-
-
-def _progress_bar(total: int, progress: bool) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc="hidden states", unit="token", unit_scale=True, disable=not progress, file=sys.stderr)

@@ -38,8 +38,6 @@ def inspect_file(
         FileNotFoundError, ValueError: see :func:`drafter.data.formats.read_rows`.
         ValueError: a chat template without usable prefixes.
     """
-    if num_rows < 0:
-        raise ValueError(f"--num-rows {num_rows} must be at least 0")
     encoder = ConversationEncoder(tokenizer, name=target_name, max_length=max_length)
     read = ReadReport()
     rows = read_rows(name, format=format, columns=columns, skip_invalid=skip_invalid, report=read)

@@ -14,10 +14,10 @@ class TrainLoader:
     """An endless stream of batches, handed out one epoch's worth per ``iter``.
 
     The order depends on (seed, epoch) and the data alone. Under data parallelism rank r takes every ``world_size``-th
-    batch from the r-th on; the last batches of an epoch that do not go round are left out, so that all ranks make as
-    many steps. ``state_dict`` after k batches, loaded into a new loader, continues with batch k + 1, also with another
-    number of ranks (where k batches of all ranks do not divide, fewer than ``world_size`` are handed out again). An
-    ``iter`` that is left early goes on where it stopped at the next one: no data is skipped by shortened epochs.
+    batch from the r-th on. The last batches of an epoch that do not reach all ranks are left out, so that all ranks
+    make as many steps. A new loader with the ``state_dict`` of k batches continues with batch k + 1. With another
+    number of ranks fewer than ``world_size`` batches may be repeated. The next ``iter`` continues where an unfinished
+    one stopped, so that a shortened epoch skips no data.
     """
 
     def __init__(

@@ -19,6 +19,8 @@ from drafter.data.store import TokenStore
 from drafter.data.stored_states import StoredFiles, StoredStates, open_stored_states
 from drafter.targets.catalog import load_tokenizer
 from drafter.targets.target import Target
+from drafter.utils.parse import MAX_LINE_MIB, line_limit
+from drafter.utils.validate import Range, require
 
 _MIN_PROMPT = 2  # the token at the start of every text, and one token of the text
 _MAX_TEXT_PROMPT = 32  # for plain text, which has no end of a prompt
@@ -45,6 +47,7 @@ class ChatDataModule(LightningDataModule):
         strip_suffixes: list[str] | None = None,
         strip_special_suffixes: bool = True,
         skip_invalid: bool = False,
+        max_line_mib: int = MAX_LINE_MIB,
         pad_multiple: int = 8,
         revision: str | None = None,
         trust_remote_code: bool = False,
@@ -69,6 +72,7 @@ class ChatDataModule(LightningDataModule):
             strip_suffixes: texts to remove from the end of every answer.
             strip_special_suffixes: also remove special tokens of the tokenizer that an answer ends with as text.
             skip_invalid: count and skip rows that are no valid conversation; else the first such row is an error.
+            max_line_mib: longest line of a file, in MiB.
             pad_multiple: pad batches to a multiple of this number of tokens.
             revision: hub revision of the target.
             trust_remote_code: run the target's own tokenizer code.
@@ -86,17 +90,19 @@ class ChatDataModule(LightningDataModule):
                 f"--data.hidden_states {hidden_states} is read and --data.cache_hidden_states {cache_hidden_states} "
                 "computed: give one of them"
             )
-        if max_length < 2 or batch_tokens < max_length:
+        require("data.max_length", max_length, Range(low=2, high=2**24))
+        require("data.batch_tokens", batch_tokens, Range(low=2))
+        require("data.max_line_mib", max_line_mib, Range(low=1, high=1024))
+        require("data.pad_multiple", pad_multiple, Range(low=1, high=2**16))
+        if batch_tokens < max_length:
             raise ValueError(
-                f"--data.batch_tokens {batch_tokens} must be at least --data.max_length {max_length}, "
-                "and that at least 2: raise one or lower the other"
+                f"--data.batch_tokens {batch_tokens} must be at least --data.max_length {max_length}: "
+                "raise one or lower the other"
             )
         if isinstance(val, float | int) and not 0 < val < 1:
             raise ValueError(f"--data.val {val} must be a share above 0 and below 1, or files to validate on")
         if train_on not in ("answers", "everything"):
             raise ValueError(f"--data.train_on {train_on!r} must be answers or everything")
-        if pad_multiple < 1:
-            raise ValueError(f"--data.pad_multiple {pad_multiple} must be at least 1")
         self._train_names = [train] if isinstance(train, str) else list(train)
         if not self._train_names:
             raise ValueError("--data.train names no file")
@@ -115,6 +121,7 @@ class ChatDataModule(LightningDataModule):
         self._batch_tokens = batch_tokens
         self.train_on = train_on
         self._seed = seed
+        self._max_line_mib = max_line_mib
         self._pad_multiple = pad_multiple
         self._revision = revision
         self._trust_remote_code = trust_remote_code
@@ -305,14 +312,15 @@ class ChatDataModule(LightningDataModule):
         return self._stores
 
     def _read(self, names: list[str], what: str) -> TokenStore:
-        store, report = load_stores(
-            names,
-            self.tokenizer,
-            self._options,
-            target_name=self._target_name,
-            use_cache=self._use_token_cache,
-            progress=self._progress,
-        )
+        with line_limit(self._max_line_mib):
+            store, report = load_stores(
+                names,
+                self.tokenizer,
+                self._options,
+                target_name=self._target_name,
+                use_cache=self._use_token_cache,
+                progress=self._progress,
+            )
         for line in report.lines():
             rank_zero_info(f"{what}: {line}")
         return store

@@ -118,7 +118,7 @@ class StoredStates:
 
     @torch.no_grad()
     def row(self, row: int) -> States:
-        """The states of a row's kept positions; zeros behind the last stored one, which nothing is learnt from."""
+        """The states of a row's kept positions. Positions after the last stored state are zero and train nothing."""
         token_T, _ = self.store.row(row)
         start, path = self._crop.starts[row], self._files[row]
         with _open(path) as file:
@@ -131,9 +131,6 @@ class StoredStates:
         missing = len(token_T) - len(stored_T)
         hidden_TD = _padded(final_TD, missing)
         return States(hidden_TD, _padded(torch.cat(context, dim=-1), missing) if context else None)
-
-    def close(self) -> None:
-        """Nothing stays open between rows: a folder may hold more files than a process may open."""
 
     def _layer(self, file: Any, path: Path, span: slice, layer: int) -> Tensor:
         """States [T, D] of one layer, in the target's dtype."""

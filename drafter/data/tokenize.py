@@ -460,17 +460,3 @@ class ConversationEncoder:
 def _backend_encode(tokenizer: Any, texts: Sequence[str]) -> Sequence[Any]:
     """Encodings with ``ids`` and character ``offsets``, from one call of the Rust tokenizer."""
     return tokenizer(list(texts), add_special_tokens=False, truncation=False, padding=False).encodings if texts else []
-
-
-def encode_conversation(tokenizer: Any, messages: Sequence[ChatMessage], *, is_cut: bool = False) -> EncodedRow:
-    """Token ids and loss mask of one conversation.
-
-    Raises:
-        ValueError: the tokenizer has no chat template.
-        PrefixError: the answers cannot be found.
-    """
-    check_template(tokenizer, getattr(tokenizer, "name_or_path", ""))
-    encoder = ConversationEncoder(tokenizer, strip_special_suffixes=False)
-    text, turns = find_answers(tokenizer, messages)
-    whole, *prefixes = _backend_encode(tokenizer, [text, *(turn.prefix for turn in turns)])
-    return encoder._mask(whole, [prefix.ids for prefix in prefixes], turns, is_cut)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from drafter.utils.validate import check_ranges, require_int, within
+from drafter.utils.validate import check_ranges, seed_field, within
 
 
 @dataclass(frozen=True)
@@ -27,24 +27,21 @@ class SamplingParams:
     top_k: int = within(0, low=0, high=2**31, mend="0 turns it off")
     top_p: float = within(1.0, above=0.0, high=1.0, mend="1 turns it off")
     min_p: float = within(0.0, low=0.0, high=1.0, mend="0 turns it off")
-    seed: int = 0  # the range, any 64-bit integer, would only lengthen the help
+    seed: int = seed_field()
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = within((), low=0)
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        check_ranges(self)
-        require_int("seed", self.seed, low=-(2**63), high=2**64 - 1, mend="any 64-bit integer")
         for name in ("stop", "stop_token_ids"):
             value = getattr(self, name)
             if isinstance(value, str) or not isinstance(value, Sequence):
                 raise ValueError(f"{name} must be a sequence, not {value!r}")
             object.__setattr__(self, name, tuple(value))
+        check_ranges(self)
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop holds {text!r}: every stop string must be text with at least one character")
-        for token in self.stop_token_ids:
-            require_int("stop_token_ids", token, low=0)
 
     @property
     def signed_seed(self) -> int:

@@ -37,7 +37,7 @@ class Client:
     Attributes:
         url: address, such as http://host:8000 or https://host/v1.
         timeout: seconds for one request.
-        flag: what the user named the address with.
+        flag: the flag of the address, for errors.
         api_key_variable: environment variable with the key, for servers that require one.
     """
 

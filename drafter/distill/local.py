@@ -109,16 +109,9 @@ class EngineAnswerer:
         batch_size: int = 64,
         batch_tokens: int = 65536,
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"--batch-size {batch_size} must be at least 1")
-        if batch_tokens < 1:
-            raise ValueError(f"--batch-tokens {batch_tokens} must be at least 1")
-        self._target = target
-        self._drafter = drafter
-        self._draft_model = draft_model
-        self._config = config
-        self._batch_size = batch_size
-        self._batch_tokens = batch_tokens
+        assert batch_size > 0 and batch_tokens > 0, (batch_size, batch_tokens)
+        self._target, self._drafter, self._draft_model, self._config = target, drafter, draft_model, config
+        self._batch_size, self._batch_tokens = batch_size, batch_tokens
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -249,12 +242,12 @@ def distill(
     """
     mix = (float(temperature),) if isinstance(temperature, float | int) else tuple(float(t) for t in temperature)
     settings = AnswerSettings(max_new_tokens, mix, top_k, top_p, min_p, num_answers, seed)
-    if num_prompts is not None and num_prompts < 1:
-        raise ValueError(f"--num-prompts {num_prompts} must be at least 1")
     check_name(out)
-    if answerer is not None and endpoint is not None:
-        raise ValueError("--endpoint and --ray exclude each other: give one of them")
-    answerer = answerer or _choose_answerer(target, drafter, endpoint, batch_size, batch_tokens)
+    if answerer is None and endpoint is None:
+        assert target is not None, "no model answers"
+        answerer = EngineAnswerer(target, drafter, batch_size=batch_size, batch_tokens=batch_tokens)
+    answerer = answerer or endpoint
+    assert answerer is not None
     report = DistillReport()
     part, unwanted = Shard.parse(shard), Exclusion.read(exclude)
     origin: dict[str, Any] = {"prompts": MAGPIE}
@@ -269,22 +262,6 @@ def distill(
         _check_excluded(journal, unwanted)
         _answer_all(answerer, wanted, settings, journal, report, progress)
     return report
-
-
-def _choose_answerer(
-    target: "Target | None",
-    drafter: "RecurrentDrafter | None",
-    endpoint: Endpoint | None,
-    batch_size: int,
-    batch_tokens: int,
-) -> Answerer:
-    if endpoint is not None:
-        if drafter is not None:
-            raise ValueError("--drafter and --endpoint exclude each other: the server decodes. Leave --drafter out")
-        return endpoint
-    if target is None:
-        raise ValueError("no target: give --target or --endpoint")
-    return EngineAnswerer(target, drafter, batch_size=batch_size, batch_tokens=batch_tokens)
 
 
 def _check_excluded(journal: Journal, exclude: Exclusion) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from drafter.data.formats import ChatMessage, read_rows
-from drafter.utils.validate import check_ranges, within
+from drafter.utils.validate import check_ranges, seed_field, within
 
 # Two texts that share a run of this many words count as the same material.
 _OVERLAP_WORDS = 13
@@ -176,13 +176,13 @@ class AnswerSettings:
         seed: seed of sampling; an answer's own seed is a hash of the seed, the prompt's id and the answer's number
     """
 
-    max_new_tokens: int = within(256, low=1)
+    max_new_tokens: int = within(256, low=1, high=2**24)
     temperature: tuple[float, ...] = within((0.0,), low=0.0, mend="0 is greedy")
-    top_k: int = within(0, low=0, mend="0 turns it off")
+    top_k: int = within(0, low=0, high=2**31, mend="0 turns it off")
     top_p: float = within(1.0, above=0.0, high=1.0, mend="1 turns it off")
     min_p: float = within(0.0, low=0.0, high=1.0, mend="0 turns it off")
     num_answers: int = within(1, low=1)
-    seed: int = 0
+    seed: int = seed_field()
 
     def __post_init__(self) -> None:
         check_ranges(self)

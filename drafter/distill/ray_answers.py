@@ -13,28 +13,28 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from drafter.distill.prompts import AnswerSettings, AnswerStream, MadeAnswer, PromptRow, WantedAnswer
+from drafter.utils.validate import within
 
 if TYPE_CHECKING:
     from drafter.distill.local import EngineAnswerer
 
 
-@dataclass(frozen=True)
-class RayOptions:
-    """Address of the cluster, and the resources of each engine.
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """A Ray cluster that answers instead of this machine.
 
     Attributes:
-        address: address of the cluster, such as ``ray://head:10001``; ``auto``: the cluster of this machine;
-            ``local``: a new cluster on this machine.
-        num_workers: number of engines.
-        num_gpus, num_cpus: resources of each engine.
-        batch_size: prompts in a batch. A lost batch is answered again as a whole.
+        ray: address of the cluster, such as ray://head:10001; auto: the cluster of this machine; local: a new cluster
+            on this machine. Target and drafter must have the same names on every machine
+        ray_workers: engines on the cluster, such as one for each GPU
+        ray_gpus: GPUs of each engine
+        ray_cpus: processor cores of each engine
     """
 
-    address: str = "auto"
-    num_workers: int = 1
-    num_gpus: float = 0.0
-    num_cpus: float = 1.0
-    batch_size: int = 64
+    ray: str | None = None
+    ray_workers: int = within(1, low=1)
+    ray_gpus: float = within(0.0, low=0.0)
+    ray_cpus: float = within(1.0, low=0.0)
 
 
 class RayAnswerer:
@@ -43,11 +43,13 @@ class RayAnswerer:
     Args:
         make: makes a worker's engine. The workers call it, so target and drafter must exist on every machine.
         options: cluster and resources.
+        batch_size: prompts in a batch. A lost batch is answered again as a whole.
     """
 
-    def __init__(self, make: "Callable[[], EngineAnswerer]", options: RayOptions) -> None:
+    def __init__(self, make: "Callable[[], EngineAnswerer]", options: ClusterOptions, batch_size: int = 64) -> None:
         self._make = make
         self._options = options
+        self._batch_size = batch_size
         self._identity: dict[str, Any] | None = None
 
     @property
@@ -55,7 +57,7 @@ class RayAnswerer:
         """The settings that determine the answers, from an engine on the cluster; asked once."""
         if self._identity is None:
             ray = self._connect()
-            ask = ray.remote(num_gpus=self._options.num_gpus, num_cpus=self._options.num_cpus)(_identity_of)
+            ask = ray.remote(num_gpus=self._options.ray_gpus, num_cpus=self._options.ray_cpus)(_identity_of)
             self._identity = _get(ray, ask.remote(self._make))
         return self._identity
 
@@ -71,14 +73,14 @@ class RayAnswerer:
         options = self._options
         # Prompts of similar length waste the least padding.
         items = [{"item": json.dumps(asdict(item))} for item in sorted(wanted, key=_num_characters)]
-        batches = ray.data.from_items(items, override_num_blocks=math.ceil(len(items) / options.batch_size))
+        batches = ray.data.from_items(items, override_num_blocks=math.ceil(len(items) / self._batch_size))
         answered = batches.map_batches(
             _Worker,
             fn_constructor_args=(self._make, settings),
-            batch_size=options.batch_size,
-            concurrency=options.num_workers,
-            num_gpus=options.num_gpus or None,
-            num_cpus=options.num_cpus,
+            batch_size=self._batch_size,
+            concurrency=options.ray_workers,
+            num_gpus=options.ray_gpus or None,
+            num_cpus=options.ray_cpus,
         )
         missing = {item.key: item for item in wanted}
         try:
@@ -96,12 +98,12 @@ class RayAnswerer:
         except ModuleNotFoundError as error:
             raise ValueError("--ray needs the package ray: in the repository, pip install -e '.[cluster]'") from error
         if not ray.is_initialized():
-            address = None if self._options.address == "local" else self._options.address
+            address = None if self._options.ray == "local" else self._options.ray or "auto"
             try:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise OSError(
-                    f"--ray {self._options.address}: no cluster answers there ({_last_line(error)}); start one with "
+                    f"--ray {self._options.ray}: no cluster answers there ({_last_line(error)}); start one with "
                     "`ray start --head`, or give --ray local"
                 ) from error
         return ray
@@ -139,7 +141,6 @@ def _get(ray: Any, reference: Any) -> Any:
 
 
 def _unpacked(found: dict[str, Any]) -> WantedAnswer:
-
     prompt = found.pop("prompt")
     return WantedAnswer(PromptRow(prompt["id"], tuple(prompt["messages"]), prompt["source"]), **found)
 

@@ -24,7 +24,7 @@ _CLEAR = 0.5  # nats: a token so far below the likeliest one is no near tie
 
 @dataclass
 class Comparison:
-    """What a few greedy answers say.
+    """The comparison of a few greedy answers.
 
     Attributes:
         prompt: how the server's prompts differ from the target's own template: token by token where the server gives

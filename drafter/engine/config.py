@@ -18,7 +18,7 @@ class RequestOptions:
     """
 
     speculate: bool = True
-    num_logprobs: int | None = within(None, low=0)
+    num_logprobs: int | None = within(None, low=0, high=2**31)
     want_tree: bool = False
 
     def __post_init__(self) -> None:
@@ -44,13 +44,13 @@ class EngineConfig(DraftOptions):
     """
 
     max_rows: int = within(8, low=1, high=1024)
-    max_length: int | None = within(None, low=2)
-    prefill_chunk: int = within(256, low=1)
+    max_length: int | None = within(None, low=2, high=2**24)
+    prefill_chunk: int = within(256, low=1, high=2**24)
     reuse_prefixes: bool = False
     compile: bool | None = None
     exact_attention: bool = False
     tuned: str | None = None
-    max_drafted_rows: int | None = within(None, low=0)
+    max_drafted_rows: int | None = within(None, low=0, high=1024)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,6 +6,7 @@ The command line, the server, `generate` for transformers, the benchmark and ``E
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,11 +14,13 @@ from drafter.engine.config import EngineConfig
 from drafter.proposers.options import SIZED_METHODS, Method
 
 if TYPE_CHECKING:
+    from drafter.engine.sizes import TunedSizes
     from drafter.models.drafter import RecurrentDrafter
     from drafter.targets.target import Target
 
 _log = logging.getLogger(__name__)
 
+_WHOLE_PROMPT = 2**24  # tokens of a chunk: the most that the setting takes
 NO_DRAFTER = "none"  # --drafter none: do not load the drafter that comes with the package
 NO_FILE = "none"  # --tuned none: do not use measured sizes
 TUNED_FILE = "tuned.json"  # the file of `drafter tune` beside a drafter
@@ -52,9 +55,8 @@ def choose(
     The defaults, in this order:
 
     1. The method and tree sizes of a file of `drafter tune` that fits this device, dtype, target and drafter.
-    2. Method: ``draft-model`` with a draft model; with a drafter ``hybrid`` on a CPU and ``redrafter`` on CUDA, where
-       most of the hybrid's drafting is not compiled; without any model that drafts, ``hybrid`` on a CPU and
-       ``autoregressive`` on CUDA.
+    2. Method: ``draft-model`` with a draft model; with a drafter ``hybrid`` on a CPU and ``redrafter`` on CUDA,
+       which draft the same trees; without any model that drafts, ``hybrid`` on a CPU and ``autoregressive`` on CUDA.
     3. Tree: a size that costs little on a device without measurements, and plain decoding for more rows.
 
     Args:
@@ -71,17 +73,24 @@ def choose(
     method: Method | None = fields.pop("method", None)
     check_method(method, has_drafter=drafter is not None, has_draft_model=draft_model is not None, tuned=tuned)
     is_size_open = not any(name in fields for name in _TREE_FIELDS)
+    if target.no_trees:
+        return _plain(target, method, fields, drafter, draft_model)
+    from drafter.decoding.compile import is_compiled
+    from drafter.engine.sizes import misfit, read_tuned
+
     if tuned is not None and tuned != NO_FILE:
-        return _measured(Path(tuned), method, fields)
+        return _measured(Path(tuned), read_tuned(Path(tuned)), method, fields)
     was_passed_over = False
     # Sizes are measured with plain weights on one device.
     if tuned is None and target.is_plain and drafter is not None and is_size_open:
         path = tuned_path(drafter.name_or_path) if drafter.name_or_path else None
         if path is not None and path.is_file() and method in (None, *SIZED_METHODS):
-            misfit = _misfit(path, target, drafter, method, fields.get("compile"))
-            if not misfit:
-                return _measured(path, method, fields)
-            _log.warning("%s is not used: it %s", path, misfit)
+            sizes = read_tuned(path)
+            is_on = is_compiled(fields.get("compile"), target.device)
+            reason = misfit(sizes, target, drafter, method=method, is_compiled=is_on)
+            if not reason:
+                return _measured(path, sizes, method, fields)
+            _log.warning("%s is not used: it %s", path, reason)
             was_passed_over = True
     device = target.device.type
     is_method_open = method is None
@@ -101,6 +110,37 @@ def choose(
         return Choice(config, reason)
     why = "the measured sizes do not fit" if was_passed_over else "nothing was measured (`drafter tune` measures)"
     return Choice(config, f"{reason}; {why}")
+
+
+def _plain(
+    target: "Target",
+    method: Method | None,
+    fields: dict[str, Any],
+    drafter: "RecurrentDrafter | None",
+    draft_model: "Target | None",
+) -> Choice:
+    """Settings for a target that trees cannot run through; ValueError where something that drafts was named."""
+    named = [f"--{name.replace('_', '-')}" for name in _TREE_FIELDS if name in fields]
+    named += ["--drafter"] * (drafter is not None) + ["--draft-model"] * (draft_model is not None)
+    named += [f"--method {method}"] * (method not in (None, "autoregressive"))
+    if named:
+        target.require_trees(named[0])
+    return Choice(EngineConfig(method="autoregressive", **fields), f"plain decoding: {target.no_trees}")
+
+
+def followed(config: EngineConfig, target: "Target") -> EngineConfig:
+    """The settings as an engine of the target follows them.
+
+    A target without trees takes a prompt in one forward and shares no prefixes.
+
+    Raises:
+        ValueError: the settings draft, and trees cannot run through the target.
+    """
+    if not target.no_trees:
+        return config
+    if config.num_nodes > 1 or config.method != "autoregressive":
+        target.require_trees(f"--method {config.method}")
+    return replace(config, prefill_chunk=_WHOLE_PROMPT, reuse_prefixes=False)
 
 
 def check_method(
@@ -128,27 +168,14 @@ def describe(config: EngineConfig) -> str:
     return text if limit is None or limit >= config.max_rows else f"{text}, plain decoding above {limit} rows"
 
 
-def _measured(path: Path, method: Method | None, fields: Mapping[str, Any]) -> Choice:
+def _measured(path: Path, sizes: "TunedSizes", method: Method | None, fields: Mapping[str, Any]) -> Choice:
     """Settings of a file of measured sizes; the file's method is the default."""
-    from drafter.engine.sizes import read_tuned
-
     clash = next((name for name in _TREE_FIELDS if name in fields), None)
     if clash is not None:
         flag = clash.replace("_", "-")
         raise ValueError(f"--tuned {path} sizes the trees: leave --{flag} out, or give --tuned none")
-    sizes = read_tuned(path)
     config = EngineConfig(method=method or sizes.method, tuned=str(path), **fields)
     return Choice(config, f"{sizes.summary()}: measured, {path}")
-
-
-def _misfit(
-    path: Path, target: "Target", drafter: "RecurrentDrafter", method: Method | None, is_compiled: bool | None
-) -> str:
-    from drafter.decoding.compile import is_compiled as resolve_compile
-    from drafter.engine.sizes import misfit, read_tuned
-
-    is_on = resolve_compile(is_compiled, target.device)
-    return misfit(read_tuned(path), target, drafter, method=method, is_compiled=is_on)
 
 
 def default_method(device: str, *, has_drafter: bool = True, has_draft_model: bool = False) -> Method:

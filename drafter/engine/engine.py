@@ -13,7 +13,7 @@ from drafter.decoding.compile import Compiler, is_compiled
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer
 from drafter.engine.config import EngineConfig, RequestOptions
-from drafter.engine.defaults import choose
+from drafter.engine.defaults import choose, followed
 from drafter.engine.lockstep import Lockstep, in_lockstep
 from drafter.engine.memory import check_fit
 from drafter.engine.options import DraftingOptions, load_models
@@ -23,9 +23,9 @@ from drafter.engine.request import Request
 from drafter.engine.runner import PrefillRow, Runner, StepResult, StepWants
 from drafter.engine.scheduler import Scheduler, bucket, neighbours
 from drafter.engine.sizes import SizedProposers, Sizer, TreeSizer, read_fitting
-from drafter.engine.text import IncrementalText, Prompt, check_prompts, encode_prompt
+from drafter.engine.text import IncrementalText, Prompt, check_prompts, encode_prompts
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.options import LEARNING_METHODS
+from drafter.proposers.options import learns
 from drafter.proposers.parts import new_memory
 from drafter.proposers.table import contexts_of, make_proposer
 from drafter.targets.target import Target
@@ -70,7 +70,7 @@ class Engine:
         if config is None:
             config, reason = choose(target, drafter, draft_model=draft_model)
             _log.info("%s", reason)
-        self.config = config
+        self.config = config = followed(config, target)
         self.lockstep = Lockstep(target.ranks)
         is_own = proposer is not None or sizer is not None
         self.lockstep.open(
@@ -81,7 +81,7 @@ class Engine:
         is_on = is_compiled(config.compile, target.device) and target.is_plain
         self.compiler = compiler = Compiler(target.device, is_on=is_on)
         self._sized: SizedProposers | None = None
-        self._memory = new_memory(target, drafter) if self.config.method in LEARNING_METHODS else None
+        self._memory = new_memory(target) if learns(self.config.method, has_drafter=drafter is not None) else None
         if proposer is None and sizer is None and self.config.tuned is not None:
             sizes = read_fitting(self.config, target, drafter)
             sizer = TreeSizer(sizes)
@@ -188,7 +188,7 @@ class Engine:
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts: give one, or one for each")
-        encoded = [self.encode(prompt, raw=raw) for prompt in prompts]
+        encoded = encode_prompts(self.target, prompts, raw=raw)
         self.reserve(max(self._num_slots_of(len(ids), p) for ids, p in zip(encoded, each, strict=True)))
         index_of: dict[int, int] = {}
         added: list[Request] = []
@@ -224,7 +224,7 @@ class Engine:
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Token ids of a prompt in any of its forms; ValueError for a list of anything but messages or token ids."""
-        return encode_prompt(self.target, prompt, raw=raw)
+        return encode_prompts(self.target, [prompt], raw=raw)[0]
 
     @in_lockstep
     def reserve(self, num_slots: int) -> None:

@@ -1,7 +1,7 @@
 """Loads targets and drafters by name."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drafter.utils.io import first_line, recover
 
@@ -10,43 +10,15 @@ if TYPE_CHECKING:
     from drafter.targets.target import Target
 
 
-def load_target(
-    name: str,
-    *,
-    dtype: str,
-    device: str,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    pack: bool = True,
-    runtime: str = "torch",
-    num_ranks: int = 1,
-    device_map: str | None = None,
-    quantization: str = "none",
-) -> "Target":
-    """The target of a command, loaded without the bars and notices of transformers.
-
-    ``pack``: for decoding on a CPU without compilation, which packs by itself; ``runtime``: what runs the target's
-    forward; ``num_ranks``, ``device_map``: how the target is spread over devices; ``quantization``: rounding of the
-    weights (see :meth:`Target.load`).
-    """
+def load_target(name: str, **options: Any) -> "Target":
+    """The target of a command: :meth:`Target.load` without the bars and notices of transformers."""
     from transformers.utils import logging
 
     from drafter.targets.target import Target
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    return Target.load(
-        name,
-        dtype=dtype,
-        device=device,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        pack=pack,
-        runtime=runtime,
-        num_ranks=num_ranks,
-        device_map=device_map,
-        quantization=quantization,
-    )
+    return Target.load(name, **options)
 
 
 def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
@@ -60,6 +32,7 @@ def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
     from drafter.engine.defaults import shipped_drafter, shipped_drafters
     from drafter.models.drafter import RecurrentDrafter
 
+    target.require_trees(f"--drafter {name}")
     folder = Path(name).expanduser()
     recover(folder)
     if not folder.is_dir():

@@ -4,7 +4,6 @@ The choice changes the speed of decoding and no token.
 """
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from drafter.proposers.options import SIZED_METHODS, Method
 from drafter.proposers.parts import DraftMemory
 from drafter.proposers.table import make_proposer
 from drafter.targets.target import Target
-from drafter.utils.parse import read_json
+from drafter.utils.parse import check_shape, read_json
 from drafter.utils.provenance import cpu_name
 
 _MAX_SIZE = 4096  # of a file's beam width, draft length and tree size
@@ -63,6 +62,11 @@ class MeasuredTree(NamedTuple):
     tree: Tree
     tokens_per_step: float
     step_seconds: float
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """The two figures by name."""
+        return {"tokens_per_step": self.tokens_per_step, "step_seconds": self.step_seconds}
 
     def rate(self, ratio: float = 1.0) -> float:
         """Tokens per second of one row if drafts are accepted ``ratio`` times as often as in calibration."""
@@ -136,30 +140,31 @@ class TunedSizes:
     def as_json(self) -> dict[str, Any]:
         """The content of the file that :func:`read_tuned` reads."""
         plans = [
-            {
-                "num_rows": plan.num_rows,
-                "choices": [
-                    {
-                        **choice.tree._asdict(),
-                        "tokens_per_step": choice.tokens_per_step,
-                        "step_seconds": choice.step_seconds,
-                    }
-                    for choice in plan.choices
-                ],
-            }
+            {"num_rows": plan.num_rows, "choices": [{**item.tree._asdict(), **item.measured} for item in plan.choices]}
             for plan in self.plans
         ]
-        return {
-            "schema": SCHEMA,
-            "method": self.method,
-            "device": self.device,
-            "dtype": self.dtype,
-            "compile": self.is_compiled,
-            "runtime": self.runtime,
-            "target_fingerprint": self.target_fingerprint,
-            "drafter_fingerprint": self.drafter_fingerprint,
-            "plans": plans,
-        }  # fmt: skip
+        named = {key: getattr(self, name) for key, name in _NAMES.items()}
+        return {"schema": SCHEMA, **named, "plans": plans}
+
+
+# Keys of the file -> fields of TunedSizes.
+_NAMES = {
+    **{name: name for name in ("method", "device", "dtype", "runtime", "target_fingerprint", "drafter_fingerprint")},
+    "compile": "is_compiled",
+}
+_SHAPE = {
+    "method?": str,
+    "device": str,
+    "dtype": str,
+    "runtime?": str,
+    "target_fingerprint": str,
+    "drafter_fingerprint?": str,
+    "compile": bool,
+    "plans": [{
+        "num_rows": int,
+        "choices": [{**dict.fromkeys(Tree._fields, int), "tokens_per_step": float, "step_seconds": float}],
+    }],
+}  # fmt: skip
 
 
 def read_tuned(path: Path) -> TunedSizes:
@@ -177,21 +182,15 @@ def read_tuned(path: Path) -> TunedSizes:
     if schema != SCHEMA:
         raise ValueError(f"--tuned {path}: schema is {schema!r} but must be {SCHEMA!r}: run `drafter tune` again")
     try:
-        method = found.get("method", "redrafter")
-        if method not in SIZED_METHODS:
-            raise ValueError(f"method {method!r}")
-        plans = tuple(sorted((_plan_of(item, method) for item in found["plans"]), key=lambda plan: plan.num_rows))
-        texts = [found[key] for key in ("device", "dtype", "target_fingerprint")]
-        texts += [found.get("drafter_fingerprint", ""), found.get("runtime", "torch")]
-        is_compiled = found["compile"]
-        if not plans or not all(isinstance(text, str) for text in texts) or not isinstance(is_compiled, bool):
-            raise ValueError("no plans, or a value of the wrong kind")
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"--tuned {path}: damaged ({type(error).__name__}: {error}): run `drafter tune` again"
-        ) from error
-    device, dtype, fingerprint, drafter_fingerprint, runtime = texts
-    return TunedSizes(device, dtype, is_compiled, fingerprint, plans, drafter_fingerprint, method, runtime)
+        check_shape(found, _SHAPE, "the file")
+        named = {name: found[key] for key, name in _NAMES.items() if key in found}
+        method = named.setdefault("method", "redrafter")
+        if method not in SIZED_METHODS or not found["plans"]:
+            raise ValueError(f"method {method!r} with {len(found['plans'])} plans")
+        plans = sorted((_plan_of(item, method) for item in found["plans"]), key=lambda plan: plan.num_rows)
+    except ValueError as error:
+        raise ValueError(f"--tuned {path}: damaged ({error}): run `drafter tune` again") from error
+    return TunedSizes(plans=tuple(plans), **named)
 
 
 def is_tuned_file(path: Path) -> bool:
@@ -206,21 +205,19 @@ def is_tuned_file(path: Path) -> bool:
 def _plan_of(item: Mapping[str, Any], method: Method) -> RowPlan:
     choices = []
     for entry in item["choices"]:
-        sizes = [entry[name] for name in Tree._fields]
-        if any(isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _MAX_SIZE for size in sizes):
-            raise ValueError(f"tree {sizes}")
-        tree = Tree(*sizes) if sizes[-1] > 1 else PLAIN
+        tree = Tree(*(entry[name] for name in Tree._fields))
         # The other parts of a hybrid fill the nodes that its beam leaves free.
-        if method == "redrafter" and tree.tree_size > 1 + tree.beam_width * tree.draft_length:
-            raise ValueError(f"tree {sizes}")
-        numbers = [float(entry["tokens_per_step"]), float(entry["step_seconds"])]
-        if not all(map(math.isfinite, numbers)) or numbers[0] < 1 or numbers[1] <= 0:
-            raise ValueError(f"measured {numbers} for tree {sizes}")
-        choices.append(MeasuredTree(tree, *numbers))
+        too_many = method == "redrafter" and tree.tree_size > max(1, 1 + tree.beam_width * tree.draft_length)
+        if too_many or not all(1 <= size <= _MAX_SIZE for size in tree):
+            raise ValueError(f"tree {[*tree]}")
+        choice = MeasuredTree(PLAIN if tree.is_plain else tree, entry["tokens_per_step"], entry["step_seconds"])
+        if choice.tokens_per_step < 1 or choice.step_seconds <= 0:
+            raise ValueError(f"measured {choice.measured} for tree {[*tree]}")
+        choices.append(choice)
     if not any(choice.tree.is_plain for choice in choices):
         raise ValueError("no measurement of plain decoding")
-    if not isinstance(item["num_rows"], int) or item["num_rows"] < 1:
-        raise ValueError(f"num_rows {item['num_rows']!r}")
+    if item["num_rows"] < 1:
+        raise ValueError(f"num_rows {item['num_rows']}")
     return RowPlan(item["num_rows"], tuple(choices))
 
 
@@ -357,7 +354,7 @@ class SizedProposers:
     ) -> None:
         self._sizer = sizer
         self._proposers: dict[Tree, Proposer] = {
-            tree: make_proposer(_settings_of(config, tree), target, drafter, None, compiler, memory)
+            tree: make_proposer(replace(config, tuned=None, **tree._asdict()), target, drafter, None, compiler, memory)
             for tree in sizer.trees
             if not tree.is_plain
         }
@@ -398,11 +395,6 @@ def read_fitting(config: EngineConfig, target: Target, drafter: RecurrentDrafter
     return sizes
 
 
-def _settings_of(config: EngineConfig, tree: Tree) -> EngineConfig:
-    width, length, size = tree
-    return replace(config, tuned=None, beam_width=width, draft_length=length, tree_size=size)
-
-
 def device_name(device: torch.device) -> str:
     """Name of the GPU, or name of the processor and number of threads, for measured step times."""
     if device.type == "cuda":
@@ -439,7 +431,7 @@ def misfit(
         ("device", sizes.device, device_name(target.device)),
         ("dtype", sizes.dtype, dtype_name(target.dtype)),
         ("runtime", sizes.runtime, target.runtime_name),
-        ("compilation", _on(sizes.is_compiled), _on(is_compiled)),
+        ("compilation", *("on" if is_on else "off" for is_on in (sizes.is_compiled, is_compiled))),
         ("target", sizes.target_fingerprint, target.fingerprint),
         ("drafter", measured_drafter, present_drafter),
         ("method", sizes.method, method or sizes.method),
@@ -453,7 +445,3 @@ def misfit(
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of a number format, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
-
-
-def _on(is_on: bool) -> str:
-    return "on" if is_on else "off"

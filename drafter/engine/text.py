@@ -27,30 +27,36 @@ def check_prompts(prompts: object) -> None:
         raise ValueError("prompts must be a list of prompts, even of one: [prompt]")
 
 
-def encode_prompt(target: "Target", prompt: Prompt, *, raw: bool) -> list[int]:
-    """Token ids of one user message, a conversation, a list of token ids or, if ``raw``, raw text.
+def encode_prompts(target: "Target", prompts: Sequence[Prompt], *, raw: bool) -> list[list[int]]:
+    """Token ids of user messages, conversations and lists of token ids; with ``raw`` a text is no user message.
 
     Raises:
-        ValueError: a list of anything but messages or token ids.
+        ValueError: a list of anything but messages or token ids, or the chat template fails or reaches a limit.
     """
+    chats = {place: _messages(prompt) for place, prompt in enumerate(prompts) if _is_chat(prompt, raw=raw)}
+    rendered = target.encode_chats([Chat(messages) for messages in chats.values()]) if chats else []
+    encoded = dict(zip(chats, rendered, strict=True))
+    return [
+        encoded[place]
+        if place in encoded
+        else target.encode(prompt)
+        if isinstance(prompt, str)
+        else [_token_id(token) for token in prompt]
+        for place, prompt in enumerate(prompts)
+    ]
+
+
+def _is_chat(prompt: Prompt, *, raw: bool) -> bool:
+    return not raw if isinstance(prompt, str) else len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _messages(prompt: Prompt) -> list[Mapping[str, str]]:
     if isinstance(prompt, str):
-        return target.encode(prompt) if raw else target.encode_chat([{"role": "user", "content": prompt}])
-    if len(prompt) > 0 and isinstance(prompt[0], Mapping):
-        messages = [item for item in prompt if isinstance(item, Mapping)]
-        if len(messages) < len(prompt):
-            raise ValueError(f"a prompt mixes messages and other things: {prompt!r}")
-        return target.encode_chat(messages)
-    return [_token_id(token) for token in prompt]
-
-
-def encode_prompts(
-    target: "Target", prompts: Sequence[str | Sequence[Mapping[str, str]]], *, raw: bool
-) -> list[list[int]]:
-    """Token ids of user messages and conversations, or of raw texts; the chat template runs with limits."""
-    if raw:
-        return [encode_prompt(target, prompt, raw=True) for prompt in prompts]
-    turns = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in prompts]
-    return target.encode_chats([Chat(messages) for messages in turns])
+        return [{"role": "user", "content": prompt}]
+    messages = [item for item in prompt if isinstance(item, Mapping)]
+    if len(messages) < len(prompt):
+        raise ValueError(f"a prompt mixes messages and other things: {prompt!r}")
+    return messages
 
 
 def _token_id(token: object) -> int:
@@ -71,8 +77,8 @@ class IncrementalText:
     Attributes:
         text: all text that is certain.
         is_stopped: True after a stop string; ``text`` ends before the stop string.
-        ends: for every token, where the text ended after it; a token in the middle of a character adds nothing, the one
-            that completes it all of it.
+        ends: length of the text after each token. A token in the middle of a character adds nothing; the last token of
+            the character adds the character.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
@@ -131,7 +137,7 @@ class IncrementalText:
             self._window_end = len(self._token_ids)
 
     def _num_safe(self) -> int:
-        """Characters that no later stop string can reach back into."""
+        """Number of characters that no later stop string can include."""
         if self.is_stopped or not self._stop:
             return len(self._seen)
         held = 0

@@ -8,10 +8,10 @@ A folder with ``config.json`` (model_type ``recurrent_drafting_drafter``) and ``
 
     s_0 = 0;  s_k = SiLU(rnn_w e + rnn_u s_{k-1});  x = [h; s_k];  x += SiLU(lm_head.i(x)) ...;  logits = lm_head.n(x)
 
-Our constant scales of h and e fold into the weights that read them, and a tied or low-rank head is multiplied out with
-its output rows, over the whole vocabulary. A drafter of another shape cannot be written this way and is refused.
+Our constant scales of h and e fold into the weights that read them, and a tied head is multiplied out with the
+target's output rows, over the whole vocabulary. A drafter of another shape cannot be written this way and is refused.
 
-Shapes: V vocabulary · D hidden size · E = 2D (``exit_dim``) · F features between the factors of a head.
+Shapes: V vocabulary · D hidden size · E = 2D (``exit_dim``).
 """
 
 import json
@@ -60,10 +60,12 @@ def to_apple(
         raise ValueError("a drafter with head 'tied' is multiplied out with its target's output matrix: give --target")
     else:
         # From the unrounded product of scale and weight, so that only the result is rounded.
-        head_FE = tensors["head.weight"].float() * _input_scale(config, tensors["head.weight"].device)
-        rows_VF = tensors["rows.weight"] if config.head == "low-rank" else output_weight_VD
-        assert rows_VF is not None
-        head = _multiply_out(rows_VF, head_FE, dtype)
+        assert output_weight_VD is not None
+        head_DE = tensors["head.weight"].float() * _input_scale(config, tensors["head.weight"].device)
+        parts = [
+            (rows.float() @ head_DE.to(rows.device)).to(dtype).cpu() for rows in output_weight_VD.split(_CHUNK_ROWS)
+        ]
+        head = torch.cat(parts)
     found[f"lm_head.{config.num_res_blocks}.weight"] = head
     return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
 
@@ -138,12 +140,6 @@ def config_from_apple(found: Mapping[str, Any]) -> DrafterConfig:
     )
 
 
-def _multiply_out(rows_VF: Tensor, head_FE: Tensor, dtype: torch.dtype) -> Tensor:
-    """A head of two factors as one matrix: output rows times projection, [V, F] x [F, E] -> [V, E], in float32."""
-    parts = [(rows.float() @ head_FE.to(rows.device)).to(dtype).cpu() for rows in rows_VF.split(_CHUNK_ROWS)]
-    return torch.cat(parts)
-
-
 def read_folder(folder: str | Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
     """Config and tensors (under our names) of a published checkpoint.
 
@@ -169,9 +165,7 @@ def write_folder(
 
 def _check_expressible(config: DrafterConfig) -> None:
     reason = ""
-    if config.cell != "rnn":
-        reason = f"cell {config.cell!r}: the format knows rnn only"
-    elif config.context != "last":
+    if config.context != "last":
         reason = f"context {config.context!r}: the format knows the last hidden state only"
     elif config.head != "tied" and config.num_outputs != config.vocab_size:
         reason = (

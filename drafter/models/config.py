@@ -7,9 +7,9 @@ from typing import Any, Literal, Self, get_args
 
 from transformers import PreTrainedConfig
 
-Cell = Literal["rnn", "gru", "rnn2"]
+Cell = Literal["rnn"]
 Context = Literal["last", "fused", "history"]
-Head = Literal["full", "tied", "low-rank"]
+Head = Literal["full", "tied"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # Limits of the sizes in a file, far above every known model.
@@ -44,16 +44,14 @@ class DrafterConfig(PreTrainedConfig):
     Attributes:
         vocab_size: V, rows of the target's output matrix.
         hidden_size: D, the target's hidden size, and the size of the recurrent state.
-        cell: ``rnn``: s' = SiLU(W e + U s + b), as published; ``gru``: a gated recurrent unit; ``rnn2``: two layers
-            of the published cell.
+        cell: ``rnn``: s' = SiLU(W e + U s + b), as published.
         context: ``last``: the target's final hidden state; ``fused``: hidden states of ``context_layers``, each
             normalised, through one linear layer; ``history``: the final hidden state beside a memory of the committed
             text (:mod:`drafter.models.history`), through one linear layer.
         context_layers: indices into the target's hidden states (0 = embeddings), the final one last; only with
             ``fused``.
         head: ``full``: own R x 2D output matrix, as published; ``tied``: a 2D -> D projection before the target's own
-            frozen output rows; ``low-rank``: own R x 2D matrix as a product of two narrow ones of rank ``head_rank``.
-        head_rank: rank of a ``low-rank`` head; None with the others.
+            frozen output rows.
         num_res_blocks: residual blocks x + SiLU(linear(x)) between [h; s] and the head.
         block_rank: rank of the residual blocks' matrices (each a product of two narrow ones); None: full matrices.
         draft_vocab_size: R, or None for the whole vocabulary.
@@ -76,7 +74,6 @@ class DrafterConfig(PreTrainedConfig):
     context: str = "last"
     context_layers: tuple[int, ...] | list[int] = ()
     head: str = "full"
-    head_rank: int | None = None
     num_res_blocks: int = 2
     block_rank: int | None = None
     draft_vocab_size: int | None = None
@@ -88,6 +85,8 @@ class DrafterConfig(PreTrainedConfig):
     target_fingerprint: str = ""
 
     def __post_init__(self, **kwargs: Any) -> None:
+        if kwargs.get("head_rank", 0) is None:
+            del kwargs["head_rank"]  # a key of earlier versions
         unknown = sorted(set(kwargs) - _LIBRARY_KEYS)
         if unknown:
             raise ValueError(f"drafter config has unknown key {unknown[0]!r}: remove it, or correct its spelling")
@@ -136,7 +135,7 @@ class DrafterConfig(PreTrainedConfig):
                 raise ValueError(f"drafter {name} is {value!r} but must be a text")
         if not _FINGERPRINT.fullmatch(self.target_fingerprint):
             raise ValueError(f"drafter target_fingerprint is {self.target_fingerprint[:40]!r} but must be hex digits")
-        for name in ("block_rank", "head_rank", "draft_vocab_size"):
+        for name in ("block_rank", "draft_vocab_size"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"drafter {name} is {value!r} but must be an integer of at least 1, or null")
@@ -147,10 +146,6 @@ class DrafterConfig(PreTrainedConfig):
         rank = self.block_rank
         if rank is not None and rank > 2 * self.hidden_size:
             raise ValueError(f"drafter block_rank is {rank} but must lie between 1 and {2 * self.hidden_size}")
-        if (self.head == "low-rank") != (self.head_rank is not None):
-            raise ValueError(
-                f"drafter head {self.head!r} with head_rank {self.head_rank}: a low-rank head needs one, no other has"
-            )
         size = self.draft_vocab_size
         if size is not None and not 2 <= size <= self.vocab_size:
             raise ValueError(

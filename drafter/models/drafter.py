@@ -8,8 +8,7 @@ yet read by it), the drafter reads the target's own input embeddings e:
 h stays the same over the steps. Source: Recurrent Drafter, arXiv 2403.09919.
 
 Shapes: X any leading dimensions (rows, beams, text positions) · L steps · C context size · D hidden size · E = 2D ·
-Z size of the state (D for each layer of the cell) · A fused layers but the last · F feature size of the head ·
-V target vocabulary · R draft vocabulary.
+A fused layers but the last · F feature size of the head · V target vocabulary · R draft vocabulary.
 """
 
 import logging
@@ -26,7 +25,7 @@ from transformers import initialization as init
 from transformers.utils import CONFIG_NAME, cached_file
 
 from drafter.kernels.packed import Int8Matrix, PackedMatrix, can_round, pack_linears
-from drafter.models.cells import CELLS, GruCell, RnnCell
+from drafter.models.cells import CELLS, RnnCell
 from drafter.models.config import DrafterConfig, rounding_of, same_fingerprint
 from drafter.models.files import WEIGHTS, check_tensors, read_tensors
 from drafter.models.history import History
@@ -87,11 +86,7 @@ class RecurrentDrafter(PreTrainedModel):
         self.fuse_context = nn.Linear(config.context_size, size, bias=False) if config.context != "last" else None
         self.cell = CELLS[config.cell](size, config.embedding_scale)
         self.blocks = nn.ModuleList(ResBlock(2 * size, config.block_rank) for _ in range(config.num_res_blocks))
-        widths = {"full": config.num_outputs, "tied": size, "low-rank": config.head_rank}
-        self.head = nn.Linear(2 * size, widths[config.head] or size, bias=False)
-        # The second factor of a low-rank head: the rows that its narrow features are multiplied with.
-        is_low_rank = config.head == "low-rank"
-        self.rows = nn.Linear(self.head.out_features, config.num_outputs, bias=False) if is_low_rank else None
+        self.head = nn.Linear(2 * size, size if config.head == "tied" else config.num_outputs, bias=False)
         self.register_buffer("draft_token_ids_R", torch.arange(config.num_outputs))
         self.draft_token_ids_R: Tensor
         self.output_rows_RD: Tensor | None = None
@@ -106,7 +101,7 @@ class RecurrentDrafter(PreTrainedModel):
         The head starts small (nearly uniform logits), every layer before it at full strength, so that the first
         gradients meet useful random features of [h; s] instead of zeros.
         """
-        if isinstance(module, RnnCell | GruCell):
+        if isinstance(module, RnnCell):
             init.normal_(module.w.weight, std=1 / math.sqrt(module.w.in_features))
             init.normal_(module.u.weight, std=1 / math.sqrt(module.u.in_features))
             init.zeros_(module.u.bias)
@@ -117,9 +112,6 @@ class RecurrentDrafter(PreTrainedModel):
                 init.normal_(module.down.weight, std=1 / math.sqrt(module.down.in_features))
         elif isinstance(module, RecurrentDrafter):
             init.normal_(module.head.weight, std=0.1 / math.sqrt(module.head.in_features))
-            if module.rows is not None:
-                init.normal_(module.head.weight, std=1 / math.sqrt(module.head.in_features))
-                init.normal_(module.rows.weight, std=0.1 / math.sqrt(module.rows.in_features))
             init.copy_(module.draft_token_ids_R, torch.arange(module.config.num_outputs))
             if module.fuse_context is not None:
                 # Starts as the final hidden state alone: the first part beside a memory, the last of several layers.
@@ -284,16 +276,15 @@ class RecurrentDrafter(PreTrainedModel):
         return torch.cat([hidden_BTH, memory_BTD.to(hidden_BTH.dtype)], dim=-1)
 
     def init_state(self, context_XC: Tensor) -> Tensor:
-        """State before the root: zeros [..., Z] for contexts [..., C]."""
-        shape = (*context_XC.shape[:-1], self.config.hidden_size * self.cell.num_layers)
-        return context_XC.new_zeros(shape, dtype=self.compute_dtype)
+        """State before the root: zeros [..., D] for contexts [..., C]."""
+        return context_XC.new_zeros((*context_XC.shape[:-1], self.config.hidden_size), dtype=self.compute_dtype)
 
     def step(self, context_XC: Tensor, state_XD: Tensor, embedding_XD: Tensor) -> Tensor:
-        """Feed one token: contexts [..., C], states [..., Z], input embeddings [..., D] -> next states [..., Z]."""
+        """Feed one token: contexts [..., C], states [..., D], input embeddings [..., D] -> next states [..., D]."""
         return self.cell(embedding_XD.to(state_XD.dtype), state_XD)
 
     def unroll(self, context_XC: Tensor, embedding_XLD: Tensor) -> Tensor:
-        """Feed L known tokens (training): contexts [..., C], embeddings [..., L, D] -> states [..., L, Z]."""
+        """Feed L known tokens (training): contexts [..., C], embeddings [..., L, D] -> states [..., L, D]."""
         state_XD = self.init_state(context_XC)
         states = []
         for embedding_XD in embedding_XLD.unbind(dim=-2):
@@ -317,13 +308,10 @@ class RecurrentDrafter(PreTrainedModel):
         return self.fuse_context(context_XC.to(self.compute_dtype))
 
     def features(self, hidden_XD: Tensor, state_XD: Tensor) -> Tensor:
-        """Factors of the output rows: fused contexts [..., D], states [..., Z] -> [..., F].
+        """Factors of the output rows: fused contexts [..., D], states [..., D] -> [..., F].
 
-        F is D for a tied head (after the projection), the rank for a low-rank one, 2D for a full one, whose own rows
-        are ``head.weight``.
+        F is D for a tied head (after the projection), and 2D for a full head, whose own rows are ``head.weight``.
         """
-        if self.cell.num_layers > 1:
-            state_XD = state_XD[..., -self.config.hidden_size :]
         x_XE = torch.cat([hidden_XD.expand(state_XD.shape), state_XD.to(hidden_XD.dtype)], dim=-1)
         for block in self.blocks:
             x_XE = block(x_XE, self._scaled(x_XE))
@@ -332,24 +320,20 @@ class RecurrentDrafter(PreTrainedModel):
 
     def output_rows(self) -> Tensor:
         """Output matrix over the draft vocabulary [R, F]: the target's rows (tied), or the drafter's own."""
-        if self.rows is not None:
-            return self.rows.weight
         if self.config.head == "full":
             return self.head.weight
         assert self.output_rows_RD is not None, "a tied head needs bind(target) before it can give logits"
         return self.output_rows_RD
 
     def logits(self, context_XC: Tensor, state_XD: Tensor) -> Tensor:
-        """Logits over the draft vocabulary [..., R] for contexts [..., C] and states [..., Z].
+        """Logits over the draft vocabulary [..., R] for contexts [..., C] and states [..., D].
 
         Index r stands for target token ``draft_token_ids_R[r]``. Leading dimensions broadcast: context [B, 1, C] with
-        state [B, W, Z] is fine.
+        state [B, W, D] is fine.
         """
         feature_X = self.features(self.fuse(context_XC), state_XD)
         if self.config.head == "full":
             return self.head(feature_X)
-        if self.rows is not None:
-            return self.rows(feature_X)
         if self._packed_rows is not None:
             return self._packed_rows.linear(feature_X)
         return F.linear(feature_X, self.output_rows())

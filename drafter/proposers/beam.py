@@ -1,22 +1,26 @@
 """BeamProposer: beam search with the recurrent drafter; the nodes of the search form the tree.
 
 Shapes: B rows · W beam width (1 at the first step) · L draft length · R draft vocabulary · V target vocabulary ·
-D hidden size · C context size · S slots of history · M = L * W drafted nodes.
+D hidden size · C context size · S slots of history · M drafted nodes · K children of a beam.
 """
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from drafter.decoding.compile import Compiler
+from drafter.decoding.host import is_few
 from drafter.decoding.proposer import Proposer, RowState
 from drafter.decoding.sampling import Warp, warp_logits
 from drafter.decoding.tree import NodeList
 from drafter.kernels.largest import topk
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.copying import SHARES, Matches, mix
+from drafter.proposers.copying import SHARES, Copies, CopyLists, mix
 from drafter.proposers.options import TreePolicy
 from drafter.proposers.parts import Parts
 from drafter.targets.target import Target
+
+_COPY_DEPTH = 10  # greatest depth of nodes that are copies behind the last drafting step
 
 
 class BeamProposer(Proposer):
@@ -27,8 +31,8 @@ class BeamProposer(Proposer):
     tau = 1, the rank is log q. Greedy rows have temperature 1 and no noise here. (ReDrafter, arXiv 2403.09919,
     section 3; noise: docs/sampling.md.)
 
-    With ``copying``, q is a mixture with the token that followed the beam's last tokens earlier in the text
-    (:mod:`drafter.proposers.copying`).
+    With ``copying``, q is a mixture with the token that followed the beam's last tokens earlier in the text, and copies
+    alone lengthen the best beam (:mod:`drafter.proposers.copying`).
 
     Two policies choose the nodes of the tree. ``all-nodes`` keeps the N - 1 most probable nodes of all steps, including
     nodes of abandoned beams. ``final-beams`` is the published policy: the W final beams with shared prefixes merged.
@@ -44,7 +48,7 @@ class BeamProposer(Proposer):
         tau: softness of the ranking.
         noise_weight: weight of the noise; below 1 where q is flatter than p.
         coupled: rank with the noise.
-        copying: mix q with copies from the text.
+        copying: mix q with copies from the text, and with N given, let copies lengthen the best beam.
         compiler: compiles the search of greedy rows. The drafter's weights must not change afterwards.
 
     Raises:
@@ -66,14 +70,18 @@ class BeamProposer(Proposer):
         copying: bool = False,
         compiler: Compiler | None = None,
     ) -> None:
-        super().__init__((beam_width,) * draft_length, num_nodes, compiler)
+        deepest = min(num_nodes - 1, _COPY_DEPTH) if copying and num_nodes and policy == "all-nodes" else 0
+        levels = (beam_width,) * draft_length + (1,) * (deepest - draft_length)
+        super().__init__(levels, num_nodes, compiler)
         if drafter.draft_token_ids_R.device.type != target.device.type:
             raise ValueError(
                 f"the drafter is on {drafter.device} but the target on {target.device}: drafter.to(...) first"
             )
         self.drafter = drafter.bind(target)
         self.width = beam_width
+        self.length = draft_length
         self._embed = target.embed
+        self._dtype = drafter.dtype  # transformers goes over the modules to find it
         self._token_R = drafter.draft_token_ids_R
         if beam_width > self._token_R.shape[0]:
             raise ValueError(
@@ -86,8 +94,8 @@ class BeamProposer(Proposer):
         self._coupled = coupled
         self._index_V = torch.full((target.vocab_size,), -1, device=self._token_R.device)
         self._index_V[self._token_R] = torch.arange(len(self._token_R), device=self._token_R.device)
-        self._share_X = torch.tensor((0.0, *SHARES), device=self._token_R.device)
-        self._copying = copying
+        shares = SHARES if copying else [0.0] * len(SHARES)
+        self._odds_X = torch.tensor((0.0, *shares), device=self._token_R.device).logit()
         is_compiled = compiler is not None and compiler.is_on
         # A compiler recognises a weight only as a parameter of a module.
         self._frozen_head = _linear_of(self.drafter.output_rows()) if is_compiled else None
@@ -116,35 +124,38 @@ class BeamProposer(Proposer):
         warp: Warp | None = None,
         noise_BLV: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens int64, parents int64 (index into the list, -1 = root) and scores float32, each [B, L * W]."""
-        width = self.width
-        dtype = self.drafter.dtype
+        """Tokens int64, parents int64 (index into the list, -1 = root) and scores float32, each [B, M]."""
+        dtype = self._dtype
         context_B1C = context_BC[:, None].to(dtype)
         state_BWD = self.drafter.init_state(context_B1C)
         token_BW = root_B[:, None]
         total_BW = torch.zeros_like(token_BW, dtype=torch.float32)
-        matches = Matches.of(history_BS, position_B, self._index_V) if self._copying else None
-        tokens, parents, scores = [], [], []
+        has_lists = is_few(root_B) and self._frozen_head is None  # a compiler knows tensors only
+        copies = (CopyLists if has_lists else Copies).of(history_BS, position_B, self._odds_X)
+        found = []
         for step in range(self.max_depth):
-            context_BWC = context_B1C.expand(-1, token_BW.shape[1], -1)
-            state_BWD = self.drafter.step(context_BWC, state_BWD, self._embed(token_BW).to(dtype))
-            logits_BWR, total_BW1 = self._logits(context_BWC, state_BWD), None
-            if matches is not None:
-                index_BW, length_BW = matches.best()
-                logits_BWR, total_BW1 = mix(logits_BWR, index_BW, self._share_X[length_BW])
-            noise_BR = None if noise_BLV is None else noise_BLV[:, step].index_select(1, self._token_R)
-            value_BWK, index_BWK = self._rank_children(logits_BWR, total_BW1, noise_BR, warp)
+            noise_BV = None if noise_BLV is None else noise_BLV[:, step]
+            if step < self.length:
+                context_BWC = context_B1C.expand(-1, token_BW.shape[1], -1)
+                state_BWD = self.drafter.step(context_BWC, state_BWD, self._embed(token_BW).to(dtype))
+                logits_BWR = self._logits(context_BWC, state_BWD)
+                value_BWK, token_BWK = self._rank_children(logits_BWR, copies, noise_BV, warp)
+            else:
+                value_BWK, token_BWK = self._rank_copies(copies, noise_BV, warp)
             # W children of each parent are enough: no parent can have more among the W best of all.
             total_BM = (total_BW[:, :, None] + value_BWK).flatten(1)
-            total_BW, best_BW = total_BM.topk(width, dim=1)
-            beam_BW = best_BW // width
-            token_BW = self._token_R[index_BWK.flatten(1).gather(1, best_BW)]
-            state_BWD = state_BWD.gather(1, beam_BW[:, :, None].expand(-1, -1, state_BWD.shape[2]))
-            if matches is not None and step + 1 < self.max_depth:
-                matches = matches.follow(beam_BW, token_BW)
-            tokens.append(token_BW)
-            parents.append(beam_BW + (step - 1) * width if step else torch.full_like(beam_BW, -1))
-            scores.append(total_BW)
+            total_BW, best_BW = total_BM.topk(self.level_sizes[step], dim=1)
+            beam_BW = best_BW // value_BWK.shape[2]
+            token_BW = token_BWK.flatten(1).gather(1, best_BW)
+            if step + 1 < self.length:
+                state_BWD = state_BWD.gather(1, beam_BW[:, :, None].expand(-1, -1, state_BWD.shape[2]))
+            start = sum(self.level_sizes[: step - 1]) if step else -1
+            found.append((token_BW, beam_BW + start if step else torch.full_like(beam_BW, -1), total_BW))
+            if step + 1 < self.max_depth:
+                if step + 1 >= self.length:  # copies alone lengthen the best beam
+                    total_BW, beam_BW, token_BW = total_BW[:, :1], beam_BW[:, :1], token_BW[:, :1]
+                copies = copies.follow(beam_BW, token_BW)
+        tokens, parents, scores = zip(*found, strict=True)
         return torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1)
 
     def _logits(self, context_BWC: Tensor, state_BWD: Tensor) -> Tensor:
@@ -155,24 +166,40 @@ class BeamProposer(Proposer):
         return logits_BWR
 
     def _rank_children(
-        self, logits_BWR: Tensor, total_BW1: Tensor | None, noise_BR: Tensor | None, warp: Warp | None
+        self, logits_BWR: Tensor, copies: Copies | CopyLists, noise_BV: Tensor | None, warp: Warp | None
     ) -> tuple[Tensor, Tensor]:
-        """The W best children of every beam: log-probabilities and draft indices, each [B, W, W].
-
-        ``total_BW1`` is the log-sum-exp of the logits, where it is known.
-        """
+        """The W best children of every beam and the copied token: log-probabilities and tokens, each [B, W, K]."""
         has_noise = warp is not None and warp.flags.has_noise
         rank_BWR = warp_logits(logits_BWR, warp) if warp is not None and has_noise else logits_BWR.float()
-        if noise_BR is not None:
+        token_BW, odds_BW = copies.best()
+        rank_BWR, copied_BW1, total_BW1 = mix(rank_BWR, self._index_V[token_BW], odds_BW)
+        if noise_BV is not None:
             assert warp is not None
-            weight_B11 = ((warp.temperature_B > 0) * self._noise_weight)[:, None, None]
-            rank_BWR = rank_BWR + noise_BR[:, None] * weight_B11
-        if self._tau != 1.0:
-            rank_BWR = rank_BWR / self._tau
+            noise_BV = noise_BV * ((warp.temperature_B > 0) * self._noise_weight)[:, None]
+            rank_BWR = rank_BWR + noise_BV.index_select(1, self._token_R)[:, None]
+            copied_BW1 = copied_BW1 + noise_BV.gather(1, token_BW)[:, :, None]
+        if noise_BV is not None or self._tau != 1.0:
+            rank_BWR, copied_BW1 = rank_BWR / self._tau, copied_BW1 / self._tau
+            total_BW1 = torch.logaddexp(rank_BWR.logsumexp(dim=2, keepdim=True), copied_BW1)
         value_BWK, index_BWK = topk(rank_BWR, self.width)
-        if total_BW1 is None or has_noise or self._tau != 1.0:
-            total_BW1 = rank_BWR.logsumexp(dim=2, keepdim=True)
-        return value_BWK - total_BW1, index_BWK
+        value_BWK = torch.cat([value_BWK, copied_BW1], dim=2) - total_BW1
+        return value_BWK, torch.cat([self._token_R[index_BWK], token_BW[:, :, None]], dim=2)
+
+    def _rank_copies(
+        self, copies: Copies | CopyLists, noise_BV: Tensor | None, warp: Warp | None
+    ) -> tuple[Tensor, Tensor]:
+        """The copied token of the one beam that is left: log-probability and token, each [B, 1, 1].
+
+        With the noise g of the token, its rank log(share) + g exceeds the largest of many others, a Gumbel number
+        around log(1 - share), with probability exp(-exp(log(1 - share) - log(share) - g)).
+        """
+        token_B1, odds_B1 = copies.best()
+        value_B1 = -F.softplus(-odds_B1)
+        if noise_BV is not None:
+            assert warp is not None
+            ranked_B1 = -(-odds_B1 - self._noise_weight * noise_BV.gather(1, token_B1)).exp()
+            value_B1 = ranked_B1.where(warp.temperature_B[:, None] > 0, value_B1)
+        return value_B1[:, :, None], token_B1[:, :, None]
 
 
 def _linear_of(weight_RX: Tensor) -> nn.Linear:
@@ -207,7 +234,7 @@ def keep_final_beams(parent_BM: Tensor, score_BM: Tensor, width: int) -> Tensor:
 
 
 def make(parts: Parts) -> Proposer:
-    """The proposer of ``method="redrafter"``."""
+    """The proposer of ``method="redrafter"``, and of ``method="hybrid"`` with a drafter."""
     config, drafter = parts.config, parts.drafter
     if drafter is None:
         raise ValueError("--method redrafter needs a drafter: give --drafter DIR, or --method autoregressive")
@@ -221,7 +248,6 @@ def make(parts: Parts) -> Proposer:
         tau=config.tau,
         noise_weight=config.noise_weight,
         coupled=config.coupled,
-        # A hybrid has lookup beside the beams.
-        copying=config.copying and config.method == "redrafter",
+        copying=config.copying,
         compiler=parts.compiler,
     )

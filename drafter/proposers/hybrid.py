@@ -175,9 +175,9 @@ def _classify(nodes: NodeLists, first_class: int) -> tuple[list[int], list[float
 
 
 def make(parts: Parts) -> Proposer:
-    """The proposer of ``method="hybrid"``: beam search if there is a drafter, lookup, and recycling."""
-    members = [lookup.make(parts), recycling.make(parts)]
-    if parts.drafter is not None:
-        members.insert(0, beam.make(parts))
+    """The proposer of ``method="hybrid"``: beam search with copies, or without a drafter lookup and recycling."""
+    if parts.drafter is not None:  # its copies draft what lookup would, and recycling adds nothing to them
+        return beam.make(parts)
     assert parts.memory is not None
+    members = (lookup.make(parts), recycling.make(parts))
     return HybridProposer(members, parts.config.num_nodes, parts.target.device, parts.memory.rates, parts.compiler)

@@ -9,9 +9,13 @@ Method = Literal["redrafter", "hybrid", "draft-model", "lookup", "recycling", "a
 TreePolicy = Literal["all-nodes", "final-beams"]
 Verification = Literal["coupled", "rejection"]
 SIZED_METHODS: tuple[Method, ...] = ("redrafter", "hybrid")  # methods whose trees `drafter tune` sizes
-LEARNING_METHODS: tuple[Method, ...] = ("recycling", "hybrid")  # methods that draft from the texts of earlier requests
 
 _DEFAULT_TREE_SIZE = 24
+
+
+def learns(method: Method, *, has_drafter: bool) -> bool:
+    """Whether the method drafts from the texts of earlier requests."""
+    return method == "recycling" or (method == "hybrid" and not has_drafter)
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,7 @@ class DraftOptions:
         tree_policy: ``all-nodes`` keeps the N-1 likeliest nodes of all drafting steps; ``final-beams`` is the published
             policy, the W final beams with shared prefixes merged (N is then 1 + W * L)
         coupled: rank drafts by the noise of sampling, which decides the target's next picks
-        copying: with ``redrafter``, mix the drafter's distribution with the token that followed the same tokens
-            earlier in the text
+        copying: mix the drafter's distribution with the token that followed the same tokens earlier in the text
         tau: softness of the ranking: children are ranked by (log q / temperature + noise_weight * noise) / tau
         noise_weight: weight of the noise in the ranking. The drafter's q is flatter than the target's p, whose scale
             the noise has

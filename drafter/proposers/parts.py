@@ -179,10 +179,10 @@ class DraftMemory(NamedTuple):
         self.rates.clear()
 
 
-def new_memory(target: Target, drafter: RecurrentDrafter | None) -> DraftMemory:
-    """An empty memory for hybrids of a target, with or without a drafter."""
+def new_memory(target: Target) -> DraftMemory:
+    """An empty memory for a target."""
     followers = FollowerTable(target.vocab_size, NUM_FOLLOWERS, target.device)
-    return DraftMemory(followers, HitRates(NUM_CLASSES * (2 + (drafter is not None)), target.device))
+    return DraftMemory(followers, HitRates(NUM_CLASSES * 2, target.device))
 
 
 class Parts(NamedTuple):

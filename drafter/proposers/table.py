@@ -6,7 +6,7 @@ from drafter.decoding.compile import Compiler
 from drafter.decoding.proposer import Contexts, Proposer, RootOnly
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers import beam, draft_model, hybrid, lookup, recycling
-from drafter.proposers.options import LEARNING_METHODS, SIZED_METHODS, DraftOptions, Method
+from drafter.proposers.options import SIZED_METHODS, DraftOptions, Method, learns
 from drafter.proposers.parts import DraftMemory, Parts, new_memory
 from drafter.targets.target import Target
 
@@ -46,8 +46,8 @@ def make_proposer(
     """
     if config.num_nodes == 1:
         return RootOnly()
-    if memory is None and config.method in LEARNING_METHODS:
-        memory = new_memory(target, drafter)
+    if memory is None and learns(config.method, has_drafter=drafter is not None):
+        memory = new_memory(target)
     return PROPOSERS[config.method](Parts(config, target, drafter, draft_model, compiler, memory, prefill_chunk))
 
 

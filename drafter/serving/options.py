@@ -52,7 +52,7 @@ class LimitOptions:
     max_rows: int = within(8, low=1, high=1024)
     max_length: int | None = within(None, low=2, high=2**24)
     max_queue: int = within(64, low=0, high=10**6)
-    prefill_chunk: int = within(256, low=1)
+    prefill_chunk: int = within(256, low=1, high=2**24)
     reuse_prefixes: bool = True
     request_timeout: float = within(600.0, above=0.0)
     drain_seconds: float = within(30.0, low=0.0)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from drafter.serving.options import ServeOptions
 from drafter.utils.options import Options, options_from
+from drafter.utils.validate import check_ranges, within
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -37,25 +38,18 @@ class ReplicaOptions(Options):
         ValueError: a value out of range.
     """
 
-    min_replicas: int = 1
-    max_replicas: int = 1
-    num_gpus: float = 0.0
-    num_cpus: float = 1.0
-    target_requests: float | None = None
-    upscale_seconds: float = 15.0
-    downscale_seconds: float = 300.0
+    min_replicas: int = within(1, low=1)
+    max_replicas: int = within(1, low=1)
+    num_gpus: float = within(0.0, low=0.0)
+    num_cpus: float = within(1.0, low=0.0)
+    target_requests: float | None = within(None, above=0.0)
+    upscale_seconds: float = within(15.0, low=0.0)
+    downscale_seconds: float = within(300.0, low=0.0)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_replicas <= self.max_replicas:
-            raise ValueError(
-                f"ray: min_replicas is {self.min_replicas} and max_replicas {self.max_replicas}, "
-                "but 1 <= min_replicas <= max_replicas"
-            )
-        for name in ("num_gpus", "num_cpus", "upscale_seconds", "downscale_seconds"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"ray: {name} is {getattr(self, name)} but must not be negative")
-        if self.target_requests is not None and self.target_requests <= 0:
-            raise ValueError(f"ray: target_requests is {self.target_requests} but must be above 0")
+        check_ranges(self, "ray.")
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(f"ray: min_replicas is {self.min_replicas} and max_replicas {self.max_replicas}, fewer")
 
 
 def read_args(args: Mapping[str, Any]) -> tuple[ServeOptions, ReplicaOptions]:

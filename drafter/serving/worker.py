@@ -33,6 +33,7 @@ _log = logging.getLogger("drafter.serving")
 _RECOVERY_SECONDS = 30.0  # from running out of memory until the worker tries twice the rows
 _LONGEST_RETRY = 600  # largest number of seconds in a Retry-After header
 _WARM_UP = SamplingParams(max_new_tokens=4, ignore_eos=True)
+_WARM_UP_PROMPT = 40  # tokens: more than a step has, so that the program for prompts runs as well
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _STEP_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
@@ -282,10 +283,19 @@ class Worker:
             self._post_end(stop.error if stop else broken)
 
     def _warm_up(self) -> bool:
-        """Generate one short answer, which allocates the cache and loads every kernel before the first client."""
+        """Generate short answers: the cache is allocated and kernels are loaded before the first client.
+
+        A runtime that compiles programs for its steps compiles them here, for every number of rows.
+        """
         assert self._loop is not None
+        config, target = self.engine.config, self.engine.target
+        room = (config.max_length or target.max_length) - _WARM_UP.max_new_tokens
+        prompt = [0] * max(1, min(_WARM_UP_PROMPT, room))
         try:
-            self.engine.generate([[0]], _WARM_UP)
+            most = 1 if target.runtime is None else config.max_rows
+            for num_rows in sorted({min(1 << power, most) for power in range(most.bit_length() + 1)}):
+                self.engine.generate([prompt] * num_rows, _WARM_UP)
+            self.engine.forget()
             if self.state == "starting":
                 self.state = "ready"
         except Exception as error:

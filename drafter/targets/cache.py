@@ -6,8 +6,8 @@ A Hugging Face model writes through :meth:`SlotCache.update` without knowing any
 says with :meth:`SlotCache.plan` which rows run, into which slots their tokens go, and how many slots are visible.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -25,29 +25,54 @@ class CacheShape(NamedTuple):
     key_dim: int
     value_dim: int
 
+    @property
+    def layers(self) -> "tuple[CacheShape, ...]":
+        """The shape of every layer."""
+        return (self._replace(num_layers=1),) * self.num_layers
+
     def num_bytes(self, num_rows: int, num_slots: int, dtype: torch.dtype) -> int:
         """Bytes of a cache of ``num_rows`` rows and ``num_slots`` usable slots (each row gets a spare one)."""
         per_slot = self.num_layers * self.num_heads * (self.key_dim + self.value_dim) * dtype.itemsize
         return per_slot * num_rows * (num_slots + 1)
 
 
+class MixedShape(NamedTuple):
+    """What a token stores where layers differ: the shape of every layer."""
+
+    layers: tuple[CacheShape, ...]
+
+    def num_bytes(self, num_rows: int, num_slots: int, dtype: torch.dtype) -> int:
+        """Bytes, as of :class:`CacheShape`."""
+        return sum(layer.num_bytes(num_rows, num_slots, dtype) for layer in self.layers)
+
+
+class _Store:
+    """Keys and values [layers, B, H, S + 1, K] of all layers of one shape on one device."""
+
+    def __init__(self, shape: CacheShape, num_rows: int, num_slots: int, dtype: torch.dtype, device: Any) -> None:
+        lead = (shape.num_layers, num_rows, shape.num_heads, num_slots + 1)
+        # Zeros, not empty: a slot that no one has written is masked, but 0 * NaN would still be NaN.
+        self.keys = torch.zeros(*lead, shape.key_dim, dtype=dtype, device=device)
+        self.values = torch.zeros(*lead, shape.value_dim, dtype=dtype, device=device)
+        self.row_B1 = torch.arange(num_rows, device=device)[:, None]
+        self.slot_BT = torch.zeros(0, 0, dtype=torch.int64)
+
+
 class SlotCache(Cache):
     """Static K/V of ``num_rows`` rows and ``num_slots`` slots; one spare slot behind each row takes padding.
 
-    One tensor holds the keys of all layers and one the values, so that moving accepted slots is one gather and one
-    scatter for the whole model, however many layers it has.
+    One tensor holds the keys of all layers of one shape on one device and one the values, so that moving accepted
+    slots is one gather and one scatter for most models, however many layers they have.
 
     Args:
         shape: what a token stores.
         num_rows, num_slots: B, S.
         dtype: of what is stored.
-        device: where.
+        device: where; or the device of every layer.
         read_dtype: what attention gets to read, and so computes in (None: ``dtype``); a copy of a layer's visible slots
             at a time.
 
     Attributes:
-        keys: [layers, B, H, S + 1, K].
-        values: [layers, B, H, S + 1, K].
         num_rows: B.
         num_slots: S.
         spare_slot: index of the slot that takes the writes of padding; never visible.
@@ -55,27 +80,41 @@ class SlotCache(Cache):
 
     def __init__(
         self,
-        shape: CacheShape,
+        shape: CacheShape | MixedShape,
         num_rows: int,
         num_slots: int,
         *,
         dtype: torch.dtype,
-        device: torch.device | str,
+        device: torch.device | str | Sequence[torch.device],
         read_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(layers=[SlotLayer(num_slots) for _ in range(shape.num_layers)])
-        self.num_rows = num_rows
-        self.num_slots = num_slots
-        self.spare_slot = num_slots
-        lead = (shape.num_layers, num_rows, shape.num_heads, num_slots + 1)
-        # Zeros, not empty: a slot that no one has written is masked, but 0 * NaN would still be NaN.
-        self.keys = torch.zeros(*lead, shape.key_dim, dtype=dtype, device=device)
-        self.values = torch.zeros(*lead, shape.value_dim, dtype=dtype, device=device)
-        self._read_dtype = read_dtype or dtype
+        layers = shape.layers
+        super().__init__(layers=[SlotLayer(num_slots) for _ in layers])
+        self.num_rows, self.num_slots, self.spare_slot = num_rows, num_slots, num_slots
+        places = [device] * len(layers) if isinstance(device, torch.device | str) else list(device)
+        kinds = list(zip(layers, places, strict=True))
+        self._stores = {
+            kind: _Store(kind[0]._replace(num_layers=number), num_rows, num_slots, dtype, kind[1])
+            for kind, number in Counter(kinds).items()
+        }
+        # Of each layer: its store, and its number there.
+        self._places = [(self._stores[kind], kinds[:layer].count(kind)) for layer, kind in enumerate(kinds)]
+        self._dtype, self._read_dtype = dtype, read_dtype or dtype
         self._rows = slice(0, num_rows)
         self._window = num_slots
         self._slot_BT = torch.zeros(0, 0, dtype=torch.int64)
-        self._row_B1 = torch.arange(num_rows, device=device)[:, None]
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys of all layers [layers, B, H, S + 1, K], where one store holds them."""
+        (store,) = self._stores.values()
+        return store.keys
+
+    @property
+    def values(self) -> Tensor:
+        """Values of all layers, as :attr:`keys`."""
+        (store,) = self._stores.values()
+        return store.values
 
     def plan(self, slot_BT: Tensor, *, first_row: int = 0, num_visible: int | None = None) -> None:
         """Say where the next forward writes and what it sees.
@@ -89,17 +128,14 @@ class SlotCache(Cache):
         assert first_row + num_rows <= self.num_rows, (first_row, num_rows, self.num_rows)
         self._rows = slice(first_row, first_row + num_rows)
         self._slot_BT = slot_BT
+        for store in self._stores.values():
+            store.slot_BT = slot_BT.to(store.keys.device)
         self._window = self.num_slots if num_visible is None else num_visible
 
     @property
     def rows(self) -> slice:
         """Rows that take part in the next forward."""
         return self._rows
-
-    @property
-    def device(self) -> torch.device:
-        """Where keys and values are."""
-        return self.keys.device
 
     @property
     def window(self) -> int:
@@ -109,7 +145,7 @@ class SlotCache(Cache):
     @property
     def is_read_as_stored(self) -> bool:
         """Whether attention reads keys and values in the dtype they are stored in."""
-        return self._read_dtype == self.keys.dtype
+        return self._read_dtype == self._dtype
 
     @property
     def planned_slots(self) -> Tensor:
@@ -128,11 +164,12 @@ class SlotCache(Cache):
         Returns:
             The visible keys and values of the rows that run, [B, H, S, K]; views, but for another ``read_dtype``.
         """
-        row_B1 = self._row_B1[self._rows]
-        write_slots(self.keys, self.values, layer_idx, row_B1, self._slot_BT, key_states, value_states)
+        store, layer = self._places[layer_idx]
+        row_B1 = store.row_B1[self._rows]
+        write_slots(store.keys, store.values, layer, row_B1, store.slot_BT, key_states, value_states)
         return (
-            self.keys[layer_idx, self._rows, :, : self._window].to(self._read_dtype),
-            self.values[layer_idx, self._rows, :, : self._window].to(self._read_dtype),
+            store.keys[layer, self._rows, :, : self._window].to(self._read_dtype),
+            store.values[layer, self._rows, :, : self._window].to(self._read_dtype),
         )
 
     def move_slots(self, source_BL: Tensor, destination_BL: Tensor) -> None:
@@ -141,12 +178,16 @@ class SlotCache(Cache):
         All sources are read before anything is written, so the two may overlap. A slot that is to stay is moved onto
         itself, or from and to the spare slot.
         """
-        move_slots(self.keys, self.values, self._row_B1[: source_BL.shape[0]], source_BL, destination_BL)
+        for store in self._stores.values():
+            device = store.keys.device
+            row_B1 = store.row_B1[: source_BL.shape[0]]
+            move_slots(store.keys, store.values, row_B1, source_BL.to(device), destination_BL.to(device))
 
     def copy_row(self, source: int, destination: int, num_slots: int) -> None:
         """Copy the first ``num_slots`` slots of a row over another row's (rows close up, a shared prefix)."""
-        for store in (self.keys, self.values):
-            store[:, destination, :, :num_slots] = store[:, source, :, :num_slots]
+        for store in self._stores.values():
+            for kept in (store.keys, store.values):
+                kept[:, destination, :, :num_slots] = kept[:, source, :, :num_slots]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Unused by models that get positions and a 4-D mask; rows have their own lengths, known to the caller."""
@@ -159,62 +200,6 @@ class SlotCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Visible slots and offset, for the rare model that asks although it is given a ready mask."""
         return self._window, 0
-
-
-class SplitSlotCache(SlotCache):
-    """A slot cache whose layers lie on several devices: one cache for each run of layers on a device.
-
-    Args:
-        shape, num_rows, num_slots, dtype, read_dtype: as of :class:`SlotCache`.
-        devices: of every layer.
-    """
-
-    def __init__(
-        self,
-        shape: CacheShape,
-        num_rows: int,
-        num_slots: int,
-        *,
-        dtype: torch.dtype,
-        devices: Sequence[torch.device],
-        read_dtype: torch.dtype | None = None,
-    ) -> None:
-        assert len(devices) == shape.num_layers, (len(devices), shape)
-        Cache.__init__(self, layers=[SlotLayer(num_slots) for _ in devices])
-        self.num_rows, self.num_slots, self.spare_slot = num_rows, num_slots, num_slots
-        self._parts: list[SlotCache] = []
-        self._places: list[tuple[SlotCache, int]] = []  # of each layer: its cache, and its number there
-        for device, run in groupby(devices):
-            num_layers = len(list(run))
-            part = SlotCache(
-                shape._replace(num_layers=num_layers), num_rows, num_slots, dtype=dtype, device=device,
-                read_dtype=read_dtype,
-            )  # fmt: skip
-            self._parts.append(part)
-            self._places += [(part, index) for index in range(num_layers)]
-
-    def plan(self, slot_BT: Tensor, *, first_row: int = 0, num_visible: int | None = None) -> None:
-        for part in self._parts:
-            part.plan(slot_BT.to(part.device), first_row=first_row, num_visible=num_visible)
-        self._rows, self._slot_BT, self._window = self._parts[0].rows, slot_BT, self._parts[0].window
-
-    @property
-    def is_read_as_stored(self) -> bool:
-        return self._parts[0].is_read_as_stored
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        part, index = self._places[layer_idx]
-        return part.update(key_states, value_states, index)
-
-    def move_slots(self, source_BL: Tensor, destination_BL: Tensor) -> None:
-        for part in self._parts:
-            part.move_slots(source_BL.to(part.device), destination_BL.to(part.device))
-
-    def copy_row(self, source: int, destination: int, num_slots: int) -> None:
-        for part in self._parts:
-            part.copy_row(source, destination, num_slots)
 
 
 class SlotLayer(CacheLayerMixin):

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from drafter.targets.attention import NAME as FOLDED_ATTENTION
-from drafter.targets.cache import CacheShape
+from drafter.targets.cache import CacheShape, MixedShape
 from drafter.targets.masks import Window
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -19,29 +19,19 @@ _MASKABLE = ("sdpa", "eager", FOLDED_ATTENTION)  # attention implementations tha
 _NUM_SAMPLES = 32
 
 
+class NoTrees(ValueError):
+    """A tree of tokens cannot run through the target, which may still decode plainly; says why."""
+
+
 def check_architecture(model: PreTrainedModel, name: str) -> None:
-    """Refuse, with the reason, models whose state a tree of tokens cannot use.
+    """Refuse, with the reason, models that cannot be a target.
 
     Raises:
-        ValueError: encoder-decoder, linear-attention or recurrent layers, no output matrix, an attention kernel
-            without masks.
+        ValueError: an encoder-decoder, no output matrix, an attention kernel without masks.
     """
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"target {name!r} is an encoder-decoder model; a decoder-only causal LM is needed")
-    text = config.get_text_config(decoder=True)
-    kinds = set(getattr(text, "layer_types", None) or ()) - _ATTENTION_KINDS
-    if kinds or getattr(model, "_is_stateful", False):
-        what = ", ".join(sorted(kinds)) or "recurrent state"
-        raise ValueError(
-            f"target {name!r} has layers of kind {what}: their state cannot branch into a tree or be rolled back; "
-            "only plain key/value attention works"
-        )
-    if "local" in (getattr(text, "attention_layers", None) or ()):
-        raise ValueError(
-            f"target {name!r} has local attention layers that count their window from the end of the cache, not from "
-            "the position of a token: a tree of tokens cannot use them"
-        )
     if model.get_output_embeddings() is None or decoder_of(model) is model:
         raise ValueError(f"target {name!r} is no causal LM: it has no output matrix over the vocabulary")
     kernel = getattr(config, "_attn_implementation", None) or "eager"
@@ -49,6 +39,22 @@ def check_architecture(model: PreTrainedModel, name: str) -> None:
         raise ValueError(
             f"target {name!r} runs with attention {kernel!r}, which takes no tree mask: "
             "load the model with attn_implementation='sdpa'"
+        )
+
+
+def check_layers(model: PreTrainedModel, name: str) -> None:
+    """NoTrees for recurrent and other layers whose state is not keys and values by slot."""
+    text = model.config.get_text_config(decoder=True)
+    kinds = set(getattr(text, "layer_types", None) or ()) - _ATTENTION_KINDS
+    if kinds or getattr(model, "_is_stateful", False):
+        what = ", ".join(sorted(kinds)) or "recurrent state"
+        raise NoTrees(
+            f"target {name!r} has layers of kind {what}: their state cannot branch into a tree or be rolled back"
+        )
+    if "local" in (getattr(text, "attention_layers", None) or ()):
+        raise NoTrees(
+            f"target {name!r} has local attention layers that count their window from the end of the cache, not from "
+            "the position of a token: a tree of tokens cannot use them"
         )
 
 
@@ -138,27 +144,24 @@ def _takes_masks_by_kind(model: PreTrainedModel, kinds: Iterable[str]) -> bool:
 
 
 @torch.no_grad()
-def probe_cache_shape(model: PreTrainedModel, name: str) -> CacheShape:
+def probe_cache_shape(model: PreTrainedModel, name: str) -> CacheShape | MixedShape:
     """Run two tokens with the library's own cache and look at what each layer stores.
 
     Raises:
-        ValueError: a layer stores something else than one key and one value per head and token, or layers differ.
+        NoTrees: a layer stores something else than one key and one value per head and token.
     """
     cache = DynamicCache()
     token_BT = torch.zeros(1, 2, dtype=torch.int64, device=_embedding_of(model).device)
     decoder_of(model)(input_ids=token_BT, past_key_values=cache, use_cache=True)
-    shapes = set()
+    shapes = []
     for layer in cache.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or keys.ndim != 4 or keys.shape[2] != 2 or values.shape[2] != 2:
-            raise ValueError(
-                f"target {name!r} keeps a state other than keys and values per token; it cannot be drafted for"
-            )
-        shapes.add((keys.shape[1], keys.shape[3], values.shape[3]))
-    if len(shapes) != 1:
-        raise ValueError(f"target {name!r} has layers with keys of different shapes {sorted(shapes)}: not supported")
-    num_heads, key_dim, value_dim = shapes.pop()
-    return CacheShape(len(cache.layers), num_heads, key_dim, value_dim)
+            raise NoTrees(f"target {name!r} keeps a state other than keys and values per token")
+        shapes.append(CacheShape(1, keys.shape[1], keys.shape[3], values.shape[3]))
+    if not shapes:
+        raise NoTrees(f"target {name!r} keeps no keys and values in the library's cache")
+    return MixedShape(tuple(shapes)) if len(set(shapes)) > 1 else shapes[0]._replace(num_layers=len(shapes))
 
 
 @torch.no_grad()

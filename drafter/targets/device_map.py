@@ -5,12 +5,13 @@ waits in main memory or on disk comes to the main device for each forward.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from drafter.targets.sharding import layers_of
@@ -94,6 +95,41 @@ def layer_devices(model: PreTrainedModel, name: str) -> list[torch.device]:
     return found
 
 
+def copy_once(model: PreTrainedModel, name: str, devices: Sequence[torch.device]) -> None:
+    """Let masks, positions and their embeddings travel once to each device in a forward.
+
+    Accelerate alone would send them to every layer. The hidden states still travel wherever the device changes.
+
+    Args:
+        model: its layers compute on ``devices``.
+        name: of the target, for errors.
+        devices: of every layer.
+    """
+    copies: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}  # the original is kept, so that its id is too
+
+    def brought(value: Any, device: torch.device) -> Any:
+        if isinstance(value, tuple):
+            return tuple(brought(part, device) for part in value)
+        if not isinstance(value, Tensor) or value.device == device:
+            return value
+        if (id(value), device) not in copies:
+            copies[id(value), device] = value, _sent(value, device)
+        return copies[id(value), device][1]
+
+    def bring(device: torch.device, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        shared = {key: value if key == "hidden_states" else brought(value, device) for key, value in kwargs.items()}
+        return (*args[:1], *brought(args[1:], device)), shared
+
+    layers = layers_of(model, name)
+    for layer, device in zip(layers, devices, strict=True):
+        layer.register_forward_pre_hook(partial(bring, device), with_kwargs=True)
+    layers[0].register_forward_pre_hook(lambda *_: copies.clear(), prepend=True)  # a forward begins
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.to(device, non_blocking=True)
+
+
 def _others(module: nn.Module, layers: nn.ModuleList, prefix: str = "") -> Iterator[str]:
     """Names of the largest modules without layers in them."""
     for name, child in module.named_children():
@@ -112,7 +148,10 @@ def _free_bytes() -> dict[Any, int]:
 
 
 def _read(file: str) -> DeviceMap:
-    found = read_yaml(Path(file).expanduser())
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ValueError(f"--device-map {file}: there is no such file; give auto, or a YAML or JSON file")
+    found = read_yaml(path)
     if not isinstance(found, dict) or not all(isinstance(place, int | str) for place in found.values()):
         raise ValueError(f"--device-map {file}: a map has a device for every module, such as `model.layers.0: disk`")
     return {str(name): place for name, place in found.items()}

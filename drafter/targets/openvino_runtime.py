@@ -2,7 +2,8 @@
 
 A program is compiled for M, the tokens of all rows together; rows, tokens of a row and visible slots stay open. The
 program reads keys and values where the slot cache keeps them. Each compiled M has its own packed copy of the weights.
-One program for any M runs what is above the largest bucket, or beyond the limit of memory; its steps cost more.
+One program for any M runs prompts, steps above the largest bucket, and steps beyond the limit of memory; each run takes
+longer.
 
 Shapes: B rows · T tokens of a row · M = B T tokens of a program · S visible cache slots · D hidden size · C context
 size · V vocabulary.
@@ -11,6 +12,8 @@ size · V vocabulary.
 import hashlib
 import json
 import logging
+import math
+import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -24,18 +27,21 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from drafter.kernels.huge_pages import use_huge_pages
+from drafter.kernels.rounded import RoundedLinear
 from drafter.targets.cache import CacheShape, SlotCache
 from drafter.targets.catalog import home_folder
 from drafter.targets.export import check_exportable, export_forward, export_logits
+from drafter.targets.openvino_graph import join_products, split_stores
 from drafter.utils.io import first_line, replacing
 
 _log = logging.getLogger(__name__)
 
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # tokens of all rows that have a program of their own
 _MOST_PACKED_BYTES = 4 << 30  # of weights in programs of one M; further M run in the program for any M
-_ROUNDED_TOGETHER = 32  # activations that share a scale
+_MOST_ROUNDED_TOGETHER = 128  # activations that share a scale: beyond a hundred, no time is saved
 _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
-_FORMAT = 2  # of the files on disk
+_FORMAT = "format-3"  # of the files on disk
 _ANY = -1
 _FEW_ROWS = 4  # whose keys and values are copied row by row
 
@@ -74,19 +80,25 @@ class OpenVINORuntime:
         self._shape = shape
         self._num_masks = len(mask_kinds) or 1
         self._num_bytes = sum(tensor.nbytes for tensor in decoder.state_dict().values())
-        folder = home_folder() / "openvino" / _key_of(model, mask_kinds)
+        home = home_folder() / "openvino"
+        folder = home / _FORMAT / _key_of(model, mask_kinds)
         if not (folder / "head.xml").is_file():
             with replacing(folder) as scratch:
                 scratch.mkdir()
                 self._convert(scratch, model, decoder, logit_map, mask_kinds)
+            for other in home.iterdir():
+                if other.name != _FORMAT:  # of earlier releases
+                    shutil.rmtree(other, ignore_errors=True)
         self._settings = {
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_PRECISION_HINT": _PRECISIONS[self._dtype],
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+            # Pinned threads of OpenVINO and threads of torch that share their cores wait for each other.
+            "ENABLE_CPU_PINNING": False,
             "CACHE_DIR": str(folder / "compiled"),
             "CACHE_MODE": "OPTIMIZE_SIZE",
             # Beside 8-bit weights, a bfloat16 target rounds activations to 8 bits as well; float32 stays exact.
-            "DYNAMIC_QUANTIZATION_GROUP_SIZE": _ROUNDED_TOGETHER if self._dtype == torch.bfloat16 else 0,
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": _rounded_together(model) if self._dtype == torch.bfloat16 else 0,
         }
         self._forward_model = self._core.read_model(folder / "forward.xml")
         self._head = self._compile(self._core.read_model(folder / "head.xml"), "output matrix")
@@ -100,6 +112,8 @@ class OpenVINORuntime:
         masks: Sequence[Tensor],
         cache: SlotCache,
         context_layers: Sequence[int] = (),
+        *,
+        is_repeated: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Run the decoder over the tokens and write their keys and values to the planned slots of the cache.
 
@@ -108,15 +122,17 @@ class OpenVINORuntime:
             masks: bool [B, 1, T, S] over the slots, the tokens' own included; one, or one for each kind of layer.
             cache: planned.
             context_layers: indices into the hidden states that make the context; none: the final hidden states.
+            is_repeated: many forwards over as many tokens will follow; they get a program of their own.
 
         Returns:
             Hidden states [B, T, D] after the last norm, and the context [B, T, C].
         """
         num_rows, num_tokens = token_BT.shape
         num_slots = masks[0].shape[-1]
-        size = self._bucket(num_rows, num_tokens)
+        size = self._size(num_rows, num_tokens, is_repeated)
         padding = size // num_rows - num_tokens if size > 0 else 0
-        program = self._program(size, tuple(context_layers))
+        inner_layers = tuple(sorted(layer for layer in {*context_layers} if layer < self._shape.num_layers))
+        program = self._program(size, inner_layers)
         slot_BT = cache.planned_slots
         program.bind_stores(self._stores_of(cache), cache.rows, num_slots)
         program.set_tokens(F.pad(token_BT, (0, padding)), F.pad(position_BT, (0, padding)))
@@ -127,10 +143,10 @@ class OpenVINORuntime:
         hidden_BTD = hidden.view(*lead, -1)[:, :num_tokens].clone()
         if not context_layers:
             return hidden_BTD, hidden_BTD
-        states = iter(inner)
         # The states after the last layer are the final ones.
-        chosen = [next(states) if layer < self._shape.num_layers else hidden for layer in context_layers]
-        return hidden_BTD, torch.cat([state.view(*lead, -1)[:, :num_tokens] for state in chosen], dim=-1)
+        states = dict(zip(inner_layers, inner, strict=True)) | {self._shape.num_layers: hidden}
+        chosen = [states[layer].view(*lead, -1)[:, :num_tokens] for layer in context_layers]
+        return hidden_BTD, torch.cat(chosen, dim=-1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output logits [..., V] of final hidden states [..., D]."""
@@ -162,7 +178,9 @@ class OpenVINORuntime:
             try:
                 program = export_forward(model, decoder, self._shape, kinds)
                 bar.update()
-                forward = self._by_layer(self._ov.convert_model(program))
+                recorded = self._ov.convert_model(program)
+                forward = split_stores(self._ov, recorded, 2 + self._num_masks, self._shape.num_layers)
+                join_products(self._ov, forward)
                 bar.update()
                 matrix: Any = model.get_output_embeddings()
                 output = self._ov.convert_model(export_logits(matrix, logit_map, matrix.weight.shape[1]))
@@ -173,45 +191,28 @@ class OpenVINORuntime:
                 # Code that cannot be recorded or converted raises errors of all kinds, of torch and of OpenVINO.
                 raise ValueError(f"its code cannot be exported ({first_line(error)})") from error
 
-    def _by_layer(self, model: Any) -> Any:
-        """The recorded program with an input for the keys and values of each layer, which need no copy."""
-        operators = self._ov.opset13
-        inputs = list(model.get_parameters()[: 2 + self._num_masks])
-        for port in model.inputs[2 + self._num_masks :]:
-            layers = [
-                operators.parameter(port.partial_shape[1:], port.element_type) for _ in range(self._shape.num_layers)
-            ]
-            for reader in list(port.get_target_inputs()):
-                node = reader.get_node()
-                if node.get_type_name() == "Gather":
-                    node.output(0).replace(layers[int(node.input_value(1).get_node().get_data())].output(0))
-                else:  # reads the numbers of rows and slots
-                    assert node.get_type_name() == "ShapeOf", node
-                    reader.replace_source_output(operators.unsqueeze(layers[0], 0).output(0))
-            inputs += layers
-        return self._ov.Model([output.get_node() for output in model.outputs], inputs, "forward")
-
     def _compile(self, model: Any, what: str) -> Any:
         with tqdm(total=1, desc=f"Compiling the target ({what})", disable=None, leave=False) as bar:
             request = self._core.compile_model(model, "CPU", self._settings).create_infer_request()
+            use_huge_pages()
             bar.update()
         return request
 
-    def _bucket(self, num_rows: int, num_tokens: int) -> int:
+    def _size(self, num_rows: int, num_tokens: int, is_repeated: bool) -> int:
         """M of the program that runs B rows of T tokens; -1: the program for any M."""
-        fitting = (size for size in _BUCKETS if size >= num_rows * num_tokens and size % num_rows == 0)
-        size = next(fitting, _ANY)
+        least = num_rows * num_tokens
         compiled = {size for size, _ in self._programs if size != _ANY}
-        if size in compiled or (len(compiled) + 1) * self._num_bytes <= _MOST_PACKED_BYTES:
-            return size
+        may_compile = is_repeated and (len(compiled) + 1) * self._num_bytes <= _MOST_PACKED_BYTES
+        for size in _BUCKETS:
+            if least <= size <= 2 * least and size % num_rows == 0 and (size in compiled or may_compile):
+                return size
         return _ANY
 
     def _program(self, size: int, layers: tuple[int, ...]) -> "_Program":
         """The compiled program of M tokens whose outputs include the hidden states of some layers."""
         if (size, layers) not in self._programs:
             source = self._forward_model
-            inner = (3 + layer for layer in layers if layer < self._shape.num_layers)
-            chosen = [source.outputs[index] for index in (0, 1, 2, *inner)]
+            chosen = [source.outputs[index] for index in (0, 1, 2, *(3 + layer for layer in layers))]
             model = self._ov.Model([output.get_node() for output in chosen], source.get_parameters(), "forward").clone()
             rows = 1 if size == 1 else _ANY
             shapes: dict[Any, list[int]] = {}
@@ -344,11 +345,18 @@ def _neighbours(slot_BT: Tensor) -> list[int] | None:
     return [row[0] for row in rows] if is_run else None
 
 
+def _rounded_together(model: PreTrainedModel) -> int:
+    """Activations that share a scale: the largest number that divides the input sizes of all rounded layers."""
+    sizes = [layer.in_features for layer in model.modules() if isinstance(layer, RoundedLinear)]
+    shared = math.gcd(*sizes)
+    return max((size for size in range(32, _MOST_ROUNDED_TOGETHER + 1, 32) if shared % size == 0), default=32)
+
+
 def _key_of(model: PreTrainedModel, mask_kinds: Sequence[str]) -> str:
     """Hash of all that decides a program: weights, configuration, number format, versions."""
     digest = hashlib.sha256()
     versions = {name: version(name) for name in ("torch", "transformers", "openvino")}
-    head = {"format": _FORMAT, "versions": versions, "config": model.config.to_dict(), "masks": list(mask_kinds)}
+    head = {"versions": versions, "config": model.config.to_dict(), "masks": list(mask_kinds)}
     digest.update(json.dumps(head, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -7,27 +7,22 @@ Shapes: B rows · T tokens of a forward · S visible cache slots · V vocabulary
 import logging
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from drafter.kernels.packed import can_pack, count_parameters, pack_linears
 from drafter.kernels.rounded import round_linears
 from drafter.targets.attention import use_folded_attention
-from drafter.targets.cache import CacheShape, SlotCache, SplitSlotCache
-from drafter.targets.catalog import resolve
-from drafter.targets.chat import Chat, encode_chat, encode_chats, encode_text
+from drafter.targets.cache import CacheShape, MixedShape, SlotCache
+from drafter.targets.chat import Chat, encode_chats, encode_text
 from drafter.targets.checks import (
+    LayerWindows,
+    NoTrees,
     check_architecture,
+    check_layers,
     decoder_of,
     fingerprint_of,
     identity,
@@ -35,20 +30,19 @@ from drafter.targets.checks import (
     probe_cache_shape,
     probe_logit_map,
 )
-from drafter.targets.device_map import layer_devices, load_mapped
+from drafter.targets.device_map import copy_once, layer_devices
+from drafter.targets.loading import Spread, read_checkpoint, resolve_device, resolve_dtype
 from drafter.targets.masks import chunk_mask, slot_positions, tree_mask
 from drafter.targets.openvino_runtime import OpenVINORuntime
-from drafter.targets.parallel import Ranks, join, load_parallel
-from drafter.targets.quantized import dense_weight, has_plain_weights, reading_of
-from drafter.targets.sharding import load_sharded
+from drafter.targets.own_cache import OwnCache, StateShape, probe_own_cache
+from drafter.targets.parallel import Ranks, join
+from drafter.targets.quantized import dense_weight, has_plain_weights
 from drafter.utils.io import first_line
 
 _log = logging.getLogger(__name__)
 
 RUNTIMES = ("auto", "torch", "openvino")
 QUANTIZATIONS = ("none", "int8")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 # Smaller targets decode a whole answer in less time than an export takes.
 _LEAST_OPENVINO_PARAMETERS = 20_000_000
 
@@ -61,34 +55,6 @@ class TargetOutput(NamedTuple):
 
     hidden_BTD: Tensor
     context_BTC: Tensor
-
-
-def resolve_device(device: str) -> torch.device:
-    """Turn ``auto``, ``cpu``, ``cuda`` or ``cuda:1`` into a device; ValueError for anything this machine lacks."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        resolved = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"--device {device!r} is no device: use auto, cpu, cuda or cuda:N") from error
-    if resolved.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device {device!r} is not supported: use auto, cpu, cuda or cuda:N")
-    if resolved.type == "cuda":
-        count = torch.cuda.device_count()
-        if count == 0:
-            raise ValueError(f"--device {device!r}: no CUDA device here; use --device cpu or auto")
-        if (resolved.index or 0) >= count:
-            raise ValueError(f"--device {device!r}: this machine has {count} CUDA device(s), numbered from 0")
-    return resolved
-
-
-def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Turn ``float32``, ``bfloat16``, ``float16`` or ``auto`` (bfloat16 on CUDA, else float32) into a torch dtype."""
-    if dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype!r} is unknown: use auto, {', '.join(DTYPES)}")
-    return DTYPES[dtype]
 
 
 class Target:
@@ -108,6 +74,7 @@ class Target:
         fingerprint: short sample of the output matrix (see :func:`drafter.targets.checks.fingerprint_of`) and the
             scheme of rounding.
         cache_shape: what one token's keys and values take.
+        no_trees: why trees of tokens cannot run through the target, which then decodes plainly only; empty: they can.
         is_sharded: other processes hold parts of the weights, and take part in every forward.
         ranks: the processes that run the target together, each with its share of every layer; None: this one is alone.
         layer_devices: where each layer computes, if a map says so; empty: all on one device.
@@ -121,6 +88,7 @@ class Target:
     layer_devices: Sequence[torch.device] = ()
     is_packed = False
     quantization = "none"
+    no_trees = ""
     runtime: OpenVINORuntime | None = None
 
     def __init__(
@@ -150,11 +118,22 @@ class Target:
         self.max_length = int(getattr(config, "max_position_embeddings", 0) or 0) or 2**31 - 1
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
         self.fingerprint = fingerprint_of(self.output_weight_VD)
-        self.cache_shape: CacheShape = probe_cache_shape(model, name)
         self._logit_map = probe_logit_map(model, name)
         self._decoder = decoder_of(model)
-        self._windows = layer_windows(model, name)
-        _check_tree_forward(self)
+        self._windows = LayerWindows({}, is_mapped=False)
+        self.cache_shape: CacheShape | MixedShape | StateShape
+        try:
+            check_layers(model, name)
+            self._windows = layer_windows(model, name)
+            self.cache_shape = probe_cache_shape(model, name)
+            _check_tree_forward(self)
+        except NoTrees as reason:
+            self.no_trees = str(reason)
+            try:
+                self.cache_shape = probe_own_cache(self._decoder, self.vocab_size, name)
+            except _FORWARD_ERRORS as error:
+                raise ValueError(f"{reason}; and not even plain decoding works: {first_line(error)}") from error
+            _log.warning("%s: plain decoding, one row at a time", reason)
 
     @classmethod
     def load(
@@ -180,10 +159,7 @@ class Target:
             device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``.
             revision: hub revision.
             trust_remote_code: run code that comes with the model; never done unless asked for.
-            num_shards: processes of a node that share the weights (:mod:`drafter.targets.sharding`).
-            num_ranks: processes that run the target together (:mod:`drafter.targets.parallel`); each loads a share.
-            device_map: ``auto`` or a file: layers on several devices, in main memory or on disk
-                (:mod:`drafter.targets.device_map`).
+            num_shards, num_ranks, device_map: as of :class:`drafter.targets.loading.Spread`.
             pack: on a CPU, pack the weights for its matrix kernels (:mod:`drafter.kernels.packed`). Decoding is faster,
                 but packed weights can be neither read nor trained. No effect where the kernels are missing.
             runtime: ``torch``, ``openvino`` or ``auto``: OpenVINO where ``pack`` is set, the dtype is bfloat16, and
@@ -195,80 +171,30 @@ class Target:
             ValueError: unknown name, dtype, device, runtime or scheme, unreadable files, a model that cannot be a
                 target, or a target that the named runtime or scheme cannot run.
         """
-        for option, value, known in (("runtime", runtime, RUNTIMES), ("quantization", quantization, QUANTIZATIONS)):
-            if value not in known:
-                raise ValueError(f"--{option} {value!r} is unknown: use {', '.join(known)}")
-        is_whole = num_shards == num_ranks == 1 and device_map is None
-        if not is_whole and quantization != "none":
-            raise ValueError(
-                f"--quantization {quantization} runs in one process on one device: leave out the option, or what "
-                "spreads the target"
-            )
+        spread = Spread(num_shards, num_ranks, device_map)
+        _check_options(runtime, quantization, spread)
         torch_device = resolve_device(device) if num_ranks == 1 else join(num_ranks, device)
-        torch_dtype = resolve_dtype(dtype, torch_device)
-        place = resolve(name)
-        shared: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-        try:
-            scheme, arguments = reading_of(place, shared)
-            if scheme and (num_ranks > 1 or device_map is not None or quantization != "none"):
-                spread = "--device-map" if device_map is not None else "--tensor-parallel"
-                flag = spread if quantization == "none" else f"--quantization {quantization}"
-                raise ValueError(
-                    f"{flag} takes plain weights, and the checkpoint's weights are quantised already ({scheme})"
-                )
-            if num_shards > 1:
-                model: Any = load_sharded(
-                    lambda: _load_model(place, torch_dtype, shared | arguments), num_shards, torch_device, name
-                )
-            elif device_map is not None:
-                model = load_mapped(place, torch_dtype, shared, device_map, torch_device)
-            elif num_ranks > 1:
-                model = load_parallel(place, torch_dtype, shared, num_ranks)
-            else:
-                model = _load_model(place, torch_dtype, shared | arguments)
-            tokenizer = AutoTokenizer.from_pretrained(place, **shared) if _has_tokenizer(place) else None
-        except AssertionError:
-            raise  # a mistake of this package
-        except Exception as error:
-            # Transformers reads the folder: damaged files raise errors of any type there.
-            kind = "" if isinstance(error, OSError | ValueError | RuntimeError | ImportError) else type(error).__name__
-            what = "a weight file is damaged" if kind == "SafetensorError" else f"cannot be loaded {kind}".strip()
-            raise ValueError(f"--target {name!r} {what}: {first_line(error)}") from error
-        if device_map is None:
-            # What was turned into plain numbers has the dtype of its scales.
-            model = model.to(torch_device, torch_dtype if scheme and has_plain_weights(model) else None)
-        is_whole = is_whole and has_plain_weights(model)
-        if runtime == "openvino" and not is_whole:
+        found = read_checkpoint(
+            name, resolve_dtype(dtype, torch_device), torch_device, spread,
+            quantization=quantization, revision=revision, trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+        model = found.model
+        if runtime == "openvino" and not (spread.is_whole and has_plain_weights(model)):
             raise ValueError(f"--runtime openvino runs plain weights of one process; use --runtime torch for {name!r}")
-        fingerprint = fingerprint_of(model.get_output_embeddings().weight) if quantization != "none" else ""
-        if fingerprint and not round_linears(model):
-            raise ValueError(f"--quantization {quantization} rounds linear layers, and target {name!r} has none")
-
-        def wrap() -> Target:
-            target = cls(model, tokenizer, name=name, revision=revision)
-            if fingerprint:
-                target.quantization, target.fingerprint = quantization, f"{fingerprint}-{quantization}"
-            elif scheme:
-                target.quantization, target.fingerprint = scheme, f"{target.fingerprint}-{scheme}"
-            return target
-
-        if is_whole and (runtime == "openvino" or (runtime == "auto" and pack and _suits_openvino(model))):
-            target = wrap()
-            try:
-                target.use_openvino()
-                return target
-            except ValueError as error:
-                if runtime == "openvino":
-                    raise
-                _log.info("%s", error)
-        is_packed = pack and is_whole and can_pack(torch_device, model.dtype)
-        if is_packed:
-            pack_linears(model, keep=(model.get_output_embeddings(),))
-        target = wrap()
-        target.is_packed = is_packed
+        plain_fingerprint = _round(model, quantization, name)
+        target = cls(model, found.tokenizer, name=name, revision=revision)
+        target.quantization = quantization if plain_fingerprint else found.scheme or "none"
+        if target.quantization != "none":
+            target.fingerprint = f"{plain_fingerprint or target.fingerprint}-{target.quantization}"
         target.is_sharded = num_shards > 1
         target.ranks = Ranks() if num_ranks > 1 else None
-        target.layer_devices = layer_devices(model, name) if device_map is not None else ()
+        if device_map is not None:
+            target.layer_devices = layer_devices(model, name)
+            copy_once(model, name, target.layer_devices)
+        if spread.is_whole and has_plain_weights(model) and not target.no_trees:
+            target._make_fast(runtime, pack=pack)
+        elif runtime == "openvino":
+            target.use_openvino()
         return target
 
     @classmethod
@@ -280,8 +206,11 @@ class Target:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all weights are plain numbers on this device: others are neither packed nor compiled."""
-        return self.ranks is None and not self.layer_devices and has_plain_weights(self.model)
+        """Whether all weights are plain numbers on this device and all layers attend over one store of slots: other
+        targets are neither packed nor compiled.
+        """
+        is_here = self.ranks is None and not self.layer_devices
+        return is_here and isinstance(self.cache_shape, CacheShape) and has_plain_weights(self.model)
 
     @property
     def runtime_name(self) -> str:
@@ -318,6 +247,7 @@ class Target:
         mask: Tensor | None = None,
         cache: SlotCache | None = None,
         context_layers: Sequence[int] = (),
+        is_repeated: bool = False,
     ) -> TargetOutput:
         """Run the decoder without its output matrix.
 
@@ -328,15 +258,20 @@ class Target:
             cache: where keys and values go; :meth:`SlotCache.plan` says which slots.
             context_layers: indices into the hidden states (0 = embeddings, i = after layer i) that the drafter takes as
                 context instead of the final hidden state.
+            is_repeated: many forwards over as many tokens will follow. A runtime may compile a program for them.
 
         Returns:
             hidden [B, T, D] and context [B, T, C].
         """
+        if isinstance(cache, OwnCache):
+            hidden_BTD = cache.forward(self._decoder, token_BT)
+            return TargetOutput(hidden_BTD, hidden_BTD)
         assert cache is None or mask is not None, "a forward over a slot cache needs its mask"
         if self.runtime is not None and cache is not None and cache.is_read_as_stored:
             assert mask is not None and position_BT is not None
             masks = list(self._visible(mask, position_BT, cache).values())
-            return TargetOutput(*self.runtime.forward(token_BT, position_BT, masks, cache, context_layers))
+            inputs = token_BT, position_BT, masks, cache, context_layers
+            return TargetOutput(*self.runtime.forward(*inputs, is_repeated=is_repeated))
         output = self._decoder(
             input_ids=token_BT,
             attention_mask=self._own_masks(mask, position_BT, cache),
@@ -362,10 +297,16 @@ class Target:
         """Let the query heads of a group share their keys, which transformers' SDPA attention copies under a mask
         (:mod:`drafter.targets.attention`). Decoding does it; the model stays so. Whether the model can.
         """
-        return use_folded_attention(self.model)
+        return not self.no_trees and use_folded_attention(self.model)
+
+    def require_trees(self, what: str) -> None:
+        """ValueError where trees of tokens cannot run through the target; ``what`` needs them."""
+        if self.no_trees:
+            raise ValueError(f"{what} needs draft trees, and {self.no_trees}: leave it out for plain decoding")
 
     def new_cache(self, num_rows: int, num_slots: int, *, exact_attention: bool = False) -> SlotCache:
-        """An empty :class:`SlotCache` of ``num_rows`` rows and ``num_slots`` slots for this target.
+        """An empty :class:`SlotCache` of ``num_rows`` rows and ``num_slots`` slots, or where trees cannot run an
+        :class:`OwnCache`.
 
         Args:
             num_rows, num_slots: its size.
@@ -374,13 +315,16 @@ class Target:
         Raises:
             ValueError: exact attention of a model whose attention is not SDPA.
         """
+        if self.no_trees:
+            if exact_attention:
+                raise ValueError(f"--exact-attention needs a cache of slots, and {self.no_trees}")
+            return OwnCache(num_rows, num_slots)
+        assert not isinstance(self.cache_shape, StateShape)
         if exact_attention and not self.fold_attention():
             raise ValueError(f"--exact-attention needs a target that runs with SDPA attention; {self.name!r} does not")
         read_dtype = torch.float64 if exact_attention else None
-        size = self.cache_shape, num_rows, num_slots
-        if any(device != self.device for device in self.layer_devices):
-            return SplitSlotCache(*size, dtype=self.dtype, devices=self.layer_devices, read_dtype=read_dtype)
-        return SlotCache(*size, dtype=self.dtype, device=self.device, read_dtype=read_dtype)
+        device = self.layer_devices or self.device
+        return SlotCache(self.cache_shape, num_rows, num_slots, dtype=self.dtype, device=device, read_dtype=read_dtype)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of raw text, with the special tokens the tokenizer adds by itself."""
@@ -391,15 +335,15 @@ class Target:
         ``tools``: functions that the target may call, in OpenAI's form.
 
         Raises:
-            ValueError: there is no template, or the template refuses the messages.
+            ValueError: as :meth:`encode_chats`.
         """
-        return encode_chat(self._tokenizer(), messages, self.name, tools=tools)
+        return self.encode_chats([Chat(messages, tools)])[0]
 
     def encode_chats(self, chats: Sequence[Chat]) -> list[list[int]]:
         """Token ids of conversations, with limits of time and memory for the template, which is a stranger's program.
 
         Raises:
-            ValueError: as :meth:`encode_chat`, or a limit was reached.
+            ValueError: there is no template, or the template refuses the messages or reaches a limit.
         """
         return encode_chats(self._tokenizer(), chats, self.name)
 
@@ -413,6 +357,11 @@ class Target:
         Raises:
             ValueError: OpenVINO is missing or cannot run this target; says why.
         """
+        self.require_trees("--runtime openvino")
+        if not isinstance(self.cache_shape, CacheShape):
+            raise ValueError(
+                f"--runtime openvino cannot run target {self.name!r}: its layers have keys of different shapes"
+            )
         kinds = tuple(self._windows.by_kind) if self._windows.is_mapped else ()
         try:
             runtime = OpenVINORuntime(self.model, self._decoder, self._logit_map, self.cache_shape, kinds)
@@ -421,6 +370,20 @@ class Target:
                 f"--runtime openvino cannot run target {self.name!r}: {error}; use --runtime torch"
             ) from error
         self.runtime = runtime
+
+    def _make_fast(self, runtime: str, *, pack: bool) -> None:
+        """Run plain weights with OpenVINO, or pack them, where that is wanted and possible."""
+        if runtime == "openvino" or (runtime == "auto" and pack and _suits_openvino(self.model)):
+            try:
+                self.use_openvino()
+                return
+            except ValueError as error:
+                if runtime == "openvino":
+                    raise
+                _log.info("%s", error)
+        self.is_packed = pack and can_pack(self.device, self.model.dtype)
+        if self.is_packed:
+            pack_linears(self.model, keep=(self.model.get_output_embeddings(),))
 
     def _own_masks(
         self, mask: Tensor | None, position_BT: Tensor | None, cache: SlotCache | None
@@ -460,30 +423,26 @@ class Target:
         return self.tokenizer
 
 
-def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -> PreTrainedModel:
-    """The causal LM of a checkpoint, or the whole multimodal model: its text side answers text prompts."""
-    arguments = {"dtype": dtype, "use_safetensors": True, **shared}
-    try:
-        return _read_model(AutoModelForCausalLM, place, arguments)
-    except ValueError as error:
-        if "Unrecognized configuration class" not in str(error):
-            raise
-        causal_error = error
-    try:
-        return _read_model(AutoModelForImageTextToText, place, arguments)
-    except ValueError as error:
-        raise (causal_error if "Unrecognized configuration class" in str(error) else error) from error
+def _check_options(runtime: str, quantization: str, spread: Spread) -> None:
+    for option, value, known in (("runtime", runtime, RUNTIMES), ("quantization", quantization, QUANTIZATIONS)):
+        if value not in known:
+            raise ValueError(f"--{option} {value!r} is unknown: use {', '.join(known)}")
+    if quantization != "none" and not spread.is_whole:
+        raise ValueError(
+            f"--quantization {quantization} runs in one process on one device: leave out the option, or what "
+            "spreads the target"
+        )
 
 
-def _read_model(kind: Any, place: Path | str, arguments: dict[str, Any]) -> PreTrainedModel:
-    """SDPA attention where the model has it; else (soft-capped scores, attention sinks) its own plain formulas."""
-    try:
-        model: PreTrainedModel = kind.from_pretrained(place, attn_implementation="sdpa", **arguments)
-    except ValueError as error:
-        if "attn_implementation" not in str(error):
-            raise
-        model = kind.from_pretrained(place, attn_implementation="eager", **arguments)
-    return model
+def _round(model: PreTrainedModel, quantization: str, name: str) -> str:
+    """Round the weights as ``quantization`` says; the fingerprint of the plain weights, empty without rounding."""
+    if quantization == "none":
+        return ""
+    output: Any = model.get_output_embeddings()
+    fingerprint = fingerprint_of(output.weight)
+    if not round_linears(model):
+        raise ValueError(f"--quantization {quantization} rounds linear layers, and target {name!r} has none")
+    return fingerprint
 
 
 def _suits_openvino(model: PreTrainedModel) -> bool:
@@ -491,13 +450,6 @@ def _suits_openvino(model: PreTrainedModel) -> bool:
     is_large = count_parameters(model) >= _LEAST_OPENVINO_PARAMETERS
     is_fitting = model.dtype == torch.bfloat16 and model.device.type == "cpu"
     return is_large and is_fitting and find_spec("openvino") is not None
-
-
-def _has_tokenizer(place: Path | str) -> bool:
-    """A local folder without any tokenizer file is a bare model (tests, research); a hub id always has one."""
-    if not isinstance(place, Path):
-        return True
-    return any((place / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
@@ -523,14 +475,14 @@ def _check_tree_forward(target: Target) -> None:
     what a plain causal forward over the packed nodes gives, that is from ignoring the tree.
 
     Raises:
-        ValueError: the model cannot run a tree, or runs it wrong.
+        NoTrees: the model cannot run a tree, or runs it wrong.
     """
     try:
         tree_XD, path_XD, chain_XD = _run_small_tree(target)
     except torch.OutOfMemoryError:
         raise
     except _FORWARD_ERRORS as error:
-        raise ValueError(
+        raise NoTrees(
             f"target {target.name!r} cannot run a tree of tokens, which brings its own mask and positions (models with "
             f"ALiBi want to make both themselves): {first_line(error)}"
         ) from error
@@ -539,7 +491,7 @@ def _check_tree_forward(target: Target) -> None:
     # Rounding: a few units in the last place; in 16 bits that is most of what can be told.
     rounding = 16 * torch.finfo(target.dtype).eps * path_XD.norm().item()
     if not distance <= 0.01 * yardstick + rounding:
-        raise ValueError(
+        raise NoTrees(
             f"target {target.name!r} gives tokens of a tree other hidden states than the same tokens in a row "
             f"(off by {distance:.2g}, ignoring the tree by {yardstick:.2g}): its attention does not heed the mask, or "
             "takes positions from elsewhere than the position argument (ALiBi does)"

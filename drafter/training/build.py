@@ -37,9 +37,9 @@ def build_drafter(target: Target, data: Any, options: DrafterOptions, init_from:
         target: the frozen model.
         data: a ChatDataModule (``token_counts`` and ``val_prompts`` are used).
         options: shape.
-        init_from: exported folder or checkpoint to take weights, constants and draft vocabulary from. A tied head,
-            which has no weights of its own for any token, may ask for a draft vocabulary of another size: it is chosen
-            anew. A drafter of the last hidden state may go on with a fused context, which starts as that state.
+        init_from: exported folder or checkpoint to take weights, constants and draft vocabulary from. A tied head has
+            no weights for single tokens, so its draft vocabulary may get another size and is then chosen anew. A
+            drafter with the context ``last`` may continue with ``fused``, which starts as the last hidden state.
 
     Raises:
         ValueError: ``init_from`` has another shape or target, or the draft vocabulary is larger than the target's.

@@ -146,13 +146,11 @@ class ShortProgressBar(TQDMProgressBar):
 
 
 class SaveWhenStopped(Callback):
-    """On Ctrl-C or SIGTERM finish the step, write ``last.ckpt`` and stop, so that ``--ckpt_path last`` loses nothing;
-    write it at the end of a run as well.
+    """Writes ``last.ckpt`` at the end of a run, and after Ctrl-C or SIGTERM at the end of the step.
 
-    A checkpoint written in the middle of a step would have taken its batch from the data without training on it. One
-    written in the middle of a validation says so, and the resumed run begins with that validation, as a whole. A
-    second Ctrl-C stops at once and saves nothing. A run that fails by itself saves nothing here either: its weights may
-    be what failed, and the last good checkpoint stays.
+    ``--ckpt_path last`` then loses nothing: a checkpoint in the middle of a step would lose the batch of the step. A
+    checkpoint in the middle of a validation is marked, and the resumed run repeats the whole validation. A second
+    Ctrl-C stops at once and saves nothing. A run that fails saves nothing, because its weights may be the reason.
     """
 
     def __init__(self) -> None:
@@ -170,7 +168,7 @@ class SaveWhenStopped(Callback):
         self._is_validation_due = checkpoint.get("is_validation_due", False)
         self._max_steps = trainer.max_steps
         if self._is_validation_due and 0 <= trainer.max_steps <= checkpoint["global_step"]:
-            # With no step left Lightning would leave before on_train_start, where the validation is made up for.
+            # With no step left Lightning returns before on_train_start, where the validation is repeated.
             trainer.fit_loop.epoch_loop.max_steps = checkpoint["global_step"] + 1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -179,7 +177,7 @@ class SaveWhenStopped(Callback):
             self._before = {
                 number: signal.signal(number, self._take_note) for number in (signal.SIGINT, signal.SIGTERM)
             }
-        _go_on_in_the_data(trainer)
+        _restore_position(trainer)
         if self._is_validation_due:
             self._is_validation_due = False
             trainer.fit_loop.epoch_loop.max_steps = self._max_steps
@@ -203,7 +201,7 @@ class SaveWhenStopped(Callback):
             self._save_last(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # The steps behind the last validation are the run's too.
+        # The steps after the last validation belong to the run.
         if not trainer.interrupted:
             self._save_last(trainer)
 
@@ -237,9 +235,9 @@ class SaveWhenStopped(Callback):
         raise KeyboardInterrupt if self._signal == signal.SIGINT else SIGTERMException
 
 
-def _go_on_in_the_data(trainer: Any) -> None:
-    """Lightning makes the loader to count the steps of an epoch, before it has read where it stood, and then does not
-    tell it; nor does it after a whole epoch, where another order of the rows begins."""
+def _restore_position(trainer: Any) -> None:
+    """Give the loader its position in the data. Lightning makes the loader before it reads the position, and restores
+    none after a whole epoch."""
     fit_loop = trainer.fit_loop
     fit_loop._combined_loader._load_state_dicts(fit_loop._combined_loader_states_to_load)
     fit_loop._combined_loader_states_to_load = []

@@ -1,6 +1,7 @@
-"""From a trainer's checkpoint to a drafter, and to the folder that users load. Nothing is unpickled but plain data."""
+"""Reads the drafter of a trainer's checkpoint, and exports it as the folder that users load. No code is unpickled."""
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -119,8 +120,8 @@ def _short(value: Any) -> str:
 def rescale_progress(checkpoint: dict[str, Any], world_size: int) -> None:
     """Convert the batch counts in a trainer's checkpoint to another number of processes, in place.
 
-    Lightning counts what one process has seen, and collects gradients over a multiple of batches: a count
-    that no longer fits the position in the data would make the first step after resuming a short one.
+    Lightning counts the batches of one process, and a step takes the gradients of several batches. A count that does
+    not fit the position in the data would shorten the first step after a resume.
     """
     fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
     loaders = fit_loop.get("state_dict", {}).get("combined_loader") or []
@@ -134,9 +135,9 @@ def rescale_progress(checkpoint: dict[str, Any], world_size: int) -> None:
 
 
 def reopen_epoch(checkpoint: dict[str, Any]) -> None:
-    """Turn an epoch that a limit (``--trainer.max_time``) has cut short into one to go on with, in place.
+    """Mark an epoch that a limit (``--trainer.max_time``) has cut short as unfinished, in place.
 
-    Lightning counts it as done when it stops, and would begin with the next one, or be through with the last.
+    Lightning marks the epoch as finished. A resumed run would begin with the next epoch, or end at once.
     """
     fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
     if not fit_loop or fit_loop["epoch_loop.batch_progress"]["is_last_batch"]:
@@ -219,6 +220,11 @@ def _write(drafter: RecurrentDrafter, checkpoint: dict[str, Any], folder: Path) 
     write_custom_generate(folder)
 
 
+def _plain(name: str) -> str:
+    """A name without what Markdown and HTML read as more than text."""
+    return re.sub(r"[<>`\s]+", " ", name)
+
+
 def model_card(drafter: RecurrentDrafter, facts: Mapping[str, Any]) -> str:
     """Markdown; ``facts``: trained_positions, steps, and by name metrics and the settings of training and data."""
     config = drafter.config
@@ -226,8 +232,8 @@ def model_card(drafter: RecurrentDrafter, facts: Mapping[str, Any]) -> str:
     training = {"model": facts["training"], "data": facts["data"]}
     rate = facts.get("metrics", {}).get("val/tokens_per_step")
     return _CARD.format(
-        target=config.target_name or "an unnamed target",
-        revision=f" (revision `{config.target_revision}`)" if config.target_revision else "",
+        target=_plain(config.target_name or "an unnamed target"),
+        revision=f" (revision `{_plain(config.target_revision)}`)" if config.target_revision else "",
         num_parameters=sum(parts.values()),
         parts=", ".join(f"{name} {count:,}" for name, count in parts.items()),
         cell=config.cell,

@@ -3,10 +3,7 @@
 For a pair, q = softmax(z / temperature) is the drafter's distribution over the draft vocabulary, p the target's.
 
 - cross-entropy: -log q[label], the published objective;
-- forward KL: sum p log(p / q);
-- total variation: 1 - sum min(p, q), the chance that a token sampled from q is rejected;
-- adaptive: (1 - w) total variation + w KL with w = exp(-adaptive * sum min(p, q)) of each pair (the hybrid LK loss,
-  arXiv 2602.23881): KL for a drafter far from the target, the acceptance for a drafter near the target.
+- forward KL: sum p log(p / q).
 
 Two implementations give the same values. :func:`chunked_loss` computes every logit of the draft vocabulary and writes
 the gradient by hand. :func:`sampled_loss` computes the logits of few tokens for each pair (the target's likeliest, and
@@ -37,36 +34,20 @@ _BLOCK_BYTES = 2**20  # a MiB
 class LossMix:
     """Weights of the losses and the temperature of both distributions.
 
-    With ``adaptive`` above 0, ``kl`` is the weight of the adaptive mix of KL and total variation.
-
     Raises:
         ValueError: a negative weight, no positive one, or a temperature that is not positive.
     """
 
     cross_entropy: float = 0.0
     kl: float = 1.0
-    total_variation: float = 0.0
     temperature: float = 1.0
-    adaptive: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.adaptive < 0 or (self.adaptive and (self.total_variation or not self.kl)):
-            raise ValueError(
-                f"loss weight adaptive is {self.adaptive} but must be at least 0; beside it kl is above 0 and "
-                "total_variation is 0, since the adaptive mix has its own share of total variation"
-            )
-        weights = (self.cross_entropy, self.kl, self.total_variation)
+        weights = (self.cross_entropy, self.kl)
         if min(weights) < 0 or max(weights) <= 0:
-            raise ValueError(
-                f"loss weights (cross_entropy, kl, total_variation) are {weights}: none below 0, one above"
-            )
+            raise ValueError(f"loss weights (cross_entropy, kl) are {weights}: none below 0, one above")
         if not self.temperature > 0:
             raise ValueError(f"loss temperature is {self.temperature} but must be above 0")
-
-    @property
-    def needs_teacher(self) -> bool:
-        """Whether the target's distribution is used at all."""
-        return self.kl > 0 or self.total_variation > 0
 
 
 def cross_entropy(logits_PR: Tensor, label_P: Tensor) -> Tensor:
@@ -80,11 +61,6 @@ def forward_kl(logits_PR: Tensor, teacher_logits_PR: Tensor) -> Tensor:
     return (log_p_PR.exp() * (log_p_PR - logits_PR.float().log_softmax(dim=-1))).sum(dim=-1)
 
 
-def total_variation(logits_PR: Tensor, teacher_logits_PR: Tensor) -> Tensor:
-    """1 - sum min(p, q), float32 [P]: the share of samples of q that speculative sampling would reject."""
-    return 1 - torch.minimum(teacher_logits_PR.float().softmax(dim=-1), logits_PR.float().softmax(dim=-1)).sum(dim=-1)
-
-
 def mixed_loss(logits_PR: Tensor, teacher_logits_PR: Tensor, label_P: Tensor, mix: LossMix) -> Tensor:
     """The reference of the chunked loss: every logit at once, gradients by autograd. float32 [P]."""
     z_PR, teacher_PR = logits_PR / mix.temperature, teacher_logits_PR / mix.temperature
@@ -92,20 +68,8 @@ def mixed_loss(logits_PR: Tensor, teacher_logits_PR: Tensor, label_P: Tensor, mi
     if mix.cross_entropy:
         loss_P = loss_P + mix.cross_entropy * cross_entropy(z_PR, label_P)
     if mix.kl:
-        kl_P = forward_kl(z_PR, teacher_PR)
-        if mix.adaptive:
-            rejected_P = total_variation(z_PR, teacher_PR)
-            share_P = kl_share(1 - rejected_P, mix)
-            kl_P = share_P * kl_P + (1 - share_P) * rejected_P
-        loss_P = loss_P + mix.kl * kl_P
-    if mix.total_variation:
-        loss_P = loss_P + mix.total_variation * total_variation(z_PR, teacher_PR)
+        loss_P = loss_P + mix.kl * forward_kl(z_PR, teacher_PR)
     return loss_P
-
-
-def kl_share(accepted: Tensor, mix: LossMix) -> Tensor:
-    """Share of KL in the adaptive mix of pairs that accept a sample with chance ``accepted``; a constant."""
-    return torch.exp(-mix.adaptive * accepted.detach())
 
 
 class PairTargets(NamedTuple):
@@ -158,8 +122,8 @@ def chunked_loss(
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Loss and gradient in one pass. With frozen rows W the gradient of a feature f is linear in what is left of q:
-    d/df (-sum p log q) = q W - p W, and p W is computed once per teacher position, so p never meets the [P, R] logits.
+    """Loss and gradient in one pass. With frozen rows W the gradient of a feature is q W - p W. The product p W is
+    computed once for each teacher position, so that no [P, R] tensor of p is needed.
     """
 
     @staticmethod
@@ -226,33 +190,23 @@ class _Work:
         log_q_C = q_CR.gather(1, label_C1).squeeze(1).float().clamp_min(1e-38).log()
         loss_C = -mix.cross_entropy * log_q_C
         pull_CF = mix.cross_entropy * self.rows_RF[label_C1.squeeze(1)]
-        push_CR, p_CR, kl = q_CR, None, torch.tensor(mix.kl, device=z_CR.device)
-        if mix.needs_teacher:
+        p_CR = None
+        if mix.kl:
             teacher = _Teacher.at(targets, first, last, self.rows_RF, mix.temperature)
             row_C = targets.teacher_P[pairs_C] - first
-            p_CR = teacher.p_MR[row_C] if mix.total_variation or mix.adaptive or self.row_grad else None
-            if p_CR is not None and (mix.total_variation or mix.adaptive):
-                accepted_C = torch.minimum(p_CR, q_CR).sum(dim=-1, dtype=torch.float32)
-                share_C = kl_share(accepted_C, mix)
-                kl, tv_C = mix.kl * share_C, mix.total_variation + mix.kl * (1 - share_C)
-                loss_C = loss_C + tv_C * (1 - accepted_C)
-                below_CR = q_CR * (q_CR < p_CR)
-                slope_C = below_CR.sum(dim=-1, dtype=torch.float32)
-                factor_C = mix.cross_entropy + kl + tv_C * slope_C
-                push_CR = q_CR * factor_C[:, None].to(q_CR.dtype) - below_CR * tv_C[:, None].to(q_CR.dtype)
+            p_CR = teacher.p_MR[row_C] if self.row_grad else None
             mean_row_CF = teacher.mean_row_MF[row_C]
             lse_C = z_CR.gather(1, label_C1).squeeze(1).float() - log_q_C
             expected_C = (feature_CF.float() * mean_row_CF.float()).sum(dim=-1) / mix.temperature
-            loss_C = loss_C + kl * (teacher.negentropy_M[row_C] - expected_C + lse_C)
-            pull_CF = pull_CF + kl.to(mean_row_CF.dtype).unsqueeze(-1) * mean_row_CF
-        if push_CR is q_CR and mix.cross_entropy + mix.kl != 1:
-            push_CR = q_CR.mul_(mix.cross_entropy + mix.kl)
+            loss_C = loss_C + mix.kl * (teacher.negentropy_M[row_C] - expected_C + lse_C)
+            pull_CF = pull_CF + mix.kl * mean_row_CF
+        push_CR = q_CR if mix.cross_entropy + mix.kl == 1 else q_CR.mul_(mix.cross_entropy + mix.kl)
         self.loss_P[pairs_C] = loss_C
         if len(self.grad_PF):
             scale_C1 = (targets.weight_P[pairs_C, None] / mix.temperature).to(feature_CF.dtype)
             self.grad_PF[pairs_C] = (push_CR @ self.rows_RF - pull_CF).mul_(scale_C1)
             if self.row_grad:
-                grad_CR = push_CR if p_CR is None or not mix.kl else push_CR - kl.to(p_CR.dtype).unsqueeze(-1) * p_CR
+                grad_CR = push_CR if p_CR is None else push_CR - mix.kl * p_CR
                 self._add_row_grad(grad_CR, label_C1, feature_CF * scale_C1)
 
     def _add_row_grad(self, grad_CR: Tensor, label_C1: Tensor, scaled_CF: Tensor) -> None:

@@ -113,6 +113,7 @@ class DrafterModule(LightningModule):
         self,
         target: str,
         target_dtype: str = "auto",
+        quantization: str = "none",
         revision: str | None = None,
         trust_remote_code: bool = False,
         shard_target: bool = False,
@@ -127,6 +128,7 @@ class DrafterModule(LightningModule):
         Args:
             target: alias, hub id, folder or .gguf file.
             target_dtype: float32, bfloat16, float16, or auto (bfloat16 on CUDA, float32 on CPU).
+            quantization: int8 rounds the target's weights after loading; none.
             revision: of the target on the hub.
             trust_remote_code: run the target's own code.
             shard_target: spread the target's layers over the devices of a node, for a target larger than one device.
@@ -142,6 +144,7 @@ class DrafterModule(LightningModule):
             {
                 "target": target,
                 "target_dtype": target_dtype,
+                "quantization": quantization,
                 "revision": revision,
                 "shard_target": shard_target,
                 "drafter": asdict(drafter),
@@ -158,6 +161,7 @@ class DrafterModule(LightningModule):
         self._load_target: Callable[[str], Target] = lambda device: Target.load(
             target,
             dtype=target_dtype,
+            quantization=quantization,
             device=device,
             revision=revision,
             trust_remote_code=trust_remote_code,
@@ -313,13 +317,7 @@ class DrafterModule(LightningModule):
             if with_ranks:
                 with torch.no_grad():
                     output = self._exact(feature_PF, hidden_MD, pairs, weight_P, with_ranks)
-            loss, weight_P = self._sampled(feature_PF, hidden_MD, pairs, weight_P)
-        feature_weight = self._feature_weight()
-        if feature_weight and self.drafter.config.head == "tied":
-            # In the units of rms 1, so that its weight means the same for every target.
-            scale = self.drafter.config.hidden_scale
-            gap_PD = F.smooth_l1_loss(feature_PF * scale, hidden_MD[pairs.teacher_P] * scale, reduction="none")
-            loss = loss + feature_weight * (gap_PD.mean(dim=-1, dtype=torch.float32) * weight_P).sum()
+            loss = self._sampled(feature_PF, hidden_MD, pairs, weight_P)
         return BatchResult(loss, output)
 
     def _exact(
@@ -334,8 +332,8 @@ class DrafterModule(LightningModule):
         rows_RF = self.teacher.rows_RD if is_tied else self.drafter.output_rows()
         return chunked_loss(feature_PF, rows_RF, targets, self.objective.mix, memory_mib=self.objective.memory_mib)
 
-    def _sampled(self, feature_PF: Tensor, hidden_MD: Tensor, pairs: Pairs, weight_P: Tensor) -> tuple[Tensor, Tensor]:
-        """The weighted sum of sampled losses, and the weights, which are 0 for pairs out of reach."""
+    def _sampled(self, feature_PF: Tensor, hidden_MD: Tensor, pairs: Pairs, weight_P: Tensor) -> Tensor:
+        """The weighted sum of sampled losses; the weight is 0 for pairs out of reach."""
         rows_RD, options = self.teacher.rows_RD, self.objective
         sample = sample_tokens(
             hidden_MD,
@@ -350,13 +348,7 @@ class DrafterModule(LightningModule):
         )
         if options.reach:
             weight_P = weight_P * reached(output.rank_P, pairs.num_starts, options.reach)
-        weight_P = weight_P / weight_P.sum().clamp_min(1e-9)
-        return (output.loss_P * weight_P).sum(), weight_P
-
-    def _feature_weight(self) -> float:
-        """Weight of the feature loss at this step; the weight falls to 0 over ``feature_steps``."""
-        left = 1 - self.trainer.global_step / self.objective.feature_steps
-        return self.objective.feature * max(0.0, left)
+        return (output.loss_P * weight_P).sum() / weight_P.sum().clamp_min(1e-9)
 
     def _target_states(self, batch: ChatBatch) -> TargetOutput:
         if batch.hidden_BTD is not None:

@@ -14,13 +14,10 @@ class DrafterOptions:
     """Shape of the drafter.
 
     Attributes:
-        cell: ``rnn`` (as published), ``gru``, or ``rnn2`` (two layers of the published cell).
         context: ``last`` hidden state, ``fused`` hidden states of ``context_layers``, or the last one with a memory of
             the text before it (``history``).
         context_layers: indices into the target's hidden states, for ``fused`` (0 = embeddings).
-        head: ``full`` (own output matrix, as published), ``tied`` (a projection before the target's output rows), or
-            ``low-rank`` (own output matrix as a product of two).
-        head_rank: rank of a low-rank head.
+        head: ``full`` (own output matrix, as published), or ``tied`` (a projection before the target's output rows).
         num_res_blocks: residual blocks before the head.
         block_rank: rank of these blocks' matrices; None = full matrices. Keeps the drafter of a wide target small.
         draft_vocab_size: number of tokens that can be drafted, the most frequent in the training answers; None = all.
@@ -28,11 +25,9 @@ class DrafterOptions:
         token_counts: JSON file {token id: count} to choose the draft vocabulary by, instead of the training data.
     """
 
-    cell: Literal["rnn", "gru", "rnn2"] = "rnn"
     context: Literal["last", "fused", "history"] = "last"
     context_layers: tuple[int, ...] = ()
-    head: Literal["full", "tied", "low-rank"] = "tied"
-    head_rank: int | None = None
+    head: Literal["full", "tied"] = "tied"
     num_res_blocks: int = 2
     block_rank: int | None = None
     draft_vocab_size: int | None = None
@@ -47,33 +42,23 @@ class Objective:
     Attributes:
         cross_entropy: weight of -log q[next token of the text].
         kl: weight of the forward KL from the target's distribution.
-        total_variation: weight of the rejection probability.
-        adaptive: above 0, the KL term of each pair becomes w KL + (1 - w) total variation, where w is
-            exp(-adaptive * chance that a sample is accepted).
         temperature: temperature of both distributions.
-        feature: weight of a smooth L1 loss between the head's feature and the target's hidden state at the same
-            position (tied head only).
-        feature_steps: steps over which that weight falls to 0.
         depth_weights: weight of each depth; None = all 1.
         depth_rates: share of starts trained at each depth, not rising; None = all 1. Saves work on depths that decoding
             seldom reaches.
         shared_tokens: number of tokens of the draft vocabulary, chosen for each batch, from which losses are estimated
             together with each position's ``top_tokens``; 0 = all tokens, without estimates. Needs a tied head.
         top_tokens: number of the target's likeliest tokens at each position in an estimate.
-        reach: above 0, a pair counts while the drafter ranks all the earlier tokens of its path below this; 0 = always.
-            Needs ``shared_tokens``.
+        reach: above 0, a pair counts if the drafter's rank of every earlier token of its path is below this number;
+            0 = every pair counts. Needs ``shared_tokens``.
         memory_mib: budget for logits held at once.
     """
 
-    cross_entropy: float = 0.0
-    kl: float = 1.0
-    total_variation: float = 0.0
-    adaptive: float = 0.0
-    temperature: float = 1.0
-    feature: float = within(0.0, low=0.0)
-    feature_steps: int = within(1000, low=1)
-    depth_weights: tuple[float, ...] | None = None
-    depth_rates: tuple[float, ...] | None = None
+    cross_entropy: float = within(0.0, low=0.0)
+    kl: float = within(1.0, low=0.0)
+    temperature: float = within(1.0, above=0.0)
+    depth_weights: tuple[float, ...] | None = within(None, low=0.0)
+    depth_rates: tuple[float, ...] | None = within(None, above=0.0, high=1.0)
     shared_tokens: int = within(0, low=0)
     top_tokens: int = within(32, low=1)
     reach: int = within(0, low=0)
@@ -85,19 +70,17 @@ class Objective:
             raise ValueError(
                 f"--model.objective.reach {self.reach} needs the sampled loss: give --model.objective.shared_tokens too"
             )
-        if self.depth_weights is not None and (min(self.depth_weights) < 0 or max(self.depth_weights) <= 0):
-            raise ValueError(f"--model.objective.depth_weights {list(self.depth_weights)}: none below 0, one above")
+        if self.depth_weights is not None and max(self.depth_weights) <= 0:
+            raise ValueError(f"--model.objective.depth_weights {list(self.depth_weights)}: one must be above 0")
         rates = self.depth_rates
-        if rates is not None and (
-            not all(0 < rate <= 1 for rate in rates) or sorted(rates, reverse=True) != list(rates)
-        ):
-            raise ValueError(f"--model.objective.depth_rates {list(rates)} must lie in (0, 1] and not rise")
+        if rates is not None and sorted(rates, reverse=True) != list(rates):
+            raise ValueError(f"--model.objective.depth_rates {list(rates)} must not rise")
         _ = self.mix
 
     @property
     def mix(self) -> LossMix:
         """Weights for the fused loss."""
-        return LossMix(self.cross_entropy, self.kl, self.total_variation, self.temperature, self.adaptive)
+        return LossMix(self.cross_entropy, self.kl, self.temperature)
 
     def rates(self, draft_length: int) -> tuple[float, ...]:
         """Share of starts at each of ``draft_length`` depths."""
@@ -140,14 +123,14 @@ class OptimOptions:
     schedule: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
     decay_share: float = within(0.4, low=0.0, high=1.0)
     final_share: float = within(0.0, low=0.0, high=1.0)
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.99)
-    average: float = 0.0
+    weight_decay: float = within(0.0, low=0.0)
+    betas: tuple[float, float] = within((0.9, 0.99), low=0.0, high=1.0)
+    average: float = within(0.0, low=0.0, high=1.0)
 
     def __post_init__(self) -> None:
         check_ranges(self, "model.optim.")
-        if not 0 <= self.average < 1:
-            raise ValueError(f"--model.optim.average {self.average} must be at least 0 and below 1")
+        if 1.0 in (*self.betas, self.average):
+            raise ValueError(f"--model.optim.betas {self.betas} and average {self.average} must be below 1")
 
     def factor(self, num_steps: int | float) -> Callable[[int], float]:
         """Step (0-based) -> share of the peak learning rate, for a run of ``num_steps`` steps (may be infinite).

@@ -1,4 +1,4 @@
-"""Which (position, depth) pairs of a batch are trained on, and where everything they need lies.
+"""The (position, depth) pairs of a batch that are trained on, with the indices of their inputs.
 
 A drafter started at text position t has context h_t and reads x_{t+1}, ..., x_{t+k}; at depth k (1-based) it predicts
 x_{t+1+k}, which the target itself predicts from h_{t+k}. The pair (t, k) counts when decoding can reach the pair: every

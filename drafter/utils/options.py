@@ -28,17 +28,20 @@ import sys
 import textwrap
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from drafter.utils.parse import read_yaml
-from drafter.utils.validate import Range, check_ranges, range_of
+from drafter.utils.parse import MAX_LINE_MIB, read_yaml
+from drafter.utils.validate import Range, check_ranges, range_of, within
 
 _HELP_WORDS = ("-h", "--help")
 _KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
 _EVERYWHERE = (
-    ("--config PATH", "YAML file of options; keys are the names of the flags, and a flag that is given goes first"),
+    (
+        "--config PATH",
+        "YAML file of options; keys are the names of the flags, and a given flag replaces the file's value",
+    ),
     ("--print_config", "print every option with its value, as a file for --config"),
 )
 _METAVARS = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH"}
@@ -67,6 +70,17 @@ class Options:
             if check is not None and not any(issubclass(other, base) for other in checked):
                 check(self)
                 checked.append(base)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineOptions:
+    """Options of every command that reads prompts or rows.
+
+    Attributes:
+        max_line_mib: longest line of a file of prompts or rows, in MiB
+    """
+
+    max_line_mib: int = within(MAX_LINE_MIB, low=1, high=1024)
 
 
 AnyOptions = TypeVar("AnyOptions", bound=Options)
@@ -167,14 +181,20 @@ def options_of(kind: type[Options]) -> dict[str, Option]:
     members = {item.name: item for item in fields(kind)}
     titled = [*(("Common options", name) for name in kind.common)]
     for title, section in kind.sections.items():
-        inherited = {item.name for base in kind.sections.values() if _is_below(section, base) for item in fields(base)}
+        inherited = {
+            item.name
+            for base in kind.sections.values()
+            if section is not base and issubclass(section, base)
+            for item in fields(base)
+        }
         titled += [(title, item.name) for item in fields(section) if item.name not in inherited]
     titled += [("Options", name) for name in members]
     for title, name in titled:
         if name not in found:
             text, item = texts.get(name, ""), members[name]
             has_commas = bool(item.metadata.get("commas"))
-            found[name] = Option(name, hints[name], _default(item), text, title, has_commas, range_of(kind, name))
+            default = item.default if item.default_factory is MISSING else item.default_factory()
+            found[name] = Option(name, hints[name], default, text, title, has_commas, range_of(kind, name))
     return found
 
 
@@ -231,7 +251,8 @@ def help_of(kind: type[Options], command: str) -> str:
         for option in options.values()
         if option.is_required and option.name != kind.positional
     ]
-    lines = [" ".join(["usage:", command, *needed, "[--flags]"]), "", _description(kind)]
+    description = re.split(r"\n(?:Attributes|Raises):\n", inspect.cleandoc(kind.__doc__ or ""))[0].strip()
+    lines = [" ".join(["usage:", command, *needed, "[--flags]"]), "", description]
     titles = dict.fromkeys(option.title for option in options.values())
     for title in titles:
         lines += ["", f"{title}:"]
@@ -372,23 +393,11 @@ def _missing(kind: type[Options], values: Mapping[str, Any]) -> Option | None:
     return next((option for option in options if option.is_required and values[option.name] is None), None)
 
 
-def _is_below(section: type, base: type) -> bool:
-    return section is not base and issubclass(section, base)
-
-
-def _default(item: "Field[Any]") -> Any:
-    return item.default if item.default_factory is MISSING else item.default_factory()
-
-
 def _without_none(hint: Any) -> Any:
     """``T | None`` -> T."""
     if get_origin(hint) in (Union, types.UnionType):
         (hint,) = [arg for arg in get_args(hint) if arg is not types.NoneType]
     return hint
-
-
-def _description(kind: type) -> str:
-    return re.split(r"\n(?:Attributes|Raises):\n", inspect.cleandoc(kind.__doc__ or ""))[0].strip()
 
 
 def _texts(kind: type) -> dict[str, str]:

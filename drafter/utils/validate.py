@@ -13,24 +13,36 @@ from collections.abc import Sequence
 from dataclasses import field, fields
 from typing import Any, NamedTuple
 
+MOST = 10**9  # of a value that has no limit of its own: no count, size or time is larger
+
 
 class Range(NamedTuple):
     """The permitted values of a field. An integer ``low`` permits integers alone."""
 
     low: float | None = None
     above: float | None = None
-    high: float | None = None
+    high: float = MOST
     mend: str = ""
 
     def __str__(self) -> str:
+        if self == SEEDS:
+            return self.mend  # shorter than the numbers
         start = f"at least {self.low:.10g}" if self.low is not None else f"above {self.above:.10g}"
-        if self.high is None:
+        if self.high == MOST:
             return start
         return f"{self.low:.10g} to {self.high:.10g}" if self.low is not None else f"{start}, at most {self.high:.10g}"
 
 
+SEEDS = Range(low=-(2**63), high=2**64 - 1, mend="any 64-bit integer")
+
+
+def seed_field(default: int | None = 0) -> Any:
+    """A dataclass field for a seed."""
+    return field(default=default, metadata={"range": SEEDS})
+
+
 def within(
-    default: Any, *, low: float | None = None, above: float | None = None, high: float | None = None, mend: str = ""
+    default: Any, *, low: float | None = None, above: float | None = None, high: float = MOST, mend: str = ""
 ) -> Any:
     """A dataclass field with a range, for :func:`check_ranges` and the help; in a tuple each element has the range."""
     return field(default=default, metadata={"range": Range(low, above, high, mend)})
@@ -60,54 +72,27 @@ def check_ranges(options: Any, prefix: str = "") -> None:
         span, value = range_of(type(options), item.name), getattr(options, item.name)
         if span is None or value is None:
             continue
-        flag = prefix + item.name if prefix else None
         for single in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(span.low, int):
-                require_int(item.name, single, low=span.low, high=span.high, mend=span.mend, flag=flag)
-            else:
-                require_number(
-                    item.name, single, low=span.low, above=span.above, high=span.high, mend=span.mend, flag=flag
-                )
+            require(prefix + item.name if prefix else item.name.replace("_", "-"), single, span)
 
 
-def _flag(name: str, flag: str | None) -> str:
-    return "--" + (flag or name.replace("_", "-"))
-
-
-def require_int(
-    name: str,
-    value: object,
-    *,
-    low: float,
-    high: float | None = None,
-    mend: str = "",
-    flag: str | None = None,
-) -> None:
-    bad = isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high)
-    if bad:
-        span = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
-        raise ValueError(f"{_flag(name, flag)} is {value!r} but must be {span}" + (f" ({mend})" if mend else ""))
-
-
-def require_number(
-    name: str,
-    value: object,
-    *,
-    low: float | None = None,
-    above: float | None = None,
-    high: float | None = None,
-    mend: str = "",
-    flag: str | None = None,
-) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    number = float(value) if isinstance(value, int | float) else 0.0
-    fits = (low is None or number >= low) and (above is None or number > above) and (high is None or number <= high)
-    if not (is_number and fits):
-        start = f"at least {low:g}" if low is not None else f"above {above:g}"
-        span = start + (f" and at most {high:g}" if high is not None else "")
-        raise ValueError(f"{_flag(name, flag)} is {value!r} but must be {span}" + (f" ({mend})" if mend else ""))
+def require(flag: str, value: object, span: Range) -> None:
+    """ValueError unless ``value`` is a number in the range; ``flag`` is the name without the hyphens."""
+    kind = int if isinstance(span.low, int) else int | float
+    if isinstance(value, kind) and not isinstance(value, bool) and (isinstance(value, int) or math.isfinite(value)):
+        is_low = (span.low is not None and value < span.low) or (span.above is not None and value <= span.above)
+        if not is_low and value <= span.high:
+            return
+    is_open = span.high == MOST and not (isinstance(value, kind) and value > MOST)
+    if kind is int:
+        wanted = f"an integer of at least {span.low}" if is_open else f"an integer from {span.low} to {span.high}"
+    else:
+        wanted = f"at least {span.low:g}" if span.low is not None else f"above {span.above:g}"
+        wanted += "" if is_open else f" and at most {span.high:g}"
+    raise ValueError(f"--{flag} is {value!r} but must be {wanted}" + (f" ({span.mend})" if span.mend else ""))
 
 
 def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """ValueError unless ``value`` is one of the choices of the flag."""
     if value not in choices:
-        raise ValueError(f"{_flag(name, None)} is {value!r} but must be one of {', '.join(choices)}")
+        raise ValueError(f"--{name.replace('_', '-')} is {value!r} but must be one of {', '.join(choices)}")

@@ -181,6 +181,12 @@ def test_vllm_and_sglang(files: Path, kind: str, accepted: tuple[int, ...]) -> N
     assert (code == 1) == (accepted in ((), SELDOM)) and ("speculation off" in found(results)) == (not accepted)
 
 
+def test_a_longer_prompt_behind_a_shorter_one(files: Path, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "Why?"}, {"prompt": "Why? " * 40}])
+    code, results = run(files, None, prompts=str(tmp_path / "prompts.jsonl"))
+    assert code == 0 and sum(part["num_answers"] for part in results["offline"].values()) == 2
+
+
 def test_offline_alone_and_mistakes(files: Path, tmp_path: Path, capsys) -> None:
     code, results = run(files, None)
     assert code == 0 and results["server"] is None and results["causes"] == []

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from drafter.bench.load import LoadLevel, LoadSettings, run_load
+from drafter.bench.load import LoadLevel, run_load
 from drafter.bench.results import read_results
+from drafter.bench.settings import LoadSettings
 from drafter.bench.workload import Item, Workload
 from drafter.cli.main import main
 
@@ -99,7 +100,7 @@ def server() -> Iterator[Server]:
 
 
 def test_requests_under_way_are_as_many_as_asked_for(server: Server) -> None:
-    (record,) = run_load(LoadSettings(server.url, num_requests=9), WORKLOAD, [LoadLevel(concurrency=3)])
+    (record,) = run_load(LoadSettings(url=server.url, num_requests=9), WORKLOAD, [LoadLevel(concurrency=3)])
     assert server.most_present == 3 and len(server.bodies) == 10  # the first one warms up
     assert record["model"] == "tiny" and record["num_failed"] == 0
     assert record["num_tokens"] == 9 * 2 * NUM_PIECES
@@ -111,7 +112,7 @@ def test_requests_under_way_are_as_many_as_asked_for(server: Server) -> None:
 
 
 def test_chats_and_raw_text_go_to_their_own_places(server: Server) -> None:
-    settings = LoadSettings(server.url + "/v1/", model="mine", num_requests=2, temperature=0.5, max_new_tokens=7)
+    settings = LoadSettings(url=server.url + "/v1/", model="mine", num_requests=2, temperature=0.5, max_new_tokens=7)
     run_load(settings, WORKLOAD, [LoadLevel(concurrency=1)])
     (_, chat), (_, raw) = server.bodies[1:]
     assert [path for path, _ in server.bodies[1:]] == ["/v1/chat/completions", "/v1/completions"]
@@ -125,19 +126,19 @@ def test_chats_and_raw_text_go_to_their_own_places(server: Server) -> None:
 
 
 def test_arrivals_do_not_wait_for_answers(server: Server) -> None:
-    (record,) = run_load(LoadSettings(server.url, num_requests=12), WORKLOAD, [LoadLevel(rate=500.0)])
+    (record,) = run_load(LoadSettings(url=server.url, num_requests=12), WORKLOAD, [LoadLevel(rate=500.0)])
     assert server.most_present > 4 and record["rate"] == 500.0 and record["concurrency"] is None
 
 
 def test_without_usage_pieces_are_counted(server: Server) -> None:
     server.has_usage = False
-    (record,) = run_load(LoadSettings(server.url, num_requests=2), WORKLOAD, [LoadLevel(concurrency=1)])
+    (record,) = run_load(LoadSettings(url=server.url, num_requests=2), WORKLOAD, [LoadLevel(concurrency=1)])
     assert record["num_tokens"] == 2 * NUM_PIECES
 
 
 def test_failed_requests_are_counted_and_named(server: Server) -> None:
     server.failure = "some"
-    (record,) = run_load(LoadSettings(server.url, num_requests=6), WORKLOAD, [LoadLevel(concurrency=1)])
+    (record,) = run_load(LoadSettings(url=server.url, num_requests=6), WORKLOAD, [LoadLevel(concurrency=1)])
     assert record["num_failed"] == 3 and "503" in record["first_error"]
 
 
@@ -145,7 +146,7 @@ def test_failed_requests_are_counted_and_named(server: Server) -> None:
 def test_a_server_that_refuses_everything_is_an_error(server: Server, failure: str, reason: str) -> None:
     server.failure = failure
     with pytest.raises(ValueError, match=f"refused all 2 requests: .*{reason}"):
-        run_load(LoadSettings(server.url, num_requests=2), WORKLOAD, [LoadLevel(concurrency=2)])
+        run_load(LoadSettings(url=server.url, num_requests=2), WORKLOAD, [LoadLevel(concurrency=2)])
 
 
 def test_stretches_that_ended_are_kept_when_a_later_one_fails(
@@ -162,7 +163,7 @@ def test_stretches_that_ended_are_kept_when_a_later_one_fails(
 
 def test_a_server_that_is_not_there_is_an_error() -> None:
     with pytest.raises(ValueError, match="does not answer"):
-        run_load(LoadSettings("http://127.0.0.1:9", num_requests=1), WORKLOAD, [LoadLevel(concurrency=1)])
+        run_load(LoadSettings(url="http://127.0.0.1:9", num_requests=1), WORKLOAD, [LoadLevel(concurrency=1)])
 
 
 def test_the_command_records_and_shows_the_table(

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
-from drafter.bench.plots import draw_all, spread_apart
+from drafter.bench.plots import draw_all
 from drafter.bench.report import report
 from drafter.bench.results import (
     SCHEMA,
@@ -29,13 +29,6 @@ def test_figures() -> None:
     assert quantile([], 0.5) == 0.0
     assert histogram([0, 2, 2]) == [1, 0, 2] and histogram([]) == []
     assert survival([1, 0, 3]) == [0.75, 0.75] and survival([]) == []
-
-
-def test_labels_are_pushed_apart_and_keep_their_order() -> None:
-    places = spread_apart([10.0, 11.0, 50.0, 10.5], 5.0)
-    assert places[2] == 50.0 and places[0] < places[3] < places[1]
-    ordered = sorted(places)
-    assert all(b - a >= 5.0 - 1e-3 for a, b in zip(ordered, ordered[1:], strict=False))
 
 
 def test_the_report_is_a_function_of_the_file(tmp_path: Path) -> None:
@@ -256,7 +249,6 @@ def test_every_picture_is_drawn_as_png_and_svg(tmp_path: Path) -> None:
     names = {path.stem for path in drawn}
     assert {
         "speedup-by-category-mtbench-t0-batch1",
-        "acceptance-by-depth-mtbench-t0-batch1",
         "tokens-per-second-by-batch-mtbench-t0",
         "speedup-by-width-and-length-sweep-t0-batch1",
         "speed-by-tree-size-sweep-t0-batch1",
@@ -270,12 +262,6 @@ def test_every_picture_is_drawn_as_png_and_svg(tmp_path: Path) -> None:
 
 def test_results_without_a_baseline_are_drawn_as_far_as_they_go(tmp_path: Path) -> None:
     assert draw_all(summarise([run("lookup", rate=9.0, tokens_per_step=1.2)]), tmp_path) == []
-
-
-def test_the_committed_report_is_made_of_the_committed_results() -> None:
-    results = Path(__file__).parents[2] / "docs" / "results"
-    made = report(read_results([results / "smollm2-135m-cpu.jsonl"]))
-    assert made == (results / "smollm2-135m-cpu.md").read_text(encoding="utf-8")
 
 
 def test_other_engines_are_named_and_set_beside_llama_cpp() -> None:

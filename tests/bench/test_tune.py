@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from drafter.bench.settings import TuneSettings
 from drafter.bench.steptime import Budget, FixedTree, StepClock, Timed
-from drafter.bench.tune import COLUMNS, TuneSettings, _Calibration, table_rows, tune
+from drafter.bench.tune import COLUMNS, _Calibration, candidates, table_rows, tune
 from drafter.cli.main import main
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import RootOnly, RowState
@@ -24,7 +25,12 @@ from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 from tests.engine.oracle import rows_of
 from tests.tiny_files import make_drafter, make_target
 
-SETTINGS = TuneSettings(batch_sizes=(2, 1), tree_sizes=(2, 4, 8), max_new_tokens=24, num_rounds=12, seconds=20)
+SETTINGS = TuneSettings(batch_sizes=(2, 1), tree_sizes=(2, 4, 8), max_new_tokens=24, seconds=20)
+
+
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drafter.bench.tune._NUM_ROUNDS", 12)
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3, 7, 8, 25, 64])
@@ -155,7 +161,8 @@ def test_tokens_per_step_are_those_of_whole_decodes(monkeypatch: pytest.MonkeyPa
     _scaled_steps(monkeypatch, 1e-7)
     monkeypatch.setattr("drafter.proposers.beam.SHARES", (0.0,) * len(SHARES))
     prompts = prompts_for(8, seed=5)
-    settings = TuneSettings("redrafter", (4,), (4, 8), max_new_tokens=48, num_rounds=60, seconds=60)
+    settings = TuneSettings(method="redrafter", batch_sizes=(4,), tree_sizes=(4, 8), max_new_tokens=48, seconds=60)
+    monkeypatch.setattr("drafter.bench.tune._NUM_ROUNDS", 60)
     measured = tune(shared_target(), trained_drafter(), prompts, settings).measured["redrafter"]
     params = SamplingParams(max_new_tokens=48, ignore_eos=True)
     for _, width, length, size, _, tokens_per_step, num_steps in measured[1:]:
@@ -165,29 +172,17 @@ def test_tokens_per_step_are_those_of_whole_decodes(monkeypatch: pytest.MonkeyPa
         assert tokens_per_step == pytest.approx(decoded, rel=0.15) and num_steps == 60
 
 
-def test_the_faster_method_is_chosen_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = _Calibration._step
-
-    def timed(self: _Calibration, tree: Tree, running: list[Request]) -> float:
-        step(self, tree, running)
-        return 0.01 * (1 + (self._method == "redrafter" and not tree.is_plain))
-
-    monkeypatch.setattr(_Calibration, "_step", timed)
-    found = tune(shared_target(), trained_drafter(), prompts_for(3, seed=4), SETTINGS)
-    assert found.sizes.method == "hybrid" and sorted(found.measured) == ["hybrid", "redrafter"]
-
-
 def test_candidates_suit_the_device_and_the_drafter() -> None:
-    assert [tree.tree_size for tree in TuneSettings().trees("cpu", 1000)] == [2, 4, 6, 8, 12, 16]
-    assert TuneSettings().trees("cuda", 1000)[-1] == Tree(16, 5, 64)
-    assert TuneSettings(tree_sizes=(8, 8, 2)).trees("cpu", 3) == [Tree(2, 1, 2), Tree(3, 3, 8)]
+    assert [tree.tree_size for tree in candidates(None, "cpu", 1000)] == [2, 4, 6, 8, 12, 16]
+    assert candidates(None, "cuda", 1000)[-1] == Tree(16, 5, 64)
+    assert candidates((8, 8, 2), "cpu", 3) == [Tree(2, 1, 2), Tree(3, 3, 8)]
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"batch_sizes": ()}, "--batch-sizes is empty"),
-        ({"tree_sizes": (1,)}, "--tree-sizes is 1 but must be at least 2"),
+        ({"tree_sizes": (1,)}, "--tree-sizes is 1 but must be an integer from 2 to 1024"),
         ({"seconds": 0}, "--seconds"),
         ({"method": "lookup"}, "--method is 'lookup' but must be one of redrafter, hybrid"),
     ],
@@ -199,7 +194,7 @@ def test_wrong_settings_are_refused(changes: dict[str, object], reason: str) -> 
 
 def test_prompts_and_sizes_that_allow_no_measurement_are_refused() -> None:
     with pytest.raises(ValueError, match="--tree-sizes .* hold none that --method redrafter can draft"):
-        tune(shared_target(), trained_drafter(), [[1]], TuneSettings("redrafter", tree_sizes=(1024,)))
+        tune(shared_target(), trained_drafter(), [[1]], TuneSettings(method="redrafter", tree_sizes=(1024,)))
     with pytest.raises(ValueError, match="--prompts hold none of at most 128 tokens"):
         tune(shared_target(), trained_drafter(), [[1] * 10**4], SETTINGS)
 

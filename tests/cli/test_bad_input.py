@@ -1,6 +1,7 @@
 """What a user can do wrong: one line that names it, exit code 2, and nothing half-written."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from drafter.cli.main import main
+from drafter.engine.engine import Engine
 from drafter.utils import limits
 from tests.tiny_files import make_drafter, make_target
 
@@ -136,6 +138,33 @@ def test_damaged_index_of_a_sharded_target(target: str, refused: Refusal, tmp_pa
     refused(decode(str(copy), "--prompt", "hi"), "--target", "cannot be loaded")
 
 
+def test_a_value_of_any_length_is_repeated_in_part(target: str, drafter: str, refused: Refusal, tmp_path: Path) -> None:
+    copy = tmp_path / "drafter"
+    shutil.copytree(drafter, copy)
+    header = json.dumps({"a": "a" * 3000}).encode()
+    (copy / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    words = ["decode", "--target", target, "--device", "cpu", "--prompt", "hi", "--drafter", str(copy)]
+    refused(words, "model.safetensors is damaged", "a" * 500 + "aaa ...")
+    refused(["x" * 5000], "unknown command 'xxx", "xxx ...")
+
+
+def test_lines_longer_than_the_limit(target: str, refused: Refusal, tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text(json.dumps({"prompt": "hi"}) + "\n" + json.dumps({"prompt": "hi" * (1 << 20)}) + "\n")
+    both = ["--target", target, "--prompts", str(file), "--max-line-mib"]
+    out = ["--device", "cpu", "--out", str(tmp_path / "o.jsonl")]
+    for words in (
+        ["decode", *both, "1"],
+        ["distill", *both, "1", *out],
+        ["bench", *both, "1", "--methods", "autoregressive", *out],
+        ["tune", *both, "1", "--drafter", "x", *out],
+        ["data", "inspect", str(file), "--target", target, "--max-line-mib", "1"],
+        ["train", "--model.target", target, "--data.train", str(file), "--data.max_line_mib", "1"],
+    ):
+        refused(words, "p.jsonl, line 2: longer than 1 MiB", "--max-line-mib")
+    refused(["decode", *both, "4"], "context is 128: shorten it")
+
+
 NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 DOUBLING = "{% set n = namespace(x='a' * 999) %}{% for i in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}"
 
@@ -150,7 +179,13 @@ DOUBLING = "{% set n = namespace(x='a' * 999) %}{% for i in range(40) %}{% set n
     ],
 )
 def test_chat_templates_of_strangers(
-    target: str, refused: Refusal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, message: str
+    target: str,
+    drafter: str,
+    refused: Refusal,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    template: str,
+    message: str,
 ) -> None:
     monkeypatch.setattr(limits, "MAX_SECONDS", 1.0)
     monkeypatch.setattr(limits, "MAX_BYTES", 64 << 20)
@@ -163,9 +198,19 @@ def test_chat_templates_of_strangers(
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     file.write_text(json.dumps({"messages": turns}) + "\n")
     answers = ["--out", str(tmp_path / "a.jsonl"), "--device", "cpu", "--no-speculation"]
-    refused(decode(str(copy), "--prompt", "hi"), f"the chat template of {str(copy)!r}", message)
-    refused(["distill", "--target", str(copy), "--prompts", str(file), *answers], "the chat template of", message)
-    refused(["data", "inspect", str(file), "--target", str(copy)], "the chat template of", message)
+    name = f"the chat template of {str(copy)!r}"
+    refused(decode(str(copy), "--prompt", "hi"), name, message)
+    both = ["--target", str(copy), "--prompts", str(file)]
+    for words in (
+        ["distill", *both, *answers],
+        ["data", "inspect", str(file), "--target", str(copy)],
+        ["bench", *both, "--methods", "autoregressive", "--device", "cpu", "--out", str(tmp_path / "r.jsonl")],
+        ["tune", *both, "--drafter", drafter, "--device", "cpu", "--out", str(tmp_path / "t.json")],
+        ["export", drafter, "--format", "apple", "--check", "--target", str(copy), "--out", str(tmp_path / "apple")],
+    ):
+        refused(words, "the chat template of", message)
+    with pytest.raises(ValueError, match=re.escape(name)):
+        Engine.load(str(copy), device="cpu", method="autoregressive").generate([[turns[0]]])
 
 
 def test_full_disk_at_export(drafter: str, refused: Refusal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,11 +119,11 @@ def test_errors_of_training_are_one_line(tmp_path: Path, capsys: pytest.CaptureF
     quick = str(Path(__file__).resolve().parents[2] / "configs/train/smollm2-135m-quick.yaml")
     words = ["train", "--config", quick]
     fails([*words, "--model.optim.lr", "x"], capsys, "--model.optim.lr is 'x' but must be a number")
-    fails([*words, "--model.drafter.cell", "grru"], capsys, "must be one of rnn, gru, rnn2 (did you mean gru?)")
+    fails([*words, "--model.drafter.head", "tyed"], capsys, "must be one of full, tied (did you mean tied?)")
     fails(
-        [*words, "--model.drafter.cel", "gru"],
+        [*words, "--model.drafter.hed", "full"],
         capsys,
-        "unknown setting model.drafter.cel (did you mean model.drafter.cell",
+        "unknown setting model.drafter.hed (did you mean model.drafter.head",
     )
     typo = tmp_path / "typo.yaml"
     typo.write_text(Path(quick).read_text().replace("draft_length:", "draft_lenght:"))

@@ -128,6 +128,20 @@ def test_server_ends_when_a_process_is_killed(place: Path, victim: int) -> None:
         assert server.returncode != 0
 
 
+def test_bench_of_two_processes(place: Path) -> None:
+    """The first process alone measures and writes."""
+    (place / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("hello", "abc xyz")))
+    words = ["--target", "target", "--drafter", "drafter", "--prompts", "prompts.jsonl", "--max-new-tokens", "12"]
+    words += ["--methods", "autoregressive,redrafter:W4:L3:N8", "--rounds", "1", "--out", "results.jsonl"]
+    with launch(place, "bench", *words) as run:
+        said = run.communicate(timeout=300)[0]
+        assert run.returncode == 0, said
+    assert said.count("2 runs made") == 1 and said.count("tokens/s") >= 1, said
+    rows = [json.loads(line) for line in (place / "results.jsonl").read_text().splitlines()]
+    assert [row["method"].split(":")[0] for row in rows] == ["autoregressive", "redrafter"]
+    assert all(row["target"]["processes"] == 2 and row["identical"]["num_identical"] == 2 for row in rows)
+
+
 def test_smollm2_over_three_processes(place: Path) -> None:
     """9 attention heads and 3 key/value heads; the drafter that comes with the package."""
     from drafter.targets.catalog import fetch

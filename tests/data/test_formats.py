@@ -199,7 +199,7 @@ def test_a_hub_name_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> No
 def test_long_lines_pipes_and_deep_rows_are_refused_with_their_place(tmp_path: Path, monkeypatch) -> None:
     long = tmp_path / "long.jsonl"
     long.write_bytes(b'{"prompt": "a"}\n{"prompt": "' + b"a" * (17 << 20) + b'"}\n')
-    with pytest.raises(ValueError, match=r"long.jsonl, line 2: longer than 16,777,216 bytes"):
+    with pytest.raises(ValueError, match=r"long.jsonl, line 2: longer than 16 MiB"):
         list(read_rows(long))
     with gzip.open(tmp_path / "bomb.jsonl.gz", "wb", compresslevel=1) as stream:
         for _ in range(40):

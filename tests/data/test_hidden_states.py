@@ -65,7 +65,6 @@ def test_states_are_those_of_a_forward(
             assert found.context_TC is None
     num_shards = len(list((tmp_path / "cache").glob("states-*")))
     assert num_shards == {1: 7, 1000: num_shards, 1 << 29: 1}[shard_bytes]
-    states.close()
 
 
 def test_a_cache_is_made_once_and_an_interrupted_one_completed(
@@ -151,7 +150,6 @@ def test_states_of_other_tokens_and_damaged_shards_are_refused(target, tmp_path:
     assert states.row(0).hidden_TD.shape[1] == 16
     with pytest.raises(ValueError, match="belong to other tokens than row 6"):
         states.row(6)
-    states.close()
     (shard,) = folder.glob("states-*")
     shard.write_bytes(shard.read_bytes()[:100])
     with pytest.raises(ValueError, match="is damaged"):

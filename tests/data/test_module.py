@@ -130,7 +130,7 @@ def test_val_files_of_their_own(tmp_path: Path, target: str) -> None:
         ({"val": 2}, "--data.val 2 must be a share"),
         ({"max_length": 300}, "--data.batch_tokens 140 must be at least --data.max_length 300"),
         ({"train_on": "prompts"}, "--data.train_on 'prompts' must be"),
-        ({"pad_multiple": 0}, "--data.pad_multiple 0"),
+        ({"pad_multiple": 0}, "--data.pad_multiple is 0"),
     ],
 )
 def test_bad_options(tmp_path: Path, target: str, options: dict, message: str) -> None:

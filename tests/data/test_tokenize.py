@@ -11,7 +11,6 @@ from drafter.data.tokenize import (
     EncodeReport,
     PrefixError,
     check_template,
-    encode_conversation,
     tokenizer_fingerprint,
 )
 from tests.data.tiny import (
@@ -22,6 +21,7 @@ from tests.data.tiny import (
     TRIMMING_TEMPLATE,
     UPPERCASE_TEMPLATE,
     chat,
+    encode_conversation,
     tiny_tokenizer,
 )
 

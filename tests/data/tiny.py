@@ -7,6 +7,8 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from drafter.data.tokenize import ConversationEncoder, EncodedRow, _backend_encode, check_template, find_answers
+
 BOS, USER, ANSWER, END = "<s>", "<|user|>", "<|bot|>", "<|end|>"
 
 # A turn: header, newline, content, end mark, newline.
@@ -97,3 +99,12 @@ def tiny_target(**changes: int):
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**sizes))
     return Target.from_model(model, tokenizer, name="tiny")
+
+
+def encode_conversation(tokenizer: Any, messages: list[dict[str, Any]], *, is_cut: bool = False) -> EncodedRow:
+    """Token ids and loss mask of one conversation; PrefixError where its answers cannot be found."""
+    check_template(tokenizer, "")
+    encoder = ConversationEncoder(tokenizer, strip_special_suffixes=False)
+    text, turns = find_answers(tokenizer, messages)
+    whole, *prefixes = _backend_encode(tokenizer, [text, *(turn.prefix for turn in turns)])
+    return encoder._mask(whole, [prefix.ids for prefix in prefixes], turns, is_cut)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from drafter.cli.distill import DistillOptions
 from drafter.distill.endpoint import Endpoint, EndpointError
 from drafter.distill.local import distill
 from tests.data.tiny import chat, write_jsonl
@@ -230,10 +231,16 @@ def test_nobody_listens(prompts: str, tmp_path: Path) -> None:
 def test_what_an_endpoint_cannot_do(server: FakeServer, prompts: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--prompts magpie needs --target"):
         distill(None, "magpie", tmp_path / "o.jsonl", num_prompts=3, endpoint=endpoint_of(server), progress=False)
-    with pytest.raises(ValueError, match="the server decodes"):
-        run(prompts, tmp_path / "o.jsonl", endpoint_of(server), drafter=object())
-    with pytest.raises(ValueError, match="--endpoint and --ray exclude each other"):
-        run(prompts, tmp_path / "o.jsonl", endpoint_of(server), answerer=object())
+    for others, reason in (
+        ({}, "no model answers"),
+        ({"endpoint": "http://a", "drafter": "d"}, "--drafter needs --target"),
+        ({"endpoint": "http://a", "target": "t", "drafter": "d"}, "--drafter and --endpoint exclude each other"),
+        ({"endpoint": "http://a", "target": "t", "ray": "auto"}, "--endpoint and --ray both answer"),
+        ({"target": "t", "batch_size": 0}, "--batch-size is 0"),
+        ({"target": "t", "num_prompts": 0}, "--num-prompts is 0"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            DistillOptions(out=tmp_path / "o.jsonl", **others)
     assert not server.bodies
     run(prompts, tmp_path / "o.jsonl", endpoint_of(server))
     with pytest.raises(ValueError, match="written with endpoint_model = 'tiny', now it is 'm'"):

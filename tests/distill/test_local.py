@@ -118,16 +118,8 @@ def test_prompts_without_room_are_counted(target, tmp_path: Path) -> None:
 
 
 def test_bad_options(target, prompts: str, tmp_path: Path) -> None:
-    for options, message in (
-        ({"batch_size": 0}, "--batch-size 0"),
-        ({"batch_tokens": 0}, "--batch-tokens 0"),
-        ({"num_prompts": 0}, "--num-prompts 0"),
-        ({"shard": "9"}, "--shard '9'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            run(target, prompts, tmp_path / "out.jsonl", **options)
-    with pytest.raises(ValueError, match="no target: give --target or --endpoint"):
-        run(None, prompts, tmp_path / "out.jsonl")
+    with pytest.raises(ValueError, match="--shard '9'"):
+        run(target, prompts, tmp_path / "out.jsonl", shard="9")
     with pytest.raises(ValueError, match="--prompts magpie needs --num-prompts"):
         run(target, "magpie", tmp_path / "out.jsonl")
     with pytest.raises(FileNotFoundError, match=r"none\.jsonl"):

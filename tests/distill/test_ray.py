@@ -12,7 +12,7 @@ from drafter.cli.distill import DistillOptions, engine_answerer
 from drafter.cli.main import main
 from drafter.distill.local import EngineAnswerer, distill
 from drafter.distill.prompts import AnswerSettings, AnswerStream, WantedAnswer
-from drafter.distill.ray_answers import RayAnswerer, RayOptions
+from drafter.distill.ray_answers import ClusterOptions, RayAnswerer
 from tests.data.tiny import write_jsonl
 from tests.tiny_files import make_target
 
@@ -109,7 +109,7 @@ def test_cluster_gives_the_rows_of_one_engine(place: Path) -> None:
 @pytest.mark.slow
 def test_rows_of_a_lost_worker_are_made_again(place: Path) -> None:
     make = partial(make_dying, str(place / "target"), place / "died")
-    answerer = RayAnswerer(make, RayOptions(num_workers=2, batch_size=7))
+    answerer = RayAnswerer(make, ClusterOptions(ray_workers=2), batch_size=7)
     report = distill(None, place / "prompts.jsonl", place / "lossy.jsonl", answerer=answerer, progress=False, **OPTIONS)
     assert (place / "died").exists(), "a worker was lost"
     assert report.num_new == 2 * NUM_PROMPTS

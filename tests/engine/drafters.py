@@ -38,9 +38,7 @@ def answers_of(target: Target, prompts: list[list[int]], params: SamplingParams 
 
 
 @cache
-def trained_drafter(
-    cell: str = "rnn", context: str = "last", head: str = "full", num_steps: int = 40
-) -> RecurrentDrafter:
+def trained_drafter(context: str = "last", head: str = "full", num_steps: int = 40) -> RecurrentDrafter:
     """A drafter trained for a second on the target's own answers, for :func:`shared_target`."""
     target = shared_target()
     settings: dict[str, Any] = {"context_layers": (1, 2)} if context == "fused" else {}
@@ -50,7 +48,6 @@ def trained_drafter(
     config = DrafterConfig(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
-        cell=cell,
         context=context,
         head=head,
         num_res_blocks=1,

@@ -11,7 +11,6 @@ from drafter.engine import memory, runner
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.sizes import PLAIN, _plan_of
-from drafter.kernels.packed import can_round
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.options import Method
@@ -125,21 +124,6 @@ def test_drafters_that_cannot_work_are_refused_before_the_first_step() -> None:
     too_deep = RecurrentDrafter(DrafterConfig(**fields, context="fused", context_layers=(1, 9)))
     with pytest.raises(ValueError, match=r"reads layers \[1, 9\] but target .* has 2"):
         Engine(shared_target(), too_deep)
-
-
-def test_a_packed_low_rank_head_is_used() -> None:
-    torch.manual_seed(0)
-    fields: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "head": "low-rank", "head_rank": 8}
-    drafter = RecurrentDrafter(DrafterConfig(**fields)).eval()
-    state, context = torch.randn(2, 3, 32), torch.randn(2, 1, 32)
-    wanted = drafter.logits(context, state)
-    drafter.pack()
-    used: list[int] = []
-    assert drafter.rows is not None
-    drafter.rows.register_forward_hook(lambda *_: used.append(1))
-    atol = 0.1 if can_round(drafter.device) else 1e-5  # 8-bit weights
-    torch.testing.assert_close(drafter.logits(context, state), wanted, atol=atol, rtol=0)
-    assert used
 
 
 def test_a_tree_of_one_node_is_plain_decoding_however_it_is_written() -> None:

@@ -58,7 +58,7 @@ def test_trained_drafter_keeps_long_paths() -> None:
     """Otherwise the tests below would say little."""
     completions = new_engine().generate(KNOWN, NO_EOS)
     kept = {accepted for completion in completions for accepted in completion.num_accepted}
-    assert kept == {0, 1, 2, 3, 4}
+    assert kept >= {0, 1, 2, 3, 4}  # copies reach deeper than the drafting steps
     for completion in completions:
         assert len(completion.num_accepted) == completion.num_target_forwards
         assert completion.tokens_per_step == len(completion.token_ids) / completion.num_target_forwards
@@ -102,12 +102,10 @@ def test_grid(rows: int, width: int, length: int, policy: TreePolicy) -> None:
         assert_lossless(engine, [*((prompt, NO_EOS) for prompt in KNOWN[:8]), *requests(10, seed=rows)])
 
 
-@pytest.mark.parametrize(
-    ("cell", "context", "head"), [("gru", "last", "full"), ("rnn", "fused", "tied"), ("rnn", "history", "tied")]
-)
-def test_any_drafter_gives_the_oracles_tokens(cell: str, context: str, head: str) -> None:
+@pytest.mark.parametrize(("context", "head"), [("last", "full"), ("fused", "tied"), ("history", "tied")])
+def test_any_drafter_gives_the_oracles_tokens(context: str, head: str) -> None:
     config = EngineConfig(beam_width=4, draft_length=3, tree_size=9, max_rows=3)
-    engine = Engine(shared_target(), trained_drafter(cell, context, head), config)
+    engine = Engine(shared_target(), trained_drafter(context, head), config)
     assert assert_lossless(engine, [(prompt, NO_EOS) for prompt in KNOWN[:6]]) > 1.5
     assert_lossless(engine, requests(4, seed=4))
 

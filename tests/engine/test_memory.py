@@ -82,7 +82,7 @@ def test_drafted_trees_peak_at_the_same_formula(num_rows: int, num_nodes: int, t
     drafter.set_draft_token_ids(torch.arange(500)).bind(target)
     config = EngineConfig(max_rows=num_rows, beam_width=4, draft_length=3, tree_size=num_nodes)
     engine = Engine(target, drafter, config)
-    expected = memory.step_bytes(target, num_rows, num_nodes, 3, has_noise=temperature > 0)
+    expected = memory.step_bytes(target, num_rows, num_nodes, engine.proposer.max_depth, has_noise=temperature > 0)
     assert peak_of_a_step(engine, temperature) == pytest.approx(expected, rel=0.1)
 
 

@@ -28,7 +28,6 @@ from drafter.engine.sizes import (
     read_tuned,
 )
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.hybrid import HybridProposer
 from drafter.proposers.options import Method
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 from tests.engine.oracle import assert_lossless, requests
@@ -83,7 +82,7 @@ def measured(**changes: object) -> dict[str, object]:
         ({"plans": [{"num_rows": 0, "choices": [measured()]}]}, "num_rows"),
         ({"plans": [{"num_rows": 1, "choices": [measured(step_seconds=0)]}]}, "measured"),
         ({"plans": [{"num_rows": 1, "choices": [measured(tree_size=99)]}]}, "tree"),
-        ({"device": 3}, "wrong kind"),
+        ({"device": 3}, "device is a number, but must be a text"),
         ({"method": "lookup"}, "method 'lookup'"),
     ],
 )
@@ -178,7 +177,7 @@ def test_defaults_on_a_cpu_that_was_not_measured() -> None:
 
 def test_defaults_on_cuda_hold_the_tokens_of_a_step_below_what_is_cheap() -> None:
     assert [default_method("cuda"), default_method("cuda", has_drafter=False)] == ["redrafter", "autoregressive"]
-    elsewhere = SimpleNamespace(device=torch.device("cuda"), runtime=None, is_plain=True)
+    elsewhere = SimpleNamespace(device=torch.device("cuda"), runtime=None, is_plain=True, no_trees="")
     for max_rows, size, limit in ((1, 24, 10), (8, 24, 10), (64, 8, 32)):
         config = choose(elsewhere, trained_drafter(), given={"max_rows": max_rows}).config  # type: ignore[arg-type]
         assert (config.method, config.tree_size, config.max_drafted_rows) == ("redrafter", size, limit)
@@ -282,23 +281,6 @@ def test_switching_trees_between_steps_changes_no_token(
     monkeypatch.setattr(Runner, "step", counted)
     assert assert_lossless(engine, requests(12, seed=3)) > 1.0
     assert len(used) >= 4, used  # plain decoding (five rows, and the oracle), and at least three sizes of trees
-
-
-def test_hybrids_of_all_sizes_learn_together_also_from_plain_steps(tmp_path: Path) -> None:
-    plans = [
-        RowPlan(rows, (MeasuredTree(PLAIN, 1.0, 1.0), MeasuredTree(tree, 1.2, 1.02)))
-        for rows, tree in ((1, SMALL), (2, LARGE))
-    ]
-    path = write(tmp_path / "s.json", sizes_of(*plans, method="hybrid"))
-    engine = Engine(shared_target(), trained_drafter(), EngineConfig(method="hybrid", max_rows=4, tuned=path))
-    assert engine._sized is not None
-    small, large = (proposer for proposer in engine._sized.proposers if isinstance(proposer, HybridProposer))
-    table = small.parts[-1].table  # type: ignore[attr-defined]
-    assert large.parts[-1].table is table and large._rates is small._rates  # type: ignore[attr-defined]
-    params = SamplingParams(max_new_tokens=5, ignore_eos=True)
-    prompts = prompts_for(4, seed=6, sizes=(3,))
-    assert all(item.tokens_per_step == 1 for item in engine.generate(prompts, params))  # nobody measured four rows
-    assert (table.logit_VK[:-1, 0] > -torch.inf).sum() > 1 and not small._rates.expected_BC.any()
 
 
 def test_muted_requests_are_no_evidence(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_export_to_the_published_format_and_check(
 
 
 def test_trainers_checkpoint_goes_straight_to_the_published_format(tmp_path: Path) -> None:
-    drafter = trained_drafter("rnn", "last", "full", 2)
+    drafter = trained_drafter("last", "full", 2)
     checkpoint = {
         "drafter_config": drafter.config.to_dict(),
         "state_dict": {f"drafter.{name}": tensor for name, tensor in drafter.state_dict().items()},
@@ -146,7 +146,7 @@ def test_check_finds_the_tokens_per_step_of_both_forms(tmp_path: Path) -> None:
 
 
 def test_check_finds_a_wrong_export(tmp_path: Path) -> None:
-    out = export_apple(trained_drafter("rnn", "last", "full", 0), tmp_path / "published", target=shared_target())
+    out = export_apple(trained_drafter("last", "full", 0), tmp_path / "published", target=shared_target())
     assert check_apple(trained_drafter(), out, shared_target(), KNOWN).max_difference > 0.1
 
 

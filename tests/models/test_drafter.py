@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from drafter.models.apple_format import config_from_apple, config_to_apple, from_apple, to_apple
 from drafter.models.drafter import RecurrentDrafter
 from tests.models.fakes import SKETCH, D, FakeTarget, R, V, make_config, make_drafter
 
@@ -16,9 +15,6 @@ SHAPES = [
     {"head": "tied", "num_res_blocks": 0},
     {"head": "tied", "draft_vocab_size": None},
     {"head": "tied", "block_rank": 3},
-    {"cell": "gru"},
-    {"cell": "rnn2"},
-    {"head": "low-rank", "head_rank": 5},
     {"context": "fused", "context_layers": (0, 2, 3)},
     {"context": "history"},
 ]
@@ -66,7 +62,7 @@ def test_unroll_is_repeated_step_in_any_leading_dimensions(shape: dict[str, obje
     drafter = make_drafter(**shape)
     context, embedding = inputs(drafter, 2, 3)
     states = drafter.unroll(context, embedding)
-    assert states.shape == (2, 3, 4, 2 * D if shape.get("cell") == "rnn2" else D)
+    assert states.shape == (2, 3, 4, D)
     state = drafter.init_state(context)
     assert not state.any()
     for k in range(4):
@@ -118,41 +114,6 @@ def test_low_rank_block_is_its_product() -> None:
             theirs.linear.bias.copy_(mine.linear.bias)
     torch.testing.assert_close(drafter(*inputs(drafter, 3)), dense(*inputs(dense, 3)))
     assert sum(p.numel() for p in drafter.blocks.parameters()) < sum(p.numel() for p in dense.blocks.parameters()) / 2
-
-
-def test_two_layers_are_one_published_cell_on_another() -> None:
-    drafter = make_drafter(cell="rnn2")
-    context, embedding = inputs(drafter, 5)
-    lower, upper = torch.zeros(2, 5, D)
-    for k, state in enumerate(drafter.unroll(context, embedding).unbind(dim=-2)):
-        low, up = drafter.cell.lower, drafter.cell.upper
-        lower = F.silu(7 * embedding[:, k] @ low.w.weight.T + lower @ low.u.weight.T + low.u.bias)
-        upper = F.silu(lower @ up.w.weight.T + upper @ up.u.weight.T + up.u.bias)
-        torch.testing.assert_close(state, torch.cat([lower, upper], dim=1))
-    # The head reads the upper half alone.
-    changed = torch.cat([lower + 1, upper], dim=1)
-    torch.testing.assert_close(drafter.logits(context, changed), drafter.logits(context, state))
-
-
-def test_low_rank_head_is_its_product() -> None:
-    drafter, dense = make_drafter(head="low-rank", head_rank=5), make_drafter(head="full")
-    shared = {k: v for k, v in drafter.state_dict().items() if "head" not in k and "rows" not in k}
-    dense.load_state_dict(shared, strict=False)
-    with torch.no_grad():
-        dense.head.weight.copy_(drafter.rows.weight @ drafter.head.weight)
-    torch.testing.assert_close(drafter(*inputs(drafter, 3)), dense(*inputs(dense, 3)))
-
-
-def test_low_rank_head_in_the_published_format() -> None:
-    drafter = make_drafter(head="low-rank", head_rank=5, draft_vocab_size=None)
-    published = to_apple(drafter.config, drafter.state_dict())
-    config = config_from_apple(config_to_apple(drafter.config))
-    again = RecurrentDrafter(config)
-    again.load_state_dict(from_apple(config, published))
-    torch.testing.assert_close(again(*inputs(again, 3)), drafter(*inputs(drafter, 3)))
-    part = make_drafter(head="low-rank", head_rank=5)
-    with pytest.raises(ValueError, match="draft_vocab_size 12 with head 'low-rank'"):
-        to_apple(part.config, part.state_dict())
 
 
 def test_state_matters_from_the_start() -> None:

@@ -33,7 +33,7 @@ EDGE = 1e-5  # scores closer than this may be told apart by rounding alone
 class Case:
     """A random drafter, a random batch of rows, and how to search."""
 
-    def __init__(self, number):
+    def __init__(self, number, extra_depth=0):
         rng = random.Random(number)
         torch.manual_seed(number)
         self.vocab_size = rng.choice([5, 13, 40])
@@ -57,7 +57,6 @@ class Case:
         config = DrafterConfig(
             vocab_size=self.vocab_size,
             hidden_size=D,
-            cell=rng.choice(["rnn", "gru"]),
             num_res_blocks=rng.randint(0, 2),
             draft_vocab_size=self.draft_size,
         )
@@ -88,7 +87,7 @@ class Case:
         self.rows = self._rows()
         self.noise_BLV = None
         if any(p.temperature > 0 for p in self.params):
-            position_BL = self.rows.length_B[:, None] + torch.arange(1, self.length + 2)
+            position_BL = self.rows.length_B[:, None] + torch.arange(1, self.length + extra_depth + 2)
             self.noise_BLV = gumbel_noise(self.rows.seed_B, position_BL, torch.arange(self.vocab_size))
 
     def _rows(self):
@@ -115,7 +114,11 @@ class Case:
 
     def child_logits(self, row, path):
         """The drafter's logits [R] after the root and a path of draft indices, fed from the root on."""
-        tokens = [self.rows.root_B[row].item(), *(self.drafter.draft_token_ids_R[i].item() for i in path)]
+        return self.token_logits(row, [self.drafter.draft_token_ids_R[i].item() for i in path])
+
+    def token_logits(self, row, path):
+        """The drafter's logits [R] after the root and a path of target tokens."""
+        tokens = [self.rows.root_B[row].item(), *path]
         context_C = self.rows.context_BC[row]
         state_D = self.drafter.init_state(context_C)
         for token in tokens:

@@ -1,45 +1,52 @@
-"""Copies from the text: the matches of every beam and the mixture, against loops."""
+"""Copies from the text: the copies of every beam, the mixture, and the copies behind the beams, against loops."""
 
+import math
 import random
 
 import pytest
 import torch
 
-from drafter.proposers.copying import SHARES, Matches, mix
+from drafter.proposers import beam
+from drafter.proposers.copying import SHARES, Copies, CopyLists, mix
 from tests.proposers.test_beam_reference import Case
 from tests.reference import loops
 
 
-def longest_match(tokens: list[int], path: list[int], has_index: list[bool]) -> tuple[int, int]:
+def longest_match(tokens: list[int], path: list[int]) -> tuple[int, int]:
     """The loop twin: length of the longest match of ``tokens + path`` that ends before the root, and its next token."""
     text, best = tokens + path, (0, 0)
     for end in range(len(tokens) - 1):
         size = 0
         while size < min(len(SHARES), end + 1) and tokens[end - size] == text[len(text) - 1 - size]:
             size += 1
-        if size and has_index[tokens[end + 1]] and size >= best[0]:
+        if size and size >= best[0]:
             best = size, tokens[end + 1]
     return best
 
 
-def test_the_longest_match_names_the_token_behind_it() -> None:
+@pytest.mark.parametrize("form", [Copies, CopyLists])
+def test_the_longest_match_names_the_token_behind_it(form: type[Copies | CopyLists]) -> None:
     """The example of the module's text, with a, b, c, x = 0, 1, 2, 3; an undefined entry stands behind the root."""
-    token_BS = torch.tensor([[0, 1, 2, 3, 0, 1, 3]])
-    matches = Matches.of(token_BS, torch.tensor([5]), torch.arange(4))
-    assert [found.tolist() for found in matches.best()] == [[[2]], [[2]]]
-    matches = matches.follow(torch.tensor([[0, 0]]), torch.tensor([[2, 0]]))
-    assert [found.tolist() for found in matches.best()] == [[[3, 1]], [[3, 1]]]
-    matches = matches.follow(torch.tensor([[1, 0]]), torch.tensor([[1, 3]]))
-    assert [found.tolist() for found in matches.best()] == [[[2, 0]], [[2, 4]]]
+    token_BS, length_X = torch.tensor([[0, 1, 2, 3, 0, 1, 3]]), torch.arange(9.0)
+    copies = form.of(token_BS, torch.tensor([5]), length_X)
+    assert [found.tolist() for found in copies.best()] == [[[2]], [[2]]]
+    copies = copies.follow(torch.tensor([[0, 0]]), torch.tensor([[2, 0]]))
+    assert [found.tolist() for found in copies.best()] == [[[3, 1]], [[3, 1]]]
+    copies = copies.follow(torch.tensor([[1, 0]]), torch.tensor([[1, 3]]))
+    assert [found.tolist() for found in copies.best()] == [[[2, 0]], [[2, 4]]]
 
 
 def test_mixture() -> None:
-    logits_BWR, index_BW, share_BW = torch.randn(2, 3, 7), torch.randint(7, (2, 3)), torch.rand(2, 3) * 0.9
-    share_BW[0, 0] = 0
-    mixed_BWR, total_BW1 = mix(logits_BWR, index_BW, share_BW)
-    copied_BWR = torch.nn.functional.one_hot(index_BW, 7)
-    wanted_BWR = (1 - share_BW)[:, :, None] * logits_BWR.softmax(dim=2) + share_BW[:, :, None] * copied_BWR
-    assert torch.allclose((mixed_BWR - total_BW1).exp(), wanted_BWR, atol=1e-6)
+    """One copied token inside the draft vocabulary, one outside, and one of share 0."""
+    logits_BWR, share_BW = torch.randn(1, 3, 7), torch.tensor([[0.3, 0.6, 0.0]])
+    index_BW = torch.tensor([[4, -1, 2]])
+    q_BWR = logits_BWR.softmax(dim=2) * (1 - share_BW)[:, :, None]
+    mixed_BWR, copied_BW1, total_BW1 = mix(logits_BWR.clone(), index_BW, share_BW.logit())
+    found_BWR = (mixed_BWR - total_BW1).exp()
+    assert torch.allclose((copied_BW1 - total_BW1).exp()[0, :, 0], share_BW[0] + torch.stack([
+        q_BWR[0, 0, 4], torch.zeros(()), q_BWR[0, 2, 2]]), atol=1e-6)  # fmt: skip
+    q_BWR[0, 0, 4] = q_BWR[0, 2, 2] = 0
+    assert torch.allclose(found_BWR, q_BWR, atol=1e-6)
 
 
 def copying_rows(case: Case, number: int) -> None:
@@ -51,36 +58,85 @@ def copying_rows(case: Case, number: int) -> None:
     case.rows = case.rows._replace(history_BS=history_BS, root_B=root_B)
 
 
-def twin_scores(case: Case, row: int) -> list[float]:
-    """Scores of the nodes that the loop twin drafts."""
+def twin_nodes(case: Case, row: int) -> list[loops.Drafted]:
+    """The nodes that the loop twin drafts; paths and tokens are of the target's vocabulary."""
     ids = case.drafter.draft_token_ids_R.tolist()
-    in_draft = [token in ids for token in range(case.vocab_size)]
     tokens = case.rows.history_BS[row, : int(case.rows.length_B[row]) + 1].tolist()
+    params = case.params[row]
 
     def score(path: list[int]) -> list[float]:
-        logits_R = case.child_logits(row, path)
-        length, token = longest_match(tokens, [ids[index] for index in path], in_draft)
+        warped = loops.warp(case.token_logits(row, path), params.temperature, params.top_k, params.top_p, params.min_p)
+        share_V = [0.0] * case.vocab_size
+        for token, share in zip(ids, loops.softmax(warped), strict=True):
+            share_V[token] = share
+        length, copied = longest_match(tokens, path)
         if length:
-            q_R = logits_R.double().softmax(dim=0) * (1 - SHARES[length - 1])
-            q_R[ids.index(token)] += SHARES[length - 1]
-            logits_R = q_R.log()
-        return case.rank(row, len(path), logits_R.tolist())
+            share = SHARES[length - 1]
+            share_V = [(1 - share) * value for value in share_V]
+            share_V[copied] += share
+        rank_V = [math.log(share) if share else -math.inf for share in share_V]
+        if case.is_coupled and case.noise_BLV is not None and params.temperature > 0:
+            noise_V = case.noise_BLV[row, len(path)].tolist()
+            rank_V = [rank + case.noise_weight * noise for rank, noise in zip(rank_V, noise_V, strict=True)]
+        return [math.log(p) if p > 0 else -math.inf for p in loops.softmax([rank / case.tau for rank in rank_V])]
 
-    return sorted(node.score for node in loops.beam_search(score, case.width, case.length))
+    return loops.beam_search(score, case.width, case.length)
+
+
+def tail_scores(case: Case, row: int, path: list[int], depth: int) -> list[float]:
+    """Probabilities of the copies behind a path, as logarithms, one after the other down to ``depth``."""
+    tokens = case.rows.history_BS[row, : int(case.rows.length_B[row]) + 1].tolist()
+    params, scores = case.params[row], list[float]()
+    while len(path) < depth:
+        length, copied = longest_match(tokens, path)
+        if not length:
+            break
+        share = SHARES[length - 1]
+        if case.is_coupled and case.noise_BLV is not None and params.temperature > 0:
+            noise = case.noise_weight * case.noise_BLV[row, len(path), copied].item()
+            scores.append(-math.exp(math.log((1 - share) / share) - noise))
+        else:
+            scores.append(math.log(share))
+        path = [*path, copied]
+    return scores
 
 
 @pytest.mark.parametrize("block", range(3))
-def test_search_equals_the_loop_twin(block: int) -> None:
-    num_edges = num_changed = 0
+@pytest.mark.parametrize("has_lists", [False, True])
+def test_search_equals_the_loop_twin(block: int, has_lists: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beam, "is_few", lambda root_B: has_lists)
+    num_edges = num_changed = num_tails = 0
     for number in range(1000 + 20 * block, 1020 + 20 * block):
-        case = Case(number)
+        case = Case(number, extra_depth=3)
         copying_rows(case, number)
-        score_BM, plain_BM = (
-            case.proposer(copying=copying).draft(case.rows, case.noise_BLV).score_BM for copying in (True, False)
-        )
-        num_changed += not torch.allclose(score_BM, plain_BM, atol=1e-3)
+        proposer = case.proposer(1 + case.length + 3, copying=True)
+        num_beams = case.width * case.length
+        nodes = proposer.draft(case.rows, case.noise_BLV)
+        plain_BM = case.proposer(copying=False).draft(case.rows, case.noise_BLV).score_BM
+        num_changed += not torch.allclose(nodes.score_BM[:, :num_beams], plain_BM, atol=1e-3)
         for row in range(case.num_rows):
-            wanted = twin_scores(case, row)
-            scores = sorted(value for value in score_BM[row].tolist() if value > -torch.inf)
-            num_edges += len(scores) != len(wanted) or scores != pytest.approx(wanted, abs=1e-4)
-    assert num_changed > 12 and num_edges <= 1  # rounding may decide between two beams
+            twin = twin_nodes(case, row)
+            scores = nodes.score_BM[row].tolist()
+            found = sorted(score for score in scores[:num_beams] if score > -torch.inf)
+            if found != pytest.approx(sorted(node.score for node in twin), abs=1e-4):
+                num_edges += 1
+                continue
+            last = nodes.parent_BM[row, num_beams].item()
+            assert scores[last] == max(scores[num_beams - case.width : num_beams])
+            listed = list(zip(nodes.token_BM[row].tolist(), nodes.parent_BM[row].tolist(), strict=True))
+            path: list[int] = []
+            while last >= 0:
+                path.insert(0, listed[last][0])
+                last = listed[last][1]
+            wanted = tail_scores(case, row, path, case.length + 3)
+            steps = [
+                one - other
+                for one, other in zip(
+                    scores[num_beams:],
+                    [max(scores[num_beams - case.width : num_beams]), *scores[num_beams:]],
+                    strict=False,
+                )
+            ]
+            assert [step for step in steps if step > -torch.inf and step == step] == pytest.approx(wanted, abs=1e-4)
+            num_tails += len(wanted)
+    assert num_changed > 12 and num_edges <= 1 and num_tails > 40  # rounding may decide between two beams

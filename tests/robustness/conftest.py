@@ -38,3 +38,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     drafter = make_drafter(str(folder / "target"), folder / "drafter")
     with spawner(folder / "run") as run:
         yield Place(folder, str(folder / "target"), drafter, prompts, run)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(place: Place) -> list[Path]:
+    """Two checkpoints of different weights."""
+    found = []
+    for number, steps in enumerate((1, 3)):
+        run = place.folder / f"trained-{number}"
+        place.run.must(place.training(run, "--trainer.max_steps", str(steps), "--trainer.val_check_interval", "1"))
+        found.append(run / "checkpoints" / "last.ckpt")
+    return found

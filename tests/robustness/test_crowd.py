@@ -1,4 +1,4 @@
-"""Many clients at once for a while: every answer right, no row lost, no memory kept."""
+"""Many clients at once while the drafter is replaced on disk: answers right, no row lost, no memory kept."""
 
 import asyncio
 import gc
@@ -6,7 +6,9 @@ import json
 import os
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,9 +17,15 @@ import httpx
 import pytest
 
 from drafter.decoding.params import SamplingParams
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.models.drafter import RecurrentDrafter
+from drafter.serving.listen import load_engine
+from drafter.serving.options import ServeOptions
+from drafter.targets.target import Target
+from tests.robustness.conftest import Place
 from tests.robustness.harness import FULL_SIZE, size
 from tests.serving.live import MODEL, Live, live_server
-from tests.serving.tiny import tiny_engine
 
 NUM_CLIENTS = 64
 NUM_ROWS = 16
@@ -42,27 +50,28 @@ class Tally:
     right: int = 0
     refused: int = 0
     hung_up: int = 0
+    replaced: int = 0
     wrong: list[str] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
 
 
-def questions(count: int) -> list[Question]:
+def questions(target: str, count: int) -> list[Question]:
     """Greedy and seeded requests of mixed lengths, some behind a shared system prompt, with their answers."""
     chance = random.Random(5)
     prompts, params = [], []
     for number in range(count):
         words = " ".join(
-            chance.choice(["red", "blue", "the", "river", "and", "why"]) for _ in range(chance.randint(1, 25))
+            chance.choice(["red", "blue", "the", "river", "and", "why"]) for _ in range(chance.randint(1, 6))
         )
         turns = [{"role": "user", "content": f"{number} {words}"}]
         if number % 3 == 0:
-            turns.insert(0, {"role": "system", "content": "You answer every question with a single short sentence."})
+            turns.insert(0, {"role": "system", "content": "You answer in a single sentence."})
         prompts.append(turns)
         temperature = 0.0 if number % 4 else 0.8
         params.append(
-            SamplingParams(max_new_tokens=chance.choice([1, 2, 5, 10, 30, 60]), temperature=temperature, seed=number)
+            SamplingParams(max_new_tokens=chance.choice([1, 2, 5, 10, 30]), temperature=temperature, seed=number)
         )
-    engine = tiny_engine(method="autoregressive", tree_size=None, max_rows=NUM_ROWS, reuse_prefixes=False)
+    engine = Engine(Target.load(target, device="cpu"), config=EngineConfig(method="autoregressive", max_rows=NUM_ROWS))
     return [
         Question(
             {
@@ -92,7 +101,7 @@ async def ask(http: httpx.AsyncClient, question: Question, chance: random.Random
         tally.refused += response.status_code in (400, 404)
         return
     if kind < 0.10:
-        body = question.body | {"stream": True, "max_tokens": 100, "ignore_eos": True}
+        body = question.body | {"stream": True, "max_tokens": 60, "ignore_eos": True}
         async with http.stream("POST", CHAT, json=body) as response:
             async for _ in response.aiter_lines():
                 if chance.random() < 0.3:
@@ -122,8 +131,8 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-async def crowd(server: Live, asked: list[Question], seconds: float) -> Tally:
-    """All clients at once, for so many seconds."""
+async def crowd(server: Live, asked: list[Question], seconds: float, replace: Callable[[], object]) -> Tally:
+    """All clients at once, for so many seconds, while ``replace`` runs again and again."""
     tally = Tally()
     end = time.monotonic() + seconds
 
@@ -139,29 +148,45 @@ async def crowd(server: Live, asked: list[Question], seconds: float) -> Tally:
             tally.memory.append(resident_bytes())
             await asyncio.sleep(seconds / 40)
 
-    await asyncio.gather(watch(), *(client(number) for number in range(NUM_CLIENTS)))
+    async def replacing() -> None:
+        while time.monotonic() < end:
+            await asyncio.to_thread(replace)
+            tally.replaced += 1
+            await asyncio.sleep(seconds / 40)
+
+    await asyncio.gather(watch(), replacing(), *(client(number) for number in range(NUM_CLIENTS)))
     return tally
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_crowd_of_clients() -> None:
-    asked = questions(60)
-    engine = tiny_engine(max_rows=NUM_ROWS, beam_width=16, tree_size=24)
+def test_a_crowd_of_clients(place: Place, checkpoints: list[Path], tmp_path: Path) -> None:
+    drafter = tmp_path / "drafter"
+    exports = cycle([["export", str(checkpoint), "--out", str(drafter)] for checkpoint in checkpoints])
+    place.run.must(next(exports))
+    asked = questions(place.target, 60)
+    tree = {"beam_width": 16, "draft_length": 2, "tree_size": 24}
+    options = ServeOptions(
+        target=place.target, drafter=str(drafter), device="cpu", model_name=MODEL, max_rows=NUM_ROWS, prefill_chunk=32,
+        **tree,
+    )  # fmt: skip
+    engine = load_engine(options)
     with live_server(engine, max_queue=NUM_CLIENTS) as server:
-        tally = asyncio.run(crowd(server, asked, SECONDS))
+        tally = asyncio.run(crowd(server, asked, SECONDS, lambda: place.run.must(next(exports))))
         server.wait_until_idle()
         total = tally.right + tally.refused + tally.hung_up
         # The first half warms everything up: allocator, caches of token names, connections.
         half = len(tally.memory) // 2
         start, end = median(tally.memory[half : half + 5]), median(tally.memory[-5:])
         print(
-            f"{total} requests in {SECONDS} s, {len(tally.wrong)} wrong; memory {[m >> 20 for m in tally.memory]} MiB"
+            f"{total} requests in {SECONDS} s, {len(tally.wrong)} wrong, drafter replaced {tally.replaced} times; "
+            f"memory {[m >> 20 for m in tally.memory]} MiB"
         )
         assert tally.wrong == []
-        assert tally.right > 0.8 * total and tally.refused and tally.hung_up
+        assert tally.right > 0.8 * total and tally.refused and tally.hung_up and tally.replaced > 1
         assert server.server.worker._tickets == {} and not engine.has_work
         assert server.metric("failed_steps_total", cause="error") == 0
         assert server.metric("accepted_draft_tokens_total") > 0 < server.metric("shared_prompt_tokens_total")
+    RecurrentDrafter.from_pretrained(drafter)  # whole
     # Ten seconds are not enough to warm up.
     assert end < start * (1.02 if FULL_SIZE else 1.5), "memory stays flat"

@@ -6,8 +6,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -19,14 +17,14 @@ import yaml
 
 from tests.data.tiny import tiny_target
 from tests.robustness.conftest import Place
-from tests.robustness.harness import BIG, VALUES, Outcome, damaged, mutated, size
+from tests.robustness.harness import BIG, VALUES, damaged, mutated, run_new_process, size
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
 NUM_FILES = size(130, 2000)
 SEED = int(os.environ.get("ROBUSTNESS_SEED", "1"))
 SLOW = ["checkpoint-train", "config-train"]
-SPAWNED_EACH = 200  # one of so many cases runs in a new process as a user would start it
+SPAWNED_EACH = 33  # one of so many cases runs in a new process as a user would start it
 
 
 class Kind(NamedTuple):
@@ -248,38 +246,33 @@ def make_case(kind: Kind, folder: Path, chance: random.Random) -> list[str]:
     return kind.words(folder, file)
 
 
-def run_new_process(words: list[str], place: Place) -> Outcome:
-    made = subprocess.run(
-        [sys.executable, "-m", "drafter", *words],
-        capture_output=True, text=True, timeout=300, env=os.environ | {"DRAFTER_HOME": str(place.folder / "home")},
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    return Outcome(made.returncode, made.stderr, 0.0, made.stdout)
-
-
 def test_damaged_files(place: Place, valid: Path, tmp_path: Path) -> None:
     every = kinds(place, valid)
     wanted = os.environ.get("ROBUSTNESS_KIND")
     # A training takes seconds where the other commands take tenths.
     chosen = [name for name in every if name not in SLOW] * 5 + SLOW
-    chance = random.Random(SEED)
+    index, total = map(int, os.environ.get("ROBUSTNESS_SHARD", "1/1").split("/"))
+    numbers = range(index - 1, NUM_FILES, total)
     seen: Counter[str] = Counter()
     faults: list[str] = []
     slowest: tuple[float, str] = (0.0, "")
-    for number in range(NUM_FILES):
+    for number in numbers:
+        chance = random.Random(f"{SEED} {number}")  # a case is the same alone
         name = wanted or chosen[number % len(chosen)]
         folder = tmp_path / f"{number}-{name}"
         words = make_case(every[name], folder, chance)
         is_spawned = number % SPAWNED_EACH == SPAWNED_EACH - 1
-        outcome = run_new_process(words, place) if is_spawned else place.run(words)
+        outcome = run_new_process(words, place.folder / "home") if is_spawned else place.run(words)
         slowest = max(slowest, (outcome.seconds, folder.name))
         seen[f"{name}: {'refused' if outcome.code == 2 else 'taken' if outcome.code == 0 else outcome.code}"] += 1
         if outcome.fault:
             faults.append(f"{outcome.fault}: drafter {' '.join(words)}\n{outcome.error[-1500:]}")
         else:
             shutil.rmtree(folder)
-    print(f"seed {SEED}, {NUM_FILES} files, slowest {slowest}, {dict(sorted(seen.items()))}")
-    assert not faults, f"{len(faults)} of {NUM_FILES}\n" + "\n".join(faults[:40])
+        if number // total % 50 == 49:
+            print(f"{number + 1} of {NUM_FILES}, {len(faults)} faults", flush=True)
+    print(f"seed {SEED}, {len(numbers)} files, slowest {slowest}, {dict(sorted(seen.items()))}")
+    assert not faults, f"{len(faults)} of {len(numbers)}\n" + "\n".join(faults[:40])
 
 
 def test_values_of_the_harness_are_json() -> None:

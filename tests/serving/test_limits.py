@@ -123,8 +123,26 @@ def test_pages_of_other_sites(strict: Live) -> None:
             "access-control-allow-origin"
             not in http.options(CHAT, headers=ask | {"Origin": "https://x.example"}).headers
         )
-        refused = http.post(CHAT, json=BODY, headers={"Origin": SITE})
-        assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == SITE
+        for body, headers, status in (
+            (BODY, {}, 401),
+            (BODY, key(), 200),
+            (BODY | {"stream": True}, key(), 200),
+            (BODY | {"model": "x"}, key(), 404),
+            (BODY | {"user": "x" * 30_000}, key(), 413),
+        ):
+            answer = http.post(CHAT, json=body, headers=headers | {"Origin": SITE})
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, SITE)
+            assert answer.headers["vary"] == "Origin" and "access-control-allow-credentials" not in answer.headers
+        other = http.post(CHAT, json=BODY, headers=key() | {"Origin": "https://x.example"})
+        assert other.status_code == 200 and "access-control-allow-origin" not in other.headers, "a browser hides this"
+
+
+def test_pages_of_all_sites_still_need_a_key() -> None:
+    engine = tiny_engine(method="autoregressive", tree_size=None)
+    with live_server(engine, cors_origin=("*",), api_key=("first-key",)) as server, server.http() as http:
+        for headers, status in (({}, 401), (key("wrong"), 401), (key(), 200)):
+            answer = http.post(CHAT, json=BODY, headers=headers | {"Origin": SITE})
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, "*")
 
 
 def test_no_site_is_let_in_unless_told(idle: Live) -> None:

@@ -23,6 +23,31 @@ def test_page_loads_nothing_from_elsewhere(idle: Live) -> None:
     assert "default-src 'none'" in answer.headers["content-security-policy"]
 
 
+def test_no_text_becomes_markup() -> None:
+    """What the page puts between tags is escaped or a number; other texts of the server are set as text."""
+    html = (files("drafter.serving") / "page.html").read_text(encoding="utf-8")
+    assert not re.search(r"outerHTML|insertAdjacentHTML|document\.write|srcdoc|eval\(|new Function", html)
+    templates = [found for found in re.findall(r"`[^`]*`", html) if "<" in found]
+    put = [part for found in templates for part in re.findall(r"\$\{([^{}]*)\}", found)]
+    texts = [part for part in put if re.search(r"label|token\b|text|name\b|content|message|bonus|model", part)]
+    assert len(put) > 10 and {part for part in texts if not part.startswith("escape(")} <= {
+        "name",  # of a bar: a constant
+        'same ? "the same text" : "the text differs"',
+    }
+    assert '"&": "&amp;", "<": "&lt;", ">": "&gt;"' in html
+    assert re.findall(r"innerHTML = (\S+)", html) == ['parts.join("");', 'row("Drafter', "`<svg", "`<div"]
+
+
+def test_a_name_with_markup_stays_in_json() -> None:
+    name = "</script><img src=x onerror=alert(1)>"
+    engine = tiny_engine(method="autoregressive", tree_size=None)
+    with live_server(engine, model_name=name) as server, server.http() as http:
+        assert name not in http.get("/").text, "the page asks for the name, and sets the name as text"
+        for path in ("/v1/models", "/v1/models/<img src=x>"):
+            assert http.get(path).headers["content-type"] == "application/json"
+        assert http.get("/v1/models").json()["data"][0]["id"] == name
+
+
 @pytest.fixture(scope="module")
 def window() -> Iterator[Browser]:
     with browser() as found:

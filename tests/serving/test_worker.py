@@ -4,18 +4,21 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from drafter.decoding.params import SamplingParams
+from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.outputs import Update
 from drafter.serving.calls import Call, Delta, Job
 from drafter.serving.protocol import ApiError
 from drafter.serving.worker import Metrics, Worker
-from tests.serving.tiny import tiny_engine, tiny_target
+from drafter.targets.target import Target
+from tests.serving.tiny import save_target, tiny_engine, tiny_target
 
 LONG = SamplingParams(max_new_tokens=200, ignore_eos=True)
 
@@ -79,6 +82,28 @@ def test_requests_join_and_leave_between_steps() -> None:
         worker.abandon(long)
 
     run(test)
+
+
+@pytest.mark.slow
+def test_programs_are_compiled_before_the_first_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One to four rows with a prompt each: no number of rows compiles while clients wait."""
+    pytest.importorskip("openvino")
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+    target = Target.load(save_target(tmp_path / "target"), runtime="openvino")
+    engine = Engine(target, config=EngineConfig(method="lookup", max_rows=4, tree_size=4, max_length=256))
+
+    async def test(worker: Worker) -> None:
+        runtime: Any = target.runtime
+        compiled = set(runtime._programs)
+        assert compiled == {(-1, ()), (4, ()), (8, ()), (16, ())}
+        for num_rows in range(1, 5):
+            params = SamplingParams(max_new_tokens=10 * num_rows, ignore_eos=True)
+            await asyncio.gather(
+                *(collect(worker.submit([job(f"{n} of {num_rows}", params)])) for n in range(num_rows))
+            )
+        assert set(runtime._programs) == compiled
+
+    run(test, engine)
 
 
 def test_first_come_first_served() -> None:

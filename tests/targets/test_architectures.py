@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -41,6 +43,13 @@ COMMON = [
     "mamba",
     "jamba",
     "qwen3_next",
+    "mamba2",
+    "falcon_h1",
+    "granitemoehybrid",
+    "lfm2",
+    "gemma4",
+    "mistral3",
+    "qwen3_vl",
     "bloom",
     "gpt_neo",
     "moshi",
@@ -62,10 +71,19 @@ def verdicts() -> dict[str, str]:
 
 
 def test_no_type_is_broken() -> None:
-    assert set(verdicts().values()) <= {"identical", "refused", "not built"}
+    assert set(verdicts().values()) <= {"identical", "plain", "refused", "not built"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", COMMON)
 def test_the_table_holds(model_type: str) -> None:
     assert script().judge(model_type).verdict == verdicts()[model_type]
+
+
+def test_the_page_counts_what_the_table_holds() -> None:
+    page = (ROOT / "docs" / "architectures.md").read_text()
+    counts = Counter(verdicts().values())
+    for verdict in ("identical", "plain", "refused", "broken", "not built"):
+        assert re.search(rf"^\| {verdict}\b.*\| {counts[verdict]} \|$", page, re.MULTILINE), verdict
+    assert f"each of {counts.total()} types" in (ROOT / "README.md").read_text()
+    assert all(f"`{model_type}`" in page for model_type in verdicts())

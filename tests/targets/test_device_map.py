@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.options import DraftingOptions
-from drafter.targets.cache import SplitSlotCache
+from drafter.targets import device_map
 from drafter.targets.device_map import spread_out
 from drafter.targets.target import Target
 from tests.engine.drafters import shared_target, trained_drafter
@@ -65,11 +65,43 @@ def test_keys_and_values_of_several_devices(folder: Path) -> None:
     """One processor under two names stands for two devices."""
     target = Target.load(str(folder), device="cpu", pack=False)
     target.layer_devices = [torch.device("cpu"), torch.device("cpu", 0)]
-    assert isinstance(target.new_cache(1, 8), SplitSlotCache)
+    with pytest.raises(ValueError, match="too many values"):
+        _ = target.new_cache(1, 8).keys  # two stores
     assert tokens_of(target) == oracle(shared_target(), _ASKED)
     for settings in ({"max_rows": 4}, {"max_rows": 1}):
         config = EngineConfig(method="autoregressive", **settings)
         assert tokens_of(target, config) == oracle(shared_target(), _ASKED)
+
+
+def test_masks_and_positions_travel_once_to_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One processor under two names; four layers, of which three lie on the second device."""
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2
+    )
+    target = Target.from_model(LlamaForCausalLM(config).float())
+    wanted = oracle(target, _ASKED)
+    target.layer_devices = [torch.device("cpu"), *[torch.device("cpu", 0)] * 3]
+    sent: list[torch.Tensor] = []
+
+    def counted(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        sent.append(tensor)
+        return tensor.clone()
+
+    monkeypatch.setattr(device_map, "_sent", counted)
+    device_map.copy_once(target.model, "x", target.layer_devices)
+    target.forward(torch.zeros(1, 3, dtype=torch.int64))
+    num_sent = len(sent)
+    assert {tuple(tensor.shape) for tensor in sent} >= {(1, 3, 8), (1, 3)}, "cosines, sines and positions"
+    assert num_sent == len({id(tensor) for tensor in sent}) <= 4
+    target.forward(torch.zeros(1, 3, dtype=torch.int64))
+    assert len(sent) == 2 * num_sent, "each forward sends its own"
+    engine = Engine(target, config=EngineConfig(method="recycling", max_rows=2, tree_size=6))
+    assert [completion.token_ids for completion in answer(engine, _ASKED)] == wanted
+
+
+def test_a_missing_map_is_named(folder: Path) -> None:
+    with pytest.raises(ValueError, match="--device-map gone.yaml: there is no such file; give auto"):
+        Target.load(str(folder), device="cpu", device_map="gone.yaml")
 
 
 def test_layers_fill_the_devices_in_order() -> None:

@@ -109,10 +109,31 @@ def test_an_exported_program_is_kept_and_other_weights_get_their_own(monkeypatch
         other.use_openvino()
 
 
+def test_programs_of_earlier_releases_are_deleted() -> None:
+    old = openvino_runtime.home_folder() / "openvino" / "0304f1aace24771f6f0f876b" / "forward.xml"
+    old.parent.mkdir(parents=True)
+    old.write_text("")
+    on_openvino(tiny("Llama", vocab_size=89))
+    assert old not in files() and files()
+
+
+def test_matrices_with_the_same_input_become_one() -> None:
+    """Query, key and value; gate and up: four matrices a layer are left of seven."""
+    import openvino
+
+    before = files()
+    target = on_openvino(tiny("Llama", vocab_size=83))
+    (program,) = (file for file in files() - before if file.name == "forward.xml")
+    nodes = openvino.Core().read_model(program).get_ordered_ops()
+    products = [node for node in nodes if node.get_type_name() == "MatMul"]
+    weights = [node for node in products if node.input_value(1).get_node().get_type_name() == "Constant"]
+    assert len(weights) == 4 * target.num_layers
+
+
 @torch.no_grad()
 def test_context_layers_are_the_models_hidden_states() -> None:
     target, torch_target = on_openvino(tiny("Llama")), tiny("Llama")
-    token_BT, layers = tokens(2, 4), (0, 1, 2)
+    token_BT, layers = tokens(2, 4), (1, 0, 1, 2)
     contexts = []
     for each in (target, torch_target):
         cache = each.new_cache(2, 8)
@@ -121,8 +142,27 @@ def test_context_layers_are_the_models_hidden_states() -> None:
         mask = torch.ones(4, 8, dtype=torch.bool).tril().expand(2, 1, -1, -1)
         output = each.forward(token_BT, position_BT=position_BT, mask=mask, cache=cache, context_layers=layers)
         contexts.append(output.context_BTC)
-    assert contexts[0].shape == (2, 4, 3 * 32)
+    assert contexts[0].shape == (2, 4, 4 * 32)
     assert torch.allclose(*contexts, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_only_repeated_forwards_get_programs_of_their_own() -> None:
+    """A step of 7 tokens compiles a program of 8, which runs a prompt of 5, but none of 3."""
+    target = on_openvino(tiny("Llama"))
+    assert target.runtime is not None
+
+    def run(num_tokens: int, *, is_repeated: bool) -> set[int]:
+        cache = target.new_cache(1, 8)
+        position_BT = torch.arange(num_tokens)[None]
+        cache.plan(position_BT)
+        mask = torch.ones(num_tokens, 8, dtype=torch.bool).tril()[None, None]
+        inputs: dict[str, Any] = {"position_BT": position_BT, "mask": mask, "cache": cache}
+        target.forward(tokens(1, num_tokens), **inputs, is_repeated=is_repeated)
+        return {size for size, _ in target.runtime._programs}  # type: ignore[union-attr]
+
+    assert run(5, is_repeated=False) == {-1}
+    assert run(7, is_repeated=True) == run(5, is_repeated=False) == run(3, is_repeated=False) == {-1, 8}
 
 
 @pytest.mark.parametrize("method", ["autoregressive", "lookup", "recycling"])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.config import EngineConfig
@@ -13,6 +14,7 @@ from drafter.engine.engine import Engine
 from drafter.kernels.rounded import RoundedLinear, round_linears
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
+from drafter.targets.openvino_runtime import _rounded_together
 from drafter.targets.target import Target
 from tests.targets.test_target import tiny, tokens
 
@@ -60,7 +62,16 @@ def test_the_program_of_a_rounded_target_holds_8_bit_weights(tmp_path: Path, mon
     (file,) = (tmp_path / "home").rglob("forward.xml")
     operators = openvino.Core().read_model(file).get_ops()
     kinds = [str(node.get_output_element_type(0)) for node in operators if node.get_type_name() == "Constant"]
-    assert kinds.count("<Type: 'int8_t'>") == 14
+    assert kinds.count("<Type: 'int8_t'>") == 8  # four matrices of each layer
+
+
+@pytest.mark.parametrize(
+    ("input_sizes", "shared"), [((576, 1536), 96), ((4096, 14336), 128), ((64, 96), 32), ((80, 64), 32), ((), 128)]
+)
+def test_activations_share_the_longest_scale_that_fits_all_layers(input_sizes: tuple[int, ...], shared: int) -> None:
+    model: Any = nn.ModuleList(nn.Linear(size, 4) for size in input_sizes)
+    round_linears(model)
+    assert _rounded_together(model) == shared
 
 
 def test_the_fingerprint_names_the_scheme_and_a_plain_drafter_is_taken_with_a_warning(

@@ -1,5 +1,6 @@
 """Checkpoints that come quantised: the drafted text is the text of the numbers that the checkpoint stands for."""
 
+import json
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.data.tiny import write_jsonl
 from tests.engine.drafters import shared_target, trained_drafter
 from tests.engine.oracle import answer, oracle, requests
 from tests.targets.quantized import save_quantized
+from tests.targets.tiny_gguf import write_gguf
 from tests.tiny_files import make_target
 
 _ASKED = requests(5, seed=4)
@@ -29,7 +31,10 @@ def needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")
 
 
-_PLAIN = [pytest.param("fp8"), pytest.param("compressed-tensors", marks=needs("compressed_tensors"))]
+_PLAIN = [
+    *map(pytest.param, ("fp8", "gptq", "awq")),
+    pytest.param("compressed-tensors", marks=needs("compressed_tensors")),
+]
 _ALL = [*_PLAIN, pytest.param("torchao", marks=needs("torchao"))]
 
 
@@ -83,9 +88,17 @@ def test_plain_numbers_have_the_wanted_dtype(scheme: str, tmp_path: Path) -> Non
     assert len(drafted(target, "recycling")) == len(_ASKED)
 
 
+def test_drafted_text_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+    target = Target.load(str(write_gguf(tmp_path / "tiny.gguf")), device="cpu", dtype="float32")
+    assert drafted(target, "recycling") == oracle(target, _ASKED)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", _ALL)
-def test_train_and_export(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scheme", [*_ALL, "gguf", "int8"])
+def test_train_and_export(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """One step on the hidden states of the quantised target; the exported drafter decodes."""
     monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
@@ -98,27 +111,41 @@ def test_train_and_export(scheme: str, tmp_path: Path, monkeypatch: pytest.Monke
 
         config = TorchAoConfig(Int8WeightOnlyConfig())
         AutoModelForCausalLM.from_pretrained(place, quantization_config=config).save_pretrained("target")
-    else:
+    elif scheme in ("fp8", "gptq", "awq", "compressed-tensors"):
         save_quantized(model, Path("target"), scheme)
     words = {"role": "assistant", "content": "one two three four"}
     rows = [{"messages": [{"role": "user", "content": f"hello {index}"}, words]} for index in range(8)]
     write_jsonl(tmp_path / "data.jsonl", rows)
+    name = "tiny.gguf" if scheme == "gguf" else "target"
+    rounding = ["--quantization", "int8"] if scheme == "int8" else []
     flags = (
-        "--model.target target --data.train data.jsonl --data.val 0.2 --trainer.accelerator cpu --trainer.max_steps 1 "
+        f"--model.target {name} --data.train data.jsonl --data.val 0.2 --trainer.accelerator cpu --trainer.max_steps 1 "
         "--trainer.default_root_dir run --trainer.enable_progress_bar false --trainer.num_sanity_val_steps 0"
     )
-    assert main(["train", *flags.split()]) == 0
+    trained = [f"--model.{rounding[0][2:]}", rounding[1]] if rounding else []
+    assert main(["train", *flags.split(), *trained]) == 0
     assert main(["export", "run/checkpoints/last.ckpt", "--out", "drafter"]) == 0
-    asked = "decode --target target --drafter drafter --prompt hello --max-new-tokens 8 --out answers.jsonl"
-    assert main(asked.split()) == 0
+    asked = f"decode --target {name} --drafter drafter --prompt hello --max-new-tokens 8 --out answers.jsonl"
+    caplog.clear()
+    assert main([*asked.split(), *rounding]) == 0
+    assert "rounded otherwise" not in caplog.text, "the drafter names the scheme"
 
 
-@pytest.mark.parametrize(("scheme", "reason"), [("gptq", "optimum|gptqmodel"), ("awq", "gptqmodel")])
-def test_what_this_machine_cannot_run_is_refused_with_the_reason(scheme: str, reason: str, tmp_path: Path) -> None:
-    if find_spec("gptqmodel") is not None:
-        pytest.skip("gptqmodel is installed")
+@pytest.mark.parametrize(
+    ("scheme", "more"),
+    [
+        ("gptq", {"bits": 3}),
+        ("gptq", {"checkpoint_format": "marlin"}),
+        ("awq", {"version": "gemv"}),
+        ("awq", {"bits": 8}),
+    ],
+)
+def test_unknown_layouts_are_refused_with_the_reason(scheme: str, more: dict[str, Any], tmp_path: Path) -> None:
     save_quantized(shared_target().model, tmp_path, scheme)
-    with pytest.raises(ValueError, match=f"cannot be loaded.*({reason})"):
+    file = tmp_path / "config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"quantization_config": settings["quantization_config"] | more}))
+    with pytest.raises(ValueError, match=f"cannot be loaded.*{scheme} weights of . bits in the layout .* unpacked"):
         Target.load(str(tmp_path), device="cpu")
 
 
@@ -148,3 +175,10 @@ def test_weights_that_can_only_be_asked_for_products() -> None:
     linear = nn.Linear(5, 7)
     assert torch.allclose(dense_weight(Hidden(linear), 5), linear.weight)
     assert dense_weight(linear, 5).data_ptr() == linear.weight.data_ptr()
+
+
+@pytest.mark.parametrize("scheme", ["gptq", "awq"])
+def test_unpacked_weights_are_those_that_a_loop_packed(scheme: str, tmp_path: Path) -> None:
+    meant = save_quantized(shared_target().model, tmp_path, scheme)
+    found = Target.load(str(tmp_path), device="cpu", dtype="float32", pack=False).model.state_dict()
+    assert all(torch.equal(found[name], weight) for name, weight in meant.items())

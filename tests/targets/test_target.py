@@ -13,8 +13,9 @@ import transformers
 from torch import Tensor
 
 from drafter.targets.cache import SlotCache
+from drafter.targets.loading import resolve_device, resolve_dtype
 from drafter.targets.masks import chunk_mask, tree_mask
-from drafter.targets.target import Target, resolve_device, resolve_dtype
+from drafter.targets.target import Target
 from tests.serving.tiny import tiny_target as tiny_chat_target
 from tests.targets.trees import ancestors_of, depths_of, path_to, random_parents
 from tests.targets.zoo import OTHERS, TARGETS, VOCAB, build
@@ -146,7 +147,7 @@ def test_attention_without_masks_is_refused() -> None:
 
 
 @pytest.mark.parametrize("fault", ["mask", "positions"])
-def test_model_that_ignores_what_it_is_given_is_refused(fault: str) -> None:
+def test_model_that_ignores_what_it_is_given_gets_no_trees(fault: str) -> None:
     """An architecture nobody here knows, which takes the arguments and does not use them."""
     model = build(TARGETS["Llama"]())
     decoder_forward = model.model.forward
@@ -163,17 +164,7 @@ def test_model_that_ignores_what_it_is_given_is_refused(fault: str) -> None:
         return decoder_forward(**arguments)
 
     model.model.forward = careless
-    with pytest.raises(ValueError, match="other hidden states than the same tokens in a row"):
-        Target.from_model(model)
-
-
-def test_layers_of_different_shapes_are_refused() -> None:
-    model = build(TARGETS["Llama"]())
-    layer = model.model.layers[1].self_attn
-    layer.k_proj, layer.v_proj = layer.q_proj, layer.q_proj
-    layer.num_key_value_groups = 1
-    with pytest.raises(ValueError, match="different shapes"):
-        Target.from_model(model)
+    assert "other hidden states than the same tokens in a row" in Target.from_model(model).no_trees
 
 
 @torch.no_grad()

@@ -30,11 +30,11 @@ def list_pairs(tokens: list[list[int]], masks: list[list[bool]], draft_ids: list
     return pairs
 
 
-def losses(z: list[float], teacher: list[float], label: int, temperature: float) -> tuple[float, float, float]:
-    """Cross-entropy, forward KL and total variation of one pair."""
+def losses(z: list[float], teacher: list[float], label: int, temperature: float) -> tuple[float, float]:
+    """Cross-entropy and forward KL of one pair."""
     q, p = _softmax(z, temperature), _softmax(teacher, temperature)
     kl = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
-    return -math.log(q[label]), kl, sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2
+    return -math.log(q[label]), kl
 
 
 def conditional_hits(ranks: list[list[int]], valid: list[list[bool]], depth: int, top: int) -> tuple[int, int]:

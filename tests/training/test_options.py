@@ -59,13 +59,10 @@ def test_token_counts_are_read_and_checked(tmp_path) -> None:
     [
         (lambda: Objective(kl=0.0), "weights"),
         (lambda: Objective(temperature=0.0), "temperature"),
-        (lambda: Objective(feature=-1.0), "feature"),
         (lambda: Objective(memory_mib=0), "memory_mib"),
         (lambda: Objective(shared_tokens=-1), "shared_tokens"),
         (lambda: Objective(shared_tokens=8, top_tokens=0), "top_tokens"),
         (lambda: Objective(reach=8), "reach 8 needs the sampled loss"),
-        (lambda: Objective(adaptive=3.0, total_variation=1.0), "adaptive"),
-        (lambda: Objective(feature_steps=0), "feature_steps"),
         (lambda: OptimOptions(decay_share=2.0), "decay_share"),
         (lambda: OptimOptions(average=1.0), "average"),
         (lambda: Objective(depth_weights=(0.0, 0.0)), "depth_weights"),

@@ -19,7 +19,13 @@ from lightning.pytorch.callbacks import timer
 
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
-from drafter.training.checkpoint import check_resumable, drafter_of_checkpoint, export_checkpoint, read_checkpoint
+from drafter.training.checkpoint import (
+    check_resumable,
+    drafter_of_checkpoint,
+    export_checkpoint,
+    model_card,
+    read_checkpoint,
+)
 from drafter.training.module import DrafterModule, Teacher
 from drafter.training.run import main_train
 from tests.data.tiny import chat, tiny_target, write_jsonl
@@ -268,8 +274,8 @@ def test_weights_can_start_from_another_run(place: Path, trained: Path) -> None:
     for (name, old), new in zip(before.state_dict().items(), after.state_dict().values(), strict=True):
         torch.testing.assert_close(old, new, msg=name)
     assert before.config.embedding_scale == after.config.embedding_scale != 1
-    with pytest.raises(ValueError, match="cell 'rnn'.*'gru'"):
-        main_train(words(place, run, "--model.init_from", str(exported), "--model.drafter.cell", "gru"))
+    with pytest.raises(ValueError, match="head 'tied'.*'full'"):
+        main_train(words(place, run, "--model.init_from", str(exported), "--model.drafter.head", "full"))
 
 
 def test_a_tied_head_can_go_on_with_a_larger_draft_vocabulary(place: Path, trained: Path) -> None:
@@ -312,8 +318,8 @@ def test_checkpoints_that_cannot_be_resumed_are_one_line(place: Path, trained: P
     [
         (["--trainer.max_steps", "-5"], ["max_steps", "-5"]),
         (["--model.drafter", "[" * 5000], ["nested deeper"]),
-        (["--model.drafter.sell", "rnn"], ["sell"]),
-        (["--model.drafter.cell", "lstm"], ["cell", "lstm"]),
+        (["--model.drafter.hed", "full"], ["hed"]),
+        (["--model.drafter.head", "own"], ["head", "own"]),
         (["--model.optim.lr", "-1"], ["lr", "-1"]),
         (["--model.objective.depth_rates", "[1.0]"], ["depth_rates", "draft_length is 3"]),
         (["--model.drafter.draft_vocab_size", "5000"], ["draft_vocab_size", "5000"]),
@@ -368,6 +374,9 @@ def test_export_holds_everything_and_decodes(place: Path, trained: Path, tmp_pat
     assert set(target.eos_token_ids) <= set(drafter.draft_token_ids_R.tolist())
     card = (out / "README.md").read_text()
     assert f"{drafter.config.num_outputs:,} of {target.vocab_size:,} tokens" in card and "depth_rates" in card
+    drafter.config.target_name = "<img src=x onerror=alert(1)>`\n# Title"
+    hostile = model_card(drafter, {"training": {}, "data": {}, "trained_positions": 1, "steps": 1})
+    assert "# Recurrent drafter for  img src=x onerror=alert(1) # Title\n" in hostile
     exact = export_checkpoint(trained / "checkpoints" / "best.ckpt", out, dtype="float32")
     assert exact == out and RecurrentDrafter.from_pretrained(out).dtype == torch.float32
 

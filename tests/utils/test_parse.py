@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from drafter.utils.parse import (
     MAX_DEPTH,
     check_shape,
+    line_limit,
     parse_json,
     parse_yaml,
     read_json,
@@ -113,10 +114,11 @@ def test_long_lines_are_refused_while_reading(tmp_path: Path) -> None:
         for _ in range(64):
             stream.write(b"a" * (1 << 20))
     with gzip.open(tmp_path / "rows.jsonl.gz", "rb") as stream:
-        lines = read_lines(stream, "rows.jsonl.gz", max_bytes=1 << 20)
-        assert next(lines) == (1, b'{"prompt": "short"}\n')
-        with pytest.raises(ValueError, match="rows.jsonl.gz, line 2: longer than 1,048,576 bytes"):
-            next(lines)
+        with line_limit(1):
+            lines = read_lines(stream, "rows.jsonl.gz")
+            assert next(lines) == (1, b'{"prompt": "short"}\n')
+            with pytest.raises(ValueError, match="rows.jsonl.gz, line 2: longer than 1 MiB: .* --max-line-mib"):
+                next(lines)
         assert stream.tell() <= 3 << 20
 
 

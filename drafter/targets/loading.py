@@ -1,0 +1,185 @@
+"""Reads a target: model and tokenizer of a folder, a hub id or a .gguf file, on whichever devices the layers go."""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from drafter.targets.catalog import resolve
+from drafter.targets.device_map import load_mapped
+from drafter.targets.parallel import load_parallel
+from drafter.targets.quantized import has_plain_weights, reading_of
+from drafter.targets.sharding import load_sharded
+from drafter.utils.io import first_line
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Spread(NamedTuple):
+    """How a target is spread over processes or devices; at most one of the three.
+
+    Attributes:
+        num_shards: processes of a node that share the weights (:mod:`drafter.targets.sharding`).
+        num_ranks: processes that run the target together (:mod:`drafter.targets.parallel`).
+        device_map: ``auto`` or a file (:mod:`drafter.targets.device_map`).
+    """
+
+    num_shards: int = 1
+    num_ranks: int = 1
+    device_map: str | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one process holds the target on one device."""
+        return self == Spread()
+
+
+class Checkpoint(NamedTuple):
+    """What was read.
+
+    Attributes:
+        model: on its devices.
+        tokenizer: None where the folder has none.
+        scheme: how the checkpoint's weights were quantised; empty for plain weights.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    scheme: str
+
+
+def resolve_device(device: str) -> torch.device:
+    """Turn ``auto``, ``cpu``, ``cuda`` or ``cuda:1`` into a device; ValueError for anything this machine lacks."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"--device {device!r} is no device: use auto, cpu, cuda or cuda:N") from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {device!r} is not supported: use auto, cpu, cuda or cuda:N")
+    if resolved.type == "cuda":
+        count = torch.cuda.device_count()
+        if count == 0:
+            raise ValueError(f"--device {device!r}: no CUDA device here; use --device cpu or auto")
+        if (resolved.index or 0) >= count:
+            raise ValueError(f"--device {device!r}: this machine has {count} CUDA device(s), numbered from 0")
+    return resolved
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """Turn ``float32``, ``bfloat16``, ``float16`` or ``auto`` (bfloat16 on CUDA, else float32) into a torch dtype."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype!r} is unknown: use auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def read_checkpoint(
+    name: str, dtype: torch.dtype, device: torch.device, spread: Spread, *, quantization: str, **shared: Any
+) -> Checkpoint:
+    """Read model and tokenizer of a target.
+
+    Args:
+        name: alias, hub id, folder or .gguf file.
+        dtype, device: of the weights.
+        spread: how the model is spread.
+        quantization: of ``--quantization``; a checkpoint that comes quantised takes none.
+        **shared: revision and trust_remote_code.
+
+    Raises:
+        ValueError: the files cannot be read, or the model cannot be spread so.
+    """
+    place = resolve(name)
+    try:
+        scheme, arguments = reading_of(place, dtype, shared)
+        if scheme and (spread.num_ranks > 1 or spread.device_map is not None or quantization != "none"):
+            where = "--device-map" if spread.device_map is not None else "--tensor-parallel"
+            flag = where if quantization == "none" else f"--quantization {quantization}"
+            raise ValueError(
+                f"{flag} takes plain weights, and the checkpoint's weights are quantised already ({scheme})"
+            )
+        model = _read(place, name, dtype, device, spread, shared, arguments)
+        tokenizer = AutoTokenizer.from_pretrained(place, **shared) if _has_tokenizer(place) else None
+    except AssertionError:
+        raise  # a mistake of this package
+    except Exception as error:
+        # Transformers reads the folder: damaged files raise errors of any type there.
+        kind = "" if isinstance(error, OSError | ValueError | RuntimeError | ImportError) else type(error).__name__
+        what = "a weight file is damaged" if kind == "SafetensorError" else f"cannot be loaded {kind}".strip()
+        raise ValueError(f"--target {name!r} {what}: {first_line(error)}") from error
+    if spread.device_map is None:
+        # What was turned into plain numbers has the dtype of its scales.
+        model = model.to(device, dtype if scheme and has_plain_weights(model) else None)
+    return Checkpoint(model, tokenizer, scheme)
+
+
+def _read(
+    place: Path | str,
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    spread: Spread,
+    shared: dict[str, Any],
+    arguments: dict[str, Any],
+) -> Any:
+    """The model, spread over what the user named; ``arguments``: how a checkpoint that comes quantised is read."""
+    if spread.num_shards > 1:
+        return load_sharded(lambda: _load_model(place, dtype, shared | arguments), spread.num_shards, device, name)
+    if spread.device_map is not None:
+        return load_mapped(place, dtype, shared, spread.device_map, device)
+    if spread.num_ranks > 1:
+        return load_parallel(place, dtype, shared, spread.num_ranks)
+    return _load_model(place, dtype, shared | arguments)
+
+
+def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -> PreTrainedModel:
+    """The causal LM of a checkpoint, or the whole multimodal model: its text side answers text prompts."""
+    arguments = {"dtype": dtype, "use_safetensors": True, **shared}
+    try:
+        return _read_model(AutoModelForCausalLM, place, arguments)
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        causal_error = error
+    try:
+        return _read_model(AutoModelForImageTextToText, place, arguments)
+    except ValueError as error:
+        raise (causal_error if "Unrecognized configuration class" in str(error) else error) from error
+
+
+def _read_model(kind: Any, place: Path | str, arguments: dict[str, Any]) -> PreTrainedModel:
+    """SDPA attention where the model has it; else (soft-capped scores, attention sinks) its own plain formulas."""
+    source = None if "state_dict" in arguments else place
+    if source is None:  # the tensors are there already, and an Auto class would look for a file
+        config = arguments["config"]
+        kind = kind._model_mapping.get(type(config), None)
+        if kind is None:
+            raise ValueError(f"Unrecognized configuration class {type(config).__name__}")
+    try:
+        model: PreTrainedModel = kind.from_pretrained(source, attn_implementation="sdpa", **arguments)
+    except ValueError as error:
+        if "attn_implementation" not in str(error):
+            raise
+        model = kind.from_pretrained(source, attn_implementation="eager", **arguments)
+    if source is None:
+        with suppress(OSError):  # there need not be one
+            model.generation_config = GenerationConfig.from_pretrained(place, revision=arguments["revision"])
+    return model
+
+
+def _has_tokenizer(place: Path | str) -> bool:
+    """A local folder without any tokenizer file is a bare model (tests, research); a hub id always has one."""
+    if not isinstance(place, Path):
+        return True
+    return any((place / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))

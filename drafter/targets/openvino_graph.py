@@ -1,0 +1,87 @@
+"""Changes of a converted program before OpenVINO compiles the program: the same numbers at less cost.
+
+Shapes: M tokens of a program · I input size · O output size of a matrix.
+"""
+
+from typing import Any
+
+import numpy as np
+
+
+def split_stores(ov: Any, model: Any, num_leading: int, num_layers: int) -> Any:
+    """The recorded program with an input for the keys and values of each layer, which need no copy.
+
+    Args:
+        ov: the module ``openvino``.
+        model: as recorded, with one input for the keys of all layers and one for the values.
+        num_leading: inputs before the keys.
+        num_layers: layers of the target.
+    """
+    operators = ov.opset13
+    inputs = list(model.get_parameters()[:num_leading])
+    for port in model.inputs[num_leading:]:
+        layers = [operators.parameter(port.partial_shape[1:], port.element_type) for _ in range(num_layers)]
+        for reader in list(port.get_target_inputs()):
+            node = reader.get_node()
+            if node.get_type_name() == "Gather":
+                node.output(0).replace(layers[int(node.input_value(1).get_node().get_data())].output(0))
+            else:  # reads the numbers of rows and slots
+                assert node.get_type_name() == "ShapeOf", node
+                reader.replace_source_output(operators.unsqueeze(layers[0], 0).output(0))
+        inputs += layers
+    return ov.Model([output.get_node() for output in model.outputs], inputs, "forward")
+
+
+def join_products(ov: Any, model: Any) -> int:
+    """Join the matrices [O, I] that multiply the same input; a split hands out the parts of the product.
+
+    A product of M numbers with a small matrix spends a part of its time on its start. Query, key and value become one
+    product, gate and up another. Number of the joined products.
+    """
+    groups: dict[Any, list[Any]] = {}
+    for node in model.get_ordered_ops():
+        if node.get_type_name() == "MatMul" and node.get_attributes()["transpose_b"]:
+            form = _form_of(node.input_value(1))
+            if form is not None:
+                source = node.input_value(0)
+                groups.setdefault((source.get_node().get_name(), source.get_index(), form), []).append(node)
+    joined = [nodes for nodes in groups.values() if len(nodes) > 1]
+    for nodes in joined:
+        weights = [node.input_value(1) for node in nodes]
+        sizes = [weight.get_shape()[0] for weight in weights]
+        operators = ov.opset13
+        product = operators.matmul(nodes[0].input_value(0), _concatenate(ov, weights), False, True)
+        parts = operators.variadic_split(product, np.int64(-1), np.array(sizes, dtype=np.int64))
+        for index, node in enumerate(nodes):
+            node.output(0).replace(parts.output(index))
+    return len(joined)
+
+
+def _form_of(weight: Any) -> Any:
+    """The operators and number formats that make a weight [O, I]; None for anything but constants of O rows."""
+    node, shape = weight.get_node(), weight.get_partial_shape()
+    if len(shape) != 2 or shape.is_dynamic:
+        return None
+    kind = node.get_type_name()
+    if kind == "Constant":
+        return kind, str(weight.get_element_type()), shape[1].get_length()
+    if kind not in ("Convert", "Multiply"):  # rounded weights are a product of integers and scales
+        return None
+    inputs = [_form_of(source) for source in node.input_values()]
+    rows = {source.get_shape()[0] for source in node.input_values() if source.get_partial_shape().is_static}
+    if None in inputs or rows != {shape[0].get_length()}:
+        return None
+    return kind, str(weight.get_element_type()), *inputs
+
+
+def _concatenate(ov: Any, weights: list[Any]) -> Any:
+    """Weights of the same form, one below the other."""
+    nodes = [weight.get_node() for weight in weights]
+    kind, dtype = nodes[0].get_type_name(), weights[0].get_element_type()
+    if kind == "Constant":
+        values = np.concatenate([node.tensor_view.data for node in nodes])
+        tensor = ov.Tensor(dtype, ov.Shape(values.shape))  # memory of its own, which the program keeps
+        tensor.data[:] = values
+        return ov.opset13.constant(tensor)
+    inputs = [_concatenate(ov, list(sources)) for sources in zip(*(node.input_values() for node in nodes), strict=True)]
+    return ov.opset13.convert(*inputs, dtype.to_string()) if kind == "Convert" else ov.opset13.multiply(*inputs)

@@ -1,0 +1,77 @@
+"""Every number that a user can give has a range, and a value beyond the range is one line that names the flag."""
+
+import math
+import re
+from dataclasses import fields
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from drafter.cli.main import COMMANDS, load_command, options_class
+from drafter.decoding.params import SamplingParams
+from drafter.engine.config import EngineConfig, RequestOptions
+from drafter.serving.ray_app import ReplicaOptions
+from drafter.training.options import Objective, OptimOptions
+from drafter.utils.validate import Range, check_ranges, range_of
+
+OWNERS = [
+    *(kind for name in COMMANDS if (kind := options_class(load_command(name))) is not None),
+    *(SamplingParams, EngineConfig, RequestOptions, ReplicaOptions, Objective, OptimOptions),
+]
+
+
+def numbers(kind: type) -> dict[str, type]:
+    """The numeric fields of a dataclass, those of tuples and optional ones included."""
+
+    def plain(hint: Any) -> set[Any]:
+        parts = get_args(hint)
+        return {hint} if not parts else set().union(*map(plain, parts))
+
+    hints = get_type_hints(kind)
+    found = {item.name: plain(hints[item.name]) & {int, float} for item in fields(kind)}
+    return {name: min(kinds, key=str) for name, kinds in found.items() if kinds}
+
+
+def beyond(span: Range, kind: type) -> list[Any]:
+    """Values outside of a range, and what is no number of the field's kind."""
+    values: list[Any] = [math.nan, math.inf, True, "4", span.high + 1, 10**400]
+    values += [span.low - 1] if span.low is not None else [span.above, -math.inf]
+    return [*values, 1.5] if kind is int else values
+
+
+@pytest.mark.parametrize("kind", OWNERS, ids=lambda kind: kind.__name__)
+def test_every_number_has_a_range(kind: type) -> None:
+    for name, number in numbers(kind).items():
+        span = range_of(kind, name)
+        assert span is not None, f"{kind.__name__}.{name} has no range"
+        assert isinstance(span.low, int) == (number is int), f"{kind.__name__}.{name}: an integer has an integer `low`"
+        options = object.__new__(kind)
+        for item in fields(kind):
+            object.__setattr__(options, item.name, None)
+        for value in beyond(span, number):
+            for given in (value, (value,)):
+                object.__setattr__(options, name, given)
+                flag = re.escape("--x." + name)
+                with pytest.raises(ValueError, match=rf"^{flag} is \S+ but must be [^\n]*$"):
+                    check_ranges(options, "x.")
+        object.__setattr__(options, name, None)
+
+
+@pytest.mark.parametrize("kind", OWNERS, ids=lambda kind: kind.__name__)
+def test_a_value_beyond_its_range_is_refused_on_construction(kind: type) -> None:
+    needed = {name: "x" for name in ("target", "drafter", "prompts", "alias", "checkpoint", "out", "file", "url")}
+    given = {item.name: needed[item.name] for item in fields(kind) if item.name in needed}
+    for name in numbers(kind):
+        span = range_of(kind, name)
+        assert span is not None
+        hint = get_type_hints(kind)[name]
+        value: Any = span.high + 1
+        value = (value,) if "tuple" in str(hint) else value
+        with pytest.raises(ValueError, match=re.sub("[_-]", "[_-]", name) + " is "):
+            kind(**given, **{name: value})
+
+
+def test_limits_that_a_machine_could_not_bear() -> None:
+    for name, value in (("prefill_chunk", 2**24 + 1), ("max_rows", 1025), ("max_length", 2**24 + 1)):
+        with pytest.raises(ValueError, match=f"is {value} but must be an integer from"):
+            EngineConfig(**{name: value})
