@@ -6,11 +6,15 @@ help. A function whose argument is a list of words reads its command line itself
 inside their functions, so that every `--help` answers at once.
 """
 
+import _thread
+import contextlib
 import inspect
 import os
+import signal
 import sys
+import time
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -43,13 +47,14 @@ _HELP = ("-h", "--help")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code. A user's mistake is one line (DRAFTER_TRACEBACK=1: a trace)."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    _let_threads_sleep()
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no error
     try:
-        code = _dispatch(words)
+        words = list(sys.argv[1:] if argv is None else argv)
+        _let_threads_sleep()
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no error
+        with _interrupts_repeated():
+            code = _dispatch(words)
         if sys.stdout is not None:  # closed by the shell: >&-
             sys.stdout.flush()  # here, where a closed pipe is caught
         return code
@@ -68,6 +73,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (error.name or "").split(".")[0] == "drafter":
             raise
         return _fail(error, f"{error.name} is not installed: in the repository, pip install -e '.[dev]'")
+
+
+@contextlib.contextmanager
+def _interrupts_repeated() -> Iterator[None]:
+    """Raise Ctrl-C again where Python drops it: in `__del__` and in callbacks Python prints an exception and goes on."""
+    usual = sys.unraisablehook
+
+    def hook(dropped: Any) -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            # `threading.Thread` takes locks, which the code below this callback may hold.
+            _thread.start_new_thread(_interrupt_soon, (_thread.get_ident(),))
+        else:
+            usual(dropped)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = usual
+
+
+def _interrupt_soon(thread: int) -> None:
+    time.sleep(0.02)  # until the callback is left
+    signal.pthread_kill(thread, signal.SIGINT)  # a real signal: it also ends a wait
 
 
 def _let_threads_sleep() -> None:

@@ -142,7 +142,7 @@ def parse_row(record: RawRow, *, format: str | None = None, columns: Mapping[str
         "source": _text_or_none(fields.get("source")),
         "where": record.where,
         "is_cut": fields.get("finish_reason") == "length",
-        "tools": tuple(fields.get("tools") or ()),
+        "tools": _tools(fields, record.where),
     }
     if kind == "tokens":
         common |= {"prompt_ids": _ids(fields, "prompt_token_ids", record.where)}
@@ -226,6 +226,13 @@ def _further(turn: Mapping[str, Any], where: str) -> ChatMessage:
             raise ValueError(f"{where}: tool_calls must be an array of objects")
         found["tool_calls"] = [dict(call) for call in calls]
     return found
+
+
+def _tools(fields: Mapping[str, Any], where: str) -> tuple[dict[str, Any], ...]:
+    tools = fields.get("tools") or ()
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError(f"{where}: tools must be an array of objects")
+    return tuple(map(dict, tools))
 
 
 def _ids(fields: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ refused.
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,6 +35,11 @@ def check_name(path: str | Path) -> None:
 class Journal:
     """Rows appended to ``path``, with their settings in ``path + ".settings.json"``.
 
+    Args:
+        path: the .jsonl file.
+        settings: what a later run must agree on.
+        check_row: raises ValueError for a row of another command, given the row and its place.
+
     Attributes:
         rows: the rows of the file when it was opened, in order.
         num_torn_bytes: length of the incomplete last line that was removed.
@@ -45,7 +50,12 @@ class Journal:
         OSError: the file cannot be written.
     """
 
-    def __init__(self, path: str | Path, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        settings: Mapping[str, Any],
+        check_row: Callable[[dict[str, Any], str], object] = lambda row, where: None,
+    ) -> None:
         self.path = Path(path).expanduser()
         check_name(path)
         if is_stream(self.path):
@@ -60,7 +70,7 @@ class Journal:
             self._lock()
             self._check_settings(json.loads(json.dumps(settings)))
             self.num_torn_bytes = self._cut_torn_line()
-            self.rows = list(self._read())
+            self.rows = list(self._read(check_row))
         except BaseException:
             self._file.close()
             raise
@@ -132,13 +142,15 @@ class Journal:
             self._file.truncate(end)
         return size - end
 
-    def _read(self) -> Iterator[dict[str, Any]]:
+    def _read(self, check_row: Callable[[dict[str, Any], str], object]) -> Iterator[dict[str, Any]]:
         with self.path.open("rb") as stream:
             for number, line in read_lines(stream, str(self.path)):
+                where = f"{self.path}, line {number}"
                 try:
-                    row = parse_json(line, f"{self.path}, line {number}", only_depth=True)
+                    row = parse_json(line, where, only_depth=True)
+                    if not isinstance(row, dict):
+                        raise ValueError(f"{where}: no row of `drafter distill`")
+                    check_row(row, where)
                 except ValueError as error:
                     raise ValueError(f"{error}; the row is damaged: remove the line to continue") from error
-                if not isinstance(row, dict):
-                    raise ValueError(f"{self.path}, line {number}: no row of `drafter distill`; give another --out")
                 yield row

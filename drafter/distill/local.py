@@ -24,6 +24,7 @@ from drafter.distill.prompts import (
     Shard,
     WantedAnswer,
     builtin_prompts,
+    check_answer,
     keys_of,
     missing_answers,
     row_of,
@@ -258,7 +259,8 @@ def distill(
         found = select_prompts(file, format=format, columns=columns, limit=num_prompts, shard=part, exclude=unwanted)
         wanted, report.num_duplicates, report.num_excluded = found
         origin = {"prompts": _digest(wanted)}
-    with Journal(out, {**asdict(settings), "shard": str(part), **origin, **answerer.identity}) as journal:
+    recorded = {**asdict(settings), "shard": str(part), **origin, **answerer.identity}
+    with Journal(out, recorded, check_answer) as journal:
         _check_excluded(journal, unwanted)
         _answer_all(answerer, wanted, settings, journal, report, progress)
     return report
@@ -266,7 +268,7 @@ def distill(
 
 def _check_excluded(journal: Journal, exclude: Exclusion) -> None:
     """ValueError when the file holds answers to excluded prompts, from a run without this exclusion."""
-    ids = {str(row.get("id")): None for row in journal.rows if exclude.matches_any(row.get("messages", [])[:-1])}
+    ids = {row["id"]: None for row in journal.rows if exclude.matches_any(row["messages"][:-1])}
     if ids:
         shown = ", ".join(list(ids)[:3]) + (", ..." if len(ids) > 3 else "")
         raise ValueError(

@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from drafter.data.formats import ChatMessage
+from drafter.data.files import RawRow
+from drafter.data.formats import ChatMessage, parse_row
 from drafter.data.tokenize import render, stop_token_ids
 from drafter.distill.journal import Journal
-from drafter.distill.prompts import Exclusion, PromptRow, Shard, derive_seed
+from drafter.distill.prompts import Exclusion, PromptRow, Shard, check_id, derive_seed
 from drafter.targets.chat import what_runs
 from drafter.utils.limits import limited_map
 
@@ -132,12 +133,18 @@ def invent_prompts(
     wanted = settings.num_prompts // shard.total + (shard.index <= settings.num_prompts % shard.total)
     recorded = {**asdict(settings), "shard": str(shard), **identity}
     del recorded["num_prompts"]
-    with Journal(path, recorded) as journal:
+    with Journal(path, recorded, _check_row) as journal:
         collector = _Collector(journal, tokenizer, exclude or Exclusion(), wanted)
         _collect(collector, opening, sample, settings, shard, target_name, progress)
         rows = collector.rows[:wanted]
     prompts = [PromptRow(row["id"], ({"role": "user", "content": row["prompt"]},), "magpie") for row in rows]
     return prompts, collector.dropped
+
+
+def _check_row(row: dict[str, Any], where: str) -> None:
+    """ValueError unless the row is one that `_Collector.offer` writes."""
+    parse_row(RawRow(row, where, 0), format="prompt")
+    check_id(row, where, number="candidate")
 
 
 class _Collector:
@@ -152,7 +159,7 @@ class _Collector:
         self.wanted = wanted
         num_excluded = len(journal.rows) - len(self.rows)
         self.dropped: dict[str, int] = {"excluded": num_excluded} if num_excluded else {}
-        self.last = int(journal.rows[-1]["candidate"]) if journal.rows else -1
+        self.last = journal.rows[-1]["candidate"] if journal.rows else -1
         self._exclude = exclude
         self._special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._seen = {_normal(row["prompt"]) for row in self.rows}

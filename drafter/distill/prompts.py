@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from drafter.data.formats import ChatMessage, read_rows
+from drafter.data.files import RawRow
+from drafter.data.formats import ChatMessage, parse_row, read_rows
 from drafter.utils.validate import check_ranges, seed_field, within
 
 # Two texts that share a run of this many words count as the same material.
@@ -288,15 +289,26 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
+def check_answer(row: Mapping[str, Any], where: str) -> None:
+    """ValueError unless the row is one of :func:`row_of`."""
+    parse_row(RawRow(dict(row), where, 0), format="messages")
+    check_id(row, where, number="answer")
+
+
+def check_id(row: Mapping[str, Any], where: str, *, number: str) -> None:
+    """ValueError unless the row has an id and, under the key ``number``, a whole number."""
+    if not isinstance(row.get("id"), str):
+        raise ValueError(f"{where}: the row has no id")
+    if not isinstance(row.get(number), int) or isinstance(row[number], bool):
+        raise ValueError(f"{where}: {number} must be a whole number")
+
+
 def keys_of(rows: Sequence[dict[str, Any]], where: str) -> set[tuple[str, int]]:
-    """The keys of the answers in a file; ValueError if a row has no key or two rows have the same key."""
-    keys = set()
-    for number, row in enumerate(rows, start=1):
-        try:
-            key = (str(row["id"]), int(row["answer"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{where}, line {number}: no row of `drafter distill`; give another --out") from error
+    """The keys of the answers in a file; ValueError if two rows have the same key."""
+    keys: set[tuple[str, int]] = set()
+    for line, row in enumerate(rows, start=1):
+        key = (row["id"], row["answer"])
         if key in keys:
-            raise ValueError(f"{where}, line {number}: answer {key[1]} to prompt {key[0]!r} occurs twice")
+            raise ValueError(f"{where}, line {line}: answer {key[1]} to prompt {key[0]!r} occurs twice")
         keys.add(key)
     return keys

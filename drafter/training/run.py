@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger
@@ -37,6 +37,15 @@ _IDLE_WARNINGS = (
     r".*isinstance\(treespec, LeafSpec\).*",
     ".*is not supported by the model summary.*",
 )
+
+
+class _Restoration(Callback):
+    """Tells whether a checkpoint's state is restored: until then an error is one of the checkpoint's values."""
+
+    is_over = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.is_over = True
 
 
 class TrainCLI(LightningCLI):
@@ -135,6 +144,8 @@ def main_train(args: Sequence[str]) -> int:
         recover(Path(checkpoints, name))  # of a killed run; this run may never write the file again
     ckpt_path = _resume_path(cli.config.ckpt_path, checkpoints)
     exit_code = 1
+    restoration = _Restoration()
+    trainer.callbacks.append(restoration)  # the last one: other callbacks restore their part in on_train_start
     try:
         trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path, weights_only=True)
         exit_code = 0
@@ -144,6 +155,11 @@ def main_train(args: Sequence[str]) -> int:
         if trainer.interrupted:
             raise KeyboardInterrupt from error
         raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+        if ckpt_path is None or restoration.is_over:
+            raise
+        kind = type(error).__name__
+        raise ValueError(f"--ckpt_path {ckpt_path!r} cannot be resumed: {kind}: {first_line(error)}") from error
     finally:
         if exit_code:
             wandb_logging.finish(trainer, exit_code)

@@ -1,8 +1,10 @@
 """The commands as a whole: help without torch, precedence of every key, configurations, errors, exit codes."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -212,6 +214,26 @@ def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
     assert run_function(toy, [], monkeypatch) == 130
     assert capsys.readouterr().err == "drafter: interrupted\n"
+
+
+class InterruptedAtItsEnd:
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_that_python_drops_is_raised_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def toy(options: ToyOptions) -> None:
+        InterruptedAtItsEnd()
+        time.sleep(30)
+
+    before, start = sys.unraisablehook, time.monotonic()
+    assert run_function(toy, [], monkeypatch) == 130 and time.monotonic() - start < 20
+    assert capsys.readouterr().err == "drafter: interrupted\n"
+    assert sys.unraisablehook is before
+
+
 
 
 def test_closed_pipe_is_quiet() -> None:

@@ -13,6 +13,7 @@ from drafter.distill.prompts import (
     Shard,
     builtin_prompts,
     derive_seed,
+    check_answer,
     keys_of,
     missing_answers,
     select_prompts,
@@ -150,7 +151,18 @@ def test_bad_settings(change: dict, message: str) -> None:
 
 def test_rows_of_an_output_are_checked() -> None:
     assert keys_of([{"id": "a", "answer": 0}, {"id": "a", "answer": 1}], "f") == {("a", 0), ("a", 1)}
-    with pytest.raises(ValueError, match="f, line 2: no row of `drafter distill`"):
-        keys_of([{"id": "a", "answer": 0}, {"id": "b"}], "f")
     with pytest.raises(ValueError, match="f, line 2: answer 0 to prompt 'a' occurs twice"):
         keys_of([{"id": "a", "answer": 0}] * 2, "f")
+    good = {"id": "a", "answer": 0, "messages": [{"role": "user", "content": "b"}]}
+    check_answer(good, "f, line 3")
+    for change, message in (
+        ({"id": None}, "no id"),
+        ({"answer": "0"}, "answer must be a whole number"),
+        ({"answer": True}, "answer must be a whole number"),
+        ({"messages": [{"content": "b"}]}, "turn 1 has the role None"),
+        ({"messages": 5}, "messages must be an array"),
+        ({"messages": [{"role": "user", "content": 5}]}, "is int, not text"),
+        ({"tools": 5}, "tools must be an array of objects"),
+    ):
+        with pytest.raises(ValueError, match=f"f, line 3.*{message}"):
+            check_answer(good | change, "f, line 3")

@@ -27,6 +27,7 @@ FULL_SIZE = os.environ.get("ROBUSTNESS") == "full"
 MAX_BYTES = 4 << 30  # of address space
 MAX_CPU_SECONDS = 10  # of the process: a busy machine does not matter
 MAX_SECONDS = 600.0  # on the clock, for what waits without computing: a busy machine stretches every second
+_POLITE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MODULES = (
     "drafter.bench.plots",
     "drafter.bench.run",
@@ -213,9 +214,12 @@ def _serve_orders() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         start = time.monotonic()
+        # A signal that arrives before the command begins waits: Python's own work after a fork would drop it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _POLITE)
         child = os.fork()
         if child == 0:
             _run(order)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _POLITE)
         print(json.dumps([_wait(child, order), time.monotonic() - start]), flush=True)
 
 
@@ -256,7 +260,18 @@ def _run(order: dict[str, Any]) -> None:
             resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_SECONDS, MAX_CPU_SECONDS + 5))
         from drafter.cli.main import main
 
-        code = main(order["words"])
+        is_command = False
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _POLITE)
+            is_command = True
+            code = main(order["words"])
+            is_command = False
+            signal.pthread_sigmask(signal.SIG_BLOCK, _POLITE)
+        except KeyboardInterrupt:
+            if is_command:
+                raise
+            code = 130  # the signal came before the command or after its end
+            print("drafter: interrupted", file=sys.stderr)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
     except BaseException:
@@ -264,6 +279,7 @@ def _run(order: dict[str, Any]) -> None:
 
         traceback.print_exc()
     finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _POLITE)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
