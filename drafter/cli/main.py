@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _interrupts_repeated() -> Iterator[None]:
-    """Raise Ctrl-C again where Python drops it: in `__del__` and in callbacks Python prints an exception and goes on."""
+    """Raise Ctrl-C again where Python drops it: in `__del__` and in callbacks an exception is printed and forgotten."""
     usual = sys.unraisablehook
 
     def hook(dropped: Any) -> None:
