@@ -234,8 +234,6 @@ def test_an_interrupt_that_python_drops_is_raised_again(
     assert sys.unraisablehook is before
 
 
-
-
 def test_closed_pipe_is_quiet() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
