@@ -179,7 +179,7 @@ def mutated(value: Any, chance: random.Random, values: Sequence[Any] = VALUES) -
         if kind < 0.1:
             return {key: item for key, item in value.items() if key != name}
         if kind < 0.2:
-            return value | {chance.choice(["unknown", "", name + "_"]): chance.choice(values)}
+            return value | {chance.choice(["unknown", "", f"{name}_"]): chance.choice(values)}
         return value | {name: mutated(value[name], chance, values)}
     if isinstance(value, list) and value and chance.random() < 0.7:
         place = chance.randrange(len(value))
