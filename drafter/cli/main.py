@@ -123,11 +123,15 @@ def _fail(error: BaseException, message: str) -> int:
 
 
 def _one_line(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror and error.filename:
-        return f"{error.filename}: {error.strerror}"
     text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        text = f"{_cut(str(error.filename), _LONGEST_ERROR // 2)}: {error.strerror}"
     # A library may repeat a value of a damaged file, whatever its length.
-    return text if len(text) <= _LONGEST_ERROR else text[:_LONGEST_ERROR] + " ..."
+    return _cut(text, _LONGEST_ERROR)
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[:length] + " ..."
 
 
 def _dispatch(words: list[str]) -> int:
