@@ -17,6 +17,7 @@ from drafter.targets.target import Target
 from tests.engine.drafters import shared_target
 from tests.engine.oracle import answer, oracle, requests
 from tests.targets.zoo import PLAIN, TARGETS, build
+from tests.training.fakes import make_module, make_trainer
 
 PROMPTS = [list(range(3, 3 + size)) for size in (9, 1, 4, 14, 2)]
 NUM_NEW = 12
@@ -87,6 +88,8 @@ def test_what_drafts_is_refused_in_one_line(tmp_path: Path) -> None:
         target.new_cache(1, 8, exact_attention=True)
     with pytest.raises(ValueError, match=f"--runtime openvino {reason}"):
         target.use_openvino()
+    with pytest.raises(ValueError, match=f"drafter train {reason}"):
+        make_trainer(tmp_path).fit(make_module(target), [])
 
 
 def test_prefixes_are_not_shared() -> None:
