@@ -161,7 +161,7 @@ def parse_row(record: RawRow, *, format: str | None = None, columns: Mapping[str
 
 
 def recognise(fields: Mapping[str, Any]) -> str | None:
-    """The format of a row, by its keys; None if no key is known."""
+    """The format that the keys of a row show; None if no key is known."""
     if isinstance(fields.get("prompt_token_ids"), list) and isinstance(fields.get("token_ids"), list):
         return "tokens"
     if isinstance(fields.get("messages"), Sequence) and not isinstance(fields["messages"], str):

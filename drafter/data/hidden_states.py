@@ -54,7 +54,7 @@ class States(NamedTuple):
 
 
 class Crop(NamedTuple):
-    """Rows without the positions that no drafter starts from, and where each begins in the whole row."""
+    """Rows without the positions that no drafter starts from, and the start of each in the whole row."""
 
     store: TokenStore
     starts: list[int]
@@ -140,9 +140,9 @@ class HiddenStates:
 
     Args:
         shards: rows and file of each, in the order of the rows.
-        crop: of all rows.
-        spec: of the cache.
-        with_context: give the states of the fused layers, where the cache has any.
+        crop: the crop of all rows.
+        spec: the spec of the cache.
+        with_context: return the states of the fused layers, if the cache has any.
 
     Attributes:
         store: the rows, cut to the positions that have states.
@@ -186,7 +186,7 @@ class HiddenStates:
 def _compute(
     store: TokenStore, crop: Crop, rows: range, target: Target, spec: StateSpec, batch_tokens: int, bar: Any
 ) -> dict[str, Tensor]:
-    """The tensors of one shard: whole rows go through the target, kept positions are kept."""
+    """The tensors of one shard. The target reads whole rows; the shard gets the positions of the crop."""
     base, end = int(crop.store.offset_R1[rows.start]), int(crop.store.offset_R1[rows.stop])
     hidden_ND = torch.empty(end - base, spec.hidden_size, dtype=torch.bfloat16)
     context_NC = torch.empty(end - base, spec.context_size, dtype=torch.bfloat16)
@@ -208,7 +208,7 @@ def _compute(
 
 
 def _plan_shards(cropped: TokenStore, spec: StateSpec) -> list[range]:
-    """Neighbouring rows of about 64 MiB together, planned from the first row on: rows behind them change nothing."""
+    """Ranges of rows of about 64 MiB, planned from the first row on, so that added rows change no earlier range."""
     limit = max(1, _SHARD_BYTES // spec.bytes_per_position)
     offsets = cropped.offset_R1.tolist()
     shards, start = [], 0
@@ -220,12 +220,12 @@ def _plan_shards(cropped: TokenStore, spec: StateSpec) -> list[range]:
 
 
 def _shard_path(folder: Path, store: TokenStore, rows: range) -> Path:
-    """A path named by the whole rows, because a state depends on all text before the state, cut text included."""
+    """The path, a hash of the uncut rows: a state depends on all text before its position, cut text included."""
     return folder / f"states-{store.select(rows).digest()}.safetensors"
 
 
 def _check_spec(folder: Path, spec: StateSpec) -> None:
-    """ValueError if the folder holds something else; an empty folder may become anything."""
+    """ValueError if the folder holds a cache of another spec."""
     path = folder / "cache.json"
     if not path.is_file():
         if any(folder.glob("states-*")):
@@ -244,12 +244,12 @@ def _check_spec(folder: Path, spec: StateSpec) -> None:
 
 
 def _richer(folder: Path, spec: StateSpec) -> dict[str, Any] | None:
-    """The spec of the folder's cache, if the cache holds more than ``spec`` asks for."""
+    """The spec of the folder's cache, if the cache holds at least the states of ``spec``."""
     try:
         found = json.loads((folder / "cache.json").read_text(encoding="utf-8"))
         margin, layers = int(found["margin"]), tuple(found["context_layers"])
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # none there, or damaged: _check_spec says so
+        return None  # missing or damaged: _check_spec reports the error
     is_richer = margin >= spec.margin and (layers == spec.context_layers or not spec.context_layers)
     return found if is_richer else None
 

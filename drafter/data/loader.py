@@ -68,7 +68,7 @@ class TrainLoader:
         return self._epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, and over which data."""
+        """The position in the data, and the settings that the position depends on."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -77,8 +77,8 @@ class TrainLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue there; ValueError when the checkpoint's stream was another."""
-        # A state without pad_multiple is of a stream that did not count the padding: as with a multiple of 1.
+        """Continue at a saved position; ValueError if the position belongs to other data or settings."""
+        # A state without pad_multiple comes from a version that did not count padding, which equals a multiple of 1.
         saved = {"pad_multiple": 1, **state}
         for name, value in self._identity().items():
             if saved.get(name) != value:
@@ -142,7 +142,7 @@ class ValLoader:
 def _divisible(batches: list[list[int]], num_ranks: int) -> list[list[int]]:
     """The same rows in a number of batches that the ranks share evenly: the largest batches are cut in two.
 
-    Only where every batch is a single row, and still too few, are rows repeated.
+    Rows are repeated only if every batch is a single row and the number still does not fit.
     """
     batches = list(batches)
     while len(batches) % num_ranks:

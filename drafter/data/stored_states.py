@@ -51,7 +51,7 @@ class StoredFiles:
     """An index of a folder: which file holds the states of which tokens.
 
     Args:
-        folder: with one safetensors file for each text.
+        folder: folder of safetensors files, one for each text.
         longest: largest number of tokens of a row. Training cuts longer texts, and finds their files by these tokens.
         progress: show a bar.
 
@@ -80,7 +80,7 @@ class StoredFiles:
                 self._by_beginning[_digest(token_T[:longest])] = file
 
     def find(self, token_T: Tensor, num_needed: int) -> StoredFile | None:
-        """The file whose tokens are the row's, or the row's first ``num_needed`` or more; None if there is none.
+        """The file of the whole row, or of at least its first ``num_needed`` tokens; None without such a file.
 
         An engine stores no state for its last token, nor for the template after an answer.
         """
@@ -90,7 +90,7 @@ class StoredFiles:
         return found
 
     def nearest(self, token_T: Tensor) -> tuple[Path, int]:
-        """The file that shares the most first tokens with a row, and how many."""
+        """The file with the longest common beginning with a row, and the number of common tokens."""
         shared = [(_num_shared(read_tokens(path), token_T), path) for path in self.paths[:_MOST_COMPARED]]
         num, path = max(shared, key=lambda pair: pair[0])
         return path, num
@@ -100,11 +100,11 @@ class StoredStates:
     """The states of the rows of one store; the interface of :class:`drafter.data.hidden_states.HiddenStates`.
 
     Args:
-        files: of each row.
-        crop: of all rows.
+        files: the file of each row.
+        crop: the crop of all rows.
         norm: the target's final norm.
-        dtype: of the target.
-        layers: places in the files of the layers that make the context; empty: the context is the final hidden state.
+        dtype: the target's dtype.
+        layers: places of the context layers in the files; empty: the context is the final hidden state.
 
     Attributes:
         store: the rows, cut to the positions that a drafter starts from.
@@ -158,10 +158,10 @@ def open_stored_states(
     Args:
         files: the folder.
         store: the rows, which :func:`crop_to_answers` cuts by ``margin``.
-        target: whose final norm is applied, and which one row is compared with.
+        target: the target; its final norm is applied, and one row is compared with its forward.
         margin: kept positions before the first trained token.
-        context_layers: layers that the drafter's context is made of.
-        stored_layers: layers in the files, the last one excepted; None: ``context_layers``.
+        context_layers: layers of the drafter's context.
+        stored_layers: layers in the files without the last layer; None: ``context_layers``.
 
     Raises:
         ValueError: a row has no file, the files lack a layer, or the states are another model's.

@@ -227,12 +227,12 @@ def find_answers(tokenizer: Any, messages: Sequence[ChatMessage], tools: Tools =
 
 
 def _has_parts(message: ChatMessage) -> bool:
-    """An answer is more than its text: the template decides how reasoning and tool calls look."""
+    """Whether an answer has reasoning or tool calls, whose form the template decides."""
     return bool(message.get("reasoning_content") or message.get("tool_calls"))
 
 
 def _end_of_parts(tokenizer: Any, messages: Sequence[ChatMessage], tools: Tools, text: str, start: int) -> int:
-    """Where the last answer ends: the closing of the turn is what the template writes behind a plain answer."""
+    """End of the last answer. The closing of the turn is the text that the template writes after a plain answer."""
     message, plain = messages[-1], "Quiet violet."
     other = render(tokenizer, [*messages[:-1], {"role": "assistant", "content": plain}], tools=tools)
     closing = other.rpartition(plain)[2]
@@ -247,7 +247,7 @@ def _end_of_parts(tokenizer: Any, messages: Sequence[ChatMessage], tools: Tools,
 
 
 class Question(NamedTuple):
-    """A conversation whose answers are looked for; with ``is_prompt`` only the text before the answer is wanted."""
+    """A conversation whose answers are searched; with ``is_prompt`` only the text before the answer is rendered."""
 
     messages: Sequence[ChatMessage]
     tools: Tools = ()
@@ -365,7 +365,7 @@ class ConversationEncoder:
         return plans
 
     def _question(self, row: Row) -> Question | None:
-        """What to ask the template, no messages for nothing; None, and counted, if nothing can be trained on."""
+        """The question to the template, empty if none is needed; None, and a count, for an untrainable row."""
         self.report.num_rows += 1
         if row.text is not None:
             return Question([])
@@ -385,7 +385,7 @@ class ConversationEncoder:
         return Question(messages, row.tools)
 
     def _question_of_tokens(self, row: Row) -> Question | None:
-        """Nothing to tokenise but the prompt, where the row has its messages: only to compare."""
+        """The question of a row of token ids: its prompt, only to compare the tokens, if the row has messages."""
         if not row.token_ids:
             self.report.num_empty_answers += 1
             return None

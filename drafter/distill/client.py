@@ -1,4 +1,4 @@
-"""JSON requests to a server with OpenAI's protocol, and what vLLM, SGLang and our own server add to its answers."""
+"""JSON requests to a server with OpenAI's protocol, and the fields that vLLM, SGLang and `drafter serve` add."""
 
 import email.utils
 import http.client
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-_IDS = "return_token_ids"  # of vLLM and SGLang: the answer then holds the tokens themselves
+_IDS = "return_token_ids"  # field of vLLM and SGLang: the answer then holds token ids
 
 
 class ServerError(Exception):
@@ -96,7 +96,7 @@ class Client:
             raise ServerError(error.code, _error_text(error), _retry_after(error)) from error
 
     def model_card(self, model: str | None = None) -> dict[str, Any]:
-        """What the server lists about a model; the first one when None.
+        """The entry of a model in the server's list; None: the first model.
 
         Raises:
             ValueError: the server does not answer, or lists no such model.
@@ -123,14 +123,14 @@ class Reply(NamedTuple):
     """One answer of a chat or of a completion.
 
     Attributes:
-        text: without reasoning and tool calls, where the server parts them from the text.
-        finish_reason: as the server names the reason.
-        num_prompt_tokens, num_tokens: of the prompt and of the answer; 0 where the server does not count.
-        prompt_ids, token_ids: None where the server does not give token ids.
+        text: without reasoning and tool calls, if the server separates them from the text.
+        finish_reason: the server's own word.
+        num_prompt_tokens, num_tokens: tokens of prompt and answer; 0 if the server does not count.
+        prompt_ids, token_ids: None if the server gives no token ids.
         reasoning: text of the reasoning; empty when there is none.
         tool_calls: in OpenAI's form.
-        logprobs: text and natural logarithm of the probability of each token; None where the server gives none.
-        whole: the answer as it came.
+        logprobs: text and natural logarithm of the probability of each token; None if the server gives none.
+        whole: the whole response.
     """
 
     text: str
@@ -183,7 +183,7 @@ def _ids(value: Any) -> list[int] | None:
 
 
 def _logprobs(value: Any) -> list[tuple[str, float]] | None:
-    """Of a chat (a list of objects) or of a completion (parallel lists)."""
+    """Text and log-probability of each token, from a chat (list of objects) or a completion (parallel lists)."""
     if not value:
         return None
     if value.get("content"):
@@ -208,7 +208,7 @@ def _error_text(error: urllib.error.HTTPError) -> str:
 
 
 def _retry_after(error: urllib.error.HTTPError) -> float:
-    """Seconds of the header Retry-After, a number or a date; 0 without the header."""
+    """Seconds of the header Retry-After, which holds a number or a date; 0 without the header."""
     value = error.headers.get("Retry-After")
     if value is None:
         return 0.0

@@ -95,8 +95,8 @@ class Endpoint:
             threading.Thread(target=work, daemon=True).start()
             todo.put(None)
         num_refused = num_answered = 0
-        # A continued run repeats the refused prompts first, so refusals alone do not mean that the server is unusable:
-        # the limit is above the number of answers of earlier runs.
+        # A continued run repeats refused prompts first, so refusals alone do not show an unusable server: the limit
+        # exceeds the number of earlier answers.
         limit = min(_MAX_REFUSED_AT_START, len(wanted))
         if num_answered_before:
             limit = max(_MAX_REFUSED_AT_START, num_answered_before + 1)

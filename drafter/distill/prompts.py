@@ -211,9 +211,9 @@ class WantedAnswer:
 
 
 class MadeAnswer(NamedTuple):
-    """A finished answer: text, reason of its end, number of tokens.
+    """A finished answer: text, finish reason, number of tokens.
 
-    A server may part reasoning and tool calls from the text, and may give the tokens of prompt and answer.
+    A server may separate reasoning and tool calls from the text, and may give the tokens of prompt and answer.
     """
 
     text: str
@@ -225,7 +225,7 @@ class MadeAnswer(NamedTuple):
     token_ids: list[int] | None = None
 
 
-# Wanted answers with the made ones; None where the prompt cannot be answered.
+# Pairs of a wanted answer and the finished answer; None for a prompt that cannot be answered.
 AnswerStream = Iterator[tuple[WantedAnswer, MadeAnswer | None]]
 
 

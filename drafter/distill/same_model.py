@@ -1,4 +1,4 @@
-"""Whether a server runs the target: prompts, greedy tokens and their probabilities, beside the target's own.
+"""Checks whether a server runs the target, by prompts, greedy tokens and log-probabilities.
 
 Shapes: T tokens of a prompt and its answer · V vocabulary.
 """
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
 
 PromptMatch = Literal["same", "special tokens", "chat template", "other length", "unknown"]
 
-# Mean difference of log-probabilities, in nats. SmolLM2-135M in float32 beside itself: 0.03 in bfloat16, 0.04 in int8,
-# 0.2 in 5 bits, 0.6 in 4 bits; other models differ by several nats.
+# Mean difference of log-probabilities, in nats. SmolLM2-135M against its own float32 weights: 0.03 in bfloat16, 0.04 in
+# int8, 0.2 in 5 bits, 0.6 in 4 bits; other models differ by several nats.
 ROUNDING = 0.1
 OTHER_MODEL = 1.5
-_CLEAR = 0.5  # nats: a token so far below the likeliest one is no near tie
+_CLEAR = 0.5  # nats below the likeliest token: a smaller distance may be a near tie
 
 
 @dataclass
 class Comparison:
-    """The comparison of a few greedy answers.
+    """The comparison of a few greedy answers of the server with the target.
 
     Attributes:
-        prompt: how the server's prompts differ from the target's own template: token by token where the server gives
-            ids; "other length" where only the counts are known and differ.
+        prompt: difference between the server's prompts and the target's template, token by token if the server gives
+            ids; "other length" if only the counts are known and differ.
         prompt_note: the first difference, for messages.
-        num_tokens: tokens of the server's answers that were compared.
-        num_other_picks: tokens that the target puts clearly behind its own greedy pick.
-        difference: mean difference of their log-probabilities in nats; None where the server gives none.
+        num_tokens: compared tokens of the server's answers.
+        num_other_picks: tokens that the target ranks clearly below its own greedy pick.
+        difference: mean difference of the log-probabilities in nats; None if the server gives none.
     """
 
     prompt: PromptMatch = "unknown"
@@ -43,21 +43,21 @@ class Comparison:
 
     @property
     def is_other_model(self) -> bool:
-        """The probabilities are those of another model."""
+        """Whether the log-probabilities belong to another model."""
         return self.difference is not None and self.difference > OTHER_MODEL
 
     @property
     def is_rounded(self) -> bool:
-        """The probabilities are those of the target in another number format."""
+        """Whether the log-probabilities belong to the target in another number format."""
         return self.difference is not None and ROUNDING < self.difference <= OTHER_MODEL
 
     @property
     def is_sampled(self) -> bool:
-        """The model is the target, but the tokens are not its greedy ones."""
+        """Whether the model is the target, but the tokens are not its greedy tokens."""
         return self.num_other_picks > 0 and self.difference is not None and self.difference <= ROUNDING
 
     def lines(self) -> list[str]:
-        """What differs, one line each; none where nothing does."""
+        """One line for each difference."""
         found = []
         if self.prompt not in ("same", "unknown"):
             name = "chat template or special tokens" if self.prompt == "other length" else self.prompt
@@ -85,10 +85,10 @@ def compare_models(
     *,
     max_new_tokens: int = 16,
 ) -> Comparison:
-    """Ask the server for short greedy answers, and look at them with the target.
+    """Compare short greedy answers of the server with the target.
 
-    Conversations tell how the server makes a prompt. The answers that are compared follow the target's own prompt ids,
-    where the server takes ids: then the chat template has no part in the comparison of the models.
+    Conversations show how the server renders a prompt. The compared answers follow the target's own prompt ids if the
+    server takes ids, so that the chat template does not influence the comparison of the models.
 
     Raises:
         ValueError: the server refuses a prompt, or gives no answer.
@@ -101,7 +101,7 @@ def compare_models(
         chat = _ask(client, "chat/completions", {**greedy, "messages": list(messages), "logprobs": True})
         assert chat is not None
         _note_prompt(found, target, prompt_ids, chat)
-        # Token ids in a prompt: vLLM, SGLang and this package take them; a server that does not answers the chat only.
+        # vLLM, SGLang and this package take token ids as a prompt; from other servers the chat answer is compared.
         reply = _ask(client, "completions", {**greedy, "prompt": prompt_ids, "logprobs": 1}, may_lack=True)
         if reply is None and found.prompt in ("same", "unknown"):
             reply = chat
@@ -124,7 +124,7 @@ def _ask(client: Client, path: str, body: dict[str, Any], *, may_lack: bool = Fa
 
 
 def _note_prompt(found: Comparison, target: "Target", prompt_ids: list[int], reply: Reply) -> None:
-    """Keep the first difference of a prompt; "same" when none of them differs."""
+    """Record the first difference of a prompt; "same" if no prompt differs."""
     if found.prompt not in ("same", "unknown"):
         return
     theirs = reply.prompt_ids
@@ -175,12 +175,12 @@ def _note_answer(
 
 
 def _ids_of_text(target: "Target", reply: Reply) -> list[int]:
-    """The answer's tokens, where the server gives text alone; none where its tokens are others than the tokenizer's."""
+    """The tokens of an answer that came as text, up to the first token that the server split differently."""
     tokenizer: Any = target.tokenizer
     ids = list(tokenizer(reply.text, add_special_tokens=False)["input_ids"])
     if reply.logprobs is not None:
         texts = [target.decode([token], skip_special_tokens=False) for token in ids]
-        # The replacement character stands for any part of a character: what follows may be shifted.
+        # The replacement character stands for any part of a character: later tokens may be shifted.
         same = [mine == theirs != "\ufffd" for mine, (theirs, _) in zip(texts, reply.logprobs, strict=False)]
         ids = ids[: same.index(False)] if False in same else ids[: len(same)]
     return ids

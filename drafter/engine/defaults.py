@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_WHOLE_PROMPT = 2**24  # tokens of a chunk: the most that the setting takes
+_WHOLE_PROMPT = 2**24  # tokens of a prefill chunk: the upper end of the setting's range
 NO_DRAFTER = "none"  # --drafter none: do not load the drafter that comes with the package
 NO_FILE = "none"  # --tuned none: do not use measured sizes
 TUNED_FILE = "tuned.json"  # the file of `drafter tune` beside a drafter
@@ -119,7 +119,7 @@ def _plain(
     drafter: "RecurrentDrafter | None",
     draft_model: "Target | None",
 ) -> Choice:
-    """Settings for a target that trees cannot run through; ValueError where something that drafts was named."""
+    """Settings for a target that cannot verify trees; ValueError if the user named a drafter, a tree or a method."""
     named = [f"--{name.replace('_', '-')}" for name in _TREE_FIELDS if name in fields]
     named += ["--drafter"] * (drafter is not None) + ["--draft-model"] * (draft_model is not None)
     named += [f"--method {method}"] * (method not in (None, "autoregressive"))
@@ -129,12 +129,12 @@ def _plain(
 
 
 def followed(config: EngineConfig, target: "Target") -> EngineConfig:
-    """The settings as an engine of the target follows them.
+    """The settings that an engine of this target uses.
 
-    A target without trees takes a prompt in one forward and shares no prefixes.
+    A target that cannot verify trees prefills a prompt in one forward and shares no prefixes.
 
     Raises:
-        ValueError: the settings draft, and trees cannot run through the target.
+        ValueError: the settings draft, and the target cannot verify trees.
     """
     if not target.no_trees:
         return config

@@ -36,14 +36,14 @@ _log = logging.getLogger(__name__)
 class Engine:
     """Decodes batches of prompts with a target and, if given, a drafter.
 
-    The tokens are the tokens of autoregressive decoding. The configuration decides only how fast they are generated.
+    The tokens equal the tokens of autoregressive decoding. The configuration decides only the speed.
 
     Attributes:
         compiler: compiles the parts of a step if ``config.compile`` is on.
         lockstep: the other processes of the target, if there are any.
 
     Args:
-        target: the model whose answers are wanted.
+        target: the model that answers.
         drafter: a trained drafter; needed for ``method="redrafter"``.
         config: settings; None: the defaults of :func:`drafter.engine.defaults.choose`.
         draft_model: a smaller model of the same tokenizer; needed for ``method="draft-model"``.
@@ -150,7 +150,7 @@ class Engine:
 
         Args:
             prompts: texts (one user message each, or raw text), message lists, or token id lists.
-            params: for all, or one for each.
+            params: one for all prompts, or one for each prompt.
             raw: texts go to the model as they are, without chat template.
             progress: show a bar.
 
@@ -158,7 +158,7 @@ class Engine:
             Completions in the order of the prompts.
 
         Raises:
-            ValueError: an empty or too long prompt, parameters the target cannot meet, or another call is under way.
+            ValueError: an empty or too long prompt, parameters that need a tokenizer, or another call is running.
         """
         done: list[Completion | None] = [None] * len(prompts)
         with tqdm(total=len(prompts), desc="Decoding", unit="prompt", disable=not progress) as bar:
@@ -403,7 +403,7 @@ class Engine:
     def _share_prefix(self, runner: Runner, request: Request) -> None:
         """Copy the common prefix of another row into a new row, after saving the earlier content of the row."""
         row, prefixes = request.row, self._prefixes
-        # A drafter with a memory of the text must read the text: copied slots would leave the memory empty.
+        # A drafter with a memory of the text must read every token: copied slots would leave the memory empty.
         if not self.config.reuse_prefixes or self._contexts.read is not None:
             return
         shared = prefixes.find(request.prompt_ids)
@@ -449,7 +449,7 @@ class Engine:
                 chunk.request.num_prefilled = chunk.stop
 
     def _limit_of(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        """How many tokens may be generated after this prompt."""
+        """Largest number of tokens that may be generated after this prompt."""
         if not prompt_ids:
             raise ValueError("a prompt is empty: every prompt needs at least one token")
         bad = next((token for token in prompt_ids if not 0 <= token < self.target.vocab_size), None)
@@ -469,7 +469,7 @@ class Engine:
         return min(self.config.max_length or self.target.max_length, self.target.max_length)
 
     def _num_slots_of(self, prompt_length: int, params: SamplingParams) -> int:
-        """Slots a request needs: everything up to its last root, and one tree."""
+        """Slots that a request needs: all tokens up to its last root, and one tree."""
         length = min(prompt_length + params.max_new_tokens, self._max_length)
         if self.config.max_length is not None:
             length = self._max_length  # one size for all requests: a server's cache is allocated once

@@ -15,11 +15,11 @@ R = TypeVar("R")
 
 
 def lead_or_follow(models: Models, work: Callable[[], R]) -> R | None:
-    """Run ``work`` in the leading process while the others follow its engines; None in those.
+    """The result of ``work`` in the leading process; the other processes follow its engines and get None.
 
     Args:
-        models: what all processes have loaded.
-        work: makes engines of these models and talks to users.
+        models: the models that all processes have loaded.
+        work: makes engines of these models, and reads and writes for users.
     """
     ranks = models.target.ranks
     if ranks is None:
@@ -31,17 +31,17 @@ def lead_or_follow(models: Models, work: Callable[[], R]) -> R | None:
     try:
         return work()
     finally:
-        with suppress(RuntimeError):  # the others may have met the same mistake and ended
+        with suppress(RuntimeError):  # the other processes may have ended by the same error
             ranks.close()
 
 
 def _follow(models: Models, ranks: Ranks) -> None:
-    """Make the calls of the leader until the leader has no more."""
-    logging.disable(logging.WARNING)  # the leader says the same
+    """Repeat the calls of the leader until the leader closes the group."""
+    logging.disable(logging.WARNING)  # the leader logs the same lines
     engines: dict[int, Engine] = {}
     while (found := _next(ranks)) is not None:
         message, gone = found
-        for number in gone:  # their caches make room
+        for number in gone:  # free their caches
             engines.pop(number, None)
         if isinstance(message, NewEngine):
             engines[message.number] = Engine(
@@ -51,7 +51,7 @@ def _follow(models: Models, ranks: Ranks) -> None:
                 draft_model=models.draft_model if message.has_draft_model else None,
             )
             continue
-        with suppress(ValueError):  # a request that the leader has refused as well, and told the user why
+        with suppress(ValueError):  # the leader has refused the same request, with a message
             getattr(engines[message.number], message.method)(*message.args, **message.kwargs)
 
 

@@ -1,8 +1,8 @@
 """Engines of a target that several processes run together: all make the same calls in the same order.
 
-Process 0 leads: its engines announce every call before they make it. The other processes wait for announcements, make
-the same calls, and never decide anything: no prompt, no clock and no free memory of theirs counts. Drafts and picks are
-deterministic, so that all processes get the same tokens; the checksums of every step are compared.
+Process 0 leads: its engines announce every call before the call. The other processes wait for announcements, make the
+same calls, and decide nothing: they read no prompts, no clock and no free memory. Drafts and picks are deterministic,
+so all processes get the same tokens; the checksums of every step are compared.
 
     leader      Engine(target, ...)   add(ids, ...)   step()      step()      ...   end
     followers   the same engine       the same        the same    the same
@@ -42,14 +42,14 @@ class EngineCall(NamedTuple):
 
 
 class Lockstep:
-    """What an engine does with the other processes of its target; nothing where there are none.
+    """Keeps the engines of the processes of one target in step; does nothing for a single process.
 
     Args:
         ranks: the processes; None: this process is alone.
     """
 
     _numbers = count()
-    _gone: ClassVar[list[int]] = []  # numbers of the leader's engines that nobody holds any more
+    _gone: ClassVar[list[int]] = []  # numbers of the leader's engines that were garbage-collected
 
     def __init__(self, ranks: Ranks | None) -> None:
         self._ranks = ranks
@@ -65,10 +65,10 @@ class Lockstep:
         return self._ranks is not None
 
     def open(self, config: EngineConfig, *, has_drafter: bool, has_draft_model: bool, is_own: bool) -> None:
-        """Let the others make the same engine.
+        """Make the other processes build the same engine.
 
         Raises:
-            ValueError: the engine has parts of its maker's own, which the others cannot make.
+            ValueError: the engine has a proposer or sizer of the caller, which other processes cannot build.
         """
         if not self._announces:
             return
@@ -83,7 +83,7 @@ class Lockstep:
 
     @contextmanager
     def calling(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        """Announce a call, unless the call is part of another one."""
+        """Announce a call, unless another call of the engine contains the call."""
         if self._ranks is None or self._is_inside:
             yield
             return
@@ -93,7 +93,7 @@ class Lockstep:
                 self._send(EngineCall(self._number, method, args, kwargs))
             yield
         except RuntimeError as error:
-            self._announces = False  # nobody is left to be told how this process tidies up
+            self._announces = False  # the calls that clean up have no listeners
             raise Broken(f"process {self._ranks.rank} of {self._ranks.size} stops: {first_line(error)}") from error
         finally:
             self._is_inside = False
@@ -105,11 +105,11 @@ class Lockstep:
 
 
 class Broken(OSError):
-    """A process is gone, or has other tokens: this one cannot go on."""
+    """Another process has ended, or has other tokens, so this process cannot continue."""
 
 
 def in_lockstep(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A method of an engine that the other processes call as well."""
+    """Decorator: the other processes call this method of the engine as well."""
 
     @functools.wraps(method)
     def call(engine: Any, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -21,13 +21,13 @@ def cache_bytes(target: Target, num_rows: int, num_slots: int) -> int:
 
 
 def step_bytes(target: Target, num_rows: int, num_nodes: int, max_depth: int, *, has_noise: bool) -> int:
-    """The peak of a decoding step above weights and cache: its logits, and where rows sample, their noise.
+    """Peak memory of a decoding step, without weights and cache: logits, and the noise of rows that sample.
 
-    Greedy: B N V numbers of the target's format. Sampling: at the pick, besides them, the noise of every depth (L + 1),
-    in a tree that of every node, and the logits after temperature: B V (N b + 4 (L + 1) + 8 N); or before, while the
-    noise is made, three words for every number of it; on a CPU the noise and four words for every token. What else a
-    step allocates is small beside one row of logits for every node, as long as V is large beside the hidden size.
-    Filters (top-k, top-p) are not counted.
+    A greedy step holds B N V logits of b bytes. A sampling step has the larger of two peaks. At the pick: the logits,
+    the noise of all L + 1 depths, in a tree the noise of every node, and the logits after temperature, together
+    B V (N b + 4 (L + 1) + 8 N) bytes. While the noise is made: three words for each number of the noise; on a CPU the
+    noise and four words for each token. Other tensors are small if V is large compared with the hidden size. Filters
+    (top-k, top-p) are not counted.
     """
     logits = num_rows * num_nodes * target.vocab_size * target.dtype.itemsize
     if not has_noise:
@@ -56,13 +56,13 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def _available_to(target: Target) -> int | None:
-    """Free memory for each of the processes that run the target, the least of all; None: unknown."""
+    """Free memory for each process of the target: the least over all processes; None: unknown."""
     devices = set(target.layer_devices) | {target.device}
     found = [available_bytes(device) for device in devices]
     available = None if None in found else sum(filter(None, found))
     if target.ranks is None or available is None:
         return available
-    is_shared = target.device.type == "cpu"  # as it is on one machine; several machines could take more
+    is_shared = target.device.type == "cpu"  # right for one machine, too low for several
     return target.ranks.least(available // (target.ranks.size if is_shared else 1))
 
 
@@ -70,7 +70,7 @@ def check_fit(models: Sequence[Target], num_rows: int, num_slots: int, num_nodes
     """Refuse an engine whose cache and step do not fit, before they are allocated.
 
     Args:
-        models: the target, and a draft model if there is one, which has a cache as well.
+        models: the target and, if there is one, the draft model, which has a cache of its own.
         num_rows, num_slots, num_nodes, max_depth: B, S, N, L.
 
     Raises:

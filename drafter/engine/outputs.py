@@ -32,9 +32,9 @@ class StepTree(NamedTuple):
 
     Attributes:
         token_ids: tokens of the nodes; node 0 is the root, chosen by the step before.
-        parents: index of each node's parent; the root is its own.
+        parents: index of each node's parent; the parent of the root is the root.
         path: nodes of the accepted path, root included.
-        bonus_id: the target's own token behind the path.
+        bonus_id: the target's own token after the path.
     """
 
     token_ids: list[int]
@@ -52,11 +52,11 @@ class Completion:
         prompt_ids: the prompt's token ids.
         token_ids: generated tokens, a produced stop token included.
         text: text of the answer, without stop token and stop string.
-        finish_reason: ``stop`` or ``length`` (``abort`` only when taken back).
+        finish_reason: ``stop`` or ``length``; ``abort`` for an aborted request.
         num_target_forwards: forwards of the target that generated tokens (prefill not counted).
         tokens_per_step: len(token_ids) / num_target_forwards.
         seconds: from the start of its prefill to its end.
-        num_accepted: drafted tokens kept by each step.
+        num_accepted: accepted draft tokens of each step.
     """
 
     index: int
@@ -118,8 +118,8 @@ def read_logprobs(
         logits_BNV: the target's logits at every node.
         accepted: the accepted paths.
         emitted_BL: tokens that the step emits, [B, L + 1].
-        rows: the rows asked for.
-        num_top: K, how many of the likeliest tokens are listed.
+        rows: the wanted rows.
+        num_top: K, number of likeliest tokens to list.
 
     Returns:
         For each row one entry for each emitted token.

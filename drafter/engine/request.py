@@ -22,8 +22,8 @@ class Request:
         params: how to answer.
         limit: most tokens of the answer (``max_new_tokens``, or fewer where the context ends).
         stop_ids: tokens that end the answer.
-        text: incremental text; None: no text is wanted.
-        options: further wishes of the caller.
+        text: incremental text; None: the caller wants no text.
+        options: further options of the caller.
         token_ids: generated tokens.
         num_accepted: accepted draft tokens of each step.
         num_prefilled: prompt tokens in the cache. The last prompt token is never prefilled: it is the first root.

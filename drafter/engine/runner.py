@@ -213,7 +213,7 @@ class Runner:
         rows = self._row_state(
             self._active_rows(is_active), warp, self.visible_slots(max_committed + proposer.num_nodes)
         )
-        has_noise = warp.flags.has_noise and not self._is_rejection  # that rule draws noise of its own
+        has_noise = warp.flags.has_noise and not self._is_rejection  # the rejection rule draws its own noise
         noise_BLV = self._noise(rows, proposer.max_depth) if has_noise else None
         candidates = proposer.propose(rows, noise_BLV)
         if wants is not None and wants.plain_rows:

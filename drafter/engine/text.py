@@ -75,7 +75,7 @@ class IncrementalText:
     part of a stop string, or that ends within a character, is held back.
 
     Attributes:
-        text: all text that is certain.
+        text: all text that later tokens cannot change.
         is_stopped: True after a stop string; ``text`` ends before the stop string.
         ends: length of the text after each token. A token in the middle of a character adds nothing; the last token of
             the character adds the character.

@@ -1,4 +1,4 @@
-"""Further forms of an exported drafter: the published format, a script for transformers, a repository of the hub."""
+"""Other forms of an exported drafter: the published format, a script for transformers, a repository of the hub."""
 
 import shutil
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class FormCheck(NamedTuple):
 
     Attributes:
         max_difference: greatest difference of a logit, over tokens that both forms can propose.
-        max_logit: greatest magnitude among them, to judge the difference by.
+        max_logit: greatest magnitude of these logits, for scale.
         tokens_per_step: of our form.
         tokens_per_step_apple: of the published form.
     """

@@ -20,7 +20,7 @@ from drafter.proposers.options import TreePolicy
 from drafter.proposers.parts import Parts
 from drafter.targets.target import Target
 
-_COPY_DEPTH = 10  # greatest depth of nodes that are copies behind the last drafting step
+_COPY_DEPTH = 10  # greatest depth of copied nodes after the last drafting step
 
 
 class BeamProposer(Proposer):
@@ -81,7 +81,7 @@ class BeamProposer(Proposer):
         self.width = beam_width
         self.length = draft_length
         self._embed = target.embed
-        self._dtype = drafter.dtype  # transformers goes over the modules to find it
+        self._dtype = drafter.dtype  # kept, because transformers searches all modules for the dtype
         self._token_R = drafter.draft_token_ids_R
         if beam_width > self._token_R.shape[0]:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Copying: a token that followed the same tokens earlier in the text is likelier than the drafter knows.
+"""Copying: mixes the drafter's distribution with the token that followed the same tokens earlier in the text.
 
 A drafter reads one hidden state and does not see the text. At each beam, the longest earlier occurrence of the beam's
 last tokens names one token: the token behind the occurrence. The beam's distribution becomes
@@ -11,8 +11,8 @@ match of prompt lookup as its pointer).
 In the text "a b c x a b" a beam at its end names c, by a match of two tokens. The beam behind c names x, by a match of
 three tokens; a beam behind any other token names nothing.
 
-Behind the last drafting step the best beam goes on with the named tokens alone, while there are any: a long occurrence
-drafts more tokens than the drafter has steps, at no step of the network.
+After the last drafting step, named tokens alone lengthen the best beam, as long as there are any. A long occurrence
+therefore drafts more tokens than the drafter has steps, without a forward of the drafter.
 
 Shapes: B rows · W beams · S slots of history · R draft vocabulary · X lengths of a match, 0 first.
 """
@@ -25,13 +25,13 @@ from torch.nn import functional as F
 
 from drafter.proposers.lookup import match_lengths
 
-# Shares of matches of 1, 2, ..., 8 or more tokens: the likeliest ones, rounded, beside the shipped drafter,
-# for 80 greedy answers of a 135M chat model to questions, chat and tasks (10,000 tokens).
+# Shares of matches of 1, 2, ..., 8 or more tokens: rounded maximum-likelihood values with the shipped drafter,
+# on 80 greedy answers of a 135M chat model to questions, chat and tasks (10,000 tokens).
 SHARES = (0.11, 0.41, 0.49, 0.59, 0.66, 0.7, 0.7, 0.9)
 
 
 class Copies(NamedTuple):
-    """Earlier occurrences of the last tokens of every beam, and the odds of what stands behind them.
+    """Earlier occurrences of the last tokens of every beam, and the odds of the tokens that follow them.
 
     Attributes:
         token_BS: the text's token ids by position, int64.
@@ -59,7 +59,7 @@ class Copies(NamedTuple):
         return cls(token_BS, next_BS, match_lengths(token_BS, position_B, len(SHARES))[:, None], odds_X)
 
     def follow(self, beam_BW: Tensor, token_BW: Tensor) -> Self:
-        """Copies of new beams: of each the old beam it comes from and its own token."""
+        """Copies of new beams, each given by its parent beam and its own token."""
         num_slots = self.token_BS.shape[1]
         old_BWS = self.length_BWS.gather(1, beam_BW[:, :, None].expand(-1, -1, num_slots))
         before_BWS = torch.cat([torch.zeros_like(old_BWS[:, :, :1]), old_BWS[:, :, :-1]], dim=2)
@@ -67,10 +67,10 @@ class Copies(NamedTuple):
         return self._replace(length_BWS=(before_BWS + 1).clamp_max(len(SHARES)) * is_same_BWS)
 
     def best(self) -> tuple[Tensor, Tensor]:
-        """Of each beam the token behind the longest match, the latest of equals, and its log odds beside the drafter.
+        """The token after each beam's longest match (the latest of equally long matches), and its log odds.
 
         Returns:
-            Token int64 [B, W], any where there is no match; log odds [B, W], -inf where there is no match.
+            Token int64 [B, W], undefined without a match; log odds [B, W], -inf without a match.
         """
         num_slots = self.token_BS.shape[1]
         slot_S = torch.arange(num_slots, device=self.token_BS.device)
@@ -139,7 +139,7 @@ def _match_length(text: list[int], place: int) -> int:
 
 
 class Mixture(NamedTuple):
-    """A distribution (1 - share) q + share [copied token], as logits of one scale.
+    """A distribution (1 - share) q + share [copied token], as logits on one scale.
 
     Attributes:
         logits_BWR: of the draft vocabulary without the copied token, whose place holds -inf. float32.

@@ -34,10 +34,10 @@ class DraftOptions:
         coupled: rank drafts by the noise of sampling, which decides the target's next picks
         copying: mix the drafter's distribution with the token that followed the same tokens earlier in the text
         tau: softness of the ranking: children are ranked by (log q / temperature + noise_weight * noise) / tau
-        noise_weight: weight of the noise in the ranking. The drafter's q is flatter than the target's p, whose scale
-            the noise has
-        verify: rule that accepts the tokens of a draft model: ``coupled`` gives the text of plain decoding,
-            ``rejection``, the rule of two-model speculative decoding, only its distribution
+        noise_weight: weight of the noise in the ranking. The noise has the scale of the target's p; the drafter's q is
+            flatter, so a weight below 1 ranks better
+        verify: rule that accepts the tokens of a draft model: ``coupled`` gives the text of plain decoding;
+            ``rejection`` is the rule of two-model speculative decoding and gives the distribution alone
         num_draft_tokens: tokens that a draft model proposes per step
         max_ngram: longest match of lookup
         lookup_length: tokens that one match of lookup proposes

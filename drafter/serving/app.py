@@ -155,7 +155,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check a request, then call the application."""
         if scope["type"] == "http" and _header(scope, b"content-length") and _header(scope, b"transfer-encoding"):
-            # A proxy may see another end of the body, and so another next request.
+            # A proxy may find another end of the body, and read the rest as a further request.
             error = ApiError(400, "the request has both Content-Length and Transfer-Encoding: send one of them")
             await _send_error(error, send, closes=True)
             return
@@ -191,7 +191,7 @@ class Guard:
         if not self._digests:
             return
         kind, _, key = _header(scope, b"authorization").partition(b" ")
-        # All digests are compared, and have one length, so the time reveals nothing about a key.
+        # All digests have one length and all are compared, so the time reveals nothing about a key.
         given = _digest(key.strip())
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         if kind.lower() != b"bearer" or not any(matches):
@@ -208,7 +208,7 @@ class Guard:
         """
         kind = _header(scope, b"content-type").partition(b";")[0].strip().lower()
         if kind != b"application/json":
-            # A browser sends forms of other web sites without a question; their types are refused here.
+            # A browser sends the forms of other web sites without asking; no form has this content type.
             raise ApiError(415, "the body must be JSON: send 'Content-Type: application/json'")
         declared = _header(scope, b"content-length")
         if declared.isdigit() and int(declared) > self._max_body_bytes:

@@ -27,7 +27,7 @@ HEADER_SECONDS = 20.0  # from the first byte, or the start of the connection, to
 
 
 def load_engine(options: ServeOptions, models: Models | None = None) -> Engine:
-    """The engine of a server, with its cache allocated; ``models`` are the loaded models, if they are loaded.
+    """The engine of a server, with its cache allocated; without ``models`` the models are loaded first.
 
     Raises:
         ValueError: a model cannot be loaded, or the cache does not fit into memory.

@@ -135,7 +135,7 @@ class ErrorBody(BaseModel):
 
 
 def _same(given: Any, neutral: Any) -> bool:
-    """True if both are equal and of one kind, because Python says 1 == True."""
+    """True if the values are equal and both or neither are booleans, because in Python 1 == True."""
     return given == neutral and isinstance(given, bool) == isinstance(neutral, bool)
 
 
@@ -357,7 +357,7 @@ class CompletionRequest(Generation):
 
 
 def error_of(errors: list[Any]) -> ApiError:
-    """The API's error for one of pydantic's findings about a body; a finding in our own wording goes first."""
+    """The API's error for one of pydantic's errors about a body; errors of this module's own validators come first."""
     first = next((error for error in errors if error["type"] in _OWN_ERRORS), errors[0])
     context = first.get("ctx") or {}
     if first["type"] == "json_invalid":

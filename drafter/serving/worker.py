@@ -230,7 +230,7 @@ class Worker:
     def _seconds_to_wait(self, num_jobs: int) -> int:
         """Estimated seconds until ``num_jobs`` further answers get rows, from the durations of the last answers.
 
-        Before an answer is finished, the time since the engine got work stands for the duration of an answer.
+        Before the first answer is finished, the estimate uses the time since the engine got work.
         """
         if self._durations:
             mean = sum(self._durations) / len(self._durations)
@@ -350,7 +350,7 @@ class Worker:
             events = [self._delta(update) for update in updates]
         except Exception as error:
             if self.engine.lockstep.is_on:
-                raise  # the other processes are gone or have gone on: no step of this one can be right
+                raise  # the other processes have ended or continued: the steps of this process would differ
             # Any error of a step may fail only the requests of that step.
             self._recover(error)
             return

@@ -140,7 +140,7 @@ def _continued(target: Target, data: Any, options: DrafterOptions, config: Draft
 
 
 def choose_draft_vocabulary(count_V: Tensor, size: int, always: Iterable[int] = ()) -> Tensor:
-    """The ``size`` most frequent tokens, ascending int64 [R]; ties go to the lower id; ``always`` are in at any count.
+    """The ``size`` most frequent tokens, ascending int64 [R]; ties go to the lower id; ``always`` are always included.
 
     >>> choose_draft_vocabulary(torch.tensor([5, 0, 9, 7, 0]), 3, always=[1]).tolist()
     [1, 2, 3]

@@ -188,7 +188,7 @@ class SaveWhenStopped(Callback):
         self._is_whole_step = trainer.global_step != self._step
         self._step = trainer.global_step
         fit_loop: Any = trainer.fit_loop
-        # A validation that follows is stopped within itself: Lightning would save the validation as done.
+        # If a validation follows, the stop comes within it: otherwise Lightning would save the validation as done.
         if not fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher):
             self._stop_if_told(trainer, self._is_whole_step)
 
@@ -196,7 +196,7 @@ class SaveWhenStopped(Callback):
         self._stop_if_told(trainer, self._is_whole_step and not trainer.sanity_checking, is_validation_due=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning saves at a new best only: where there is none for long, a crash would cost more than one interval.
+        # Lightning saves at a new best only. Without a new best, a crash would cost more than one interval.
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._save_last(trainer)
 
@@ -225,7 +225,7 @@ class SaveWhenStopped(Callback):
         print("\nstopping after this step; a checkpoint is written (Ctrl-C again stops at once)", file=sys.stderr)
 
     def _stop_if_told(self, trainer: Trainer, can_save: bool, *, is_validation_due: bool = False) -> None:
-        # Every process asks, so that all stop after the same step whichever got the signal.
+        # Every process takes part, so that all stop after the same step, whichever process got the signal.
         if not trainer.strategy.reduce_boolean_decision(bool(self._signal), all=False) or not can_save:
             return
         self._is_validation_due = is_validation_due

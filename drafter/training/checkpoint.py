@@ -170,11 +170,11 @@ def drafter_of_checkpoint(path: str | Path) -> RecurrentDrafter:
 
 
 def export_checkpoint(checkpoint: str | Path, out: str | Path, *, dtype: str = "bfloat16") -> Path:
-    """Write the drafter of a trainer's checkpoint as a folder: config.json, model.safetensors, README.md, run.json, and
-    what ``model.generate(custom_generate=...)`` of transformers runs.
+    """The folder ``out`` with the drafter of a trainer's checkpoint: config.json, model.safetensors, README.md,
+    run.json, and the script that ``model.generate(custom_generate=...)`` of transformers runs.
 
-    The folder is whole at every moment: an interrupted export leaves the drafter that stood there before. An exported
-    drafter is replaced; any other folder, and one with further files in it, is refused.
+    The folder is complete at every moment: an interrupted export leaves the earlier drafter. An earlier export is
+    replaced; any other folder, and a folder with further files, is refused.
 
     Args:
         checkpoint: a .ckpt file of ``drafter train``.
@@ -221,12 +221,12 @@ def _write(drafter: RecurrentDrafter, checkpoint: dict[str, Any], folder: Path) 
 
 
 def _plain(name: str) -> str:
-    """A name without what Markdown and HTML read as more than text."""
+    """A name without the characters that Markdown and HTML treat as markup."""
     return re.sub(r"[<>`\s]+", " ", name)
 
 
 def model_card(drafter: RecurrentDrafter, facts: Mapping[str, Any]) -> str:
-    """Markdown; ``facts``: trained_positions, steps, and by name metrics and the settings of training and data."""
+    """The model card (Markdown); ``facts`` has trained_positions, steps, metrics, training and data."""
     config = drafter.config
     parts = drafter.num_parameters_by_part()
     training = {"model": facts["training"], "data": facts["data"]}

@@ -93,8 +93,13 @@ class PairTargets(NamedTuple):
 
 
 class LossOutput(NamedTuple):
-    """``loss``: the weighted sum over pairs, with gradient; ``loss_P``: each pair's; ``rank_P``: how many draft tokens
-    have a higher logit than ``ranked_P`` (empty when not asked for)."""
+    """A loss over pairs.
+
+    Attributes:
+        loss: weighted sum over pairs, with gradient.
+        loss_P: loss of each pair.
+        rank_P: number of draft tokens with a higher logit than ``ranked_P``; empty without ``ranked_P``.
+    """
 
     loss: Tensor
     loss_P: Tensor
@@ -242,14 +247,14 @@ class _Teacher(NamedTuple):
         return cls(p_MR.to(rows_RF.dtype), negentropy_M, p_MR.to(rows_RF.dtype) @ rows_RF)
 
 
-_MASKED = -1e4  # added to the logit of a column that stands twice: no weight, and finite
+_MASKED = -1e4  # added to the logit of a repeated column: finite, and without weight
 
 
 class TokenSample(NamedTuple):
     """The tokens of the draft vocabulary in a sampled loss, and the target's logits of these tokens.
 
-    The ``S`` tokens are shared by all positions: the likeliest of the batch, each for itself, and tokens drawn from the
-    rest, each for as many as were not drawn. The ``K`` tokens are each position's own likeliest.
+    All positions share the ``S`` tokens: the likeliest tokens of the batch with weight 1, and tokens drawn from the
+    rest, whose weights stand for the tokens that were not drawn. The ``K`` tokens are the likeliest of each position.
 
     Attributes:
         hidden_MD: the target's final hidden states, in the dtype of the rows.
@@ -257,7 +262,7 @@ class TokenSample(NamedTuple):
         log_weight_S: log of how many tokens a shared token stands for.
         logits_MS: the target's logits of the shared tokens.
         top_MK: int64 draft indices.
-        top_logits_MK: the target's logits of these.
+        top_logits_MK: the target's logits of ``top_MK``.
     """
 
     hidden_MD: Tensor
@@ -317,8 +322,12 @@ def sample_tokens(
 
 
 class SampledOutput(NamedTuple):
-    """``loss_P``: each pair's loss, with gradient; ``rank_P``: an estimate of how many draft tokens the drafter prefers
-    to the label, float32."""
+    """A sampled loss.
+
+    Attributes:
+        loss_P: loss of each pair, with gradient.
+        rank_P: estimated number of draft tokens with a higher logit than the label, float32.
+    """
 
     loss_P: Tensor
     rank_P: Tensor
@@ -336,8 +345,8 @@ def sampled_loss(
 ) -> SampledOutput:
     """:func:`mixed_loss` of each pair over few tokens: the label, the position's likeliest ones, and the shared ones.
 
-    A shared token that stands for n tokens counts n times in every sum, p's and q's alike: log n is added to both
-    logits. With every token shared the values are those of :func:`mixed_loss`.
+    A shared token that stands for n tokens counts n times in the sums of p and q: log n is added to both logits. If
+    every token is shared, the values equal those of :func:`mixed_loss`.
 
     Args:
         feature_PF: factors of the output rows, in the dtype of the computation.

@@ -40,8 +40,8 @@ class DepthCounts(NamedTuple):
         """Count.
 
         Args:
-            rank_NK: int64, how many draft tokens the drafter prefers to the right one.
-            is_valid_NK: pairs that count; a pair behind an invalid one is left out of the conditional counts.
+            rank_NK: int64, number of draft tokens that the drafter prefers to the right token.
+            is_valid_NK: pairs that count; a pair after an invalid pair is left out of the conditional counts.
         """
         limit_Q = torch.tensor([*TOP_K, NUM_RANKS], device=rank_NK.device)
         is_hit_NKQ = (rank_NK[..., None] < limit_Q) & is_valid_NK[..., None]
@@ -63,7 +63,7 @@ class DepthCounts(NamedTuple):
         return type(self)(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
     def accuracies(self) -> dict[str, float]:
-        """``top8_d2``: share of ranks below 8 at depth 2; ``cond8_d2``: where depth 1 had one too."""
+        """``top8_d2``: share of ranks below 8 at depth 2; ``cond8_d2``: the share, given a rank below 8 at depth 1."""
         out: dict[str, float] = {}
         for depth in range(len(self.total_K)):
             for q, top in enumerate(TOP_K):
@@ -85,7 +85,7 @@ class AnswerRanks(NamedTuple):
     Attributes:
         rank_BTK: int16, rank of the pick at depth k from a start at t; NUM_RANKS for higher ranks and for tokens that
             cannot be drafted.
-        is_answer_BT: positions whose tokens a decoder would have to write.
+        is_answer_BT: positions whose tokens a decoder would generate.
     """
 
     rank_BTK: Tensor
@@ -103,8 +103,8 @@ class AnswerRanks(NamedTuple):
         """(tokens, steps) of writing the answers with one fixed tree of ranks; see :func:`best_tree`.
 
         A step at t knows the token at t + 1, keeps the longest path of the tree that follows the ranks, and adds the
-        target's own next token: it goes on at t + 1 + kept. Positions in between are never visited, so hard ones weigh
-        as much as they do in decoding.
+        target's own next token. The next step is at t + 1 + kept. Positions in between are not visited, so hard
+        positions weigh as much as in decoding.
         """
         tokens = steps = 0
         for kept_T, is_answer_T in zip(self._kept(tree).tolist(), self.is_answer_BT.tolist(), strict=True):
@@ -116,7 +116,7 @@ class AnswerRanks(NamedTuple):
         return tokens, steps
 
     def _kept(self, tree: Sequence[tuple[int, ...]]) -> Tensor:
-        """How deep the tree follows the ranks from each start, int64 [B, T]."""
+        """Depth to which the tree follows the ranks from each start, int64 [B, T]."""
         code_BT = torch.zeros(self.rank_BTK.shape[:2], dtype=torch.int64)
         alive_BT = torch.ones_like(code_BT, dtype=torch.bool)
         kept_BT = torch.zeros_like(code_BT)

@@ -206,7 +206,7 @@ class DrafterModule(LightningModule):
         dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
         ids_R = self.drafter.draft_token_ids_R
         teacher = Teacher(target, ids_R.to(target.device), dtype)
-        # Neither is a module or a buffer: not saved, not moved, not broadcast.
+        # These attributes are neither modules nor buffers, so Lightning does not save, move or broadcast them.
         self.teacher, self._draft_index_V = teacher, draft_index_of(ids_R.cpu(), target.vocab_size)
         is_tied = self.drafter.config.head == "tied"
         if self.objective.shared_tokens and not (is_tied and target.has_plain_logits):
@@ -216,7 +216,7 @@ class DrafterModule(LightningModule):
             )
         self._features = torch.compile(self.drafter.features, dynamic=True) if self._compile else self.drafter.features
         if self.trainer.is_global_zero:
-            # Not self.print, which gives lines to a progress bar that is not there yet.
+            # Not self.print, which needs a progress bar; there is none yet.
             print("\n".join([*built.notes, *summary_lines(self.drafter)]), flush=True)
         self._cache_states(data)
 
@@ -274,7 +274,7 @@ class DrafterModule(LightningModule):
         """Take over the measured constants of the interrupted run; refuse a checkpoint of another shape."""
         rescale_progress(checkpoint, self.trainer.world_size)
         reopen_epoch(checkpoint)
-        # --trainer.max_time is for each start: with the time that is used up already no step would be made.
+        # --trainer.max_time counts from each start; the time of earlier starts would stop the run at once.
         checkpoint.get("callbacks", {}).pop(Timer.__qualname__, None)
         saved = checkpoint["drafter_config"]
         expect_same_shape(self.drafter.config, saved)
@@ -300,9 +300,9 @@ class DrafterModule(LightningModule):
         """Target forward, drafter, loss.
 
         Args:
-            paired: of :meth:`select`.
-            with_ranks: give each pair's exact loss and rank.
-            is_exact: the loss over all tokens of the draft vocabulary, even where ``shared_tokens`` asks for less.
+            paired: result of :meth:`select`.
+            with_ranks: return the exact loss and rank of each pair.
+            is_exact: compute the loss over the whole draft vocabulary, whatever ``shared_tokens`` is.
         """
         batch, pairs = paired.batch, paired.pairs
         target_output = self._target_states(batch)
@@ -376,7 +376,7 @@ class DrafterModule(LightningModule):
         return self._features(torch.cat(hiddens), torch.cat(states))
 
     def _generator(self) -> torch.Generator:
-        """Keyed by the batch's number, so that a resumed run chooses as the uninterrupted one."""
+        """A generator keyed by the number of the batch, so that a resumed run makes the same choices."""
         return torch.Generator().manual_seed(self._seed * 1_000_003 + self.trainer.fit_loop.total_batch_idx)
 
     # -- Lightning's hooks -----------------------------------------------------------------------------------------
@@ -410,7 +410,7 @@ class DrafterModule(LightningModule):
         weights = {name: weight.detach() for name, weight in self.drafter.named_parameters()}
         if not self._average:
             self._average = {name: weight.clone() for name, weight in weights.items()}
-        # A fixed decay would hold on to the first weights: early averages are over all steps so far.
+        # A fixed decay would keep the first weights for long, so early averages run over all steps so far.
         share = max(1 - decay, 1 / (self.trainer.global_step + 1))
         torch._foreach_lerp_([*self._average.values()], [*weights.values()], share)
 

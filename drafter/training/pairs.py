@@ -5,7 +5,7 @@ x_{t+1+k}, which the target itself predicts from h_{t+k}. The pair (t, k) counts
 token behind the root x_{t+1} up to x_{t+1+k} is trained on (an answer's) and can be drafted. The first root of an
 answer is the prompt's last token.
 
-Shapes: B rows · T tokens · K depths · N starts · P pairs (starts at depth 1, then those that go on to depth 2, ...) ·
+Shapes: B rows · T tokens · K depths · N starts · P pairs (starts at depth 1, then starts that reach depth 2, ...) ·
 M teacher positions · S positions of the batch (B x T) · V target vocabulary.
 """
 
@@ -21,9 +21,9 @@ class Pairs(NamedTuple):
 
     Attributes:
         start_N: index b * T + t of each start.
-        num_starts: how many starts reach depth 1, 2, ...; pair (n, k) stands at sum(num_starts[:k-1]) + n.
+        num_starts: number of starts that reach depth 1, 2, ...; pair (n, k) stands at sum(num_starts[:k-1]) + n.
         position_M: indices b * T + t + k of the hidden states that hold the target's own predictions, each once.
-        teacher_P: place in ``position_M`` of each pair's.
+        teacher_P: index of each pair's position in ``position_M``.
         label_P: draft index of x_{t+1+k}.
         depth_P: k - 1.
     """
@@ -96,13 +96,13 @@ def per_depth(value_P: Tensor, num_starts: Sequence[int], fill: int | float | bo
 
 
 def reached(rank_P: Tensor, num_starts: Sequence[int], limit: int) -> Tensor:
-    """Pairs whose shallower labels all stand among the drafter's first ``limit`` tokens, bool [P].
+    """Pairs whose shallower labels are all among the drafter's first ``limit`` tokens, bool [P].
 
     A label of a higher rank is seldom in a draft tree, and decoding seldom reaches the positions after the label.
 
     Args:
-        rank_P: how many tokens the drafter prefers to each pair's label.
-        num_starts: of the pairs.
+        rank_P: number of tokens that the drafter prefers to each pair's label.
+        num_starts: as in :class:`Pairs`.
         limit: ranks below the limit count as drafted.
     """
     is_drafted_NK = per_depth(rank_P < limit, num_starts, False)

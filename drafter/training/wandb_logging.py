@@ -23,7 +23,7 @@ class DecodedStep(NamedTuple):
     Attributes:
         accepted: accepted draft tokens.
         own: the target's own token; empty if the answer ended before.
-        rejected: the likeliest draft token at the place of ``own``, or nothing where none was drafted.
+        rejected: the likeliest draft token at the place of ``own``; empty if no token was drafted there.
     """
 
     accepted: list[int]
@@ -69,7 +69,7 @@ def make_logger(project: str, folder: str, *, settings: Mapping[str, Any], is_re
 
 
 def log_answers(trainer: Trainer, answers: Sequence[DecodedAnswer], decode: Callable[[list[int]], str]) -> None:
-    """Log decoded answers as the table ``val/answers``; nothing where the run has no Weights & Biases logger.
+    """Log decoded answers as the table ``val/answers``, if the run has a Weights & Biases logger.
 
     Args:
         trainer: the trainer of the run.
