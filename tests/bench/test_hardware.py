@@ -5,6 +5,8 @@ import os
 import runpy
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,23 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from drafter.bench.hardware import CheckSettings, check_table, check_target, copy_bandwidth, weight_bytes
-from drafter.bench.steptime import Budget
+from drafter.bench.hardware import (
+    CheckSettings,
+    FixedTree,
+    StepClock,
+    check_table,
+    check_target,
+    copy_bandwidth,
+    weight_bytes,
+)
+from drafter.decoding.params import SamplingParams
+from drafter.decoding.proposer import RootOnly
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
 from drafter.targets.checks import decoder_of
 from drafter.targets.target import Target
-from tests.engine.drafters import shared_target, trained_drafter
+from tests.engine.drafters import prompts_for, shared_target, trained_drafter
+from tests.engine.oracle import rows_of
 
 SETTINGS = CheckSettings(
     (1, 2), (4, 8), beam_width=4, draft_length=2, context_length=16, num_rounds=2, copy_bytes=2**20
@@ -45,7 +59,9 @@ def test_a_copy_has_a_bandwidth() -> None:
 def check(target: Target, **options: Any) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     drafter = trained_drafter() if target is shared_target() else options.pop("drafter")
-    check_target(target, drafter, SETTINGS, Budget(60), compile=False, on_record=records.append, **options)
+    check_target(
+        target, drafter, SETTINGS, time.perf_counter() + 60, compile=False, on_record=records.append, **options
+    )
     return records
 
 
@@ -60,10 +76,59 @@ def test_parts_of_a_step_are_told_apart() -> None:
     assert check_table(records).count("\n") == 4
 
 
+@pytest.mark.parametrize("num_nodes", [2, 3, 7, 8, 25, 64])
+def test_fixed_trees_are_trees(num_nodes: int) -> None:
+    proposer = FixedTree(num_nodes, 61, torch.device("cpu"))
+    candidates = proposer.propose(rows_of([[1, 2, 3], [4, 5]]), None)
+    parent, depth = candidates.parent_BN[0].tolist(), candidates.depth_BN[0].tolist()
+    assert candidates.token_BN.shape == (2, num_nodes) and candidates.token_BN[:, 0].tolist() == [3, 5]
+    assert parent[0] == depth[0] == 0 and max(depth) == proposer.max_depth <= 6
+    for node in range(1, num_nodes):
+        assert parent[node] < node and depth[node] == depth[parent[node]] + 1
+    children = list(zip(parent[1:], candidates.token_BN[0, 1:].tolist(), strict=True))
+    assert len(set(children)) == len(children)
+
+
+def test_steps_with_a_proposer_of_the_caller_change_no_token() -> None:
+    engine = Engine(shared_target(), config=EngineConfig(method="lookup", max_rows=4, tree_size=16))
+    plain = Engine(shared_target(), config=EngineConfig(method="autoregressive", max_rows=4))
+    engine.reserve(64)
+    proposer = FixedTree(16, 61, torch.device("cpu"))
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    prompts = prompts_for(4, seed=8)
+    own = [engine.add(prompt, params, want_text=False) for prompt in prompts]
+    while engine.has_work:
+        engine.step(proposer)
+    assert [request.token_ids for request in own] == [item.token_ids for item in plain.generate(prompts, params)]
+
+
+def test_proposers_take_turns_and_medians_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = StepClock(shared_target(), trained_drafter(), replace(SETTINGS, num_rounds=3), 2, compile=False)
+    order: list[int] = []
+    durations = iter([9.0, 9.0, 1.0, 5.0, 3.0, 6.0, 2.0, 4.0])
+
+    def step(proposer: RootOnly) -> float:
+        order.append(proposer.num_nodes)
+        return next(durations)
+
+    monkeypatch.setattr(clock, "step", step)
+    monkeypatch.setattr(clock, "_restart", lambda: None)
+    trees = {1: RootOnly(), 4: FixedTree(4, 61, torch.device("cpu"))}
+    assert clock.compare(trees, time.perf_counter() + 60) == {1: 2.0, 4: 5.0} and order == [1, 4] * 4
+
+
+def test_a_context_too_short_to_measure_in_is_said() -> None:
+    settings = replace(SETTINGS, context_length=240)
+    with pytest.raises(ValueError, match="too short for so many steps"):
+        check_target(
+            shared_target(), trained_drafter(), settings, time.perf_counter() + 60, compile=False, on_record=print
+        )
+
+
 def test_no_measurement_begins_when_the_time_is_over() -> None:
     records: list[dict[str, Any]] = []
     check_target(
-        shared_target(), trained_drafter(), SETTINGS, Budget(0.0), compile=False, on_record=records.append
+        shared_target(), trained_drafter(), SETTINGS, 0.0, compile=False, on_record=records.append
     )  # fmt: skip
     assert records == []
 

@@ -1,20 +1,15 @@
-"""Tuning: fixed trees are trees, the plan follows the measured steps, and other commands take the file."""
+"""Tuning: the plan follows the measured steps, and other commands take the file."""
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from drafter.bench.settings import TuneSettings
-from drafter.bench.steptime import Budget, FixedTree, StepClock, Timed
 from drafter.bench.tune import COLUMNS, _Calibration, candidates, table_rows, tune
 from drafter.cli.main import main
 from drafter.decoding.params import SamplingParams
-from drafter.decoding.proposer import RootOnly, RowState
-from drafter.decoding.tree import Candidates
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.request import Request
@@ -22,7 +17,6 @@ from drafter.engine.sizes import PLAIN, Tree, read_tuned
 from drafter.proposers.copying import SHARES
 from drafter.proposers.options import Method
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
-from tests.engine.oracle import rows_of
 from tests.tiny_files import make_drafter, make_target
 
 SETTINGS = TuneSettings(batch_sizes=(2, 1), tree_sizes=(2, 4, 8), max_new_tokens=24, seconds=20)
@@ -31,92 +25,6 @@ SETTINGS = TuneSettings(batch_sizes=(2, 1), tree_sizes=(2, 4, 8), max_new_tokens
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drafter.bench.tune._NUM_ROUNDS", 12)
-
-
-@pytest.mark.parametrize("num_nodes", [2, 3, 7, 8, 25, 64])
-def test_fixed_trees_are_trees(num_nodes: int) -> None:
-    proposer = FixedTree(num_nodes, 61, torch.device("cpu"))
-    candidates = proposer.propose(rows_of([[1, 2, 3], [4, 5]]), None)
-    parent, depth = candidates.parent_BN[0].tolist(), candidates.depth_BN[0].tolist()
-    assert candidates.token_BN.shape == (2, num_nodes) and candidates.token_BN[:, 0].tolist() == [3, 5]
-    assert parent[0] == depth[0] == 0 and max(depth) == proposer.max_depth <= 6
-    for node in range(1, num_nodes):
-        assert parent[node] < node and depth[node] == depth[parent[node]] + 1
-    children = list(zip(parent[1:], candidates.token_BN[0, 1:].tolist(), strict=True))
-    assert len(set(children)) == len(children)
-
-
-def test_steps_with_a_proposer_of_the_caller_change_no_token() -> None:
-    engine = Engine(shared_target(), config=EngineConfig(method="lookup", max_rows=4, tree_size=16))
-    plain = Engine(shared_target(), config=EngineConfig(method="autoregressive", max_rows=4))
-    engine.reserve(64)
-    proposer = FixedTree(16, 61, torch.device("cpu"))
-    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
-    prompts = prompts_for(4, seed=8)
-    own = [engine.add(prompt, params, want_text=False) for prompt in prompts]
-    while engine.has_work:
-        engine.step(proposer)
-    assert [request.token_ids for request in own] == [item.token_ids for item in plain.generate(prompts, params)]
-
-
-def test_proposers_take_turns_and_medians_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = StepClock(shared_target(), None, 2, context_length=8, largest=4, num_steps=30)
-    order: list[int] = []
-    durations = iter([9.0, 9.0, 1.0, 5.0, 3.0, 6.0, 2.0, 4.0])
-
-    def step(proposer: RootOnly) -> float:
-        order.append(proposer.num_nodes)
-        return next(durations)
-
-    monkeypatch.setattr(clock, "step", step)
-    monkeypatch.setattr(clock, "restart", lambda: None)
-    tree = FixedTree(4, 61, torch.device("cpu"))
-    found = clock.compare({"plain": RootOnly(), "tree": tree}, 3, Budget(60), lambda: None)
-    assert order == [1, 4] * 4 and found == {"plain": 2.0, "tree": 5.0}
-
-
-def test_every_comparison_begins_with_the_same_context() -> None:
-    clock = StepClock(shared_target(), None, 2, context_length=8, largest=1, num_steps=30)
-    lengths: list[list[int]] = []
-
-    class Watched(RootOnly):
-        def propose(self, rows: RowState, noise_BLV: torch.Tensor | None) -> Candidates:
-            lengths.append(rows.length_B.tolist())
-            return super().propose(rows, noise_BLV)
-
-    for _ in range(2):
-        clock.compare({"watched": Watched()}, 2, Budget(60), lambda: None)
-    assert len(lengths) == 6 and lengths[:3] == lengths[3:]
-    assert lengths[0][0] < lengths[2][0] and lengths[0][0] <= 8 + 2
-
-
-def test_a_spent_budget_leaves_two_rounds() -> None:
-    clock = StepClock(shared_target(), None, 1, context_length=8, largest=1, num_steps=30)
-    rounds: list[int] = []
-    clock.compare({"plain": RootOnly()}, 9, Budget(0.0), lambda: rounds.append(1))
-    assert len(rounds) == 3  # the one that does not count is the first
-
-
-def test_drafting_is_timed_apart() -> None:
-    class Slow(RootOnly):
-        def propose(self, rows: object, noise_BLV: object) -> object:  # type: ignore[override]
-            time.sleep(0.01)
-            return super().propose(rows, noise_BLV)  # type: ignore[arg-type]
-
-        def observe(self, rows: object, outcome: object) -> None:
-            time.sleep(0.01)
-
-    clock = StepClock(shared_target(), None, 1, context_length=8, largest=1, num_steps=9)
-    timed = Timed(Slow(), torch.device("cpu"))
-    whole = clock.step(timed)
-    assert 0.02 <= timed.seconds[0] <= whole
-
-
-def test_a_context_too_short_to_measure_in_is_said() -> None:
-    clock = StepClock(shared_target(), None, 1, context_length=240, largest=8, num_steps=100)
-    with pytest.raises(ValueError, match="too short for so many steps"):
-        for _ in range(40):
-            clock.step(RootOnly())
 
 
 def _scaled_steps(monkeypatch: pytest.MonkeyPatch, seconds_per_node: float) -> None:
