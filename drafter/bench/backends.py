@@ -4,7 +4,7 @@ The clock of a backend runs from token ids to token ids: no tokenizer is timed.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
@@ -39,43 +39,35 @@ class AnsweredTurn(NamedTuple):
 Transcript = list[list[AnsweredTurn]]  # conversation by conversation, turn by turn
 
 
-class Backend(Protocol):
-    """One method at one batch size."""
+class Backend:
+    """One method at one batch size. A subclass implements :meth:`answer`."""
 
     @property
     def process_id(self) -> int | None:
         """Id of the process that decodes; None is the benchmark's own process."""
-        ...
+        return None
 
     def close(self) -> None:
         """Free the memory and the processes of the backend."""
-        ...
 
     def reserve(self, num_tokens: int) -> None:
         """Allocate room for a prompt and its answer of ``num_tokens`` together. Not timed."""
-        ...
 
     def forget(self) -> None:
         """Drop everything learnt from earlier answers. Called between runs."""
-        ...
 
     def answer(
         self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], None]
     ) -> list[TimedAnswer]:
         """Answers in the order of the prompts; ``on_answer`` is called once for each finished answer."""
-        ...
+        raise NotImplementedError
 
 
-class EngineBackend:
+class EngineBackend(Backend):
     """The package's engine. The next prompt takes a finished row at once."""
-
-    process_id = None
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-
-    def close(self) -> None:
-        """Nothing to do: the engine goes with its last reference."""
 
     def reserve(self, num_tokens: int) -> None:
         """Allocate the cache."""

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from drafter.bench import peer_worker
-from drafter.bench.backends import TimedAnswer
+from drafter.bench.backends import Backend, TimedAnswer
 from drafter.bench.methods import GGUF_WEIGHTS, MethodSpec, parse_method
 from drafter.decoding.params import SamplingParams
 from drafter.targets.catalog import gguf_file, home_folder
 from drafter.targets.target import Target
+from drafter.utils.io import replacing
 
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32}  # general.file_type of the format
 _KEEPS_ANSWERS = ("ngram-cache", "ngram-mod")  # tables that outlive a request
@@ -48,10 +49,8 @@ def weights_file(name: str, weights: str) -> Path:
     stem = re.sub(rf"[.-]({'|'.join(GGUF_WEIGHTS)})$", "", source.stem, flags=re.IGNORECASE)
     out = home_folder() / "gguf" / f"{stem}-{digest}.{weights}.gguf"
     if not out.is_file():
-        out.parent.mkdir(parents=True, exist_ok=True)
-        scratch = out.with_suffix(".tmp")
-        _write_rounded(reader, scratch, weights)
-        scratch.rename(out)
+        with replacing(out) as new:
+            _write_rounded(reader, new, weights)
     return out
 
 
@@ -100,8 +99,8 @@ def llama_cpp_server(name: str, weights: str, num_slots: int, num_tokens: int) -
         worker.close()
 
 
-class NativeBackend:
-    """An engine that reads a GGUF file, behind the interface of :class:`drafter.bench.backends.Backend`.
+class NativeBackend(Backend):
+    """An engine that reads a GGUF file.
 
     Args:
         target: the model; its own GGUF file gives the weights.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CompileConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from drafter.bench.backends import TimedAnswer
+from drafter.bench.backends import Backend, TimedAnswer
 from drafter.bench.methods import MethodSpec
 from drafter.decoding.params import SamplingParams
 from drafter.targets.target import Target
@@ -21,7 +21,7 @@ _LOOKUP_TOKENS = 10  # the value of transformers' documentation for prompt looku
 _CACHE_STEP = 64
 
 
-class TransformersBackend:
+class TransformersBackend(Backend):
     """`generate` in batches of fixed composition: a batch ends when its last answer does.
 
     hf-generate is plain; hf-static has a static cache; hf-compile compiles over it; hf-lookup takes drafts from the
@@ -34,8 +34,6 @@ class TransformersBackend:
         batch_size: prompts answered together.
         assistant: the smaller model of hf-assistant.
     """
-
-    process_id = None
 
     def __init__(self, target: Target, spec: MethodSpec, batch_size: int, assistant: Target | None = None) -> None:
         assert spec.is_peer and batch_size <= (spec.max_batch_size or batch_size)
@@ -50,12 +48,6 @@ class TransformersBackend:
     def reserve(self, num_tokens: int) -> None:
         """Fix the length of a static cache, so that the cache is made and compiled once."""
         self._cache_length = -(-num_tokens // _CACHE_STEP) * _CACHE_STEP
-
-    def close(self) -> None:
-        """Nothing to do: the model is the benchmark's."""
-
-    def forget(self) -> None:
-        """Nothing to do: `generate` keeps nothing from one call to the next."""
 
     def answer(
         self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], None]

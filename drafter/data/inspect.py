@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from drafter.data.formats import ReadReport, read_rows
+from drafter.data.formats import read_rows
 from drafter.data.prepare import short_name, with_progress
 from drafter.data.tokenize import ConversationEncoder, EncodedRow, EncodeReport
 
@@ -26,7 +26,6 @@ def inspect_file(
     max_length: int | None = None,
     format: str | None = None,
     columns: Mapping[str, str] | None = None,
-    skip_invalid: bool = False,
     progress: bool = True,
 ) -> EncodeReport:
     """Print the first ``num_rows`` rows with their loss mask, then the counts of all rows.
@@ -39,8 +38,7 @@ def inspect_file(
         ValueError: a chat template without usable prefixes.
     """
     encoder = ConversationEncoder(tokenizer, name=target_name, max_length=max_length)
-    read = ReadReport()
-    rows = read_rows(name, format=format, columns=columns, skip_invalid=skip_invalid, report=read)
+    rows = read_rows(name, format=format, columns=columns)
     lengths: list[tuple[int, int]] = []
     shown: list[EncodedRow] = []
     for encoded in encoder.encode(with_progress(rows, f"tokenising {short_name(name)}", progress)):
@@ -48,7 +46,6 @@ def inspect_file(
         if len(shown) < num_rows:
             shown.append(encoded)
     report = encoder.report
-    report.num_invalid = read.num_invalid
     for number, encoded in enumerate(shown, start=1):
         console.rule(f"row {number}: {sum(encoded.loss_mask):,} of {len(encoded.token_ids):,} tokens are trained on")
         console.print(paint(tokenizer, encoded, has_colour=console.color_system is not None), soft_wrap=True)

@@ -174,29 +174,11 @@ class ChatDataModule(LightningDataModule):
 
     def train_dataloader(self) -> TrainLoader:
         store, gather_rows = self._source("train")
-        rank, world_size = self._rank_and_world_size()
-        return TrainLoader(
-            store,
-            gather_rows,
-            batch_tokens=self._batch_tokens,
-            seed=self._seed,
-            pad_multiple=self._pad_multiple,
-            rank=rank,
-            world_size=world_size,
-            fingerprint=store.digest(),
-        )
+        return TrainLoader(store, gather_rows, seed=self._seed, fingerprint=store.digest(), **self._batching())
 
     def val_dataloader(self) -> ValLoader:
         store, gather_rows = self._source("val")
-        rank, world_size = self._rank_and_world_size()
-        return ValLoader(
-            store,
-            gather_rows,
-            batch_tokens=self._batch_tokens,
-            pad_multiple=self._pad_multiple,
-            rank=rank,
-            world_size=world_size,
-        )
+        return ValLoader(store, gather_rows, **self._batching())
 
     def cache_states(self, target: Target, *, draft_length: int, context_layers: Sequence[int] = ()) -> None:
         """Fill the hidden-state cache, if ``cache_hidden_states`` names a folder, or open the files of
@@ -274,9 +256,11 @@ class ChatDataModule(LightningDataModule):
             )
         return counts
 
-    def _rank_and_world_size(self) -> tuple[int, int]:
-        trainer = self.trainer
-        return (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
+    def _batching(self) -> dict[str, int]:
+        """Size of the batches, and the share of this process."""
+        rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
+        sizes = {"batch_tokens": self._batch_tokens, "pad_multiple": self._pad_multiple}
+        return {**sizes, "rank": rank, "world_size": world_size}
 
     def _trained_rows(self) -> TokenStore:
         return _everything(self.train_store) if self.train_on == "everything" else self.train_store

@@ -19,6 +19,7 @@ PromptMatch = Literal["same", "special tokens", "chat template", "other length",
 # int8, 0.2 in 5 bits, 0.6 in 4 bits; other models differ by several nats.
 ROUNDING = 0.1
 OTHER_MODEL = 1.5
+_NUM_TOKENS = 16  # of each compared answer
 _CLEAR = 0.5  # nats below the likeliest token: a smaller distance may be a near tie
 
 
@@ -82,8 +83,6 @@ def compare_models(
     model: str,
     target: "Target",
     prompts: Sequence[Sequence[Mapping[str, Any]]],
-    *,
-    max_new_tokens: int = 16,
 ) -> Comparison:
     """Compare short greedy answers of the server with the target.
 
@@ -97,7 +96,7 @@ def compare_models(
     differences: list[float] = []
     for messages in prompts:
         prompt_ids = target.encode_chat(messages)
-        greedy = {"model": model, "max_tokens": max_new_tokens, "temperature": 0, "seed": 0}
+        greedy = {"model": model, "max_tokens": _NUM_TOKENS, "temperature": 0, "seed": 0}
         chat = _ask(client, "chat/completions", {**greedy, "messages": list(messages), "logprobs": True})
         assert chat is not None
         _note_prompt(found, target, prompt_ids, chat)

@@ -22,7 +22,7 @@ from drafter.engine.prefix_cache import PrefixIndex
 from drafter.engine.request import Request
 from drafter.engine.runner import PrefillRow, Runner, StepResult, StepWants
 from drafter.engine.scheduler import Scheduler, bucket, neighbours
-from drafter.engine.sizes import SizedProposers, Sizer, TreeSizer, read_fitting
+from drafter.engine.sizes import Sizer, Tree, TreeSizer, read_fitting, sized_proposers
 from drafter.engine.text import IncrementalText, Prompt, check_prompts, encode_prompts
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.options import learns
@@ -80,12 +80,13 @@ class Engine:
             raise ValueError(f"--compile needs plain weights on one device: leave it out for {target.name!r}")
         is_on = is_compiled(config.compile, target.device) and target.is_plain
         self.compiler = compiler = Compiler(target.device, is_on=is_on)
-        self._sized: SizedProposers | None = None
         self._memory = new_memory(target) if learns(self.config.method, has_drafter=drafter is not None) else None
         if proposer is None and sizer is None and self.config.tuned is not None:
             sizes = read_fitting(self.config, target, drafter)
             sizer = TreeSizer(sizes)
             _log.info("trees sized by %s: %s", self.config.tuned, sizes.summary())
+        self._sizer = sizer if proposer is None else None
+        self._by_tree: dict[Tree, Proposer] = {}
         if proposer is not None:
             self.proposer = proposer
         elif sizer is None:
@@ -99,8 +100,8 @@ class Engine:
                 prefill_chunk=self.config.prefill_chunk,
             )
         else:
-            self._sized = SizedProposers(self.config, sizer, target, drafter, compiler, self._memory)
-            self.proposer = self._sized.largest
+            self._by_tree = sized_proposers(self.config, sizer, target, drafter, compiler, self._memory)
+            self.proposer = next(iter(self._by_tree.values()))
         self._on_part = on_part
         self._contexts = contexts_of(self.config, target, drafter)
         self._models = [target] if draft_model is None else [target, draft_model]
@@ -258,8 +259,8 @@ class Engine:
             on_part=self._on_part,
         )
         self.proposer.reserve(self.config.max_rows, num_slots)
-        others = self._sized.proposers if self._sized is not None else ()
-        self.warm_up([self.proposer, *others, *([self._plain] if self._plain is not None else [])])
+        plain = [self._plain] if self._plain is not None else []
+        self.warm_up([self.proposer, *self._by_tree.values(), *plain])
 
     def warm_up(self, proposers: Iterable[Proposer]) -> None:
         """Compile the steps of these proposers for every bucket of rows, with a bar.
@@ -338,8 +339,8 @@ class Engine:
         proposer = proposer or chosen
         result = runner.step(proposer, is_active + [False] * padding, longest, wants)
         self.lockstep.agree(result.emitted)
-        if self._sized is not None and proposer is not self._plain:
-            self._sized.observe(
+        if self._sizer is not None and proposer is not self._plain:
+            self._sizer.observe(
                 [len(result.emitted[item.row]) - 1 for item in rows if item.is_prefilled and item.options.speculate]
             )
         return [self._update(request, result) for request in list(rows) if request.is_prefilled]
@@ -370,8 +371,8 @@ class Engine:
         """Reset the state that drafting learned from earlier requests. No token changes. Call between requests."""
         if self._memory is not None:
             self._memory.clear()
-        if self._sized is not None:
-            self._sized.forget()
+        if self._sizer is not None:
+            self._sizer.forget()
 
     @in_lockstep
     def limit_rows(self, num_rows: int) -> None:
@@ -430,7 +431,10 @@ class Engine:
         is_plain = len(plain_rows) == len(active) or (most is not None and len(active) > most)
         if is_plain and self._plain is not None:
             return self._plain, wants._replace(plain_rows=[])
-        proposer = self.proposer if self._sized is None else self._sized.choose(len(self._scheduler.rows))
+        if self._sizer is not None:
+            proposer = self._by_tree[self._sizer.choose(len(self._scheduler.rows))]
+        else:
+            proposer = self.proposer
         return proposer, wants if any(wants) else None
 
     def _update(self, request: Request, result: StepResult) -> Update:

@@ -327,12 +327,15 @@ class TreeSizer:
         self._present = plan.best()
 
 
-class SizedProposers:
-    """One proposer for every tree that a sizer may choose. The proposers share their learned state.
-
-    Attributes:
-        largest: the proposer with the most nodes, which sets the slots of a row.
-        proposers: all proposers.
+def sized_proposers(
+    config: EngineConfig,
+    sizer: Sizer,
+    target: Target,
+    drafter: RecurrentDrafter | None,
+    compiler: Compiler,
+    memory: DraftMemory | None = None,
+) -> dict[Tree, Proposer]:
+    """One proposer for every tree that a sizer may choose; the first has the most nodes, and sets up the rows.
 
     Args:
         config: the engine's settings; the trees replace W, L and N.
@@ -342,40 +345,14 @@ class SizedProposers:
         compiler: compiler of the engine's steps.
         memory: learned state that all proposers share; None for a method that learns nothing.
     """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        sizer: Sizer,
-        target: Target,
-        drafter: RecurrentDrafter | None,
-        compiler: Compiler,
-        memory: DraftMemory | None = None,
-    ) -> None:
-        self._sizer = sizer
-        self._proposers: dict[Tree, Proposer] = {
-            tree: make_proposer(replace(config, tuned=None, **tree._asdict()), target, drafter, None, compiler, memory)
-            for tree in sizer.trees
-            if not tree.is_plain
-        }
-        # Only this proposer sets up rows; the other proposers keep the state of rows in `memory`.
-        self.largest = max(self._proposers.values(), key=lambda proposer: proposer.num_nodes, default=RootOnly())
-        plain = self.largest.plain
-        assert plain is not None, config.method
-        self._proposers[PLAIN] = plain
-        self.proposers = tuple(self._proposers.values())
-
-    def choose(self, num_rows: int) -> Proposer:
-        """The proposer of the next step of ``num_rows`` rows."""
-        return self._proposers[self._sizer.choose(num_rows)]
-
-    def forget(self) -> None:
-        """Forget all observations of the sizer."""
-        self._sizer.forget()
-
-    def observe(self, num_accepted: Sequence[int]) -> None:
-        """Accepted draft tokens of the step, for each row that used its drafts."""
-        self._sizer.observe(num_accepted)
+    proposers: dict[Tree, Proposer] = {
+        tree: make_proposer(replace(config, tuned=None, **tree._asdict()), target, drafter, None, compiler, memory)
+        for tree in sorted(sizer.trees, key=lambda tree: -tree.tree_size)
+        if not tree.is_plain
+    }
+    plain = next(iter(proposers.values()), RootOnly()).plain
+    assert plain is not None, config.method
+    return {**proposers, PLAIN: plain}
 
 
 def read_fitting(config: EngineConfig, target: Target, drafter: RecurrentDrafter | None) -> TunedSizes:

@@ -39,9 +39,7 @@ def is_stream(path: Path) -> bool:
     return is_special or str(path).startswith(_STREAMS)
 
 
-def check_output(
-    out: Path, *, overwrite: bool = False, is_ours: Callable[[Path], bool] | None = None, flag: str = "--out"
-) -> None:
+def check_output(out: Path, *, overwrite: bool = False, is_ours: Callable[[Path], bool] | None = None) -> None:
     """Refuse, before the work, an output file that cannot be written or that holds something else.
 
     A file that an earlier run wrote (its run record names the file, or `is_ours` recognises its content) and an empty
@@ -52,12 +50,12 @@ def check_output(
         OSError: a folder stands there, or the place is not writable.
     """
     if out.is_dir():
-        raise IsADirectoryError(f"{flag} {out} is a folder: name a file in it")
+        raise IsADirectoryError(f"--out {out} is a folder: name a file in it")
     if is_stream(out):
         return
     may_replace = overwrite or not out.exists() or not out.stat().st_size
     if not (may_replace or _is_recorded(out) or (is_ours is not None and is_ours(out))):
-        raise ValueError(f"{flag} {out} exists and no earlier run wrote it: give another file, or --overwrite")
+        raise ValueError(f"--out {out} exists and no earlier run wrote it: give another file, or --overwrite")
     place = out.resolve()
     place.parent.mkdir(parents=True, exist_ok=True)
     with _hidden_folder(place):

@@ -36,9 +36,9 @@ class Range(NamedTuple):
 SEEDS = Range(low=-(2**63), high=2**64 - 1, mend="any 64-bit integer")
 
 
-def seed_field(default: int | None = 0) -> Any:
-    """A dataclass field for a seed."""
-    return field(default=default, metadata={"range": SEEDS})
+def seed_field() -> Any:
+    """A dataclass field for a seed; the default is 0."""
+    return field(default=0, metadata={"range": SEEDS})
 
 
 def within(

@@ -292,9 +292,9 @@ def test_muted_requests_are_no_evidence(tmp_path: Path) -> None:
     for prompt, speculate in zip(prompts_for(2, seed=5), (True, False), strict=True):
         engine.add(prompt, params, RequestOptions(speculate=speculate), want_text=False)
     seen: list[int] = []
-    assert engine._sized is not None
-    observe = engine._sized.observe
-    engine._sized.observe = lambda kept: (seen.append(len(kept)), observe(kept))[1]  # type: ignore[method-assign, func-returns-value]
+    assert engine._sizer is not None
+    observe = engine._sizer.observe
+    engine._sizer.observe = lambda kept: (seen.append(len(kept)), observe(kept))[1]  # type: ignore[method-assign, func-returns-value]
     while engine.has_work:
         engine.step()
     assert set(seen) <= {0, 1} and 1 in seen
