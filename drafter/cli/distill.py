@@ -1,7 +1,7 @@
 """`drafter distill`: the target answers prompts, as training data for its drafter."""
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -15,8 +15,7 @@ from drafter.utils.validate import within
 
 if TYPE_CHECKING:
     from drafter.distill.endpoint import Endpoint
-    from drafter.distill.local import EngineAnswerer
-    from drafter.targets.target import Target
+    from drafter.distill.local import Answerer, EngineAnswerer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,45 +105,37 @@ def distill(options: DistillOptions) -> None:
     """Run `drafter distill`."""
     if options.ray is not None:
         make = partial(engine_answerer, options)
-        _write(options, None, None, RayAnswerer(make, part_of(options, ClusterOptions), options.batch_size))
+        _write(options, RayAnswerer(make, part_of(options, ClusterOptions), options.batch_size))
     elif options.endpoint is not None:
         from drafter.distill.endpoint import Endpoint
 
         server = Endpoint(options.endpoint, options.model or "", options.concurrency, options.retries)
         if options.target is not None:
             _compare(server, options)
-        _write(options, server, None, None)
+        _write(options, server)
     else:
         from drafter.engine.follow import lead_or_follow
 
         models = load_models(options)
-        lead_or_follow(models, lambda: _write(options, None, models.target, _answerer(models, options)))
+        lead_or_follow(models, lambda: _write(options, _answerer(models, options)))
 
 
-def _write(
-    options: DistillOptions,
-    server: "Endpoint | None",
-    target: "Target | None",
-    answerer: "EngineAnswerer | RayAnswerer | None",
-) -> None:
-    """Make the answers, and say how many there are."""
+def _write(options: DistillOptions, answerer: "Answerer") -> None:
+    """Make the answers, and print how many there are."""
     from drafter.distill.local import distill as run
     from drafter.utils.provenance import write_run_record
 
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    answers = part_of(options, AnswerSettings)
     report = run(
-        target,
+        answerer,
         options.prompts,
         options.out,
-        **{item.name: getattr(answers, item.name) for item in fields(answers)},
+        part_of(options, AnswerSettings),
         shard=options.shard,
         num_prompts=options.num_prompts,
         format=options.format,
         columns=options.columns,
         exclude=options.exclude,
-        endpoint=server,
-        answerer=answerer,
     )
     if report.num_new:
         write_run_record(options.out, seed=options.seed, settings=vars(report))

@@ -111,17 +111,17 @@ class EngineAnswerer:
         batch_tokens: int = 65536,
     ) -> None:
         assert batch_size > 0 and batch_tokens > 0, (batch_size, batch_tokens)
-        self._target, self._drafter, self._draft_model, self._config = target, drafter, draft_model, config
+        self.target, self._drafter, self._draft_model, self._config = target, drafter, draft_model, config
         self._batch_size, self._batch_tokens = batch_size, batch_tokens
 
     @property
     def identity(self) -> dict[str, Any]:
-        return {"target_fingerprint": self._target.fingerprint, "dtype": str(self._target.dtype).removeprefix("torch.")}
+        return {"target_fingerprint": self.target.fingerprint, "dtype": str(self.target.dtype).removeprefix("torch.")}
 
     def answer(self, wanted: Sequence[WantedAnswer], settings: AnswerSettings) -> AnswerStream:
-        texts = self._target.encode_chats([Chat(item.prompt.messages, item.prompt.tools) for item in wanted])
+        texts = self.target.encode_chats([Chat(item.prompt.messages, item.prompt.tools) for item in wanted])
         encoded = list(zip(wanted, texts, strict=True))
-        limit = self._target.max_length - settings.max_new_tokens
+        limit = self.target.max_length - settings.max_new_tokens
         for item, ids in encoded:
             if len(ids) > limit:
                 yield item, None
@@ -177,9 +177,9 @@ class EngineAnswerer:
         from drafter.engine.engine import Engine
 
         if self._config is None:
-            self._config = choose(self._target, self._drafter, given={"max_rows": self._batch_size}).config
+            self._config = choose(self.target, self._drafter, given={"max_rows": self._batch_size}).config
         rows = max(1, min(num_rows, self._batch_size, self._batch_tokens // num_slots))
-        return Engine(self._target, self._drafter, replace(self._config, max_rows=rows), draft_model=self._draft_model)
+        return Engine(self.target, self._drafter, replace(self._config, max_rows=rows), draft_model=self._draft_model)
 
 
 def _groups(lengths: Sequence[int]) -> Iterator[slice]:
@@ -192,45 +192,30 @@ def _groups(lengths: Sequence[int]) -> Iterator[slice]:
 
 
 def distill(
-    target: "Target | None",
+    answerer: Answerer,
     prompts: str | Path | None,
     out: str | Path,
+    settings: AnswerSettings | None = None,
     *,
-    max_new_tokens: int = 256,
-    temperature: float | Sequence[float] = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    num_answers: int = 1,
-    seed: int = 0,
     shard: str = "1/1",
     num_prompts: int | None = None,
     format: str | None = None,
     columns: Mapping[str, str] | None = None,
     exclude: str | None = None,
-    drafter: "RecurrentDrafter | None" = None,
-    batch_size: int = 64,
-    batch_tokens: int = 65536,
-    endpoint: Endpoint | None = None,
-    answerer: Answerer | None = None,
     progress: bool = True,
 ) -> DistillReport:
     """Answer prompts and append the conversations to ``out``, one ``messages`` row each.
 
     Args:
-        target: the model that answers; None with ``endpoint``.
+        answerer: an engine (:class:`EngineAnswerer`), a server (:class:`Endpoint`) or a cluster.
         prompts: file or hub data set; ``magpie``: the target invents ``num_prompts`` prompts; None: the package's
             prompts.
         out: .jsonl file; an existing file is continued.
-        max_new_tokens, temperature, top_k, top_p, min_p, num_answers, seed: see :class:`AnswerSettings`.
+        settings: sampling parameters and number of answers; None: greedy, one answer to each prompt.
         shard: ``"3/8"``: the third of eight parts of the prompts; every part needs its own ``out``.
-        num_prompts: at most so many prompts of a file; with ``magpie`` the number of prompts to invent.
+        num_prompts: largest number of prompts of a file; with ``magpie`` the number of prompts to invent.
         format, columns: see :func:`drafter.data.formats.read_rows`.
         exclude: file of texts that no prompt may share 13 consecutive words with.
-        drafter: drafter for the engine; the answers are the same without.
-        batch_size, batch_tokens: see :class:`EngineAnswerer`.
-        endpoint: server that answers instead of ``target``.
-        answerer: another source of answers, such as a cluster.
         progress: show a bar.
 
     Returns:
@@ -241,19 +226,13 @@ def distill(
             prompts.
         OSError: the disk is full or the server does not answer; finished rows are kept.
     """
-    mix = (float(temperature),) if isinstance(temperature, float | int) else tuple(float(t) for t in temperature)
-    settings = AnswerSettings(max_new_tokens, mix, top_k, top_p, min_p, num_answers, seed)
+    settings = settings or AnswerSettings()
     check_name(out)
-    if answerer is None and endpoint is None:
-        assert target is not None, "no model answers"
-        answerer = EngineAnswerer(target, drafter, batch_size=batch_size, batch_tokens=batch_tokens)
-    answerer = answerer or endpoint
-    assert answerer is not None
     report = DistillReport()
     part, unwanted = Shard.parse(shard), Exclusion.read(exclude)
     origin: dict[str, Any] = {"prompts": MAGPIE}
     if prompts == MAGPIE:
-        wanted = _invented(target, answerer, Path(out), num_prompts, seed, part, unwanted, report, progress)
+        wanted = _invented(answerer, Path(out), num_prompts, settings.seed, part, unwanted, report, progress)
     else:
         file = prompts or builtin_prompts()
         found = select_prompts(file, format=format, columns=columns, limit=num_prompts, shard=part, exclude=unwanted)
@@ -321,7 +300,6 @@ def _answer_all(
 
 
 def _invented(
-    target: "Target | None",
     answerer: Answerer,
     out: Path,
     num_prompts: int | None,
@@ -331,7 +309,7 @@ def _invented(
     report: DistillReport,
     progress: bool,
 ) -> list[PromptRow]:
-    if target is None or not isinstance(answerer, EngineAnswerer):
+    if not isinstance(answerer, EngineAnswerer):
         raise ValueError(
             "--prompts magpie needs --target on this machine: a chat endpoint cannot continue an open user turn. "
             "Invent the prompts here first, then answer the .prompts.jsonl file with --endpoint or --ray"
@@ -340,10 +318,10 @@ def _invented(
         raise ValueError("--prompts magpie needs --num-prompts, the number of prompts to invent")
     prompts, report.dropped_inventions = invent_prompts(
         out.with_name(out.name.removesuffix(".jsonl") + ".prompts.jsonl"),
-        target.tokenizer,
+        answerer.target.tokenizer,
         answerer.sample_openings,
         MagpieSettings(num_prompts, seed=seed),
-        target_name=target.name,
+        target_name=answerer.target.name,
         identity=answerer.identity,
         shard=shard,
         exclude=exclude,

@@ -13,6 +13,7 @@ import pytest
 from drafter.cli.distill import DistillOptions
 from drafter.distill.endpoint import Endpoint, EndpointError
 from drafter.distill.local import distill
+from drafter.distill.prompts import AnswerSettings
 from tests.data.tiny import chat, write_jsonl
 
 Reply = tuple[int, object, dict[str, str]]
@@ -87,7 +88,7 @@ def endpoint_of(server: FakeServer, **options) -> Endpoint:
 
 
 def run(prompts: str, out: Path, endpoint: Endpoint, **options):
-    return distill(None, prompts, out, endpoint=endpoint, progress=False, max_new_tokens=9, **options)
+    return distill(endpoint, prompts, out, AnswerSettings(9, **options), progress=False)
 
 
 def answered(out: Path) -> dict[str, str]:
@@ -230,7 +231,7 @@ def test_nobody_listens(prompts: str, tmp_path: Path) -> None:
 
 def test_what_an_endpoint_cannot_do(server: FakeServer, prompts: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--prompts magpie needs --target"):
-        distill(None, "magpie", tmp_path / "o.jsonl", num_prompts=3, endpoint=endpoint_of(server), progress=False)
+        distill(endpoint_of(server), "magpie", tmp_path / "o.jsonl", num_prompts=3, progress=False)
     for others, reason in (
         ({}, "no model answers"),
         ({"endpoint": "http://a", "drafter": "d"}, "--drafter needs --target"),

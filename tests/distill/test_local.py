@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,11 @@ def rows_of(path: Path) -> dict[tuple[str, int], dict]:
 
 
 def run(target, prompts: str, out: Path, **options) -> DistillReport:
-    return distill(target, prompts, out, **{"max_new_tokens": 8, "progress": False, **options})
+    """`distill` by an engine. Options are fields of AnswerSettings, sizes of the engine, and arguments of `distill`."""
+    sizes = {name: options.pop(name) for name in ("batch_size", "batch_tokens") if name in options}
+    names = [item.name for item in fields(AnswerSettings) if item.name in options]
+    settings = AnswerSettings(**{"max_new_tokens": 8, **{name: options.pop(name) for name in names}})
+    return distill(EngineAnswerer(target, **sizes), prompts, out, settings, progress=False, **options)
 
 
 def test_answers_are_those_of_the_engine(target, prompts: str, tmp_path: Path) -> None:
@@ -83,10 +88,10 @@ def test_a_second_run_has_nothing_to_do(target, prompts: str, tmp_path: Path) ->
 @pytest.mark.parametrize("cut", [0, 1, 150, -1])
 def test_a_cut_file_is_completed(target, prompts: str, tmp_path: Path, cut: int) -> None:
     out = tmp_path / "out.jsonl"
-    run(target, prompts, out, temperature=1.0)
+    run(target, prompts, out, temperature=(1.0,))
     whole = rows_of(out)
     out.write_bytes(out.read_bytes()[:cut])
-    report = run(target, prompts, out, temperature=1.0)
+    report = run(target, prompts, out, temperature=(1.0,))
     assert rows_of(out) == whole
     assert report.num_done_before + report.num_new == 5 and report.num_new > 0
 
@@ -102,10 +107,10 @@ def test_other_settings_or_prompts_are_refused(target, prompts: str, tmp_path: P
 
 
 def test_shards_make_the_whole(target, prompts: str, tmp_path: Path) -> None:
-    run(target, prompts, tmp_path / "all.jsonl", temperature=1.0)
+    run(target, prompts, tmp_path / "all.jsonl", temperature=(1.0,))
     parts: dict = {}
     for shard in ("1/2", "2/2"):
-        run(target, prompts, tmp_path / f"{shard[0]}.jsonl", shard=shard, temperature=1.0)
+        run(target, prompts, tmp_path / f"{shard[0]}.jsonl", shard=shard, temperature=(1.0,))
         parts |= rows_of(tmp_path / f"{shard[0]}.jsonl")
     assert parts == rows_of(tmp_path / "all.jsonl")
 
@@ -132,7 +137,7 @@ def test_a_name_that_would_be_read_otherwise_is_refused_before_anything_is_done(
     for wanted in (prompts, "magpie"):
         # Its identity is asked for by whatever comes next, and this one has none.
         with pytest.raises(ValueError, match=r"is read as \.json; use \.jsonl"):
-            distill(None, wanted, out, num_prompts=2, answerer=object(), progress=False)
+            distill(object(), wanted, out, num_prompts=2, progress=False)
     assert not out.parent.exists()
 
 
@@ -213,9 +218,11 @@ def test_openings_are_sampled_by_seed(target) -> None:
 
 SCRIPT = """
 import sys
-from drafter.distill.local import distill
+from drafter.distill.local import EngineAnswerer, distill
+from drafter.distill.prompts import AnswerSettings
 from tests.data.tiny import tiny_target
-distill(tiny_target(), sys.argv[1], sys.argv[2], max_new_tokens=60, temperature=1.0, batch_size=2, progress=False)
+answerer = EngineAnswerer(tiny_target(), batch_size=2)
+distill(answerer, sys.argv[1], sys.argv[2], AnswerSettings(60, temperature=(1.0,)), progress=False)
 """
 
 

@@ -17,7 +17,7 @@ from tests.data.tiny import write_jsonl
 from tests.tiny_files import make_target
 
 NUM_PROMPTS = 30
-OPTIONS = {"max_new_tokens": 8, "temperature": (0.0, 0.9), "num_answers": 2, "seed": 5}
+SETTINGS = AnswerSettings(8, temperature=(0.0, 0.9), num_answers=2, seed=5)
 
 
 class DyingAnswerer(EngineAnswerer):
@@ -83,7 +83,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             device="cpu",
         )
     )
-    distill(None, folder / "prompts.jsonl", folder / "alone.jsonl", answerer=alone, progress=False, **OPTIONS)
+    distill(alone, folder / "prompts.jsonl", folder / "alone.jsonl", SETTINGS, progress=False)
     try:
         yield folder
     finally:
@@ -110,7 +110,7 @@ def test_cluster_gives_the_rows_of_one_engine(place: Path) -> None:
 def test_rows_of_a_lost_worker_are_made_again(place: Path) -> None:
     make = partial(make_dying, str(place / "target"), place / "died")
     answerer = RayAnswerer(make, ClusterOptions(ray_workers=2), batch_size=7)
-    report = distill(None, place / "prompts.jsonl", place / "lossy.jsonl", answerer=answerer, progress=False, **OPTIONS)
+    report = distill(answerer, place / "prompts.jsonl", place / "lossy.jsonl", SETTINGS, progress=False)
     assert (place / "died").exists(), "a worker was lost"
     assert report.num_new == 2 * NUM_PROMPTS
     assert rows_of(place / "lossy.jsonl") == rows_of(place / "alone.jsonl")

@@ -13,6 +13,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.distill.client import Client, read_reply
 from drafter.distill.endpoint import Endpoint
 from drafter.distill.local import distill
+from drafter.distill.prompts import AnswerSettings
 from drafter.distill.same_model import Comparison, compare_models
 from drafter.targets.target import Target
 from tests.data.tiny import CHAT_TEMPLATE, chat, tiny_tokenizer, write_jsonl
@@ -89,7 +90,7 @@ def test_our_own_server_runs_its_target_and_gives_its_tokens(tmp_path: Path) -> 
     with live_server() as live:
         found = compare_models(Client(live.url), "tiny", served_target(), PROMPTS)
         endpoint = Endpoint(live.url, "tiny")
-        distill(None, prompts, tmp_path / "o.jsonl", endpoint=endpoint, progress=False, max_new_tokens=9)
+        distill(endpoint, prompts, tmp_path / "o.jsonl", AnswerSettings(9), progress=False)
         with live.http() as http:
             body = {"model": "tiny", "messages": chat("Why?"), "return_token_ids": True, "stream": True}
             assert "only for whole answers" in http.post("/v1/chat/completions", json=body).json()["error"]["message"]
@@ -109,11 +110,11 @@ def test_rows_hold_the_engines_own_tokens(target: Target, style: str, tmp_path: 
     template = CHAT_TEMPLATE.replace("<|user|>", "Q: ")
     with running(EngineServer(target, style, template=template)) as engine:
         endpoint = Endpoint(engine.url, "tiny", concurrency=2)
-        options = {"endpoint": endpoint, "progress": False, "max_new_tokens": 9}
-        distill(None, prompts, tmp_path / "out.jsonl", num_prompts=4, **options)
+        arguments = endpoint, prompts, tmp_path / "out.jsonl", AnswerSettings(9)
+        distill(*arguments, num_prompts=4, progress=False)
         with pytest.raises(ValueError, match="written with prompts"):
-            distill(None, prompts, tmp_path / "out.jsonl", **options)
-        assert distill(None, prompts, tmp_path / "out.jsonl", num_prompts=4, **options).num_new == 0
+            distill(*arguments, progress=False)
+        assert distill(*arguments, num_prompts=4, progress=False).num_new == 0
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     tokenizer = tiny_tokenizer(template)
     store, report = tokenize_file(
@@ -133,7 +134,7 @@ def test_a_server_without_the_field_is_asked_once(target: Target, tmp_path: Path
     prompts = write_jsonl(tmp_path / "p.jsonl", [{"id": str(i), "prompt": f"Why {i}?"} for i in range(6)])
     with running(EngineServer(target, "strict")) as engine:
         endpoint = Endpoint(engine.url, "tiny", concurrency=1, retries=0)
-        report = distill(None, prompts, tmp_path / "o.jsonl", endpoint=endpoint, progress=False, max_new_tokens=4)
+        report = distill(endpoint, prompts, tmp_path / "o.jsonl", AnswerSettings(4), progress=False)
     assert report.num_new == 6 and report.num_refused == 0
     assert sum("return_token_ids" in body for body in engine.bodies) == 1
     assert "token_ids" not in json.loads((tmp_path / "o.jsonl").read_text().splitlines()[0])
@@ -158,7 +159,7 @@ def test_reasoning_and_tool_calls_are_trained_on_as_the_template_makes_them(tmp_
     server.reply = lambda body, count: (
         200, {"choices": [{"message": message, "finish_reason": "tool_calls"}], "usage": {"completion_tokens": 7}}, {}
     )  # fmt: skip
-    distill(None, prompts, tmp_path / "o.jsonl", endpoint=Endpoint(server.url, "m"), progress=False)
+    distill(Endpoint(server.url, "m"), prompts, tmp_path / "o.jsonl", progress=False)
     server.close()
     assert server.bodies[0]["tools"] == tools
     (row,) = read_rows(tmp_path / "o.jsonl")
