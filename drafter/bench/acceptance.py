@@ -26,7 +26,7 @@ class Acceptance:
         num_answers: answers that were counted.
         num_steps: target forwards for tokens.
         num_accepted: drafted tokens that were accepted.
-        reached: steps that accepted at least 1, 2, ... drafted tokens; None where a server tells only the sums.
+        reached: steps that accepted at least 1, 2, ... drafted tokens; None if a server reports only sums.
     """
 
     num_answers: int = 0
@@ -36,7 +36,7 @@ class Acceptance:
 
     @classmethod
     def of_steps(cls, num_accepted: Iterable[int]) -> "Acceptance":
-        """Of one answer, from the drafted tokens that each step accepted: 2, 0, 1 -> reached [2, 1]."""
+        """Counts of one answer, from the accepted draft tokens of each step: 2, 0, 1 -> reached [2, 1]."""
         steps = list(num_accepted)
         reached = [sum(step > depth for step in steps) for depth in range(max(steps, default=0))]
         return cls(1, len(steps), sum(steps), reached)
@@ -89,11 +89,11 @@ def measure_offline(
 
 @dataclass
 class Served:
-    """What a server reported.
+    """Counts that a server reported.
 
     Attributes:
-        by_category: counts.
-        source: where they come from: the answers, the counters of /metrics, or nowhere.
+        by_category: counts by category.
+        source: origin of the counts: the answers, the counters of /metrics, or none.
         num_refused: prompts that the server refused.
         refusal: the first reason.
     """
@@ -112,11 +112,11 @@ def measure_server(
     concurrency: int,
     on_answer: Callable[[], None],
 ) -> Served:
-    """Ask a server the same prompts, category by category, and read what it reports.
+    """Counts of a server for the same prompts, category by category.
 
     The counts come, in this order, from ``details`` of our own server's answers, ``metrics.speculative_decoding`` of
     vLLM's, ``meta_info`` of SGLang's, or from the growth of vLLM's counters in /metrics during a category. The counters
-    include the requests of all clients: nobody else should use the server meanwhile.
+    include the requests of all clients, so no other client should use the server.
 
     Raises:
         ValueError: the server does not answer, or refuses every prompt.
@@ -167,12 +167,12 @@ def _ask(client: Client, item: Item, body: dict[str, Any], on_answer: Callable[[
 
 
 def acceptance_of(reply: Reply) -> Acceptance | None:
-    """Counts that an answer itself reports; None where it reports none."""
+    """Counts that the answer itself reports; None if the answer reports none."""
     choice = reply.whole["choices"][0]
     details = choice.get("details")
     if details:
         steps = steps_of(is_drafted for _, is_drafted in details["tokens"])
-        # The details leave out the stop token. A step that made nothing else shows in the number of forwards alone.
+        # The details leave out the stop token, so a step of the stop token alone shows only in the number of forwards.
         return Acceptance.of_steps(steps + [0] * (int(details["num_target_forwards"]) - len(steps)))
     stats = ((reply.whole.get("metrics") or {}).get("speculative_decoding")) or {}
     histogram = stats.get("acceptance_histogram")

@@ -11,7 +11,7 @@ FAR_BELOW = 0.7
 
 
 class Cause(NamedTuple):
-    """One usual cause: found, not found (fine), or not to be told; and what was seen."""
+    """One usual cause, its verdict (found, fine or unknown), and the observation."""
 
     name: str
     verdict: Literal["found", "fine", "unknown"]
@@ -30,9 +30,9 @@ def find_causes(
 
     Args:
         compared: prompts and short greedy answers of the server, beside the target's.
-        card: what the server lists about its model.
-        served: what it answered.
-        reported: all that it reported.
+        card: the server's entry of the model.
+        served: counts of the server.
+        reported: counts of all categories together.
         num_needed: tokens of the longest prompt and its answer.
     """
     return [
@@ -104,7 +104,7 @@ def _speculation_cause(card: dict[str, Any], reported: Acceptance, served: Serve
 
 
 def warning_lines(offline: Acceptance, served: Acceptance, causes: Sequence[Cause]) -> list[str]:
-    """The loud warning; none where the server accepts about what the engine accepts offline."""
+    """Lines of the warning; none if the server accepts about as much as the engine offline."""
     if not is_far_below(offline, served):
         return []
     share = served.accepted_per_step / offline.accepted_per_step

@@ -36,7 +36,7 @@ class LoadLevel:
 
 
 @dataclass(frozen=True)
-class Reply:
+class TimedReply:
     """Result of one request; times in seconds since the request was sent.
 
     Attributes:
@@ -115,8 +115,8 @@ async def _ask_all(
     asked: Sequence[Item],
     level: LoadLevel,
     bar: "tqdm[Any]",
-) -> list[Reply]:
-    replies: list[Reply] = [Reply(error="not sent")] * len(asked)
+) -> list[TimedReply]:
+    replies: list[TimedReply] = [TimedReply(error="not sent")] * len(asked)
 
     async def one(index: int) -> None:
         replies[index] = await _ask(client, settings, model, asked[index])
@@ -143,7 +143,7 @@ async def _ask_all(
     return replies
 
 
-async def _ask(client: httpx.AsyncClient, settings: LoadSettings, model: str, item: Item) -> Reply:
+async def _ask(client: httpx.AsyncClient, settings: LoadSettings, model: str, item: Item) -> TimedReply:
     """Send one request and read its stream."""
     body: dict[str, Any] = {
         "model": model,
@@ -162,22 +162,22 @@ async def _ask(client: httpx.AsyncClient, settings: LoadSettings, model: str, it
     try:
         async with client.stream("POST", f"{settings.base}/{place}", json=body) as response:
             if response.status_code != httpx.codes.OK:
-                return Reply(
+                return TimedReply(
                     error=f"HTTP {response.status_code}: {(await response.aread()).decode(errors='replace')[:200]}"
                 )
             async for event in _events(response):
                 if "error" in event:
-                    return Reply(error=str(event["error"])[:200])
+                    return TimedReply(error=str(event["error"])[:200])
                 if _text_of(event):
                     last = time.perf_counter() - start
                     first = first or last
                     num_pieces += 1
                 num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
     except (httpx.HTTPError, json.JSONDecodeError) as error:
-        return Reply(error=first_line(error))
+        return TimedReply(error=first_line(error))
     if not num_pieces:
-        return Reply(num_tokens=num_tokens or 0, first=time.perf_counter() - start, last=time.perf_counter() - start)
-    return Reply(num_tokens or num_pieces, first, last)
+        first = last = time.perf_counter() - start
+    return TimedReply(num_tokens or num_pieces, first, last)
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
@@ -203,7 +203,7 @@ def _record(
     workload: Workload,
     model: str,
     level: LoadLevel,
-    replies: Sequence[Reply],
+    replies: Sequence[TimedReply],
     seconds: float,
 ) -> BenchRecord:
     good = [reply for reply in replies if not reply.error]

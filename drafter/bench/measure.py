@@ -26,10 +26,10 @@ class Difference(NamedTuple):
     """The first token at which a conversation differs from the oracle's.
 
     Attributes:
-        index: of the conversation.
-        turn: of the conversation, from 0 on.
-        position: of the answer's token.
-        token_ids: the oracle's token and the other; None where a text has ended.
+        index: index of the conversation.
+        turn: turn of the conversation, from 0 on.
+        position: position of the token in the answer.
+        token_ids: the oracle's token and the other token; None for a text that has ended.
     """
 
     index: int  # type: ignore[assignment]  # a field named like tuple.index, which nobody calls
@@ -124,7 +124,7 @@ class PeakMemory:
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
-            with suppress(OSError):  # not Linux, or not allowed in this container: the peak is that since the start
+            with suppress(OSError):  # not Linux, or not permitted: the peak then counts from the start of the process
                 (self._folder / "clear_refs").write_text("5")
         return self
 
@@ -137,6 +137,6 @@ class PeakMemory:
                 if line.startswith("VmHWM:"):
                     return int(line.split()[1]) * 1024
         if self._process_id is not None:
-            return 0  # no way to ask another process on this system
+            return 0  # this system does not report the memory of another process
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB

@@ -32,8 +32,8 @@ _LOOKUP_TOKENS = 5  # the value of OpenVINO GenAI's documentation
 def weights_file(name: str, weights: str) -> Path:
     """The target's GGUF file with its matrices stored as `weights`.
 
-    The file that the target was made from is returned if most of its matrices are stored so. Otherwise the same numbers
-    are rounded to `weights`, once, into `$DRAFTER_HOME/gguf`; vectors stay float32, as llama.cpp's converter has them.
+    The result is the file that the target was made from, if most of its matrices have that format. Otherwise the
+    numbers are rounded once, into a file of `$DRAFTER_HOME/gguf`; vectors stay float32, as llama.cpp's converter does.
 
     ValueError for a target that comes from no GGUF file, or a matrix whose rows `weights` cannot store.
     """
@@ -104,7 +104,7 @@ class NativeBackend(Backend):
 
     Args:
         target: the model; its own GGUF file gives the weights.
-        spec: which engine, weights and speculation.
+        spec: the engine, its weights and its speculation.
         batch_size: prompts answered at the same time.
     """
 
@@ -132,7 +132,7 @@ class NativeBackend(Backend):
         self._started()
 
     def forget(self) -> None:
-        """Start afresh if earlier answers may serve as drafts."""
+        """Restart the engine if earlier answers may serve as drafts."""
         if self._spec.native_speculation in _KEEPS_ANSWERS and self._has_answered:
             self.close()
 
@@ -209,7 +209,7 @@ class _Worker:
 
     def send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # `receive` says why
+        with suppress(BrokenPipeError):  # `receive` reports the cause
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
 

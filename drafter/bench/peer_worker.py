@@ -1,8 +1,8 @@
 """The other side of :class:`drafter.bench.native_peers.NativeBackend`: one engine in a process of its own.
 
 Run with a JSON object of settings as the only argument. Requests and answers are JSON lines on standard input and
-output; the process ends with its input. This file imports nothing of the package, so that the memory of the process is
-that of the engine.
+output; the process ends with its input. This file imports nothing of the package, so that the memory of the process
+is the memory of the engine.
 """
 
 import json
@@ -134,7 +134,7 @@ def main() -> None:
     """Load the engine, report that the engine is ready, answer until the input ends."""
     settings = json.loads(sys.argv[1])
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # text that the engines print is no answer
+    os.dup2(2, 1)  # printed text of the engines goes to the error stream
 
     def tell(message: dict[str, Any]) -> None:
         lines.write(json.dumps(message) + "\n")
@@ -146,7 +146,7 @@ def main() -> None:
         request = json.loads(line)
         engine.answer(request["prompts"], request["params"], lambda index, answer: tell({"index": index, **answer}))
     lines.flush()
-    os._exit(0)  # the engines' threads need no farewell
+    os._exit(0)  # do not wait for the threads of the engines
 
 
 if __name__ == "__main__":

@@ -24,13 +24,13 @@ _CACHE_STEP = 64
 class TransformersBackend(Backend):
     """`generate` in batches of fixed composition: a batch ends when its last answer does.
 
-    hf-generate is plain; hf-static has a static cache; hf-compile compiles over it; hf-lookup takes drafts from the
-    prompt; hf-assistant from a smaller model. Generation settings that came with the model are set aside, so that every
+    hf-generate decodes plainly; hf-static has a static cache; hf-compile also compiles; hf-lookup drafts from the
+    prompt; hf-assistant drafts with a smaller model. The model's own generation settings are ignored, so that every
     backend follows the same rule.
 
     Args:
-        target: the model; its own weights are used, no copy.
-        spec: which variant.
+        target: the model; the backend uses its weights without a copy.
+        spec: the variant.
         batch_size: prompts answered together.
         assistant: the smaller model of hf-assistant.
     """
@@ -103,7 +103,7 @@ class TransformersBackend(Backend):
             compilation: Any = CompileConfig(
                 mode="reduce-overhead" if self._target.device.type == "cuda" else "default"
             )
-            compilation._compile_all_devices = True  # a CPU is left out unless told
+            compilation._compile_all_devices = True  # by default a CPU is left out
             fields["compile_config"] = compilation
         if self._spec.name == "hf-lookup":
             fields["prompt_lookup_num_tokens"] = self._spec.number("G") or _LOOKUP_TOKENS
@@ -111,7 +111,7 @@ class TransformersBackend(Backend):
 
     @property
     def _model(self) -> Any:
-        return self._target.model  # its `generate` comes from a mixin that types do not see
+        return self._target.model  # `Any`: the type checker does not know the mixin with `generate`
 
     @contextmanager
     def _own_settings_aside(self) -> Iterator[None]:
@@ -132,7 +132,7 @@ class TransformersBackend(Backend):
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Count the target's forwards where they are not the answer's tokens (a hook is in a compiler's way)."""
+        """Count the target's forwards of speculative variants; a hook would hinder the compiler of other variants."""
         module: nn.Module = self._target.model
         handle = module.register_forward_pre_hook(self._count) if self._is_speculative else nullcontext()
         with handle:
@@ -143,7 +143,7 @@ class TransformersBackend(Backend):
 
 
 class _FirstToken(StoppingCriteria):
-    """Stops nothing; notes when `generate` looks at its tokens for the first time."""
+    """A criterion that never stops, and records the time of the first token."""
 
     def __init__(self, device: torch.device) -> None:
         self.time: float | None = None

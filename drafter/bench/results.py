@@ -87,7 +87,7 @@ def resume_results(path: Path) -> list[BenchRecord]:
     if not path.exists() or is_stream(path):
         return []
     whole, newline, rest = path.read_bytes().rpartition(b"\n")
-    records = _parse_lines(whole, path)  # first of all: a file of another kind stays unchanged
+    records = _parse_lines(whole, path)  # before any change: a file of another kind stays unchanged
     if not rest.strip():
         return records
     if not (rest.startswith(_BEGINNING) or _BEGINNING.startswith(rest)):
@@ -237,8 +237,8 @@ class Summary:
         margins: the target's logit margins where texts first differ.
         first_token_seconds: median over answers, median over rounds.
         latency_seconds: likewise, of whole answers.
-        peak_bytes: the highest of all rounds.
-        size: of the tree, for redrafter with a fixed tree.
+        peak_bytes: highest memory of all rounds.
+        size: size of the tree, for redrafter with a fixed tree.
     """
 
     label: str
@@ -293,7 +293,7 @@ def last_part(path: str) -> str:
 
 
 def distinct_names(paths: Iterable[str]) -> dict[PurePosixPath, str]:
-    """For every path the fewest of its last parts that no other path ends with.
+    """For every path the shortest ending that no other path has.
 
     Of runs/kd/drafter, runs/ce/drafter and runs/old: kd/drafter, ce/drafter and old.
     """

@@ -24,6 +24,7 @@ from drafter.engine.sizes import (
     PLAIN,
     MeasuredTree,
     RowPlan,
+    Sizer,
     Tree,
     TunedSizes,
     device_name,
@@ -36,10 +37,10 @@ from drafter.targets.target import Target
 
 _NUM_ROUNDS = 40  # most steps of each candidate for each number of rows
 _RATIOS = (0.4, 0.7, 1.0, 1.3)  # acceptance, relative to the calibration, for which the engine should have a tree
-# A tree must be so much faster than plain decoding, and so much more for every doubling of the rows: rows that start
-# together end apart when they draft, and the last rows step nearly alone.
+# Least speed-up of a tree over plain decoding, and its rise for every doubling of the rows: drafts let
+# rows that start together end at different steps, and the last rows step nearly alone.
 _WORTH, _WORTH_PER_DOUBLING = 1.03, 0.01
-_MIN_ROUNDS = 2  # that count, whatever the time
+_MIN_ROUNDS = 2  # counted rounds, whatever the time
 _TREE_SIZES = {"cpu": (2, 4, 6, 8, 12, 16), "cuda": (4, 8, 16, 32, 48, 64)}
 # Largest tree size, with beam width and draft length up to this size.
 _SHAPES = ((2, 2, 1), (6, 4, 2), (12, 4, 3), (24, 8, 4), (81, 16, 5), (LARGEST_TREE, 64, 16))
@@ -101,19 +102,15 @@ def tune(
     return Tuning(calibration.sizes(), {settings.method: calibration.as_lists()}, num_answered)
 
 
-@dataclass
-class _Steered:
-    """A sizer that is told which tree comes next."""
+class _Steered(Sizer):
+    """A sizer whose caller sets the next tree."""
 
-    trees: list[Tree]
-    tree: Tree = PLAIN
+    def __init__(self, trees: list[Tree]) -> None:
+        self.trees = trees
+        self.tree = PLAIN
 
     def choose(self, num_rows: int) -> Tree:
         return self.tree
-
-    def observe(self, num_accepted: Sequence[int]) -> None: ...
-
-    def forget(self) -> None: ...
 
 
 @dataclass
@@ -238,9 +235,9 @@ class _Calibration:
         )
 
     def _choices(self, num_rows: int, times: dict[Tree, list[float]]) -> tuple[MeasuredTree, ...]:
-        """Plain decoding, and the trees that are best at some acceptance and worth their while."""
+        """Plain decoding, and the trees that are fastest at some acceptance and faster than plain decoding."""
         plain = MeasuredTree(PLAIN, 1.0, median(times[PLAIN]))
-        # No tree is cheaper than none: a lower figure is noise.
+        # A step with a tree is never cheaper than a plain step: a lower figure is noise.
         choices = [
             MeasuredTree(tree, self._counts[tree].tokens_per_step, max(median(seconds), plain.step_seconds))
             for tree, seconds in times.items()

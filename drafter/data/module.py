@@ -14,9 +14,10 @@ from torch import Tensor
 from drafter.data.batch import ChatBatch, gather, pad_states
 from drafter.data.hidden_states import HiddenStates, build_states
 from drafter.data.loader import Gather, TrainLoader, ValLoader
-from drafter.data.prepare import TokenizeOptions, load_stores, split_by_prompt
-from drafter.data.store import TokenStore
+from drafter.data.prepare import TokenizeOptions, split_by_prompt, tokenize_file
+from drafter.data.store import TokenStore, concat
 from drafter.data.stored_states import StoredFiles, StoredStates, open_stored_states
+from drafter.data.tokenize import EncodeReport
 from drafter.targets.catalog import load_tokenizer
 from drafter.targets.target import Target
 from drafter.utils.parse import MAX_LINE_MIB, line_limit
@@ -296,18 +297,22 @@ class ChatDataModule(LightningDataModule):
         return self._stores
 
     def _read(self, names: list[str], what: str) -> TokenStore:
+        total, stores = EncodeReport(), []
         with line_limit(self._max_line_mib):
-            store, report = load_stores(
-                names,
-                self.tokenizer,
-                self._options,
-                target_name=self._target_name,
-                use_cache=self._use_token_cache,
-                progress=self._progress,
-            )
-        for line in report.lines():
+            for name in names:
+                store, report = tokenize_file(
+                    name,
+                    self.tokenizer,
+                    self._options,
+                    target_name=self._target_name,
+                    use_cache=self._use_token_cache,
+                    progress=self._progress,
+                )
+                stores.append(store)
+                total.add(report)
+        for line in total.lines():
             rank_zero_info(f"{what}: {line}")
-        return store
+        return concat(stores)
 
 
 def _everything(store: TokenStore) -> TokenStore:

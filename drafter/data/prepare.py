@@ -3,7 +3,7 @@
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from drafter.data.files import is_hub_name, load_hub
 from drafter.data.formats import ReadReport, Row, read_rows
-from drafter.data.store import TokenStore, build_store, concat, load_store, save_store
+from drafter.data.store import TokenStore, build_store, load_store, save_store
 from drafter.data.tokenize import (
     ENCODING_VERSION,
     ConversationEncoder,
@@ -134,24 +134,3 @@ def _prompt_digest(store: TokenStore, row: int) -> bytes:
     # Plain text has no prompt; its first tokens take the place.
     tokens = token_T[:num_prompt] if num_prompt > 1 else token_T[:64]
     return hashlib.blake2b(tokens.numpy().tobytes(), digest_size=8).digest()
-
-
-def load_stores(
-    names: Sequence[str],
-    tokenizer: Any,
-    options: TokenizeOptions,
-    *,
-    target_name: str = "",
-    use_cache: bool = True,
-    progress: bool = True,
-) -> tuple[TokenStore, EncodeReport]:
-    """The joined token store of several files, and the sum of their counts; see :func:`tokenize_file`."""
-    total = EncodeReport()
-    stores = []
-    for name in names:
-        store, report = tokenize_file(
-            name, tokenizer, options, target_name=target_name, use_cache=use_cache, progress=progress
-        )
-        stores.append(store)
-        total.add(report)
-    return concat(stores), total

@@ -1,4 +1,4 @@
-"""Draft trees: packed trees of candidates, lists of drafted nodes, and how the one is made of the other.
+"""Draft trees: lists of drafted nodes, and the packed trees of candidates that are made from these lists.
 
 Shapes: B rows · N tree nodes (node 0 is the root, parents stand before their children) · M nodes of a list, level
 after level · X nodes of one level · L draft length · V target vocabulary.
@@ -128,7 +128,7 @@ class NodeList(NamedTuple):
 
 @cache
 def _depths(level_sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    # Filled on the device: a copy from the host would have to be waited for.
+    # Filled on the device: a copy from the host would make the host wait.
     with torch.inference_mode(False):
         return torch.cat([torch.full((size,), depth, device=device) for depth, size in enumerate(level_sizes, start=1)])
 
@@ -163,14 +163,14 @@ def concatenate(lists: Sequence[NodeList]) -> NodeList:
 def merge_equal(nodes: NodeList) -> NodeList:
     """Keep one of several nodes that hold the same token under the same parent.
 
-    The first of the list stays, with the highest score of them all, and takes over their children; the others become
+    The first of the equal nodes stays, with the highest of their scores, and gets their children; the others become
     places without a node. The list (7 -> 9), (7 -> 8), written level by level::
 
         token  [7, 7, 9, 8]    parent [-1, -1, 0, 1]    score [-2, -1, -4, -3]     becomes
         token  [7, 7, 9, 8]    parent [-1, -1, 0, 0]    score [-1, -inf, -4, -3]
 
-    Scores still never rise from parent to child: the best of equal children has a parent that scores at least as high,
-    and that parent is merged into the one that stays.
+    A child still never scores above its parent: the best of equal children has a parent with at least the same score,
+    and this parent is merged into the node that stays.
 
     Args:
         nodes: any list.
@@ -188,9 +188,9 @@ def merge_equal(nodes: NodeList) -> NodeList:
 
 
 def _paths(nodes: NodeList) -> Tensor:
-    """A number for the tokens from the root to each node, int64 [B, M]: the same where they are the same.
+    """A hash of the tokens from the root to each node, int64 [B, M]; equal paths have equal hashes.
 
-    Two different paths have the same number about once in 2^64 pairs, which would cost a draft.
+    Two different paths have the same hash about once in 2^64 pairs, which would lose one draft node.
     """
     own_BM = mix64(nodes.token_BM + 1)  # mix64 maps 0 to 0
     levels = [own_BM[:, : nodes.level_sizes[0]]]

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -221,28 +221,27 @@ def _plan_of(item: Mapping[str, Any], method: Method) -> RowPlan:
     return RowPlan(item["num_rows"], tuple(choices))
 
 
-class Sizer(Protocol):
-    """Chooses the tree of every step of an engine."""
+class Sizer:
+    """Chooses the tree of every step of an engine. A subclass implements :meth:`choose`.
 
-    @property
-    def trees(self) -> Sequence[Tree]:
-        """All trees that the sizer may choose."""
-        ...
+    Attributes:
+        trees: all trees that the sizer may choose.
+    """
+
+    trees: Sequence[Tree]
 
     def choose(self, num_rows: int) -> Tree:
         """The tree for the next step of ``num_rows`` rows."""
-        ...
+        raise NotImplementedError
 
     def observe(self, num_accepted: Sequence[int]) -> None:
         """Accepted draft tokens of the step, for each row that used its drafts."""
-        ...
 
     def forget(self) -> None:
         """Forget all observations."""
-        ...
 
 
-class TreeSizer:
+class TreeSizer(Sizer):
     """Chooses the fastest measured tree for the number of rows and the recent acceptance.
 
     The recent acceptance is a ratio: accepted draft tokens over the accepted draft tokens of the calibration. Both
@@ -253,6 +252,7 @@ class TreeSizer:
 
     def __init__(self, sizes: TunedSizes) -> None:
         self._sizes = sizes
+        self.trees = sizes.trees
         self.forget()
 
     def forget(self) -> None:
@@ -265,11 +265,6 @@ class TreeSizer:
         self._pause = _FIRST_PAUSE
         self._num_probe_steps = 0  # remaining steps of the present probe
         self._is_after_probe = False
-
-    @property
-    def trees(self) -> list[Tree]:
-        """Every tree of the file."""
-        return self._sizes.trees
 
     @property
     def ratio(self) -> float:

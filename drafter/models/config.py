@@ -104,7 +104,7 @@ class DrafterConfig(PreTrainedConfig):
             raise ValueError(f"{where}: model_type is {model_type!r}, a drafter has {cls.model_type!r}")
         if dtype is not None and (not isinstance(dtype, str) or dtype not in _DTYPES):
             raise ValueError(f"{where}: dtype is {dtype!r} but must be one of {', '.join(_DTYPES)}")
-        # Fields of the library itself say nothing about a drafter, and may hold anything.
+        # Fields of the library do not describe a drafter, and may hold any value.
         own = {name: value for name, value in fields.items() if name not in _LIBRARY_KEYS}
         try:
             return cls(**own)
@@ -169,7 +169,7 @@ def same_fingerprint(first: str, second: str) -> bool:
     >>> same_fingerprint("803f", "813f"), same_fingerprint("803f", "0040")
     (True, False)
 
-    What follows a hyphen is a scheme of rounding (:func:`rounding_of`), which the comparison leaves out.
+    The part after a hyphen names a scheme of rounding (:func:`rounding_of`); the comparison ignores the part.
     """
     values = [_bfloat16_values(sample) for sample in (first, second)]
     if len(values[0]) != len(values[1]):

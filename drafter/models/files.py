@@ -1,4 +1,4 @@
-"""Tensors of a drafter's file, checked whole: names, shapes, types, finite values, draft token ids."""
+"""Reads and checks the tensors of a drafter's file: names, shapes, types, finite values, draft token ids."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,8 +27,8 @@ def check_tensors(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], v
     """Check the tensors that a drafter is made of.
 
     Args:
-        tensors: as they were read.
-        wanted: tensors of the names and shapes that the drafter's config asks for.
+        tensors: the tensors of the file.
+        wanted: tensors with the names and shapes of the drafter's config.
         vocab_size: V.
         where: the file, for messages.
 

@@ -157,7 +157,7 @@ def recover(path: Path) -> None:
     except OSError:
         return  # no such folder, or no right to list the folder
     for hidden in found:
-        # A living writer within its swap is waited for; one that still writes is left alone.
+        # Wait for a running writer within its swap; leave a writer alone that still writes.
         with _locked(hidden, wait=(hidden / _OLD).exists()) as is_locked:
             if is_locked:
                 with contextlib.suppress(OSError):  # a reader may have no right to write
@@ -185,7 +185,7 @@ def _hidden_folder(place: Path) -> Iterator[Path]:
         hidden = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".tmp", dir=place.parent))
         with _locked(hidden) as is_locked:
             if is_locked is False:
-                continue  # another process took the folder for a left one before the lock
+                continue  # another process took the folder for an abandoned one before the lock
             try:
                 yield hidden
             finally:

@@ -1,6 +1,6 @@
-"""Programs of others, such as chat templates, in a process with limits of time and memory.
+"""Runs foreign programs, such as chat templates, in a process with limits of time and memory.
 
-A thread that runs such a program cannot be stopped, and its memory cannot be bounded. A forked process can be both.
+A thread that runs such a program can neither be stopped nor limited in memory; a forked process can.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _PAGES = Path("/proc/self/statm")
 
 
 def limit_memory() -> None:
-    """Let this process take ``MAX_BYTES`` more than now; a MemoryError where it wants more."""
+    """Let this process take ``MAX_BYTES`` more than now; further allocations raise MemoryError."""
     if _PAGES.exists():  # Linux
         most = int(_PAGES.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + MAX_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -42,8 +42,8 @@ def limited_map(function: Callable[[Item], Any], items: Sequence[Item], what: st
 
     Args:
         function: returns a JSON value; uses neither torch nor threads.
-        items: what the function is called with.
-        what: runs in the function, for messages: "the chat template of 'x'".
+        items: arguments of the calls.
+        what: name of the program, for messages: "the chat template of 'x'".
 
     Raises:
         ValueError: of the function, or a limit was reached.
@@ -61,7 +61,7 @@ def limited_map(function: Callable[[Item], Any], items: Sequence[Item], what: st
         with os.fdopen(reading, "rb") as stream:
             data = stream.read(MAX_BYTES + 1)
     finally:
-        # Ended long ago, but for Ctrl-C and for an answer that is too large.
+        # The child still runs only after Ctrl-C or after an answer that is too large.
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
@@ -83,7 +83,7 @@ def _work(function: Callable[[Item], Any], items: Sequence[Item], writing: int) 
             signal.signal(number, signal.SIG_DFL)  # the end of this process, within C as well
         limit_memory()
         for item in items:
-            signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # of computing: a busy machine costs nothing
+            signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # processor time: other processes do not count
             _send(writing, {"value": function(item)})
     except MemoryError:
         _send(writing, {"is_too_large": True})

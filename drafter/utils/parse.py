@@ -1,4 +1,4 @@
-"""Readers of files that others wrote: JSON, YAML and lines of text.
+"""Readers of files from other sources: JSON, YAML and lines of text.
 
 The limits stand here once. Whatever a file holds, a reader returns plain values within the limits, or raises one line
 that names the file, in a time and a memory that the limits bound.
