@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from drafter.bench.acceptance import Acceptance, Served
+from drafter.bench.acceptance import Acceptance, Served, total
 from drafter.distill.same_model import Comparison
 
 # A server that accepts less than this share of the drafted tokens per step that the engine accepts offline.
@@ -23,16 +23,13 @@ def is_far_below(offline: Acceptance, served: Acceptance) -> bool:
     return served.accepted_per_step < FAR_BELOW * offline.accepted_per_step
 
 
-def find_causes(
-    compared: Comparison, card: dict[str, Any], served: Served, reported: Acceptance, num_needed: int
-) -> list[Cause]:
+def find_causes(compared: Comparison, card: dict[str, Any], served: Served, num_needed: int) -> list[Cause]:
     """The verdict on each cause.
 
     Args:
         compared: prompts and short greedy answers of the server, beside the target's.
         card: the server's entry of the model.
         served: counts of the server.
-        reported: counts of all categories together.
         num_needed: tokens of the longest prompt and its answer.
     """
     return [
@@ -40,7 +37,7 @@ def find_causes(
         _format_cause(compared),
         _length_cause(card, served, num_needed),
         _sampling_cause(compared),
-        _speculation_cause(card, reported, served),
+        _speculation_cause(card, served),
     ]
 
 
@@ -93,12 +90,13 @@ def _sampling_cause(compared: Comparison) -> Cause:
     return Cause(name, "found", f"{seen}: the server samples, or applies a penalty, on its own")
 
 
-def _speculation_cause(card: dict[str, Any], reported: Acceptance, served: Served) -> Cause:
+def _speculation_cause(card: dict[str, Any], served: Served) -> Cause:
     name = "speculation off"
     if card.get("speculation") is False:
         return Cause(name, "found", "the server says that it drafts nothing")
     if served.source == "none":
         return Cause(name, "unknown", "the server reports no acceptance")
+    reported = total(served.by_category)
     seen = f"{reported.num_accepted} drafted tokens accepted in {reported.num_steps} steps"
     return Cause(name, "fine" if reported.num_accepted else "found", seen)
 

@@ -1,10 +1,10 @@
 """`drafter evaluate`: acceptance by depth and by category, offline and as a running server reports it."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from drafter.engine.options import DraftingOptions, ParallelOptions, load_models
 from drafter.utils.options import LineOptions, Options
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from drafter.bench.causes import Cause
     from drafter.bench.models import BenchModels
     from drafter.bench.workload import Workload
-    from drafter.distill.client import Client
 
 _NUM_COMPARED = 4  # prompts whose greedy answers are compared with the target
 
@@ -87,12 +86,14 @@ def evaluate(options: EvaluateOptions) -> int:
     """Run `drafter evaluate`; 1 when the server accepts far less than this machine."""
     from tqdm import tqdm
 
-    from drafter.bench.acceptance import measure_offline, measure_server, total
+    from drafter.bench.acceptance import measure_offline, measure_server
     from drafter.bench.backends import EngineBackend
+    from drafter.bench.causes import find_causes
     from drafter.bench.models import BenchModels
     from drafter.bench.workload import read_prompt_set
     from drafter.decoding.params import SamplingParams
     from drafter.distill.client import Client
+    from drafter.distill.same_model import compare_models
     from drafter.engine.engine import Engine
     from drafter.utils.io import check_output
 
@@ -119,34 +120,16 @@ def evaluate(options: EvaluateOptions) -> int:
         result = _Result(options, workload, offline, choice.config.method)
         if client is not None and card is not None:
             result.served = measure_server(client, card, workload, params, options.concurrency, on_answer)
-            result.causes = _causes(
-                client, card, models, workload, result.served, total(result.served.by_category), options.max_new_tokens
-            )
+            chats = [item.messages([]) for item in workload.items if not item.is_raw]
+            compared = compare_models(client, str(card["id"]), models.target, chats[:_NUM_COMPARED])
+            num_needed = models.longest(workload, options.max_new_tokens)
+            result.causes = find_causes(compared, card, result.served, num_needed)
     print("\n".join(result.lines()))
     if options.out is not None:
         _write(result, models, options.out)
     for line in result.warnings():
         print(line, file=sys.stderr)
     return 1 if result.warnings() else 0
-
-
-def _causes(
-    client: "Client",
-    card: Mapping[str, Any],
-    models: "BenchModels",
-    workload: "Workload",
-    served: "Served",
-    reported: "Acceptance",
-    max_new_tokens: int,
-) -> "list[Cause]":
-    from drafter.bench.causes import find_causes
-    from drafter.distill.same_model import Comparison, compare_models
-
-    chats = [item.messages([]) for item in workload.items if not item.is_raw]
-    compared = Comparison()
-    if chats:
-        compared = compare_models(client, str(card["id"]), models.target, chats[:_NUM_COMPARED])
-    return find_causes(compared, dict(card), served, reported, models.longest(workload, max_new_tokens))
 
 
 @dataclass
@@ -165,27 +148,21 @@ class _Result:
         from drafter.bench.acceptance import shares_table, total
         from drafter.utils.tables import format_table
 
-        offline = total(self.offline)
-        served = total(self.served.by_category) if self.served is not None else None
+        parts = self.served.by_category if self.served is not None else {}
+        offline, served = total(self.offline), total(parts) if self.served is not None else None
         columns = ["depth", "offline", *(["server"] if served is not None else [])]
         lines = ["Share of the steps that accepted a drafted token at this depth:", ""]
         lines += [format_table(columns, shares_table(offline, served)), "", "Accepted drafted tokens per step:", ""]
-        rows = [self._row(name or "all", name) for name in self.offline]
+        rows = [(name or "all", *_figures(part, parts.get(name))) for name, part in self.offline.items()]
         if len(self.offline) > 1:
             rows.append(("all", *_figures(offline, served)))
-        more = ["server", "server / offline"] if served is not None else []
-        lines.append(format_table(["category", "answers", "steps", "offline", *more], rows))
+        columns = ["category", "answers", "steps", "offline", "server", "server / offline"]
+        width = len(columns) if served is not None else 4
+        lines.append(format_table(columns[:width], [row[:width] for row in rows]))
         if self.causes:
             lines += ["", "Usual causes of a difference:", ""]
             lines += [f"{cause.name:<22} {cause.verdict:<8} {cause.seen}" for cause in self.causes]
         return lines
-
-    def _row(self, label: str, name: str) -> tuple[str, ...]:
-        served = None
-        if self.served is not None:
-            served = self.served.by_category.get(name)
-        figures = _figures(self.offline[name], served)
-        return (label, *figures, *(("-", "-") if self.served is not None and served is None else ()))
 
     def warnings(self) -> list[str]:
         """The loud warning, if there is one."""
@@ -201,7 +178,7 @@ def _figures(offline: "Acceptance", served: "Acceptance | None") -> tuple[str, .
     mine = offline.accepted_per_step
     figures = (str(offline.num_answers), str(offline.num_steps), f"{mine:.2f}")
     if served is None:
-        return figures
+        return (*figures, "-", "-")
     theirs = served.accepted_per_step
     return (*figures, f"{theirs:.2f}", f"{theirs / mine:.0%}" if mine else "-")
 
