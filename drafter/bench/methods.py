@@ -39,7 +39,7 @@ _ABOUT = {
     "N": "tree size",
     "G": "drafted tokens",
     "tau": "softness of coupled drafting",
-    "noise": "weight of the noise in it",
+    "noise": "weight of the noise in coupled drafting",
 }
 _NEEDS_DRAFTER = ("redrafter", "hybrid")
 _NEEDS_DRAFT_MODEL = ("draft-model", "hf-assistant")
@@ -66,12 +66,12 @@ class MethodSpec:
 
     @property
     def is_peer(self) -> bool:
-        """Another engine decodes."""
+        """Whether another engine decodes."""
         return self.engine != "Drafter"
 
     @property
     def is_native(self) -> bool:
-        """An engine that reads a GGUF file decodes, in a process of its own."""
+        """Whether an engine that reads a GGUF file decodes, in its own process."""
         return self.name in _NATIVE
 
     @property
@@ -102,7 +102,7 @@ class MethodSpec:
 
     @property
     def is_tuned(self) -> bool:
-        """The file of `drafter tune` gives the size of the tree."""
+        """Whether the file of `drafter tune` gives the size of the tree."""
         return "tuned" in self.words
 
     @property

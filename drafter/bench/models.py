@@ -16,7 +16,7 @@ from drafter.engine.text import encode_prompts
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 
-_TEMPLATE_TOKENS = 64  # of a chat template, per turn, at most
+_TEMPLATE_TOKENS = 64  # upper bound for the tokens of a chat template in each turn
 
 
 class BenchModels(NamedTuple):
@@ -24,10 +24,10 @@ class BenchModels(NamedTuple):
 
     Attributes:
         target: the language model.
-        drafter: for methods that need one.
+        drafter: the drafter, for methods that need one.
         drafter_name: name of the drafter in the results.
-        draft_model: for methods that need one.
-        tuned: file for tuned methods; None is the one beside the drafter.
+        draft_model: the smaller model, for methods that need one.
+        tuned: file for tuned methods; None: the file beside the drafter.
         compile: compile the engine's step; None compiles on CUDA only.
         peer_target: the target of transformers' methods; None is ``target``.
     """

@@ -42,7 +42,7 @@ def run_benchmark(
     workloads: list[Workload],
     out: Path,
 ) -> int:
-    """Number of runs made: all that the results file lacks. Each run is appended when it ends.
+    """Number of new runs: all runs that the results file lacks. Each run is appended when it ends.
 
     Args:
         settings: prompts, methods and rounds.
@@ -153,7 +153,7 @@ class _Bench:
             if oracle is None and run.spec.label != BASELINE:
                 oracle = self._oracle(point)
             backend = backends[run.spec.label]
-            backend.forget()  # every round asks the same prompts, so a remembered answer would be a perfect draft
+            backend.forget()  # rounds repeat the prompts, so a remembered answer would be a perfect draft
             gc.collect()
             with PeakMemory(self._models.target.device, backend.process_id) as memory:
                 found = self._converse(backend, point, bar)
@@ -298,4 +298,4 @@ def _describe_target(models: BenchModels) -> dict[str, Any]:
 
 
 def _nothing() -> None:
-    """Count nothing: no bar shows these answers."""
+    """The ``on_answer`` of answers that no progress bar shows."""

@@ -17,7 +17,7 @@ class Item:
     """One conversation.
 
     Attributes:
-        id: its name, for messages.
+        id: name of the conversation, for messages.
         category: column of the results; empty when the prompt set has no categories.
         turns: the user's turns; each turn but the first follows the method's own earlier answers.
         history: messages that stand before the first turn (a system message, earlier turns).
@@ -71,13 +71,13 @@ class Workload:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def first_turns(self, num_turns: int | None) -> "Workload":
-        """The same conversations, each broken off after ``num_turns`` turns; all turns when None."""
+        """The same conversations, each cut after ``num_turns`` turns; None: all turns."""
         if num_turns is None:
             return self
         return Workload(self.name, tuple(replace(item, turns=item.turns[:num_turns]) for item in self.items))
 
     def take(self, num_prompts: int | None) -> "Workload":
-        """At most ``num_prompts`` conversations: one of each category in turn, so that all are there; all when None.
+        """At most ``num_prompts`` conversations, taken from each category in turn; None: all.
 
         Of the categories a, a, a, b, b three prompts are the first a, the first b, the second a.
         """
@@ -126,7 +126,7 @@ def item_of(
 
 
 def as_raw(items: Iterable[Item]) -> tuple[Item, ...]:
-    """The same prompts as text without chat template; conversations cannot be.
+    """The same prompts as text without chat template.
 
     Raises:
         ValueError: an item has several turns or a history.
@@ -146,13 +146,13 @@ def as_raw(items: Iterable[Item]) -> tuple[Item, ...]:
 
 @dataclass(frozen=True)
 class HubSet:
-    """Where a named prompt set lies, and how its columns are called here.
+    """Place of a named prompt set, and the names of its columns.
 
     Attributes:
         path: hub data set, or a builder of the `datasets` package with `data_files`.
         split: its split.
         config: its configuration.
-        data_files: address of the file, for a set that is on no hub.
+        data_files: address of the file, for a set outside the hub.
         columns: our key -> the set's key.
         category: category of all rows, for a set without a column of categories.
     """
@@ -186,7 +186,7 @@ def read_prompt_set(name: str, *, raw: bool = False) -> Workload:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: what is wrong with it, with file and line; or the hub cannot be reached.
+        ValueError: a wrong row, with file and line, or the hub cannot be reached.
     """
     if name in HUB_SETS:
         items = tuple(_hub_items(name, HUB_SETS[name]))

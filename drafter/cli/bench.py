@@ -218,7 +218,7 @@ def bench_serve(options: LoadOptions) -> None:
 
 
 def _check_report(folder: Path | None, overwrite: bool) -> None:
-    """Refuse a report.md of somebody else."""
+    """Refuse to replace a report.md that no earlier run wrote."""
     from drafter.bench.report import is_report
     from drafter.utils.io import check_output
 
@@ -237,7 +237,7 @@ def _check_out(out: Path) -> None:
 
 
 def _measure(every: list[BenchSettings], out: Path) -> bool:
-    """Measure settings that share target and prompts, and differ in the drafter; whether this process leads."""
+    """Measure settings that differ only in the drafter; True in the leading process."""
     from drafter.bench.run import run_benchmark
     from drafter.bench.workload import read_prompt_set
     from drafter.engine.follow import lead_or_follow

@@ -21,14 +21,14 @@ _NUM_COMPARED = 4  # prompts whose greedy answers are compared with the target
 
 @dataclass(frozen=True, kw_only=True)
 class AskedOptions(LineOptions):
-    """What is answered.
+    """The prompts, and the length of answers.
 
     Attributes:
         prompts: file of prompts, hub data set, or mtbench, specbench, humaneval, gsm8k
-        num_prompts: at most so many prompts, all categories alike
+        num_prompts: largest number of prompts, all categories alike
         max_new_tokens: longest answer in tokens
         temperature: 0 is greedy
-        seed: of sampling
+        seed: seed of sampling
         raw: give the prompts to the model without chat template
     """
 
@@ -59,9 +59,9 @@ class ServedOptions:
 class EvaluateOptions(Options, AskedOptions, ServedOptions, DraftingOptions):
     """Measure how many drafted tokens are accepted: by depth and category, here and on a server.
 
-    With --url, the same prompts go to the server. A server that accepts far less than this machine is a warning and
-    exit code 1; the usual causes are tested one by one: chat template, special tokens, dtype or quantisation, context
-    length, sampling parameters, speculation off.
+    With --url, the same prompts go to the server. If the server accepts far less than this machine, the command warns
+    and returns exit code 1. The usual causes are tested one by one: chat template, special tokens, dtype or
+    quantisation, context length, sampling parameters, speculation off.
 
     Attributes:
         out: results file (.json)
@@ -69,7 +69,7 @@ class EvaluateOptions(Options, AskedOptions, ServedOptions, DraftingOptions):
 
     sections: ClassVar = {
         "What to answer": AskedOptions,
-        "A server beside": ServedOptions,
+        "Server to compare with": ServedOptions,
         "Where to run": ParallelOptions,
         "How to draft": DraftingOptions,
     }
@@ -134,7 +134,7 @@ def evaluate(options: EvaluateOptions) -> int:
 
 @dataclass
 class _Result:
-    """All that was measured."""
+    """All measurements of a run."""
 
     options: EvaluateOptions
     workload: "Workload"
@@ -165,7 +165,7 @@ class _Result:
         return lines
 
     def warnings(self) -> list[str]:
-        """The loud warning, if there is one."""
+        """Lines of the warning, if there is one."""
         from drafter.bench.acceptance import total
         from drafter.bench.causes import warning_lines
 

@@ -31,7 +31,7 @@ class Built(NamedTuple):
 
 
 def build_drafter(target: Target, data: Any, options: DrafterOptions, init_from: str | None) -> Built:
-    """A new drafter for ``target``, or the one of ``init_from``.
+    """A new drafter for ``target``, or the drafter of ``init_from``.
 
     Args:
         target: the frozen model.

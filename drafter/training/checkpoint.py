@@ -18,7 +18,7 @@ from drafter.utils.io import check_output_folder, first_line, recover, replacing
 PREFIX = "drafter."
 # Files of an exported drafter, and files that `drafter tune` adds.
 _OUTPUTS = ("config.json", "model.safetensors", "README.md", "run.json", "custom_generate", "speculation*.json")
-# Parts of a checkpoint that are read here, with their types.
+# Keys of a checkpoint that this module reads, with their types.
 _KINDS: dict[str, Any] = {
     **dict.fromkeys(("drafter_config", "state_dict", "metrics", "loops", "average"), dict),
     **dict.fromkeys(("num_positions", "global_step", "epoch"), int),

@@ -10,7 +10,7 @@ the gradient by hand. :func:`sampled_loss` computes the logits of few tokens for
 a sample of the others that stands for all of them), which costs a fraction.
 
 Mass of the target outside the draft vocabulary: p is the target's distribution *renormalised over the draft
-vocabulary*, and pairs whose label is outside of it have weight 0. When the labels are the target's own samples, the
+vocabulary*, and pairs whose label is outside have weight 0. When the labels are the target's own samples, the
 chance of weight 1 is exactly the inside mass, so on average each pair is weighted by the mass that p had inside before
 it was renormalised; no logits outside the draft vocabulary are ever computed.
 
@@ -80,7 +80,7 @@ class PairTargets(NamedTuple):
         weight_P: float32 weight of each pair in the sum.
         teacher_P: int64 index of each pair's row in ``hidden_MD``.
         hidden_MD: the target's final hidden states.
-        teacher_logits: [C, D] -> the target's logits over the draft vocabulary [C, R].
+        teacher_logits: maps [C, D] to the target's logits over the draft vocabulary [C, R].
         ranked_P: draft index whose rank among the drafter's logits is counted (-1: counts as last); None: no ranks.
     """
 
@@ -109,11 +109,11 @@ class LossOutput(NamedTuple):
 def chunked_loss(
     feature_PF: Tensor, rows_RF: Tensor, targets: PairTargets, mix: LossMix, *, memory_mib: int = 256
 ) -> LossOutput:
-    """The weighted sum of :func:`mixed_loss` over pairs, without the logits of all pairs in memory at once.
+    """The weighted sum of :func:`mixed_loss` over pairs; at no time are the logits of all pairs in memory.
 
     Pairs are taken in the order of their teacher position, so that the target's distribution at a position is computed
-    once for all depths. The gradient is computed beside the loss and the chunk's logits are forgotten: memory is
-    bounded by ``memory_mib`` (plus the features and their gradient), and the backward pass recomputes nothing.
+    once for all depths. The gradient is computed with the loss, and the chunk's logits are freed: ``memory_mib`` bounds
+    the memory (besides features and their gradient), and the backward pass recomputes nothing.
 
     Args:
         feature_PF: factors of the output rows, in the dtype of the computation.

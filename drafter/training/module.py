@@ -88,7 +88,7 @@ class PairedBatch(NamedTuple):
 
 
 class BatchResult(NamedTuple):
-    """The loss to minimise, and each pair's loss and rank where they were asked for."""
+    """The loss to minimise, and on request the loss and rank of each pair."""
 
     loss: Tensor
     output: LossOutput | None
@@ -100,8 +100,8 @@ class DrafterModule(LightningModule):
     Attributes:
         drafter: the trained drafter; exists after ``configure_model``.
         teacher: the frozen target; exists after ``configure_model``.
-        num_positions: text positions (starts of at least depth 1) trained on so far, by all processes, if each had as
-            many as this one.
+        num_positions: text positions (starts of at least depth 1) trained on so far, by all processes; the other
+            processes count like this one.
     """
 
     drafter: RecurrentDrafter
@@ -129,15 +129,15 @@ class DrafterModule(LightningModule):
             target: alias, hub id, folder or .gguf file.
             target_dtype: float32, bfloat16, float16, or auto (bfloat16 on CUDA, float32 on CPU).
             quantization: int8 rounds the target's weights after loading; none.
-            revision: of the target on the hub.
-            trust_remote_code: run the target's own code.
+            revision: hub revision of the target.
+            trust_remote_code: run code of a hub model.
             shard_target: spread the target's layers over the devices of a node, for a target larger than one device.
             drafter: shape of the drafter.
             objective: the losses and their weights.
             optim: optimizer and learning rate.
             init_from: exported drafter or checkpoint to start the weights (and the draft vocabulary) from.
             compile: compile the drafter's layers with torch.compile.
-            seed: of the choice of positions when depth_rates are below 1.
+            seed: seed of the choice of positions when depth_rates are below 1.
         """
         super().__init__()
         self.save_hyperparameters(
@@ -427,7 +427,7 @@ class DrafterModule(LightningModule):
         self._swap_average()
 
     def _expect_progress(self) -> None:
-        """Stop a run whose mean loss since the last look is far above its best.
+        """Stop a run whose mean loss since the last call is far above its best.
 
         Twice the best loss plus 1 is far outside the noise of data, and a learning rate too high soon exceeds this
         limit.
@@ -445,8 +445,8 @@ class DrafterModule(LightningModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip by the global norm, or by value if told to (Lightning refuses to for a fused optimizer, though bfloat16
-        needs no unscaling).
+        """Clip by the global norm, or by value. Lightning refuses both with a fused optimizer, although bfloat16 needs
+        no unscaling.
 
         Called before every optimizer step, so that a gradient that is not finite never changes the weights.
         """
@@ -498,7 +498,7 @@ class DrafterModule(LightningModule):
             self.log(f"{stage}/loss_d{depth}", loss_P.sum() / max(1, len(loss_P)))
 
     def _log_speed(self) -> None:
-        """Speed since the last logged step, of all processes, if each has as many tokens as this one."""
+        """Log the speed of all processes since the last logged step; the other processes count like this one."""
         now = (time.perf_counter(), self._num_tokens, self.num_positions, self.teacher.seconds)
         seconds, tokens, positions, in_target = (new - old for new, old in zip(now, self._clock, strict=True))
         if self._clock[0] > 0:
