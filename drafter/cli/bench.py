@@ -248,9 +248,9 @@ def _measure(every: list[BenchSettings], out: Path) -> bool:
         read_prompt_set(name, raw=first.raw).take(first.num_prompts).first_turns(first.num_turns)
         for name in first.prompts
     ]
-    models = load_bench_models(first)
+    models = _load_models(first)
     for settings in every:
-        loaded = with_drafter(models, settings)
+        loaded = _with_drafter(models, settings)
         work = partial(run_benchmark, settings, loaded, workloads, out)
         made = lead_or_follow(Models(loaded.target, loaded.drafter, loaded.draft_model), work)
         if made is None:
@@ -259,7 +259,7 @@ def _measure(every: list[BenchSettings], out: Path) -> bool:
     return True
 
 
-def load_bench_models(settings: BenchSettings) -> "BenchModels":
+def _load_models(settings: BenchSettings) -> "BenchModels":
     """The models of a benchmark, without its drafter."""
     from drafter.bench.models import BenchModels
 
@@ -273,7 +273,7 @@ def load_bench_models(settings: BenchSettings) -> "BenchModels":
     return BenchModels(target, None, "", draft_model, settings.tuned, settings.compile, peer_target)
 
 
-def with_drafter(models: "BenchModels", settings: BenchSettings) -> "BenchModels":
+def _with_drafter(models: "BenchModels", settings: BenchSettings) -> "BenchModels":
     """The models with the drafter of the settings, if a method needs a drafter."""
     from drafter.engine.loading import load_drafter
 

@@ -4,17 +4,12 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from drafter.bench.settings import BenchSettings, TuneSettings
-from drafter.cli.bench import load_bench_models, with_drafter
+from drafter.bench.settings import TuneSettings
 from drafter.engine.options import RunOptions
-from drafter.utils.options import LineOptions, Options, part_of
+from drafter.utils.options import LineOptions, Options
 from drafter.utils.validate import within
-
-if TYPE_CHECKING:
-    from drafter.bench.models import BenchModels
-    from drafter.bench.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,39 +38,31 @@ class TuneOptions(Options, LineOptions, TuneSettings, RunOptions):
 
 def tune(options: TuneOptions) -> None:
     """Run `drafter tune`."""
+    from drafter.bench.models import BenchModels
+    from drafter.bench.tune import COLUMNS, table_rows
+    from drafter.bench.tune import tune as run_tune
     from drafter.bench.workload import read_prompt_set
     from drafter.engine.defaults import tuned_path
+    from drafter.engine.loading import load_drafter
     from drafter.engine.sizes import is_tuned_file
-    from drafter.utils.io import check_output
+    from drafter.utils.io import check_output, write_atomic
+    from drafter.utils.provenance import run_record
+    from drafter.utils.tables import format_table
 
     place = options.out if options.out is not None else tuned_path(options.drafter)
     if options.out is None:
         place.parent.mkdir(parents=True, exist_ok=True)
     check_output(place, overwrite=options.overwrite, is_ours=is_tuned_file)
     workload = read_prompt_set(options.prompts).take(options.num_prompts)
-    models = BenchSettings(
-        **vars(part_of(options, RunOptions)),
-        prompts=(options.prompts,),
-        drafter=options.drafter,
-        methods=(options.method,),
-    )
-    _tune_and_write(with_drafter(load_bench_models(models), models), workload, options, place)
-
-
-def _tune_and_write(models: "BenchModels", workload: "Workload", options: TuneOptions, place: Path) -> None:
-    from drafter.bench.tune import COLUMNS, table_rows
-    from drafter.bench.tune import tune as run_tune
-    from drafter.utils.io import write_atomic
-    from drafter.utils.provenance import run_record
-    from drafter.utils.tables import format_table
-
-    assert models.drafter is not None
-    found = run_tune(models.target, models.drafter, models.encode(workload.items), options, options.compile)
+    target = options.load()
+    drafter = load_drafter(options.drafter, target)
+    prompts = BenchModels(target).encode(workload.items)
+    found = run_tune(target, drafter, prompts, options, options.compile)
     made_by = run_record()
     content = {
         **found.sizes.as_json(),
-        "target": models.target.name,
-        "drafter": models.drafter_name,
+        "target": target.name,
+        "drafter": options.drafter,
         "calibration": {
             "prompts": workload.name,
             "digest": workload.digest,
