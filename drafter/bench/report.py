@@ -96,19 +96,11 @@ def _main_table(methods: Sequence[Summary]) -> str:
 
 def _category_tables(methods: Sequence[Summary]) -> list[str]:
     """Speedup and tokens per step by category, for prompt sets that have categories."""
+    speedups = [(s.label, s.category_speedups) for s in methods if s.category_speedups and s.name != BASELINE]
+    steps = [(s.label, s.category_tokens_per_step) for s in methods if s.category_tokens_per_step and s.survival]
     parts = []
-    speedups = [
-        (summary.label, summary.category_speedups)
-        for summary in methods
-        if summary.category_speedups and summary.name != BASELINE
-    ]
     if speedups:
         parts += ["### Speedup over autoregressive by category\n", _by_category(speedups, "{:.2f}x")]
-    steps = [
-        (summary.label, summary.category_tokens_per_step)
-        for summary in methods
-        if summary.category_tokens_per_step and summary.survival
-    ]
     if steps:
         parts += ["### Tokens per step by category\n", _by_category(steps, "{:.2f}")]
     return parts

@@ -32,19 +32,17 @@ class ServerError(Exception):
 
 @dataclass(frozen=True)
 class Client:
-    """A server.
+    """A server; the key of the variable OPENAI_API_KEY is sent if the variable is set.
 
     Attributes:
         url: address, such as http://host:8000 or https://host/v1.
         timeout: seconds for one request.
         flag: the flag of the address, for errors.
-        api_key_variable: environment variable with the key, for servers that require one.
     """
 
     url: str
     timeout: float = 600.0
     flag: str = "--endpoint"
-    api_key_variable: str = "OPENAI_API_KEY"
     _has_no_ids: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -115,7 +113,7 @@ class Client:
         return dict(cards[names.index(model) if model is not None else 0])
 
     def _headers(self) -> dict[str, str]:
-        key = os.environ.get(self.api_key_variable)
+        key = os.environ.get("OPENAI_API_KEY")
         return {"Authorization": f"Bearer {key}"} if key else {}
 
 

@@ -30,7 +30,6 @@ class Endpoint:
         retries: further attempts after a failure; the pause doubles before each.
         timeout: seconds for one attempt.
         pause: seconds before the second attempt.
-        api_key_variable: environment variable with the key, for servers that require one.
     """
 
     url: str
@@ -39,7 +38,6 @@ class Endpoint:
     retries: int = 6
     timeout: float = 600.0
     pause: float = 1.0
-    api_key_variable: str = "OPENAI_API_KEY"
 
     def __post_init__(self) -> None:
         _ = self.client
@@ -53,7 +51,7 @@ class Endpoint:
 
     @property
     def client(self) -> Client:
-        return Client(self.url, self.timeout, api_key_variable=self.api_key_variable)
+        return Client(self.url, self.timeout)
 
     @property
     def chat_url(self) -> str:

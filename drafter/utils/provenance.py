@@ -39,13 +39,7 @@ def run_record(
     }
 
 
-def write_run_record(
-    output: Path,
-    *,
-    seed: int | None = None,
-    settings: Mapping[str, Any] | None = None,
-    argv: Sequence[str] | None = None,
-) -> Path:
+def write_run_record(output: Path, *, seed: int | None = None, settings: Mapping[str, Any] | None = None) -> Path:
     """Write the record of an output: `DIR/run.json`, or `NAME.run.json` beside a file `NAME.jsonl`; its path.
 
     A file's record is written before the file, so that a later run knows the file as its own. A pipe has no record.
@@ -53,7 +47,7 @@ def write_run_record(
     path = run_file(output)
     if is_stream(output):
         return path
-    record = {"output": output.name, **run_record(seed=seed, settings=settings, argv=argv)}
+    record = {"output": output.name, **run_record(seed=seed, settings=settings)}
     write_atomic(path, json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n")
     return path
 

@@ -28,9 +28,9 @@ def test_secrets_stay_out() -> None:
 
 
 def test_record_lies_in_a_folder_or_beside_a_file(tmp_path: Path) -> None:
-    assert write_run_record(tmp_path, argv=["drafter"]) == tmp_path / "run.json"
+    assert write_run_record(tmp_path) == tmp_path / "run.json"
     (tmp_path / "answers.jsonl").write_text("{}\n")
-    beside = write_run_record(tmp_path / "answers.jsonl", settings={"path": tmp_path}, argv=["drafter"])
+    beside = write_run_record(tmp_path / "answers.jsonl", settings={"path": tmp_path})
     assert beside == tmp_path / "answers.run.json"
     assert json.loads(beside.read_text())["settings"] == {"path": str(tmp_path)}
 
