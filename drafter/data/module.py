@@ -72,7 +72,7 @@ class ChatDataModule(LightningDataModule):
             columns: our key to the files' key, such as {"prompt": "question"}.
             strip_suffixes: texts to remove from the end of every answer.
             strip_special_suffixes: also remove special tokens of the tokenizer that an answer ends with as text.
-            skip_invalid: count and skip rows that are no valid conversation; else the first such row is an error.
+            skip_invalid: count and skip invalid rows; otherwise the first invalid row is an error.
             max_line_mib: longest line of a file, in MiB.
             pad_multiple: pad batches to a multiple of this number of tokens.
             revision: hub revision of the target.

@@ -48,7 +48,7 @@ def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
         drafter = RecurrentDrafter.from_pretrained(place)
     except (OSError, ValueError) as error:
         raise ValueError(f"--drafter {name} cannot be read: {first_line(error)}") from error
-    module: Module = drafter  # a type whose `to` has a signature; transformers hides the signature behind a decorator
+    module: Module = drafter  # the type checker knows the signature of `Module.to`; transformers hides its own
     module.to(target.device, target.dtype)
     if target.is_packed or target.runtime is not None:
         drafter.pack()

@@ -28,7 +28,7 @@ def check_prompts(prompts: object) -> None:
 
 
 def encode_prompts(target: "Target", prompts: Sequence[Prompt], *, raw: bool) -> list[list[int]]:
-    """Token ids of user messages, conversations and lists of token ids; with ``raw`` a text is no user message.
+    """Token ids of user messages, conversations and lists of token ids; ``raw``: texts without chat template.
 
     Raises:
         ValueError: a list of anything but messages or token ids, or the chat template fails or reaches a limit.

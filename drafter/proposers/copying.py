@@ -1,7 +1,7 @@
 """Copying: mixes the drafter's distribution with the token that followed the same tokens earlier in the text.
 
 A drafter reads one hidden state and does not see the text. At each beam, the longest earlier occurrence of the beam's
-last tokens names one token: the token behind the occurrence. The beam's distribution becomes
+last tokens names one token: the token after the occurrence. The beam's distribution becomes
 
     (1 - share) q + share [the named token]
 

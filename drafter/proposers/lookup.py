@@ -34,7 +34,7 @@ def match_lengths(history_BS: Tensor, position_B: Tensor, max_ngram: int) -> Ten
     slot_S = torch.arange(history_BS.shape[1], device=history_BS.device)
     back_G = torch.arange(max_ngram - 1, -1, -1, device=history_BS.device)
     suffix_BG = history_BS.gather(1, (position_B[:, None] - back_G).clamp_min(0))
-    # The tokens that end at each slot; before the start of the text there is nothing to match: -1 is no token.
+    # The tokens that end at each slot, padded with -1, which equals no token, before the start of the text.
     window_BSG = F.pad(history_BS, (max_ngram - 1, 0), value=-1).unfold(1, max_ngram, 1)
     is_same_BSG = (window_BSG == suffix_BG[:, None]).flip(2)  # the last token first
     return is_same_BSG.cumprod(dim=2).sum(dim=2) * (slot_S < position_B[:, None])
@@ -60,7 +60,7 @@ def find_matches(history_BS: Tensor, position_B: Tensor, max_ngram: int, num_mat
     key_BM, index_BM = (length_BS * num_slots + slot_S).topk(min(num_matches, num_slots), dim=1)
     if num_slots < num_matches:  # the text has fewer places: the rest is padding without matches
         key_BM, index_BM = (F.pad(found, (0, num_matches - num_slots)) for found in (key_BM, index_BM))
-    # Places without a match may lie behind the text.
+    # Places without a match may lie beyond the end of the text.
     return torch.minimum(index_BM, (position_B[:, None] - 1).clamp_min(0)), key_BM // num_slots
 
 

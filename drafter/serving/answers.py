@@ -33,7 +33,7 @@ class TokenNames:
         return found
 
     def name_of(self, token_id: int) -> str:
-        """The token's text; as in the API ``bytes:\\xe2\\x80`` where the bytes are no whole characters."""
+        """The token's text, or ``bytes:\\xe2\\x80``, as in the API, if the bytes are not whole characters."""
         raw = self.bytes_of(token_id)
         try:
             return raw.decode("utf-8")

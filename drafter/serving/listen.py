@@ -181,7 +181,7 @@ class ApiProtocol(H11Protocol):
             self._header_timer = self.loop.call_later(HEADER_SECONDS, self._give_up)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are no HTTP with an error, and close the connection."""
+        """Answer invalid HTTP with an error, and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._send_error(ApiError(400, "the request is no valid HTTP/1.1"))
         self.transport.close()

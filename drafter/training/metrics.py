@@ -26,7 +26,7 @@ class DepthCounts(NamedTuple):
         conditional_total_KQ: pairs whose shallower pairs all have a rank below TOP_K[q].
         conditional_hits_KQ: of these, pairs whose own rank is below TOP_K[q].
         rank_KW: pairs whose shallower pairs all have a rank below NUM_RANKS, by their own rank; the last column
-            holds those of rank NUM_RANKS and more.
+            counts ranks of NUM_RANKS and more.
     """
 
     total_K: Tensor

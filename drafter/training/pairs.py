@@ -1,8 +1,8 @@
 """The (position, depth) pairs of a batch that are trained on, with the indices of their inputs.
 
 A drafter started at text position t has context h_t and reads x_{t+1}, ..., x_{t+k}; at depth k (1-based) it predicts
-x_{t+1+k}, which the target itself predicts from h_{t+k}. The pair (t, k) counts when decoding can reach the pair: every
-token behind the root x_{t+1} up to x_{t+1+k} is trained on (an answer's) and can be drafted. The first root of an
+x_{t+1+k}, which the target itself predicts from h_{t+k}. The pair (t, k) counts if decoding can reach the pair: every
+token after the root x_{t+1} up to x_{t+1+k} belongs to an answer and can be drafted. The first root of an
 answer is the prompt's last token.
 
 Shapes: B rows · T tokens · K depths · N starts · P pairs (starts at depth 1, then starts that reach depth 2, ...) ·
