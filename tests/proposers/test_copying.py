@@ -12,28 +12,44 @@ from tests.proposers.test_beam_reference import Case
 from tests.reference import loops
 
 
-def longest_match(tokens: list[int], path: list[int]) -> tuple[int, int]:
-    """The loop twin: length of the longest match of ``tokens + path`` that ends before the root, and its next token."""
-    text, best = tokens + path, (0, 0)
+def share_of_copy(tokens: list[int], path: list[int]) -> tuple[float, int]:
+    """The loop twin: share and token that the longest match of ``tokens + path`` before the root names; 0 for none."""
+    text, longest, copied, followers = tokens + path, 0, 0, []
     for end in range(len(tokens) - 1):
         size = 0
         while size < min(len(SHARES), end + 1) and tokens[end - size] == text[len(text) - 1 - size]:
             size += 1
-        if size and size >= best[0]:
-            best = size, tokens[end + 1]
-    return best
+        if size:
+            followers.append(tokens[end + 1])
+            if size >= longest:
+                longest, copied = size, tokens[end + 1]
+    if not longest:
+        return 0.0, 0
+    odds = SHARES[longest - 1] / (1 - SHARES[longest - 1]) * followers.count(copied) ** 2 / len(followers)
+    return odds / (1 + odds), copied
 
 
 @pytest.mark.parametrize("form", [Copies, CopyLists])
 def test_the_longest_match_names_the_token_behind_it(form: type[Copies | CopyLists]) -> None:
-    """The example of the module's text, with a, b, c, x = 0, 1, 2, 3; an undefined entry stands behind the root."""
+    """The first example of the module's text, with a, b, c, x = 0, 1, 2, 3; an undefined entry stands behind the root."""
     token_BS, length_X = torch.tensor([[0, 1, 2, 3, 0, 1, 3]]), torch.arange(9.0)
     copies = form.of(token_BS, torch.tensor([5]), length_X)
     assert [found.tolist() for found in copies.best()] == [[[2]], [[2]]]
     copies = copies.follow(torch.tensor([[0, 0]]), torch.tensor([[2, 0]]))
-    assert [found.tolist() for found in copies.best()] == [[[3, 1]], [[3, 1]]]
+    token_BW, odds_BW = copies.best()
+    assert token_BW.tolist() == [[3, 1]]
+    assert odds_BW[0].tolist() == pytest.approx([3, 1 + math.log(2)])  # a stands before b twice
     copies = copies.follow(torch.tensor([[1, 0]]), torch.tensor([[1, 3]]))
     assert [found.tolist() for found in copies.best()] == [[[2, 0]], [[2, 4]]]
+
+
+@pytest.mark.parametrize("form", [Copies, CopyLists])
+def test_all_occurrences_of_the_last_token_vote(form: type[Copies | CopyLists]) -> None:
+    """The second example of the module's text: of two occurrences of b, the named d follows one. e occurs nowhere."""
+    copies = form.of(torch.tensor([[1, 2, 1, 3, 1]]), torch.tensor([4]), torch.tensor([-math.inf, *range(1, 9)]))
+    token_BW, odds_BW = copies.best()
+    assert token_BW.tolist() == [[3]] and odds_BW.tolist() == [[pytest.approx(1 - math.log(2))]]
+    assert copies.follow(torch.tensor([[0]]), torch.tensor([[7]])).best()[1].tolist() == [[-math.inf]]
 
 
 def test_mixture() -> None:
@@ -69,9 +85,8 @@ def twin_nodes(case: Case, row: int) -> list[loops.Drafted]:
         share_V = [0.0] * case.vocab_size
         for token, share in zip(ids, loops.softmax(warped), strict=True):
             share_V[token] = share
-        length, copied = longest_match(tokens, path)
-        if length:
-            share = SHARES[length - 1]
+        share, copied = share_of_copy(tokens, path)
+        if share:
             share_V = [(1 - share) * value for value in share_V]
             share_V[copied] += share
         rank_V = [math.log(share) if share else -math.inf for share in share_V]
@@ -88,10 +103,9 @@ def tail_scores(case: Case, row: int, path: list[int], depth: int) -> list[float
     tokens = case.rows.history_BS[row, : int(case.rows.length_B[row]) + 1].tolist()
     params, scores = case.params[row], list[float]()
     while len(path) < depth:
-        length, copied = longest_match(tokens, path)
-        if not length:
+        share, copied = share_of_copy(tokens, path)
+        if not share:
             break
-        share = SHARES[length - 1]
         if case.is_coupled and case.noise_BLV is not None and params.temperature > 0:
             noise = case.noise_weight * case.noise_BLV[row, len(path), copied].item()
             scores.append(-math.exp(math.log((1 - share) / share) - noise))
