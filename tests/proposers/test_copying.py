@@ -31,7 +31,7 @@ def share_of_copy(tokens: list[int], path: list[int]) -> tuple[float, int]:
 
 @pytest.mark.parametrize("form", [Copies, CopyLists])
 def test_the_longest_match_names_the_token_behind_it(form: type[Copies | CopyLists]) -> None:
-    """The first example of the module's text, with a, b, c, x = 0, 1, 2, 3; an undefined entry stands behind the root."""
+    """The first example of the module's text, with a, b, c, x = 0, 1, 2, 3; an undefined entry is behind the root."""
     token_BS, length_X = torch.tensor([[0, 1, 2, 3, 0, 1, 3]]), torch.arange(9.0)
     copies = form.of(token_BS, torch.tensor([5]), length_X)
     assert [found.tolist() for found in copies.best()] == [[[2]], [[2]]]

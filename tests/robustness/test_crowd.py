@@ -164,13 +164,13 @@ def test_a_crowd_of_clients(place: Place, checkpoints: list[Path], tmp_path: Pat
     drafter = tmp_path / "drafter"
     exports = cycle([["export", str(checkpoint), "--out", str(drafter)] for checkpoint in checkpoints])
     place.run.must(next(exports))
-    asked = questions(place.target, 60)
     tree = {"beam_width": 16, "draft_length": 2, "tree_size": 24}
     options = ServeOptions(
         target=place.target, drafter=str(drafter), device="cpu", model_name=MODEL, max_rows=NUM_ROWS, prefill_chunk=32,
         **tree,
     )  # fmt: skip
-    engine = load_engine(options)
+    engine = load_engine(options)  # first, because it limits the kernels that oneDNN keeps
+    asked = questions(place.target, 60)
     with live_server(engine, max_queue=NUM_CLIENTS) as server:
         tally = asyncio.run(crowd(server, asked, SECONDS, lambda: place.run.must(next(exports))))
         server.wait_until_idle()

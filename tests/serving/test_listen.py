@@ -6,13 +6,14 @@ import socket as sockets
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from drafter.engine.engine import Engine
-from drafter.serving.listen import bind, listen
+from drafter.serving.listen import bind, listen, load_engine
 from drafter.serving.options import ServeOptions
 from tests.serving.live import MODEL
 from tests.serving.test_limits import CHAT, slow_engine
@@ -142,3 +143,17 @@ def test_nobody_connects_to_a_server_whose_engine_cannot_make_a_token() -> None:
         with pytest.raises(ValueError, match="first tokens: IndexError: index 100 is out of range"):
             listen(socket, engine, ServeOptions(target=MODEL))
     assert found == ["refused"]
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "128"), ("7", "7")])
+def test_a_server_limits_the_kernels_that_onednn_keeps(
+    given: str | None, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before a model is loaded, because the variable is read once; a user's own value stays."""
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+    monkeypatch.setenv(name, given or "")  # so that the test's end removes what the server sets
+    if given is None:
+        monkeypatch.delenv(name)
+    with pytest.raises(ValueError, match="nowhere"):
+        load_engine(ServeOptions(target=str(tmp_path / "nowhere"), device="cpu"))
+    assert os.environ[name] == expected
