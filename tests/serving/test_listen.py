@@ -154,6 +154,6 @@ def test_a_server_limits_the_kernels_that_onednn_keeps(
     monkeypatch.setenv(name, given or "")  # so that the test's end removes what the server sets
     if given is None:
         monkeypatch.delenv(name)
-    with pytest.raises(ValueError, match="nowhere"):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
         load_engine(ServeOptions(target=str(tmp_path / "nowhere"), device="cpu"))
     assert os.environ[name] == expected
