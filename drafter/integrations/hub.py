@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from drafter.models.drafter import RecurrentDrafter
     from drafter.targets.target import Target
 
+# Every exported folder carries a copy of this script, the shipped drafter's folder too.
 _CUSTOM_GENERATE = '''"""Decode with this folder's drafter: the tokens of the model alone, in fewer of its forwards.
 
     model.generate(**inputs, max_new_tokens=128, custom_generate="THIS FOLDER OR HUB NAME", trust_remote_code=True)

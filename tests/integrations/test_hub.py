@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from drafter.cli.main import main
 from drafter.engine.defaults import shipped_drafter
+from drafter.integrations import hub
 from drafter.integrations.hub import check_apple, export_apple, push_to_hub
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
@@ -192,6 +193,12 @@ def test_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(OSError, match="No space"):
         export_apple(trained_drafter(), tmp_path / "out", target=None)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_shipped_drafter_carries_the_script_of_an_export() -> None:
+    folder = shipped_drafter("smollm2-135m")
+    assert folder is not None
+    assert (Path(folder) / "custom_generate" / "generate.py").read_text() == hub._CUSTOM_GENERATE
 
 
 def test_push_is_private_unless_asked(tmp_path: Path) -> None:
