@@ -179,4 +179,5 @@ def mix(logits_BWR: Tensor, index_BW: Tensor, odds_BW: Tensor) -> Mixture:
     own_BW1 = logits_BWR.gather(2, place_BW1)
     logits_BWR.scatter_(2, place_BW1, own_BW1.masked_fill(is_inside_BW1, -torch.inf))
     copied_BW1 = torch.logaddexp(own_BW1.masked_fill(~is_inside_BW1, -torch.inf), total_BW1 + odds_BW1)
-    return Mixture(logits_BWR, copied_BW1, total_BW1 + F.softplus(odds_BW1))
+    # Rounding must not make a copy likelier than certain, because no child may score above its parent.
+    return Mixture(logits_BWR, copied_BW1, (total_BW1 + F.softplus(odds_BW1)).maximum(copied_BW1))

@@ -65,6 +65,16 @@ def test_mixture() -> None:
     assert torch.allclose(found_BWR, q_BWR, atol=1e-6)
 
 
+def test_a_copy_is_never_likelier_than_certain() -> None:
+    """Rounding would put the copy above its parent, and the tree would lose the parent."""
+    generator = torch.Generator().manual_seed(0)
+    logits_BWR = 7 + 3 * torch.randn(1, 1000, 50, generator=generator)
+    index_BW = logits_BWR.argmax(dim=2)
+    logits_BWR.scatter_add_(2, index_BW[:, :, None], torch.full((1, 1000, 1), 15.0))
+    mixed = mix(logits_BWR, index_BW, torch.full((1, 1000), 6.0))
+    assert (mixed.copied_BW1 <= mixed.total_BW1).all()
+
+
 def copying_rows(case: Case, number: int) -> None:
     """Give the rows of a case a text of few tokens, so that matches of every length occur."""
     rng = random.Random(number)
