@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,31 @@ def test_a_table_follows_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyP
             tmp_path / "results" / "smollm2-135m-cpu-batches.jsonl", run(method, rate=rate, tokens_per_step=1.5)
         )
     assert re.search(r"\| lookup +\| +25.0 \| +2.50x \(2.50 to 2.50\) \| +1.50 \|", tables.made(page))
+
+
+SOURCES = [
+    *PAGES,
+    *(ROOT / "drafter").rglob("*.py"),
+    *(ROOT / "configs").rglob("*.yaml"),
+    *(path for path in (ROOT / "scripts").rglob("*") if path.is_file() and path.suffix != ".pyc"),
+    ROOT / "CHANGELOG.md",
+    ROOT / "constraints.txt",
+]
+
+
+def wrong_installs(text: str, extras: set[str]) -> list[str]:
+    """Commands that would install the stranger's package `drafter`, or an extra that does not exist."""
+    strangers = re.findall(r"""pip install[^\n`]*?[ "']drafter(?=["'\[`\s]|$)|(?<![\w.-])drafter\[[a-z]""", text)
+    named = [extra for group in re.findall(r"[\"' ]\.\[([a-z,]+)\]", text) for extra in group.split(",")]
+    return [*strangers, *sorted(set(named) - extras)]
+
+
+def test_no_message_and_no_page_installs_another_package() -> None:
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    for file in SOURCES:
+        assert not wrong_installs(file.read_text(errors="replace"), extras), file
+    for bad in ("pip install drafter", "pip install -U 'drafter[serve]'", "(extra `drafter[x]`)", "-e '.[nothing]'"):
+        assert wrong_installs(bad, extras), bad
 
 
 def test_readme_is_short() -> None:

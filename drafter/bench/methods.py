@@ -83,7 +83,10 @@ class MethodSpec:
         """ValueError if a package of the engine is missing."""
         for name in _PACKAGES.get(self.name, ()):
             if find_spec(name) is None:
-                raise ValueError(f"--methods {self.label} needs {name}: pip install 'drafter[peers]'")
+                raise ValueError(
+                    f"--methods {self.label} needs {name}: in the repository, "
+                    "pip install -c constraints.txt -e '.[peers]'"
+                )
 
     def versions(self) -> dict[str, str]:
         """Versions of the engine's packages, beside torch and transformers."""

@@ -72,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "drafter":
             raise
-        return _fail(error, f"{error.name} is not installed: in the repository, pip install -e '.[dev]'")
+        return _fail(
+            error, f"{error.name} is not installed: in the repository, pip install -c constraints.txt -e '.[dev]'"
+        )
 
 
 @contextlib.contextmanager

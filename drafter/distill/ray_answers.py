@@ -96,7 +96,9 @@ class RayAnswerer:
         try:
             import ray
         except ModuleNotFoundError as error:
-            raise ValueError("--ray needs the package ray: in the repository, pip install -e '.[cluster]'") from error
+            raise ValueError(
+                "--ray needs the package ray: in the repository, pip install -c constraints.txt -e '.[cluster]'"
+            ) from error
         if not ray.is_initialized():
             address = None if self._options.ray == "local" else self._options.ray or "auto"
             try:

@@ -71,7 +71,9 @@ class OpenVINORuntime:
         try:
             import openvino
         except ImportError as error:
-            raise ValueError("openvino is not installed: pip install 'drafter[openvino]'") from error
+            raise ValueError(
+                "openvino is not installed: in the repository, pip install -c constraints.txt -e '.[openvino]'"
+            ) from error
         self._ov = openvino
         self._core: Any = openvino.Core()
         self._dtype: torch.dtype = model.dtype

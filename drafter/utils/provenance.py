@@ -14,9 +14,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from drafter import __version__
 from drafter.utils.io import is_stream, run_file, write_atomic
 
-_PACKAGES = ("drafter", "torch", "transformers", "lightning", "datasets", "safetensors", "gguf")
+_PACKAGES = ("torch", "transformers", "lightning", "datasets", "safetensors", "gguf")
 _SECRET_WORDS = ("key", "password", "secret", "auth")
 
 
@@ -68,7 +69,7 @@ def _without_secrets(argv: Sequence[str]) -> list[str]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "drafter": __version__}
     for name in _PACKAGES:
         try:
             found[name] = version(name)
