@@ -1,16 +1,18 @@
-"""Responses: the OpenAI API's objects, made from the engine's deltas."""
+"""Responses: calls that write the OpenAI API's objects from their deltas."""
 
-import codecs
 import copy
 import re
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
+from drafter.decoding.params import SamplingParams
+from drafter.engine.config import RequestOptions
 from drafter.engine.outputs import StepTree
-from drafter.serving.calls import Delta, Piece
+from drafter.serving.calls import Call, Delta
+from drafter.serving.protocol import ChatRequest, CompletionRequest
 
 _LEAST_LOGPROB = -9999.0  # the API writes this number for minus infinity, which JSON lacks
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -78,26 +80,14 @@ class Model:
     names: TokenNames
 
 
-@dataclass
-class _Choice:
-    """The generated part of one answer."""
-
-    text: str = ""
-    pieces: list[Piece] = field(default_factory=list)
-    last: Delta | None = None
-    num_chars: int = 0  # characters of the tokens so far, for offsets
-    decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
-
-
-class Answer:
-    """The response to one request, whole or in chunks. Each endpoint has a subclass.
+class Answer(Call):
+    """A call with its response, whole or in chunks. Each endpoint has a subclass.
 
     Args:
         model: the model that answers.
-        prompt_lengths: tokens of each prompt. The ``num_choices`` answers to a prompt stand next to each other.
-        num_choices: the request's ``n``.
-        wants_logprobs, wants_details, wants_usage: parts that the client asked for.
-        prompt_ids: token ids of each prompt, for a client that asked for token ids.
+        body: the client's request.
+        prompts: token ids of each prompt.
+        params: sampling parameters of each answer.
     """
 
     prefix: str
@@ -107,24 +97,26 @@ class Answer:
     def __init__(
         self,
         model: Model,
-        prompt_lengths: Sequence[int],
-        num_choices: int,
-        *,
-        wants_logprobs: bool = False,
-        wants_details: bool = False,
-        wants_usage: bool = False,
-        prompt_ids: Sequence[list[int]] | None = None,
+        body: ChatRequest | CompletionRequest,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
     ) -> None:
         self._model = model
-        self._prompt_lengths = list(prompt_lengths)
-        self._num_choices = num_choices
-        self._wants_logprobs = wants_logprobs
-        self._wants_details = wants_details
-        self._wants_usage = wants_usage
-        self._prompt_ids = prompt_ids
+        self._wants_logprobs = body.num_logprobs is not None
+        self._wants_details = bool(body.details)
+        self._wants_usage = body.wants_usage
+        self._wants_ids = bool(body.return_token_ids)
+        options = RequestOptions(
+            speculate=body.speculation is not False,
+            num_logprobs=body.num_logprobs,
+            want_tree=bool(body.details and body.stream),
+        )
+        super().__init__(prompts, params, options, wants_pieces=self._wants_details or self._wants_logprobs)
         self._id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._choices = [_Choice() for _ in range(len(prompt_lengths) * num_choices)]
+        self._collected: list[list[Delta]] = [[] for _ in params]
+        self._last: list[Delta | None] = [None for _ in params]
+        self._num_chars = [0 for _ in params]  # characters of the tokens so far, for offsets
 
     # -- in chunks -------------------------------------------------------------------------------------------------
 
@@ -134,10 +126,9 @@ class Answer:
 
     def chunks(self, delta: Delta) -> Iterator[dict[str, Any]]:
         """Chunks for a delta; no chunk when no text may be shown yet."""
-        choice = self._choices[delta.place]
-        choice.last = delta
+        self._last[delta.place] = delta
         if delta.text or delta.pieces or delta.finish_reason or (self._wants_details and delta.tree):
-            yield self._chunk([self._chunk_choice(delta, choice)])
+            yield self._chunk([self._choice(delta, self._chunk_text(delta.text))])
 
     def closing(self) -> Iterator[dict[str, Any]]:
         """Chunks after the last answer."""
@@ -148,48 +139,46 @@ class Answer:
         chunk = self._envelope(self.chunk_object) | {"choices": choices}
         return chunk | {"usage": None} if self._wants_usage else chunk
 
-    def _chunk_choice(self, delta: Delta, choice: _Choice) -> dict[str, Any]:
+    def _chunk_text(self, text: str) -> dict[str, Any]:
         raise NotImplementedError
 
     # -- whole -----------------------------------------------------------------------------------------------------
 
     def collect(self, delta: Delta) -> None:
         """Add a delta."""
-        choice = self._choices[delta.place]
-        choice.text += delta.text
-        choice.pieces += delta.pieces
-        choice.last = delta
+        self._last[delta.place] = delta
+        self._collected[delta.place].append(delta)
 
     def whole(self) -> dict[str, Any]:
         """The whole response, after the last delta."""
-        choices = [self._whole_choice(index, choice) for index, choice in enumerate(self._choices)]
-        for index, choice in enumerate(self._choices if self._prompt_ids is not None else ()):
-            choices[index] |= self._token_ids(index, choice)
+        choices = [self._whole_choice(deltas) for deltas in self._collected]
         return self._envelope(self.whole_object) | {"choices": choices, "usage": self.usage()}
 
-    def _token_ids(self, index: int, choice: _Choice) -> dict[str, Any]:
-        """Token ids of prompt and answer, where vLLM's and SGLang's clients look for them."""
-        assert choice.last is not None and self._prompt_ids is not None
-        return {
-            "prompt_token_ids": self._prompt_ids[index // self._num_choices],
-            "token_ids": choice.last.token_ids,
-        }
+    def _whole_choice(self, deltas: list[Delta]) -> dict[str, Any]:
+        text = "".join(delta.text for delta in deltas)
+        pieces = [piece for delta in deltas for piece in delta.pieces]
+        last = deltas[-1]._replace(text=text, pieces=pieces)
+        choice = self._choice(last, self._whole_text(text))
+        if self._wants_ids:  # where clients of vLLM and SGLang look for them
+            choice["prompt_token_ids"] = self.prompts[last.place // self.num_choices]
+            choice["token_ids"] = last.token_ids
+        return choice
 
-    def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _whole_text(self, text: str) -> dict[str, Any]:
         raise NotImplementedError
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
     def usage(self) -> dict[str, Any]:
         """Numbers of prompt tokens and generated tokens; a prompt with several answers counts once."""
-        firsts = [choice.last for choice in self._choices[:: self._num_choices]]
-        prompt = sum(self._prompt_lengths)
-        completion = sum(choice.last.num_tokens for choice in self._choices if choice.last)
+        prompt = sum(map(len, self.prompts))
+        completion = sum(delta.num_tokens for delta in self._last if delta)
+        cached = sum(delta.num_shared for delta in self._last[:: self.num_choices] if delta)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(delta.num_shared for delta in firsts if delta)},
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
 
     def _envelope(self, kind: str) -> dict[str, Any]:
@@ -201,18 +190,22 @@ class Answer:
             "system_fingerprint": self._model.fingerprint,
         }
 
-    def _details(self, pieces: list[Piece], delta: Delta | None) -> dict[str, Any]:
+    def _choice(self, delta: Delta, text: dict[str, Any]) -> dict[str, Any]:
+        logprobs = self._logprobs(delta) if self._wants_logprobs else None
+        choice = {"index": delta.place, **text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+        return choice | {"details": self._details(delta)} if self._wants_details else choice
+
+    def _logprobs(self, delta: Delta) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _details(self, delta: Delta) -> dict[str, Any]:
         """The field ``details``, an extension of this server: the tokens, and which tokens were drafted."""
-        if not self._wants_details or delta is None:
-            return {}
         details = {
-            "tokens": [[piece.text, piece.is_drafted] for piece in pieces],
+            "tokens": [[piece.text, piece.is_drafted] for piece in delta.pieces],
             "num_tokens": delta.num_tokens,
             "num_target_forwards": delta.num_forwards,
         }
-        if delta.tree is not None:
-            details["tree"] = self._tree(delta.tree)
-        return {"details": details}
+        return details if delta.tree is None else details | {"tree": self._tree(delta.tree)}
 
     def _tree(self, tree: StepTree) -> dict[str, Any]:
         name_of = self._model.names.name_of
@@ -233,32 +226,19 @@ class ChatAnswer(Answer):
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """A chunk with the role for each answer."""
-        for index in range(len(self._choices)):
+        for index in range(len(self.params)):
             delta = {"role": "assistant", "content": ""}
             yield self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
 
-    def _chunk_choice(self, delta: Delta, choice: _Choice) -> dict[str, Any]:
-        return {
-            "index": delta.place,
-            "delta": {"content": delta.text} if delta.text else {},
-            "logprobs": self._logprobs(delta.pieces),
-            "finish_reason": delta.finish_reason,
-        } | self._details(delta.pieces, delta)
+    def _chunk_text(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text} if text else {}}
 
-    def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
-        assert choice.last is not None
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": self._logprobs(choice.pieces),
-            "finish_reason": choice.last.finish_reason,
-        } | self._details(choice.pieces, choice.last)
+    def _whole_text(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def _logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
-        if not self._wants_logprobs:
-            return None
+    def _logprobs(self, delta: Delta) -> dict[str, Any]:
         content = []
-        for piece in pieces:
+        for piece in delta.pieces:
             assert piece.logprob is not None
             top = [self._entry(*item) for item in piece.logprob.top]
             content.append(self._entry(piece.token_id, piece.logprob.logprob) | {"top_logprobs": top})
@@ -280,34 +260,23 @@ class CompletionAnswer(Answer):
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def _chunk_choice(self, delta: Delta, choice: _Choice) -> dict[str, Any]:
-        return self._choice(delta.place, delta.text, delta.pieces, choice, delta.finish_reason) | self._details(
-            delta.pieces, delta
-        )
+    def _chunk_text(self, text: str) -> dict[str, Any]:
+        return {"text": text}
 
-    def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
-        assert choice.last is not None
-        return self._choice(index, choice.text, choice.pieces, choice, choice.last.finish_reason) | self._details(
-            choice.pieces, choice.last
-        )
+    def _whole_text(self, text: str) -> dict[str, Any]:
+        return {"text": text}
 
-    def _choice(
-        self, index: int, text: str, pieces: list[Piece], choice: _Choice, reason: Literal["stop", "length"] | None
-    ) -> dict[str, Any]:
-        logprobs = self._logprobs(pieces, choice) if self._wants_logprobs else None
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-    def _logprobs(self, pieces: list[Piece], choice: _Choice) -> dict[str, Any]:
+    def _logprobs(self, delta: Delta) -> dict[str, Any]:
         """Log-probabilities as parallel lists, the older form; offsets count from the start of the answer."""
         name_of = self._model.names.name_of
         found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for piece in pieces:
+        for piece in delta.pieces:
             assert piece.logprob is not None
             found["tokens"].append(name_of(piece.token_id))
             found["token_logprobs"].append(max(piece.logprob.logprob, _LEAST_LOGPROB))
             found["top_logprobs"].append(
                 {name_of(token_id): max(value, _LEAST_LOGPROB) for token_id, value in piece.logprob.top}
             )
-            found["text_offset"].append(choice.num_chars)
-            choice.num_chars += len(piece.text)
+            found["text_offset"].append(self._num_chars[delta.place])
+            self._num_chars[delta.place] += len(piece.text)
         return found

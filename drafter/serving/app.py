@@ -17,11 +17,11 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from drafter.engine.engine import Engine
+from drafter.serving.metrics import Metrics
 from drafter.serving.options import ServeOptions
 from drafter.serving.protocol import ApiError, ChatRequest, CompletionRequest, ErrorBody, error_of
 from drafter.serving.server import Server
 from drafter.serving.stream import CLOSED_BY_CLIENT, OUTCOME
-from drafter.serving.worker import Metrics
 
 _Responses = dict[int | str, dict[str, Any]]
 _ERRORS: _Responses = {status: {"model": ErrorBody} for status in (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)}

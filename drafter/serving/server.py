@@ -1,10 +1,11 @@
-"""Server: makes jobs for the engine from the API's requests, and responses from the engine's deltas."""
+"""Server: makes calls for the engine from the API's requests, and responses from the deltas of the calls."""
 
 import asyncio
 import hashlib
 import secrets
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -12,15 +13,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import RequestOptions
 from drafter.engine.engine import Engine
 from drafter.serving.answers import Answer, ChatAnswer, CompletionAnswer, Model, TokenNames
-from drafter.serving.calls import Call, Job
 from drafter.serving.encoder import Encoder
+from drafter.serving.metrics import Metrics
 from drafter.serving.options import ServeOptions
 from drafter.serving.protocol import GREEDY_BELOW, ApiError, ChatRequest, CompletionRequest, Generation
 from drafter.serving.stream import CLOSED_BY_CLIENT, DONE, KEEP_ALIVE, OUTCOME, EventStream, event, hung_up
-from drafter.serving.worker import Metrics, Worker
+from drafter.serving.worker import Worker
 
 _KEEP_ALIVE_SECONDS = 15.0
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, so that the seeds of all choices of one request differ
@@ -79,23 +79,21 @@ class Server:
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         deadline = self._deadline()
-        num_choices = self._check(body, 1)
+        self._check(body, 1)
         prompt_ids = await self.encoder.chat([turn.plain for turn in body.messages], deadline.seconds_left())
-        jobs = self._jobs(body, prompt_ids, body.limit, body.num_logprobs, num_choices)
-        return await self._answer(ChatAnswer, body, request, jobs, num_choices, deadline)
+        answer = ChatAnswer(self.model, body, [prompt_ids], self._params(body, 1))
+        return await self._respond(answer, request, deadline, is_stream=bool(body.stream))
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Continue texts."""
         deadline = self._deadline()
-        num_choices = self._check(body, len(body.prompts))
-        jobs = []
-        for prompt in body.prompts:
-            prompt_ids = await self.encoder.prompt(prompt, deadline.seconds_left())
-            jobs += self._jobs(body, prompt_ids, body.limit, body.num_logprobs, num_choices)
-        return await self._answer(CompletionAnswer, body, request, jobs, num_choices, deadline)
+        self._check(body, len(body.prompts))
+        prompts = [await self.encoder.prompt(prompt, deadline.seconds_left()) for prompt in body.prompts]
+        answer = CompletionAnswer(self.model, body, prompts, self._params(body, len(prompts)))
+        return await self._respond(answer, request, deadline, is_stream=bool(body.stream))
 
-    def _check(self, body: Generation, num_prompts: int) -> int:
-        """The number of choices; ApiError for an unknown model, or when the worker has no room."""
+    def _check(self, body: Generation, num_prompts: int) -> None:
+        """ApiError for an unknown model, or when the worker has no room."""
         if body.model != self.model.name:
             raise ApiError(
                 404,
@@ -103,76 +101,44 @@ class Server:
                 param="model",
                 code="model_not_found",
             )
-        num_choices = body.n or 1
-        self.worker.check(num_prompts * num_choices)
-        return num_choices
+        self.worker.check(num_prompts * (body.n or 1))
 
-    def _jobs(
-        self, body: Generation, prompt_ids: list[int], limit: int | None, num_logprobs: int | None, num_choices: int
-    ) -> list[Job]:
-        """One job for each choice of a prompt."""
+    def _params(self, body: ChatRequest | CompletionRequest, num_prompts: int) -> list[SamplingParams]:
+        """Sampling parameters of each answer; the choices of a prompt differ in the seed."""
         temperature = 1.0 if body.temperature is None else body.temperature
-        options = RequestOptions(
-            speculate=body.speculation is not False,
-            num_logprobs=num_logprobs,
-            want_tree=bool(body.details and body.stream),
+        first = SamplingParams(
+            max_new_tokens=min(body.limit or self.max_length, self.max_length),
+            temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+            top_k=max(0, body.top_k or 0),
+            # 0 keeps the likeliest token alone, like any value below the probability of that token.
+            top_p=1.0 if body.top_p is None else max(body.top_p, 1e-9),
+            min_p=body.min_p or 0.0,
+            stop=body.stops,
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            ignore_eos=bool(body.ignore_eos),
         )
-        jobs = []
-        for choice in range(num_choices):
-            seed = secrets.randbits(64) if body.seed is None else (body.seed + choice * _SEED_STRIDE) % 2**64
-            params = SamplingParams(
-                max_new_tokens=min(limit or self.max_length, self.max_length),
-                temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-                top_k=max(0, body.top_k or 0),
-                # 0 keeps the likeliest token alone, like any value below the probability of that token.
-                top_p=1.0 if body.top_p is None else max(body.top_p, 1e-9),
-                min_p=body.min_p or 0.0,
-                seed=seed,
-                stop=body.stops,
-                stop_token_ids=tuple(body.stop_token_ids or ()),
-                ignore_eos=bool(body.ignore_eos),
-            )
-            wants_pieces = bool(body.details) or num_logprobs is not None
-            jobs.append(Job(prompt_ids, params, options, wants_pieces))
-        return jobs
+        return [replace(first, seed=_seed(body, choice)) for _ in range(num_prompts) for choice in range(body.n or 1)]
 
-    async def _answer(
-        self,
-        kind: type[Answer],
-        body: Generation,
-        request: Request,
-        jobs: list[Job],
-        num_choices: int,
-        deadline: "_Deadline",
-    ) -> Response:
-        answer = kind(
-            self.model,
-            [len(job.prompt_ids) for job in jobs[::num_choices]],
-            num_choices,
-            wants_logprobs=jobs[0].options.num_logprobs is not None,
-            wants_details=bool(body.details),
-            wants_usage=body.wants_usage,
-            prompt_ids=[job.prompt_ids for job in jobs[::num_choices]] if body.return_token_ids else None,
-        )
-        call = self.worker.submit(jobs)
-        if not body.stream:
-            return await self._whole(answer, call, request, deadline)
+    async def _respond(self, answer: Answer, request: Request, deadline: "_Deadline", *, is_stream: bool) -> Response:
+        self.worker.submit(answer)
+        if not is_stream:
+            return await self._whole(answer, request, deadline)
         try:
             async with asyncio.timeout_at(deadline.at):
-                await call.accepted()
+                await answer.accepted()
         except BaseException:
-            self.worker.abandon(call)
+            self.worker.abandon(answer)
             raise
         return EventStream(
-            self._events(answer, call, request),
+            self._events(answer, request),
             deadline=deadline.at,
             on_timeout=partial(self._end_stream, request, "timed_out", self._timeout_error()),
             on_hang_up=partial(request.scope.__setitem__, OUTCOME, "hung_up"),
         )
 
-    async def _whole(self, answer: Answer, call: Call, request: Request, deadline: "_Deadline") -> Response:
+    async def _whole(self, answer: Answer, request: Request, deadline: "_Deadline") -> Response:
         async def collect() -> None:
-            async for delta in call.deltas():
+            async for delta in answer.deltas():
                 if delta is not None:
                     answer.collect(delta)
 
@@ -190,13 +156,13 @@ class Server:
         finally:
             collecting.cancel()
             watching.cancel()
-            self.worker.abandon(call)
+            self.worker.abandon(answer)
 
-    async def _events(self, answer: Answer, call: Call, request: Request) -> AsyncGenerator[bytes, None]:
+    async def _events(self, answer: Answer, request: Request) -> AsyncGenerator[bytes, None]:
         try:
             for chunk in answer.opening():
                 yield event(chunk)
-            async for delta in call.deltas(_KEEP_ALIVE_SECONDS):
+            async for delta in answer.deltas(_KEEP_ALIVE_SECONDS):
                 if delta is None:
                     yield KEEP_ALIVE
                     continue
@@ -208,7 +174,7 @@ class Server:
         except ApiError as error:
             yield self._end_stream(request, "overloaded" if error.status == 503 else "failed", error)
         finally:
-            self.worker.abandon(call)
+            self.worker.abandon(answer)
 
     def _end_stream(self, request: Request, outcome: str, error: ApiError) -> bytes:
         """The error as the last event, because the status was sent with the first."""
@@ -221,3 +187,8 @@ class Server:
     def _timeout_error(self) -> ApiError:
         message = f"the answer took longer than {self.request_timeout:g} seconds"
         return ApiError(504, message, kind="server_error", code="timeout")
+
+
+def _seed(body: Generation, choice: int) -> int:
+    """The seed of a choice: the client's, another for each further choice, or a random seed."""
+    return secrets.randbits(64) if body.seed is None else (body.seed + choice * _SEED_STRIDE) % 2**64

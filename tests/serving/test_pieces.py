@@ -9,7 +9,7 @@ from drafter.engine.outputs import Update
 from drafter.engine.request import Request
 from drafter.engine.text import IncrementalText
 from drafter.serving.answers import TokenNames
-from drafter.serving.calls import Piece, PieceFeed
+from drafter.serving.calls import Call, Feed, Piece
 from tests.data.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -23,14 +23,15 @@ def ids(text: str) -> list[int]:
 def run(steps: list[list[int]], *, stop: tuple[str, ...] = (), limit: int = 100) -> list[tuple[str, list[Piece]]]:
     """Feed an answer step by step; what was released after each."""
     text = IncrementalText(lambda tokens: TOKENIZER.decode(tokens, skip_special_tokens=True), stop)
-    request = Request(0, [1], SamplingParams(stop=stop), limit, frozenset([EOS]), text)
-    feed = PieceFeed(text)
+    params = SamplingParams(stop=stop)
+    request = Request(0, [1], params, limit, frozenset([EOS]), text)
+    feed = Feed(Call([[1]], [params], wants_pieces=True), 0, request)
     released = []
     for emitted in steps:
         if request.is_finished:
             break
-        release = feed.take(Update(request, request.extend(emitted)))
-        released.append((release.text, release.pieces))
+        delta = feed.take(Update(request, request.extend(emitted)))
+        released.append((delta.text, delta.pieces))
     return released
 
 

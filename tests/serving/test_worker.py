@@ -14,17 +14,20 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.outputs import Update
-from drafter.serving.calls import Call, Delta, Job
+from drafter.serving.calls import Call, Delta
+from drafter.serving.metrics import Metrics
 from drafter.serving.protocol import ApiError
-from drafter.serving.worker import Metrics, Worker
+from drafter.serving.worker import Worker
 from drafter.targets.target import Target
 from tests.serving.tiny import save_target, tiny_engine, tiny_target
 
 LONG = SamplingParams(max_new_tokens=200, ignore_eos=True)
 
 
-def job(text: str, params: SamplingParams = LONG) -> Job:
-    return Job(tiny_target().encode(text), params)
+def submit(worker: Worker, *texts: str, params: SamplingParams = LONG) -> Call:
+    call = Call([tiny_target().encode(text) for text in texts], [params] * len(texts))
+    worker.submit(call)
+    return call
 
 
 def run(test: Callable[[Worker], Coroutine[Any, Any, None]], engine: Engine | None = None, max_queue: int = 4) -> None:
@@ -42,7 +45,7 @@ def run(test: Callable[[Worker], Coroutine[Any, Any, None]], engine: Engine | No
 
 
 async def collect(call: Call) -> list[str]:
-    texts = [""] * len(call.jobs)
+    texts = [""] * len(call.params)
     async for delta in call.deltas():
         assert delta is not None
         texts[delta.place] += delta.text
@@ -72,10 +75,10 @@ def gauge(worker: Worker, name: str) -> float | None:
 
 def test_requests_join_and_leave_between_steps() -> None:
     async def test(worker: Worker) -> None:
-        long = worker.submit([job("a long one")])
+        long = submit(worker, "a long one")
         await first_delta(long)
         short = [SamplingParams(max_new_tokens=5 + n, ignore_eos=True) for n in range(3)]
-        calls = [worker.submit([job(f"short {n}", params)]) for n, params in enumerate(short)]
+        calls = [submit(worker, f"short {n}", params=params) for n, params in enumerate(short)]
         texts = [(await collect(call))[0] for call in calls]
         assert long.num_open == 1, "the long one still runs"
         assert texts == [answer(f"short {n}", params) for n, params in enumerate(short)]
@@ -99,7 +102,7 @@ def test_programs_are_compiled_before_the_first_client(tmp_path: Path, monkeypat
         for num_rows in range(1, 5):
             params = SamplingParams(max_new_tokens=10 * num_rows, ignore_eos=True)
             await asyncio.gather(
-                *(collect(worker.submit([job(f"{n} of {num_rows}", params)])) for n in range(num_rows))
+                *(collect(submit(worker, f"{n} of {num_rows}", params=params)) for n in range(num_rows))
             )
         assert set(runtime._programs) == compiled
 
@@ -111,7 +114,7 @@ def test_first_come_first_served() -> None:
 
     async def test(worker: Worker) -> None:
         async def ask(number: int) -> None:
-            call = worker.submit([job(f"number {number}", SamplingParams(max_new_tokens=20, ignore_eos=True))])
+            call = submit(worker, f"number {number}", params=SamplingParams(max_new_tokens=20, ignore_eos=True))
             await collect(call)
             ended.append(number)
 
@@ -145,8 +148,8 @@ def test_abandoned_call_frees_its_row_within_one_step() -> None:
         worker_of.append(worker)
         running.clear()
         engine.step = spy  # type: ignore[method-assign]
-        calls.append(worker.submit([job("hangs up")]))
-        next_call = worker.submit([job("next", SamplingParams(max_new_tokens=3))])
+        calls.append(submit(worker, "hangs up"))
+        next_call = submit(worker, "next", params=SamplingParams(max_new_tokens=3))
         await collect(next_call)
 
     run(test, engine)
@@ -157,14 +160,14 @@ def test_abandoned_call_frees_its_row_within_one_step() -> None:
 
 def test_nothing_runs_after_all_hang_up() -> None:
     async def test(worker: Worker) -> None:
-        calls = [worker.submit([job(f"call {n}")]) for n in range(8)]
+        calls = [submit(worker, f"call {n}") for n in range(8)]
         await first_delta(calls[0])
         for call in calls:
             worker.abandon(call)
             worker.abandon(call)
         assert worker.num_open == 0
         await until(lambda: gauge(worker, "active_rows") == 0 == gauge(worker, "queue_depth"))
-        assert not worker.engine.has_work and not worker._tickets
+        assert not worker.engine.has_work and not worker._feeds
 
     run(test)
 
@@ -172,14 +175,14 @@ def test_nothing_runs_after_all_hang_up() -> None:
 def test_full_queue_turns_away_with_a_time_to_wait() -> None:
     async def test(worker: Worker) -> None:
         with pytest.raises(ApiError) as too_many:
-            worker.submit([job("x")] * 9)
+            submit(worker, *["x"] * 9)
         assert (too_many.value.status, too_many.value.param) == (400, "n")
-        calls = [worker.submit([job("x")] * 4), worker.submit([job("y")] * 4)]
+        calls = [submit(worker, *["x"] * 4), submit(worker, *["y"] * 4)]
         with pytest.raises(ApiError) as full:
-            worker.submit([job("z")])
+            submit(worker, "z")
         assert full.value.status == 429 and 1 <= (full.value.retry_after or 0) <= 60
         worker.abandon(calls[0])
-        worker.submit([job("z", SamplingParams(max_new_tokens=1))])
+        submit(worker, "z", params=SamplingParams(max_new_tokens=1))
         worker.abandon(calls[1])
 
     run(test)
@@ -187,14 +190,15 @@ def test_full_queue_turns_away_with_a_time_to_wait() -> None:
 
 def test_one_bad_job_refuses_its_call_alone() -> None:
     async def test(worker: Worker) -> None:
-        good = worker.submit([job("good", SamplingParams(max_new_tokens=4, ignore_eos=True))])
-        bad = worker.submit([job("fine"), Job([1, 99999], LONG)])
+        good = submit(worker, "good", params=SamplingParams(max_new_tokens=4, ignore_eos=True))
+        bad = Call([tiny_target().encode("fine"), [1, 99999]], [LONG, LONG])
+        worker.submit(bad)
         with pytest.raises(ApiError, match="not in the vocabulary") as caught:
             await bad.accepted()
         assert caught.value.status == 400
         await good.accepted()
         await collect(good)
-        assert worker.num_open == 0 and not worker._tickets
+        assert worker.num_open == 0 and not worker._feeds
 
     run(test)
 
@@ -222,7 +226,7 @@ def test_failed_step_fails_its_requests_and_no_others(caplog: pytest.LogCaptureF
 
     async def test(worker: Worker) -> None:
         break_step(engine, RuntimeError("the sky fell"), at=4)
-        calls = [worker.submit([job(f"call {n}", params)]) for n in range(4)]
+        calls = [submit(worker, f"call {n}", params=params) for n in range(4)]
         results = await asyncio.gather(*(collect(call) for call in calls), return_exceptions=True)
         for result in results[:2]:
             assert isinstance(result, ApiError) and result.status == 500
@@ -245,7 +249,7 @@ def test_out_of_memory_sheds_the_latest_half(error: Exception) -> None:
 
     async def test(worker: Worker) -> None:
         failed = break_step(engine, error, at=4)
-        calls = [worker.submit([job(f"call {n}", params)]) for n in range(6)]
+        calls = [submit(worker, f"call {n}", params=params) for n in range(6)]
         results = await asyncio.gather(*(collect(call) for call in calls), return_exceptions=True)
         assert failed == [4]
         assert [getattr(result, "status", None) for result in results] == [None, None, 503, 503, None, None]
@@ -253,7 +257,7 @@ def test_out_of_memory_sheds_the_latest_half(error: Exception) -> None:
             assert results[n] == [answer(f"call {n}", params)]
         assert engine._scheduler.row_limit == 2
         worker._retry_rows_at = 0.0
-        await collect(worker.submit([job("later", params)]))
+        await collect(submit(worker, "later", params=params))
         assert engine._scheduler.row_limit == 4, "after a while all rows are tried again"
 
     run(test, engine)
@@ -265,26 +269,26 @@ def test_out_of_memory_with_one_row_fails_it_and_goes_on() -> None:
     async def test(worker: Worker) -> None:
         break_step(engine, MemoryError(), at=2, times=1)
         with pytest.raises(ApiError) as caught:
-            await collect(worker.submit([job("alone")]))
+            await collect(submit(worker, "alone"))
         assert caught.value.status == 503 and caught.value.code == "out_of_memory"
-        await collect(worker.submit([job("next", SamplingParams(max_new_tokens=4))]))
+        await collect(submit(worker, "next", params=SamplingParams(max_new_tokens=4)))
 
     run(test, engine)
 
 
 def test_stop_fails_what_is_open_and_drain_lets_it_finish() -> None:
     async def test(worker: Worker) -> None:
-        short = worker.submit([job("short", SamplingParams(max_new_tokens=8, ignore_eos=True))])
+        short = submit(worker, "short", params=SamplingParams(max_new_tokens=8, ignore_eos=True))
         worker.drain()
         with pytest.raises(ApiError) as refused:
-            worker.submit([job("late")])
+            submit(worker, "late")
         assert refused.value.status == 503
         assert (await collect(short))[0] == answer("short", SamplingParams(max_new_tokens=8, ignore_eos=True))
 
     run(test)
 
     async def stop_early(worker: Worker) -> None:
-        calls = [worker.submit([job(f"call {n}")]) for n in range(6)]
+        calls = [submit(worker, f"call {n}") for n in range(6)]
         stopping = asyncio.create_task(worker.stop())
         for call in calls:
             with pytest.raises(ApiError) as caught:
@@ -305,14 +309,14 @@ def test_death_of_the_thread_leaves_nobody_waiting() -> None:
             raise SystemExit
 
         engine.step = die  # type: ignore[method-assign]
-        call = worker.submit([job("x")])
+        call = submit(worker, "x")
         with pytest.raises(ApiError) as caught:
             await collect(call)
         assert caught.value.status == 500
         await worker.ended.wait()
         assert worker.state == "dead"
         with pytest.raises(ApiError) as refused:
-            worker.submit([job("y")])
+            submit(worker, "y")
         assert refused.value.status == 503
 
     run(test, engine)
