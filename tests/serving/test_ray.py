@@ -26,11 +26,11 @@ def test_arguments_are_a_serve_files_and_the_replicas() -> None:
 @pytest.mark.parametrize(
     ("args", "match"),
     [
-        ({}, "add `target:`"),
-        ({"target": "t", "tarpet": 1}, "unknown key 'tarpet' .did you mean target"),
-        ({"target": "t", "max_rows": "x"}, "args: max_rows is 'x'"),
+        ({}, "arguments are required: target"),
+        ({"target": "t", "tarpet": 1}, "args: .*'tarpet' is not accepted"),
+        ({"target": "t", "max_rows": "x"}, "args: .*max_rows.*Got value: x"),
         ({"target": "t", "port": 8000}, "port is the cluster's"),
-        ({"target": "t", "ray": {"replicas": 2}}, "unknown key 'replicas'"),
+        ({"target": "t", "ray": {"replicas": 2}}, "args: ray: .*'replicas' is not accepted"),
         ({"target": "t", "ray": {"min_replicas": 2}}, "min_replicas is 2 and max_replicas 1"),
         ({"target": "t", "ray": {"num_gpus": -1}}, "num_gpus is -1"),
         ({"target": "t", "ray": {"target_requests": 0}}, "target_requests is 0"),

@@ -321,7 +321,7 @@ def test_checkpoints_that_cannot_be_resumed_are_one_line(place: Path, trained: P
     ("more", "fragments"),
     [
         (["--trainer.max_steps", "-5"], ["max_steps", "-5"]),
-        (["--model.drafter", "[" * 5000], ["nested deeper"]),
+        (["--model.drafter", "[" * 5000], ["model.drafter"]),
         (["--model.drafter.hed", "full"], ["hed"]),
         (["--model.drafter.head", "own"], ["head", "own"]),
         (["--model.optim.lr", "-1"], ["lr", "-1"]),
