@@ -7,7 +7,7 @@ There is no batch and no beam dimension in here. `torch.func.vmap` adds them fro
     batch = vmap(beams, in_dims=(0, 0))                            # [b, d], [b, w] -> [b, w, l + 1]
 
 What another function would keep in a local variable is a parameter of the next function, so every line is a definition.
-docs/reference.md walks from these functions to the batched engine.
+docs/architecture.md leads from these functions to the batched engine.
 
 Shapes: [] one number · d target's hidden size · h size of the drafter's state · l draft length · w beams · b rows ·
 v vocabulary · n tree nodes.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The architecture study of docs/training.md: train every configs/train/ablations/*.yaml for as many steps over the
+"""The architecture study of docs/notebook.md: train every configs/train/ablations/*.yaml for as many steps over the
 same batches, decode prompts with each drafter, write a row of JSON for each, and the table into the document.
 
     scripts/ablations.py --answers answers.jsonl --prompts prompts.jsonl --steps 64
@@ -28,7 +28,7 @@ from drafter.training.run import main_train
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs" / "train" / "ablations"
-DOCUMENT = ROOT / "docs" / "training.md"
+DOCUMENT = ROOT / "docs" / "notebook.md"
 BEGIN, END = "<!-- ablations: begin -->", "<!-- ablations: end -->"
 WIDTH, LENGTH, SIZE = 8, 4, 24
 KEPT = ("loss", "_d1", "_d2", f"_n{SIZE}")  # ends of the names of metrics

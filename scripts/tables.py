@@ -15,10 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from drafter.bench.report import about, load_table, provenance
-from drafter.bench.results import read_results, summarise
+from drafter.bench.results import Summary, read_results, summarise
 from drafter.bench.tune import COLUMNS, table_rows
 from drafter.engine.sizes import read_tuned
-from drafter.utils.parse import read_json_object
 from drafter.utils.tables import markdown_table
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -27,31 +26,38 @@ _MARKED = re.compile(r"(<!-- table ([\w.-]+): begin -->\n).*?(<!-- table \2: end
 
 def speeds(path: Path) -> str:
     """Speed, tokens per step and equal texts: one row for each method and condition of a results file."""
-    return _methods(path, has_speed=True)
-
-
-def acceptances(path: Path) -> str:
-    """The same without the speeds, which a busy machine gives no meaning."""
-    return _methods(path, has_speed=False)
-
-
-def _methods(path: Path, *, has_speed: bool) -> str:
     records = read_results([path])
-    parts = [provenance(records)]
+    rows, texts = [], []
     for condition, methods in summarise(records).items():
-        rows = []
+        texts.append(about(condition, methods))
         for method in methods:
             span = method.speedup
             over = "-" if span is None else f"{span.middle:.2f}x ({span.low:.2f} to {span.high:.2f})"
-            steps = "-" if method.tokens_per_step is None else f"{method.tokens_per_step:.2f}"
-            same = "-" if method.num_identical is None else f"{method.num_identical}/{method.num_prompts}"
-            speed = [f"{method.rate.middle:.1f}", over] if has_speed else []
-            rows.append([method.label, *speed, steps, same])
-        speed = ["tokens/s", "over plain decoding"] if has_speed else []
-        columns = ["method", *speed, "tokens per step", "identical texts"]
-        title = f"Batch size {condition.batch_size}, {condition.sampling}. {about(condition, methods)}"
-        parts += [title, markdown_table(columns, rows)]
-    return "\n".join(parts)
+            name = f"{condition.batch_size}, {condition.sampling}"
+            rows.append([method.label, name, f"{method.rate.middle:.1f}", over, *_texts(method)])
+    columns = ["method", "batch size", "tokens/s", "over plain decoding", "tokens per step", "identical texts"]
+    return "\n".join([provenance(records), *dict.fromkeys(texts), markdown_table(columns, rows)])
+
+
+def acceptances(path: Path) -> str:
+    """Tokens per step and equal texts of each method, without the speeds, which a busy machine gives no meaning."""
+    records = read_results([path])
+    cells: dict[str, dict[str, str]] = {}
+    texts, names = [], []
+    for condition, methods in summarise(records).items():
+        texts.append(about(condition, methods))
+        names.append(f"batch {condition.batch_size}, {condition.sampling}")
+        for method in methods:
+            cells.setdefault(method.label, {})[names[-1]] = "; ".join(_texts(method))
+    rows = [[label, *(found.get(name, "-") for name in names)] for label, found in cells.items()]
+    table = markdown_table(["tokens per step; identical texts", *names], rows)
+    return "\n".join([provenance(records), *dict.fromkeys(texts), table])
+
+
+def _texts(method: Summary) -> list[str]:
+    steps = "-" if method.tokens_per_step is None else f"{method.tokens_per_step:.2f}"
+    same = "-" if method.num_identical is None else f"{method.num_identical}/{method.num_prompts}"
+    return [steps, same]
 
 
 _WORDS = {
@@ -105,30 +111,14 @@ def tree_sizes(path: Path) -> str:
     return markdown_table(COLUMNS, table_rows(read_tuned(path)))
 
 
-def step_times(path: Path) -> str:
-    """Milliseconds of a whole step that `drafter tune` measured, by rows and nodes."""
-    found = read_json_object(path)
-    (method,) = found["measured"]
-    times = {(rows, nodes): 1000 * seconds for rows, _, _, nodes, seconds, *_ in found["measured"][method]}
-    sizes = sorted({nodes for _, nodes in times})
-    rows = [
-        [str(rows), *(f"{times[rows, size]:.0f}" if (rows, size) in times else "-" for size in sizes)]
-        for rows in sorted({rows for rows, _ in times})
-    ]
-    return markdown_table(["rows", *(f"N = {size}" for size in sizes)], rows)
-
-
 # Name of a table -> its results file, and the function that reads the file.
 TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
     "engines": ("peers-cpu.jsonl", engines),
     "int8": ("peers-cpu-int8.jsonl", engines),
     "servers": ("servers-cpu.jsonl", servers),
     "batches": ("smollm2-135m-cpu-batches.jsonl", speeds),
-    "proposers": ("smollm2-135m-cpu-proposers.jsonl", acceptances),
     "identity": ("smollm2-135m-cpu-identity.jsonl", acceptances),
-    "identity-openvino": ("identity-openvino.jsonl", acceptances),
     "sizes": ("tuned-smollm2-135m-cpu.json", tree_sizes),
-    "steps": ("tuned-smollm2-135m-cpu.json", step_times),
 }
 
 

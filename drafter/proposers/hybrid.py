@@ -176,7 +176,7 @@ def _classify(nodes: NodeLists, first_class: int) -> tuple[list[int], list[float
 
 def make(parts: Parts) -> Proposer:
     """The proposer of ``method="hybrid"``: beam search with copies, or without a drafter lookup and recycling."""
-    if parts.drafter is not None:  # copies replace lookup, and recycling adds no accepted tokens (docs/proposers.md)
+    if parts.drafter is not None:  # copies replace lookup, and recycling adds no accepted tokens (docs/notebook.md)
         return beam.make(parts)
     assert parts.memory is not None
     members = (lookup.make(parts), recycling.make(parts))

@@ -1,7 +1,7 @@
 """Accuracy of the draft tokens: counts that add up over batches and processes, and tokens per step of a fixed tree.
 
 Tokens per step are estimated by a walk over held-out answers with one fixed tree of ranks. The decoder fits its tree to
-each position and makes 3% to 4% more tokens per step at the same positions (docs/training.md).
+each position and makes 3% to 4% more tokens per step at the same positions (docs/train-your-own.md).
 
 Shapes: B rows · T tokens · N starts · K depths · Q entries of TOP_K · W ranks counted.
 """

@@ -139,7 +139,7 @@ def test_accept_chain_batches_by_vmap():
     torch.testing.assert_close(bonus, torch.tensor([[0.2, 0.2, 0.6], [0.2, 0.2, 0.6], [0.75, 0.25, 0.0]]))
 
 
-# The tree of docs/reference.md: root -> (7 -> 9 -> 5, 2), 8 -> 9
+# The tree of the reference: root -> (7 -> 9 -> 5, 2), 8 -> 9
 NODES = [
     Node(1, 0, 0, 0.0),
     Node(7, 0, 1, -0.2),

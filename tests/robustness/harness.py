@@ -23,7 +23,7 @@ from drafter.targets.catalog import ALIASES
 from tests.targets.tiny_gguf import write_wheel
 
 WHEEL = "tiny_model-1.0-py3-none-any.whl"  # in the spawner's folder, of the alias `tiny`
-FULL_SIZE = os.environ.get("ROBUSTNESS") == "full"
+FULL_SIZE = os.environ.get("DRAFTER_FULL_TESTS") == "1"
 MAX_BYTES = 4 << 30  # of address space
 MAX_CPU_SECONDS = 10  # of the process: a busy machine does not matter
 MAX_SECONDS = 600.0  # on the clock, for what waits without computing: a busy machine stretches every second
@@ -44,7 +44,7 @@ _MODULES = (
 
 
 def size(small: int, full: int) -> int:
-    """How many cases: ``full`` with ROBUSTNESS=full in the environment."""
+    """How many cases: ``full`` with DRAFTER_FULL_TESTS=1 in the environment."""
     return full if FULL_SIZE else small
 
 

@@ -81,9 +81,9 @@ def test_the_table_holds(model_type: str) -> None:
 
 
 def test_the_page_counts_what_the_table_holds() -> None:
-    page = (ROOT / "docs" / "architectures.md").read_text()
+    page = (ROOT / "docs" / "interop.md").read_text()
     counts = Counter(verdicts().values())
     for verdict in ("identical", "plain", "refused", "broken", "not built"):
         assert re.search(rf"^\| {verdict}\b.*\| {counts[verdict]} \|$", page, re.MULTILINE), verdict
-    assert f"each of {counts.total()} types" in (ROOT / "README.md").read_text()
-    assert all(f"`{model_type}`" in page for model_type in verdicts())
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"each of {counts.total()} types" in readme
