@@ -272,12 +272,14 @@ def _chat(engine: "Engine", params: SamplingParams, raw: bool) -> None:
     """Read a line, stream the answer, until the end of input. The conversation so far goes along, except with --raw."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        print("Type a message; /new starts over, Ctrl-D ends.", file=sys.stderr)
+        print("Type a message; /new starts over, /exit or Ctrl-D ends.", file=sys.stderr)
     messages: list[dict[str, str]] = []
     while True:
         try:
             line = input("> " if is_terminal else "")
         except EOFError:
+            return
+        if line.strip() == "/exit":
             return
         if line.strip() == "/new":
             messages = []

@@ -38,7 +38,7 @@ class SamplingParams:
             if isinstance(value, str) or not isinstance(value, Sequence):
                 raise ValueError(f"{name} must be a sequence, not {value!r}")
             object.__setattr__(self, name, tuple(value))
-        check_ranges(self)
+        check_ranges(self, are_flags=False)  # a command has checked its flags before
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop holds {text!r}: every stop string must be text with at least one character")

@@ -11,6 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
 from pydantic_core import PydanticCustomError
 
+from drafter.decoding.params import SamplingParams
+from drafter.utils.validate import range_of
+
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256  # characters; the search for the start of a longer stop string would be slow
@@ -200,7 +203,7 @@ def _content(value: Any) -> Any:
         for part in value:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text" or not isinstance(part.get("text"), str):
-                raise PydanticCustomError("content", "every part of a content must be {{type: text, text: ...}}")
+                raise PydanticCustomError("content", "every part of a content must be of type text and have a text")
         return value
     raise PydanticCustomError("content", "content must be a string or a list of text parts")
 
@@ -239,8 +242,17 @@ class StreamOptions(BaseModel):
     include_usage: StrictBool | None = None
 
 
-_Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
-_Seed = Annotated[StrictInt, Field(ge=-(2**63), le=2**64 - 1)]
+def _limits(name: str, low: float | None = None) -> Any:
+    """The engine's range of a sampling parameter; ``low``: the API's lower end in place of the engine's."""
+    span = range_of(SamplingParams, name)
+    assert span is not None
+    ge, gt = (span.low, span.above) if low is None else (low, None)
+    return Field(ge=ge, gt=gt, le=span.high, allow_inf_nan=None if isinstance(span.low, int) else False)
+
+
+_Number = Annotated[float, Field(strict=True)]
+_Count = Annotated[StrictInt, Field(ge=1)]  # the server cuts a larger number to the context
+_TokenId = Annotated[StrictInt, _limits("stop_token_ids")]
 _StopText = Annotated[_Text, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
@@ -250,16 +262,16 @@ class Generation(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     model: StrictStr
-    max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
-    temperature: Annotated[_Number, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[_Number, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[StrictInt, Field(ge=-1, le=2**31)] | None = None
-    min_p: Annotated[_Number, Field(ge=0, le=1)] | None = None
-    seed: _Seed | None = None
+    max_tokens: _Count | None = None
+    temperature: Annotated[_Number, _limits("temperature")] | None = None
+    top_p: Annotated[_Number, _limits("top_p", 0.0)] | None = None
+    top_k: Annotated[StrictInt, _limits("top_k", -1)] | None = None
+    min_p: Annotated[_Number, _limits("min_p")] | None = None
+    seed: Annotated[StrictInt, _limits("seed")] | None = None
     stop: Annotated[
         _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOPS)] | None, BeforeValidator(_stop)
     ] = None
-    stop_token_ids: Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=64)] | None = None
     n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
@@ -308,7 +320,7 @@ class ChatRequest(Generation):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    max_completion_tokens: _Count | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 

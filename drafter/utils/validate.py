@@ -58,12 +58,13 @@ def range_of(kind: type, name: str) -> Range | None:
     return None
 
 
-def check_ranges(options: Any, prefix: str = "") -> None:
+def check_ranges(options: Any, prefix: str = "", *, are_flags: bool = True) -> None:
     """Check every field of ``options`` that has a range; None stands for an open value.
 
     Args:
         options: a dataclass.
         prefix: part of the flag before the name of the field, such as ``model.optim.``.
+        are_flags: whether users know the fields as flags; otherwise as arguments of Python.
 
     Raises:
         ValueError: a value is out of range.
@@ -73,11 +74,16 @@ def check_ranges(options: Any, prefix: str = "") -> None:
         if span is None or value is None:
             continue
         for single in value if isinstance(value, tuple | list) else (value,):
-            require(prefix + item.name if prefix else item.name.replace("_", "-"), single, span)
+            flag = prefix + item.name if prefix else item.name.replace("_", "-")
+            _check(f"--{flag}" if are_flags else item.name, single, span)
 
 
 def require(flag: str, value: object, span: Range) -> None:
     """ValueError unless ``value`` is a number in the range; ``flag`` is the name without the hyphens."""
+    _check(f"--{flag}", value, span)
+
+
+def _check(name: str, value: object, span: Range) -> None:
     kind = int if isinstance(span.low, int) else int | float
     if isinstance(value, kind) and not isinstance(value, bool) and (isinstance(value, int) or math.isfinite(value)):
         is_low = (span.low is not None and value < span.low) or (span.above is not None and value <= span.above)
@@ -89,7 +95,7 @@ def require(flag: str, value: object, span: Range) -> None:
     else:
         wanted = f"at least {span.low:g}" if span.low is not None else f"above {span.above:g}"
         wanted += "" if is_open else f" and at most {span.high:g}"
-    raise ValueError(f"--{flag} is {value!r} but must be {wanted}" + (f" ({span.mend})" if span.mend else ""))
+    raise ValueError(f"{name} is {value!r} but must be {wanted}" + (f" ({span.mend})" if span.mend else ""))
 
 
 def require_choice(name: str, value: object, choices: Sequence[str]) -> None:

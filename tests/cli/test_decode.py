@@ -77,7 +77,7 @@ def test_decode_prints_and_chats(
     assert "tokens/step" in capsys.readouterr().err
     assert main([*common, "--prompt", "one", "--prompt", "two"]) == 0
     assert "[1] two" in capsys.readouterr().out
-    lines = ["hello", "", "again", "/new", "fresh"]
+    lines = ["hello", "", "again", "/new", "fresh", "/exit", "never read"]
 
     def next_line(_: str) -> str:
         if not lines:
@@ -86,7 +86,7 @@ def test_decode_prints_and_chats(
 
     monkeypatch.setattr("builtins.input", next_line)
     assert main(common) == 0
-    assert capsys.readouterr().err.count("tokens/step") == 3
+    assert capsys.readouterr().err.count("tokens/step") == 3 and lines == ["never read"]
 
 
 def test_decode_says_what_drafts(target: str, drafter: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

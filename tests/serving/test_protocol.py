@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from drafter.decoding.params import SamplingParams
 from drafter.serving.protocol import REFUSED, ApiError, ChatRequest, CompletionRequest, error_of
+from drafter.utils.validate import range_of
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "x"}
@@ -60,9 +62,21 @@ def test_prompts_come_one_by_one(prompt: object, wanted: list[object]) -> None:
     assert CompletionRequest.model_validate(TEXT | {"prompt": prompt}).prompts == wanted
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), -0.1, "0.5", [], 101])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e308, -0.1, "0.5", []])
 def test_bad_temperatures(number: object) -> None:
     assert refusal(ChatRequest, CHAT | {"temperature": number}).param == "temperature"
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids"])
+def test_no_number_passes_that_the_engine_refuses(name: str) -> None:
+    span = range_of(SamplingParams, name)
+    assert span is not None
+    is_list = name == "stop_token_ids"
+    ChatRequest.model_validate(CHAT | {name: [span.high] if is_list else span.high})
+    SamplingParams(**{name: (span.high,) if is_list else span.high})  # type: ignore[arg-type]
+    for value in (span.high + 1, span.high * 10**30, -(span.high**2) - 10):
+        error = refusal(ChatRequest, CHAT | {name: [value] if is_list else value})
+        assert error.param == (f"{name}[0]" if is_list else name)
 
 
 @pytest.mark.parametrize("body", [None, [], "x", 5, {}])
@@ -103,4 +117,6 @@ def test_the_deepest_place_is_reported_in_the_api_s_way() -> None:
     messages = [CHAT["messages"][0], {"role": "user", "content": [{"type": "text", "text": 5}]}]
     assert refusal(ChatRequest, CHAT | {"messages": messages}).param == "messages[1].content"
     assert refusal(ChatRequest, CHAT | {"stream_options": {"include_usage": 3}}).param == "stream_options.include_usage"
+    content = [{"type": "image_url"}]
+    assert "{" not in refusal(ChatRequest, CHAT | {"messages": [{"role": "user", "content": content}]}).message
     assert refusal(ChatRequest, CHAT | {"stop_token_ids": [1, "x"]}).param == "stop_token_ids[1]"

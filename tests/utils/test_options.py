@@ -184,8 +184,8 @@ def test_a_redeclared_field_keeps_its_range() -> None:
 
     assert str(range_of(Wider, "top_p")) == "above 0, at most 1"
     assert range_of(Wider, "stop") is None
-    with pytest.raises(ValueError, match="^--top-p is 2.0 but must be above 0 and at most 1"):
-        Wider(top_p=2.0)
+    with pytest.raises(ValueError, match="^top_p is 2.0 but must be above 0 and at most 1"):
+        Wider(top_p=2.0)  # in Python; a command says --top-p
     with pytest.raises(ValueError, match="^--model.top_p is 0.0 but must be above 0"):
         check_ranges(_unchecked(top_p=0.0), "model.")
 
