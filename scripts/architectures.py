@@ -8,7 +8,6 @@ transformers' ``generate``, with plain decoding and with draft trees of our engi
 shorter than the texts. The verdict of a type:
 
     identical   all three texts are the same
-    plain       the text of plain decoding is that of generate; trees cannot run, with the reason
     refused     the target is refused when it is loaded, with the reason
     broken      another text, or an error that is no refusal
     not built   the configuration could not be shrunk, or transformers itself cannot run the small model
@@ -278,9 +277,8 @@ def judge(model_type: str) -> Verdict:
     except Exception as error:
         return Verdict(model_type, "broken", f"while loading: {_line(error)}")
     params = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True)
-    drafting: Any = "autoregressive" if target.no_trees else "hybrid"
     try:
-        for method, max_rows in (("autoregressive", 1), (drafting, 1), (drafting, 2)):
+        for method, max_rows in (("autoregressive", 1), ("hybrid", 1), ("hybrid", 2)):
             with _limited(SECONDS):
                 engine = Engine(target, config=EngineConfig(method=method, max_rows=max_rows, prefill_chunk=7))
                 found = [completion.token_ids for completion in engine.generate(prompts, params)]
@@ -288,7 +286,7 @@ def judge(model_type: str) -> Verdict:
                 return Verdict(model_type, "broken", f"another text with {method} in {max_rows} rows")
     except Exception as error:
         return Verdict(model_type, "broken", f"while decoding: {_line(error)}")
-    return Verdict(model_type, "plain" if target.no_trees else "identical", target.no_trees)
+    return Verdict(model_type, "identical")
 
 
 def _generated(model: PreTrainedModel, prompt: list[int]) -> list[int]:

@@ -23,7 +23,7 @@ from drafter.engine.engine import Engine
 from drafter.engine.request import Request
 from drafter.engine.sizes import dtype_name
 from drafter.models.drafter import RecurrentDrafter
-from drafter.targets.checks import decoder_of
+from drafter.targets.capabilities import decoder_of
 from drafter.targets.target import Target
 from drafter.utils.tables import markdown_table
 

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from drafter.data.hidden_states import Crop, States, crop_to_answers
 from drafter.data.store import TokenStore
-from drafter.targets.final_norm import final_norm
 from drafter.targets.target import Target
 from drafter.utils.io import first_line
 
@@ -182,7 +181,7 @@ def open_stored_states(
         )
     places = [names.index(layer) for layer in context_layers]
     crop = crop_to_answers(store, margin)
-    states = StoredStates([file.path for file in kept], crop, final_norm(target), target.dtype, places)
+    states = StoredStates([file.path for file in kept], crop, target.final_norm(), target.dtype, places)
     _check_model(states, store, target, context_layers)
     return states
 

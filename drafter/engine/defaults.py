@@ -6,7 +6,6 @@ The command line, the server, `generate` for transformers, the benchmark and ``E
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_WHOLE_PROMPT = 2**24  # tokens of a prefill chunk: the upper end of the setting's range
 NO_DRAFTER = "none"  # --drafter none: do not load the drafter that comes with the package
 NO_FILE = "none"  # --tuned none: do not use measured sizes
 TUNED_FILE = "tuned.json"  # the file of `drafter tune` beside a drafter
@@ -73,8 +71,6 @@ def choose(
     method: Method | None = fields.pop("method", None)
     check_method(method, has_drafter=drafter is not None, has_draft_model=draft_model is not None, tuned=tuned)
     is_size_open = not any(name in fields for name in _TREE_FIELDS)
-    if target.no_trees:
-        return _plain(target, method, fields, drafter, draft_model)
     from drafter.decoding.compile import is_compiled
     from drafter.engine.sizes import misfit, read_tuned
 
@@ -110,37 +106,6 @@ def choose(
         return Choice(config, reason)
     why = "the measured sizes do not fit" if was_passed_over else "nothing was measured (`drafter tune` measures)"
     return Choice(config, f"{reason}; {why}")
-
-
-def _plain(
-    target: "Target",
-    method: Method | None,
-    fields: dict[str, Any],
-    drafter: "RecurrentDrafter | None",
-    draft_model: "Target | None",
-) -> Choice:
-    """Settings for a target that cannot verify trees; ValueError if the user named a drafter, a tree or a method."""
-    named = [f"--{name.replace('_', '-')}" for name in _TREE_FIELDS if name in fields]
-    named += ["--drafter"] * (drafter is not None) + ["--draft-model"] * (draft_model is not None)
-    named += [f"--method {method}"] * (method not in (None, "autoregressive"))
-    if named:
-        target.require_trees(named[0])
-    return Choice(EngineConfig(method="autoregressive", **fields), f"plain decoding: {target.no_trees}")
-
-
-def followed(config: EngineConfig, target: "Target") -> EngineConfig:
-    """The settings that an engine of this target uses.
-
-    A target that cannot verify trees prefills a prompt in one forward and shares no prefixes.
-
-    Raises:
-        ValueError: the settings draft, and the target cannot verify trees.
-    """
-    if not target.no_trees:
-        return config
-    if config.num_nodes > 1 or config.method != "autoregressive":
-        target.require_trees(f"--method {config.method}")
-    return replace(config, prefill_chunk=_WHOLE_PROMPT, reuse_prefixes=False)
 
 
 def check_method(

@@ -13,7 +13,7 @@ from drafter.decoding.compile import Compiler, is_compiled
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer
 from drafter.engine.config import EngineConfig, RequestOptions
-from drafter.engine.defaults import choose, followed
+from drafter.engine.defaults import choose
 from drafter.engine.lockstep import Lockstep, in_lockstep
 from drafter.engine.memory import check_fit
 from drafter.engine.options import DraftingOptions, load_models
@@ -70,7 +70,7 @@ class Engine:
         if config is None:
             config, reason = choose(target, drafter, draft_model=draft_model)
             _log.info("%s", reason)
-        self.config = config = followed(config, target)
+        self.config = config
         self.lockstep = Lockstep(target.ranks)
         is_own = proposer is not None or sizer is not None
         self.lockstep.open(

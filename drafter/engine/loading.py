@@ -32,7 +32,6 @@ def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
     from drafter.engine.defaults import shipped_drafter, shipped_drafters
     from drafter.models.drafter import RecurrentDrafter
 
-    target.require_trees(f"--drafter {name}")
     folder = Path(name).expanduser()
     recover(folder)
     if not folder.is_dir():

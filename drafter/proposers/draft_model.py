@@ -52,7 +52,6 @@ class DraftModelProposer(Proposer):
         coupled: bool = True,
         prefill_chunk: int = 256,
     ) -> None:
-        draft.require_trees("--draft-model")  # the draft model reads the tokens that the target accepted a second time
         check_same_vocabulary(draft, target)
         if draft.device != target.device:
             raise ValueError(

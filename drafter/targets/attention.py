@@ -4,9 +4,9 @@ transformers' own SDPA attention copies the keys and values of every layer once 
 several tokens come with a mask. Here they are read where they are. Registered as an attention implementation of
 transformers, by its own interface; the model's code stays as it is.
 
-Attention computes in the dtype that the cache's keys are handed over in. In bfloat16 the order of its sums decides
-about roundings, and a token's ancestors stand in other slots while it is part of a tree than after it was accepted. A
-cache that is read in float64 makes the order vanish: what it changes lies 2^-40 and more below what is rounded away.
+Attention computes in the dtype of the keys that the cache hands over. In bfloat16 the order of a sum changes its
+roundings, and a token's ancestors stand in other slots while the token is part of a tree than after its acceptance. A
+cache that is read in float64 hides the order: the differences lie at least 2^-40 below the last digit that is kept.
 
 Shapes: B rows · N queries · S slots · H heads · G key/value heads · R heads of a group · K head dimension.
 """

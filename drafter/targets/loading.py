@@ -1,6 +1,5 @@
 """Reads a target: model and tokenizer of a folder, a hub id or a .gguf file, on whichever devices the layers go."""
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +8,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -102,7 +100,7 @@ def read_checkpoint(
     """
     place = resolve(name)
     try:
-        scheme, arguments = reading_of(place, dtype, shared)
+        scheme, arguments = reading_of(place, shared)
         if scheme and (spread.num_ranks > 1 or spread.device_map is not None or quantization != "none"):
             where = "--device-map" if spread.device_map is not None else "--tensor-parallel"
             flag = where if quantization == "none" else f"--quantization {quantization}"
@@ -119,7 +117,7 @@ def read_checkpoint(
         what = "a weight file is damaged" if kind == "SafetensorError" else f"cannot be loaded {kind}".strip()
         raise ValueError(f"--target {name!r} {what}: {first_line(error)}") from error
     if spread.device_map is None:
-        # What was turned into plain numbers has the dtype of its scales.
+        # Transformers gives weights that it made plain the dtype of their scales.
         model = model.to(device, dtype if scheme and has_plain_weights(model) else None)
     return Checkpoint(model, tokenizer, scheme)
 
@@ -158,24 +156,14 @@ def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -
         raise (causal_error if "Unrecognized configuration class" in str(error) else error) from error
 
 
-def _read_model(kind: Any, place: Path | str, arguments: dict[str, Any]) -> PreTrainedModel:
+def _read_model(kind: Any, place: Path | str, arguments: dict[str, Any]) -> Any:
     """SDPA attention where the model has it; else (soft-capped scores, attention sinks) its own plain formulas."""
-    source = None if "state_dict" in arguments else place
-    if source is None:  # the tensors are there already, and an Auto class would look for a file
-        config = arguments["config"]
-        kind = kind._model_mapping.get(type(config), None)
-        if kind is None:
-            raise ValueError(f"Unrecognized configuration class {type(config).__name__}")
     try:
-        model: PreTrainedModel = kind.from_pretrained(source, attn_implementation="sdpa", **arguments)
+        return kind.from_pretrained(place, attn_implementation="sdpa", **arguments)
     except ValueError as error:
         if "attn_implementation" not in str(error):
             raise
-        model = kind.from_pretrained(source, attn_implementation="eager", **arguments)
-    if source is None:
-        with suppress(OSError):  # there need not be one
-            model.generation_config = GenerationConfig.from_pretrained(place, revision=arguments["revision"])
-    return model
+        return kind.from_pretrained(place, attn_implementation="eager", **arguments)
 
 
 def _has_tokenizer(place: Path | str) -> bool:

@@ -46,7 +46,7 @@ class Window(NamedTuple):
 
 
 def slot_positions(slot_BT: Tensor, position_BT: Tensor, num_slots: int) -> Tensor:
-    """Position of the token in each visible slot: committed tokens stand at their slot, new ones where they are told.
+    """Position of the token in each visible slot: its slot for a committed token, ``position_BT`` for a new one.
 
     A tree node's slot says nothing of its depth. For nodes in slots [2, 3, 4] at positions [2, 3, 3] and five slots
     the result is [0, 1, 2, 3, 3].

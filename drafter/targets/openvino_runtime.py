@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 from drafter.kernels.huge_pages import use_huge_pages
 from drafter.kernels.rounded import RoundedLinear
 from drafter.targets.cache import CacheShape, SlotCache
+from drafter.targets.capabilities import Capabilities
 from drafter.targets.catalog import home_folder
 from drafter.targets.export import check_exportable, export_forward, export_logits
 from drafter.targets.openvino_graph import join_products, split_stores
@@ -51,10 +52,7 @@ class OpenVINORuntime:
 
     Args:
         model: a frozen model in float32 or bfloat16 on the CPU, its linear layers not packed.
-        decoder: the model without its output matrix.
-        logit_map: what the model does to the products of its output matrix.
-        shape: of the model's keys and values.
-        mask_kinds: kinds of layers with masks of their own; empty where all layers share one.
+        capabilities: of the model, whose layers all have keys of one shape.
 
     Raises:
         ValueError: OpenVINO is missing, or cannot run this model or number format; says why.
@@ -63,11 +61,11 @@ class OpenVINORuntime:
     def __init__(
         self,
         model: PreTrainedModel,
-        decoder: PreTrainedModel,
-        logit_map: Callable[[Tensor], Tensor],
-        shape: CacheShape,
-        mask_kinds: Sequence[str] = (),
+        capabilities: Capabilities,
     ) -> None:
+        decoder, windows, shape, logit_map = capabilities
+        assert isinstance(shape, CacheShape)
+        mask_kinds = tuple(windows.by_kind) if windows.is_mapped else ()
         try:
             import openvino
         except ImportError as error:

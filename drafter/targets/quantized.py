@@ -1,12 +1,13 @@
 """Checkpoints whose weights come quantised: what their configuration says, and how transformers is to read them.
 
-Some schemes become plain numbers while they are read, by transformers or by :mod:`drafter.targets.unpacked` (GPTQ and
-AWQ). Such a target takes the memory of its dtype, and everything works on it. Others keep the storage of their library
-(torchao, bitsandbytes), where that library is installed and runs on this machine: they decode and train as they are,
-and nothing packs, compiles or exports them.
+transformers turns some schemes into plain numbers while it reads them. Such a target takes the memory of its dtype, and
+everything works on the target. Other schemes keep the storage of their library (torchao, bitsandbytes, gptqmodel),
+where that library is installed and runs on this machine: such targets decode and train as they are, and nothing packs,
+compiles or exports them.
 """
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +15,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from drafter.targets.unpacked import METHODS, unpacked_weights
-
 # Whose quantizer of transformers gives plain numbers.
 _PLAIN = ("fp8", "mxfp8", "compressed-tensors", "mxfp4")
+_BY_GPTQMODEL = ("gptq", "awq")
 
 
 class Reading(NamedTuple):
@@ -32,13 +32,15 @@ class Reading(NamedTuple):
     arguments: dict[str, Any]
 
 
-def reading_of(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -> Reading:
+def reading_of(place: Path | str, shared: dict[str, Any]) -> Reading:
     """How the checkpoint of a folder or hub id is to be read.
 
     Args:
         place: folder or hub id.
-        dtype: of weights that become plain.
         shared: arguments of ``from_pretrained``.
+
+    Raises:
+        ValueError: the library of the scheme is missing.
     """
     config = AutoConfig.from_pretrained(place, **shared)
     settings = _settings_of(config)
@@ -46,11 +48,11 @@ def reading_of(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) ->
         return Reading("", {})
     method = str(settings.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in settings else "unknown"))
     scheme = re.sub("[^a-z0-9]", "", method.lower())
-    if method in METHODS:
-        for owner in (config, config.get_text_config(decoder=True)):
-            if hasattr(owner, "quantization_config"):
-                del owner.quantization_config
-        return Reading(scheme, {"config": config, "state_dict": unpacked_weights(place, settings, dtype, shared)})
+    if method in _BY_GPTQMODEL and find_spec("gptqmodel") is None:
+        raise ValueError(
+            f"its weights are quantised by {method}, which transformers reads with the package gptqmodel: install "
+            "that package, or serve the target with vLLM and this package's plug-in"
+        )
     if method not in _PLAIN:
         return Reading(scheme, {})
     config.quantization_config = {**settings, "dequantize": True}

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
-from drafter.targets.checks import decoder_of
+from drafter.targets.capabilities import decoder_of
 
 
 def load_sharded(

@@ -1,4 +1,4 @@
-"""Target: an unpatched Hugging Face causal language model, seen the way the rest of the house needs it.
+"""The target: an unpatched Hugging Face causal language model behind the interface that decoding and training use.
 
 Shapes: B rows · T tokens of a forward · S visible cache slots · V vocabulary · D hidden size · C context size
 (D, or D times the number of selected layers).
@@ -17,24 +17,12 @@ from drafter.kernels.packed import can_pack, count_parameters, pack_linears
 from drafter.kernels.rounded import round_linears
 from drafter.targets.attention import use_folded_attention
 from drafter.targets.cache import CacheShape, MixedShape, SlotCache
+from drafter.targets.capabilities import Capabilities, final_norm, fingerprint_of, identity, probe, refusal
 from drafter.targets.chat import Chat, encode_chats, encode_text
-from drafter.targets.checks import (
-    LayerWindows,
-    NoTrees,
-    check_architecture,
-    check_layers,
-    decoder_of,
-    fingerprint_of,
-    identity,
-    layer_windows,
-    probe_cache_shape,
-    probe_logit_map,
-)
 from drafter.targets.device_map import copy_once, layer_devices
 from drafter.targets.loading import Spread, read_checkpoint, resolve_device, resolve_dtype
 from drafter.targets.masks import chunk_mask, slot_positions, tree_mask
 from drafter.targets.openvino_runtime import OpenVINORuntime
-from drafter.targets.own_cache import OwnCache, StateShape, probe_own_cache
 from drafter.targets.parallel import Ranks, join
 from drafter.targets.quantized import dense_weight, has_plain_weights
 from drafter.utils.io import first_line
@@ -71,10 +59,9 @@ class Target:
         max_length: context window in tokens.
         eos_token_ids: the tokens that end an answer.
         quantization: scheme of the weights' rounding after loading, or ``none``.
-        fingerprint: short sample of the output matrix (see :func:`drafter.targets.checks.fingerprint_of`) and the
+        fingerprint: short sample of the output matrix (see :func:`drafter.targets.capabilities.fingerprint_of`) and the
             scheme of rounding.
-        cache_shape: what one token's keys and values take.
-        no_trees: why trees of tokens cannot run through the target, which then decodes plainly only; empty: they can.
+        capabilities: what probes found out about the model.
         is_sharded: other processes hold parts of the weights, and take part in every forward.
         ranks: the processes that run the target together, each with its share of every layer; None: this one is alone.
         layer_devices: where each layer computes, if a map says so; empty: all on one device.
@@ -83,28 +70,28 @@ class Target:
         runtime: runs forwards over a slot cache and the output matrix instead of torch; None: torch runs them.
     """
 
-    is_sharded = False
-    ranks: Ranks | None = None
-    layer_devices: Sequence[torch.device] = ()
-    is_packed = False
-    quantization = "none"
-    no_trees = ""
-    runtime: OpenVINORuntime | None = None
-
     def __init__(
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None,
+        capabilities: Capabilities,
         *,
         name: str,
         revision: str | None = None,
+        quantization: str = "none",
+        plain_fingerprint: str = "",
+        is_sharded: bool = False,
+        ranks: Ranks | None = None,
+        layer_devices: Sequence[torch.device] = (),
     ) -> None:
-        check_architecture(model, name)
-        model.eval().requires_grad_(False)
         self.model = model
         self.tokenizer = tokenizer
+        self.capabilities = capabilities
         self.name = name
         self.revision = revision
+        self.is_sharded, self.ranks, self.layer_devices = is_sharded, ranks, layer_devices
+        self.is_packed = False
+        self.runtime: OpenVINORuntime | None = None
         config = model.config.get_text_config(decoder=True)
         output: Any = model.get_output_embeddings()
         embedding: Any = model.get_input_embeddings()
@@ -117,23 +104,10 @@ class Target:
         self.num_parameters = count_parameters(model)
         self.max_length = int(getattr(config, "max_position_embeddings", 0) or 0) or 2**31 - 1
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
-        self.fingerprint = fingerprint_of(self.output_weight_VD)
-        self._logit_map = probe_logit_map(model, name)
-        self._decoder = decoder_of(model)
-        self._windows = LayerWindows({}, is_mapped=False)
-        self.cache_shape: CacheShape | MixedShape | StateShape
-        try:
-            check_layers(model, name)
-            self._windows = layer_windows(model, name)
-            self.cache_shape = probe_cache_shape(model, name)
-            _check_tree_forward(self)
-        except NoTrees as reason:
-            self.no_trees = str(reason)
-            try:
-                self.cache_shape = probe_own_cache(self._decoder, self.vocab_size, name)
-            except _FORWARD_ERRORS as error:
-                raise ValueError(f"{reason}; and not even plain decoding works: {first_line(error)}") from error
-            _log.warning("%s: plain decoding, one row at a time", reason)
+        self.quantization = quantization
+        self.fingerprint = plain_fingerprint or fingerprint_of(self.output_weight_VD)
+        if quantization != "none":
+            self.fingerprint = f"{self.fingerprint}-{quantization}"
 
     @classmethod
     def load(
@@ -182,27 +156,44 @@ class Target:
         if runtime == "openvino" and not (spread.is_whole and has_plain_weights(model)):
             raise ValueError(f"--runtime openvino runs plain weights of one process; use --runtime torch for {name!r}")
         plain_fingerprint = _round(model, quantization, name)
-        target = cls(model, found.tokenizer, name=name, revision=revision)
-        target.quantization = quantization if plain_fingerprint else found.scheme or "none"
-        if target.quantization != "none":
-            target.fingerprint = f"{plain_fingerprint or target.fingerprint}-{target.quantization}"
-        target.is_sharded = num_shards > 1
-        target.ranks = Ranks() if num_ranks > 1 else None
+        devices: Sequence[torch.device] = ()
         if device_map is not None:
-            target.layer_devices = layer_devices(model, name)
-            copy_once(model, name, target.layer_devices)
-        if spread.is_whole and has_plain_weights(model) and not target.no_trees:
+            devices = layer_devices(model, name)
+        target = cls._checked(
+            model, found.tokenizer, name=name, revision=revision,
+            quantization=quantization if plain_fingerprint else found.scheme or "none",
+            plain_fingerprint=plain_fingerprint, is_sharded=num_shards > 1, ranks=Ranks() if num_ranks > 1 else None,
+            layer_devices=devices,
+        )  # fmt: skip
+        if devices:
+            copy_once(model, name, devices)
+        if spread.is_whole and has_plain_weights(model):
             target._make_fast(runtime, pack=pack)
-        elif runtime == "openvino":
-            target.use_openvino()
         return target
 
     @classmethod
     def from_model(
         cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, name: str = ""
     ) -> "Target":
-        """Wrap a model that is already in memory; it is put in eval mode and frozen."""
-        return cls(model, tokenizer, name=name or getattr(model, "name_or_path", "") or type(model).__name__)
+        """Wrap a model that is already in memory; it is put in eval mode and frozen.
+
+        Raises:
+            ValueError: the model cannot be a target; says why.
+        """
+        return cls._checked(model, tokenizer, name=name or getattr(model, "name_or_path", "") or type(model).__name__)
+
+    @classmethod
+    def _checked(cls, model: PreTrainedModel, tokenizer: Any, *, name: str, **fields: Any) -> "Target":
+        """Freeze the model, ask it what it can do, and compare a small tree with its paths."""
+        model.eval().requires_grad_(False)
+        target = cls(model, tokenizer, probe(model, name), name=name, **fields)
+        _check_tree_forward(target)
+        return target
+
+    @property
+    def cache_shape(self) -> CacheShape | MixedShape:
+        """What one token's keys and values take."""
+        return self.capabilities.cache_shape
 
     @property
     def is_plain(self) -> bool:
@@ -233,7 +224,7 @@ class Target:
         so that some of them can be had from a few of its rows.
         """
         is_product = isinstance(self.model.get_output_embeddings(), nn.Linear) and self.output_bias_V is None
-        return is_product and self._logit_map is identity
+        return is_product and self.capabilities.logit_map is identity
 
     def embed(self, token_BT: Tensor) -> Tensor:
         """Input embeddings as the model's first layer gets them: int64 [..., T] -> [..., T, D]."""
@@ -263,16 +254,13 @@ class Target:
         Returns:
             hidden [B, T, D] and context [B, T, C].
         """
-        if isinstance(cache, OwnCache):
-            hidden_BTD = cache.forward(self._decoder, token_BT)
-            return TargetOutput(hidden_BTD, hidden_BTD)
         assert cache is None or mask is not None, "a forward over a slot cache needs its mask"
         if self.runtime is not None and cache is not None and cache.is_read_as_stored:
             assert mask is not None and position_BT is not None
             masks = list(self._visible(mask, position_BT, cache).values())
             inputs = token_BT, position_BT, masks, cache, context_layers
             return TargetOutput(*self.runtime.forward(*inputs, is_repeated=is_repeated))
-        output = self._decoder(
+        output = self.capabilities.decoder(
             input_ids=token_BT,
             attention_mask=self._own_masks(mask, position_BT, cache),
             position_ids=position_BT,
@@ -291,22 +279,29 @@ class Target:
         """Output logits [..., V] of final hidden states [..., D], with the model's own scaling or soft cap."""
         if self.runtime is not None:
             return self.runtime.logits(hidden)
-        return self._logit_map(self.model.get_output_embeddings()(hidden))
+        return self.capabilities.logit_map(self.model.get_output_embeddings()(hidden))
 
     def fold_attention(self) -> bool:
         """Let the query heads of a group share their keys, which transformers' SDPA attention copies under a mask
         (:mod:`drafter.targets.attention`). Decoding does it; the model stays so. Whether the model can.
         """
-        return not self.no_trees and use_folded_attention(self.model)
+        return use_folded_attention(self.model)
 
-    def require_trees(self, what: str) -> None:
-        """ValueError where trees of tokens cannot run through the target; ``what`` needs them."""
-        if self.no_trees:
-            raise ValueError(f"{what} needs draft trees, and {self.no_trees}: leave it out for plain decoding")
+    def final_norm(self) -> nn.Module:
+        """A copy, on the CPU, of the norm behind the last layer, for states [..., D] that were stored before the norm.
+
+        Raises:
+            ValueError: the weights are spread over processes, or the target has no such module.
+        """
+        if self.is_sharded:
+            raise ValueError(
+                "--data.hidden_states applies the target's final norm, whose weights lie on several processes: train "
+                "without --model.shard_target"
+            )
+        return final_norm(self.model, self.name)
 
     def new_cache(self, num_rows: int, num_slots: int, *, exact_attention: bool = False) -> SlotCache:
-        """An empty :class:`SlotCache` of ``num_rows`` rows and ``num_slots`` slots, or where trees cannot run an
-        :class:`OwnCache`.
+        """An empty :class:`SlotCache` of ``num_rows`` rows and ``num_slots`` slots.
 
         Args:
             num_rows, num_slots: its size.
@@ -315,11 +310,6 @@ class Target:
         Raises:
             ValueError: exact attention of a model whose attention is not SDPA.
         """
-        if self.no_trees:
-            if exact_attention:
-                raise ValueError(f"--exact-attention needs a cache of slots, and {self.no_trees}")
-            return OwnCache(num_rows, num_slots)
-        assert not isinstance(self.cache_shape, StateShape)
         if exact_attention and not self.fold_attention():
             raise ValueError(f"--exact-attention needs a target that runs with SDPA attention; {self.name!r} does not")
         read_dtype = torch.float64 if exact_attention else None
@@ -357,14 +347,12 @@ class Target:
         Raises:
             ValueError: OpenVINO is missing or cannot run this target; says why.
         """
-        self.require_trees("--runtime openvino")
         if not isinstance(self.cache_shape, CacheShape):
             raise ValueError(
                 f"--runtime openvino cannot run target {self.name!r}: its layers have keys of different shapes"
             )
-        kinds = tuple(self._windows.by_kind) if self._windows.is_mapped else ()
         try:
-            runtime = OpenVINORuntime(self.model, self._decoder, self._logit_map, self.cache_shape, kinds)
+            runtime = OpenVINORuntime(self.model, self.capabilities)
         except ValueError as error:
             raise ValueError(
                 f"--runtime openvino cannot run target {self.name!r}: {error}; use --runtime torch"
@@ -389,16 +377,16 @@ class Target:
         self, mask: Tensor | None, position_BT: Tensor | None, cache: SlotCache | None
     ) -> Tensor | dict[str, Tensor] | None:
         """The mask of every kind of layer, as the model's forward takes them."""
-        shortest = self._windows.shortest
+        shortest = self.capabilities.windows.shortest
         if mask is None or shortest is None or mask.shape[-1] <= shortest:  # no visible slot lies outside a window
             return self._own_mask(mask)
         assert cache is not None and position_BT is not None, "a windowed layer needs positions"
         own = {kind: self._own_mask(seen) for kind, seen in self._visible(mask, position_BT, cache).items()}
-        return own if self._windows.is_mapped else next(iter(own.values()))
+        return own if self.capabilities.windows.is_mapped else next(iter(own.values()))
 
     def _visible(self, mask: Tensor, position_BT: Tensor, cache: SlotCache) -> dict[str, Tensor]:
         """What each kind of layer sees: bool [B, 1, T, S] for each kind with a mask of its own, or for all layers."""
-        windows = self._windows
+        windows = self.capabilities.windows
         if windows.shortest is None:
             return {"": mask}
         if mask.shape[-1] <= windows.shortest:
@@ -475,26 +463,25 @@ def _check_tree_forward(target: Target) -> None:
     what a plain causal forward over the packed nodes gives, that is from ignoring the tree.
 
     Raises:
-        NoTrees: the model cannot run a tree, or runs it wrong.
+        ValueError: the model cannot run a tree, or runs it wrong.
     """
     try:
         tree_XD, path_XD, chain_XD = _run_small_tree(target)
     except torch.OutOfMemoryError:
         raise
     except _FORWARD_ERRORS as error:
-        raise NoTrees(
-            f"target {target.name!r} cannot run a tree of tokens, which brings its own mask and positions (models with "
-            f"ALiBi want to make both themselves): {first_line(error)}"
-        ) from error
+        # Models with ALiBi, for instance, make mask and positions themselves.
+        reason = f"takes no mask and positions from outside, as models with ALiBi do ({first_line(error)})"
+        raise refusal(target.name, reason) from error
     distance = (tree_XD - path_XD).norm().item()
     yardstick = (chain_XD - path_XD).norm().item()
     # Rounding: a few units in the last place; in 16 bits that is most of what can be told.
     rounding = 16 * torch.finfo(target.dtype).eps * path_XD.norm().item()
     if not distance <= 0.01 * yardstick + rounding:
-        raise NoTrees(
-            f"target {target.name!r} gives tokens of a tree other hidden states than the same tokens in a row "
-            f"(off by {distance:.2g}, ignoring the tree by {yardstick:.2g}): its attention does not heed the mask, or "
-            "takes positions from elsewhere than the position argument (ALiBi does)"
+        raise refusal(
+            target.name,
+            "gives tokens of a tree other hidden states than the same tokens in a row, as models with ALiBi do (off by "
+            f"{distance:.2g}, ignoring the tree by {yardstick:.2g})",
         )
 
 

@@ -199,7 +199,6 @@ class DrafterModule(LightningModule):
             # A fused optimizer unscales the gradients of 16-mixed itself, after the clipping.
             raise ValueError(f"--trainer.precision {precision} is not supported: use bf16-mixed or 32-true")
         target = self._load_target(str(self.trainer.strategy.root_device))
-        target.require_trees("drafter train")  # no other command could use the drafter
         data: Any = getattr(self.trainer, "datamodule", None)
         built = build_drafter(target, data, self.options, self.hparams["init_from"])
         self.drafter = built.drafter

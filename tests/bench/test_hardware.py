@@ -27,7 +27,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import RootOnly
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.targets.checks import decoder_of
+from drafter.targets.capabilities import decoder_of
 from drafter.targets.target import Target
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 from tests.engine.oracle import rows_of

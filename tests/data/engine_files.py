@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drafter.data.store import TokenStore
-from drafter.targets.checks import decoder_of
+from drafter.targets.capabilities import decoder_of
 from drafter.targets.target import Target
 
 

@@ -11,7 +11,6 @@ from drafter.data import stored_states
 from drafter.data.hidden_states import crop_to_answers
 from drafter.data.store import TokenStore, build_store
 from drafter.data.stored_states import StoredFiles, StoredStates, open_stored_states
-from drafter.targets.final_norm import final_norm
 from drafter.targets.target import Target
 from tests.data.engine_files import states_before_norm, write_file, write_speculators, write_vllm
 from tests.data.test_hidden_states import MARGIN, store_of
@@ -89,7 +88,7 @@ def test_a_row_that_training_cut_is_the_beginning_of_its_file(target: Target, tm
 def test_the_final_norm_is_found(name: str) -> None:
     target = Target.from_model(build(TARGETS[name]()), name=name)
     seen = []
-    norm = final_norm(target)
+    norm = target.final_norm()
     last = [module for module in target.model.modules() if type(module) is type(norm)][-1]
     hook = last.register_forward_hook(lambda module, given, output: seen.append((given[0], output)))
     target.forward(torch.tensor([[5, 6, 7, 8]]))

@@ -177,7 +177,7 @@ def test_defaults_on_a_cpu_that_was_not_measured() -> None:
 
 def test_defaults_on_cuda_hold_the_tokens_of_a_step_below_what_is_cheap() -> None:
     assert [default_method("cuda"), default_method("cuda", has_drafter=False)] == ["redrafter", "autoregressive"]
-    elsewhere = SimpleNamespace(device=torch.device("cuda"), runtime=None, is_plain=True, no_trees="")
+    elsewhere = SimpleNamespace(device=torch.device("cuda"), runtime=None, is_plain=True)
     for max_rows, size, limit in ((1, 24, 10), (8, 24, 10), (64, 8, 32)):
         config = choose(elsewhere, trained_drafter(), given={"max_rows": max_rows}).config  # type: ignore[arg-type]
         assert (config.method, config.tree_size, config.max_drafted_rows) == ("redrafter", size, limit)

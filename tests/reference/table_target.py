@@ -50,7 +50,7 @@ class TableTarget:
     name, revision, fingerprint, tokenizer = "table", None, "", None
     device, dtype, eos_token_ids, max_length = torch.device("cpu"), torch.float32, (), 64
     output_bias_V = None
-    ranks, layer_devices, is_plain, no_trees = None, (), True, ""  # one process on one device
+    ranks, layer_devices, is_plain = None, (), True  # one process on one device
     num_layers = 1
     cache_shape = CacheShape(num_layers=1, num_heads=1, key_dim=1, value_dim=1)  # tokens and positions
 
@@ -83,9 +83,6 @@ class TableTarget:
         # Nodes at equal places would add up to no code at all; only a wrong mask lets a node see two of them.
         hidden_BTD = self.table[code_BT.clamp_max(len(self.table) - 1)]
         return TargetOutput(hidden_BTD, hidden_BTD)
-
-    def require_trees(self, flag):
-        """Trees are fine."""
 
     def logits(self, hidden):
         return hidden @ self.output_weight_VD.T

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import sys
 from collections import Counter
@@ -71,11 +72,11 @@ def verdicts() -> dict[str, str]:
 
 
 def test_no_type_is_broken() -> None:
-    assert set(verdicts().values()) <= {"identical", "plain", "refused", "not built"}
+    assert set(verdicts().values()) <= {"identical", "refused", "not built"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", COMMON)
+@pytest.mark.parametrize("model_type", sorted(verdicts()) if os.environ.get("DRAFTER_WHOLE_PANEL") else COMMON)
 def test_the_table_holds(model_type: str) -> None:
     assert script().judge(model_type).verdict == verdicts()[model_type]
 
@@ -83,7 +84,7 @@ def test_the_table_holds(model_type: str) -> None:
 def test_the_page_counts_what_the_table_holds() -> None:
     page = (ROOT / "docs" / "interop.md").read_text()
     counts = Counter(verdicts().values())
-    for verdict in ("identical", "plain", "refused", "broken", "not built"):
+    for verdict in ("identical", "refused", "broken", "not built"):
         assert re.search(rf"^\| {verdict}\b.*\| {counts[verdict]} \|$", page, re.MULTILINE), verdict
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"each of {counts.total()} types" in readme

@@ -12,10 +12,13 @@ import torch
 import transformers
 from torch import Tensor
 
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
 from drafter.targets.cache import SlotCache
 from drafter.targets.loading import resolve_device, resolve_dtype
 from drafter.targets.masks import chunk_mask, tree_mask
 from drafter.targets.target import Target
+from tests.engine.oracle import answer, oracle, requests
 from tests.serving.tiny import tiny_target as tiny_chat_target
 from tests.targets.trees import ancestors_of, depths_of, path_to, random_parents
 from tests.targets.zoo import OTHERS, TARGETS, VOCAB, build
@@ -147,7 +150,7 @@ def test_attention_without_masks_is_refused() -> None:
 
 
 @pytest.mark.parametrize("fault", ["mask", "positions"])
-def test_model_that_ignores_what_it_is_given_gets_no_trees(fault: str) -> None:
+def test_model_that_ignores_what_it_is_given_is_refused(fault: str) -> None:
     """An architecture nobody here knows, which takes the arguments and does not use them."""
     model = build(TARGETS["Llama"]())
     decoder_forward = model.model.forward
@@ -164,7 +167,8 @@ def test_model_that_ignores_what_it_is_given_gets_no_trees(fault: str) -> None:
         return decoder_forward(**arguments)
 
     model.model.forward = careless
-    assert "other hidden states than the same tokens in a row" in Target.from_model(model).no_trees
+    with pytest.raises(ValueError, match="other hidden states than the same tokens in a row"):
+        Target.from_model(model)
 
 
 @torch.no_grad()
@@ -206,6 +210,18 @@ def test_fingerprint_tells_targets_apart_and_outlives_rounding() -> None:
     first, half, other = tiny(), Target.from_model(build(TARGETS["Llama"]()).to(torch.float16)), tiny("Qwen2")
     assert same_fingerprint(first.fingerprint, half.fingerprint)
     assert not same_fingerprint(first.fingerprint, other.fingerprint)
+
+
+def test_layers_of_different_shapes_have_stores_of_their_own() -> None:
+    model = build(TARGETS["Llama"]())
+    layer = model.model.layers[1].self_attn
+    layer.k_proj, layer.v_proj = layer.q_proj, layer.q_proj
+    layer.num_key_value_groups = 1
+    target, asked = Target.from_model(model), requests(4, seed=6)
+    assert not target.is_plain
+    for max_rows in (1, 4):
+        engine = Engine(target, config=EngineConfig(method="lookup", max_rows=max_rows, tree_size=6))
+        assert [list(completion.token_ids) for completion in answer(engine, asked)] == oracle(target, asked)
 
 
 def test_stop_tokens_come_from_the_generation_config_first() -> None:

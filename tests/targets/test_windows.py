@@ -8,7 +8,7 @@ import torch
 from drafter.decoding.params import SamplingParams
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.targets.checks import layer_windows
+from drafter.targets.capabilities import layer_windows
 from drafter.targets.masks import Window, slot_positions
 from drafter.targets.target import Target
 from tests.targets.zoo import TARGETS, VOCAB, build
@@ -89,7 +89,8 @@ def test_windows_matter_to_these_models() -> None:
     for name in ("Mistral", "Gemma2", "Llama4Text"):
         target = windowed(name)
         wide = Target.from_model(target.model, name=name)
-        wide._windows = layer_windows(target.model, name)._replace(by_kind={})
+        windows = layer_windows(target.model, name)._replace(by_kind={})
+        wide.capabilities = wide.capabilities._replace(windows=windows)
         engine = Engine(wide, config=EngineConfig(method="autoregressive", max_rows=4))
         found = engine.generate(prompts(), SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True))
         assert [completion.token_ids for completion in found] != [generated(target, prompt) for prompt in prompts()]

@@ -42,8 +42,7 @@ _T5 = dict(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_head
 
 # What a target can be: by the name of its config class.
 TARGETS: dict[str, Callable[[], PreTrainedConfig]] = {}
-# What decodes plainly only, and what cannot be a target, each with a word of the sentence that says why.
-PLAIN: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {}
+# What cannot be a target, with a word of the sentence that says why.
 OTHERS: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {}
 
 
@@ -57,10 +56,6 @@ def _can(kind: str, *, name: str = "", whole: dict[str, Any] | None = None, **mo
 
 def _cannot(kind: str, why: str, *, name: str = "", whole: dict[str, Any] | None = None, **more: Any) -> None:
     OTHERS[name or kind] = (_config(kind, {**(_COMMON if whole is None else whole), **more}), why)
-
-
-def _plainly(kind: str, why: str, *, name: str = "", whole: dict[str, Any] | None = None, **more: Any) -> None:
-    PLAIN[name or kind] = (_config(kind, {**(_COMMON if whole is None else whole), **more}), why)
 
 
 for _kind in ("Llama", "Qwen2", "Qwen3", "Mistral", "Phi3", "Olmo2", "GPTNeoX"):
@@ -85,18 +80,18 @@ _can("DeepseekV3", **_DEEPSEEK)
 _can("Llama4Text", **_LLAMA4)
 
 _cannot("T5", "encoder-decoder", whole=_T5)
-_plainly("Mamba", "linear_attention", whole=_MAMBA)
-_plainly("Jamba", "linear_attention", num_experts=2, mamba_d_state=4, attn_layer_period=2, attn_layer_offset=1)
-_plainly(
+_cannot("Mamba", "linear_attention", whole=_MAMBA)
+_cannot("Jamba", "linear_attention", num_experts=2, mamba_d_state=4, attn_layer_period=2, attn_layer_offset=1)
+_cannot(
     "Qwen3Next", "linear_attention", head_dim=8, num_experts=2, num_experts_per_tok=1,
     layer_types=["linear_attention", "full_attention"],
 )  # fmt: skip
-_plainly("Lfm2", "conv", layer_types=["conv", "full_attention"])
-_plainly("Rwkv", "recurrent state", whole=dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2))
-_plainly("Bloom", "ALiBi", whole=_BLOOM)
-_plainly("Falcon", "ALiBi", name="FalconAlibi", alibi=True)
-_plainly("Mpt", "ALiBi", whole=_MPT)
-_plainly("GPTNeo", "local attention", whole=_GPT_NEO, attention_types=[[["global", "local"], 1]])
+_cannot("Lfm2", "conv", layer_types=["conv", "full_attention"])
+_cannot("Rwkv", "recurrent state", whole=dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2))
+_cannot("Bloom", "ALiBi", whole=_BLOOM)
+_cannot("Falcon", "ALiBi", name="FalconAlibi", alibi=True)
+_cannot("Mpt", "ALiBi", whole=_MPT)
+_cannot("GPTNeo", "local attention", whole=_GPT_NEO, attention_types=[[["global", "local"], 1]])
 _cannot("Bert", "in a way that is not known", is_decoder=True)
 
 

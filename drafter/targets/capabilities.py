@@ -1,13 +1,14 @@
-"""Which models can be a target: asked of the model itself, by small probes, rather than of a list of names.
+"""Which models can be a target, and what a target can do: small probes ask the model, no list of names decides.
 
-Shapes: B rows · T tokens · N tree nodes · V vocabulary · D hidden size.
+Shapes: B rows · T tokens · V vocabulary · D hidden size.
 """
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from drafter.targets.attention import NAME as FOLDED_ATTENTION
@@ -19,11 +20,39 @@ _MASKABLE = ("sdpa", "eager", FOLDED_ATTENTION)  # attention implementations tha
 _NUM_SAMPLES = 32
 
 
-class NoTrees(ValueError):
-    """A tree of tokens cannot run through the target, which may still decode plainly; says why."""
+class Capabilities(NamedTuple):
+    """What probes found out about a model.
+
+    Attributes:
+        decoder: the model without its output matrix.
+        windows: of the attention layers.
+        cache_shape: what one token's keys and values take.
+        logit_map: what the model does to the products of its output matrix.
+    """
+
+    decoder: PreTrainedModel
+    windows: "LayerWindows"
+    cache_shape: CacheShape | MixedShape
+    logit_map: Callable[[Tensor], Tensor]
 
 
-def check_architecture(model: PreTrainedModel, name: str) -> None:
+def probe(model: PreTrainedModel, name: str) -> Capabilities:
+    """Ask a frozen model what it can do.
+
+    Args:
+        model: in eval mode, on its devices.
+        name: of the target, for errors.
+
+    Raises:
+        ValueError: the model cannot be a target; says why.
+    """
+    _check_architecture(model, name)
+    logit_map = _probe_logit_map(model, name)
+    _check_layers(model, name)
+    return Capabilities(decoder_of(model), layer_windows(model, name), _probe_cache_shape(model, name), logit_map)
+
+
+def _check_architecture(model: PreTrainedModel, name: str) -> None:
     """Refuse, with the reason, models that cannot be a target.
 
     Raises:
@@ -42,20 +71,22 @@ def check_architecture(model: PreTrainedModel, name: str) -> None:
         )
 
 
-def check_layers(model: PreTrainedModel, name: str) -> None:
-    """NoTrees for recurrent and other layers whose state is not keys and values by slot."""
+def refusal(name: str, reason: str) -> ValueError:
+    """The error for a model that trees of tokens cannot run through."""
+    return ValueError(
+        f"target {name!r} {reason}: draft trees need plain attention; use transformers' generate() for it"
+    )
+
+
+def _check_layers(model: PreTrainedModel, name: str) -> None:
+    """ValueError for recurrent and other layers whose state is not keys and values by slot."""
     text = model.config.get_text_config(decoder=True)
     kinds = set(getattr(text, "layer_types", None) or ()) - _ATTENTION_KINDS
     if kinds or getattr(model, "_is_stateful", False):
         what = ", ".join(sorted(kinds)) or "recurrent state"
-        raise NoTrees(
-            f"target {name!r} has layers of kind {what}: their state cannot branch into a tree or be rolled back"
-        )
+        raise refusal(name, f"has layers of kind {what}, whose state cannot branch into a tree or be rolled back")
     if "local" in (getattr(text, "attention_layers", None) or ()):
-        raise NoTrees(
-            f"target {name!r} has local attention layers that count their window from the end of the cache, not from "
-            "the position of a token: a tree of tokens cannot use them"
-        )
+        raise refusal(name, "has local attention layers that count their window from the end of the cache")
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -144,11 +175,11 @@ def _takes_masks_by_kind(model: PreTrainedModel, kinds: Iterable[str]) -> bool:
 
 
 @torch.no_grad()
-def probe_cache_shape(model: PreTrainedModel, name: str) -> CacheShape | MixedShape:
+def _probe_cache_shape(model: PreTrainedModel, name: str) -> CacheShape | MixedShape:
     """Run two tokens with the library's own cache and look at what each layer stores.
 
     Raises:
-        NoTrees: a layer stores something else than one key and one value per head and token.
+        ValueError: a layer stores something else than one key and one value per head and token.
     """
     cache = DynamicCache()
     token_BT = torch.zeros(1, 2, dtype=torch.int64, device=_embedding_of(model).device)
@@ -157,15 +188,15 @@ def probe_cache_shape(model: PreTrainedModel, name: str) -> CacheShape | MixedSh
     for layer in cache.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or keys.ndim != 4 or keys.shape[2] != 2 or values.shape[2] != 2:
-            raise NoTrees(f"target {name!r} keeps a state other than keys and values per token")
+            raise refusal(name, "keeps a state other than keys and values per token")
         shapes.append(CacheShape(1, keys.shape[1], keys.shape[3], values.shape[3]))
     if not shapes:
-        raise NoTrees(f"target {name!r} keeps no keys and values in the library's cache")
+        raise refusal(name, "keeps no keys and values in the library's cache")
     return MixedShape(tuple(shapes)) if len(set(shapes)) > 1 else shapes[0]._replace(num_layers=len(shapes))
 
 
 @torch.no_grad()
-def probe_logit_map(model: PreTrainedModel, name: str) -> Callable[[Tensor], Tensor]:
+def _probe_logit_map(model: PreTrainedModel, name: str) -> Callable[[Tensor], Tensor]:
     """Find what the model does to ``output_matrix @ hidden`` before it calls the result logits.
 
     Most models do nothing; some multiply or divide by a constant, some squash with a soft cap. The candidates come from
@@ -227,3 +258,35 @@ def fingerprint_of(output_weight_VD: Tensor) -> str:
     index = torch.linspace(0, flat.numel() - 1, _NUM_SAMPLES, dtype=torch.float64).long()
     values = flat[index.to(flat.device)].float().to(torch.bfloat16).cpu()
     return values.view(torch.int16).numpy().astype("<i2").tobytes().hex()
+
+
+@torch.no_grad()
+def final_norm(model: PreTrainedModel, name: str) -> nn.Module:
+    """A copy, on the CPU, of the module that makes the final hidden states: states [..., D] in and out.
+
+    A forward over three tokens finds the module: the last one whose output is the final hidden state.
+
+    Raises:
+        ValueError: no module of the target makes the final hidden states.
+    """
+    made: list[tuple[nn.Module, Tensor]] = []
+
+    def note(module: nn.Module, given: Any, output: Any) -> None:
+        if len(given) == 1 and isinstance(output, Tensor) and output.shape == given[0].shape:
+            made.append((module, output))
+
+    decoder, embedding_VD = decoder_of(model), _embedding_of(model)
+    token_BT = torch.arange(1, 4, device=embedding_VD.device)[None] % len(embedding_VD)
+    hooks = [module.register_forward_hook(note) for module in decoder.modules() if not list(module.children())]
+    try:
+        hidden_BTD = decoder(input_ids=token_BT, use_cache=False).last_hidden_state
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found = [module for module, output in made if output.shape == hidden_BTD.shape and torch.equal(output, hidden_BTD)]
+    if not found:
+        raise ValueError(
+            f"--data.hidden_states: target {name!r} has no norm behind its last layer that could be applied to "
+            "stored states: use --data.cache_hidden_states"
+        )
+    return copy.deepcopy(found[-1]).cpu()
