@@ -98,7 +98,7 @@ def run(name: str, args: argparse.Namespace, target: Target, prompts: list[Promp
     params = SamplingParams(max_new_tokens=args.max_new_tokens)
     rates = {}
     for length in sorted({LENGTH, drafter.config.draft_length}):
-        config = EngineConfig(max_rows=len(prompts), beam_width=WIDTH, draft_length=length, tree_size=SIZE)
+        config = EngineConfig(max_num_seqs=len(prompts), beam_width=WIDTH, draft_length=length, tree_size=SIZE)
         rates[f"W{WIDTH} L{length} N{SIZE}"] = round(tokens_per_step(target, drafter, prompts, config, params), 3)
     return {
         "name": name,

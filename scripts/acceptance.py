@@ -51,7 +51,7 @@ def main() -> None:
         for tree, copying in product(args.tree, args.copying):
             width, length, size = (int(part[1:]) for part in tree.split())
             sizes: Any = {"beam_width": width, "draft_length": length, "tree_size": size}
-            config = EngineConfig(method="redrafter", copying=copying == "on", **sizes)
+            config = EngineConfig(method="drafter", copying=copying == "on", **sizes)
             counts = walk(target, drafter, config, answers, contexts)
             rate, gap, error = compare(*counts, *first.setdefault(tree, counts))
             row = {"drafter": name, "copying": copying, **sizes}
@@ -105,7 +105,7 @@ def read_answers(target: Target, args: argparse.Namespace) -> list[Answer]:
     if args.answers and args.answers.is_file():
         return [Answer(*json.loads(line)) for line in args.answers.read_text(encoding="utf-8").splitlines()]
     prompts = [prompt.value for prompt in read_prompts((), str(args.prompts), raw=False)][: args.num_prompts]
-    engine = Engine(target, config=EngineConfig(method="autoregressive", max_rows=args.batch_size))
+    engine = Engine(target, config=EngineConfig(method="none", max_num_seqs=args.batch_size))
     completions = engine.generate(prompts, SamplingParams(max_new_tokens=args.max_new_tokens))
     answers = [Answer([*each.prompt_ids, *each.token_ids], len(each.prompt_ids)) for each in completions]
     if args.answers:
@@ -116,7 +116,7 @@ def read_answers(target: Target, args: argparse.Namespace) -> list[Answer]:
 @torch.inference_mode()
 def contexts_of_answers(target: Target, drafter: RecurrentDrafter, answers: list[Answer]) -> list[Tensor]:
     """What the drafter reads of the target before each token of each text, [T, C]; zeros before the first."""
-    contexts = contexts_of(EngineConfig(method="redrafter"), target, drafter)
+    contexts = contexts_of(EngineConfig(method="drafter"), target, drafter)
     found = []
     for answer in answers:
         token_1T = torch.tensor([answer.token_ids], device=target.device)

@@ -165,7 +165,7 @@ MORE: dict[str, dict[str, Any]] = {
         "chunk_size": 8,
     },
     "zamba": {
-        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "layers_block_type": ["mamba", "drafter", "mamba", "drafter"],
         "num_hidden_layers": 4,
         "num_key_value_heads": 4,
         "attention_hidden_size": 64,
@@ -278,12 +278,12 @@ def judge(model_type: str) -> Verdict:
         return Verdict(model_type, "broken", f"while loading: {_line(error)}")
     params = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True)
     try:
-        for method, max_rows in (("autoregressive", 1), ("hybrid", 1), ("hybrid", 2)):
+        for method, max_num_seqs in (("none", 1), ("lookup", 1), ("lookup", 2)):
             with _limited(SECONDS):
-                engine = Engine(target, config=EngineConfig(method=method, max_rows=max_rows, prefill_chunk=7))
+                engine = Engine(target, config=EngineConfig(method=method, max_num_seqs=max_num_seqs, prefill_chunk=7))
                 found = [completion.token_ids for completion in engine.generate(prompts, params)]
             if found != wanted:
-                return Verdict(model_type, "broken", f"another text with {method} in {max_rows} rows")
+                return Verdict(model_type, "broken", f"another text with {method} in {max_num_seqs} rows")
     except Exception as error:
         return Verdict(model_type, "broken", f"while decoding: {_line(error)}")
     return Verdict(model_type, "identical")

@@ -33,7 +33,16 @@ def drafter_server(target: str, slots: int, num_tokens: int, flags: list[str]) -
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-c", "import sys; from drafter.cli.main import main; sys.exit(main())", "serve"]
-    command += ["--target", target, "--port", str(port), "--max-rows", str(slots), "--max-length", str(num_tokens)]
+    command += [
+        "--target",
+        target,
+        "--port",
+        str(port),
+        "--max-num-seqs",
+        str(slots),
+        "--max-model-len",
+        str(num_tokens),
+    ]
     command += ["--model-name", f"drafter {target}"]
     process = subprocess.Popen([*command, *flags])
     url = f"http://127.0.0.1:{port}"

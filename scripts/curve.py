@@ -39,7 +39,9 @@ def main() -> None:
                 if (label, row["positions"], tree) in known:
                     continue
                 width, length, size = (int(part[1:]) for part in tree.split())
-                config = EngineConfig(max_rows=args.batch_size, beam_width=width, draft_length=length, tree_size=size)
+                config = EngineConfig(
+                    max_num_seqs=args.batch_size, beam_width=width, draft_length=length, tree_size=size
+                )
                 drafter: Any = drafter_of_checkpoint(path).bind(target)
                 params = SamplingParams(max_new_tokens=args.max_new_tokens)
                 row["tokens_per_step"] = round(tokens_per_step(target, drafter, prompts, config, params), 3)

@@ -25,7 +25,7 @@ from drafter.engine.loading import load_drafter, load_target
 from drafter.utils.provenance import run_record
 
 PROMPTS = Path(__file__).with_name("quickstart-prompts.jsonl")
-AROUND = ("propose", "accept", "observe", "commit", "hand out", "engine")
+AROUND = ("propose", "accept", "commit", "hand out", "engine")
 
 
 class Stopwatch:
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--runtime", default="auto", choices=("auto", "torch", "openvino"))
-    parser.add_argument("--method", default="hybrid")
+    parser.add_argument("--method", default="drafter")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--beam-width", type=int, default=4)
     parser.add_argument("--draft-length", type=int, default=3)
@@ -95,11 +95,11 @@ def main() -> None:
     drafter = load_drafter(args.drafter, target)
     config = EngineConfig(
         method=args.method,
-        max_rows=args.rows,
+        max_num_seqs=args.rows,
         beam_width=args.beam_width,
         draft_length=args.draft_length,
         tree_size=args.tree_size,
-        max_length=1024,
+        max_model_len=1024,
         compile=False,
     )
     watch = Stopwatch(target.device, is_cpu_time=args.cpu_time)

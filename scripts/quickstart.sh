@@ -13,9 +13,8 @@ if [ ! -e $run/drafter ]; then
     drafter train --config configs/train/smollm2-135m-quick.yaml --ckpt_path last
     drafter export $run/checkpoints/last.ckpt --out $run/drafter
 fi
-# (--method redrafter: what the drafter alone is worth. Without it lookup and recycling draft as well.)
 drafter decode --target smollm2-135m --drafter $run/drafter --prompts scripts/quickstart-prompts.jsonl \
-    --max-new-tokens 96 --compare --method redrafter --out $run/decoded.jsonl
+    --max-new-tokens 96 --compare --method drafter --out $run/decoded.jsonl
 # The same with the drafter that comes with the package, which was trained for longer.
 drafter decode --target smollm2-135m --prompts scripts/quickstart-prompts.jsonl --max-new-tokens 96 --compare \
-    --method redrafter
+    --method drafter

@@ -79,7 +79,7 @@ def main() -> None:
     target = load_target(args.target, dtype="float32", device="cpu", pack=False)
     drafter = load_drafter(args.target, target)
     for width, length, size in _TREES:
-        config = EngineConfig(max_rows=4, beam_width=width, draft_length=length, tree_size=size)
+        config = EngineConfig(max_num_seqs=4, beam_width=width, draft_length=length, tree_size=size)
         answers = Engine(target, drafter, config).generate(prompts, SamplingParams(max_new_tokens=64), progress=True)
         ranks = [ranks_along(target, drafter, answer, length) for answer in answers]
         num_tokens = sum(len(answer.token_ids) for answer in answers)

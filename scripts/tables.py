@@ -61,9 +61,9 @@ def _texts(method: Summary) -> list[str]:
 
 
 _WORDS = {
-    "autoregressive": "plain decoding",
-    "hybrid:W4:L2:N8": "hybrid, 8 nodes, 2 drafting steps",
-    "hybrid:W4:L3:N8": "hybrid, 8 nodes, 3 drafting steps (the default)",
+    "none": "plain decoding",
+    "drafter:W4:L2:N8": "drafter, 8 nodes, 2 drafting steps",
+    "drafter:W4:L3:N8": "drafter, 8 nodes, 3 drafting steps (the default)",
     "hf-generate": "`generate`",
     "llama-cpp:BF16": "BF16 weights",
     "llama-cpp:BF16:ngram-cache": "BF16 weights, n-gram speculation",

@@ -122,7 +122,7 @@ def test_a_table_follows_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tables, "DOCS", tmp_path)
     page = "a\n<!-- table batches: begin -->\nold\n<!-- table batches: end -->\nb\n"
     assert tables.made(page) == page.replace("old\n", "")
-    for method, rate in (("autoregressive", 10.0), ("lookup", 25.0)):
+    for method, rate in (("none", 10.0), ("lookup", 25.0)):
         append_result(
             tmp_path / "results" / "smollm2-135m-cpu-batches.jsonl", run(method, rate=rate, tokens_per_step=1.5)
         )

@@ -182,7 +182,9 @@ class StepClock:
         largest, self._num_rounds = max(settings.tree_sizes), settings.num_rounds
         width, length = settings.beam_width, settings.draft_length
         size = min(1 + width * length, largest)
-        config = EngineConfig(max_rows=num_rows, beam_width=width, draft_length=length, tree_size=size, compile=compile)
+        config = EngineConfig(
+            max_num_seqs=num_rows, beam_width=width, draft_length=length, tree_size=size, compile=compile
+        )
         self._engine = Engine(target, drafter, config, on_part=self._mark)
         room = target.max_length - settings.context_length - largest
         num_steps = 2 * (len(settings.tree_sizes) + 2) * (settings.num_rounds + 1)
@@ -228,13 +230,13 @@ class StepClock:
         return {key: median(values) for key, values in seconds.items()}
 
     def drafting(self) -> float:
-        """Median seconds of drafting and learning in a step, with the work of the device."""
+        """Median seconds of drafting in a step, with the work of the device."""
         self._restart()
         self._parts = defaultdict(list)
         for _ in range(self._num_rounds + 1):
             self.step()
         parts, self._parts = self._parts, None
-        return median([sum(pair) for pair in zip(parts["propose"], parts["observe"], strict=True)][1:])
+        return median(parts["propose"][1:])
 
     def _restart(self) -> None:
         """Reset the rows to the prompts, because a longer context makes plain steps slower."""

@@ -1,4 +1,4 @@
-"""Methods of a benchmark by their written form, such as `redrafter:W8:L4:N24`. No torch here."""
+"""Methods of a benchmark by their written form, such as `drafter:W8:L4:N24`. No torch here."""
 
 import difflib
 import re
@@ -9,7 +9,7 @@ from typing import Any
 
 from drafter.engine.config import EngineConfig
 
-BASELINE = "autoregressive"
+BASELINE = "none"
 PEER_BASELINE = "hf-generate"
 NATIVE_BASELINES = ("llama-cpp", "llama-cpp:BF16")
 
@@ -19,10 +19,8 @@ GGUF_WEIGHTS = ("F32", "F16", "BF16", "Q8_0", "Q4_1", "Q4_0")
 _TREE = ("W", "L", "N")
 # Options after a method's name; letters take a number.
 _OPTIONS: dict[str, tuple[str, ...]] = {
-    "autoregressive": ("N",),
-    "redrafter": (*_TREE, "tau", "noise", "all-nodes", "final-beams", "uncoupled", "alone", "tuned"),
-    "hybrid": (*_TREE, "tau", "noise", "uncoupled", "tuned"),
-    "recycling": _TREE,
+    "none": ("N",),
+    "drafter": (*_TREE, "tau", "noise", "all-nodes", "final-beams", "uncoupled", "alone", "tuned"),
     "lookup": _TREE,
     "draft-model": ("G", "rejection"),
     "hf-generate": (),
@@ -41,7 +39,6 @@ _ABOUT = {
     "tau": "softness of coupled drafting",
     "noise": "weight of the noise in coupled drafting",
 }
-_NEEDS_DRAFTER = ("redrafter", "hybrid")
 _NEEDS_DRAFT_MODEL = ("draft-model", "hf-assistant")
 _ONE_AT_A_TIME = ("hf-lookup", "hf-assistant", "openvino-genai")  # no batches
 _PACKAGES = {"llama-cpp": ("xllamacpp",), "openvino-genai": ("openvino_genai", "openvino")}
@@ -110,7 +107,7 @@ class MethodSpec:
 
     @property
     def needs_drafter(self) -> bool:
-        return self.name in _NEEDS_DRAFTER
+        return self.name == "drafter"
 
     @property
     def needs_draft_model(self) -> bool:
@@ -131,7 +128,12 @@ class MethodSpec:
         """The fields of the engine's settings that the options give, the method included."""
         assert not self.is_peer, self.label
         fields: dict[str, Any] = {}
-        for letter, name in (("W", "beam_width"), ("L", "draft_length"), ("N", "tree_size"), ("G", "num_draft_tokens")):
+        for letter, name in (
+            ("W", "beam_width"),
+            ("L", "draft_length"),
+            ("N", "tree_size"),
+            ("G", "num_speculative_tokens"),
+        ):
             value = self.number(letter)
             if value is not None:
                 fields[name] = value

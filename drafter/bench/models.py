@@ -63,7 +63,7 @@ class BenchModels(NamedTuple):
     def engine_config(self, spec: MethodSpec, batch_size: int) -> EngineConfig:
         """Settings of the engine for one method; :func:`choose` sets the fields that the method leaves open."""
         tuned = self.tuned_file(spec) if spec.is_tuned else NO_FILE
-        given = {**spec.fields, "max_rows": batch_size, "compile": self.compile}
+        given = {**spec.fields, "max_num_seqs": batch_size, "compile": self.compile}
         drafter = self.drafter if spec.needs_drafter else None
         draft_model = self.draft_model if spec.needs_draft_model else None
         return choose(self.target, drafter, draft_model=draft_model, given=given, tuned=tuned).config
@@ -76,9 +76,7 @@ class BenchModels(NamedTuple):
         """
         path = Path(self.tuned) if self.tuned is not None else tuned_path(self.drafter_name)
         if not path.is_file():
-            raise ValueError(
-                f"{spec.label} needs {path}: write it with `drafter tune --method {spec.name}`, or give --tuned FILE"
-            )
+            raise ValueError(f"{spec.label} needs {path}: write it with `drafter tune`, or give --tuned FILE")
         return str(path)
 
     def encode(self, items: Sequence[Item], answers: Sequence[list[str]] | None = None) -> list[list[int]]:

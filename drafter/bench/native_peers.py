@@ -177,7 +177,7 @@ class NativeBackend(Backend):
                 "num_tokens": self._num_tokens or self._target.max_length,
                 "num_threads": torch.get_num_threads(),
                 "speculation": self._spec.native_speculation,
-                "num_draft_tokens": self._spec.number("G") or _LOOKUP_TOKENS,
+                "num_speculative_tokens": self._spec.number("G") or _LOOKUP_TOKENS,
                 "precision": "f32" if self._target.dtype == torch.float32 else "bf16",
             }
             self._process = _Worker(settings, self._spec.label)

@@ -87,7 +87,7 @@ class OpenVinoGenAI:
         scheduling = openvino_genai.SchedulerConfig()
         scheduling.enable_prefix_caching = False  # every round asks the same prompts
         options: dict[str, Any] = {"prompt_lookup": True} if settings["speculation"] else {}
-        self._num_draft_tokens = settings["num_draft_tokens"] if settings["speculation"] else 0
+        self._num_draft_tokens = settings["num_speculative_tokens"] if settings["speculation"] else 0
         self._genai = openvino_genai
         self._pipeline = openvino_genai.LLMPipeline(
             settings["model"],

@@ -77,7 +77,7 @@ def _main_table(methods: Sequence[Summary]) -> str:
         "engine": lambda s: s.engine,
         "tokens/s": lambda s: f"{s.rate.middle:.1f}",
         "least to greatest": lambda s: f"{s.rate.low:.1f} to {s.rate.high:.1f}",
-        "over autoregressive": lambda s: _times_span(s.speedup),
+        "over none": lambda s: _times_span(s.speedup),
         "over generate": lambda s: _times(s.speedup_over_peer),
         "over llama.cpp BF16": lambda s: _times_span(s.speedup_over_llama_cpp),
         "tokens per step": lambda s: _or_dash(s.tokens_per_step, "{:.2f}"),
@@ -100,7 +100,7 @@ def _category_tables(methods: Sequence[Summary]) -> list[str]:
     steps = [(s.label, s.category_tokens_per_step) for s in methods if s.category_tokens_per_step and s.survival]
     parts = []
     if speedups:
-        parts += ["### Speedup over autoregressive by category\n", _by_category(speedups, "{:.2f}x")]
+        parts += ["### Speedup over plain decoding by category\n", _by_category(speedups, "{:.2f}x")]
     if steps:
         parts += ["### Tokens per step by category\n", _by_category(steps, "{:.2f}")]
     return parts
@@ -121,7 +121,7 @@ def _batch_tables(tables: Tables) -> list[str]:
         cells = {(s.label, size): _times(s.speedup) for size in sizes for s in by_size[size]}
         rows = [[label, *(cells.get((label, size), "-") for size in sizes)] for label in labels]
         parts += [
-            f"## Speedup over autoregressive by batch size: {condition.prompts}, {condition.sampling}\n",
+            f"## Speedup over plain decoding by batch size: {condition.prompts}, {condition.sampling}\n",
             markdown_table(["method", *(f"batch {size}" for size in sizes)], rows),
         ]
     return parts

@@ -210,7 +210,7 @@ class Span(NamedTuple):
 
 
 class Size(NamedTuple):
-    """Beam width and draft length of a redrafter run, and the number of nodes of its trees."""
+    """Beam width and draft length of a drafter run, and the number of nodes of its trees."""
 
     beam_width: int
     draft_length: int
@@ -238,7 +238,7 @@ class Summary:
         first_token_seconds: median over answers, median over rounds.
         latency_seconds: likewise, of whole answers.
         peak_bytes: highest memory of all rounds.
-        size: size of the tree, for redrafter with a fixed tree.
+        size: size of the tree, for drafter with a fixed tree.
     """
 
     label: str
@@ -440,7 +440,7 @@ def _common_categories(rounds: list[BenchRecord]) -> list[str]:
 
 def _size_of(record: BenchRecord) -> Size | None:
     spec = parse_method(record["method"])
-    if spec.name != "redrafter" or spec.is_tuned or "final-beams" in spec.words:
+    if spec.name != "drafter" or spec.is_tuned or "final-beams" in spec.words:
         return None
     used = record.get("settings", {})
     tree = {name: used[name] for name in ("beam_width", "draft_length", "tree_size") if name in used}

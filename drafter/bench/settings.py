@@ -1,18 +1,17 @@
 """Settings of a benchmark, of tuning and of load on a server: options of the commands too. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from drafter.bench.methods import MethodSpec, parse_methods
 from drafter.decoding.params import SamplingParams
 from drafter.engine.options import ParallelOptions
-from drafter.proposers.options import SIZED_METHODS
 from drafter.utils.io import first_line
 from drafter.utils.options import LineOptions, Options, comma_separated
-from drafter.utils.validate import check_ranges, require_choice, seed_field, within
+from drafter.utils.validate import check_ranges, seed_field, within
 
 LARGEST_TREE = 1024  # nodes of a candidate of `drafter tune`
-DEFAULT_METHODS = ("autoregressive", "redrafter", "lookup", "hf-generate")
+DEFAULT_METHODS = ("none", "drafter", "lookup", "hf-generate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,14 +115,12 @@ class TuneSettings:
     """The candidate trees of `drafter tune`, and the limits of the measurement.
 
     Attributes:
-        method: the name that the file gives to its sizes; with a drafter both names draft the same trees
         batch_sizes: numbers of rows to measure
         tree_sizes: N of the candidate trees (default: 2,4,6,8,12,16; on CUDA 4,8,16,32,48,64)
         max_new_tokens: longest calibration answer in tokens
         seconds: approximate duration of the measurement
     """
 
-    method: Literal["redrafter", "hybrid"] = "hybrid"
     batch_sizes: tuple[int, ...] = within((1, 2, 4, 8), low=1, high=1024)
     tree_sizes: tuple[int, ...] | None = within(None, low=2, high=LARGEST_TREE)
     max_new_tokens: int = within(96, low=1, high=2**24)
@@ -131,7 +128,6 @@ class TuneSettings:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        require_choice("method", self.method, SIZED_METHODS)
         if not self.batch_sizes:
             raise ValueError("--batch-sizes is empty: 1 is one prompt at a time")
 

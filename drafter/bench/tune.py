@@ -32,7 +32,7 @@ from drafter.engine.sizes import (
     fingerprint_of_weights,
 )
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.options import Method
+from drafter.proposers.options import COPY_DEPTH
 from drafter.targets.target import Target
 
 _NUM_ROUNDS = 40  # most steps of each candidate for each number of rows
@@ -51,12 +51,12 @@ class Tuning(NamedTuple):
 
     Attributes:
         sizes: the plans.
-        measured: for the file: [rows, W, L, N, seconds per step, tokens per step, number of steps] by method.
+        measured: for the file: [rows, W, L, N, seconds per step, tokens per step, number of steps].
         num_prompts: calibration prompts that were answered.
     """
 
     sizes: TunedSizes
-    measured: dict[str, list[list[float]]]
+    measured: list[list[float]]
     num_prompts: int
 
 
@@ -92,14 +92,14 @@ def tune(
             f"--prompts hold none of at most {target.max_length // 2} tokens, half of the target's context"
         )
     rows = sorted(set(settings.batch_sizes))
-    calibration = _Calibration(target, drafter, fitting, settings, settings.method, compile)
+    calibration = _Calibration(target, drafter, fitting, settings, compile)
     seconds = settings.seconds
     for place, num_rows in enumerate(tqdm(rows, desc="Tuning", unit="size", disable=None)):
         start = time.perf_counter()
         calibration.measure(num_rows, seconds / (len(rows) - place))
         seconds -= time.perf_counter() - start
     num_answered = min(len(fitting), calibration.num_answered)
-    return Tuning(calibration.sizes(), {settings.method: calibration.as_lists()}, num_answered)
+    return Tuning(calibration.sizes(), calibration.as_lists(), num_answered)
 
 
 class _Steered(Sizer):
@@ -134,17 +134,15 @@ class _Calibration:
         drafter: RecurrentDrafter,
         prompts: Sequence[list[int]],
         settings: TuneSettings,
-        method: Method,
         compile: bool | None,
     ) -> None:
-        self._target, self._drafter, self._method, self._compile = target, drafter, method, compile
+        self._target, self._drafter, self._compile = target, drafter, compile
         trees = candidates(settings.tree_sizes, target.device.type, drafter.config.num_outputs)
-        if method == "redrafter":
-            trees = [tree for tree in trees if tree.tree_size <= 1 + tree.beam_width * tree.draft_length]
+        trees = [tree for tree in trees if tree.tree_size <= 1 + tree.beam_width * tree.draft_length + COPY_DEPTH]
         if not trees:
-            raise ValueError(f"--tree-sizes {settings.tree_sizes} hold none that --method {method} can draft")
+            raise ValueError(f"--tree-sizes {settings.tree_sizes} hold none that the drafter can draft")
         self._steer = _Steered([PLAIN, *trees])
-        config = EngineConfig(method=method, max_rows=max(settings.batch_sizes), compile=compile)
+        config = EngineConfig(method="drafter", max_num_seqs=max(settings.batch_sizes), compile=compile)
         self._engine = Engine(target, drafter, config, sizer=self._steer)
         longest = max(map(len, prompts))
         self._max_new_tokens = max(1, min(settings.max_new_tokens, target.max_length - longest))
@@ -230,7 +228,6 @@ class _Calibration:
             self._target.fingerprint,
             plans,
             fingerprint_of_weights(self._drafter),
-            self._method,
             self._target.runtime_name,
         )
 

@@ -42,10 +42,10 @@ class BenchOptions(BenchSettings, ResultOptions):
     Methods take turns, round after round. Each run is appended to --out when it is done; runs in --out are not
     repeated. The table is printed at the end.
 
-    Methods: autoregressive, redrafter, hybrid, recycling, lookup, draft-model (ours); hf-generate, hf-static,
+    Methods: none, drafter, lookup, draft-model (ours); hf-generate, hf-static,
     hf-compile, hf-lookup, hf-assistant (transformers); llama-cpp, openvino-genai (engines of their own, installed with
-    the extra `peers`). Options follow a colon: redrafter:W8:L4:N24, llama-cpp:Q4_1, openvino-genai:lookup,
-    redrafter:final-beams, redrafter:tuned, hybrid:tuned, draft-model:G5, hf-lookup:G10.
+    the extra `peers`). Options follow a colon: drafter:W8:L4:N24, llama-cpp:Q4_1, openvino-genai:lookup,
+    drafter:final-beams, drafter:tuned, draft-model:G5, hf-lookup:G10.
     """
 
     sections: ClassVar = {**BenchSettings.sections, "Output": ResultOptions}
@@ -143,7 +143,7 @@ def bench_sweep(options: SweepOptions) -> None:
         **vars(part_of(options, WorkloadOptions)),
         **vars(part_of(options, RunOptions)),
         drafter=options.drafter[0],
-        methods=("autoregressive", *shapes),
+        methods=("none", *shapes),
         batch_sizes=options.batch_sizes,
         temperatures=(options.temperature,),
         rounds=options.rounds,
@@ -168,10 +168,10 @@ def sweep_methods(
         for length in lengths:
             largest = 1 + width * length
             if policy == "final-beams":
-                found.append(f"redrafter:W{width}:L{length}:final-beams")
+                found.append(f"drafter:W{width}:L{length}:final-beams")
                 continue
             fitting = [size for size in sizes if size <= largest] if sizes else [min(largest, _LARGEST_SWEPT_TREE)]
-            found += [f"redrafter:W{width}:L{length}:N{size}" for size in fitting]
+            found += [f"drafter:W{width}:L{length}:N{size}" for size in fitting]
     if not found:
         raise ValueError(
             "--tree-sizes are all larger than --beam-widths and --draft-lengths can draft: lower them or leave them out"

@@ -151,7 +151,7 @@ def engine_answerer(options: DistillOptions) -> "EngineAnswerer":
 def _answerer(models: Models, options: DistillOptions) -> "EngineAnswerer":
     from drafter.distill.local import EngineAnswerer
 
-    config, reason = models.choose(options, max_rows=options.batch_size)
+    config, reason = models.choose(options, max_num_seqs=options.batch_size)
     print(f"drafting: {reason}", file=sys.stderr)
     return EngineAnswerer(
         models.target,

@@ -105,7 +105,7 @@ def evaluate(options: EvaluateOptions) -> int:
         client = Client(options.url, flag="--url")
         card = client.model_card(options.model)  # a wrong address is known before the models are loaded
     loaded = load_models(options)
-    choice = loaded.choose(options, max_rows=1)
+    choice = loaded.choose(options, max_num_seqs=1)
     print(f"drafting: {choice.reason}", file=sys.stderr)
     models = BenchModels(loaded.target, loaded.drafter, options.drafter_used or "", loaded.draft_model)
     engine = Engine(loaded.target, loaded.drafter, choice.config, draft_model=loaded.draft_model)

@@ -72,6 +72,5 @@ def tune(options: TuneOptions) -> None:
         **{key: made_by[key] for key in ("machine", "versions", "git_revision", "date")},
     }
     write_atomic(place, json.dumps(content) + "\n")
-    print(f"{found.sizes.method}:")
     print(format_table(COLUMNS, table_rows(found.sizes)))
     print(place, file=sys.stderr)

@@ -65,31 +65,6 @@ def read_nodes(nodes: NodeList) -> list[NodeLists]:
     return rows
 
 
-def merge(lists: Sequence[NodeLists]) -> NodeLists:
-    """One list of the nodes of several lists; of equal nodes the first stays, with the highest of their scores.
-
-    The lists (7 -> 9) and (7 -> 8) with scores -2, -4 and -1, -3 become::
-
-        tokens [7, 9, 8]    parents [-1, 0, 0]    scores [-1, -4, -3]
-    """
-    merged = no_nodes()
-    place_of: dict[tuple[int, int], int] = {}
-    places: list[list[int]] = [[] for _ in lists]
-    for depth in range(1, max((item.depths[-1] for item in lists if item.depths), default=0) + 1):
-        for (tokens, parents, depths, scores), place in zip(lists, places, strict=True):
-            while len(place) < len(tokens) and depths[len(place)] == depth:
-                index = len(place)
-                parent = parents[index]
-                key = (place[parent] if parent >= 0 else -1, tokens[index])
-                found = place_of.get(key)
-                if found is None:
-                    found = place_of[key] = merged.add(key[1], key[0], scores[index])
-                elif scores[index] > merged.scores[found]:
-                    merged.scores[found] = scores[index]
-                place.append(found)
-    return merged
-
-
 def pack(roots: Sequence[int], lists: Sequence[NodeLists], num_nodes: int) -> Candidates:
     """Trees of the ``num_nodes - 1`` best nodes of every row (see :func:`drafter.decoding.tree.pack_nodes`)."""
     packed = [_pack_row(root, nodes, num_nodes) for root, nodes in zip(roots, lists, strict=True)]

@@ -56,26 +56,6 @@ class RowState(NamedTuple):
     num_visible: int
 
 
-class StepOutcome(NamedTuple):
-    """The result of a verified step, for proposers that learn from it.
-
-    Attributes:
-        candidates: the verified tree.
-        logits_BNV: the target's logits at every node.
-        pick_BN: the target's pick at every node, int64.
-        path_BL: node index at each depth 0 .. L of the accepted path (deeper entries repeat the last), int64 [B, L+1].
-        num_accepted_B: accepted draft tokens, root excluded, int64 [B].
-        bonus_B: the pick after the last accepted node: the next root, int64 [B].
-    """
-
-    candidates: Candidates
-    logits_BNV: Tensor
-    pick_BN: Tensor
-    path_BL: Tensor
-    num_accepted_B: Tensor
-    bonus_B: Tensor
-
-
 class Proposer:
     """Base class of the proposers. A proposer changes how many tokens a step emits, never which tokens.
 
@@ -134,9 +114,6 @@ class Proposer:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return pack_nodes(root_B, token_BM, parent_BM, depth_BM, score_BM, self.num_nodes)[:4]
 
-    def observe(self, rows: RowState, outcome: StepOutcome) -> None:
-        """Learn from a verified step (``rows`` is the state before the step)."""
-
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """Allocate state for rows 0 .. ``num_rows`` - 1 of ``num_slots`` slots and drop the state of earlier rows."""
 
@@ -148,22 +125,20 @@ class Proposer:
 
     @cached_property
     def plain(self) -> "Proposer | None":
-        """The proposer of plain decoding steps, whose results this proposer observes; None: every step must draft."""
-        return RootOnly(learners=[self])
+        """The proposer of plain decoding steps; None: every step must draft."""
+        return RootOnly()
 
 
 class RootOnly(Proposer):
-    """Autoregressive decoding: the tree is its root, padded to ``num_nodes`` nodes.
+    """Plain decoding: the tree is its root, padded to ``num_nodes`` nodes.
 
     Args:
         num_nodes: N.
-        learners: proposers that observe the steps.
     """
 
-    def __init__(self, num_nodes: int = 1, learners: Sequence[Proposer] = ()) -> None:
+    def __init__(self, num_nodes: int = 1) -> None:
         super().__init__(())
         self.num_nodes = num_nodes
-        self._learners = tuple(learners)
 
     @cached_property
     def plain(self) -> Proposer:
@@ -180,8 +155,3 @@ class RootOnly(Proposer):
             depth_BN=torch.zeros_like(node_BN),
             is_node_BN=node_BN == 0,
         )
-
-    def observe(self, rows: RowState, outcome: StepOutcome) -> None:
-        """Let the learners observe the step."""
-        for learner in self._learners:
-            learner.observe(rows, outcome)

@@ -4,9 +4,7 @@ Shapes: B rows · N tree nodes (node 0 is the root, parents stand before their c
 after level · X nodes of one level · L draft length · V target vocabulary.
 """
 
-from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -133,33 +131,6 @@ def _depths(level_sizes: tuple[int, ...], device: torch.device) -> Tensor:
         return torch.cat([torch.full((size,), depth, device=device) for depth, size in enumerate(level_sizes, start=1)])
 
 
-def concatenate(lists: Sequence[NodeList]) -> NodeList:
-    """One list of all nodes; equal ones stay side by side.
-
-    Two sources with levels of sizes (1, 1) and (2,) become levels (3, 1): the nodes of depth 1 of both, then those of
-    depth 2, and parents are renumbered.
-    """
-    num_levels = max(len(item.level_sizes) for item in lists)
-    sizes = [[*item.level_sizes, *[0] * (num_levels - len(item.level_sizes))] for item in lists]
-    starts = [[0, *accumulate(size)] for size in sizes]
-    level_sizes = tuple(sum(level) for level in zip(*sizes, strict=True))
-    tokens, parents, scores = [], [], []
-    above = 0  # where the level above starts in the new list
-    below = 0
-    for level in range(num_levels):
-        offset = above
-        for item, size, start in zip(lists, sizes, starts, strict=True):
-            span = slice(start[level], start[level + 1])
-            tokens.append(item.token_BM[:, span])
-            scores.append(item.score_BM[:, span])
-            parent_BX = item.parent_BM[:, span]
-            parents.append(parent_BX if level == 0 else parent_BX - start[level - 1] + offset)
-            if level:
-                offset += size[level - 1]
-        above, below = below, below + level_sizes[level]
-    return NodeList(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), level_sizes)
-
-
 def merge_equal(nodes: NodeList) -> NodeList:
     """Keep one of several nodes that hold the same token under the same parent.
 
@@ -201,25 +172,3 @@ def _paths(nodes: NodeList) -> Tensor:
         levels.append(own_BM[:, span] + above_BX * _PATH_FACTOR)
         above, start = start, start + size
     return torch.cat(levels, dim=1)
-
-
-def level_spans(nodes: NodeList) -> list[slice]:
-    """The places of each level in a list."""
-    ends = list(accumulate(nodes.level_sizes))
-    return [slice(end - size, end) for end, size in zip(ends, nodes.level_sizes, strict=True)]
-
-
-def cumulative(nodes: NodeList, log_BM: Tensor) -> Tensor:
-    """Sum of ``log_BM`` over a node and its ancestors, [B, M]."""
-    total_BM = log_BM.clone()
-    for span in level_spans(nodes)[1:]:
-        total_BM[:, span] += total_BM.gather(1, nodes.parent_BM[:, span].clamp_min(0))
-    return total_BM
-
-
-def conditional(nodes: NodeList) -> Tensor:
-    """Probability of every node given its parent, 0 for places without a node, [B, M]."""
-    is_node_BM = nodes.score_BM > -torch.inf
-    above_BM = nodes.score_BM.gather(1, nodes.parent_BM.clamp_min(0))
-    above_BM[:, : nodes.level_sizes[0]] = 0.0  # children of the root
-    return torch.where(is_node_BM, nodes.score_BM - above_BM, -torch.inf).exp()

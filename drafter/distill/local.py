@@ -177,9 +177,11 @@ class EngineAnswerer:
         from drafter.engine.engine import Engine
 
         if self._config is None:
-            self._config = choose(self.target, self._drafter, given={"max_rows": self._batch_size}).config
+            self._config = choose(self.target, self._drafter, given={"max_num_seqs": self._batch_size}).config
         rows = max(1, min(num_rows, self._batch_size, self._batch_tokens // num_slots))
-        return Engine(self.target, self._drafter, replace(self._config, max_rows=rows), draft_model=self._draft_model)
+        return Engine(
+            self.target, self._drafter, replace(self._config, max_num_seqs=rows), draft_model=self._draft_model
+        )
 
 
 def _groups(lengths: Sequence[int]) -> Iterator[slice]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from drafter.proposers.options import SIZED_METHODS, DraftOptions
+from drafter.proposers.options import DraftOptions
 from drafter.utils.validate import check_ranges, within
 
 
@@ -30,23 +30,23 @@ class EngineConfig(DraftOptions):
     """Settings of an engine, in addition to :class:`DraftOptions`.
 
     Attributes:
-        max_rows: B, largest number of rows that decode at the same time.
-        max_length: largest number of tokens of a prompt and its answer together; None: the need of the prompts of a
+        max_num_seqs: B, largest number of rows that decode at the same time.
+        max_model_len: largest number of tokens of a prompt and its answer together; None: the need of the prompts of a
             call.
         prefill_chunk: prompt tokens per forward.
-        reuse_prefixes: copy the keys and values of a common prefix from another row of the cache.
+        enable_prefix_caching: copy the keys and values of a common prefix from another row of the cache.
         compile: compile the step (torch.compile); None: on CUDA only.
         exact_attention: compute attention in float64. The sums then do not depend on the slots of tokens, so a text in
-            bfloat16 also equals the text of ``autoregressive`` in steps of the same number of nodes, token for token.
-        tuned: file of `drafter tune` for this method (redrafter or hybrid). W, L and N then follow the number of
-            running rows and the recent acceptance. None: the tree of these settings.
+            bfloat16 also equals the text of ``none`` in steps of the same number of nodes, token for token.
+        tuned: file of `drafter tune`. W, L and N then follow the number of running rows and the recent acceptance.
+            None: the tree of these settings.
         max_drafted_rows: a step of more running rows is plain decoding, except for draft-model; None: no limit.
     """
 
-    max_rows: int = within(8, low=1, high=1024)
-    max_length: int | None = within(None, low=2, high=2**24)
+    max_num_seqs: int = within(8, low=1, high=1024)
+    max_model_len: int | None = within(None, low=2, high=2**24)
     prefill_chunk: int = within(256, low=1, high=2**24)
-    reuse_prefixes: bool = False
+    enable_prefix_caching: bool = False
     compile: bool | None = None
     exact_attention: bool = False
     tuned: str | None = None
@@ -55,9 +55,9 @@ class EngineConfig(DraftOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tuned is not None and (
-            self.method not in SIZED_METHODS or self.tree_size is not None or self.tree_policy != "all-nodes"
+            self.method != "drafter" or self.tree_size is not None or self.tree_policy != "all-nodes"
         ):
             raise ValueError(
-                f"--tuned sizes the trees of --method {' and '.join(SIZED_METHODS)}: leave it out with another method, "
+                "--tuned sizes the trees of --method drafter: leave it out with another method, "
                 "--tree-size or --tree-policy"
             )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drafter.engine.config import EngineConfig
-from drafter.proposers.options import SIZED_METHODS, Method
+from drafter.proposers.options import Method
 
 if TYPE_CHECKING:
     from drafter.engine.sizes import TunedSizes
@@ -24,7 +24,7 @@ NO_FILE = "none"  # --tuned none: do not use measured sizes
 TUNED_FILE = "tuned.json"  # the file of `drafter tune` beside a drafter
 
 _ASSETS = Path(__file__).parent.parent / "assets"
-_TREE_METHODS = (*SIZED_METHODS, "recycling", "lookup")
+_TREE_METHODS = ("drafter", "lookup")
 _TREE_FIELDS = ("beam_width", "draft_length", "tree_size", "tree_policy")
 _SMALL_TREE = {"beam_width": 4, "draft_length": 3, "tree_size": 8}
 _LARGE_TREE = {"beam_width": 8, "draft_length": 4, "tree_size": 24}
@@ -53,8 +53,8 @@ def choose(
     The defaults, in this order:
 
     1. The method and tree sizes of a file of `drafter tune` that fits this device, dtype, target and drafter.
-    2. Method: ``draft-model`` with a draft model; with a drafter ``hybrid`` on a CPU and ``redrafter`` on CUDA,
-       which draft the same trees; without any model that drafts, ``hybrid`` on a CPU and ``autoregressive`` on CUDA.
+    2. Method: ``draft-model`` with a draft model, ``drafter`` with a drafter; without any model that drafts, ``lookup``
+       on a CPU and ``none`` on CUDA.
     3. Tree: a size that costs little on a device without measurements, and plain decoding for more rows.
 
     Args:
@@ -80,29 +80,27 @@ def choose(
     # Sizes are measured with plain weights on one device.
     if tuned is None and target.is_plain and drafter is not None and is_size_open:
         path = tuned_path(drafter.name_or_path) if drafter.name_or_path else None
-        if path is not None and path.is_file() and method in (None, *SIZED_METHODS):
+        if path is not None and path.is_file() and method in (None, "drafter"):
             sizes = read_tuned(path)
             is_on = is_compiled(fields.get("compile"), target.device)
-            reason = misfit(sizes, target, drafter, method=method, is_compiled=is_on)
+            reason = misfit(sizes, target, drafter, is_compiled=is_on)
             if not reason:
                 return _measured(path, sizes, method, fields)
             _log.warning("%s is not used: it %s", path, reason)
             was_passed_over = True
     device = target.device.type
     is_method_open = method is None
-    if fields.get("tree_policy", "all-nodes") != "all-nodes" and drafter is not None:
-        method = method or "redrafter"  # no other method has another policy
     method = method or default_method(device, has_drafter=drafter is not None, has_draft_model=draft_model is not None)
     if is_size_open and method in _TREE_METHODS:
-        fields.update(_default_tree(device, fields.get("max_rows", EngineConfig.max_rows)))
+        fields.update(_default_tree(device, fields.get("max_num_seqs", EngineConfig.max_num_seqs)))
     config = EngineConfig(method=method, **fields)
     if not (is_method_open or (is_size_open and method in _TREE_METHODS)):
         return Choice(config, f"{describe(config)}: as given")
     where = ("a CPU" if device == "cpu" else device.upper()) + (" with OpenVINO" if target.runtime is not None else "")
     reason = f"{describe(config)}: default for {where}"
-    if method == "hybrid" and drafter is None:
-        return Choice(config, f"{reason}; there is no drafter: only prompt lookup and token recycling draft")
-    if method not in SIZED_METHODS or not is_size_open:
+    if method == "lookup" and drafter is None and is_method_open:
+        return Choice(config, f"{reason}; there is no drafter")
+    if method != "drafter" or not is_size_open:
         return Choice(config, reason)
     why = "the measured sizes do not fit" if was_passed_over else "nothing was measured (`drafter tune` measures)"
     return Choice(config, f"{reason}; {why}")
@@ -114,8 +112,8 @@ def check_method(
     """Refuse a method or a file of measured sizes without its model, and two models that both draft (ValueError)."""
     if method is None and has_drafter and has_draft_model:
         raise ValueError("--drafter and --draft-model both propose tokens: name one of them with --method")
-    if method == "redrafter" and not has_drafter:
-        raise ValueError("--method redrafter needs a drafter: give --drafter DIR, or leave --method out")
+    if method == "drafter" and not has_drafter:
+        raise ValueError("--method drafter needs a drafter: give --drafter DIR, or leave --method out")
     if method == "draft-model" and not has_draft_model:
         raise ValueError("--method draft-model needs a draft model: give --draft-model NAME")
     if tuned not in (None, NO_FILE) and not has_drafter:
@@ -123,14 +121,14 @@ def check_method(
 
 
 def describe(config: EngineConfig) -> str:
-    """Method, tree and limit of rows in a few words: ``hybrid, W 4 L 3 N 8, at most 2 rows``."""
+    """Method, tree and limit of rows in a few words: ``drafter, W 4 L 3 N 8, plain decoding above 2 rows``."""
     if config.method == "draft-model":
-        return f"draft-model, {config.num_draft_tokens} draft tokens"
+        return f"draft-model, {config.num_speculative_tokens} draft tokens"
     if config.method not in _TREE_METHODS or config.tuned is not None:
         return config.method
     text = f"{config.method}, W {config.beam_width} L {config.draft_length} N {config.num_nodes}"
     limit = config.max_drafted_rows
-    return text if limit is None or limit >= config.max_rows else f"{text}, plain decoding above {limit} rows"
+    return text if limit is None or limit >= config.max_num_seqs else f"{text}, plain decoding above {limit} rows"
 
 
 def _measured(path: Path, sizes: "TunedSizes", method: Method | None, fields: Mapping[str, Any]) -> Choice:
@@ -139,7 +137,7 @@ def _measured(path: Path, sizes: "TunedSizes", method: Method | None, fields: Ma
     if clash is not None:
         flag = clash.replace("_", "-")
         raise ValueError(f"--tuned {path} sizes the trees: leave --{flag} out, or give --tuned none")
-    config = EngineConfig(method=method or sizes.method, tuned=str(path), **fields)
+    config = EngineConfig(method=method or "drafter", tuned=str(path), **fields)
     return Choice(config, f"{sizes.summary()}: measured, {path}")
 
 
@@ -147,15 +145,15 @@ def default_method(device: str, *, has_drafter: bool = True, has_draft_model: bo
     """The method on a device (``cpu`` or ``cuda``) where neither the user nor a measurement names a method."""
     if has_draft_model:
         return "draft-model"
-    if device == "cpu":
-        return "hybrid"
-    return "redrafter" if has_drafter else "autoregressive"
+    if has_drafter:
+        return "drafter"
+    return "lookup" if device == "cpu" else "none"
 
 
-def _default_tree(device: str, max_rows: int) -> dict[str, int]:
+def _default_tree(device: str, max_num_seqs: int) -> dict[str, int]:
     """A tree for a device without measurements, and the number of rows above which decoding is plain."""
     num_tokens = _CHEAP_TOKENS.get(device, _CHEAP_TOKENS["cpu"])
-    tree = _LARGE_TREE if max_rows * _LARGE_TREE["tree_size"] <= num_tokens else _SMALL_TREE
+    tree = _LARGE_TREE if max_num_seqs * _LARGE_TREE["tree_size"] <= num_tokens else _SMALL_TREE
     return {**tree, "max_drafted_rows": num_tokens // tree["tree_size"]}
 
 
@@ -166,7 +164,7 @@ def default_drafter(
 
     None for ``none``, for a method without a drafter, and where a draft model drafts.
     """
-    is_used = method in SIZED_METHODS or (method is None and (draft_model is None or drafter is not None))
+    is_used = method == "drafter" or (method is None and (draft_model is None or drafter is not None))
     if not is_used or drafter == NO_DRAFTER:
         return None
     if drafter is not None:

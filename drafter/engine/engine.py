@@ -25,8 +25,6 @@ from drafter.engine.scheduler import Scheduler, bucket, neighbours
 from drafter.engine.sizes import Sizer, Tree, TreeSizer, read_fitting, sized_proposers
 from drafter.engine.text import IncrementalText, Prompt, check_prompts, encode_prompts
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.options import learns
-from drafter.proposers.parts import new_memory
 from drafter.proposers.table import contexts_of, make_proposer
 from drafter.targets.target import Target
 
@@ -36,7 +34,7 @@ _log = logging.getLogger(__name__)
 class Engine:
     """Decodes batches of prompts with a target and, if given, a drafter.
 
-    The tokens equal the tokens of autoregressive decoding. The configuration decides only the speed.
+    The tokens equal the tokens of plain decoding. The configuration decides only the speed.
 
     Attributes:
         compiler: compiles the parts of a step if ``config.compile`` is on.
@@ -44,7 +42,7 @@ class Engine:
 
     Args:
         target: the model that answers.
-        drafter: a trained drafter; needed for ``method="redrafter"``.
+        drafter: a trained drafter; needed for ``method="drafter"``.
         config: settings; None: the defaults of :func:`drafter.engine.defaults.choose`.
         draft_model: a smaller model of the same tokenizer; needed for ``method="draft-model"``.
         proposer: drafts instead of the proposer of ``config.method``.
@@ -80,7 +78,6 @@ class Engine:
             raise ValueError(f"--compile needs plain weights on one device: leave it out for {target.name!r}")
         is_on = is_compiled(config.compile, target.device) and target.is_plain
         self.compiler = compiler = Compiler(target.device, is_on=is_on)
-        self._memory = new_memory(target) if learns(self.config.method, has_drafter=drafter is not None) else None
         if proposer is None and sizer is None and self.config.tuned is not None:
             sizes = read_fitting(self.config, target, drafter)
             sizer = TreeSizer(sizes)
@@ -96,16 +93,15 @@ class Engine:
                 drafter,
                 draft_model,
                 compiler,
-                self._memory,
                 prefill_chunk=self.config.prefill_chunk,
             )
         else:
-            self._by_tree = sized_proposers(self.config, sizer, target, drafter, compiler, self._memory)
+            self._by_tree = sized_proposers(self.config, sizer, target, drafter, compiler)
             self.proposer = next(iter(self._by_tree.values()))
         self._on_part = on_part
         self._contexts = contexts_of(self.config, target, drafter)
         self._models = [target] if draft_model is None else [target, draft_model]
-        self._scheduler = Scheduler(self.config.max_rows)
+        self._scheduler = Scheduler(self.config.max_num_seqs)
         self._runner: Runner | None = None
         self._ids = count()
         self._plain = self.proposer.plain
@@ -121,7 +117,7 @@ class Engine:
             drafter: folder of an exported drafter, hub id, or name of a drafter of the package; None: the target's own
                 drafter where the package has one; ``"none"``: no drafter.
             settings: fields of :class:`DraftingOptions` (``dtype``, ``device``, ``method``, ...) and of
-                :class:`EngineConfig` (``max_rows``, ``max_length``, ...).
+                :class:`EngineConfig` (``max_num_seqs``, ``max_model_len``, ...).
 
         Raises:
             ValueError: a model cannot be loaded, or a value is out of range.
@@ -232,25 +228,25 @@ class Engine:
         """Allocate a cache of at least ``num_slots`` slots per row, unless there is such a cache.
 
         Raises:
-            ValueError: more than ``max_length`` allows, the cache is in use, or memory does not suffice.
+            ValueError: more than ``max_model_len`` allows, the cache is in use, or memory does not suffice.
         """
         if self._runner is not None and self._runner.num_slots >= num_slots:
             return
         if self.has_work:
             raise ValueError(
                 f"a request needs {num_slots} slots but running rows have {self._runner and self._runner.num_slots}: "
-                "set --max-length to the longest prompt and answer together"
+                "set --max-model-len to the longest prompt and answer together"
             )
         num_slots = -(-num_slots // 64) * 64
-        row_limit, self._scheduler = self._scheduler.row_limit, Scheduler(self.config.max_rows)
+        row_limit, self._scheduler = self._scheduler.row_limit, Scheduler(self.config.max_num_seqs)
         self.limit_rows(row_limit)
         self._prefixes.clear()
         self._runner = None  # the old caches are freed before the new ones are made
         self.proposer.reserve(0, 0)
-        check_fit(self._models, self.config.max_rows, num_slots, self.proposer.num_nodes, self.proposer.max_depth)
+        check_fit(self._models, self.config.max_num_seqs, num_slots, self.proposer.num_nodes, self.proposer.max_depth)
         self._runner = Runner(
             self.target,
-            self.config.max_rows,
+            self.config.max_num_seqs,
             num_slots,
             contexts=self._contexts,
             is_rejection=self.config.verify == "rejection",
@@ -258,7 +254,7 @@ class Engine:
             exact_attention=self.config.exact_attention,
             on_part=self._on_part,
         )
-        self.proposer.reserve(self.config.max_rows, num_slots)
+        self.proposer.reserve(self.config.max_num_seqs, num_slots)
         plain = [self._plain] if self._plain is not None else []
         self.warm_up([self.proposer, *self._by_tree.values(), *plain])
 
@@ -272,7 +268,7 @@ class Engine:
         if not self.compiler.is_on:
             return
         buckets = sorted(
-            {min(bucket(num_rows), self.config.max_rows) for num_rows in range(1, self.config.max_rows + 1)}
+            {min(bucket(num_rows), self.config.max_num_seqs) for num_rows in range(1, self.config.max_num_seqs + 1)}
         )
         start = time.perf_counter()
         work = [(num_rows, proposer) for proposer in dict.fromkeys(proposers) for num_rows in buckets]
@@ -333,7 +329,7 @@ class Engine:
         is_active = [request.is_prefilled for request in rows]
         if not any(is_active):
             return []
-        padding = min(bucket(len(rows)), self.config.max_rows) - len(rows)
+        padding = min(bucket(len(rows)), self.config.max_num_seqs) - len(rows)
         longest = max(request.num_committed for request in rows)
         chosen, wants = self._wants([request for request in rows if request.is_prefilled])
         proposer = proposer or chosen
@@ -369,15 +365,13 @@ class Engine:
     @in_lockstep
     def forget(self) -> None:
         """Reset the state that drafting learned from earlier requests. No token changes. Call between requests."""
-        if self._memory is not None:
-            self._memory.clear()
         if self._sizer is not None:
             self._sizer.forget()
 
     @in_lockstep
     def limit_rows(self, num_rows: int) -> None:
-        """Limit the number of rows (at most ``max_rows``). Running requests are not interrupted."""
-        self._scheduler.row_limit = max(1, min(num_rows, self.config.max_rows))
+        """Limit the number of rows (at most ``max_num_seqs``). Running requests are not interrupted."""
+        self._scheduler.row_limit = max(1, min(num_rows, self.config.max_num_seqs))
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -385,7 +379,7 @@ class Engine:
         """Free finished rows, start waiting requests, close gaps."""
         self._is_arranged = False
         scheduler = self._scheduler
-        if self.config.reuse_prefixes:
+        if self.config.enable_prefix_caching:
             # The tokens of running rows matter only if a waiting request may share them.
             self._prefixes.note(item for item in scheduler.rows if item.is_finished or scheduler.waiting)
         started, moves = scheduler.schedule()
@@ -405,10 +399,10 @@ class Engine:
         """Copy the common prefix of another row into a new row, after saving the earlier content of the row."""
         row, prefixes = request.row, self._prefixes
         # A drafter with a memory of the text must read every token: copied slots would leave the memory empty.
-        if not self.config.reuse_prefixes or self._contexts.read is not None:
+        if not self.config.enable_prefix_caching or self._contexts.read is not None:
             return
         shared = prefixes.find(request.prompt_ids)
-        spare_row = prefixes.spare_row(row, shared, range(len(self._scheduler.rows), self.config.max_rows))
+        spare_row = prefixes.spare_row(row, shared, range(len(self._scheduler.rows), self.config.max_num_seqs))
         if spare_row is not None:
             runner.cache.copy_row(row, spare_row, prefixes.length(row))
             prefixes.copy(row, spare_row)
@@ -459,22 +453,22 @@ class Engine:
         bad = next((token for token in prompt_ids if not 0 <= token < self.target.vocab_size), None)
         if bad is not None:
             raise ValueError(f"token id {bad} is not in the vocabulary of {self.target.vocab_size} tokens")
-        room = self._max_length - len(prompt_ids)
+        room = self._max_model_len - len(prompt_ids)
         if room < 1:
             raise ValueError(
-                f"a prompt has {len(prompt_ids)} tokens but the context is {self._max_length}: shorten it"
-                + (" or raise --max-length" if self._max_length < self.target.max_length else "")
+                f"a prompt has {len(prompt_ids)} tokens but the context is {self._max_model_len}: shorten it"
+                + (" or raise --max-model-len" if self._max_model_len < self.target.max_length else "")
             )
         return min(params.max_new_tokens, room)
 
     @property
-    def _max_length(self) -> int:
+    def _max_model_len(self) -> int:
         """Most tokens of prompt and answer together."""
-        return min(self.config.max_length or self.target.max_length, self.target.max_length)
+        return min(self.config.max_model_len or self.target.max_length, self.target.max_length)
 
     def _num_slots_of(self, prompt_length: int, params: SamplingParams) -> int:
         """Slots that a request needs: all tokens up to its last root, and one tree."""
-        length = min(prompt_length + params.max_new_tokens, self._max_length)
-        if self.config.max_length is not None:
-            length = self._max_length  # one size for all requests: a server's cache is allocated once
+        length = min(prompt_length + params.max_new_tokens, self._max_model_len)
+        if self.config.max_model_len is not None:
+            length = self._max_model_len  # one size for all requests: a server's cache is allocated once
         return length + self.proposer.num_nodes

@@ -107,7 +107,7 @@ class DraftingOptions(DraftOptions, ParallelOptions):
         tuned: file of `drafter tune` that sizes the trees (default: the drafter's own file if the file fits this
             machine; none: no measured sizes)
         method: how tokens are drafted (default: the method of the measured sizes; else draft-model with --draft-model,
-            hybrid on a CPU, and on CUDA redrafter, or autoregressive without a drafter)
+            drafter with a drafter; without models that draft, lookup on a CPU and none on CUDA)
         beam_width: W, beams kept at each drafting step (default: chosen for the device)
         draft_length: L, drafting steps (default: chosen for the device)
         tree_size: N, nodes that the target verifies in one forward, root included (default: chosen for the device)
@@ -130,7 +130,7 @@ class DraftingOptions(DraftOptions, ParallelOptions):
             raise ValueError(
                 f"--tuned {self.tuned} was measured in one process: leave --tuned or --tensor-parallel out"
             )
-        if not self.speculation and self.method not in (None, "autoregressive"):
+        if not self.speculation and self.method not in (None, "none"):
             raise ValueError(f"--no-speculation drafts nothing: leave out --no-speculation or --method {self.method}")
         check_method(
             self.method_given,
@@ -140,12 +140,12 @@ class DraftingOptions(DraftOptions, ParallelOptions):
         )
         given = {name: value for name, value in self.draft_fields.items() if value is not None}
         tuned = {} if self.tuned in (None, NO_FILE) else {"tuned": self.tuned}
-        EngineConfig(**{"method": "hybrid", **given, **tuned})
+        EngineConfig(**{"method": "drafter", **given, **tuned})
 
     @property
     def method_given(self) -> Method | None:
-        """The method that was named; ``--no-speculation`` names autoregressive."""
-        return self.method if self.speculation else "autoregressive"
+        """The method that was named; ``--no-speculation`` names none."""
+        return self.method if self.speculation else "none"
 
     @property
     def drafter_used(self) -> str | None:

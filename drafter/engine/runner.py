@@ -13,12 +13,11 @@ from torch import Tensor
 from drafter.decoding import host
 from drafter.decoding.compile import Compiler
 from drafter.decoding.params import SamplingParams
-from drafter.decoding.proposer import Contexts, Proposer, RowState, StepOutcome
+from drafter.decoding.proposer import Contexts, Proposer, RowState
 from drafter.decoding.sampling import STREAM_RESIDUAL, Warp, gumbel_noise, make_warp, pick, warped_log_probs
 from drafter.decoding.tree import Candidates, ancestors
 from drafter.decoding.verify import AcceptedPath, accept_picks, accept_samples
 from drafter.engine.outputs import StepTree, TokenLogprob, read_logprobs, read_trees
-from drafter.kernels.largest import argmax
 from drafter.targets.masks import chunk_mask, tree_mask
 from drafter.targets.target import Target, TargetOutput
 
@@ -219,15 +218,12 @@ class Runner:
         if wants is not None and wants.plain_rows:
             candidates = self._without_drafts(candidates, wants.plain_rows)
         self._on_part("propose")
-        accepted, outcome, context_BNC = self._verify(rows, candidates, noise_BLV, proposer.max_depth)
+        accepted, logits_BNV, context_BNC = self._verify(rows, candidates, noise_BLV, proposer.max_depth)
         self._on_part("accept")
-        proposer.observe(rows, outcome)
-        self._on_part("observe")
         emitted_BL = accepted.emitted(candidates)
         logprobs: dict[int, list[TokenLogprob]] = {}
         trees: dict[int, StepTree] = {}
         if wants is not None and wants.logprob_rows:
-            logits_BNV = outcome.logits_BNV
             logprobs = read_logprobs(logits_BNV, accepted, emitted_BL, wants.logprob_rows, wants.num_logprobs)
         if wants is not None and wants.tree_rows:
             trees = read_trees(candidates, accepted, wants.tree_rows)
@@ -311,8 +307,8 @@ class Runner:
 
     def _verify(
         self, rows: RowState, candidates: Candidates, noise_BLV: Tensor | None, max_depth: int
-    ) -> tuple[AcceptedPath, StepOutcome, Tensor]:
-        """Run the target over the trees, and accept the paths that equal the target's picks."""
+    ) -> tuple[AcceptedPath, Tensor, Tensor]:
+        """Run the target over the trees and accept paths: the paths, logits [B, N, V] and contexts [B, N, C]."""
         is_few = host.is_few(rows.root_B)
         if is_few:
             ancestor_BNN = host.ancestors(candidates.parent_BN.tolist())
@@ -328,7 +324,6 @@ class Runner:
             noise_BNV = self._noise(rows, candidates.token_BN.shape[1] - 1, stream=STREAM_RESIDUAL)
             position_BN = rows.length_B[:, None] + candidates.depth_BN + 1
             accepted = accept_samples(candidates, log_p_BNV, rows.seed_B, position_BN, noise_BNV)
-            pick_BN = argmax(log_p_BNV)
         else:
             # Never compiled: rows may combine many filters, and the noise must always have the same bits.
             pick_BN = pick(logits_BNV, _by_depth(noise_BLV, candidates), rows.warp)
@@ -336,8 +331,7 @@ class Runner:
                 accepted = _walk(candidates, pick_BN, max_depth)
             else:
                 accepted = self._accept(*candidates[:4], pick_BN, ancestor_BNN, max_depth)
-        outcome = StepOutcome(candidates, logits_BNV, pick_BN, *accepted)
-        return accepted, outcome, context_BNC
+        return accepted, logits_BNV, context_BNC
 
     def _tree_forward(
         self,

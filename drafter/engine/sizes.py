@@ -16,8 +16,7 @@ from drafter.decoding.compile import is_compiled as resolve_compile
 from drafter.decoding.proposer import Proposer, RootOnly
 from drafter.engine.config import EngineConfig
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.options import SIZED_METHODS, Method
-from drafter.proposers.parts import DraftMemory
+from drafter.proposers.options import COPY_DEPTH
 from drafter.proposers.table import make_proposer
 from drafter.targets.target import Target
 from drafter.utils.parse import check_shape, read_json
@@ -106,7 +105,6 @@ class TunedSizes:
         target_fingerprint: sample of the target's output matrix.
         plans: plans in the order of their rows.
         drafter_fingerprint: hash of the drafter's weights in that number format; empty if unknown.
-        method: the method whose trees were measured.
         runtime: runtime of the target's forward (``torch`` or ``openvino``).
     """
 
@@ -116,7 +114,6 @@ class TunedSizes:
     target_fingerprint: str
     plans: tuple[RowPlan, ...]
     drafter_fingerprint: str = ""
-    method: Method = "redrafter"
     runtime: str = "torch"
 
     def plan_for(self, num_rows: int) -> RowPlan | None:
@@ -135,7 +132,7 @@ class TunedSizes:
             tree = plan.best().tree
             size = "plain" if tree.is_plain else f"W {tree.beam_width} L {tree.draft_length} N {tree.tree_size}"
             parts.append(f"{plan.num_rows}: {size}")
-        return f"{self.method}, trees by rows: " + "; ".join(parts)
+        return "drafter, trees by rows: " + "; ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
         """The content of the file that :func:`read_tuned` reads."""
@@ -149,11 +146,10 @@ class TunedSizes:
 
 # Keys of the file -> fields of TunedSizes.
 _NAMES = {
-    **{name: name for name in ("method", "device", "dtype", "runtime", "target_fingerprint", "drafter_fingerprint")},
+    **{name: name for name in ("device", "dtype", "runtime", "target_fingerprint", "drafter_fingerprint")},
     "compile": "is_compiled",
 }
 _SHAPE = {
-    "method?": str,
     "device": str,
     "dtype": str,
     "runtime?": str,
@@ -184,10 +180,9 @@ def read_tuned(path: Path) -> TunedSizes:
     try:
         check_shape(found, _SHAPE, "the file")
         named = {name: found[key] for key, name in _NAMES.items() if key in found}
-        method = named.setdefault("method", "redrafter")
-        if method not in SIZED_METHODS or not found["plans"]:
-            raise ValueError(f"method {method!r} with {len(found['plans'])} plans")
-        plans = sorted((_plan_of(item, method) for item in found["plans"]), key=lambda plan: plan.num_rows)
+        if not found["plans"]:
+            raise ValueError("no plans")
+        plans = sorted(map(_plan_of, found["plans"]), key=lambda plan: plan.num_rows)
     except ValueError as error:
         raise ValueError(f"--tuned {path}: damaged ({error}): run `drafter tune` again") from error
     return TunedSizes(plans=tuple(plans), **named)
@@ -202,13 +197,12 @@ def is_tuned_file(path: Path) -> bool:
     return isinstance(found, dict) and found.get("schema") == SCHEMA
 
 
-def _plan_of(item: Mapping[str, Any], method: Method) -> RowPlan:
+def _plan_of(item: Mapping[str, Any]) -> RowPlan:
     choices = []
     for entry in item["choices"]:
         tree = Tree(*(entry[name] for name in Tree._fields))
-        # The other parts of a hybrid fill the nodes that its beam leaves free.
-        too_many = method == "redrafter" and tree.tree_size > max(1, 1 + tree.beam_width * tree.draft_length)
-        if too_many or not all(1 <= size <= _MAX_SIZE for size in tree):
+        most = 1 + tree.beam_width * tree.draft_length + COPY_DEPTH
+        if tree.tree_size > most or not all(1 <= size <= _MAX_SIZE for size in tree):
             raise ValueError(f"tree {[*tree]}")
         choice = MeasuredTree(PLAIN if tree.is_plain else tree, entry["tokens_per_step"], entry["step_seconds"])
         if choice.tokens_per_step < 1 or choice.step_seconds <= 0:
@@ -328,7 +322,6 @@ def sized_proposers(
     target: Target,
     drafter: RecurrentDrafter | None,
     compiler: Compiler,
-    memory: DraftMemory | None = None,
 ) -> dict[Tree, Proposer]:
     """One proposer for every tree that a sizer may choose; the first has the most nodes, and sets up the rows.
 
@@ -338,10 +331,9 @@ def sized_proposers(
         target: the model that answers.
         drafter: the drafter, bound to the target.
         compiler: compiler of the engine's steps.
-        memory: learned state that all proposers share; None for a method that learns nothing.
     """
     proposers: dict[Tree, Proposer] = {
-        tree: make_proposer(replace(config, tuned=None, **tree._asdict()), target, drafter, None, compiler, memory)
+        tree: make_proposer(replace(config, tuned=None, **tree._asdict()), target, drafter, None, compiler)
         for tree in sorted(sizer.trees, key=lambda tree: -tree.tree_size)
         if not tree.is_plain
     }
@@ -361,7 +353,7 @@ def read_fitting(config: EngineConfig, target: Target, drafter: RecurrentDrafter
     if drafter is None:
         raise ValueError(f"--tuned {config.tuned} sizes the trees of a drafter: give --drafter DIR")
     is_compiled = resolve_compile(config.compile, target.device)
-    reason = misfit(sizes, target, drafter, method=config.method, is_compiled=is_compiled)
+    reason = misfit(sizes, target, drafter, is_compiled=is_compiled)
     if reason:
         raise ValueError(f"--tuned {config.tuned} {reason}: run `drafter tune` here, or leave it out")
     return sizes
@@ -388,12 +380,11 @@ def misfit(
     target: Target,
     drafter: RecurrentDrafter | None = None,
     *,
-    method: Method | None = None,
     is_compiled: bool,
 ) -> str:
-    """The reason why measured sizes do not fit machine, target, drafter, method or compilation; empty if they fit.
+    """The reason why measured sizes do not fit machine, target, drafter or compilation; empty if they fit.
 
-    A drafter or method of None fits every file, and a file without drafter fits every drafter.
+    A drafter of None fits every file, and a file without drafter fits every drafter.
     """
     measured_drafter = sizes.drafter_fingerprint
     present_drafter = measured_drafter
@@ -406,7 +397,6 @@ def misfit(
         ("compilation", *("on" if is_on else "off" for is_on in (sizes.is_compiled, is_compiled))),
         ("target", sizes.target_fingerprint, target.fingerprint),
         ("drafter", measured_drafter, present_drafter),
-        ("method", sizes.method, method or sizes.method),
     )
     for what, measured, present in pairs:
         if measured != present:

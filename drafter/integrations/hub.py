@@ -114,7 +114,7 @@ def check_apple(drafter: "RecurrentDrafter", folder: Path, target: "Target", pro
 
     own = nn.Module.to(drafter.eval(), target.device).bind(target)
     other = nn.Module.to(RecurrentDrafter.from_apple(folder), target.device, own.dtype).bind(target)
-    config = EngineConfig(max_rows=min(len(prompts), 8), beam_width=min(8, own.config.num_outputs))
+    config = EngineConfig(max_num_seqs=min(len(prompts), 8), beam_width=min(8, own.config.num_outputs))
     answers, steps = _answers(Engine(target, own, config), prompts)
     _, other_steps = _answers(Engine(target, other, config), prompts)
     texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]

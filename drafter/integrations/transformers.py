@@ -62,7 +62,7 @@ class DrafterDecoder:
             memory is moved to the model's device.
         engine_config: method, beam width, tree size and so on; None: the defaults of
             :func:`drafter.engine.defaults.choose`.
-        max_rows: largest number of rows that run together, if ``engine_config`` is None.
+        max_num_seqs: largest number of rows that run together, if ``engine_config`` is None.
 
     Raises:
         ValueError: the model cannot be a target, or the drafter belongs to another target.
@@ -74,7 +74,7 @@ class DrafterDecoder:
         drafter: RecurrentDrafter | str | Path,
         *,
         engine_config: EngineConfig | None = None,
-        max_rows: int = EngineConfig.max_rows,
+        max_num_seqs: int = EngineConfig.max_num_seqs,
     ) -> None:
         self.model = model
         with _as_target(model):
@@ -87,7 +87,7 @@ class DrafterDecoder:
             found: Any = RecurrentDrafter.from_pretrained(place)
             head = found.to(dtype=target.dtype)
         head = nn.Module.to(head, target.device)
-        config = engine_config or choose(target, head, given={"max_rows": max_rows}).config
+        config = engine_config or choose(target, head, given={"max_num_seqs": max_num_seqs}).config
         self._engine = Engine(target, head, config)
 
     def generate(
@@ -161,8 +161,10 @@ def generate(
     """
     found = inputs if inputs is not None else settings.get("input_ids")
     ids = found["input_ids"] if isinstance(found, Mapping) else found
-    max_rows = max(1, len(ids)) if ids is not None else 1
-    return DrafterDecoder(model, drafter, engine_config=engine_config, max_rows=max_rows).generate(inputs, **settings)
+    max_num_seqs = max(1, len(ids)) if ids is not None else 1
+    return DrafterDecoder(model, drafter, engine_config=engine_config, max_num_seqs=max_num_seqs).generate(
+        inputs, **settings
+    )
 
 
 def sampling_params(config: GenerationConfig, prompt_length: int) -> SamplingParams:

@@ -16,11 +16,9 @@ from drafter.decoding.tree import NodeList
 from drafter.kernels.largest import topk
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.copying import SHARES, Copies, CopyLists, mix
-from drafter.proposers.options import TreePolicy
+from drafter.proposers.options import COPY_DEPTH, TreePolicy
 from drafter.proposers.parts import Parts
 from drafter.targets.target import Target
-
-_COPY_DEPTH = 10  # greatest depth of copied nodes after the last drafting step
 
 
 class BeamProposer(Proposer):
@@ -70,7 +68,7 @@ class BeamProposer(Proposer):
         copying: bool = False,
         compiler: Compiler | None = None,
     ) -> None:
-        deepest = min(num_nodes - 1, _COPY_DEPTH) if copying and num_nodes and policy == "all-nodes" else 0
+        deepest = min(num_nodes - 1, COPY_DEPTH) if copying and num_nodes and policy == "all-nodes" else 0
         levels = (beam_width,) * draft_length + (1,) * (deepest - draft_length)
         super().__init__(levels, num_nodes, compiler)
         if drafter.draft_token_ids_R.device.type != target.device.type:
@@ -234,17 +232,17 @@ def keep_final_beams(parent_BM: Tensor, score_BM: Tensor, width: int) -> Tensor:
 
 
 def make(parts: Parts) -> Proposer:
-    """The proposer of ``method="redrafter"``, and of ``method="hybrid"`` with a drafter."""
+    """The proposer of ``method="drafter"``."""
     config, drafter = parts.config, parts.drafter
     if drafter is None:
-        raise ValueError("--method redrafter needs a drafter: give --drafter DIR, or --method autoregressive")
+        raise ValueError("--method drafter needs a drafter: give --drafter DIR, or --method none")
     return BeamProposer(
         drafter,
         parts.target,
         config.beam_width,
         min(config.draft_length, config.num_nodes - 1),  # a tree of N nodes is at most N - 1 deep
         config.num_nodes,
-        config.tree_policy if config.method == "redrafter" else "all-nodes",
+        config.tree_policy,
         tau=config.tau,
         noise_weight=config.noise_weight,
         coupled=config.coupled,

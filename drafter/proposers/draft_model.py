@@ -33,7 +33,7 @@ class DraftModelProposer(Proposer):
     Args:
         draft: the smaller model.
         target: the target.
-        num_draft_tokens: gamma.
+        num_speculative_tokens: gamma.
         verify: the acceptance rule.
         coupled: draft with the noise of the target's picks; False: draft the most probable token.
         prefill_chunk: prompt tokens per forward.
@@ -46,7 +46,7 @@ class DraftModelProposer(Proposer):
         self,
         draft: Target,
         target: Target,
-        num_draft_tokens: int,
+        num_speculative_tokens: int,
         *,
         verify: Verification = "coupled",
         coupled: bool = True,
@@ -57,7 +57,7 @@ class DraftModelProposer(Proposer):
             raise ValueError(
                 f"--draft-model is on {draft.device}, the target on {target.device}: load both on one device"
             )
-        super().__init__((1,) * num_draft_tokens)
+        super().__init__((1,) * num_speculative_tokens)
         self._draft = draft
         self._is_rejection = verify == "rejection"
         self._coupled = coupled
@@ -185,7 +185,7 @@ def make(parts: Parts) -> Proposer:
     return DraftModelProposer(
         parts.draft_model,
         parts.target,
-        config.num_draft_tokens,
+        config.num_speculative_tokens,
         verify=config.verify,
         coupled=config.coupled,
         prefill_chunk=parts.prefill_chunk,

@@ -5,17 +5,12 @@ from typing import Literal, get_args
 
 from drafter.utils.validate import check_ranges, require_choice, within
 
-Method = Literal["redrafter", "hybrid", "draft-model", "lookup", "recycling", "autoregressive"]
+Method = Literal["none", "drafter", "lookup", "draft-model"]
 TreePolicy = Literal["all-nodes", "final-beams"]
 Verification = Literal["coupled", "rejection"]
-SIZED_METHODS: tuple[Method, ...] = ("redrafter", "hybrid")  # methods whose trees `drafter tune` sizes
 
+COPY_DEPTH = 10  # greatest depth of copied nodes after the last drafting step
 _DEFAULT_TREE_SIZE = 24
-
-
-def learns(method: Method, *, has_drafter: bool) -> bool:
-    """Whether the method drafts from the texts of earlier requests."""
-    return method == "recycling" or (method == "hybrid" and not has_drafter)
 
 
 @dataclass(frozen=True)
@@ -23,11 +18,11 @@ class DraftOptions:
     """How tokens are proposed.
 
     Attributes:
-        method: the proposer; ``autoregressive`` proposes nothing (N = 1).
+        method: the proposer; ``none`` proposes nothing (N = 1).
         beam_width: W, beams kept at each drafting step; for lookup, number of matches that are followed
         draft_length: L, drafting steps, the greatest depth of a tree
         tree_size: N, nodes that the target verifies in one forward, root included. None: 24, or all nodes that W and L
-            can draft if that number is smaller. With ``autoregressive`` all nodes but one are padding, which gives the
+            can draft if that number is smaller. With ``none`` all nodes but one are padding, which gives the
             steps the shape, and so the rounding, of steps with trees of N nodes
         tree_policy: ``all-nodes`` keeps the N-1 likeliest nodes of all drafting steps; ``final-beams`` is the published
             policy, the W final beams with shared prefixes merged (N is then 1 + W * L)
@@ -38,12 +33,12 @@ class DraftOptions:
             flatter, so a weight below 1 ranks better
         verify: rule that accepts the tokens of a draft model: ``coupled`` gives the text of plain decoding;
             ``rejection`` is the rule of two-model speculative decoding and gives the distribution alone
-        num_draft_tokens: tokens that a draft model proposes per step
+        num_speculative_tokens: tokens that a draft model proposes per step
         max_ngram: longest match of lookup
         lookup_length: tokens that one match of lookup proposes
     """
 
-    method: Method = "redrafter"
+    method: Method = "drafter"
     beam_width: int = within(8, low=1, high=256)
     draft_length: int = within(4, low=1, high=32)
     tree_size: int | None = within(None, low=1, high=1024)
@@ -53,7 +48,7 @@ class DraftOptions:
     tau: float = within(1.0, above=0.0)
     noise_weight: float = within(0.8, low=0.0)
     verify: Verification = "coupled"
-    num_draft_tokens: int = within(5, low=1, high=64)
+    num_speculative_tokens: int = within(5, low=1, high=64)
     max_ngram: int = within(8, low=1, high=32)
     lookup_length: int = within(10, low=1, high=64)
 
@@ -67,8 +62,8 @@ class DraftOptions:
                 f"--verify rejection needs drafts sampled from q, and --method {self.method} samples none: "
                 "use --method draft-model or --verify coupled"
             )
-        largest = 1 + self.beam_width * self.draft_length
-        if self.method == "redrafter" and self.tree_size is not None and self.tree_size > largest:
+        largest = self._largest
+        if self.method == "drafter" and self.tree_size is not None and self.tree_size > largest:
             raise ValueError(
                 f"--tree-size {self.tree_size} exceeds the {largest} nodes that --beam-width {self.beam_width} and "
                 f"--draft-length {self.draft_length} can draft: lower it or raise one of them"
@@ -77,13 +72,22 @@ class DraftOptions:
     @property
     def num_nodes(self) -> int:
         """N, nodes per row of one target forward."""
-        largest = 1 + self.beam_width * self.draft_length
-        if self.method == "autoregressive":
+        if self.method == "none":
             return self.tree_size or 1
         if self.method == "draft-model":
-            return 1 + self.num_draft_tokens
-        if self.method == "redrafter" and self.tree_policy == "final-beams":
-            return largest
+            return 1 + self.num_speculative_tokens
+        if self.method == "drafter" and self.tree_policy == "final-beams":
+            return 1 + self.beam_width * self.draft_length
         if self.tree_size is not None:
             return self.tree_size
-        return min(_DEFAULT_TREE_SIZE, largest) if self.method == "redrafter" else _DEFAULT_TREE_SIZE
+        return (
+            min(_DEFAULT_TREE_SIZE, 1 + self.beam_width * self.draft_length)
+            if self.method == "drafter"
+            else _DEFAULT_TREE_SIZE
+        )
+
+    @property
+    def _largest(self) -> int:
+        """The most nodes that the beam search and its copies can draft."""
+        longer = max(0, COPY_DEPTH - self.draft_length) if self.copying and self.tree_policy == "all-nodes" else 0
+        return 1 + self.beam_width * self.draft_length + longer

@@ -5,17 +5,15 @@ from collections.abc import Callable
 from drafter.decoding.compile import Compiler
 from drafter.decoding.proposer import Contexts, Proposer, RootOnly
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers import beam, draft_model, hybrid, lookup, recycling
-from drafter.proposers.options import SIZED_METHODS, DraftOptions, Method, learns
-from drafter.proposers.parts import DraftMemory, Parts, new_memory
+from drafter.proposers import beam, draft_model, lookup
+from drafter.proposers.options import DraftOptions, Method
+from drafter.proposers.parts import Parts
 from drafter.targets.target import Target
 
 PROPOSERS: dict[Method, Callable[[Parts], Proposer]] = {
-    "autoregressive": lambda parts: RootOnly(parts.config.num_nodes),
-    "redrafter": beam.make,
-    "hybrid": hybrid.make,
+    "none": lambda parts: RootOnly(parts.config.num_nodes),
+    "drafter": beam.make,
     "lookup": lookup.make,
-    "recycling": recycling.make,
     "draft-model": draft_model.make,
 }
 
@@ -26,7 +24,6 @@ def make_proposer(
     drafter: RecurrentDrafter | None,
     draft_model: Target | None,
     compiler: Compiler | None = None,
-    memory: DraftMemory | None = None,
     *,
     prefill_chunk: int = 256,
 ) -> Proposer:
@@ -35,10 +32,9 @@ def make_proposer(
     Args:
         config: settings.
         target: the target.
-        drafter: a trained drafter; ``redrafter`` needs one.
+        drafter: a trained drafter; ``drafter`` needs one.
         draft_model: a smaller model of the same tokenizer; ``draft-model`` needs one.
         compiler: the compiler of the engine's steps.
-        memory: learned state to share; None: a memory of its own.
         prefill_chunk: prompt tokens per forward of a draft model.
 
     Raises:
@@ -46,14 +42,12 @@ def make_proposer(
     """
     if config.num_nodes == 1:
         return RootOnly()
-    if memory is None and learns(config.method, has_drafter=drafter is not None):
-        memory = new_memory(target)
-    return PROPOSERS[config.method](Parts(config, target, drafter, draft_model, compiler, memory, prefill_chunk))
+    return PROPOSERS[config.method](Parts(config, target, drafter, draft_model, compiler, prefill_chunk))
 
 
 def contexts_of(config: DraftOptions, target: Target, drafter: RecurrentDrafter | None) -> Contexts:
     """The context vectors that the drafter of ``config.method`` reads."""
-    if config.method not in SIZED_METHODS or drafter is None:
+    if config.method != "drafter" or drafter is None:
         return Contexts((), target.hidden_size)
     layers, size = tuple(drafter.config.context_layers), drafter.config.context_size
     if max(layers, default=0) > target.num_layers:

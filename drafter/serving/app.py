@@ -39,7 +39,7 @@ def create_app(engine: Engine, options: ServeOptions) -> FastAPI:
     """The application around an engine; ``app.state.server`` is its :class:`Server`.
 
     Args:
-        engine: an engine with ``max_length``. Only the application may use the engine from now on.
+        engine: an engine with ``max_model_len``. Only the application may use the engine from now on.
         options: names and limits.
 
     Raises:

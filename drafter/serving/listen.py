@@ -40,8 +40,8 @@ def load_engine(options: ServeOptions, models: Models | None = None) -> Engine:
     config, reason = models.choose(options, **options.engine_fields(min(target.max_length, DEFAULT_CONTEXT)))
     _log.info("drafting: %s", reason)
     engine = Engine(target, models.drafter, config, draft_model=models.draft_model)
-    num_slots = min(config.max_length or target.max_length, target.max_length) + engine.proposer.num_nodes
-    num_bytes = cache_bytes(target, config.max_rows, num_slots)
+    num_slots = min(config.max_model_len or target.max_length, target.max_length) + engine.proposer.num_nodes
+    num_bytes = cache_bytes(target, config.max_num_seqs, num_slots)
     free = available_bytes(target.device)
     try:
         if free is not None and num_bytes > free:  # Linux would grant the memory, and kill the process later
@@ -49,9 +49,9 @@ def load_engine(options: ServeOptions, models: Models | None = None) -> Engine:
         engine.reserve(num_slots)
     except (RuntimeError, MemoryError) as error:
         raise ValueError(
-            f"the cache of {config.max_rows} rows of {num_slots} slots takes {num_bytes / 2**30:.1f} GiB, "
+            f"the cache of {config.max_num_seqs} rows of {num_slots} slots takes {num_bytes / 2**30:.1f} GiB, "
             f"{'more than there is' if free is None else f'of which {free / 2**30:.1f} GiB are free'}: "
-            "lower --max-rows or --max-length"
+            "lower --max-num-seqs or --max-model-len"
         ) from error
     return engine
 
@@ -92,7 +92,7 @@ def listen(socket: sockets.socket, engine: Engine, options: ServeOptions) -> int
     if not options.api_keys and not host.startswith(_LOOPBACK):
         _log.warning("every client that reaches %s can use this server: give --api-key, or set DRAFTER_API_KEY", host)
     place = f"[{host}]" if ":" in host else host
-    rows = f"{engine.config.max_rows} rows of {engine.config.max_length} tokens"
+    rows = f"{engine.config.max_num_seqs} rows of {engine.config.max_model_len} tokens"
     notice = f"{options.served_name} on http://{place}:{port}/ ({rows}, {engine.config.method})"
     return asyncio.run(_serve(config, socket, app.state.server, options.drain_seconds, notice))
 

@@ -39,21 +39,21 @@ class LimitOptions:
     """How much the server takes on.
 
     Attributes:
-        max_rows: answers that are generated at the same time
-        max_length: tokens of a prompt and its answer together (default: the target's context, at most 4096)
+        max_num_seqs: answers that are generated at the same time
+        max_model_len: tokens of a prompt and its answer together (default: the target's context, at most 4096)
         max_queue: answers that may wait for a row; further requests get status 429
         prefill_chunk: prompt tokens per step while other requests decode
-        reuse_prefixes: reuse the cached keys and values of the prefix that a prompt shares with an earlier one
+        enable_prefix_caching: reuse the cached keys and values of the prefix that a prompt shares with an earlier one
         request_timeout: seconds that a request may take
         drain_seconds: seconds that running answers get when the server is told to stop
         max_body_bytes: largest request body
     """
 
-    max_rows: int = within(8, low=1, high=1024)
-    max_length: int | None = within(None, low=2, high=2**24)
+    max_num_seqs: int = within(8, low=1, high=1024)
+    max_model_len: int | None = within(None, low=2, high=2**24)
     max_queue: int = within(64, low=0, high=10**6)
     prefill_chunk: int = within(256, low=1, high=2**24)
-    reuse_prefixes: bool = True
+    enable_prefix_caching: bool = True
     request_timeout: float = within(600.0, above=0.0)
     drain_seconds: float = within(30.0, low=0.0)
     max_body_bytes: int = within(2 * 2**20, low=1, high=2**31)
@@ -76,7 +76,7 @@ class ServeOptions(Options, ListenOptions, LimitOptions, DraftingOptions):
         "Where to run": ParallelOptions,
         "How to draft": DraftingOptions,
     }
-    common: ClassVar = ("target", "drafter", "host", "port", "max_rows", "max_length", "api_key")
+    common: ClassVar = ("target", "drafter", "host", "port", "max_num_seqs", "max_model_len", "api_key")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,11 +95,11 @@ class ServeOptions(Options, ListenOptions, LimitOptions, DraftingOptions):
         variable = os.environ.get(KEY_VARIABLE, "").strip()
         return (*self.api_key, *([variable] if variable else []))
 
-    def engine_fields(self, max_length: int) -> dict[str, Any]:
-        """The engine's settings other than drafting; ``max_length`` is used where the options give none."""
+    def engine_fields(self, max_model_len: int) -> dict[str, Any]:
+        """The engine's settings other than drafting; ``max_model_len`` is used where the options give none."""
         return {
-            "max_rows": self.max_rows,
-            "max_length": self.max_length or max_length,
+            "max_num_seqs": self.max_num_seqs,
+            "max_model_len": self.max_model_len or max_model_len,
             "prefill_chunk": self.prefill_chunk,
-            "reuse_prefixes": self.reuse_prefixes,
+            "enable_prefix_caching": self.enable_prefix_caching,
         }

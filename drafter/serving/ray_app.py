@@ -94,14 +94,14 @@ def app(args: dict[str, Any]) -> Any:
     deployment: Any = serve.deployment(
         Drafter,
         name="drafter",
-        max_ongoing_requests=options.max_rows + options.max_queue,
+        max_ongoing_requests=options.max_num_seqs + options.max_queue,
         graceful_shutdown_timeout_s=options.drain_seconds,
         health_check_period_s=5,
         autoscaling_config={
             "min_replicas": replicas.min_replicas,
             "initial_replicas": replicas.min_replicas,
             "max_replicas": replicas.max_replicas,
-            "target_ongoing_requests": replicas.target_requests or options.max_rows,
+            "target_ongoing_requests": replicas.target_requests or options.max_num_seqs,
             "upscale_delay_s": replicas.upscale_seconds,
             "downscale_delay_s": replicas.downscale_seconds,
         },

@@ -42,14 +42,14 @@ class Server:
         target = engine.target
         if target.tokenizer is None:
             raise ValueError(f"target {target.name!r} has no tokenizer: a server needs a tokenizer")
-        if engine.config.max_length is None:
-            raise ValueError("the rows of a server have one size: set max_length (--max-length)")
+        if engine.config.max_model_len is None:
+            raise ValueError("the rows of a server have one size: set max_model_len (--max-model-len)")
         self.request_timeout = options.request_timeout
         self.metrics = Metrics()
         self.worker = Worker(engine, max_queue=options.max_queue, metrics=self.metrics)
         fingerprint = "fp_" + hashlib.sha256(target.fingerprint.encode()).hexdigest()[:12]
         self.model = Model(options.served_name, fingerprint, TokenNames(target.tokenizer))
-        self.max_length = min(engine.config.max_length, target.max_length)
+        self.max_length = min(engine.config.max_model_len, target.max_length)
         self.encoder = Encoder(
             target.tokenizer, target.name, self.max_length, escape_special_tokens=options.escape_special_tokens
         )
@@ -58,8 +58,8 @@ class Server:
             "object": "model",
             "created": int(time.time()),
             "owned_by": "drafter",
-            "max_length": self.max_length,
-            "max_rows": engine.config.max_rows,
+            "max_model_len": self.max_length,
+            "max_num_seqs": engine.config.max_num_seqs,
             "speculation": engine.proposer.num_nodes > 1,
         }
 

@@ -108,7 +108,7 @@ class TokensPerStep(Callback):
         self._every = every_n_validations
         self._params = SamplingParams(max_new_tokens=max_new_tokens)
         self._config = EngineConfig(
-            max_rows=num_prompts, beam_width=beam_width, draft_length=draft_length, tree_size=tree_size
+            max_num_seqs=num_prompts, beam_width=beam_width, draft_length=draft_length, tree_size=tree_size
         )
         self._num_validations = 0
 

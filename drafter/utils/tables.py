@@ -6,11 +6,11 @@ from collections.abc import Sequence
 def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Rows below a heading, the first column to the left, the others to the right.
 
-    >>> print(format_table(["method", "tokens/s"], [["plain", "9.5"], ["hybrid", "17.0"]]))
+    >>> print(format_table(["method", "tokens/s"], [["plain", "9.5"], ["drafter", "17.0"]]))
     method  tokens/s
     ------  --------
     plain        9.5
-    hybrid      17.0
+    lookup      17.0
     """
     widths = [max(len(row[index]) for row in (columns, *rows)) for index in range(len(columns))]
     rule = ["-" * width for width in widths]

@@ -34,7 +34,7 @@ def run(
         "round": round_number,
         "target": {"name": "smollm2-135m", "dtype": "bfloat16", "num_parameters": 134515008, "fingerprint": "ab"},
         "device": "Example CPU, 2 threads",
-        "drafter": "runs/drafter" if method.startswith("redrafter") else None,
+        "drafter": "runs/drafter" if method.startswith("drafter") else None,
         "method": method,
         "compile": False,
         "prompts": {"name": "mtbench", "digest": "0123456789abcdef", "num_prompts": 40, "num_answers": 80},
@@ -71,17 +71,17 @@ def grid() -> list[dict[str, Any]]:
     """Methods on batch sizes 1 to 32, three rounds."""
     plain = {1: 32.0, 2: 60.0, 4: 108.0, 8: 180.0, 16: 260.0, 32: 330.0}
     gains = {
-        "autoregressive": [1.0] * 6,
-        "redrafter:tuned": [1.62, 1.55, 1.42, 1.25, 1.08, 1.0],
-        "redrafter": [1.58, 1.45, 1.2, 0.95, 0.75, 0.6],
+        "none": [1.0] * 6,
+        "drafter:tuned": [1.62, 1.55, 1.42, 1.25, 1.08, 1.0],
+        "drafter": [1.58, 1.45, 1.2, 0.95, 0.75, 0.6],
         "lookup": [1.18, 1.12, 1.02, 0.9, 0.74, 0.61],
         "hf-generate": [0.72, 0.71, 0.66, 0.6, 0.55, 0.5],
     }
     acceptance = {
-        "redrafter:tuned": [1700, 1400, 900, 500, 300],
-        "redrafter": [1500, 1300, 950, 600, 420],
+        "drafter:tuned": [1700, 1400, 900, 500, 300],
+        "drafter": [1500, 1300, 950, 600, 420],
         "lookup": [4100, 300, 200, 150, 120, 90, 60],
-        "autoregressive": [10240],
+        "none": [10240],
     }
     records = []
     for place, (batch_size, rate) in enumerate(plain.items()):
@@ -92,7 +92,7 @@ def grid() -> list[dict[str, Any]]:
                     run(
                         method,
                         rate=rate * gain[place] * drift * (1 + 0.004 * ((index + round_number) % 3)),
-                        tokens_per_step={"autoregressive": 1.0, "hf-generate": 1.0, "lookup": 1.3}.get(method, 2.2),
+                        tokens_per_step={"none": 1.0, "hf-generate": 1.0, "lookup": 1.3}.get(method, 2.2),
                         batch_size=batch_size,
                         round_number=round_number,
                         categories=_factors(index) if batch_size == 1 and index else dict.fromkeys(CATEGORIES, 1.0),
@@ -106,14 +106,14 @@ def grid() -> list[dict[str, Any]]:
 
 
 def _identical(method: str) -> dict[str, Any] | None:
-    if method != "redrafter":
+    if method != "drafter":
         return None
     return {"num_prompts": 40, "num_identical": 33, "first_positions": [3, 90], "margins": [0.031, -0.0625, 0.0]}
 
 
 def sweep() -> list[dict[str, Any]]:
     """Beam widths, draft lengths and tree sizes at batch size 1."""
-    records = [run("autoregressive", rate=32.0, tokens_per_step=1.0, batch_size=1)]
+    records = [run("none", rate=32.0, tokens_per_step=1.0, batch_size=1)]
     for width in (1, 2, 4, 8, 16, 32):
         for length in (1, 2, 3, 4, 5, 6):
             for size in (4, 8, 16, 24, 48, 96):
@@ -122,7 +122,7 @@ def sweep() -> list[dict[str, Any]]:
                     cost = 1 + 0.006 * size + 0.03 * length + 0.006 * width
                     records.append(
                         run(
-                            f"redrafter:W{width}:L{length}:N{size}",
+                            f"drafter:W{width}:L{length}:N{size}",
                             rate=32.0 * (1 + kept) / cost,
                             tokens_per_step=1 + kept,
                         )

@@ -29,7 +29,7 @@ def script() -> ModuleType:
 @pytest.mark.parametrize("num_prompts", [3, 12])
 def test_steps_are_those_of_the_engine(context: str, num_prompts: int) -> None:
     acceptance, target, drafter = script(), shared_target(), trained_drafter(context=context)
-    config = EngineConfig(method="redrafter", max_rows=4, beam_width=4, draft_length=3, tree_size=8)
+    config = EngineConfig(method="drafter", max_num_seqs=4, beam_width=4, draft_length=3, tree_size=8)
     params = SamplingParams(max_new_tokens=30, ignore_eos=True)
     completions = Engine(target, drafter, config).generate(prompts_for(num_prompts, seed=5), params)
     answers = [acceptance.Answer([*each.prompt_ids, *each.token_ids], len(each.prompt_ids)) for each in completions]

@@ -46,7 +46,7 @@ def run(files: Path, url: str | None, **changes) -> tuple[int, dict]:
     out = files / "results.json"
     options = {
         "target": str(files / "target"), "drafter": str(files / "drafter"), "prompts": str(files / "prompts.jsonl"),
-        "method": "redrafter", "max_new_tokens": 24, "device": "cpu", "url": url, "out": out, **TREE, **changes,
+        "method": "drafter", "max_new_tokens": 24, "device": "cpu", "url": url, "out": out, **TREE, **changes,
     }  # fmt: skip
     return evaluate(EvaluateOptions(**options)), json.loads(out.read_text())
 
@@ -130,7 +130,7 @@ def test_a_server_with_rounded_weights(files: Path, live: Live) -> None:
 
 
 def test_a_server_with_a_short_context(files: Path, live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(live.server.model_card, "max_length", 40)
+    monkeypatch.setitem(live.server.model_card, "max_model_len", 40)
     _, results = run(files, live.url)
     assert found(results) == ["context length"]
     assert "the server takes 40 tokens" in next(c for c in results["causes"] if c["name"] == "context length")["seen"]

@@ -90,8 +90,8 @@ def test_fixed_trees_are_trees(num_nodes: int) -> None:
 
 
 def test_steps_with_a_proposer_of_the_caller_change_no_token() -> None:
-    engine = Engine(shared_target(), config=EngineConfig(method="lookup", max_rows=4, tree_size=16))
-    plain = Engine(shared_target(), config=EngineConfig(method="autoregressive", max_rows=4))
+    engine = Engine(shared_target(), config=EngineConfig(method="lookup", max_num_seqs=4, tree_size=16))
+    plain = Engine(shared_target(), config=EngineConfig(method="none", max_num_seqs=4))
     engine.reserve(64)
     proposer = FixedTree(16, 61, torch.device("cpu"))
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)

@@ -81,7 +81,7 @@ def test_written_forms() -> None:
 
 
 def test_llama_cpp_answers_as_plain_decoding_does(target: Target, llama_cpp: NativeBackend) -> None:
-    engine = EngineBackend(Engine(target, config=EngineConfig(method="autoregressive", max_rows=3)))
+    engine = EngineBackend(Engine(target, config=EngineConfig(method="none", max_num_seqs=3)))
     engine.reserve(64)
     finished: list[int] = []
     with PeakMemory(target.device, llama_cpp.process_id) as memory:

@@ -16,7 +16,7 @@ PARAMS = SamplingParams(max_new_tokens=12)
 
 
 def ours(params: SamplingParams = PARAMS) -> list[TimedAnswer]:
-    backend = EngineBackend(Engine(tiny_target(), config=EngineConfig(method="autoregressive", max_rows=3)))
+    backend = EngineBackend(Engine(tiny_target(), config=EngineConfig(method="none", max_num_seqs=3)))
     backend.reserve(64)
     return backend.answer(PROMPTS, params, lambda: None)
 

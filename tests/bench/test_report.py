@@ -40,9 +40,9 @@ def test_the_report_is_a_function_of_the_file(tmp_path: Path) -> None:
 
 def test_speedups_are_ratios_within_a_round() -> None:
     records = [
-        run("autoregressive", rate=10.0, tokens_per_step=1.0, round_number=0),
+        run("none", rate=10.0, tokens_per_step=1.0, round_number=0),
         run("lookup", rate=20.0, tokens_per_step=2.0, round_number=0),
-        run("autoregressive", rate=5.0, tokens_per_step=1.0, round_number=1),
+        run("none", rate=5.0, tokens_per_step=1.0, round_number=1),
         run("lookup", rate=10.0, tokens_per_step=2.0, round_number=1),
     ]
     (methods,) = summarise(records).values()
@@ -55,20 +55,20 @@ def test_speedups_are_ratios_within_a_round() -> None:
 def test_the_table_says_what_was_measured() -> None:
     text = report(grid())
     assert "## mtbench, batch size 1, greedy" in text
-    line = next(line for line in text.splitlines() if line.startswith("| redrafter "))
+    line = next(line for line in text.splitlines() if line.startswith("| drafter "))
     assert [cell.strip() for cell in line.split("|")[6:10]] == ["2.20", "33/40", "0.031 (max 0.062)", "90"]
-    assert "### Speedup over autoregressive by category" in text
-    assert "## Speedup over autoregressive by batch size: mtbench, greedy" in text
+    assert "### Speedup over plain decoding by category" in text
+    assert "## Speedup over plain decoding by batch size: mtbench, greedy" in text
 
 
 def test_drafters_of_one_file_are_told_apart() -> None:
     records = [
-        run("autoregressive", rate=10.0, tokens_per_step=1.0),
-        run("redrafter", rate=12.0, tokens_per_step=1.5, drafter="runs/with"),
-        run("redrafter", rate=11.0, tokens_per_step=1.4, drafter="runs/without"),
+        run("none", rate=10.0, tokens_per_step=1.0),
+        run("drafter", rate=12.0, tokens_per_step=1.5, drafter="runs/with"),
+        run("drafter", rate=11.0, tokens_per_step=1.4, drafter="runs/without"),
     ]
     (methods,) = summarise(records).values()
-    assert [method.label for method in methods] == ["autoregressive", "redrafter (with)", "redrafter (without)"]
+    assert [method.label for method in methods] == ["none", "drafter (with)", "drafter (without)"]
 
 
 def test_names_are_the_shortest_endings_that_tell_paths_apart() -> None:
@@ -85,23 +85,23 @@ def test_names_are_the_shortest_endings_that_tell_paths_apart() -> None:
 
 def test_drafters_whose_folders_have_the_same_name_are_no_rounds_of_each_other() -> None:
     records = [
-        run("autoregressive", rate=10.0, tokens_per_step=1.0),
-        run("redrafter", rate=12.0, tokens_per_step=1.5, drafter="runs/kd/drafter"),
-        run("redrafter", rate=11.0, tokens_per_step=1.4, drafter="runs/ce/drafter"),
-        run("redrafter", rate=13.0, tokens_per_step=1.6, drafter="runs/other"),
+        run("none", rate=10.0, tokens_per_step=1.0),
+        run("drafter", rate=12.0, tokens_per_step=1.5, drafter="runs/kd/drafter"),
+        run("drafter", rate=11.0, tokens_per_step=1.4, drafter="runs/ce/drafter"),
+        run("drafter", rate=13.0, tokens_per_step=1.6, drafter="runs/other"),
     ]
     (methods,) = summarise(records).values()
     assert [(method.label, method.num_rounds) for method in methods] == [
-        ("autoregressive", 1),
-        ("redrafter (kd/drafter)", 1),
-        ("redrafter (ce/drafter)", 1),
-        ("redrafter (other)", 1),
+        ("none", 1),
+        ("drafter (kd/drafter)", 1),
+        ("drafter (ce/drafter)", 1),
+        ("drafter (other)", 1),
     ]
 
 
 def test_other_weights_and_plans_of_the_same_place_are_no_rounds_of_each_other() -> None:
     def tuned(**files: str) -> dict[str, Any]:
-        return run("redrafter:tuned", rate=12.0, tokens_per_step=1.5, **files)
+        return run("drafter:tuned", rate=12.0, tokens_per_step=1.5, **files)
 
     first, second = {"drafter_fingerprint": "a" * 16}, {"drafter_fingerprint": "b" * 16}
     records = [
@@ -112,20 +112,20 @@ def test_other_weights_and_plans_of_the_same_place_are_no_rounds_of_each_other()
     ]
     (methods,) = summarise(records).values()
     assert [method.label for method in methods] == [
-        "redrafter:tuned (weights unknown)",
-        "redrafter:tuned (weights aaaaaaaa, plan 11111111)",
-        "redrafter:tuned (weights aaaaaaaa, plan 22222222)",
-        "redrafter:tuned (weights bbbbbbbb)",
+        "drafter:tuned (weights unknown)",
+        "drafter:tuned (weights aaaaaaaa, plan 11111111)",
+        "drafter:tuned (weights aaaaaaaa, plan 22222222)",
+        "drafter:tuned (weights bbbbbbbb)",
     ]
     (alone,) = summarise(records[3:] * 2).values()
-    assert [(method.label, method.num_rounds) for method in alone] == [("redrafter:tuned", 2)]
+    assert [(method.label, method.num_rounds) for method in alone] == [("drafter:tuned", 2)]
 
 
 def test_seeds_are_corners_of_their_own(tmp_path: Path) -> None:
     records = [
         run(method, rate=rate * (1 + seed), tokens_per_step=1.0, seed=seed, categories=dict.fromkeys("ab", 1.0))
         for seed in (3, 7)
-        for method, rate in (("autoregressive", 10.0), ("lookup", 20.0))
+        for method, rate in (("none", 10.0), ("lookup", 20.0))
     ]
     tables = summarise(records)
     assert [condition.seed for condition in tables] == [3, 7]
@@ -173,7 +173,7 @@ def test_values_of_another_shape_are_refused(tmp_path: Path, changes: dict[str, 
 
 
 def test_runs_of_no_time_and_of_other_categories_have_a_report() -> None:
-    plain = run("autoregressive", rate=1.0, tokens_per_step=1.0, categories={"a": 1.0, "b": 1.0})
+    plain = run("none", rate=1.0, tokens_per_step=1.0, categories={"a": 1.0, "b": 1.0})
     records = [plain | {"num_tokens": 0}, run("lookup", rate=2.0, tokens_per_step=2.0, categories={"a": 1.0, "b": 1.0})]
     records.append(run("lookup", rate=2.0, tokens_per_step=2.0, categories={"a": 1.0}, round_number=1))
     assert "lookup" in report([*records, {**loads()[0], "seconds": 0}])
@@ -265,7 +265,7 @@ def test_results_without_a_baseline_are_drawn_as_far_as_they_go(tmp_path: Path) 
 
 
 def test_other_engines_are_named_and_set_beside_llama_cpp() -> None:
-    ours = run("autoregressive", rate=40.0, tokens_per_step=1.0)
+    ours = run("none", rate=40.0, tokens_per_step=1.0)
     versions = {**ours["versions"], "xllamacpp": "2026.10.11549"}
     peers = [
         run("llama-cpp:BF16", rate=50.0, tokens_per_step=1.0, versions=versions),
@@ -275,5 +275,5 @@ def test_other_engines_are_named_and_set_beside_llama_cpp() -> None:
     rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| ")}
     assert "engine" in rows["method"] and "over llama.cpp BF16" in rows["method"]
     assert "OpenVINO GenAI" in rows["openvino-genai:F16"] and "1.20x (1.20 to 1.20)" in rows["openvino-genai:F16"]
-    assert "0.80x (0.80 to 0.80)" in rows["autoregressive"] and "xllamacpp 2026.10.11549" in text
+    assert "0.80x (0.80 to 0.80)" in rows["none"] and "xllamacpp 2026.10.11549" in text
     assert "engine" not in report([ours]) and "llama.cpp" not in report([ours, peers[1]])

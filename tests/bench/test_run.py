@@ -21,7 +21,6 @@ from drafter.bench.workload import Item, Workload
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.sizes import PLAIN, MeasuredTree, RowPlan, Tree, TunedSizes, device_name
-from drafter.proposers.options import Method
 from drafter.utils.io import write_atomic
 from tests.serving.tiny import tiny_drafter, tiny_target
 
@@ -35,7 +34,7 @@ SETTINGS = BenchSettings(
     target="tiny",
     prompts=("mine.jsonl",),
     drafter="runs/drafter",
-    methods=("autoregressive", "redrafter:W16:L2:N24", "lookup", "hf-generate"),
+    methods=("none", "drafter:W16:L2:N24", "lookup", "hf-generate"),
     max_new_tokens=10,
     rounds=2,
 )
@@ -66,7 +65,7 @@ def test_methods_take_turns_and_agree_with_plain_decoding(tmp_path: Path, models
         assert record["by_category"]["math"]["num_answers"] == 3
     plain, drafted, _, peer = records[:4]
     assert plain["num_forwards"] == plain["num_tokens"] == peer["num_tokens"] == peer["num_forwards"]
-    assert plain["acceptance"] == [plain["num_tokens"]] and plain["settings"]["max_rows"] == 1
+    assert plain["acceptance"] == [plain["num_tokens"]] and plain["settings"]["max_num_seqs"] == 1
     assert drafted["num_forwards"] < drafted["num_tokens"]
     kept = sum(depth * count for depth, count in enumerate(drafted["acceptance"]))
     assert sum(drafted["acceptance"]) == drafted["num_forwards"]
@@ -77,7 +76,7 @@ def test_methods_take_turns_and_agree_with_plain_decoding(tmp_path: Path, models
 
 def test_batches_and_temperatures_are_corners_of_a_grid(tmp_path: Path, models: BenchModels) -> None:
     out = tmp_path / "r.jsonl"
-    methods = ("autoregressive", "redrafter:W16:L2:N24", "hf-generate")
+    methods = ("none", "drafter:W16:L2:N24", "hf-generate")
     settings = replace(SETTINGS, methods=methods, batch_sizes=(1, 3), temperatures=(0.0, 0.7), rounds=1)
     assert run_benchmark(settings, models, [WORKLOAD], out) == 12
     records = records_of(out)
@@ -89,17 +88,17 @@ def test_batches_and_temperatures_are_corners_of_a_grid(tmp_path: Path, models: 
         assert record["identical"] is None or record["identical"]["num_identical"] == 3
         assert (record["by_category"]["math"]["seconds"] is None) == (record["batch_size"] > 1)
     text = report(records)
-    assert "temperature 0.7" in text and "## Speedup over autoregressive by batch size" in text
+    assert "temperature 0.7" in text and "## Speedup over plain decoding by batch size" in text
 
 
 def test_what_is_done_is_not_repeated(tmp_path: Path, models: BenchModels) -> None:
     out = tmp_path / "r.jsonl"
-    settings = replace(SETTINGS, methods=("autoregressive", "lookup"), max_new_tokens=4, rounds=2)
+    settings = replace(SETTINGS, methods=("none", "lookup"), max_new_tokens=4, rounds=2)
     assert run_benchmark(settings, models, [WORKLOAD], out) == 4
     lines = out.read_text().splitlines(keepends=True)
     out.write_text("".join(lines[:2]) + lines[2][:40])  # broken off within the third run
     assert run_benchmark(settings, models, [WORKLOAD], out) == 2
-    assert [record["method"] for record in records_of(out)] == ["autoregressive", "lookup"] * 2
+    assert [record["method"] for record in records_of(out)] == ["none", "lookup"] * 2
     assert run_benchmark(settings, models, [WORKLOAD], out) == 0
     assert run_benchmark(replace(settings, max_new_tokens=3, rounds=1), models, [WORKLOAD], out) == 2
 
@@ -107,7 +106,7 @@ def test_what_is_done_is_not_repeated(tmp_path: Path, models: BenchModels) -> No
 def test_a_method_that_takes_one_prompt_at_a_time_is_left_out_of_batches(
     tmp_path: Path, models: BenchModels, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = replace(SETTINGS, methods=("autoregressive", "hf-lookup"), batch_sizes=(2,), rounds=1)
+    settings = replace(SETTINGS, methods=("none", "hf-lookup"), batch_sizes=(2,), rounds=1)
     assert run_benchmark(settings, models, [WORKLOAD], tmp_path / "r.jsonl") == 1
     assert "hf-lookup answers one prompt at a time: left out at batch size 2" in capsys.readouterr().err
 
@@ -134,7 +133,7 @@ def test_warm_up_runs_before_the_clock(tmp_path: Path, models: BenchModels, monk
 
     monkeypatch.setattr(EngineBackend, "answer", noted)
     monkeypatch.setattr(run_module, "_WARM_UP_TOKENS", 2)
-    settings = replace(SETTINGS, methods=("autoregressive",), batch_sizes=(2,), rounds=2)
+    settings = replace(SETTINGS, methods=("none",), batch_sizes=(2,), rounds=2)
     run_benchmark(settings, models, [WORKLOAD], tmp_path / "r.jsonl")
     assert events == ["2 of 2", "3 of 10", "1 of 10", "3 of 10", "1 of 10"]  # then two turns, twice
 
@@ -156,16 +155,16 @@ def test_every_run_begins_with_nothing_learnt(
 
     monkeypatch.setattr(EngineBackend, "answer", noted_answer)
     monkeypatch.setattr(Engine, "forget", noted_forget)
-    settings = replace(SETTINGS, methods=("autoregressive",), rounds=2)
+    settings = replace(SETTINGS, methods=("none",), rounds=2)
     run_benchmark(settings, models, [WORKLOAD], tmp_path / "r.jsonl")
     rounds = ["forget", "3 answers", "1 answers"]  # a later turn is of the same run
     assert events == ["1 answers", *rounds, *rounds]
 
 
-@pytest.mark.parametrize("method", ["recycling", "hybrid:W4:L2:N12"])
+@pytest.mark.parametrize("method", ["lookup", "drafter:W4:L2:N12"])
 def test_later_rounds_know_no_more_than_the_first(tmp_path: Path, models: BenchModels, method: str) -> None:
     out = tmp_path / "r.jsonl"
-    settings = replace(SETTINGS, methods=("autoregressive", method), max_new_tokens=24, rounds=3)
+    settings = replace(SETTINGS, methods=("none", method), max_new_tokens=24, rounds=3)
     run_benchmark(settings, models, [WORKLOAD], out)
     runs = [record for record in records_of(out) if record["method"] == method]
     assert len(runs) == 3 and runs[0]["num_forwards"] < runs[0]["num_tokens"]
@@ -174,7 +173,7 @@ def test_later_rounds_know_no_more_than_the_first(tmp_path: Path, models: BenchM
 
 def test_other_weights_in_the_same_folder_are_another_run(tmp_path: Path, models: BenchModels) -> None:
     out = tmp_path / "r.jsonl"
-    settings = replace(SETTINGS, methods=("autoregressive", "redrafter"), max_new_tokens=4, rounds=1)
+    settings = replace(SETTINGS, methods=("none", "drafter"), max_new_tokens=4, rounds=1)
     assert run_benchmark(settings, models, [WORKLOAD], out) == 2
     assert run_benchmark(settings, models, [WORKLOAD], out) == 0
     trained = deepcopy(models.drafter)
@@ -188,14 +187,13 @@ def test_other_weights_in_the_same_folder_are_another_run(tmp_path: Path, models
     assert len({method.label for methods in summarise(drafted).values() for method in methods}) == 2
 
 
-@pytest.mark.parametrize("method", ["redrafter", "hybrid"])
-def test_a_tuned_method_goes_by_its_file(tmp_path: Path, models: BenchModels, method: Method) -> None:
+def test_a_tuned_method_goes_by_its_file(tmp_path: Path, models: BenchModels) -> None:
     target = models.target
     plan = RowPlan(1, (MeasuredTree(PLAIN, 1.0, 1.0), MeasuredTree(Tree(16, 2, 24), 1.5, 1.1)))
-    content = TunedSizes(device_name(target.device), "float32", False, target.fingerprint, (plan,), method=method)
+    content = TunedSizes(device_name(target.device), "float32", False, target.fingerprint, (plan,))
     write_atomic(tmp_path / "tuned.json", json.dumps(content.as_json()))
-    tuned = replace(SETTINGS, methods=("autoregressive", f"{method}:tuned"), rounds=1)
-    with pytest.raises(ValueError, match=f"{method}:tuned needs .*runs--drafter/tuned.json"):
+    tuned = replace(SETTINGS, methods=("none", "drafter:tuned"), rounds=1)
+    with pytest.raises(ValueError, match="drafter:tuned needs .*runs--drafter/tuned.json"):
         run_benchmark(tuned, models, [WORKLOAD], tmp_path / "no.jsonl")
     beside = models._replace(drafter_name=str(tmp_path))
     run_benchmark(tuned, beside, [WORKLOAD], tmp_path / "r.jsonl")
@@ -212,9 +210,6 @@ def test_a_tuned_method_goes_by_its_file(tmp_path: Path, models: BenchModels, me
     again = records_of(tmp_path / "r.jsonl")[2]
     assert again["drafter_fingerprint"] == record["drafter_fingerprint"]
     assert again["tuned_digest"] != record["tuned_digest"]
-    other = "hybrid" if method == "redrafter" else "redrafter"
-    with pytest.raises(ValueError, match="was measured for another method"):
-        run_benchmark(replace(tuned, methods=(f"{other}:tuned",)), beside, [WORKLOAD], tmp_path / "other.jsonl")
 
 
 def _turn(prompt: list[int], token_ids: list[int]) -> AnsweredTurn:
@@ -231,7 +226,7 @@ def test_the_first_difference_of_a_conversation_counts() -> None:
 def test_margins_are_the_targets_own_preference() -> None:
     target = tiny_target()
     prompt = [5, 9, 30]
-    (completion,) = Engine(target, config=EngineConfig(method="autoregressive")).generate([prompt])
+    (completion,) = Engine(target, config=EngineConfig(method="none")).generate([prompt])
     right = completion.token_ids
     wrong = [*right[:2], (right[2] + 1) % target.vocab_size, *right[3:]]
     result = compare(target, [[_turn(prompt, right)]], [[_turn(prompt, wrong)]])

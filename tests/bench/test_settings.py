@@ -13,30 +13,30 @@ from drafter.utils.options import options_from
 
 
 def test_options_become_the_engines_settings() -> None:
-    spec = parse_method("redrafter:W6:L3:N12:uncoupled")
+    spec = parse_method("drafter:W6:L3:N12:uncoupled")
     assert EngineConfig(**spec.fields) == EngineConfig(beam_width=6, draft_length=3, tree_size=12, coupled=False)
-    published = EngineConfig(**parse_method("redrafter:W6:L3:final-beams").fields)
+    published = EngineConfig(**parse_method("drafter:W6:L3:final-beams").fields)
     assert published.tree_policy == "final-beams" and published.num_nodes == 19
     assert parse_method("draft-model:G3:rejection").fields["verify"] == "rejection"
     assert parse_method("lookup:L6").fields["lookup_length"] == 6
-    assert parse_method("hybrid:tuned").fields == {"method": "hybrid"}
+    assert parse_method("drafter:tuned").fields == {"method": "drafter"}
     assert parse_method("hf-lookup:G7").number("G") == 7
-    assert parse_method("redrafter:W6:tau1.5").fields["tau"] == 1.5
-    assert parse_method("hybrid:W6:noise0.5").fields["noise_weight"] == 0.5
+    assert parse_method("drafter:W6:tau1.5").fields["tau"] == 1.5
+    assert parse_method("drafter:W6:noise0.5").fields["noise_weight"] == 0.5
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("redraftr", "unknown method 'redraftr'.*did you mean redrafter"),
-        ("redrafter:Z4", "'Z4' is no option of redrafter"),
-        ("redrafter:W", "'W' is no option"),
-        ("redrafter:W4:W5", "W is given twice"),
-        ("redrafter:tuned:W4", "leave the other options out"),
-        ("redrafter:all-nodes:final-beams", "exclude each other"),
-        ("redrafter:W2:L2:N99", "--tree-size 99"),
-        ("redrafter:W0", "--beam-width"),
-        ("autoregressive:W4", "takes N<tree size>$"),
+        ("draftr", "unknown method 'draftr'.*did you mean drafter"),
+        ("drafter:Z4", "'Z4' is no option of drafter"),
+        ("drafter:W", "'W' is no option"),
+        ("drafter:W4:W5", "W is given twice"),
+        ("drafter:tuned:W4", "leave the other options out"),
+        ("drafter:all-nodes:final-beams", "exclude each other"),
+        ("drafter:W2:L2:N99", "--tree-size 99"),
+        ("drafter:W0", "--beam-width"),
+        ("none:W4", "takes N<tree size>$"),
         ("hf-static:W4", "takes none"),
         ("hf-generate:G4", "no option"),
         ("", "unknown method ''"),
@@ -67,20 +67,20 @@ def test_methods_come_once() -> None:
         ({"temperatures": ()}, "--temperatures"),
         ({"temperatures": (-1.0,)}, "--temperature"),
         ({"max_new_tokens": 0}, "--max-new-tokens"),
-        ({"methods": ("redrafter",)}, "redrafter needs a drafter: give --drafter"),
+        ({"methods": ("drafter",)}, "drafter needs a drafter: give --drafter"),
         ({"methods": ("hf-assistant",)}, "hf-assistant needs a smaller model: give --draft-model"),
     ],
 )
 def test_wrong_settings_are_refused_with_their_flag(changes: dict[str, object], reason: str) -> None:
-    fields: dict[str, object] = {"target": "t", "prompts": ("p",), "methods": ("autoregressive",), **changes}
+    fields: dict[str, object] = {"target": "t", "prompts": ("p",), "methods": ("none",), **changes}
     with pytest.raises(ValueError, match=reason):
         BenchSettings(**fields)  # type: ignore[arg-type]
 
 
 def test_keys_of_a_file_are_the_fields() -> None:
-    values = {"target": "t", "prompts": "p.jsonl", "methods": ["autoregressive", "lookup"], "temperatures": [0, 0.8]}
+    values = {"target": "t", "prompts": "p.jsonl", "methods": ["none", "lookup"], "temperatures": [0, 0.8]}
     assert options_from(BenchSettings, values, "file") == BenchSettings(
-        target="t", prompts=("p.jsonl",), methods=("autoregressive", "lookup"), temperatures=(0.0, 0.8)
+        target="t", prompts=("p.jsonl",), methods=("none", "lookup"), temperatures=(0.0, 0.8)
     )
 
 
@@ -92,13 +92,13 @@ def test_shipped_settings_hold_together(path: Path) -> None:
 
 
 def test_a_sweep_drafts_every_shape_that_can_be() -> None:
-    assert sweep_methods((1, 4), (2,), (), "all-nodes") == ("redrafter:W1:L2:N3", "redrafter:W4:L2:N9")
+    assert sweep_methods((1, 4), (2,), (), "all-nodes") == ("drafter:W1:L2:N3", "drafter:W4:L2:N9")
     assert sweep_methods((1, 64), (4,), (4, 16), "all-nodes") == (
-        "redrafter:W1:L4:N4",
-        "redrafter:W64:L4:N4",
-        "redrafter:W64:L4:N16",
+        "drafter:W1:L4:N4",
+        "drafter:W64:L4:N4",
+        "drafter:W64:L4:N16",
     )
-    assert sweep_methods((64,), (4,), (), "all-nodes") == ("redrafter:W64:L4:N64",)
-    assert sweep_methods((2,), (3,), (), "final-beams") == ("redrafter:W2:L3:final-beams",)
+    assert sweep_methods((64,), (4,), (), "all-nodes") == ("drafter:W64:L4:N64",)
+    assert sweep_methods((2,), (3,), (), "final-beams") == ("drafter:W2:L3:final-beams",)
     with pytest.raises(ValueError, match="--tree-sizes"):
         sweep_methods((1,), (1,), (50,), "all-nodes")

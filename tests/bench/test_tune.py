@@ -1,7 +1,6 @@
 """Tuning: the plan follows the measured steps, and other commands take the file."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from drafter.engine.engine import Engine
 from drafter.engine.request import Request
 from drafter.engine.sizes import PLAIN, Tree, read_tuned
 from drafter.proposers.copying import SHARES
-from drafter.proposers.options import Method
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 from tests.tiny_files import make_drafter, make_target
 
@@ -38,13 +36,12 @@ def _scaled_steps(monkeypatch: pytest.MonkeyPatch, seconds_per_node: float) -> N
     monkeypatch.setattr(_Calibration, "_step", timed)
 
 
-@pytest.mark.parametrize("method", ["redrafter", "hybrid"])
-def test_cheap_nodes_make_large_trees_and_dear_ones_none(monkeypatch: pytest.MonkeyPatch, method: Method) -> None:
+def test_cheap_nodes_make_large_trees_and_dear_ones_none(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = prompts_for(6, seed=21)
-    settings = replace(SETTINGS, method=method)
+    settings = SETTINGS
     _scaled_steps(monkeypatch, 1e-7)
     cheap = tune(shared_target(), trained_drafter(), prompts, settings)
-    assert cheap.sizes.method == method and cheap.num_prompts == 6
+    assert cheap.num_prompts == 6
     assert [plan.num_rows for plan in cheap.sizes.plans] == [1, 2]
     for plan in cheap.sizes.plans:
         best = plan.best()
@@ -57,8 +54,8 @@ def test_cheap_nodes_make_large_trees_and_dear_ones_none(monkeypatch: pytest.Mon
     assert all(plan.best().tree == PLAIN for plan in dear.sizes.plans)
     assert table_rows(dear.sizes)[0][:4] == ["1", "1", "-", "-"] and len(table_rows(dear.sizes)[0]) == len(COLUMNS)
     # Candidates that cannot pay for one row are not measured for two.
-    assert {tuple(line[:4]) for line in dear.measured[method]} >= {(1, 2, 1, 2), (2, *PLAIN)}
-    assert not [line for line in dear.measured[method] if line[0] == 2 and line[3] > 1]
+    assert {tuple(line[:4]) for line in dear.measured} >= {(1, 2, 1, 2), (2, *PLAIN)}
+    assert not [line for line in dear.measured if line[0] == 2 and line[3] > 1]
 
 
 def test_tokens_per_step_are_those_of_whole_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,9 +66,9 @@ def test_tokens_per_step_are_those_of_whole_decodes(monkeypatch: pytest.MonkeyPa
     _scaled_steps(monkeypatch, 1e-7)
     monkeypatch.setattr("drafter.proposers.beam.SHARES", (0.0,) * len(SHARES))
     prompts = prompts_for(8, seed=5)
-    settings = TuneSettings(method="redrafter", batch_sizes=(4,), tree_sizes=(4, 8), max_new_tokens=48, seconds=60)
+    settings = TuneSettings(batch_sizes=(4,), tree_sizes=(4, 8), max_new_tokens=48, seconds=60)
     monkeypatch.setattr("drafter.bench.tune._NUM_ROUNDS", 60)
-    measured = tune(shared_target(), trained_drafter(), prompts, settings).measured["redrafter"]
+    measured = tune(shared_target(), trained_drafter(), prompts, settings).measured
     params = SamplingParams(max_new_tokens=48, ignore_eos=True)
     for _, width, length, size, _, tokens_per_step, num_steps in measured[1:]:
         config = EngineConfig(beam_width=int(width), draft_length=int(length), tree_size=int(size))
@@ -92,7 +89,6 @@ def test_candidates_suit_the_device_and_the_drafter() -> None:
         ({"batch_sizes": ()}, "--batch-sizes is empty"),
         ({"tree_sizes": (1,)}, "--tree-sizes is 1 but must be an integer from 2 to 1024"),
         ({"seconds": 0}, "--seconds"),
-        ({"method": "lookup"}, "--method is 'lookup' but must be one of redrafter, hybrid"),
     ],
 )
 def test_wrong_settings_are_refused(changes: dict[str, object], reason: str) -> None:
@@ -101,23 +97,14 @@ def test_wrong_settings_are_refused(changes: dict[str, object], reason: str) -> 
 
 
 def test_prompts_and_sizes_that_allow_no_measurement_are_refused() -> None:
-    with pytest.raises(ValueError, match="--tree-sizes .* hold none that --method redrafter can draft"):
-        tune(shared_target(), trained_drafter(), [[1]], TuneSettings(method="redrafter", tree_sizes=(1024,)))
+    with pytest.raises(ValueError, match="--tree-sizes .* hold none that the drafter can draft"):
+        tune(shared_target(), trained_drafter(), [[1]], TuneSettings(tree_sizes=(1024,)))
     with pytest.raises(ValueError, match="--prompts hold none of at most 128 tokens"):
         tune(shared_target(), trained_drafter(), [[1] * 10**4], SETTINGS)
 
 
-@pytest.mark.parametrize(
-    ("flags", "method"),
-    [(["--method", "hybrid"], "hybrid"), (["--method", "redrafter"], "redrafter")],
-)
 def test_the_command_writes_a_file_that_other_commands_take(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-    flags: list[str],
-    method: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
     target = make_target(tmp_path)
@@ -125,20 +112,15 @@ def test_the_command_writes_a_file_that_other_commands_take(
     (tmp_path / "p.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
     words = ["tune", "--target", target, "--drafter", drafter, "--prompts", str(tmp_path / "p.jsonl")]
     words += ["--batch-sizes", "1", "--tree-sizes", "4", "--device", "cpu"]
-    assert main([*words, *flags, "--max-new-tokens", "8", "--seconds", "5"]) == 0
+    assert main([*words, "--max-new-tokens", "8", "--seconds", "5"]) == 0
     shown = capsys.readouterr()
     path = tmp_path / "drafter" / "tuned.json"
     assert str(path) in shown.err and "tokens/step" in shown.out
     content = json.loads(path.read_text())
-    assert content["calibration"]["num_prompts"] == 2 and len(content["measured"][method]) == 2
+    assert content["calibration"]["num_prompts"] == 2 and len(content["measured"]) == 2
     found = read_tuned(path)
-    assert [plan.num_rows for plan in found.plans] == [1] and found.method == method
-    assert _decoded_with(["--target", target, "--drafter", drafter], tmp_path) == (method, str(path))
-    # Who names a method gets it, with the file only where it is for that method.
-    other = "redrafter" if method == "hybrid" else "hybrid"
-    named = ["--target", target, "--drafter", drafter, "--method", other]
-    assert _decoded_with(named, tmp_path) == (other, None)
-    assert caplog.text.count("was measured for another method") == 1
+    assert [plan.num_rows for plan in found.plans] == [1]
+    assert _decoded_with(["--target", target, "--drafter", drafter], tmp_path) == ("drafter", str(path))
     capsys.readouterr()
 
 

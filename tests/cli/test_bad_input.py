@@ -47,7 +47,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refusal:
 
 
 def decode(target: str, *words: str) -> list[str]:
-    return ["decode", "--target", target, "--device", "cpu", "--method", "autoregressive", *words]
+    return ["decode", "--target", target, "--device", "cpu", "--method", "none", *words]
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,11 @@ def test_missing_things(target: str, refused: Refusal, tmp_path: Path) -> None:
     refused(decode(target, "--out", "x.jsonl"), "need --prompt or --prompts")
     refused(decode(target, "--prompt", "hi", "--device", "gpu"), "--device 'gpu'")
     words = ["decode", "--target", target, "--prompt", "hi", "--method"]
-    refused([*words, "redrafter"], "--method redrafter needs a drafter: give --drafter DIR")
+    refused([*words, "drafter"], "--method drafter needs a drafter: give --drafter DIR")
     refused([*words, "draft-model"], "--method draft-model needs a draft model: give --draft-model NAME")
-    refused([*words, "redrafter", "--drafter", "d", "--tree-size", "34"], "--tree-size 34 exceeds the 33 nodes")
+    refused([*words, "drafter", "--drafter", "d", "--tree-size", "40"], "--tree-size 40 exceeds the 39 nodes")
     refused([*words, "lookup", "--no-speculation"], "leave out --no-speculation or --method lookup")
-    refused([*words[:-1], "--no-speculation", "--compare"], "--compare sets a method beside autoregressive")
+    refused([*words[:-1], "--no-speculation", "--compare"], "--compare sets a method beside plain decoding")
     words = ["decode", "--target", target, "--prompt", "hi", "--drafter"]
     refused([*words, str(tmp_path / "none")], "there is no such folder")
     refused([*words, str(tmp_path)], "holds no config.json")
@@ -99,7 +99,7 @@ def test_missing_things(target: str, refused: Refusal, tmp_path: Path) -> None:
         ("--tree-size", "-3"),
         ("--tree-size", "1025"),
         ("--batch-size", "0"),
-        ("--num-draft-tokens", "0"),
+        ("--num-speculative-tokens", "0"),
         ("--tau", "0"),
         ("--noise-weight", "-1"),
         ("--max-new-tokens", "0"),
@@ -156,7 +156,7 @@ def test_lines_longer_than_the_limit(target: str, refused: Refusal, tmp_path: Pa
     for words in (
         ["decode", *both, "1"],
         ["distill", *both, "1", *out],
-        ["bench", *both, "1", "--methods", "autoregressive", *out],
+        ["bench", *both, "1", "--methods", "none", *out],
         ["tune", *both, "1", "--drafter", "x", *out],
         ["data", "inspect", str(file), "--target", target, "--max-line-mib", "1"],
         ["train", "--model.target", target, "--data.train", str(file), "--data.max_line_mib", "1"],
@@ -204,13 +204,13 @@ def test_chat_templates_of_strangers(
     for words in (
         ["distill", *both, *answers],
         ["data", "inspect", str(file), "--target", str(copy)],
-        ["bench", *both, "--methods", "autoregressive", "--device", "cpu", "--out", str(tmp_path / "r.jsonl")],
+        ["bench", *both, "--methods", "none", "--device", "cpu", "--out", str(tmp_path / "r.jsonl")],
         ["tune", *both, "--drafter", drafter, "--device", "cpu", "--out", str(tmp_path / "t.json")],
         ["export", drafter, "--format", "apple", "--check", "--target", str(copy), "--out", str(tmp_path / "apple")],
     ):
         refused(words, "the chat template of", message)
     with pytest.raises(ValueError, match=re.escape(name)):
-        Engine.load(str(copy), device="cpu", method="autoregressive").generate([[turns[0]]])
+        Engine.load(str(copy), device="cpu", method="none").generate([[turns[0]]])
 
 
 def test_full_disk_at_export(drafter: str, refused: Refusal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

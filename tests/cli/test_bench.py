@@ -32,14 +32,14 @@ def test_one_command_measures_and_prints_the_table(
 ) -> None:
     config = tmp_path / "bench.yaml"
     config.write_text(
-        f"target: {files['target']}\nprompts: {files['prompts']}\nmethods: [autoregressive, redrafter]\n"
+        f"target: {files['target']}\nprompts: {files['prompts']}\nmethods: [none, drafter]\n"
         "max_new_tokens: 4\nrounds: 3\n"
     )
     out = tmp_path / "r.jsonl"
     words = ["bench", "--config", str(config), "--drafter", files["drafter"], "--rounds", "1", "--out", str(out)]
     assert main([*words, "--report", str(tmp_path / "report")]) == 0
     shown = capsys.readouterr()
-    assert "| redrafter" in shown.out and "2 runs made" in shown.err
+    assert "| drafter" in shown.out and "2 runs made" in shown.err
     assert (tmp_path / "report" / "speedup-by-category-mine-t0-batch1.svg").is_file()
     assert main(words) == 0 and "0 runs made" in capsys.readouterr().err
     assert main(["bench", "report", str(out), "--out", str(tmp_path / "again")]) == 0
@@ -54,11 +54,11 @@ def test_results_go_to_weights_and_biases(
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     out = tmp_path / "r.jsonl"
-    words = ["bench", "--target", files["target"], "--prompts", files["prompts"], "--methods", "autoregressive,lookup"]
+    words = ["bench", "--target", files["target"], "--prompts", files["prompts"], "--methods", "none,lookup"]
     assert main([*words, "--max-new-tokens", "3", "--rounds", "1", "--out", str(out), "--wandb", "tests"]) == 0
     (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/results_*.table.json")
     found = json.loads(table.read_text())
-    assert [row[found["columns"].index("label")] for row in found["data"]] == ["autoregressive", "lookup"]
+    assert [row[found["columns"].index("label")] for row in found["data"]] == ["none", "lookup"]
     assert {"rate", "tokens_per_step", "batch_size", "dtype"} <= set(found["columns"])
 
 
@@ -74,7 +74,7 @@ def test_a_sweep_sets_two_drafters_side_by_side(
         assert {json.loads(line)["prompts"]["num_answers"] for line in stream} == {2}  # first turns only
     # Plain decoding at two batch sizes is measured once, four shapes for each drafter.
     assert "10 runs made" in shown.err and "8 runs made" in shown.err
-    assert "redrafter:W2:L2:N5 (drafter)" in shown.out and "redrafter:W2:L2:N5 (other)" in shown.out
+    assert "drafter:W2:L2:N5 (drafter)" in shown.out and "drafter:W2:L2:N5 (other)" in shown.out
 
 
 def fails(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -90,7 +90,7 @@ def test_what_cannot_be_is_refused_in_one_line(
     base = ["bench", "--target", files["target"], "--out", str(tmp_path / "r.jsonl")]
     asked = [*base, "--prompts", files["prompts"]]
     assert "unknown method 'lokup' (did you mean lookup or hf-lookup?)" in fails([*asked, "--methods", "lokup"], capsys)
-    assert "needs a drafter" in fails([*asked, "--methods", "redrafter"], capsys)
+    assert "needs a drafter" in fails([*asked, "--methods", "drafter"], capsys)
     assert "nowhere.jsonl" in fails([*base, "--prompts", "nowhere.jsonl", "--methods", "lookup"], capsys)
     (tmp_path / "empty.jsonl").touch()
     empty = [*base, "--prompts", str(tmp_path / "empty.jsonl"), "--methods", "lookup"]

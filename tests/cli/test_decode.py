@@ -37,7 +37,7 @@ def test_decode_writes_answers(target: str, drafter: str, tmp_path: Path, capsys
     prompts.write_text('{"id": "a", "prompt": "one"}\n{"prompt": "two"}\n')
     common = ["decode", "--target", target, "--prompts", str(prompts), "--max-new-tokens", "6", "--device", "cpu"]
     plain, drafted = tmp_path / "plain.jsonl", tmp_path / "new" / "drafted.jsonl"
-    assert main([*common, "--method", "autoregressive", "--out", str(plain)]) == 0
+    assert main([*common, "--method", "none", "--out", str(plain)]) == 0
     assert main([*common, "--drafter", drafter, "--batch-size", "2", "--compare", "--out", str(drafted)]) == 0
     one, other = rows_of(plain), rows_of(drafted)
     assert [row["id"] for row in one] == ["a", "1"] and [row["prompt"] for row in one] == ["one", "two"]
@@ -52,27 +52,27 @@ def test_decode_writes_answers(target: str, drafter: str, tmp_path: Path, capsys
     record = json.loads((tmp_path / "new" / "drafted.run.json").read_text())
     engine = record["settings"]["engine"]
     tree = [engine[name] for name in ("method", "beam_width", "draft_length", "tree_size")]
-    assert engine["max_rows"] == 2 and tree == ["hybrid", 4, 3, 8]  # a CPU that nobody measured
+    assert engine["max_num_seqs"] == 2 and tree == ["drafter", 4, 3, 8]  # a CPU that nobody measured
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["drafted.jsonl", "drafted.run.json"]
 
 
 def test_decode_without_a_drafter(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["decode", "--target", target, "--device", "cpu", "--prompt", "one", "--max-new-tokens", "6", "--compare"]
-    assert main([*common, "--method", "draft-model", "--draft-model", target, "--num-draft-tokens", "2"]) == 0
+    assert main([*common, "--method", "draft-model", "--draft-model", target, "--num-speculative-tokens", "2"]) == 0
     assert main([*common, "--draft-model", target, "--no-compile"]) == 0
     assert main([*common, "--method", "lookup", "--temperature", "0.8"]) == 0
     shown = capsys.readouterr()
     assert shown.out.count("yes") == 6 and "no drafter" not in shown.err
     assert main(common) == 0
     shown = capsys.readouterr()
-    assert "drafting: hybrid, W 4 L 3 N 8: default for a CPU; there is no drafter: only prompt lookup" in shown.err
-    assert shown.out.count("yes") == 2 and "hybrid" in shown.err
+    assert "drafting: lookup, W 4 L 3 N 8: default for a CPU; there is no drafter" in shown.err
+    assert shown.out.count("yes") == 2
 
 
 def test_decode_prints_and_chats(
     target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    common = ["decode", "--target", target, "--method", "autoregressive", "--max-new-tokens", "3", "--device", "cpu"]
+    common = ["decode", "--target", target, "--method", "none", "--max-new-tokens", "3", "--device", "cpu"]
     assert main([*common, "--raw", "--prompt", "one"]) == 0
     assert "tokens/step" in capsys.readouterr().err
     assert main([*common, "--prompt", "one", "--prompt", "two"]) == 0
@@ -95,15 +95,15 @@ def test_decode_says_what_drafts(target: str, drafter: str, capsys: pytest.Captu
     file = tmp_path / "plain.yaml"
     file.write_text("speculation: false\n")
     for flags, line in (
-        ([], "drafting: hybrid, W 4 L 3 N 8: default for a CPU; nothing was measured (`drafter tune` measures)"),
-        (["--method", "redrafter", "--tree-size", "5"], "drafting: redrafter, W 8 L 4 N 5: as given"),
-        (["--no-speculation"], "drafting: autoregressive: as given"),
-        (["--config", str(file)], "drafting: autoregressive: as given"),
+        ([], "drafting: drafter, W 4 L 3 N 8: default for a CPU; nothing was measured (`drafter tune` measures)"),
+        (["--method", "drafter", "--tree-size", "5"], "drafting: drafter, W 8 L 4 N 5: as given"),
+        (["--no-speculation"], "drafting: none: as given"),
+        (["--config", str(file)], "drafting: none: as given"),
     ):
         assert main([*words, *flags]) == 0
         shown = capsys.readouterr().err.splitlines()
         assert shown[0] == line
-        assert ("3 target forwards" in shown[-1]) or "autoregressive" not in line
+        assert ("3 target forwards" in shown[-1]) or "none" not in line
 
 
 def test_interrupted_decode_keeps_what_is_finished(
@@ -121,7 +121,7 @@ def test_interrupted_decode_keeps_what_is_finished(
 
     monkeypatch.setattr(Engine, "stream", broken_off)
     out = tmp_path / "out.jsonl"
-    words = ["--method", "autoregressive", "--prompt", "a", "--prompt", "b", "--max-new-tokens", "3", "--out", str(out)]
+    words = ["--method", "none", "--prompt", "a", "--prompt", "b", "--max-new-tokens", "3", "--out", str(out)]
     assert main(["decode", "--target", target, "--device", "cpu", *words]) == 130
     assert not out.exists()
     assert [row["id"] for row in rows_of(tmp_path / "out.jsonl.partial")] == ["0"]
@@ -132,7 +132,7 @@ def test_foreign_files_are_kept_and_pipes_are_written_to(
 ) -> None:
     out, pipe = tmp_path / "thesis.txt", tmp_path / "pipe"
     out.write_text("years of work")
-    words = ["decode", "--target", target, "--device", "cpu", "--method", "autoregressive", "--prompt", "a"]
+    words = ["decode", "--target", target, "--device", "cpu", "--method", "none", "--prompt", "a"]
     words += ["--max-new-tokens", "2", "--out"]
     fails([*words, str(out)], capsys, "thesis.txt exists and no earlier run wrote it")
     assert out.read_text() == "years of work"
@@ -165,7 +165,7 @@ def test_distill_then_inspect(target: str, tmp_path: Path, capsys: pytest.Captur
     assert json.loads(out.with_suffix(".run.json").read_text())["settings"]["num_new"] == 4
     capsys.readouterr()
     assert main([*words, "--no-speculation"]) == 0
-    assert "drafting: autoregressive: as given" in capsys.readouterr().err
+    assert "drafting: none: as given" in capsys.readouterr().err
     assert rows_of(out) == rows
     capsys.readouterr()
     good = tmp_path / "good.jsonl"

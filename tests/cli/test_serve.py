@@ -36,13 +36,20 @@ def read(file: Path, *words: str) -> ServeOptions:
 def test_a_flag_goes_first_also_at_its_default(tmp_path: Path) -> None:
     """`--host 127.0.0.1` must not listen on every address of a file."""
     file = tmp_path / "serve.yaml"
-    file.write_text("target: a\nhost: 0.0.0.0\nmax_rows: 3\napi_key: one\nrequest_timeout: 5\nreuse_prefixes: false\n")
-    options = read(file, "--host", "127.0.0.1", "--max-rows", "8")
-    assert (options.host, options.max_rows, options.api_key, options.request_timeout) == ("127.0.0.1", 8, ("one",), 5.0)
+    file.write_text(
+        "target: a\nhost: 0.0.0.0\nmax_num_seqs: 3\napi_key: one\nrequest_timeout: 5\nenable_prefix_caching: false\n"
+    )
+    options = read(file, "--host", "127.0.0.1", "--max-num-seqs", "8")
+    assert (options.host, options.max_num_seqs, options.api_key, options.request_timeout) == (
+        "127.0.0.1",
+        8,
+        ("one",),
+        5.0,
+    )
     assert options.engine_fields(100) == {
-        "max_rows": 8, "max_length": 100, "prefill_chunk": 256, "reuse_prefixes": False,
+        "max_num_seqs": 8, "max_model_len": 100, "prefill_chunk": 256, "enable_prefix_caching": False,
     }  # fmt: skip
-    assert read(file, "--reuse-prefixes").reuse_prefixes is True
+    assert read(file, "--enable-prefix-caching").enable_prefix_caching is True
 
 
 @pytest.mark.parametrize(
@@ -51,12 +58,12 @@ def test_a_flag_goes_first_also_at_its_default(tmp_path: Path) -> None:
         ("target: a\nprot: 1", "'prot' is not accepted"),
         ("target: a\nport: true", "Parser key \"port\": Expected a <class 'int'>. Got value: True"),
         ("target: a\nport: 70000", "--port is 70000"),
-        ("target: a\nmax_rows: 0", "--max-rows is 0"),
+        ("target: a\nmax_num_seqs: 0", "--max-num-seqs is 0"),
         ("target: a\nmax_queue: -1", "--max-queue is -1"),
         ("target: a\nrequest_timeout: 0", "--request-timeout is 0.0"),
         ("target: a\nrequest_timeout: .nan", "--request-timeout is nan"),
-        ("target: a\nmethod: redrafter", "--method redrafter needs a drafter"),
-        ("target: smollm2-135m\nmethod: redrafter\ndrafter: none", "--method redrafter needs a drafter"),
+        ("target: a\nmethod: drafter", "--method drafter needs a drafter"),
+        ("target: smollm2-135m\nmethod: drafter\ndrafter: none", "--method drafter needs a drafter"),
         ("target: a\nmethod: draft-model", "give --draft-model"),
         ("target: a\ndrafter: b\ndraft_model: c", "name one of them with --method"),
         ("target: a\ntuned: plan.json", "--tuned plan.json sizes the trees of a drafter: give --drafter DIR"),
@@ -78,17 +85,17 @@ def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
     ("given", "drafter", "draft_model"),
     [
         ({"target": "smollm2-135m"}, "smollm2-135m", None),
-        ({"target": "smollm2-135m", "method": "hybrid"}, "smollm2-135m", None),
+        ({"target": "smollm2-135m", "method": "drafter"}, "smollm2-135m", None),
         ({"target": "smollm2-135m", "drafter": "mine"}, "mine", None),
         ({"target": "smollm2-135m", "drafter": "none"}, None, None),
-        ({"target": "smollm2-135m", "method": "autoregressive"}, None, None),
+        ({"target": "smollm2-135m", "method": "none"}, None, None),
         ({"target": "smollm2-135m", "method": "lookup"}, None, None),
         ({"target": "smollm2-135m", "speculation": False}, None, None),
         ({"target": "smollm2-135m", "draft_model": "small"}, None, "small"),
         ({"target": "smollm2-135m", "draft_model": "small", "method": "lookup"}, None, None),
         ({"target": "owner/other"}, None, None),
         ({"target": "owner/other", "drafter": "mine"}, "mine", None),
-        ({"target": "owner/other", "drafter": "mine", "method": "autoregressive"}, None, None),
+        ({"target": "owner/other", "drafter": "mine", "method": "none"}, None, None),
         ({"target": "owner/other", "drafter": "mine", "draft_model": "small", "method": "draft-model"}, None, "small"),
     ],
 )
@@ -110,7 +117,7 @@ def test_what_measured_sizes_are_used(tmp_path: Path) -> None:
 
     def settled(**settings: Any) -> EngineConfig:
         options = ServeOptions(
-            target=target, drafter=str(folder), dtype="float32", device="cpu", max_length=64, **settings
+            target=target, drafter=str(folder), dtype="float32", device="cpu", max_model_len=64, **settings
         )
         return load_engine(options).config
 
@@ -118,23 +125,18 @@ def test_what_measured_sizes_are_used(tmp_path: Path) -> None:
         return settled(**settings).tuned
 
     assert used() is None, "nothing was measured"
-    for method in (None, "hybrid", "redrafter"):
+    for method in (None, "drafter"):
         config = settled(method=method)
-        assert (config.method, config.tree_size, config.max_drafted_rows) == (method or "hybrid", 8, 2)
+        assert (config.method, config.tree_size, config.max_drafted_rows) == (method or "drafter", 8, 2)
     config = settled(tree_size=4)
-    assert (config.method, config.tree_size, config.max_drafted_rows) == ("hybrid", 4, None)
-    for method, other in (("hybrid", "redrafter"), ("redrafter", "hybrid")):
-        file.write_text(json.dumps(found | {"method": method}))
-        config = settled()
-        assert (config.method, config.tuned, config.max_drafted_rows) == (method, str(file), None)
-        assert used(method=method) == str(file) and used(method=other) is None
-        with pytest.raises(ValueError, match="was measured for another method"):
-            used(method=other, tuned=str(file))
+    assert (config.method, config.tree_size, config.max_drafted_rows) == ("drafter", 4, None)
     file.write_text(json.dumps(found))
-    assert used() == str(file)
-    assert settled(speculation=False).method == "autoregressive", "no drafts at all, whatever was measured"
-    assert used(tuned="none") is None and settled(tuned="none").method == "hybrid", "drafts of a default size"
-    assert used(tree_size=4) is None and used(method="autoregressive") is None
+    config = settled()
+    assert (config.method, config.tuned, config.max_drafted_rows) == ("drafter", str(file), None)
+    assert used(method="drafter") == str(file)
+    assert settled(speculation=False).method == "none", "no drafts at all, whatever was measured"
+    assert used(tuned="none") is None and settled(tuned="none").method == "drafter", "drafts of a default size"
+    assert used(tree_size=4) is None and used(method="none") is None
     file.rename(tmp_path / "elsewhere.json")
     assert used(tuned=str(tmp_path / "elsewhere.json")) == str(tmp_path / "elsewhere.json")
     file.write_text(json.dumps(found | {"device": "another"}))
@@ -169,7 +171,7 @@ def test_taken_port_is_told_before_anything_is_loaded(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--max-rows", "1000", "--max-length", "16000000"], "lower --max-rows or --max-length"),
+        (["--max-num-seqs", "1000", "--max-model-len", "16000000"], "lower --max-num-seqs or --max-model-len"),
         (["--drafter", "nowhere"], "--drafter nowhere"),
         (["--method", "draft-model"], "--draft-model"),
     ],
@@ -178,7 +180,7 @@ def test_servers_that_cannot_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
     folder = save_target(tmp_path / "target")
-    if "--max-length" in flags:  # a context long enough to ask for too much
+    if "--max-model-len" in flags:  # a context long enough to ask for too much
         file = Path(folder) / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 10**9}))
     capsys.readouterr()  # saving showed a bar
@@ -199,7 +201,7 @@ def process(folder: str, *flags: str) -> Iterator[tuple[subprocess.Popen[str], s
         folder,
         "--port",
         "0",
-        "--max-length",
+        "--max-model-len",
         "200",
     ]
     environment = os.environ | {"DRAFTER_API_KEY": "from-environment", "OMP_NUM_THREADS": "1"}

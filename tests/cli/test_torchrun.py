@@ -49,7 +49,7 @@ def launch(place: Path, *words: str, num_ranks: int = 2) -> subprocess.Popen[str
 def plain(place: Path, max_new_tokens: int) -> str:
     """The answer of one process without drafter."""
     target = Target.load(str(place / "target"), device="cpu")
-    engine = Engine(target, config=EngineConfig(method="autoregressive"))
+    engine = Engine(target, config=EngineConfig(method="none"))
     return engine.generate([MESSAGES], SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True))[0].text
 
 
@@ -69,7 +69,18 @@ def rank_processes(torchrun: int) -> dict[int, int]:
 
 @contextmanager
 def served(place: Path) -> Iterator[tuple[subprocess.Popen[str], openai.OpenAI, dict[int, int]]]:
-    flags = ["--target", "target", "--drafter", "drafter", "--port", "0", "--max-length", "120", "--max-rows", "2"]
+    flags = [
+        "--target",
+        "target",
+        "--drafter",
+        "drafter",
+        "--port",
+        "0",
+        "--max-model-len",
+        "120",
+        "--max-num-seqs",
+        "2",
+    ]
     with launch(place, "serve", *flags) as server:
         try:
             said, found = "", None
@@ -132,13 +143,13 @@ def test_bench_of_two_processes(place: Path) -> None:
     """The first process alone measures and writes."""
     (place / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("hello", "abc xyz")))
     words = ["--target", "target", "--drafter", "drafter", "--prompts", "prompts.jsonl", "--max-new-tokens", "12"]
-    words += ["--methods", "autoregressive,redrafter:W4:L3:N8", "--rounds", "1", "--out", "results.jsonl"]
+    words += ["--methods", "none,drafter:W4:L3:N8", "--rounds", "1", "--out", "results.jsonl"]
     with launch(place, "bench", *words) as run:
         said = run.communicate(timeout=300)[0]
         assert run.returncode == 0, said
     assert said.count("2 runs made") == 1 and said.count("tokens/s") >= 1, said
     rows = [json.loads(line) for line in (place / "results.jsonl").read_text().splitlines()]
-    assert [row["method"].split(":")[0] for row in rows] == ["autoregressive", "redrafter"]
+    assert [row["method"].split(":")[0] for row in rows] == ["none", "drafter"]
     assert all(row["target"]["processes"] == 2 and row["identical"]["num_identical"] == 2 for row in rows)
 
 
@@ -154,9 +165,7 @@ def test_smollm2_over_three_processes(place: Path) -> None:
         said = run.communicate(timeout=600)[0]
         assert run.returncode == 0, said
     rows = [json.loads(line) for line in (place / "answers.jsonl").read_text().splitlines()]
-    engine = Engine(
-        Target.load("smollm2-135m", dtype="float32", device="cpu"), config=EngineConfig(method="autoregressive")
-    )
+    engine = Engine(Target.load("smollm2-135m", dtype="float32", device="cpu"), config=EngineConfig(method="none"))
     wanted = engine.generate(prompts, SamplingParams(max_new_tokens=40))
     assert [row["token_ids"] for row in rows] == [completion.token_ids for completion in wanted]
     assert sum(row["num_target_forwards"] for row in rows) < 0.8 * sum(row["num_tokens"] for row in rows)

@@ -24,20 +24,20 @@ def test_it_is_the_default_on_cuda_only() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("method", ["redrafter", "hybrid", "autoregressive"])
+@pytest.mark.parametrize("method", ["drafter", "none"])
 def test_compiled_steps_give_the_oracles_texts_and_nothing_is_compiled_after_the_warm_up(method: str) -> None:
     """Rows come and go (1 to 4 at a time), texts grow over several buckets of slots, some rows sample."""
     torch.compiler.reset()
     config = EngineConfig(
         method=method,  # type: ignore[arg-type]
-        max_rows=4,
-        max_length=200,
+        max_num_seqs=4,
+        max_model_len=200,
         beam_width=3,
         draft_length=3,
-        tree_size=None if method == "autoregressive" else 7,
+        tree_size=None if method == "none" else 7,
         compile=True,
     )
-    drafter = None if method == "autoregressive" else trained_drafter()
+    drafter = None if method == "none" else trained_drafter()
     engine = Engine(shared_target(), drafter, config)
     engine.reserve(200)
     prompts = prompts_for(6, seed=5, sizes=(1, 5, 20, 130))

@@ -33,7 +33,7 @@ def prompts_for(num_prompts: int, *, seed: int, sizes: tuple[int, ...] = (1, 2, 
 
 def answers_of(target: Target, prompts: list[list[int]], params: SamplingParams = _ANSWER) -> list[list[int]]:
     """The oracle: autoregressive decoding."""
-    engine = Engine(target, config=EngineConfig(method="autoregressive", max_rows=8))
+    engine = Engine(target, config=EngineConfig(method="none", max_num_seqs=8))
     return [completion.token_ids for completion in engine.generate(prompts, params)]
 
 

@@ -64,7 +64,7 @@ def answer(engine: Engine, asked: Sequence[Request]) -> list[Completion]:
 @lru_cache
 def oracle(target: Target, asked: tuple[Request, ...]) -> list[list[int]]:
     """What autoregressive decoding answers; the same target and requests are asked once."""
-    engine = Engine(target, config=EngineConfig(method="autoregressive", max_rows=4))
+    engine = Engine(target, config=EngineConfig(method="none", max_num_seqs=4))
     return [completion.token_ids for completion in answer(engine, asked)]
 
 

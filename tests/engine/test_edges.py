@@ -21,7 +21,7 @@ NO_EOS = SamplingParams(max_new_tokens=20, ignore_eos=True)
 KNOWN = prompts_for(4, seed=100, sizes=(5,))
 
 
-@pytest.mark.parametrize("method", ["autoregressive", "redrafter"])
+@pytest.mark.parametrize("method", ["none", "drafter"])
 def test_a_token_whose_numbers_overflow_spoils_no_other(method: Method) -> None:
     """Neither where it is drafted in vain nor where an earlier request held it."""
     target = tiny_target()
@@ -30,15 +30,15 @@ def test_a_token_whose_numbers_overflow_spoils_no_other(method: Method) -> None:
     wanted = answers_of(target, [prompt], NO_EOS)
     assert bad not in [*prompt, *wanted[0]]
     target.model.get_input_embeddings().weight.data[bad] = torch.nan
-    config = EngineConfig(method=method, max_rows=1, beam_width=61, draft_length=2, tree_size=62)
-    drafter = trained_drafter() if method == "redrafter" else None
+    config = EngineConfig(method=method, max_num_seqs=1, beam_width=61, draft_length=2, tree_size=62)
+    drafter = trained_drafter() if method == "drafter" else None
     engine = Engine(target, drafter, replace(config, tree_size=None) if drafter is None else config)
     engine.generate([[bad, *prompt]], NO_EOS)
     assert [item.token_ids for item in engine.generate([prompt], NO_EOS)] == wanted
 
 
 def test_rows_that_were_left_do_not_make_a_greedy_batch_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_rows=4, tree_size=8))
+    engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_num_seqs=4, tree_size=8))
     engine.generate(KNOWN, replace(NO_EOS, temperature=1.0, top_p=0.9))
     noises: list[int] = []
     monkeypatch.setattr(runner, "gumbel_noise", lambda *_, **__: noises.append(1))
@@ -46,11 +46,9 @@ def test_rows_that_were_left_do_not_make_a_greedy_batch_sample(monkeypatch: pyte
     assert not noises
 
 
-@pytest.mark.parametrize("method", ["lookup", "hybrid"])
-def test_more_matches_than_the_text_has_places(method: Method) -> None:
-    config = EngineConfig(method=method, beam_width=200, draft_length=2, max_rows=2, tree_size=12)
-    drafter = None if method == "hybrid" else trained_drafter()
-    assert assert_lossless(Engine(shared_target(), drafter, config), [(prompt, NO_EOS) for prompt in KNOWN]) > 1.0
+def test_more_matches_than_the_text_has_places() -> None:
+    config = EngineConfig(method="lookup", beam_width=200, draft_length=2, max_num_seqs=2, tree_size=12)
+    assert assert_lossless(Engine(shared_target(), None, config), [(prompt, NO_EOS) for prompt in KNOWN]) > 1.0
 
 
 @pytest.mark.parametrize("context", ["last", "history"])
@@ -60,7 +58,7 @@ def test_a_reused_prefix_gives_the_context_that_reading_it_gives(context: str) -
     contexts = []
     for reuse in (False, True):
         engine = Engine(
-            shared_target(), trained_drafter(context=context), EngineConfig(max_rows=1, reuse_prefixes=reuse)
+            shared_target(), trained_drafter(context=context), EngineConfig(max_num_seqs=1, enable_prefix_caching=reuse)
         )
         engine.reserve(90)
         engine.generate([prompt], replace(NO_EOS, max_new_tokens=1))
@@ -79,7 +77,7 @@ def test_no_prompts_need_no_cache() -> None:
 
 
 def test_one_call_at_a_time() -> None:
-    engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_rows=2, tree_size=8))
+    engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_num_seqs=2, tree_size=8))
     stream = engine.stream(KNOWN[:1], NO_EOS)
     tokens = list(next(stream).token_ids)
     with pytest.raises(ValueError, match="another call"):
@@ -96,7 +94,7 @@ def test_one_prompt_is_no_list_of_prompts(prompts: Any) -> None:
 
 
 def test_a_row_limit_outlives_a_larger_cache() -> None:
-    engine = Engine(shared_target(), config=EngineConfig(method="autoregressive", max_rows=4))
+    engine = Engine(shared_target(), config=EngineConfig(method="none", max_num_seqs=4))
     engine.limit_rows(1)
     engine.reserve(200)
     for prompt in KNOWN:
@@ -107,7 +105,7 @@ def test_a_row_limit_outlives_a_larger_cache() -> None:
 
 def test_a_draft_models_cache_must_fit_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft_model = tiny_target(), tiny_target(1)
-    engine = Engine(target, config=EngineConfig(method="draft-model", max_rows=2), draft_model=draft_model)
+    engine = Engine(target, config=EngineConfig(method="draft-model", max_num_seqs=2), draft_model=draft_model)
     alone = memory.cache_bytes(target, 2, 128) + memory.step_bytes(target, 2, 6, 5, has_noise=False)
     monkeypatch.setattr(memory, "available_bytes", lambda device: alone)
     with pytest.raises(ValueError, match="2 rows of 128 slots need"):
@@ -128,4 +126,4 @@ def test_drafters_that_cannot_work_are_refused_before_the_first_step() -> None:
 
 def test_a_tree_of_one_node_is_plain_decoding_however_it_is_written() -> None:
     entry = {"beam_width": 2, "draft_length": 2, "tree_size": 1, "tokens_per_step": 1.0, "step_seconds": 0.1}
-    assert _plan_of({"num_rows": 1, "choices": [entry]}, "hybrid").plain.tree == PLAIN
+    assert _plan_of({"num_rows": 1, "choices": [entry]}).plain.tree == PLAIN

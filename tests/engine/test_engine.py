@@ -21,7 +21,7 @@ KNOWN = prompts_for(16, seed=100)
 
 
 def new_engine(**settings: object) -> Engine:
-    fields: dict[str, object] = {"beam_width": 4, "draft_length": 4, "tree_size": 10, "max_rows": 4}
+    fields: dict[str, object] = {"beam_width": 4, "draft_length": 4, "tree_size": 10, "max_num_seqs": 4}
     return Engine(shared_target(), trained_drafter(), EngineConfig(**(fields | settings)))  # type: ignore[arg-type]
 
 
@@ -49,7 +49,7 @@ def test_hugging_face_generates_the_same() -> None:
 
 
 def test_autoregressive_decoding_takes_one_forward_per_token() -> None:
-    engine = new_engine(method="autoregressive", tree_size=None)
+    engine = new_engine(method="none", tree_size=None)
     for completion in engine.generate(KNOWN[:5], NO_EOS):
         assert completion.num_target_forwards == 30 and completion.tokens_per_step == 1.0
 
@@ -81,7 +81,7 @@ SHAPES: list[tuple[int, int, int, int | None, TreePolicy]] = [
 def test_any_tree_gives_the_oracles_tokens(
     rows: int, width: int, length: int, size: int | None, policy: TreePolicy
 ) -> None:
-    engine = new_engine(max_rows=rows, beam_width=width, draft_length=length, tree_size=size, tree_policy=policy)
+    engine = new_engine(max_num_seqs=rows, beam_width=width, draft_length=length, tree_size=size, tree_policy=policy)
     assert_lossless(engine, [*((prompt, NO_EOS) for prompt in KNOWN[:3]), *requests(4, seed=rows)])
 
 
@@ -92,7 +92,7 @@ def test_grid(rows: int, width: int, length: int, policy: TreePolicy) -> None:
     largest = 1 + width * length
     for size in sorted({2, min(33, largest), largest}) if policy == "all-nodes" else [None]:
         engine = new_engine(
-            max_rows=rows,
+            max_num_seqs=rows,
             beam_width=width,
             draft_length=length,
             tree_size=size,
@@ -104,7 +104,7 @@ def test_grid(rows: int, width: int, length: int, policy: TreePolicy) -> None:
 
 @pytest.mark.parametrize(("context", "head"), [("last", "full"), ("fused", "tied"), ("history", "tied")])
 def test_any_drafter_gives_the_oracles_tokens(context: str, head: str) -> None:
-    config = EngineConfig(beam_width=4, draft_length=3, tree_size=9, max_rows=3)
+    config = EngineConfig(beam_width=4, draft_length=3, tree_size=9, max_num_seqs=3)
     engine = Engine(shared_target(), trained_drafter(context, head), config)
     assert assert_lossless(engine, [(prompt, NO_EOS) for prompt in KNOWN[:6]]) > 1.5
     assert_lossless(engine, requests(4, seed=4))
@@ -118,7 +118,7 @@ def test_rows_come_and_go_while_others_prefill(chunk: int) -> None:
         (prompt, replace(NO_EOS, max_new_tokens=1 + 4 * (i % 5), temperature=0.7 * (i % 2), seed=i))
         for i, prompt in enumerate(prompts + KNOWN[:3])
     ]
-    assert_lossless(new_engine(max_rows=3, prefill_chunk=chunk), asked)
+    assert_lossless(new_engine(max_num_seqs=3, prefill_chunk=chunk), asked)
 
 
 def test_one_token_prompts_and_one_token_answers() -> None:
@@ -172,10 +172,10 @@ def test_context_limit() -> None:
 
 
 def test_max_length_of_the_engine() -> None:
-    engine = new_engine(max_length=20)
+    engine = new_engine(max_model_len=20)
     completion = engine.generate([KNOWN[0]], NO_EOS)[0]
     assert len(completion.token_ids) == 20 - len(KNOWN[0]) and completion.finish_reason == "length"
-    with pytest.raises(ValueError, match="raise --max-length"):
+    with pytest.raises(ValueError, match="raise --max-model-len"):
         engine.generate([[5] * 20], NO_EOS)
 
 
@@ -215,19 +215,19 @@ def test_parameters_are_one_or_one_for_each() -> None:
 
 
 def test_what_a_method_needs_is_asked_for() -> None:
-    with pytest.raises(ValueError, match="--method redrafter needs a drafter"):
-        Engine(shared_target(), None, EngineConfig(method="redrafter"))
+    with pytest.raises(ValueError, match="--method drafter needs a drafter"):
+        Engine(shared_target(), None, EngineConfig(method="drafter"))
     with pytest.raises(ValueError, match="--beam-width 64 exceeds the drafter's vocabulary of 61"):
         new_engine(beam_width=64)
     other = tiny_target(9, hidden_size=16)
     with pytest.raises(ValueError, match="'tiny-9'"):
         Engine(other, trained_drafter())
-    assert Engine(shared_target()).config.method == "hybrid"  # of lookup and recycling
+    assert Engine(shared_target()).config.method == "lookup"
 
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_stream_brings_every_token_once_and_in_order(rows: int) -> None:
-    engine = new_engine(max_rows=rows)
+    engine = new_engine(max_num_seqs=rows)
     tokens: dict[int, list[int]] = {}
     done: dict[int, Completion] = {}
     for event in engine.stream(KNOWN[:6], NO_EOS):
@@ -241,7 +241,7 @@ def test_stream_brings_every_token_once_and_in_order(rows: int) -> None:
 
 
 def test_stream_that_is_left_leaves_no_row_behind() -> None:
-    engine = new_engine(max_rows=2)
+    engine = new_engine(max_num_seqs=2)
     for event in engine.stream(KNOWN[:5], NO_EOS):
         if event.index == 1:
             break
@@ -250,7 +250,7 @@ def test_stream_that_is_left_leaves_no_row_behind() -> None:
 
 
 def test_abort_of_waiting_and_running_requests() -> None:
-    engine = new_engine(max_rows=2)
+    engine = new_engine(max_num_seqs=2)
     requests = [engine.add(prompt, NO_EOS) for prompt in KNOWN[:5]]
     engine.step()
     assert (engine.num_running, engine.num_waiting) == (2, 3)
@@ -274,7 +274,7 @@ def test_abort_of_waiting_and_running_requests() -> None:
 def test_rows_grow_between_calls_but_not_under_running_requests() -> None:
     engine = new_engine()
     engine.add(KNOWN[0], NO_EOS)
-    with pytest.raises(ValueError, match="set --max-length"):
+    with pytest.raises(ValueError, match="set --max-model-len"):
         engine.add(KNOWN[1], replace(NO_EOS, max_new_tokens=200))
     while engine.has_work:
         engine.step()
@@ -285,12 +285,12 @@ def test_rows_grow_between_calls_but_not_under_running_requests() -> None:
 def test_seed_alone_decides_a_sampled_answer() -> None:
     """Same prompt, many seeds: a seed's answer is the same in any batch, row, tree and method."""
     params = [SamplingParams(max_new_tokens=16, temperature=1.2, seed=seed, ignore_eos=True) for seed in range(6)]
-    alone = [new_engine(max_rows=1).generate([[7, 8]], one)[0].token_ids for one in params]
+    alone = [new_engine(max_num_seqs=1).generate([[7, 8]], one)[0].token_ids for one in params]
     assert len({tuple(answer) for answer in alone}) == 6
     order = [3, 0, 5, 1, 4, 2, 3]
-    together = new_engine(max_rows=3, beam_width=7, tree_size=20).generate([[7, 8]] * 7, [params[i] for i in order])
+    together = new_engine(max_num_seqs=3, beam_width=7, tree_size=20).generate([[7, 8]] * 7, [params[i] for i in order])
     assert ids(together) == [alone[i] for i in order]
-    plain = new_engine(method="autoregressive", tree_size=None).generate([[7, 8]] * 6, params)
+    plain = new_engine(method="none", tree_size=None).generate([[7, 8]] * 6, params)
     assert ids(plain) == alone
 
 
@@ -304,7 +304,7 @@ def test_every_kind_of_sampling_in_one_batch() -> None:
         replace(NO_EOS, temperature=1.0, top_k=20, top_p=0.9, min_p=0.05, seed=-5),
         replace(NO_EOS, temperature=1e-3, seed=2**64 - 1),
     ]
-    engine = new_engine(max_rows=7)
+    engine = new_engine(max_num_seqs=7)
     assert_lossless(engine, [(KNOWN[0], one) for one in params])
     greedy, cold = engine.generate([KNOWN[0]] * 2, [params[0], params[-1]])
     assert greedy.token_ids == cold.token_ids

@@ -34,19 +34,17 @@ NUM_TOKENS = 3
 V = 5
 PROMPT = [1, 2, 3, 1, 2, 3, 1]  # repeats itself, so that lookup has something to propose
 
-TREE = EngineConfig(max_rows=256, reuse_prefixes=False, beam_width=3, draft_length=3, tree_size=8)
+TREE = EngineConfig(max_num_seqs=256, enable_prefix_caching=False, beam_width=3, draft_length=3, tree_size=8)
 METHODS = {
-    "autoregressive": replace(TREE, method="autoregressive"),
-    "redrafter": TREE,
-    "redrafter final-beams": replace(TREE, tree_size=None, tree_policy="final-beams"),
-    "redrafter uncoupled": replace(TREE, coupled=False),
-    "redrafter tau": replace(TREE, tau=2.0),
+    "none": replace(TREE, method="none"),
+    "drafter": TREE,
+    "drafter final-beams": replace(TREE, tree_size=None, tree_policy="final-beams"),
+    "drafter uncoupled": replace(TREE, coupled=False),
+    "drafter tau": replace(TREE, tau=2.0),
     "lookup": replace(TREE, method="lookup"),
-    "hybrid": replace(TREE, method="hybrid"),
-    "recycling": replace(TREE, method="recycling"),
-    "draft-model": replace(TREE, method="draft-model", num_draft_tokens=3),
-    "draft-model uncoupled": replace(TREE, method="draft-model", num_draft_tokens=3, coupled=False),
-    "draft-model rejection": replace(TREE, method="draft-model", num_draft_tokens=3, verify="rejection"),
+    "draft-model": replace(TREE, method="draft-model", num_speculative_tokens=3),
+    "draft-model uncoupled": replace(TREE, method="draft-model", num_speculative_tokens=3, coupled=False),
+    "draft-model rejection": replace(TREE, method="draft-model", num_speculative_tokens=3, verify="rejection"),
 }
 SETTINGS = {
     "temperature 0.7": SamplingParams(temperature=0.7, max_new_tokens=NUM_TOKENS),
@@ -71,10 +69,10 @@ def make_engine(method):
 def sample(engine, num_seeds, settings=SETTINGS):
     """Answers by setting, one for each seed, and tokens per step; the settings take turns in every batch."""
     answers = {name: [] for name in settings}
-    names = list(settings) * engine.config.max_rows
+    names = list(settings) * engine.config.max_num_seqs
     num_forwards = 0
-    for start in range(0, num_seeds, engine.config.max_rows):
-        seeds = range(start, min(start + engine.config.max_rows, num_seeds))
+    for start in range(0, num_seeds, engine.config.max_num_seqs):
+        seeds = range(start, min(start + engine.config.max_num_seqs, num_seeds))
         params = [replace(settings[name], seed=seed) for name, seed in zip(names, seeds, strict=False)]
         for name, completion in zip(names, engine.generate([PROMPT] * len(seeds), params), strict=False):
             answers[name].append(tuple(completion.token_ids))
@@ -112,7 +110,7 @@ def p_values(engine, answers):
 
 @pytest.fixture(scope="module")
 def autoregressive_answers():
-    return sample(make_engine("autoregressive"), FEW_SEEDS)[0]
+    return sample(make_engine("none"), FEW_SEEDS)[0]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -123,7 +121,7 @@ def test_few_seeds(method, autoregressive_answers):
     values = p_values(engine, answers)
     assert min(values.values()) > ALPHA, values
     assert (answers == autoregressive_answers) == (engine.config.verify == "coupled")
-    assert tokens_per_step == 1.0 if method == "autoregressive" else tokens_per_step > 1.1, tokens_per_step
+    assert tokens_per_step == 1.0 if method == "none" else tokens_per_step > 1.1, tokens_per_step
 
 
 @pytest.mark.slow
@@ -144,7 +142,7 @@ def test_probabilities_of_all_answers_sum_to_one():
 
 def test_teeth_temperatures_swapped():
     """Answers at 0.7 are told from those at 1.3."""
-    engine = make_engine("autoregressive")
+    engine = make_engine("none")
     names = "temperature 0.7", "temperature 1.3"
     answers, _ = sample(engine, FEW_SEEDS, {name: SETTINGS[name] for name in names})
     for name, other in (names, names[::-1]):
@@ -160,7 +158,7 @@ def test_teeth_noise_without_position(monkeypatch):
         return keyed(seed_B, torch.zeros_like(position_BT), token_ids, **stream)
 
     monkeypatch.setattr(runner, "gumbel_noise", unkeyed)
-    engine = make_engine("redrafter")
+    engine = make_engine("drafter")
     values = p_values(engine, sample(engine, FEW_SEEDS)[0])
     assert max(values.values()) < ALPHA, values
 

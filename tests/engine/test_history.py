@@ -13,11 +13,11 @@ from tests.engine.oracle import assert_lossless
 NO_EOS = SamplingParams(max_new_tokens=40, ignore_eos=True)
 
 
-@pytest.mark.parametrize("method", ["redrafter", "hybrid"])
+@pytest.mark.parametrize("method", ["drafter"])
 def test_memory_has_read_what_is_committed(method: Method) -> None:
     """After any steps over ragged rows the context is what one pass over the committed text gives."""
     target, drafter = shared_target(), trained_drafter(context="history")
-    engine = Engine(target, drafter, EngineConfig(method=method, max_rows=3, prefill_chunk=4, tree_size=12))
+    engine = Engine(target, drafter, EngineConfig(method=method, max_num_seqs=3, prefill_chunk=4, tree_size=12))
     engine.reserve(80)
     requests = [engine.add(prompt, NO_EOS) for prompt in prompts_for(3, seed=21)]
     num_steps = sum(bool(engine.step()) for _ in range(12))
@@ -35,7 +35,7 @@ def test_memory_has_read_what_is_committed(method: Method) -> None:
 
 
 def test_answers_are_plain_decodings() -> None:
-    config = EngineConfig(max_rows=3, beam_width=4, draft_length=3, tree_size=10, reuse_prefixes=True)
+    config = EngineConfig(max_num_seqs=3, beam_width=4, draft_length=3, tree_size=10, enable_prefix_caching=True)
     engine = Engine(shared_target(), trained_drafter(context="history"), config)
     params = [SamplingParams(max_new_tokens=24, temperature=temperature) for temperature in (0.0, 0.8)]
     asked = [(prompt, item) for item in params for prompt in prompts_for(8, seed=100)]

@@ -16,11 +16,11 @@ PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
 def test_an_engine_is_loaded_by_names(tmp_path: Path) -> None:
     target = save_target(tmp_path / "target")
     tiny_drafter().save_pretrained(tmp_path / "drafter")
-    plain = Engine.load(target, dtype="float32", runtime="torch", max_rows=2, method="autoregressive")
+    plain = Engine.load(target, dtype="float32", runtime="torch", max_num_seqs=2, method="none")
     drafted = Engine.load(target, str(tmp_path / "drafter"), dtype="float32", runtime="torch", draft_length=2)
     without = Engine.load(target, "none")
-    assert (plain.config.max_rows, plain.config.method) == (2, "autoregressive")
-    assert (drafted.config.method, drafted.config.draft_length) == ("hybrid", 2)
+    assert (plain.config.max_num_seqs, plain.config.method) == (2, "none")
+    assert (drafted.config.method, drafted.config.draft_length) == ("drafter", 2)
     assert without.target.device.type == "cpu" and without.proposer.num_nodes > 1
     first, second = (engine.generate(["hello"], PARAMS)[0] for engine in (plain, drafted))
     assert first.token_ids == second.token_ids and len(first.token_ids) == 12
@@ -28,8 +28,8 @@ def test_an_engine_is_loaded_by_names(tmp_path: Path) -> None:
 
 def test_wrong_names_are_refused(tmp_path: Path) -> None:
     target = save_target(tmp_path / "target")
-    with pytest.raises(ValueError, match="--max-rows is 0"):
-        Engine.load(target, max_rows=0)
+    with pytest.raises(ValueError, match="--max-num-seqs is 0"):
+        Engine.load(target, max_num_seqs=0)
     with pytest.raises(TypeError, match="max_row"):
         Engine.load(target, max_row=1)
     with pytest.raises(FileNotFoundError, match="there is no such folder"):

@@ -23,11 +23,11 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="processes of 
 
 _TREE = {"beam_width": 4, "draft_length": 3, "tree_size": 8}
 _CONFIGS = {
-    "autoregressive": EngineConfig(method="autoregressive", max_rows=4),
-    "one row": EngineConfig(method="redrafter", max_rows=1, **_TREE),
-    "redrafter": EngineConfig(method="redrafter", max_rows=4, **_TREE),
-    "hybrid": EngineConfig(method="hybrid", max_rows=3, prefill_chunk=4, **_TREE),
-    "prefixes": EngineConfig(method="hybrid", max_rows=2, reuse_prefixes=True, max_length=128, **_TREE),
+    "none": EngineConfig(method="none", max_num_seqs=4),
+    "one row": EngineConfig(method="drafter", max_num_seqs=1, **_TREE),
+    "drafter": EngineConfig(method="drafter", max_num_seqs=4, **_TREE),
+    "chunks": EngineConfig(method="drafter", max_num_seqs=3, prefill_chunk=4, **_TREE),
+    "prefixes": EngineConfig(method="drafter", max_num_seqs=2, enable_prefix_caching=True, max_model_len=128, **_TREE),
 }
 _ASKED = requests(6, seed=3)
 _SHARED = tuple((tuple(range(3, 40)) + (end,), SamplingParams(max_new_tokens=12, ignore_eos=True)) for end in (5, 6, 7))
@@ -55,7 +55,7 @@ def answers(models: Models) -> dict[str, Any]:
         done = engine.generate([ids for ids, _ in asked], [params for _, params in asked])
         found[name] = [completion.token_ids for completion in done]
         found[f"{name} steps"] = sum(completion.num_target_forwards for completion in done)
-    engine = Engine(models.target, models.drafter, _CONFIGS["redrafter"])
+    engine = Engine(models.target, models.drafter, _CONFIGS["drafter"])
     for refused in ([], [10**6]):
         with pytest.raises(ValueError):
             engine.generate([refused])
@@ -74,10 +74,10 @@ def test_two_processes_answer_as_one(folder: Path) -> None:
     ended = in_ranks(folder, answers, load=with_drafter)
     assert ended.exit_codes == [0, 0], ended.result
     wanted = oracle(shared_target(), _ASKED)
-    for name in ("autoregressive", "one row", "redrafter", "hybrid"):
+    for name in ("none", "one row", "drafter", "chunks"):
         assert ended.result[name] == wanted, name
     assert ended.result["prefixes"] == oracle(shared_target(), _SHARED)
-    assert ended.result["redrafter steps"] < ended.result["autoregressive steps"], "drafts are accepted"
+    assert ended.result["drafter steps"] < ended.result["none steps"], "drafts are accepted"
     assert ended.result["kept"] == oracle(shared_target(), (((1, 2, 3), replace(_SHARED[0][1], max_new_tokens=5)),))[0]
 
 
@@ -111,7 +111,7 @@ def test_no_process_outlives_another(folder: Path, victim: int) -> None:
         return Models(target, None, None)
 
     def work(models: Models) -> Any:
-        engine = Engine(models.target, config=_CONFIGS["autoregressive"])
+        engine = Engine(models.target, config=_CONFIGS["none"])
         return engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=40, ignore_eos=True))[0].token_ids
 
     ended = in_ranks(folder, work, load=load)
@@ -134,8 +134,8 @@ def test_processes_that_nobody_started_are_missed(folder: Path) -> None:
 
 def test_an_engine_of_ones_own_parts_is_refused(folder: Path) -> None:
     def work(models: Models) -> Any:
-        engine = Engine(models.target, config=_CONFIGS["autoregressive"])
-        return Engine(models.target, config=_CONFIGS["autoregressive"], proposer=engine.proposer)
+        engine = Engine(models.target, config=_CONFIGS["none"])
+        return Engine(models.target, config=_CONFIGS["none"], proposer=engine.proposer)
 
     ended = in_ranks(folder, work)
     assert "takes its proposer and tree from its settings only" in ended.result

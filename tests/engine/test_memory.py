@@ -51,7 +51,7 @@ class PeakBytes(TorchDispatchMode):
 def peak_of_a_step(engine: Engine, temperature: float) -> int:
     """Of a step with every row of the engine decoding."""
     engine.reserve(64)
-    for row in range(engine.config.max_rows):
+    for row in range(engine.config.max_num_seqs):
         engine.add([row + 3, 5, 9], SamplingParams(max_new_tokens=30, temperature=temperature, ignore_eos=True))
     engine.step()
     engine.step()
@@ -64,7 +64,7 @@ def peak_of_a_step(engine: Engine, temperature: float) -> int:
 @pytest.mark.parametrize(("num_rows", "num_nodes"), [(1, 1), (1, 12), (4, 8)])
 def test_a_steps_peak_is_the_formulas(num_rows: int, num_nodes: int, temperature: float) -> None:
     target = tiny_target(vocab_size=20000)
-    config = EngineConfig(method="autoregressive", max_rows=num_rows, tree_size=num_nodes)
+    config = EngineConfig(method="none", max_num_seqs=num_rows, tree_size=num_nodes)
     engine = Engine(target, config=config)
     expected = memory.step_bytes(target, num_rows, num_nodes, 0, has_noise=temperature > 0)
     assert peak_of_a_step(engine, temperature) == pytest.approx(expected, rel=0.1)
@@ -80,7 +80,7 @@ def test_drafted_trees_peak_at_the_same_formula(num_rows: int, num_nodes: int, t
     )
     drafter = RecurrentDrafter(settings).bind(target)
     drafter.set_draft_token_ids(torch.arange(500)).bind(target)
-    config = EngineConfig(max_rows=num_rows, beam_width=4, draft_length=3, tree_size=num_nodes)
+    config = EngineConfig(max_num_seqs=num_rows, beam_width=4, draft_length=3, tree_size=num_nodes)
     engine = Engine(target, drafter, config)
     expected = memory.step_bytes(target, num_rows, num_nodes, engine.proposer.max_depth, has_noise=temperature > 0)
     assert peak_of_a_step(engine, temperature) == pytest.approx(expected, rel=0.1)
@@ -88,7 +88,7 @@ def test_drafted_trees_peak_at_the_same_formula(num_rows: int, num_nodes: int, t
 
 def test_an_engine_that_cannot_fit_says_so_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target()
-    engine = Engine(target, config=EngineConfig(method="autoregressive", max_rows=3))
+    engine = Engine(target, config=EngineConfig(method="none", max_num_seqs=3))
     need = memory.cache_bytes(target, 3, 128) + memory.step_bytes(target, 3, 1, 0, has_noise=False)
     monkeypatch.setattr(memory, "available_bytes", lambda device: need - 1)
     with pytest.raises(ValueError, match=r"3 rows of 128 slots need .* GiB .* lower --batch-size"):

@@ -81,7 +81,7 @@ def drafter() -> RecurrentDrafter:
     ],
 )
 def test_answers_are_transformers_own(rows: int, width: int, length: int, size: int | None, policy: TreePolicy) -> None:
-    config = EngineConfig(max_rows=rows, beam_width=width, draft_length=length, tree_size=size, tree_policy=policy)
+    config = EngineConfig(max_num_seqs=rows, beam_width=width, draft_length=length, tree_size=size, tree_policy=policy)
     completions = Engine(target(), drafter(), config).generate(PROMPTS, GREEDY)
     assert [completion.token_ids for completion in completions] == hugging_face_answers()
     num_tokens = sum(len(completion.token_ids) for completion in completions)
@@ -93,16 +93,14 @@ def test_answers_are_transformers_own(rows: int, width: int, length: int, size: 
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_autoregressive_decoding_is_transformers_own(rows: int) -> None:
-    completions = Engine(target(), config=EngineConfig(method="autoregressive", max_rows=rows)).generate(
-        PROMPTS, GREEDY
-    )
+    completions = Engine(target(), config=EngineConfig(method="none", max_num_seqs=rows)).generate(PROMPTS, GREEDY)
     assert [completion.token_ids for completion in completions] == hugging_face_answers()
 
 
 def test_seed_decides_a_sampled_answer() -> None:
     params = [SamplingParams(max_new_tokens=24, temperature=0.8, top_p=0.95, seed=seed) for seed in range(len(PROMPTS))]
-    plain = Engine(target(), config=EngineConfig(method="autoregressive", max_rows=8)).generate(PROMPTS, params)
-    drafted = Engine(target(), drafter(), EngineConfig(max_rows=2)).generate(PROMPTS, params)
+    plain = Engine(target(), config=EngineConfig(method="none", max_num_seqs=8)).generate(PROMPTS, params)
+    drafted = Engine(target(), drafter(), EngineConfig(max_num_seqs=2)).generate(PROMPTS, params)
     assert [completion.token_ids for completion in drafted] == [completion.token_ids for completion in plain]
 
 
@@ -113,9 +111,11 @@ def test_exact_attention_drafts_the_text_of_plain_bfloat16_steps() -> None:
     shipped = load_drafter("smollm2-135m", half)
 
     def answers(config: EngineConfig) -> list[list[int]]:
-        found = Engine(half, None if config.method == "autoregressive" else shipped, config).generate(PROMPTS, GREEDY)
+        found = Engine(half, None if config.method == "none" else shipped, config).generate(PROMPTS, GREEDY)
         return [completion.token_ids for completion in found]
 
-    plain = EngineConfig(method="autoregressive", max_rows=1, tree_size=8, exact_attention=True)
-    drafted = EngineConfig(method="hybrid", max_rows=1, beam_width=4, draft_length=3, tree_size=8, exact_attention=True)
+    plain = EngineConfig(method="none", max_num_seqs=1, tree_size=8, exact_attention=True)
+    drafted = EngineConfig(
+        method="drafter", max_num_seqs=1, beam_width=4, draft_length=3, tree_size=8, exact_attention=True
+    )
     assert answers(drafted) == answers(plain)

@@ -27,7 +27,7 @@ def run(engine: Engine, *, until: Callable[[], bool] | None = None) -> list[Upda
 
 
 def plain_answer(prompt_ids: list[int], params: SamplingParams = GREEDY) -> list[int]:
-    return tiny_engine(method="autoregressive", tree_size=None).generate([prompt_ids], params)[0].token_ids
+    return tiny_engine(method="none", tree_size=None).generate([prompt_ids], params)[0].token_ids
 
 
 def chat(text: str) -> list[int]:
@@ -120,7 +120,7 @@ def test_next_turn_of_a_chat_reuses_the_answer_too() -> None:
 
 
 def test_prefixes_survive_rows_that_come_go_and_move() -> None:
-    engine = tiny_engine(max_rows=3)
+    engine = tiny_engine(max_num_seqs=3)
     requests = []
     for turn in range(12):
         params = SamplingParams(
@@ -139,7 +139,7 @@ def test_prefixes_survive_rows_that_come_go_and_move() -> None:
 
 
 def test_prefixes_are_left_alone_unless_asked_for() -> None:
-    engine = tiny_engine(reuse_prefixes=False)
+    engine = tiny_engine(enable_prefix_caching=False)
     requests = [engine.add(chat("Name a colour."), GREEDY)]
     run(engine)
     requests.append(engine.add(chat("Name a colour."), GREEDY))
@@ -219,7 +219,7 @@ def failing_once(engine: Engine, error: Exception, *, after: int) -> None:
 
 
 def test_dropped_rows_are_gone_and_waiting_requests_go_on() -> None:
-    engine = tiny_engine(max_rows=2)
+    engine = tiny_engine(max_num_seqs=2)
     requests = [engine.add(chat(f"Question {i}?"), GREEDY) for i in range(4)]
     failing_once(engine, RuntimeError("broken"), after=3)
     with pytest.raises(RuntimeError, match="broken"):

@@ -19,18 +19,18 @@ def half_target() -> Target:
 
 def texts(target: Target, config: EngineConfig, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
     drafter = None
-    if config.method == "redrafter":
+    if config.method == "drafter":
         drafter = trained_drafter().bind(target)
     found = Engine(target, drafter, config).generate(prompts, PARAMS)
     return [item.token_ids for item in found], sum(item.tokens_per_step for item in found) / len(found)
 
 
-@pytest.mark.parametrize(("max_rows", "num_nodes"), [pytest.param(1, 4, marks=pytest.mark.slow), (3, 12)])
-def test_padded_steps_round_as_trees_do(max_rows: int, num_nodes: int) -> None:
+@pytest.mark.parametrize(("max_num_seqs", "num_nodes"), [pytest.param(1, 4, marks=pytest.mark.slow), (3, 12)])
+def test_padded_steps_round_as_trees_do(max_num_seqs: int, num_nodes: int) -> None:
     target = half_target()
     prompts = prompts_for(12, seed=4)
-    tree = EngineConfig(max_rows=max_rows, beam_width=4, draft_length=3, tree_size=num_nodes)
-    padded = EngineConfig(method="autoregressive", max_rows=max_rows, tree_size=num_nodes)
+    tree = EngineConfig(max_num_seqs=max_num_seqs, beam_width=4, draft_length=3, tree_size=num_nodes)
+    padded = EngineConfig(method="none", max_num_seqs=max_num_seqs, tree_size=num_nodes)
     try:
         drafted, tokens_per_step = texts(target, tree, prompts)
     finally:
@@ -41,5 +41,5 @@ def test_padded_steps_round_as_trees_do(max_rows: int, num_nodes: int) -> None:
 
 def test_padded_steps_are_plain_decoding_in_float32() -> None:
     prompts = prompts_for(4, seed=4)
-    padded = texts(shared_target(), EngineConfig(method="autoregressive", tree_size=9), prompts)
-    assert padded == texts(shared_target(), EngineConfig(method="autoregressive"), prompts)
+    padded = texts(shared_target(), EngineConfig(method="none", tree_size=9), prompts)
+    assert padded == texts(shared_target(), EngineConfig(method="none"), prompts)

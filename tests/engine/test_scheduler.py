@@ -199,12 +199,12 @@ def test_sampling_parameters_out_of_range_name_their_flag(field: str, value: obj
     ("settings_", "match"),
     [
         ({"method": "magic"}, "--method"),
-        ({"max_rows": 0}, "--max-rows"),
-        ({"max_length": 1}, "--max-length"),
+        ({"max_num_seqs": 0}, "--max-num-seqs"),
+        ({"max_model_len": 1}, "--max-model-len"),
         ({"beam_width": 0}, "--beam-width"),
         ({"draft_length": 33}, "--draft-length"),
         ({"tree_size": 0}, "--tree-size"),
-        ({"tree_size": 10, "beam_width": 2, "draft_length": 4}, "--tree-size 10 exceeds the 9 nodes"),
+        ({"tree_size": 10, "beam_width": 2, "draft_length": 4, "copying": False}, "--tree-size 10 exceeds the 9 nodes"),
         ({"tree_policy": "some"}, "--tree-policy"),
         ({"tau": 0.0}, "--tau"),
         ({"prefill_chunk": 0}, "--prefill-chunk"),
@@ -217,7 +217,7 @@ def test_engine_settings_out_of_range_name_their_flag(settings_: dict, match: st
 
 
 def test_number_of_nodes() -> None:
-    assert EngineConfig(method="autoregressive").num_nodes == 1
+    assert EngineConfig(method="none").num_nodes == 1
     assert EngineConfig().num_nodes == 24
     assert EngineConfig(beam_width=2, draft_length=3).num_nodes == 7
     assert EngineConfig(beam_width=2, draft_length=3, tree_size=5).num_nodes == 5

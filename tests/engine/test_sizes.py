@@ -1,7 +1,6 @@
 """TunedSizes sized by measurement: the file, the choice between steps, the guard, and that no token changes."""
 
 import json
-import logging
 from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
@@ -37,11 +36,9 @@ SMALL, LARGE = Tree(2, 2, 4), Tree(4, 4, 12)
 ONE_ROW = RowPlan(1, (MeasuredTree(PLAIN, 1.0, 1.0), MeasuredTree(SMALL, 1.5, 1.2), MeasuredTree(LARGE, 2.0, 1.5)))
 
 
-def sizes_of(*plans: RowPlan, method: Method = "redrafter") -> TunedSizes:
+def sizes_of(*plans: RowPlan) -> TunedSizes:
     target = shared_target()
-    return TunedSizes(
-        device_name(target.device), "float32", False, target.fingerprint, plans or (ONE_ROW,), method=method
-    )
+    return TunedSizes(device_name(target.device), "float32", False, target.fingerprint, plans or (ONE_ROW,))
 
 
 def write(path: Path, content: TunedSizes, **changes: object) -> str:
@@ -54,19 +51,8 @@ def test_the_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     found = read_tuned(Path(write(tmp_path / "s.json", sizes_of(other, ONE_ROW))))
     assert found.plans == (ONE_ROW, other)
     assert found.trees == [PLAIN, SMALL, LARGE]
-    assert found.summary() == "redrafter, trees by rows: 1: W 4 L 4 N 12; 8: W 2 L 2 N 4"
+    assert found.summary() == "drafter, trees by rows: 1: W 4 L 4 N 12; 8: W 2 L 2 N 4"
     assert [found.plan_for(rows) for rows in (1, 2, 8, 9)] == [ONE_ROW, other, other, None]
-
-
-def test_the_file_says_whose_trees_it_sizes(tmp_path: Path) -> None:
-    wide = RowPlan(
-        1, (MeasuredTree(PLAIN, 1.0, 1.0), MeasuredTree(Tree(2, 2, 16), 1.5, 1.2))
-    )  # more than the beam can draft
-    hybrid = sizes_of(wide, method="hybrid")
-    assert read_tuned(Path(write(tmp_path / "s.json", hybrid))) == hybrid
-    older = {key: value for key, value in sizes_of().as_json().items() if key != "method"}
-    (tmp_path / "s.json").write_text(json.dumps(older))
-    assert read_tuned(tmp_path / "s.json").method == "redrafter"
 
 
 def measured(**changes: object) -> dict[str, object]:
@@ -83,7 +69,6 @@ def measured(**changes: object) -> dict[str, object]:
         ({"plans": [{"num_rows": 1, "choices": [measured(step_seconds=0)]}]}, "measured"),
         ({"plans": [{"num_rows": 1, "choices": [measured(tree_size=99)]}]}, "tree"),
         ({"device": 3}, "device is a number, but must be a text"),
-        ({"method": "lookup"}, "method 'lookup'"),
     ],
 )
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, changes: dict[str, object], reason: str) -> None:
@@ -126,47 +111,36 @@ def test_a_fitting_file_beside_the_drafter_is_found(tmp_path: Path) -> None:
     for fingerprint in ("", fingerprint_of_weights(drafter)):
         path = write(tmp_path / "tuned.json", sizes_of(), drafter_fingerprint=fingerprint)
         engine = Engine(shared_target(), drafter)
-        assert (engine.config.tuned, engine.config.method) == (path, "redrafter")
+        assert (engine.config.tuned, engine.config.method) == (path, "drafter")
 
 
-def test_a_file_for_another_method_is_refused_or_passed_over_with_a_word(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    target, drafter = shared_target(), loaded_drafter(tmp_path)
-    path = write(tmp_path / "tuned.json", sizes_of(method="hybrid"))
-    with pytest.raises(ValueError, match=r"another method \(hybrid, not redrafter\)"):
-        Engine(target, drafter, EngineConfig(tuned=path))
+def test_a_file_without_a_drafter_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "tuned.json", sizes_of())
     with pytest.raises(ValueError, match="give --drafter"):
-        Engine(target, None, EngineConfig(method="hybrid", tuned=path))
+        Engine(shared_target(), None, EngineConfig(tuned=path))
     with pytest.raises(ValueError, match="give --drafter"):
-        choose(target, None, tuned=path)
-    methods: tuple[Method | None, ...] = (None, "hybrid", "redrafter", "lookup")
-    assert [choose(target, drafter, given={"method": method}).config.tuned for method in methods] == [
-        path, path, None, None,
-    ]  # fmt: skip
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "measured for another method (hybrid, not redrafter)" in caplog.text
+        choose(shared_target(), None, tuned=path)
 
 
 def test_defaults_on_a_cpu_that_was_not_measured() -> None:
     """Small trees for few rows and plain decoding for more; every value that was given stays."""
     target, drafter = shared_target(), trained_drafter()
     small = {"beam_width": 4, "draft_length": 3, "tree_size": 8, "max_drafted_rows": 2}
-    found = choose(target, drafter, given={"max_rows": 3, "max_ngram": 5, "tree_size": None})
-    assert found.config == EngineConfig(method="hybrid", max_rows=3, max_ngram=5, **small)  # type: ignore[arg-type]
-    assert found.reason.startswith("hybrid, W 4 L 3 N 8, plain decoding above 2 rows: default for a CPU; nothing was")
+    found = choose(target, drafter, given={"max_num_seqs": 3, "max_ngram": 5, "tree_size": None})
+    assert found.config == EngineConfig(method="drafter", max_num_seqs=3, max_ngram=5, **small)  # type: ignore[arg-type]
+    assert found.reason.startswith("drafter, W 4 L 3 N 8, plain decoding above 2 rows: default for a CPU; nothing was")
     assert Engine(target, drafter).config == choose(target, drafter).config
-    for method in ("redrafter", "hybrid", "lookup", "recycling"):
+    for method in ("drafter", "lookup"):
         config = choose(target, drafter, given={"method": method}).config
         assert config == EngineConfig(method=method, **small)  # type: ignore[arg-type]
-    assert choose(target).config == EngineConfig(method="hybrid", **small)  # type: ignore[arg-type]
+    assert choose(target).config == EngineConfig(method="lookup", **small)  # type: ignore[arg-type]
     sized = choose(target, drafter, given={"tree_size": 24})
-    assert sized.config == EngineConfig(method="hybrid", tree_size=24)
-    assert sized.reason == "hybrid, W 8 L 4 N 24: default for a CPU"
+    assert sized.config == EngineConfig(method="drafter", tree_size=24)
+    assert sized.reason == "drafter, W 8 L 4 N 24: default for a CPU"
     published = choose(target, drafter, given={"tree_policy": "final-beams"})
-    assert published.config == EngineConfig(method="redrafter", tree_policy="final-beams")
-    assert choose(target, given={"method": "autoregressive"}) == (
-        EngineConfig(method="autoregressive"), "autoregressive: as given",
+    assert published.config == EngineConfig(method="drafter", tree_policy="final-beams")
+    assert choose(target, given={"method": "none"}) == (
+        EngineConfig(method="none"), "none: as given",
     )  # fmt: skip
     small_model = choose(target, draft_model=target)
     assert small_model.config == EngineConfig(method="draft-model")
@@ -176,22 +150,22 @@ def test_defaults_on_a_cpu_that_was_not_measured() -> None:
 
 
 def test_defaults_on_cuda_hold_the_tokens_of_a_step_below_what_is_cheap() -> None:
-    assert [default_method("cuda"), default_method("cuda", has_drafter=False)] == ["redrafter", "autoregressive"]
+    assert [default_method("cuda"), default_method("cuda", has_drafter=False)] == ["drafter", "none"]
     elsewhere = SimpleNamespace(device=torch.device("cuda"), runtime=None, is_plain=True)
-    for max_rows, size, limit in ((1, 24, 10), (8, 24, 10), (64, 8, 32)):
-        config = choose(elsewhere, trained_drafter(), given={"max_rows": max_rows}).config  # type: ignore[arg-type]
-        assert (config.method, config.tree_size, config.max_drafted_rows) == ("redrafter", size, limit)
-    assert describe(config) == "redrafter, W 4 L 3 N 8, plain decoding above 32 rows"
+    for max_num_seqs, size, limit in ((1, 24, 10), (8, 24, 10), (64, 8, 32)):
+        config = choose(elsewhere, trained_drafter(), given={"max_num_seqs": max_num_seqs}).config  # type: ignore[arg-type]
+        assert (config.method, config.tree_size, config.max_drafted_rows) == ("drafter", size, limit)
+    assert describe(config) == "drafter, W 4 L 3 N 8, plain decoding above 32 rows"
 
 
 def test_measured_sizes_are_the_default_unless_the_tree_is_given(tmp_path: Path) -> None:
     target, drafter = shared_target(), loaded_drafter(tmp_path)
-    for method in ("redrafter", "hybrid"):
-        path = write(tmp_path / "tuned.json", sizes_of(method=method))  # type: ignore[arg-type]
-        measured = EngineConfig(method=method, tuned=path, max_rows=3)  # type: ignore[arg-type]
-        found = choose(target, drafter, given={"max_rows": 3})
+    for method in ("drafter",):
+        path = write(tmp_path / "tuned.json", sizes_of())
+        measured = EngineConfig(method=method, tuned=path, max_num_seqs=3)  # type: ignore[arg-type]
+        found = choose(target, drafter, given={"max_num_seqs": 3})
         assert found == (measured, f"{method}, trees by rows: 1: W 4 L 4 N 12: measured, {path}")
-        assert choose(target, trained_drafter(), given={"max_rows": 3}, tuned=path).config == measured
+        assert choose(target, trained_drafter(), given={"max_num_seqs": 3}, tuned=path).config == measured
         assert choose(target, drafter, tuned="none").config == choose(target, trained_drafter()).config
         assert choose(target, drafter, given={"tree_size": 9}).config.tuned is None
     with pytest.raises(ValueError, match="leave it out with another method"):
@@ -261,7 +235,7 @@ def _drive(sizer: TreeSizer, num_steps: int, kept_per_step: dict[Tree, float]) -
     return seen
 
 
-@pytest.mark.parametrize("method", ["redrafter", "hybrid"])
+@pytest.mark.parametrize("method", ["drafter"])
 def test_switching_trees_between_steps_changes_no_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Method
 ) -> None:
@@ -269,7 +243,7 @@ def test_switching_trees_between_steps_changes_no_token(
         RowPlan(rows, (MeasuredTree(PLAIN, 1.0, 1.0), MeasuredTree(tree, 1.2, 1.02), MeasuredTree(SMALL, 1.1, 1.01)))
         for rows, tree in ((1, LARGE), (2, Tree(3, 3, 10)), (4, Tree(1, 1, 2)))
     ]
-    path = write(tmp_path / "s.json", sizes_of(*plans, method=method))
+    path = write(tmp_path / "s.json", sizes_of(*plans))
     used: Counter[int] = Counter()
     step = Runner.step
 
@@ -277,7 +251,7 @@ def test_switching_trees_between_steps_changes_no_token(
         used[proposer.num_nodes] += 1  # type: ignore[attr-defined]
         return step(runner, proposer, *args)  # type: ignore[arg-type]
 
-    engine = Engine(shared_target(), trained_drafter(), EngineConfig(method=method, max_rows=5, tuned=path))
+    engine = Engine(shared_target(), trained_drafter(), EngineConfig(method=method, max_num_seqs=5, tuned=path))
     monkeypatch.setattr(Runner, "step", counted)
     assert assert_lossless(engine, requests(12, seed=3)) > 1.0
     assert len(used) >= 4, used  # plain decoding (five rows, and the oracle), and at least three sizes of trees
@@ -287,7 +261,7 @@ def test_muted_requests_are_no_evidence(tmp_path: Path) -> None:
     from drafter.engine.config import RequestOptions
 
     path = write(tmp_path / "s.json", sizes_of(replace(ONE_ROW, num_rows=4)))
-    engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_rows=2, tuned=path))
+    engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_num_seqs=2, tuned=path))
     params = SamplingParams(max_new_tokens=40, ignore_eos=True)
     for prompt, speculate in zip(prompts_for(2, seed=5), (True, False), strict=True):
         engine.add(prompt, params, RequestOptions(speculate=speculate), want_text=False)

@@ -131,7 +131,7 @@ CHATS = [[{"role": "user", "content": text}] for text in ("Name a colour.", "Why
 
 
 def plain_engine() -> Engine:
-    return Engine(tiny_target(), None, EngineConfig(method="autoregressive"))
+    return Engine(tiny_target(), None, EngineConfig(method="none"))
 
 
 def test_engines_text_is_the_decoders_and_streams_in_whole() -> None:

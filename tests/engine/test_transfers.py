@@ -50,9 +50,9 @@ class CountWaits(TorchDispatchMode):
 
 def running(method: str, params: Sequence[SamplingParams], options: RequestOptions | None = None) -> Engine:
     """An engine whose rows have all been decoding for two steps."""
-    drafter = trained_drafter() if method in ("redrafter", "hybrid") else None
+    drafter = trained_drafter() if method == "drafter" else None
     draft_model = tiny_target(1) if method == "draft-model" else None
-    config = EngineConfig(method=method, max_rows=4, beam_width=3, draft_length=3)  # type: ignore[arg-type]
+    config = EngineConfig(method=method, max_num_seqs=4, beam_width=3, draft_length=3)  # type: ignore[arg-type]
     engine = Engine(shared_target(), drafter, config, draft_model=draft_model)
     engine.reserve(150)
     for prompt, each in zip(prompts_for(len(params), seed=1), params, strict=True):
@@ -77,7 +77,7 @@ def waits_of_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[
     return count.found
 
 
-@pytest.mark.parametrize("method", ["autoregressive", "redrafter", "lookup", "recycling", "hybrid", "draft-model"])
+@pytest.mark.parametrize("method", ["none", "drafter", "lookup", "draft-model"])
 @pytest.mark.parametrize("params", [(GREEDY,), (GREEDY, SAMPLED, GREEDY)], ids=["greedy", "mixed"])
 def test_a_step_waits_once(method: str, params: tuple[SamplingParams, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     assert waits_of_a_step(running(method, params), monkeypatch) == {"tolist": 1}
@@ -85,14 +85,14 @@ def test_a_step_waits_once(method: str, params: tuple[SamplingParams, ...], monk
 
 def test_a_nucleus_costs_a_cpu_waits_that_do_not_grow_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU looks for the nucleus in a short list first and asks whether that was enough (an accelerator sorts)."""
-    found = [waits_of_a_step(running("redrafter", (NUCLEUS,) * num_rows), monkeypatch) for num_rows in (1, 4)]
+    found = [waits_of_a_step(running("drafter", (NUCLEUS,) * num_rows), monkeypatch) for num_rows in (1, 4)]
     assert found[0] == found[1] and sum(found[0].values()) <= 12
 
 
 def test_what_is_asked_for_besides_costs_waits_that_do_not_grow_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     options = RequestOptions(num_logprobs=2, want_tree=True)
     for num_rows in (1, 4):
-        asked = running("redrafter", (GREEDY,) * num_rows, options)
+        asked = running("drafter", (GREEDY,) * num_rows, options)
         assert waits_of_a_step(asked, monkeypatch) == {"tolist": 6}, num_rows
 
 
@@ -105,7 +105,7 @@ def test_a_gpu_is_not_waited_for(is_compiled: bool, params: SamplingParams, monk
     module: torch.nn.Module = drafter
     target = type(target).from_model(tiny_target().model.to("cuda"), name="tiny-0")
     module = module.to("cuda")
-    engine = Engine(target, drafter.bind(target), EngineConfig(max_rows=2, beam_width=3, compile=is_compiled))
+    engine = Engine(target, drafter.bind(target), EngineConfig(max_num_seqs=2, beam_width=3, compile=is_compiled))
     engine.reserve(150)
     for prompt in prompts_for(2, seed=1):
         engine.add(prompt, params)

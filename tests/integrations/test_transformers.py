@@ -65,7 +65,7 @@ def test_greedy_is_the_models_own_generate(model: PreTrainedModel, settings: dic
     wanted = model.generate(**inputs, do_sample=False, **settings)
     assert torch.equal(generate(model, inputs, drafter=trained_drafter(), **settings), wanted)
     assert torch.equal(generate(model, BatchEncoding(inputs), drafter=trained_drafter(), **settings), wanted)
-    decoder = DrafterDecoder(model, trained_drafter(), engine_config=EngineConfig(max_rows=2, beam_width=4))
+    decoder = DrafterDecoder(model, trained_drafter(), engine_config=EngineConfig(max_num_seqs=2, beam_width=4))
     assert torch.equal(decoder.generate(**inputs, **settings), wanted)
 
 
@@ -253,6 +253,6 @@ def test_real_model_with_the_drafter_of_the_package() -> None:
     drawn = generate(model, inputs, drafter="smollm2-135m", generation_config=config, seed=3)
     # transformers' own top_k of 50 goes with it, and the seed decides as in any other way of decoding here.
     params = SamplingParams(max_new_tokens=24, temperature=0.7, top_p=0.9, top_k=50, seed=3)
-    plain = Engine(Target.from_model(model, tokenizer), config=EngineConfig(method="autoregressive"))
+    plain = Engine(Target.from_model(model, tokenizer), config=EngineConfig(method="none"))
     prompt = inputs["input_ids"][0].tolist()
     assert drawn[0].tolist() == prompt + plain.generate([prompt], params)[0].token_ids

@@ -22,12 +22,12 @@ def engine_of(draft: Target, target: Target, **config: object) -> Engine:
     return Engine(target, config=EngineConfig(method="draft-model", **config), draft_model=draft)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("max_rows", "gamma"), [(1, 1), (3, 4), (8, 7)])
+@pytest.mark.parametrize(("max_num_seqs", "gamma"), [(1, 1), (3, 4), (8, 7)])
 @pytest.mark.parametrize("draft_seed", [0, 1])
-def test_oracle(max_rows: int, gamma: int, draft_seed: int) -> None:
+def test_oracle(max_num_seqs: int, gamma: int, draft_seed: int) -> None:
     """Coupled: the same tokens as autoregressive decoding, with the target as its own draft and with a stranger."""
     engine = engine_of(
-        tiny_target(draft_seed), tiny_target(), max_rows=max_rows, num_draft_tokens=gamma, prefill_chunk=7
+        tiny_target(draft_seed), tiny_target(), max_num_seqs=max_num_seqs, num_speculative_tokens=gamma, prefill_chunk=7
     )
     rate = assert_lossless(engine, requests())
     assert rate >= 1.0
@@ -50,20 +50,20 @@ def test_own_draft_is_always_right(gamma: int, verify: str) -> None:
         )
         for index, t in enumerate((0.0, 1.0, 0.7, 1.0, 0.0))
     ]
-    engine = engine_of(tiny_target(), target, max_rows=2, num_draft_tokens=gamma, verify=verify)
+    engine = engine_of(tiny_target(), target, max_num_seqs=2, num_speculative_tokens=gamma, verify=verify)
     for completion in answer(engine, asked):
         assert completion.num_target_forwards == len(completion.token_ids) / (gamma + 1) == 6
 
 
 def test_rejection_at_temperature_0_is_greedy() -> None:
     target = tiny_target()
-    engine = engine_of(tiny_target(1), target, verify="rejection", max_rows=3)
+    engine = engine_of(tiny_target(1), target, verify="rejection", max_num_seqs=3)
     assert_lossless(engine, requests(5, temperatures=(0.0,)))
 
 
 def test_rejection_does_not_depend_on_the_batch() -> None:
     asked = requests(5, temperatures=(1.0, 0.0))
-    engines = [engine_of(tiny_target(1), tiny_target(), verify="rejection", max_rows=rows) for rows in (1, 4)]
+    engines = [engine_of(tiny_target(1), tiny_target(), verify="rejection", max_num_seqs=rows) for rows in (1, 4)]
     one, other = (answer(engine, asked) for engine in engines)
     assert [c.token_ids for c in one] == [c.token_ids for c in other]
 
@@ -152,7 +152,7 @@ def test_cache_follows_a_moved_row() -> None:
     """Rows that leave make others move; a moved row's drafts stay right (its own draft model: all are kept)."""
     target = tiny_target()
     asked = [((1, 2, 3), SamplingParams(max_new_tokens=n, ignore_eos=True)) for n in (4, 8, 40, 4)]
-    engine = engine_of(tiny_target(), target, max_rows=4, num_draft_tokens=3)
+    engine = engine_of(tiny_target(), target, max_num_seqs=4, num_speculative_tokens=3)
     for completion in answer(engine, asked):
         assert completion.num_target_forwards == len(completion.token_ids) / 4
 
@@ -160,7 +160,7 @@ def test_cache_follows_a_moved_row() -> None:
 def test_draft_cache_is_exact_after_long_decoding() -> None:
     """Keys of the committed tokens equal those of one plain forward, rejected drafts or not."""
     target, draft = tiny_target(), tiny_target(1)
-    engine = engine_of(draft, target, max_rows=1, num_draft_tokens=4)
+    engine = engine_of(draft, target, max_num_seqs=1, num_speculative_tokens=4)
     completion = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=30, ignore_eos=True))[0]
     proposer = engine.proposer
     assert isinstance(proposer, DraftModelProposer)

@@ -91,13 +91,13 @@ def test_chain_is_a_tree_of_one_match() -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_rows", "tree_size", "beam_width", "lookup_length", "max_ngram"),
+    ("max_num_seqs", "tree_size", "beam_width", "lookup_length", "max_ngram"),
     [(1, 24, 8, 10, 8), (4, 24, 8, 10, 8), (3, 6, 1, 5, 2), (8, 2, 4, 10, 1), (4, 64, 8, 3, 3), (2, 1, 8, 10, 8)],
 )
-def test_oracle(max_rows: int, tree_size: int, beam_width: int, lookup_length: int, max_ngram: int) -> None:
+def test_oracle(max_num_seqs: int, tree_size: int, beam_width: int, lookup_length: int, max_ngram: int) -> None:
     config = EngineConfig(
         method="lookup",
-        max_rows=max_rows,
+        max_num_seqs=max_num_seqs,
         tree_size=tree_size,
         beam_width=beam_width,
         lookup_length=lookup_length,

@@ -40,7 +40,7 @@ def process(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     log = tmp_path_factory.mktemp("server") / "log"
     words = [
         *("serve", "--target", place.target, "--drafter", place.drafter, "--port", "0", "--device", "cpu"),
-        *("--max-rows", "2", "--max-length", "64", "--max-queue", "6", "--max-body-bytes", "50000"),
+        *("--max-num-seqs", "2", "--max-model-len", "64", "--max-queue", "6", "--max-body-bytes", "50000"),
         *("--model-name", "tiny", "--beam-width", "4", "--draft-length", "2", "--tree-size", "8"),
     ]
     with log.open("w") as stream:

@@ -74,7 +74,7 @@ def questions(target: str, count: int) -> list[Question]:
         params.append(
             SamplingParams(max_new_tokens=chance.choice([1, 2, 5, 10, 30]), temperature=temperature, seed=number)
         )
-    engine = Engine(Target.load(target, device="cpu"), config=EngineConfig(method="autoregressive", max_rows=NUM_ROWS))
+    engine = Engine(Target.load(target, device="cpu"), config=EngineConfig(method="none", max_num_seqs=NUM_ROWS))
     return [
         Question(
             {
@@ -169,8 +169,8 @@ def test_a_crowd_of_clients(place: Place, checkpoints: list[Path], tmp_path: Pat
     place.run.must(next(exports))
     tree = {"beam_width": 16, "draft_length": 2, "tree_size": 24}
     options = ServeOptions(
-        target=place.target, drafter=str(drafter), device="cpu", model_name=MODEL, max_rows=NUM_ROWS, prefill_chunk=32,
-        **tree,
+        target=place.target, drafter=str(drafter), device="cpu", model_name=MODEL, max_num_seqs=NUM_ROWS,
+        prefill_chunk=32, **tree,
     )  # fmt: skip
     asked = questions(place.target, 60)
     engine = load_engine(options)

@@ -198,7 +198,7 @@ def test_bench(place: Place, tmp_path: Path) -> None:
     def words(out: Path) -> list[str]:
         return [
             *("bench", "--target", place.target, "--drafter", place.drafter, "--prompts", place.prompts),
-            *("--methods", "autoregressive,redrafter,lookup", "--max-new-tokens", "12", "--rounds", "2"),
+            *("--methods", "none,drafter,lookup", "--max-new-tokens", "12", "--rounds", "2"),
             *("--num-prompts", "3", "--device", "cpu", "--out", str(out / "r.jsonl")),
         ]
 
@@ -219,7 +219,7 @@ class Stopped(NamedTuple):
 def stopped_commands(place: Place, folder: Path) -> dict[str, Stopped]:
     data = ["--target", place.target, "--prompts", place.prompts, "--device", "cpu"]
     tune = ["tune", *data, "--drafter", place.drafter, "--batch-sizes", "1", "--tree-sizes", "4", "--seconds", "1"]
-    bench = ["bench", *data, "--methods", "autoregressive,lookup", "--rounds", "2", "--num-prompts", "3"]
+    bench = ["bench", *data, "--methods", "none,lookup", "--rounds", "2", "--num-prompts", "3"]
     lengths = ["--max-new-tokens", "8", "--out"]
     return {
         "tune": Stopped([*tune, *lengths, str(folder / "t.json")], folder / "t.json", read_tuned),

@@ -91,6 +91,6 @@ def live_server(engine: Engine | None = None, **options: Any) -> Iterator[Live]:
 
 def offline(messages: list[dict[str, str]] | str, **params: Any) -> Any:
     """The answer that plain decoding gives, without server or drafter."""
-    engine = tiny_engine(method="autoregressive", tree_size=None)
+    engine = tiny_engine(method="none", tree_size=None)
     fields = {"max_new_tokens": 24} | params
     return engine.generate([messages], SamplingParams(**fields), raw=isinstance(messages, str))[0]

@@ -32,7 +32,7 @@ def strict() -> Iterator[Live]:
         "max_body_bytes": 20_000,
         "cors_origin": (SITE,),
     }
-    with live_server(tiny_engine(max_rows=2, method="autoregressive", tree_size=None), **settings) as server:
+    with live_server(tiny_engine(max_num_seqs=2, method="none", tree_size=None), **settings) as server:
         yield server
 
 
@@ -138,7 +138,7 @@ def test_pages_of_other_sites(strict: Live) -> None:
 
 
 def test_pages_of_all_sites_still_need_a_key() -> None:
-    engine = tiny_engine(method="autoregressive", tree_size=None)
+    engine = tiny_engine(method="none", tree_size=None)
     with live_server(engine, cors_origin=("*",), api_key=("first-key",)) as server, server.http() as http:
         for headers, status in (({}, 401), (key("wrong"), 401), (key(), 200)):
             answer = http.post(CHAT, json=BODY, headers=headers | {"Origin": SITE})
@@ -202,7 +202,7 @@ def test_half_a_body_then_gone(strict: Live) -> None:
 
 def slow_engine(seconds: float) -> Any:
     """An engine whose every step takes a while."""
-    engine = tiny_engine(max_rows=2, method="autoregressive", tree_size=None)
+    engine = tiny_engine(max_num_seqs=2, method="none", tree_size=None)
     step = engine.step
 
     def slow() -> Any:
@@ -227,7 +227,7 @@ def test_requests_that_take_too_long() -> None:
 
 
 def test_failed_step_is_a_500_for_its_requests_only() -> None:
-    engine = tiny_engine(max_rows=2)
+    engine = tiny_engine(max_num_seqs=2)
     with live_server(engine) as server, server.http() as http:
         step = engine.step
 
@@ -286,7 +286,7 @@ def test_metrics(idle: Live) -> None:
 
 
 def test_seeds_hold_among_neighbours() -> None:
-    engine = tiny_engine(max_rows=16)
+    engine = tiny_engine(max_num_seqs=16)
     together: list[int] = []
     step = engine.step
 
@@ -333,7 +333,7 @@ def test_bad_settings(fields: dict[str, Any]) -> None:
 
 
 def test_engines_that_cannot_serve() -> None:
-    with pytest.raises(ValueError, match="--max-length"), live_server(tiny_engine(max_length=None)):
+    with pytest.raises(ValueError, match="--max-model-len"), live_server(tiny_engine(max_model_len=None)):
         raise AssertionError
 
 

@@ -66,7 +66,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @cache
 def answer(text: str, params: SamplingParams) -> str:
-    return tiny_engine(method="autoregressive", tree_size=None).generate([text], params, raw=True)[0].text
+    return tiny_engine(method="none", tree_size=None).generate([text], params, raw=True)[0].text
 
 
 def gauge(worker: Worker, name: str) -> float | None:
@@ -93,7 +93,7 @@ def test_programs_are_compiled_before_the_first_client(tmp_path: Path, monkeypat
     pytest.importorskip("openvino")
     monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
     target = Target.load(save_target(tmp_path / "target"), runtime="openvino")
-    engine = Engine(target, config=EngineConfig(method="lookup", max_rows=4, tree_size=4, max_length=256))
+    engine = Engine(target, config=EngineConfig(method="lookup", max_num_seqs=4, tree_size=4, max_model_len=256))
 
     async def test(worker: Worker) -> None:
         runtime: Any = target.runtime
@@ -120,12 +120,12 @@ def test_first_come_first_served() -> None:
 
         await asyncio.gather(*(ask(number) for number in range(5)))
 
-    run(test, tiny_engine(max_rows=1, method="autoregressive", tree_size=None))
+    run(test, tiny_engine(max_num_seqs=1, method="none", tree_size=None))
     assert ended == [0, 1, 2, 3, 4]
 
 
 def test_abandoned_call_frees_its_row_within_one_step() -> None:
-    engine = tiny_engine(max_rows=1)
+    engine = tiny_engine(max_num_seqs=1)
     worker_of: list[Worker] = []
     running: list[list[int]] = []
     step = engine.step
@@ -222,7 +222,7 @@ def break_step(engine: Engine, error: Exception, *, at: int, times: int = 1) -> 
 
 def test_failed_step_fails_its_requests_and_no_others(caplog: pytest.LogCaptureFixture) -> None:
     params = SamplingParams(max_new_tokens=30, ignore_eos=True)
-    engine = tiny_engine(max_rows=2)
+    engine = tiny_engine(max_num_seqs=2)
 
     async def test(worker: Worker) -> None:
         break_step(engine, RuntimeError("the sky fell"), at=4)
@@ -245,7 +245,7 @@ def test_failed_step_fails_its_requests_and_no_others(caplog: pytest.LogCaptureF
 )
 def test_out_of_memory_sheds_the_latest_half(error: Exception) -> None:
     params = SamplingParams(max_new_tokens=30, ignore_eos=True)
-    engine = tiny_engine(max_rows=4)
+    engine = tiny_engine(max_num_seqs=4)
 
     async def test(worker: Worker) -> None:
         failed = break_step(engine, error, at=4)
@@ -264,7 +264,7 @@ def test_out_of_memory_sheds_the_latest_half(error: Exception) -> None:
 
 
 def test_out_of_memory_with_one_row_fails_it_and_goes_on() -> None:
-    engine = tiny_engine(max_rows=2)
+    engine = tiny_engine(max_num_seqs=2)
 
     async def test(worker: Worker) -> None:
         break_step(engine, MemoryError(), at=2, times=1)

@@ -57,13 +57,13 @@ def tiny_drafter() -> RecurrentDrafter:
 def tiny_engine(**settings: object) -> Engine:
     """An engine as a server uses it: one size of rows, prefixes reused, a wide tree."""
     fields: dict[str, object] = {
-        "max_rows": 4,
-        "max_length": 256,
+        "max_num_seqs": 4,
+        "max_model_len": 256,
         "beam_width": 64,
         "draft_length": 2,
         "tree_size": 96,
         "prefill_chunk": 32,
-        "reuse_prefixes": True,
+        "enable_prefix_caching": True,
     }
     config = EngineConfig(**(fields | settings))  # type: ignore[arg-type]
-    return Engine(tiny_target(), tiny_drafter() if config.method == "redrafter" else None, config)
+    return Engine(tiny_target(), tiny_drafter() if config.method == "drafter" else None, config)

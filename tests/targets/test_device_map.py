@@ -18,7 +18,9 @@ from tests.engine.drafters import shared_target, trained_drafter
 from tests.engine.oracle import answer, oracle, requests
 
 _ASKED = requests(5, seed=4)
-_CONFIG = EngineConfig(method="hybrid", beam_width=4, draft_length=3, tree_size=8, max_rows=2, reuse_prefixes=True)
+_CONFIG = EngineConfig(
+    method="drafter", beam_width=4, draft_length=3, tree_size=8, max_num_seqs=2, enable_prefix_caching=True
+)
 _MAP = """\
 model.embed_tokens: cpu
 model.norm: cpu
@@ -68,8 +70,8 @@ def test_keys_and_values_of_several_devices(folder: Path) -> None:
     with pytest.raises(ValueError, match="too many values"):
         _ = target.new_cache(1, 8).keys  # two stores
     assert tokens_of(target) == oracle(shared_target(), _ASKED)
-    for settings in ({"max_rows": 4}, {"max_rows": 1}):
-        config = EngineConfig(method="autoregressive", **settings)
+    for settings in ({"max_num_seqs": 4}, {"max_num_seqs": 1}):
+        config = EngineConfig(method="none", **settings)
         assert tokens_of(target, config) == oracle(shared_target(), _ASKED)
 
 
@@ -95,7 +97,7 @@ def test_masks_and_positions_travel_once_to_each_device(monkeypatch: pytest.Monk
     assert num_sent == len({id(tensor) for tensor in sent}) <= 4
     target.forward(torch.zeros(1, 3, dtype=torch.int64))
     assert len(sent) == 2 * num_sent, "each forward sends its own"
-    engine = Engine(target, config=EngineConfig(method="recycling", max_rows=2, tree_size=6))
+    engine = Engine(target, config=EngineConfig(method="lookup", max_num_seqs=2, tree_size=6))
     assert [completion.token_ids for completion in answer(engine, _ASKED)] == wanted
 
 

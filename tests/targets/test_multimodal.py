@@ -79,7 +79,7 @@ def test_text_prompts_decode_as_with_generate(config: Callable[[], PreTrainedCon
         for ids in prompts
     ]
     assert any(len(set(ids)) > 2 for ids in wanted)
-    for method in ("autoregressive", "recycling"):
+    for method in ("none", "lookup"):
         engine = Engine(target, None, EngineConfig(method=method))
         found = engine.generate(prompts, SamplingParams(max_new_tokens=NUM_NEW))
         assert [completion.token_ids for completion in found] == wanted, method

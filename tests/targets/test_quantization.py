@@ -35,7 +35,7 @@ def generated(model: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("runtime", ["torch", "openvino"])
-@pytest.mark.parametrize("method", ["autoregressive", "recycling"])
+@pytest.mark.parametrize("method", ["none", "lookup"])
 def test_drafted_text_is_the_text_of_generate_with_rounded_weights(
     runtime: str, method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,7 +50,7 @@ def test_drafted_text_is_the_text_of_generate_with_rounded_weights(
     assert round_linears(model) == 15  # seven of each layer, and the output matrix
     wanted = generated(model)
     assert wanted != plain
-    engine = Engine(target, config=EngineConfig(method=method, max_rows=2, tree_size=6))
+    engine = Engine(target, config=EngineConfig(method=method, max_num_seqs=2, tree_size=6))
     got = engine.generate(PROMPTS, SamplingParams(max_new_tokens=24, ignore_eos=True))
     assert [list(completion.token_ids) for completion in got] == wanted
 

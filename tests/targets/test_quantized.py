@@ -24,7 +24,7 @@ from tests.targets.tiny_gguf import write_gguf
 from tests.tiny_files import make_target
 
 _ASKED = requests(5, seed=4)
-_TREE: dict[str, Any] = {"beam_width": 4, "draft_length": 3, "tree_size": 8, "max_rows": 2}
+_TREE: dict[str, Any] = {"beam_width": 4, "draft_length": 3, "tree_size": 8, "max_num_seqs": 2}
 
 
 def needs(package: str) -> pytest.MarkDecorator:
@@ -57,7 +57,7 @@ def save(folder: Path, scheme: str) -> Target | None:
 
 
 def drafted(target: Target, method: Any) -> list[list[int]]:
-    drafter = trained_drafter().bind(target) if method == "hybrid" else None
+    drafter = trained_drafter().bind(target) if method == "drafter" else None
     engine = Engine(target, drafter, EngineConfig(method=method, **_TREE))
     return [list(completion.token_ids) for completion in answer(engine, _ASKED)]
 
@@ -76,7 +76,7 @@ def test_drafted_text_is_the_text_of_the_quantised_target(
     assert twin is None or wanted == oracle(twin, _ASKED)
     assert target.is_plain == (twin is not None) and not (target.is_packed and twin is None)
     caplog.clear()
-    assert drafted(target, "hybrid") == drafted(target, "recycling") == wanted
+    assert drafted(target, "drafter") == drafted(target, "lookup") == wanted
     assert "rounded otherwise" in caplog.text, "the drafter is of the plain target"
 
 
@@ -85,13 +85,13 @@ def test_plain_numbers_have_the_wanted_dtype(scheme: str, tmp_path: Path) -> Non
     save(tmp_path, scheme)
     target = Target.load(str(tmp_path), device="cpu", dtype="bfloat16", pack=False)
     assert {weight.dtype for weight in target.model.parameters()} == {torch.bfloat16}
-    assert len(drafted(target, "recycling")) == len(_ASKED)
+    assert len(drafted(target, "lookup")) == len(_ASKED)
 
 
 def test_drafted_text_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
     target = Target.load(str(write_gguf(tmp_path / "tiny.gguf")), device="cpu", dtype="float32")
-    assert drafted(target, "recycling") == oracle(target, _ASKED)
+    assert drafted(target, "lookup") == oracle(target, _ASKED)
 
 
 @pytest.mark.slow

@@ -219,8 +219,8 @@ def test_layers_of_different_shapes_have_stores_of_their_own() -> None:
     layer.num_key_value_groups = 1
     target, asked = Target.from_model(model), requests(4, seed=6)
     assert not target.is_plain
-    for max_rows in (1, 4):
-        engine = Engine(target, config=EngineConfig(method="lookup", max_rows=max_rows, tree_size=6))
+    for max_num_seqs in (1, 4):
+        engine = Engine(target, config=EngineConfig(method="lookup", max_num_seqs=max_num_seqs, tree_size=6))
         assert [list(completion.token_ids) for completion in answer(engine, asked)] == oracle(target, asked)
 
 

@@ -68,10 +68,10 @@ def test_texts_of_several_windows_are_those_of_generate(name: str) -> None:
     target = windowed(name)
     wanted = [generated(target, prompt) for prompt in prompts()]
     params = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True)
-    for method, max_rows in (("autoregressive", 1), ("autoregressive", 4), ("hybrid", 1), ("hybrid", 4)):
-        engine = Engine(target, config=EngineConfig(method=method, max_rows=max_rows, prefill_chunk=7))  # type: ignore[arg-type]
+    for method, max_num_seqs in (("none", 1), ("none", 4), ("lookup", 1), ("lookup", 4)):
+        engine = Engine(target, config=EngineConfig(method=method, max_num_seqs=max_num_seqs, prefill_chunk=7))  # type: ignore[arg-type]
         found = engine.generate(prompts(), params)
-        assert [completion.token_ids for completion in found] == wanted, (method, max_rows)
+        assert [completion.token_ids for completion in found] == wanted, (method, max_num_seqs)
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_texts_of_several_windows_are_those_of_generate(name: str) -> None:
 def test_compiled_steps_see_the_same_windows(name: str) -> None:
     target = windowed(name)
     wanted = [generated(target, prompt) for prompt in prompts()]
-    engine = Engine(target, config=EngineConfig(method="hybrid", max_rows=4, compile=True))
+    engine = Engine(target, config=EngineConfig(method="lookup", max_num_seqs=4, compile=True))
     found = engine.generate(prompts(), SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True))
     assert [completion.token_ids for completion in found] == wanted
 
@@ -91,7 +91,7 @@ def test_windows_matter_to_these_models() -> None:
         wide = Target.from_model(target.model, name=name)
         windows = layer_windows(target.model, name)._replace(by_kind={})
         wide.capabilities = wide.capabilities._replace(windows=windows)
-        engine = Engine(wide, config=EngineConfig(method="autoregressive", max_rows=4))
+        engine = Engine(wide, config=EngineConfig(method="none", max_num_seqs=4))
         found = engine.generate(prompts(), SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True))
         assert [completion.token_ids for completion in found] != [generated(target, prompt) for prompt in prompts()]
 

@@ -302,7 +302,7 @@ def test_the_estimate_of_tokens_per_step_is_near_the_decoders(num_steps: int, tm
     module = make_module(target, objective={"cross_entropy": 1.0, "kl": 0.0}, optim={"lr": 0.02})
     trainer = make_trainer(tmp_path, max_steps=num_steps, check_val_every_n_epoch=1)
     trainer.fit(module, datamodule=FakeData(rows, num_steps))
-    config = EngineConfig(max_rows=12, beam_width=8, draft_length=3, tree_size=24, copying=False)
+    config = EngineConfig(max_num_seqs=12, beam_width=8, draft_length=3, tree_size=24, copying=False)
     params = SamplingParams(max_new_tokens=57, ignore_eos=True)
     real = tokens_per_step(target, module.drafter, [row[:3] for row in rows], config, params)
     assert real > 1.2

@@ -172,14 +172,14 @@ def test_a_project_name_with_a_slash_is_refused(tmp_path: Path) -> None:
 
 def test_bench_results_are_a_table(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
-    rows = [{"method": "autoregressive", "tokens_per_s": 2.0}, {"method": "hybrid", "sizes": [1, 2]}]
+    rows = [{"method": "none", "tokens_per_s": 2.0}, {"method": "drafter", "sizes": [1, 2]}]
     results.write_text("".join(json.dumps(row) + "\n" for row in rows))
     log_results("tests", tmp_path, record={"seed": 3}, rows=rows, files=[results])
     (file,) = run_files(tmp_path)
     assert any("results" in row for row in history(read_records(file)))
     (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/results_*.table.json")
     found = json.loads(table.read_text())
-    assert found["columns"] == ["method", "tokens_per_s", "sizes"] and found["data"][1] == ["hybrid", None, "[1, 2]"]
+    assert found["columns"] == ["method", "tokens_per_s", "sizes"] and found["data"][1] == ["drafter", None, "[1, 2]"]
 
 
 def test_html_shows_what_was_accepted_and_what_was_rejected() -> None:
