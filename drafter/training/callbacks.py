@@ -23,6 +23,7 @@ from drafter.engine.outputs import Update
 from drafter.engine.text import Prompt
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
+from drafter.training.checkpoint import last_checkpoint
 from drafter.training.wandb_logging import (
     DecodedAnswer,
     DecodedStep,
@@ -146,63 +147,47 @@ class ShortProgressBar(TQDMProgressBar):
 
 
 class SaveWhenStopped(Callback):
-    """Writes ``last.ckpt`` at the end of a run, and after Ctrl-C or SIGTERM at the end of the step.
+    """Writes ``last.ckpt`` after each validation, at the end of a run, and after Ctrl-C or SIGTERM.
 
-    ``--ckpt_path last`` then loses nothing: a checkpoint in the middle of a step would lose the batch of the step. A
-    checkpoint in the middle of a validation is marked, and the resumed run repeats the whole validation. A second
-    Ctrl-C stops at once and saves nothing. A run that fails saves nothing, because its weights may be the reason.
+    A stop waits for the end of the step or validation: a checkpoint in the middle of a step would lose the batch of the
+    step. A run that goes on with ``--ckpt_path last`` takes the next batch. A second Ctrl-C stops at once and saves
+    nothing. A run that fails saves nothing, because its weights may be the reason.
     """
 
     def __init__(self) -> None:
         self._signal = 0
         self._before: dict[int, Any] = {}
-        self._step = 0
-        self._is_whole_step = True
-        self._is_validation_due = False
-        self._max_steps = -1
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint["is_validation_due"] = self._is_validation_due
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._is_validation_due = checkpoint.get("is_validation_due", False)
-        self._max_steps = trainer.max_steps
-        if self._is_validation_due and 0 <= trainer.max_steps <= checkpoint["global_step"]:
-            # With no step left Lightning returns before on_train_start, where the validation is repeated.
-            trainer.fit_loop.epoch_loop.max_steps = checkpoint["global_step"] + 1
+        self._step = 0  # of the last whole step
+        self._saved_step = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._signal, self._step, self._is_whole_step = 0, trainer.global_step, True
+        self._signal, self._step, self._saved_step = 0, trainer.global_step, -1
         if threading.current_thread() is threading.main_thread():
             self._before = {
                 number: signal.signal(number, self._take_note) for number in (signal.SIGINT, signal.SIGTERM)
             }
-        _restore_position(trainer)
-        if self._is_validation_due:
-            self._is_validation_due = False
-            trainer.fit_loop.epoch_loop.max_steps = self._max_steps
-            _validate(trainer)
+        # Lightning makes the loader before it reads the position in the data, and restores none after a whole epoch.
+        fit_loop: Any = trainer.fit_loop
+        fit_loop._combined_loader._load_state_dicts(fit_loop._combined_loader_states_to_load)
+        fit_loop._combined_loader_states_to_load = []
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         # Between optimizer steps gradients accumulate, and a checkpoint holds no gradients.
-        self._is_whole_step = trainer.global_step != self._step
-        self._step = trainer.global_step
-        fit_loop: Any = trainer.fit_loop
-        # If a validation follows, the stop comes within it: otherwise Lightning would save the validation as done.
-        if not fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher):
-            self._stop_if_told(trainer, self._is_whole_step)
-
-    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self._stop_if_told(trainer, self._is_whole_step and not trainer.sanity_checking, is_validation_due=True)
+        is_whole_step, self._step = trainer.global_step != self._step, trainer.global_step
+        if is_whole_step:
+            self._stop_if_told(trainer)
+        if trainer.should_stop:  # by --trainer.max_time: at its end the epoch would count as finished
+            self._save_last(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning saves at a new best only. Without a new best, a crash would cost more than one interval.
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._save_last(trainer)
+            self._stop_if_told(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # The steps after the last validation belong to the run.
-        if not trainer.interrupted:
+        if not trainer.interrupted and self._saved_step != trainer.global_step:
             self._save_last(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -210,13 +195,11 @@ class SaveWhenStopped(Callback):
             signal.signal(number, handler)
         self._before = {}
 
-    def _save_last(self, trainer: Trainer) -> Path | None:
-        folder = getattr(trainer.checkpoint_callback, "dirpath", None)
-        if not folder:
-            return None
-        path = Path(folder) / "last.ckpt"
-        trainer.save_checkpoint(path)
-        return path
+    def _save_last(self, trainer: Trainer) -> None:
+        self._saved_step = trainer.global_step
+        checkpoints: Any = trainer.checkpoint_callback
+        if checkpoints is not None and checkpoints.dirpath:
+            trainer.save_checkpoint(Path(checkpoints.dirpath) / "last.ckpt")
 
     def _take_note(self, number: int, frame: Any) -> None:
         if self._signal == number == signal.SIGINT:
@@ -224,35 +207,14 @@ class SaveWhenStopped(Callback):
         self._signal = number
         print("\nstopping after this step; a checkpoint is written (Ctrl-C again stops at once)", file=sys.stderr)
 
-    def _stop_if_told(self, trainer: Trainer, can_save: bool, *, is_validation_due: bool = False) -> None:
+    def _stop_if_told(self, trainer: Trainer) -> None:
         # Every process takes part, so that all stop after the same step, whichever process got the signal.
-        if not trainer.strategy.reduce_boolean_decision(bool(self._signal), all=False) or not can_save:
+        if not trainer.strategy.reduce_boolean_decision(bool(self._signal), all=False):
             return
-        self._is_validation_due = is_validation_due
-        path = self._save_last(trainer)
-        if path is not None:
-            rank_zero_warn(f"stopped at step {trainer.global_step}; saved {path}. Go on with --ckpt_path last")
+        self._save_last(trainer)
+        saved = last_checkpoint(trainer) or "nothing"
+        rank_zero_warn(f"stopped at step {trainer.global_step}; saved {saved}. Go on with --ckpt_path last")
         raise KeyboardInterrupt if self._signal == signal.SIGINT else SIGTERMException
-
-
-def _restore_position(trainer: Any) -> None:
-    """Give the loader its position in the data. Lightning makes the loader before it reads the position, and restores
-    none after a whole epoch."""
-    fit_loop = trainer.fit_loop
-    fit_loop._combined_loader._load_state_dicts(fit_loop._combined_loader_states_to_load)
-    fit_loop._combined_loader_states_to_load = []
-
-
-def _validate(trainer: Any) -> None:
-    """A whole validation at the start of training, as Lightning runs one between two steps."""
-    val_loop, connector = trainer.fit_loop.epoch_loop.val_loop, trainer._logger_connector
-    is_first = connector._first_loop_iter
-    val_loop.restarting = False  # from its first batch
-    trainer.validating = True
-    val_loop.run()
-    trainer.training = True
-    connector._first_loop_iter = is_first
-    val_loop._has_run = False  # the loop over the epoch must begin in order to end the epoch
 
 
 class WholeCheckpointIO(TorchCheckpointIO):

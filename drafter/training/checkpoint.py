@@ -95,6 +95,13 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     return checkpoint
 
 
+def last_checkpoint(trainer: Any) -> str:
+    """The path of the newest checkpoint of a run; empty if there is none."""
+    checkpoints: Any = trainer.checkpoint_callback
+    path = Path(getattr(checkpoints, "dirpath", None) or "", "last.ckpt")
+    return str(path) if checkpoints is not None and path.is_file() else ""
+
+
 def check_resumable(path: str | Path) -> None:
     """Check that a training can continue from a checkpoint, before anything is loaded (ValueError if not)."""
     checkpoint = read_checkpoint(path)
@@ -104,47 +111,15 @@ def check_resumable(path: str | Path) -> None:
             f"--ckpt_path {str(path)!r} holds a drafter but no training to go on with ({missing[0]} is missing): start "
             "one from its weights with --model.init_from"
         )
-    try:
-        rescale_progress(checkpoint, 1)
-        reopen_epoch(checkpoint)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"--ckpt_path {str(path)!r} is damaged: its loops lack {first_line(error)}") from error
+    loops = checkpoint["loops"]
+    if not isinstance(loops.get("fit_loop"), dict) or "epoch_loop.batch_progress" not in loops["fit_loop"]:
+        raise ValueError(f"--ckpt_path {str(path)!r} is damaged: its loops lack the progress of the training")
 
 
 def _short(value: Any) -> str:
     """A value of the wrong kind in a few words."""
     text = repr(value) if isinstance(value, str | int | float | bool | None) else type(value).__name__
     return text if len(text) <= 40 else text[:40] + "..."
-
-
-def rescale_progress(checkpoint: dict[str, Any], world_size: int) -> None:
-    """Convert the batch counts in a trainer's checkpoint to another number of processes, in place.
-
-    Lightning counts the batches of one process, and a step takes the gradients of several batches. A count that does
-    not fit the position in the data would shorten the first step after a resume.
-    """
-    fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
-    loaders = fit_loop.get("state_dict", {}).get("combined_loader") or []
-    before = loaders[0].get("world_size", world_size) if loaders else world_size
-    if before == world_size:
-        return
-    progress = fit_loop["epoch_loop.batch_progress"]
-    for counts in (progress["current"], progress["total"]):
-        for name, count in counts.items():
-            counts[name] = count * before // world_size
-
-
-def reopen_epoch(checkpoint: dict[str, Any]) -> None:
-    """Mark an epoch that a limit (``--trainer.max_time``) has cut short as unfinished, in place.
-
-    Lightning marks the epoch as finished. A resumed run would begin with the next epoch, or end at once.
-    """
-    fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
-    if not fit_loop or fit_loop["epoch_loop.batch_progress"]["is_last_batch"]:
-        return
-    for counts in (fit_loop["epoch_progress"]["current"], fit_loop["epoch_progress"]["total"]):
-        for name in ("processed", "completed"):
-            counts[name] = min(counts[name], counts["started"] - 1)
 
 
 def drafter_from_checkpoint(checkpoint: dict[str, Any]) -> RecurrentDrafter:

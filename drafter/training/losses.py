@@ -107,7 +107,7 @@ class LossOutput(NamedTuple):
 
 
 def chunked_loss(
-    feature_PF: Tensor, rows_RF: Tensor, targets: PairTargets, mix: LossMix, *, memory_mib: int = 256
+    feature_PF: Tensor, weight_RF: Tensor, targets: PairTargets, mix: LossMix, *, memory_mib: int = 256
 ) -> LossOutput:
     """The weighted sum of :func:`mixed_loss` over pairs; at no time are the logits of all pairs in memory.
 
@@ -117,12 +117,12 @@ def chunked_loss(
 
     Args:
         feature_PF: factors of the output rows, in the dtype of the computation.
-        rows_RF: output rows over the draft vocabulary; they get a gradient if they require one.
+        weight_RF: output rows over the draft vocabulary; they get a gradient if they require one.
         targets: the targets of the pairs.
         mix: weights of the losses.
         memory_mib: budget for logits of one chunk.
     """
-    loss, loss_P, rank_P = _ChunkedLoss.apply(feature_PF, rows_RF, targets, mix, memory_mib)
+    loss, loss_P, rank_P = _ChunkedLoss.apply(feature_PF, weight_RF, targets, mix, memory_mib)
     return LossOutput(loss, loss_P, rank_P)
 
 
@@ -133,15 +133,15 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, feature_PF: Tensor, rows_RF: Tensor, targets: PairTargets, mix: LossMix, memory_mib: int
+        ctx: Any, feature_PF: Tensor, weight_RF: Tensor, targets: PairTargets, mix: LossMix, memory_mib: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         wants_grad, wants_row_grad = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        work = _Work(feature_PF, rows_RF.to(feature_PF.dtype), targets, mix, wants_grad, wants_row_grad)
+        work = _Work(feature_PF, weight_RF.to(feature_PF.dtype), targets, mix, wants_grad, wants_row_grad)
         with torch.autocast(feature_PF.device.type, enabled=False):
-            for pairs_C, first, last in _chunks(targets, len(rows_RF), feature_PF.element_size(), memory_mib):
+            for pairs_C, first, last in _chunks(targets, len(weight_RF), feature_PF.element_size(), memory_mib):
                 work.add_chunk(pairs_C, first, last)
         ctx.save_for_backward(work.grad_PF, work.grad_RF)
-        ctx.row_dtype = rows_RF.dtype
+        ctx.row_dtype = weight_RF.dtype
         ctx.mark_non_differentiable(work.loss_P, work.rank_P)
         return (work.loss_P * targets.weight_P).sum(), work.loss_P, work.rank_P
 
@@ -170,52 +170,63 @@ class _Work:
     """Accumulates loss, ranks and gradients over chunks."""
 
     def __init__(
-        self, feature_PF: Tensor, rows_RF: Tensor, targets: PairTargets, mix: LossMix, grad: bool, row_grad: bool
+        self, feature_PF: Tensor, weight_RF: Tensor, targets: PairTargets, mix: LossMix, grad: bool, row_grad: bool
     ) -> None:
-        self.feature_PF, self.rows_RF, self.targets, self.mix = feature_PF, rows_RF, targets, mix
+        self.feature_PF, self.weight_RF, self.targets, self.mix = feature_PF, weight_RF, targets, mix
         num_pairs = len(feature_PF)
         self.loss_P = torch.zeros(num_pairs, dtype=torch.float32, device=feature_PF.device)
         num_ranks = num_pairs if targets.ranked_P is not None else 0
-        self.rank_P = torch.full((num_ranks,), len(rows_RF), dtype=torch.int64, device=feature_PF.device)
+        self.rank_P = torch.full((num_ranks,), len(weight_RF), dtype=torch.int64, device=feature_PF.device)
         self.grad_PF = torch.zeros_like(feature_PF) if grad or row_grad else feature_PF.new_empty(0)
-        self.grad_RF = torch.zeros_like(rows_RF, dtype=torch.float32) if row_grad else feature_PF.new_empty(0)
+        self.grad_RF = torch.zeros_like(weight_RF, dtype=torch.float32) if row_grad else feature_PF.new_empty(0)
         self.row_grad = row_grad
 
     def add_chunk(self, pairs_C: Tensor, first: int, last: int) -> None:
-        """Loss and gradient of the pairs ``pairs_C``, whose teacher positions lie in first .. last - 1."""
+        """Loss and gradient of the pairs ``pairs_C``, whose teacher positions lie in first .. last - 1.
+
+        With f the features of a pair, W the output rows, T the temperature, a and b the weights of the two losses:
+
+        1. logits z = W f / T and q = softmax(z); lse(z) = z[label] - log q[label].
+        2. a * cross-entropy = -a log q[label].
+        3. b * KL(p || q) = b (sum p log p - p . z + lse(z)), where p . z = (p W) . f / T needs no logit of the pair.
+        4. dz = (a + b) q - a onehot(label) - b p.
+        5. df = dz W / T = ((a + b) q W - a W[label] - b p W) / T.
+        6. dW = dz^T f / T, only for a head that is trained: p itself is needed here.
+        """
         mix, targets = self.mix, self.targets
         feature_CF = self.feature_PF[pairs_C]
         label_C1 = targets.label_P[pairs_C, None]
-        z_CR = feature_CF @ self.rows_RF.T
+        # Step 1. log q[label] is the log of one entry of the softmax; smaller than the smallest float counts as that.
+        z_CR = feature_CF @ self.weight_RF.T
         self._rank(z_CR, pairs_C)
         if mix.temperature != 1:
             z_CR.div_(mix.temperature)
         q_CR = z_CR.softmax(dim=-1)
-        # log-sum-exp from one entry of the softmax; a label below the smallest float counts as that float.
         log_q_C = q_CR.gather(1, label_C1).squeeze(1).float().clamp_min(1e-38).log()
+        # Step 2, and its part of the sum that step 5 subtracts.
         loss_C = -mix.cross_entropy * log_q_C
-        pull_CF = mix.cross_entropy * self.rows_RF[label_C1.squeeze(1)]
+        pull_CF = mix.cross_entropy * self.weight_RF[label_C1.squeeze(1)]
         p_CR = None
-        if mix.kl:
-            teacher = _Teacher.at(targets, first, last, self.rows_RF, mix.temperature)
+        if mix.kl:  # Step 3, and its part of step 5.
+            moments = _TargetMoments.at(targets, first, last, self.weight_RF, mix.temperature)
             row_C = targets.teacher_P[pairs_C] - first
-            p_CR = teacher.p_MR[row_C] if self.row_grad else None
-            mean_row_CF = teacher.mean_row_MF[row_C]
+            p_CR = moments.p_MR[row_C] if self.row_grad else None
+            mean_row_CF = moments.mean_row_MF[row_C]
             lse_C = z_CR.gather(1, label_C1).squeeze(1).float() - log_q_C
             expected_C = (feature_CF.float() * mean_row_CF.float()).sum(dim=-1) / mix.temperature
-            loss_C = loss_C + mix.kl * (teacher.negentropy_M[row_C] - expected_C + lse_C)
+            loss_C = loss_C + mix.kl * (moments.negentropy_M[row_C] - expected_C + lse_C)
             pull_CF = pull_CF + mix.kl * mean_row_CF
         push_CR = q_CR if mix.cross_entropy + mix.kl == 1 else q_CR.mul_(mix.cross_entropy + mix.kl)
         self.loss_P[pairs_C] = loss_C
-        if len(self.grad_PF):
+        if len(self.grad_PF):  # Steps 5 and 6, times the weight of each pair.
             scale_C1 = (targets.weight_P[pairs_C, None] / mix.temperature).to(feature_CF.dtype)
-            self.grad_PF[pairs_C] = (push_CR @ self.rows_RF - pull_CF).mul_(scale_C1)
+            self.grad_PF[pairs_C] = (push_CR @ self.weight_RF - pull_CF).mul_(scale_C1)
             if self.row_grad:
                 grad_CR = push_CR if p_CR is None else push_CR - mix.kl * p_CR
                 self._add_row_grad(grad_CR, label_C1, feature_CF * scale_C1)
 
     def _add_row_grad(self, grad_CR: Tensor, label_C1: Tensor, scaled_CF: Tensor) -> None:
-        """Gradient of trained rows: the whole gradient of the logits, transposed, times the features."""
+        """Step 6 of :meth:`add_chunk`; ``grad_CR`` still lacks the label's part of step 4."""
         if self.mix.cross_entropy:
             grad_CR.scatter_add_(1, label_C1, grad_CR.new_full((1, 1), -self.mix.cross_entropy).expand_as(label_C1))
         self.grad_RF += grad_CR.T @ scaled_CF
@@ -228,7 +239,7 @@ class _Work:
         self.rank_P[pairs_C] = (z_CR > own_C1).sum(dim=-1).where(ranked_C >= 0, z_CR.shape[1])
 
 
-class _Teacher(NamedTuple):
+class _TargetMoments(NamedTuple):
     """The target at the positions of a chunk: p, sum p log p, and the mean output row p W."""
 
     p_MR: Tensor
@@ -236,7 +247,7 @@ class _Teacher(NamedTuple):
     mean_row_MF: Tensor
 
     @classmethod
-    def at(cls, targets: PairTargets, first: int, last: int, rows_RF: Tensor, temperature: float) -> "_Teacher":
+    def at(cls, targets: PairTargets, first: int, last: int, weight_RF: Tensor, temperature: float) -> "_TargetMoments":
         z_MR = targets.teacher_logits(targets.hidden_MD[first:last])
         if temperature != 1:
             z_MR = z_MR / temperature
@@ -244,7 +255,7 @@ class _Teacher(NamedTuple):
         # log-sum-exp from the largest entry; amax runs over whole vectors, which argmax does not on the CPU.
         lse_M = z_MR.amax(dim=-1).float() - p_MR.amax(dim=-1).float().log()
         negentropy_M = (p_MR * z_MR).sum(dim=-1, dtype=torch.float32) - lse_M
-        return cls(p_MR.to(rows_RF.dtype), negentropy_M, p_MR.to(rows_RF.dtype) @ rows_RF)
+        return cls(p_MR.to(weight_RF.dtype), negentropy_M, p_MR.to(weight_RF.dtype) @ weight_RF)
 
 
 _MASKED = -1e4  # added to the logit of a repeated column: finite, and without weight
@@ -276,7 +287,7 @@ class TokenSample(NamedTuple):
 @torch.no_grad()
 def sample_tokens(
     hidden_MD: Tensor,
-    rows_RD: Tensor,
+    weight_RD: Tensor,
     *,
     num_top: int,
     num_shared: int,
@@ -287,19 +298,19 @@ def sample_tokens(
 
     Args:
         hidden_MD: the target's final hidden states.
-        rows_RD: its output rows over the draft vocabulary; their products are its logits.
+        weight_RD: its output rows over the draft vocabulary; their products are its logits.
         num_top: K, likeliest tokens of each position.
         num_shared: S; half of the tokens are the likeliest of all positions together, half are drawn from the rest.
         generator: of that draw, on the CPU.
         memory_mib: budget for logits of one chunk.
     """
-    device, num_outputs, hidden_MD = hidden_MD.device, len(rows_RD), hidden_MD.to(rows_RD.dtype)
+    device, num_outputs, hidden_MD = hidden_MD.device, len(weight_RD), hidden_MD.to(weight_RD.dtype)
     num_shared, num_top = min(num_shared, num_outputs), min(num_top, num_outputs)
     size = max(1, memory_mib * _BLOCK_BYTES // (2 * num_outputs * 4))
     mean_R = torch.zeros(num_outputs, device=device)
     tops = []
     for hidden_CD in hidden_MD.split(size):
-        logits_CR = hidden_CD @ rows_RD.T
+        logits_CR = hidden_CD @ weight_RD.T
         tops.append(logits_CR.topk(num_top, dim=-1, sorted=False))
         mean_R += logits_CR.softmax(dim=-1).sum(dim=0, dtype=torch.float32)
     num_always = num_shared // 2 if num_shared < num_outputs else num_outputs
@@ -315,7 +326,7 @@ def sample_tokens(
         hidden_MD,
         index_S,
         log_weight_S,
-        hidden_MD @ rows_RD[index_S].T,
+        hidden_MD @ weight_RD[index_S].T,
         torch.cat([top.indices for top in tops]),
         torch.cat([top.values for top in tops]),
     )
@@ -335,7 +346,7 @@ class SampledOutput(NamedTuple):
 
 def sampled_loss(
     feature_PF: Tensor,
-    rows_RF: Tensor,
+    weight_RF: Tensor,
     label_P: Tensor,
     teacher_P: Tensor,
     sample: TokenSample,
@@ -350,15 +361,15 @@ def sampled_loss(
 
     Args:
         feature_PF: factors of the output rows, in the dtype of the computation.
-        rows_RF: the target's output rows over the draft vocabulary, which a tied head shares; they get no gradient.
+        weight_RF: the target's output rows over the draft vocabulary, which a tied head shares; they get no gradient.
         label_P: int64 draft index of the text's next token.
         teacher_P: int64 index of each pair's position in ``sample``.
         sample: of :func:`sample_tokens`, with the same rows.
         mix: weights of the losses.
         memory_mib: budget for logits of one chunk.
     """
-    assert not rows_RF.requires_grad, "a sampled loss has frozen output rows"
-    loss_P, rank_P = _SampledLoss.apply(feature_PF, rows_RF, label_P, teacher_P, sample, mix, memory_mib)
+    assert not weight_RF.requires_grad, "a sampled loss has frozen output rows"
+    loss_P, rank_P = _SampledLoss.apply(feature_PF, weight_RF, label_P, teacher_P, sample, mix, memory_mib)
     return SampledOutput(loss_P, rank_P)
 
 
@@ -369,7 +380,7 @@ class _SampledLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         feature_PF: Tensor,
-        rows_RF: Tensor,
+        weight_RF: Tensor,
         label_P: Tensor,
         teacher_P: Tensor,
         sample: TokenSample,
@@ -377,10 +388,10 @@ class _SampledLoss(torch.autograd.Function):
         memory_mib: int,
     ) -> tuple[Tensor, Tensor]:
         num_shared, num_top = len(sample.index_S), sample.top_MK.shape[1]
-        rows_SF = rows_RF[sample.index_S]
+        rows_SF = weight_RF[sample.index_S]
         # Column of each draft token among the shared tokens; other tokens go to a last column.
-        column_R = torch.full((len(rows_RF),), num_shared, device=rows_RF.device)
-        column_R[sample.index_S] = torch.arange(num_shared, device=rows_RF.device)
+        column_R = torch.full((len(weight_RF),), num_shared, device=weight_RF.device)
+        column_R[sample.index_S] = torch.arange(num_shared, device=weight_RF.device)
         weight_S = sample.log_weight_S * mix.temperature
         bytes_of_pair = 32 * num_shared + feature_PF.element_size() * 2 * num_top * feature_PF.shape[1]
         size = max(1, memory_mib * _BLOCK_BYTES // bytes_of_pair)
@@ -388,7 +399,7 @@ class _SampledLoss(torch.autograd.Function):
         for feature_CF, label_C, teacher_C in zip(
             *(part.split(size) for part in (feature_PF, label_P, teacher_P)), strict=True
         ):
-            label_logit_C = (sample.hidden_MD[teacher_C].float() * rows_RF[label_C].float()).sum(dim=-1)
+            label_logit_C = (sample.hidden_MD[teacher_C].float() * weight_RF[label_C].float()).sum(dim=-1)
             top_CJ = torch.cat([label_C[:, None], sample.top_MK[teacher_C]], dim=1)
             bias_CJ = torch.zeros(top_CJ.shape, device=top_CJ.device)
             bias_CJ[:, 1:] = (top_CJ[:, 1:] == label_C[:, None]) * _MASKED
@@ -399,7 +410,7 @@ class _SampledLoss(torch.autograd.Function):
             known_CA = torch.cat([part.float() for part in known], dim=1)
             with torch.enable_grad(), torch.autocast(feature_CF.device.type, enabled=False):
                 leaf_CF = feature_CF.detach().requires_grad_()
-                own_CJ = torch.einsum("cjf,cf->cj", rows_RF[top_CJ], leaf_CF)
+                own_CJ = torch.einsum("cjf,cf->cj", weight_RF[top_CJ], leaf_CF)
                 z_CA = torch.cat([own_CJ, leaf_CF @ rows_SF.T], dim=1).float()
                 loss_C = mixed_loss(z_CA + bias_CA, known_CA + bias_CA, torch.zeros_like(label_C), mix)
                 (grad_CF,) = torch.autograd.grad(loss_C.sum(), leaf_CF)

@@ -20,7 +20,7 @@ from drafter.data.batch import ChatBatch
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target, TargetOutput
 from drafter.training.build import build_drafter, expect_same_shape, summary_lines
-from drafter.training.checkpoint import PREFIX, reopen_epoch, rescale_progress
+from drafter.training.checkpoint import PREFIX, last_checkpoint
 from drafter.training.losses import LossOutput, PairTargets, chunked_loss, sample_tokens, sampled_loss
 from drafter.training.metrics import NUM_RANKS, AnswerRanks, DepthCounts, best_tree
 from drafter.training.options import DrafterOptions, Objective, OptimOptions
@@ -30,7 +30,6 @@ from drafter.training.pairs import Pairs, draft_index_of, per_depth, reached, se
 TREES = ((8, 4, 24), (12, 5, 63))
 
 _PICK_CHUNK = 1024  # positions whose logits over the whole vocabulary are held at once
-_NO_CROP = 2**31 - 1  # positions before an answer that are kept: more than any text has
 
 
 class Teacher:
@@ -38,7 +37,7 @@ class Teacher:
 
     Attributes:
         target: the frozen model.
-        rows_RD: its output rows over the draft vocabulary in the dtype of the loss; the target's own matrix when
+        weight_RD: its output rows over the draft vocabulary in the dtype of the loss; the target's own matrix when
             nothing has to be selected or converted.
         seconds: wall time spent in :meth:`forward` so far; on an accelerator, the time to start its work.
     """
@@ -48,7 +47,7 @@ class Teacher:
         self._ids_R = draft_token_ids_R.to(target.output_weight_VD.device)
         weight_VD = target.output_weight_VD
         is_whole = len(self._ids_R) == len(weight_VD)
-        self.rows_RD = (weight_VD if is_whole else weight_VD[self._ids_R]).to(dtype).contiguous()
+        self.weight_RD = (weight_VD if is_whole else weight_VD[self._ids_R]).to(dtype).contiguous()
         self.seconds = 0.0
 
     @torch.no_grad()
@@ -64,8 +63,8 @@ class Teacher:
     def logits(self, hidden_CD: Tensor) -> Tensor:
         """Final hidden states -> the target's logits over the draft vocabulary [C, R], in the dtype of the rows."""
         if self.target.has_plain_logits:
-            return F.linear(hidden_CD.to(self.rows_RD.dtype), self.rows_RD)
-        return self._all_logits(hidden_CD)[:, self._ids_R].to(self.rows_RD.dtype)
+            return F.linear(hidden_CD.to(self.weight_RD.dtype), self.weight_RD)
+        return self._all_logits(hidden_CD)[:, self._ids_R].to(self.weight_RD.dtype)
 
     @torch.no_grad()
     def picks(self, hidden_CD: Tensor) -> Tensor:
@@ -224,11 +223,9 @@ class DrafterModule(LightningModule):
         if not hasattr(data, "cache_states"):
             return
         layers = tuple(self.drafter.config.context_layers)
-        # A memory reads the text from its start, so its rows are whole; other contexts can use whole rows as well.
-        draft_length = len(self._rates) if self.drafter.history is None else _NO_CROP
         for is_turn in (self.trainer.is_global_zero, not self.trainer.is_global_zero):
             if is_turn:
-                data.cache_states(self.teacher.target, draft_length=draft_length, context_layers=layers)
+                data.cache_states(self.teacher.target, draft_length=len(self._rates), context_layers=layers)
             self.trainer.strategy.barrier()
 
     def configure_optimizers(self) -> Any:
@@ -271,8 +268,13 @@ class DrafterModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the measured constants of the interrupted run; refuse a checkpoint of another shape."""
-        rescale_progress(checkpoint, self.trainer.world_size)
-        reopen_epoch(checkpoint)
+        loaders = checkpoint["loops"]["fit_loop"].get("state_dict", {}).get("combined_loader") or [{}]
+        before, now = loaders[0].get("world_size", 1), self.trainer.world_size
+        if before != now:
+            raise ValueError(
+                f"the checkpoint was written by {before} process(es) and this run has {now}: resume with as many, or "
+                "start a new run from its weights with --model.init_from"
+            )
         # --trainer.max_time counts from each start; the time of earlier starts would stop the run at once.
         checkpoint.get("callbacks", {}).pop(Timer.__qualname__, None)
         saved = checkpoint["drafter_config"]
@@ -329,22 +331,22 @@ class DrafterModule(LightningModule):
             index_V = self._draft_index_V.to(hidden_MD.device)
             ranked_P = index_V[self.teacher.picks(hidden_MD)][pairs.teacher_P]
         targets = PairTargets(pairs.label_P, weight_P, pairs.teacher_P, hidden_MD, self.teacher.logits, ranked_P)
-        rows_RF = self.teacher.rows_RD if is_tied else self.drafter.output_rows()
-        return chunked_loss(feature_PF, rows_RF, targets, self.objective.mix, memory_mib=self.objective.memory_mib)
+        weight_RF = self.teacher.weight_RD if is_tied else self.drafter.output_rows()
+        return chunked_loss(feature_PF, weight_RF, targets, self.objective.mix, memory_mib=self.objective.memory_mib)
 
     def _sampled(self, feature_PF: Tensor, hidden_MD: Tensor, pairs: Pairs, weight_P: Tensor) -> Tensor:
         """The weighted sum of sampled losses; the weight is 0 for pairs out of reach."""
-        rows_RD, options = self.teacher.rows_RD, self.objective
+        weight_RD, options = self.teacher.weight_RD, self.objective
         sample = sample_tokens(
             hidden_MD,
-            rows_RD,
+            weight_RD,
             num_top=options.top_tokens,
             num_shared=options.shared_tokens,
             generator=self._generator(),
             memory_mib=options.memory_mib,
         )
         output = sampled_loss(
-            feature_PF, rows_RD, pairs.label_P, pairs.teacher_P, sample, options.mix, memory_mib=options.memory_mib
+            feature_PF, weight_RD, pairs.label_P, pairs.teacher_P, sample, options.mix, memory_mib=options.memory_mib
         )
         if options.reach:
             weight_P = weight_P * reached(output.rank_P, pairs.num_starts, options.reach)
@@ -359,9 +361,6 @@ class DrafterModule(LightningModule):
     def _pair_features(self, token_BT: Tensor, context_BTC: Tensor, pairs: Pairs) -> Tensor:
         """Features of all pairs: the drafter unrolled from every start, each to its own depth."""
         token_S = token_BT.flatten()
-        if self.drafter.history is not None:
-            start_BC = context_BTC.new_zeros(len(context_BTC), self.drafter.config.context_size)
-            context_BTC = self.drafter.read(start_BC, context_BTC, self.teacher.target.embed(token_BT))
         context_NC = context_BTC.flatten(0, 1)[pairs.start_N]
         hidden_ND = self.drafter.fuse(context_NC)
         state_ND = self.drafter.init_state(context_NC)
@@ -508,8 +507,7 @@ class DrafterModule(LightningModule):
         self.log("train/lr", float(self.trainer.optimizers[0].param_groups[0]["lr"]))
 
     def _stop_diverged(self, what: str) -> None:
-        checkpoint: Any = self.trainer.checkpoint_callback
-        last = getattr(checkpoint, "last_model_path", "") or getattr(checkpoint, "best_model_path", "")
+        last = last_checkpoint(self.trainer)
         good = f"the last good checkpoint is {last}" if last else "no checkpoint was written yet"
         raise ValueError(
             f"training diverged: {what} at step {self.trainer.global_step}; {good}. "

@@ -14,8 +14,7 @@ class DrafterOptions:
     """Shape of the drafter.
 
     Attributes:
-        context: ``last`` hidden state, ``fused`` hidden states of ``context_layers``, or the last one with a memory of
-            the text before it (``history``).
+        context: ``last`` hidden state, or ``fused`` hidden states of ``context_layers``.
         context_layers: indices into the target's hidden states, for ``fused`` (0 = embeddings).
         head: ``full`` (own output matrix, as published), or ``tied`` (a projection before the target's output rows).
         num_res_blocks: residual blocks before the head.
@@ -25,7 +24,7 @@ class DrafterOptions:
         token_counts: JSON file {token id: count} to choose the draft vocabulary by, instead of the training data.
     """
 
-    context: Literal["last", "fused", "history"] = "last"
+    context: Literal["last", "fused"] = "last"
     context_layers: tuple[int, ...] = ()
     head: Literal["full", "tied"] = "tied"
     num_res_blocks: int = 2

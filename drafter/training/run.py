@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from drafter.data.module import ChatDataModule
 from drafter.training import wandb_logging
 from drafter.training.callbacks import SaveWhenStopped, ShortProgressBar, WholeCheckpointIO
-from drafter.training.checkpoint import check_resumable, export_checkpoint
+from drafter.training.checkpoint import check_resumable, export_checkpoint, last_checkpoint
 from drafter.training.module import DrafterModule
 from drafter.utils.io import first_line, recover
 from drafter.utils.options import limit_yaml
@@ -67,7 +67,6 @@ class TrainCLI(LightningCLI):
             {
                 "checkpoint.filename": "best",
                 "checkpoint.monitor": "val/loss",
-                "checkpoint.save_last": True,
                 "checkpoint.enable_version_counter": False,
                 "checkpoint.auto_insert_metric_name": False,
             }
@@ -134,7 +133,9 @@ def main_train(args: Sequence[str]) -> int:
     ckpt_path = _resume_path(cli.config.ckpt_path, checkpoints)
     exit_code = 1
     restoration = _Restoration()
-    trainer.callbacks.append(restoration)  # the last one: other callbacks restore their part in on_train_start
+    # The last ones: a time limit decides before the saver looks, and other callbacks restore their part in
+    # on_train_start.
+    trainer.callbacks += [SaveWhenStopped(), restoration]
     try:
         trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path, weights_only=True)
         exit_code = 0
@@ -152,7 +153,7 @@ def main_train(args: Sequence[str]) -> int:
     finally:
         if exit_code:
             wandb_logging.finish(trainer, exit_code)
-    best, last = trainer.checkpoint_callback.best_model_path, trainer.checkpoint_callback.last_model_path
+    best, last = trainer.checkpoint_callback.best_model_path, last_checkpoint(trainer)
     if best or last:
         wandb_logging.log_drafter(trainer, best or last)
     wandb_logging.finish(trainer, 0)
@@ -170,7 +171,7 @@ def _parse(args: list[str]) -> TrainCLI:
         seed_everything_default=0,
         save_config_kwargs={"overwrite": True},
         # The drafter's size is printed when the drafter is made.
-        trainer_defaults={"callbacks": [SaveWhenStopped()], "enable_model_summary": False},
+        trainer_defaults={"callbacks": [], "enable_model_summary": False},
         auto_configure_optimizers=False,
         load_from_checkpoint_support=False,
         parser_kwargs={

@@ -6,13 +6,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor
 
-from drafter.data import hidden_states
 from drafter.data.module import ChatDataModule
 from drafter.data.store import concat
 from drafter.targets.target import Target
-from drafter.training.module import DrafterModule
 from tests.data.engine_files import write_speculators, write_vllm
 from tests.data.tiny import chat, save_tiny_target, tiny_target, write_jsonl
 from tests.training.fakes import make_module, make_trainer
@@ -32,37 +29,6 @@ def make_data(folder: Path, cache: Path | None, **options: Any) -> ChatDataModul
         progress=False,
         **options,
     )
-
-
-def contexts(module: DrafterModule, data: ChatDataModule, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """What the drafter is given at all starts of each held-out row."""
-    seen: list[Tensor] = []
-    fuse = module.drafter.fuse
-    with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(module.drafter, "fuse", lambda context_NC: seen.append(context_NC) or fuse(context_NC))
-        for batch in data.val_dataloader():
-            for row in range(len(batch.token_BT)):
-                one = type(batch)(*(None if part is None else part[row : row + 1] for part in batch))
-                module.run_batch(module.select(one, (1.0,) * 3))
-    return seen
-
-
-def test_memories_are_those_of_the_whole_text_and_others_can_use_its_states(tmp_path: Path, monkeypatch) -> None:
-    made = tiny_target()
-    target = Target.from_model(made.model.to(torch.bfloat16), made.tokenizer, name="tiny")  # as the cache keeps it
-    module = make_module(target, drafter={"context": "history"})
-    cached, plain = make_data(tmp_path, tmp_path / "states"), make_data(tmp_path, None)
-    make_trainer(tmp_path, max_steps=1, limit_val_batches=0).fit(module, datamodule=cached)
-    wanted, got = contexts(module, plain, monkeypatch), contexts(module, cached, monkeypatch)
-    assert len(got) == len(wanted) >= 4
-    for got_NC, wanted_NC in zip(got, wanted, strict=True):
-        assert wanted_NC[:, 16:].abs().min(dim=0).values.max() > 0  # a memory at every start
-        torch.testing.assert_close(got_NC, wanted_NC, rtol=2e-2, atol=2e-2)
-
-    monkeypatch.setattr(hidden_states, "_compute", None)
-    other, data = make_module(target, drafter={"context": "last"}), make_data(tmp_path, tmp_path / "states")
-    make_trainer(tmp_path, max_steps=1, limit_val_batches=0).fit(other, datamodule=data)
-    assert other.teacher.seconds == 0
 
 
 class Losses(Callback):

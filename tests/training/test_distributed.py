@@ -103,13 +103,13 @@ def test_two_processes_equal_one(place: Path, alone: dict[str, Any]) -> None:
     assert 0.6 < shares < 1.6, "positions of both processes are counted"
 
 
-@pytest.mark.parametrize(("before", "after"), [(ONE, TWO), (TWO, ONE)])
-def test_run_goes_on_with_another_number_of_processes(
-    before: list[str], after: list[str], place: Path, alone: dict[str, Any]
-) -> None:
-    run = "from-one" if before is ONE else "from-two"
-    train(place, run, 3, before)
-    assert_same(train(place, run, 6, after, "--ckpt_path", "last"), alone)
+def test_run_of_two_processes_goes_on_with_two_and_no_other_number(place: Path, alone: dict[str, Any]) -> None:
+    train(place, "two", 3, TWO)
+    command = [sys.executable, "-m", "drafter.cli.main", "train", *settings("two", 6), *ONE, "--ckpt_path", "last"]
+    refused = launch(place, command)
+    error = refused.communicate(timeout=280)[1]
+    assert refused.returncode == 2 and "written by 2 process(es) and this run has 1" in error
+    assert_same(train(place, "two", 6, TWO, "--ckpt_path", "last"), alone)
 
 
 def test_target_shared_by_two_processes_trains_the_same(place: Path, alone: dict[str, Any]) -> None:

@@ -75,27 +75,27 @@ def test_ranks_count_better_logits() -> None:
 def draw(num_top: int, num_shared: int, seed: int = 0) -> tuple:
     """Features, the target's rows, labels, teacher places, and a sample of tokens of a tied head."""
     feature, _, targets = make(D)
-    rows_RD = torch.randn(R, D, generator=torch.Generator().manual_seed(1))
+    weight_RD = torch.randn(R, D, generator=torch.Generator().manual_seed(1))
     sample = sample_tokens(
-        targets.hidden_MD, rows_RD, num_top=num_top, num_shared=num_shared,
+        targets.hidden_MD, weight_RD, num_top=num_top, num_shared=num_shared,
         generator=torch.Generator().manual_seed(seed),
     )  # fmt: skip
-    return feature.requires_grad_(), rows_RD, targets, sample
+    return feature.requires_grad_(), weight_RD, targets, sample
 
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("num_top", [1, 7, R])
 def test_a_sample_of_all_tokens_is_the_reference(mix: LossMix, num_top: int, monkeypatch) -> None:
     """Whichever of them are the likeliest: no token counts twice. In one chunk and in chunks of few pairs."""
-    feature, rows_RD, targets, sample = draw(num_top, R)
-    teacher = (targets.hidden_MD @ rows_RD.T)[targets.teacher_P]
-    z = feature @ rows_RD.T
+    feature, weight_RD, targets, sample = draw(num_top, R)
+    teacher = (targets.hidden_MD @ weight_RD.T)[targets.teacher_P]
+    z = feature @ weight_RD.T
     wanted = mixed_loss(z, teacher, targets.label_P, mix)
     (wanted_grad,) = torch.autograd.grad((wanted * targets.weight_P).sum(), feature)
     own = z.gather(1, targets.label_P[:, None])
     for block in (2**20, 2**13):
         monkeypatch.setattr("drafter.training.losses._BLOCK_BYTES", block)
-        output = sampled_loss(feature, rows_RD, targets.label_P, targets.teacher_P, sample, mix, memory_mib=1)
+        output = sampled_loss(feature, weight_RD, targets.label_P, targets.teacher_P, sample, mix, memory_mib=1)
         (grad,) = torch.autograd.grad((output.loss_P * targets.weight_P).sum(), feature)
         torch.testing.assert_close(output.loss_P, wanted, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(grad, wanted_grad, rtol=1e-4, atol=1e-5)
@@ -104,15 +104,15 @@ def test_a_sample_of_all_tokens_is_the_reference(mix: LossMix, num_top: int, mon
 
 def test_samples_agree_with_the_reference_on_average() -> None:
     """The estimates scatter around the exact gradient: their mean over many draws is nearer than any one of them."""
-    feature, rows_RD, targets, _ = draw(4, 16)
-    teacher = (targets.hidden_MD @ rows_RD.T)[targets.teacher_P]
-    wanted = mixed_loss(feature @ rows_RD.T, teacher, targets.label_P, LossMix())
+    feature, weight_RD, targets, _ = draw(4, 16)
+    teacher = (targets.hidden_MD @ weight_RD.T)[targets.teacher_P]
+    wanted = mixed_loss(feature @ weight_RD.T, teacher, targets.label_P, LossMix())
     (wanted_grad,) = torch.autograd.grad(wanted.sum(), feature)
     grads = []
     for seed in range(200):
         sample = draw(4, 16, seed)[3]
         assert len(sample.index_S.unique()) == 16 and sample.log_weight_S.exp().sum() == pytest.approx(R)
-        output = sampled_loss(feature, rows_RD, targets.label_P, targets.teacher_P, sample, LossMix())
+        output = sampled_loss(feature, weight_RD, targets.label_P, targets.teacher_P, sample, LossMix())
         grads.append(torch.autograd.grad(output.loss_P.sum(), feature)[0])
     mean = torch.stack(grads).mean(dim=0)
     assert torch.nn.functional.cosine_similarity(mean.flatten(), wanted_grad.flatten(), dim=0) > 0.98

@@ -44,7 +44,6 @@ def test_overfits_the_targets_own_text(tmp_path) -> None:
         ({"head": "full", "draft_vocab_size": None}, {"cross_entropy": 1.0, "kl": 0.0}),
         ({"head": "tied", "draft_vocab_size": 100, "block_rank": 4}, {"depth_rates": (1.0, 0.8, 0.5)}),
         ({"context": "fused", "context_layers": (0, 1, 2)}, {"temperature": 2.0, "depth_weights": (1.0, 0.5, 0.25)}),
-        ({"context": "history"}, {}),
     ],
 )
 def test_gradient_reaches_the_drafter_and_only_it(drafter: dict, objective: dict, tmp_path) -> None:
@@ -103,7 +102,7 @@ def test_bfloat16_learns_too(tmp_path) -> None:
     target = make_target()
     module = fit(tmp_path, target, 60, trainer={"precision": "bf16-mixed"})
     assert all(p.dtype == torch.float32 for p in module.parameters())
-    assert module.teacher.rows_RD.dtype == torch.bfloat16 and accuracy(module, greedy_rows(target)) > 0.8
+    assert module.teacher.weight_RD.dtype == torch.bfloat16 and accuracy(module, greedy_rows(target)) > 0.8
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "16-true"])

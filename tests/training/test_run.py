@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -140,32 +140,27 @@ def test_interrupted_and_resumed_gives_the_same_weights(
     assert_same_end(trained, run)
 
 
-@pytest.mark.parametrize("hook", ["validation_step", "on_train_batch_start"])
-@pytest.mark.parametrize("where", ["first", "last"])
 @pytest.mark.parametrize("limit", ["steps", "epochs"])
-def test_a_validation_that_was_stopped_is_made_up_for(
-    limit: str, where: str, hook: str, place: Path, request: pytest.FixtureRequest, monkeypatch
+def test_a_stop_in_a_validation_comes_at_its_end(
+    limit: str, place: Path, request: pytest.FixtureRequest, monkeypatch
 ) -> None:
-    """Stopped in a validation, or in the step before it, and once more in the one that makes up for it."""
+    """The resumed run goes on with the next batch, and nothing is validated twice."""
     whole = request.getfixturevalue("trained" if limit == "steps" else "trained_epochs")
     more = () if limit == "steps" else TWO_EPOCHS
-    last = read_checkpoint(whole / "checkpoints" / "last.ckpt")["global_step"]
-    step = last // 2 if where == "first" else last
-    run = place / f"stopped-{limit}-{where}-{hook}"
-    step_hook = getattr(DrafterModule, hook, None)
+    step = read_checkpoint(whole / "checkpoints" / "last.ckpt")["global_step"] // 2
+    run = place / f"stopped-{limit}"
+    validate = DrafterModule.validation_step
 
-    def stop_here(module: DrafterModule, *batch: object) -> object:
-        if module.trainer.global_step == step - (hook == "on_train_batch_start"):
+    def stop_here(module: DrafterModule, *batch: Any) -> None:
+        if module.trainer.global_step == step:
             os.kill(os.getpid(), signal.SIGTERM)
-        return step_hook(module, *batch)
+        validate(module, *batch)
 
-    monkeypatch.setattr(DrafterModule, hook, stop_here)
-    starts: list[tuple[str, ...]] = [(), ("--ckpt_path", "last")]
-    for start in starts[: 2 if hook == "validation_step" else 1]:
-        with pytest.raises(SystemExit):
-            main_train(words(place, run, *more, *start))
-        assert read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"] == step
-        assert len(validations(run)) == (0 if where == "first" else 1)
+    monkeypatch.setattr(DrafterModule, "validation_step", stop_here)
+    with pytest.raises(SystemExit):
+        main_train(words(place, run, *more))
+    assert read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"] == step
+    assert len(validations(run)) == 1
     monkeypatch.undo()
     assert main_train(words(place, run, *more, "--ckpt_path", "last")) == 0
     assert_same_end(whole, run)

@@ -138,7 +138,7 @@ def test_a_resumed_training_goes_on_in_the_same_run(logged: Path) -> None:
     ids = [{record.run.run_id for record in records if record.HasField("run")} for records in (first, second)]
     assert ids[0] == ids[1] and len(ids[0]) == 1
     steps = [row["trainer/global_step"] for row in history(second) if "trainer/global_step" in row]
-    assert min(steps) >= 8 and max(steps) == 12
+    assert min(steps) >= 8 and max(steps) == 11, "the last of twelve steps, as in a run without a stop"
 
 
 def test_another_training_in_the_folder_is_another_run(tmp_path: Path) -> None:
