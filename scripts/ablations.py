@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""The architecture study of docs/notebook.md: train every configs/train/ablations/*.yaml for as many steps over the
-same batches, decode prompts with each drafter, write a row of JSON for each, and the table into the document.
+"""The architecture study of docs/notebook.md: train every variant of `VARIANTS` for as many steps over the same
+batches, decode prompts with each drafter, write a row of JSON for each, and the table into the document.
 
     scripts/ablations.py --answers answers.jsonl --prompts prompts.jsonl --steps 64
 
 Runs that are in the results already are not repeated. The target's hidden states are computed once: the first run
-makes a cache with the layers of the fused context, which serves the others too. A memory of the text has to read whole
-prompts, which that cache does not hold: it is trained on-line.
+makes a cache with the layers of the fused context, which serves the others too.
 """
 
 import argparse
@@ -27,10 +26,53 @@ from drafter.training.checkpoint import drafter_of_checkpoint, read_checkpoint
 from drafter.training.run import main_train
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIGS = ROOT / "configs" / "train" / "ablations"
 DOCUMENT = ROOT / "docs" / "notebook.md"
 BEGIN, END = "<!-- ablations: begin -->", "<!-- ablations: end -->"
 WIDTH, LENGTH, SIZE = 8, 4, 24
+# Settings of `drafter train` that all runs have in common, and the settings that each variant changes.
+BASE: dict[str, Any] = {
+    "trainer.precision": "bf16-mixed",
+    "trainer.gradient_clip_val": 1.0,
+    "trainer.check_val_every_n_epoch": "null",
+    "trainer.num_sanity_val_steps": 0,
+    "trainer.log_every_n_steps": 16,
+    "trainer.enable_progress_bar": "false",
+    "model.target_dtype": "bfloat16",
+    "model.drafter.draft_vocab_size": 8192,
+    "model.objective.depth_rates": [1.0, 0.7, 0.5, 0.4],
+    "model.optim.lr": 2e-3,
+    "model.optim.warmup_steps": 10,
+    "model.optim.schedule": "cosine",
+    "data.val": 0.03,
+    "data.max_length": 384,
+    "data.batch_tokens": 1024,
+}
+LENGTHS = {
+    f"length-{length}": {
+        "model.drafter.draft_length": length,
+        "model.objective.depth_rates": [1.0, 0.7, 0.5, 0.4, 0.3, 0.3, 0.2, 0.2][:length],
+    }
+    for length in (5, 6, 8)
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "base": {},
+    "blocks-1": {"model.drafter.num_res_blocks": 1},
+    "blocks-3": {"model.drafter.num_res_blocks": 3},
+    "context-fused": {"model.drafter.context": "fused", "model.drafter.context_layers": [10, 20, 30]},
+    "head-full": {"model.drafter.head": "full"},
+    **LENGTHS,
+    "loss-ce": {"model.objective.kl": 0.0, "model.objective.cross_entropy": 1.0},
+    "loss-kl-ce": {"model.objective.kl": 0.5, "model.objective.cross_entropy": 0.5},
+    # The published recipe: own output matrix over the whole vocabulary, cross-entropy, five depths.
+    "published": {
+        "model.drafter.head": "full",
+        "model.drafter.draft_vocab_size": "null",
+        "model.drafter.draft_length": 5,
+        "model.objective.kl": 0.0,
+        "model.objective.cross_entropy": 1.0,
+        "model.objective.depth_rates": "null",
+    },
+}
 KEPT = ("loss", "_d1", "_d2", f"_n{SIZE}")  # ends of the names of metrics
 
 
@@ -38,12 +80,11 @@ def main() -> None:
     args = arguments()
     args.results.parent.mkdir(parents=True, exist_ok=True)
     done = read_rows(args.results)
-    names = args.only or ["base", *(file.stem for file in sorted(CONFIGS.glob("*.yaml")) if file.stem != "base")]
     if not args.table:
         target = Target.load(args.target, dtype="bfloat16")
         prompts: list[Prompt] = [prompt.value for prompt in read_prompts((), str(args.prompts), raw=False)]
         prompts = prompts[:: max(1, len(prompts) // args.num_prompts)][: args.num_prompts]
-        for name in names:
+        for name in args.only or VARIANTS:
             if name in done:
                 continue
             row = run(name, args, target, prompts)
@@ -62,10 +103,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=64, help="optimizer steps of every run (default: 64)")
     parser.add_argument("--num-prompts", type=int, default=10, help="prompts to decode (default: 10)")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens for each (default: 64)")
-    parser.add_argument("--target", default="smollm2-135m", help="of the configs (default: smollm2-135m)")
+    parser.add_argument("--target", default="smollm2-135m", help="target of all runs (default: smollm2-135m)")
     parser.add_argument("--work", type=Path, default=Path("runs/ablations"), help="folder for checkpoints and states")
     parser.add_argument("--results", type=Path, default=ROOT / "docs" / "results" / "ablations.jsonl")
-    parser.add_argument("--only", nargs="*", help="names of configs (default: all)")
+    parser.add_argument("--only", nargs="*", choices=VARIANTS, help="names of variants (default: all)")
     parser.add_argument("--table", action="store_true", help="only write the table from the results")
     args = parser.parse_args()
     if not args.table and (args.answers is None or args.prompts is None):
@@ -74,20 +115,27 @@ def arguments() -> argparse.Namespace:
 
 
 def run(name: str, args: argparse.Namespace, target: Target, prompts: list[Prompt]) -> dict[str, Any]:
-    """Train and measure one config: a row of the results."""
-    words = ["--config", str(CONFIGS / "base.yaml")]
-    words += [] if name == "base" else ["--config", str(CONFIGS / f"{name}.yaml")]
-    states = "null" if name == "context-history" else str(args.work / "states")
-    words += ["--data.train", str(args.answers), "--data.cache_hidden_states", states]
-    words += ["--trainer.max_steps", str(args.steps), "--trainer.val_check_interval", str(args.steps)]
-    words += ["--trainer.default_root_dir", str(args.work / name), "--trainer.enable_progress_bar", "false"]
-    words += ["--model.target", args.target]
+    """Train and measure one variant: a row of the results."""
+    states = args.work / "states"
+    settings = (
+        BASE
+        | VARIANTS[name]
+        | {
+            "model.target": args.target,
+            "data.train": args.answers,
+            "data.cache_hidden_states": states,
+            "trainer.max_steps": args.steps,
+            "trainer.val_check_interval": args.steps,
+            "trainer.default_root_dir": args.work / name,
+        }
+    )
     if args.token_counts:
-        words += ["--model.drafter.token_counts", str(args.token_counts)]
-    if states != "null" and not Path(states).exists():
-        make_states(words)
+        settings["model.drafter.token_counts"] = args.token_counts
+    if not states.exists():  # one step of the run that wants the most of the states
+        most = VARIANTS["context-fused"] | VARIANTS["length-8"]
+        main_train(words_of(settings | most | {"trainer.max_steps": 1, "trainer.limit_val_batches": 0}))
     start = time.process_time()
-    if main_train(words):
+    if main_train(words_of(settings)):
         raise SystemExit(f"{name}: training failed")
     seconds = time.process_time() - start
     path = args.work / name / "checkpoints" / "last.ckpt"
@@ -115,10 +163,8 @@ def run(name: str, args: argparse.Namespace, target: Target, prompts: list[Promp
     }
 
 
-def make_states(words: list[str]) -> None:
-    """Fill the cache by one step of the run that wants the most of it."""
-    fused = ["--config", str(CONFIGS / "context-fused.yaml"), "--config", str(CONFIGS / "length-8.yaml")]
-    main_train([*words[:2], *fused, *words[2:], "--trainer.max_steps", "1", "--trainer.limit_val_batches", "0"])
+def words_of(settings: dict[str, Any]) -> list[str]:
+    return [f"--{name}={value}" for name, value in settings.items()]
 
 
 @torch.inference_mode()
@@ -148,7 +194,7 @@ def write_table(rows: list[dict[str, Any]]) -> None:
     """Replace what stands between the two marks in the document."""
     tree = f"W{WIDTH} L{LENGTH} N{SIZE}"
     lines = [
-        "| config | positions | tokens/step | with L = T | expected, held-out | top-1, depth 1 | draft, CPU ms "
+        "| variant | positions | tokens/step | with L = T | expected, held-out | top-1, depth 1 | draft, CPU ms "
         "| training, CPU s | MB |",
         "|---|---|---|---|---|---|---|---|---|",
     ]

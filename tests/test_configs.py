@@ -7,10 +7,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from scripts import ablations
+
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
 def parse_train(file: Path) -> None:
+    parse_train_words(["--config", str(file)])
+
+
+def parse_train_words(words: list[str]) -> None:
     """The parser of `drafter train`, and the frozen options that check their own values."""
     from drafter.data.module import ChatDataModule
     from drafter.training.module import DrafterModule
@@ -20,7 +26,7 @@ def parse_train(file: Path) -> None:
         def instantiate_trainer(self, **kwargs: object) -> None:
             """A trainer would look for the accelerator that the file asks for."""
 
-    cli = Parsed(DrafterModule, ChatDataModule, args=["--config", str(file)], run=False, save_config_callback=None)
+    cli = Parsed(DrafterModule, ChatDataModule, args=words, run=False, save_config_callback=None)
     assert isinstance(cli.model, DrafterModule) and isinstance(cli.datamodule, ChatDataModule)
 
 
@@ -64,6 +70,13 @@ def test_config_is_accepted(file: Path) -> None:
     text = file.read_text()
     assert text.startswith("#"), "the first line says what the file is for"
     assert isinstance(yaml.safe_load(text), dict)
+
+
+@pytest.mark.parametrize("name", ablations.VARIANTS)
+@pytest.mark.filterwarnings("ignore:LightningCLI's args parameter")
+def test_variant_of_the_ablations_is_accepted(name: str) -> None:
+    settings = ablations.BASE | ablations.VARIANTS[name]
+    parse_train_words(["--model.target", "t", "--data.train", "x.jsonl", *ablations.words_of(settings)])
 
 
 def targets_of(value: object) -> set[str]:
