@@ -1,14 +1,10 @@
 """``drafter serve``: options, refusals, and the process from its start to its exit code."""
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +18,7 @@ from drafter.serving.listen import bind, load_engine
 from drafter.serving.options import ServeOptions
 from drafter.targets.target import Target
 from drafter.utils.options import read_options
+from tests.serving.live import server_process
 from tests.serving.test_limits import CHAT
 from tests.serving.tiny import save_target
 from tests.tiny_files import make_drafter, make_target
@@ -36,16 +33,11 @@ def read(file: Path, *words: str) -> ServeOptions:
 def test_a_flag_goes_first_also_at_its_default(tmp_path: Path) -> None:
     """`--host 127.0.0.1` must not listen on every address of a file."""
     file = tmp_path / "serve.yaml"
-    file.write_text(
-        "target: a\nhost: 0.0.0.0\nmax_num_seqs: 3\napi_key: one\nrequest_timeout: 5\nenable_prefix_caching: false\n"
-    )
+    settings = "max_num_seqs: 3\napi_key: one\nrequest_timeout: 5\nenable_prefix_caching: false\n"
+    file.write_text("target: a\nhost: 0.0.0.0\n" + settings)
     options = read(file, "--host", "127.0.0.1", "--max-num-seqs", "8")
-    assert (options.host, options.max_num_seqs, options.api_key, options.request_timeout) == (
-        "127.0.0.1",
-        8,
-        ("one",),
-        5.0,
-    )
+    assert (options.host, options.max_num_seqs) == ("127.0.0.1", 8)
+    assert (options.api_key, options.request_timeout) == (("one",), 5.0)
     assert options.engine_fields(100) == {
         "max_num_seqs": 8, "max_model_len": 100, "prefill_chunk": 256, "enable_prefix_caching": False,
     }  # fmt: skip
@@ -189,47 +181,6 @@ def test_servers_that_cannot_start(
     assert error.startswith("drafter: error:") and message in error and error.count("\n") == 1
 
 
-@contextmanager
-def process(folder: str, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server in a process of its own, ready; the process and its address."""
-    command = [
-        sys.executable,
-        "-m",
-        "drafter",
-        "serve",
-        "--target",
-        folder,
-        "--port",
-        "0",
-        "--max-model-len",
-        "200",
-    ]
-    environment = os.environ | {"DRAFTER_API_KEY": "from-environment", "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True, env=environment) as server:
-        try:
-            assert server.stderr is not None
-            url = ""
-            for line in server.stderr:
-                found = re.search(r"http://127.0.0.1:\d+", line)
-                if found:
-                    url = found[0]
-                    break
-            deadline = time.monotonic() + 60
-            while not ready(url):
-                assert time.monotonic() < deadline and server.poll() is None
-                time.sleep(0.05)
-            yield server, url
-        finally:
-            server.kill()
-
-
-def ready(url: str) -> bool:
-    try:
-        return httpx.get(url + "/ready").status_code == 200
-    except httpx.ConnectError:
-        return False
-
-
 def ask(url: str, **fields: Any) -> Any:
     body = {"model": "target", "messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "stream": True}
     headers = {"Authorization": "Bearer from-environment"}
@@ -271,7 +222,9 @@ def test_who_is_told_to_stop_while_loading_stops(number: signal.Signals) -> None
 
 @pytest.mark.slow
 def test_sigterm_lets_streams_finish_and_exits_with_zero(tmp_path: Path) -> None:
-    with process(save_target(tmp_path / "target")) as (server, url):
+    folder = save_target(tmp_path / "target")
+    with server_process("--target", folder, "--max-model-len", "200", DRAFTER_API_KEY="from-environment") as process:
+        server, url = process.popen, process.url
         assert httpx.post(url + CHAT, json={}).status_code == 401, "the key of the environment counts"
         with ask(url, max_tokens=150) as response:
             lines = response.iter_lines()
@@ -282,15 +235,3 @@ def test_sigterm_lets_streams_finish_and_exits_with_zero(tmp_path: Path) -> None
         assert server.wait(20) == 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(url + "/health")
-
-
-@pytest.mark.slow
-def test_streams_that_outlast_the_drain_are_told(tmp_path: Path) -> None:
-    with process(save_target(tmp_path / "target"), "--drain-seconds", "0") as (server, url):
-        with ask(url, max_tokens=190, n=8) as response:
-            lines = response.iter_lines()
-            next(lines)
-            server.send_signal(signal.SIGINT)
-            rest = list(lines)
-        assert "shut down" in rest[-2] and "[DONE]" not in rest[-2]
-        assert server.wait(20) == 0

@@ -187,7 +187,7 @@ def test_a_crowd_of_clients(place: Place, checkpoints: list[Path], tmp_path: Pat
         )
         assert tally.wrong == []
         assert tally.right > 0.8 * total and tally.refused and tally.hung_up and tally.replaced > 1
-        assert server.server.worker._tickets == {} and not engine.has_work
+        assert server.server.worker._feeds == {} and not engine.has_work
         assert server.metric("failed_steps_total", cause="error") == 0
         assert server.metric("accepted_draft_tokens_total") > 0 < server.metric("shared_prompt_tokens_total")
     RecurrentDrafter.from_pretrained(drafter)  # whole

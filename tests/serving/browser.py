@@ -1,13 +1,11 @@
 """A headless Chromium, driven through chromedriver's own protocol (W3C WebDriver: JSON over HTTP)."""
 
-import base64
 import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -40,10 +38,6 @@ class Browser:
     def size(self, width: int, height: int) -> None:
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.cdp("Emulation.setDeviceMetricsOverride", **metrics)
-
-    def scheme(self, name: str) -> None:
-        """``light`` or ``dark``."""
-        self.cdp("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
     def cdp(self, command: str, **params: Any) -> Any:
         return self.call("POST", "/goog/cdp/execute", cmd=command, params=params)
@@ -79,9 +73,6 @@ class Browser:
         """What the page complained about on its console."""
         entries = self.call("POST", "/se/log", type="browser")
         return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
-
-    def screenshot(self, file: Path) -> None:
-        file.write_bytes(base64.b64decode(self.call("GET", "/screenshot")))
 
 
 @contextmanager

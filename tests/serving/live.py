@@ -1,10 +1,14 @@
 """A server with the tiny target, live on a loopback port, and clients for it."""
 
+import os
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import openai
@@ -87,6 +91,44 @@ def live_server(engine: Engine | None = None, **options: Any) -> Iterator[Live]:
         server.should_exit = True
         thread.join(20)
         assert not thread.is_alive(), "the server did not stop"
+
+
+class ServerProcess(NamedTuple):
+    """A server in a process of its own, its address, and its lines up to the line with the address."""
+
+    popen: subprocess.Popen[str]
+    url: str
+    said: str
+
+
+@contextmanager
+def server_process(*flags: str, **environment: str) -> Iterator[ServerProcess]:
+    """`drafter serve` with these flags on a free port, ready; at the end told to stop, unless it has ended."""
+    command = [sys.executable, "-m", "drafter", "serve", "--port", "0", *flags]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | environment) as server:
+        try:
+            assert server.stderr is not None
+            said, url = "", None
+            while url is None and (line := server.stderr.readline()):
+                said += line
+                url = re.search(r"http://127.0.0.1:\d+", line)
+            assert url, said
+            deadline = time.monotonic() + 300
+            while not is_ready(url[0]):
+                assert time.monotonic() < deadline and server.poll() is None
+                time.sleep(0.05)
+            yield ServerProcess(server, url[0], said)
+            server.terminate()
+            assert server.wait(60) == 0, "the server ends as told"
+        finally:
+            server.kill()
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(url + "/ready").status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def offline(messages: list[dict[str, str]] | str, **params: Any) -> Any:

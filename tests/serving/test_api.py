@@ -234,16 +234,11 @@ def test_repeated_prompt_counts_cached_tokens(idle: Live) -> None:
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"logit_bias": {"5": 10}}, "logit_bias"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"frequency_penalty": -1}, "frequency_penalty"),
-        ({"temperature": -1}, "temperature"),
-        ({"top_p": 2}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"n": 0}, "n"),
-        ({"seed": 2**64}, "seed"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop": ""}, "stop"),
+        ({"extra_body": {"stop_token_ids": [10**9 + 1]}}, "stop_token_ids[0]"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"messages": []}, "messages"),
@@ -261,25 +256,8 @@ def test_refusals_name_the_field(idle: Live, fields: dict[str, object], param: s
 
 
 def test_fields_that_ask_for_nothing_are_accepted(idle: Live) -> None:
-    neutral = {
-        "tools": [],
-        "tool_choice": "none",
-        "response_format": {"type": "text"},
-        "logit_bias": {},
-        "presence_penalty": 0,
-        "frequency_penalty": 0.0,
-        "user": "me",
-        "metadata": {"a": "b"},
-        "store": True,
-        "service_tier": "auto",
-        "parallel_tool_calls": False,
-        "stop": None,
-        "seed": None,
-        "logprobs": None,
-        "n": None,
-        "stream": None,
-        "some_new_field": 1,
-    }
+    neutral = {"tools": [], "frequency_penalty": 0.0, "user": "me", "metadata": {"a": "b"}, "store": True}
+    neutral |= {"stop": None, "seed": None, "logprobs": None, "n": None, "stream": None, "some_new_field": 1}
     answer = idle.client.chat.completions.create(**GREEDY, extra_body=neutral)
     assert answer.choices[0].message.content == offline(MESSAGES).text
 

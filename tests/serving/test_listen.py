@@ -15,7 +15,7 @@ import pytest
 from drafter.engine.engine import Engine
 from drafter.serving.listen import bind, listen, load_engine
 from drafter.serving.options import ServeOptions
-from tests.serving.live import MODEL
+from tests.serving.live import MODEL, is_ready
 from tests.serving.test_limits import CHAT, slow_engine
 from tests.serving.tiny import tiny_engine
 
@@ -48,13 +48,6 @@ def serve(engine: Engine, client: Callable[[str], None], **options: Any) -> int:
     if failures:
         raise failures[0]
     return code
-
-
-def is_ready(url: str) -> bool:
-    try:
-        return httpx.get(url + "/ready").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def stream(url: str, max_tokens: int, *, then: Callable[[], None]) -> list[str]:

@@ -1,5 +1,6 @@
 """The page at ``/``: self-contained, and alive in a browser."""
 
+import os
 import re
 from collections.abc import Iterator
 from importlib.resources import files
@@ -10,7 +11,10 @@ from tests.serving.browser import Browser, browser, is_installed
 from tests.serving.live import MODEL, Live, live_server, offline
 from tests.serving.tiny import tiny_engine
 
-needs_browser = pytest.mark.skipif(not is_installed(), reason="chromium and chromedriver are not installed")
+needs_browser = pytest.mark.skipif(
+    not (is_installed() and os.environ.get("DRAFTER_FULL_TESTS") == "1"),
+    reason="needs chromium and chromedriver, and DRAFTER_FULL_TESTS=1",
+)
 
 
 def test_page_loads_nothing_from_elsewhere(idle: Live) -> None:
@@ -62,7 +66,6 @@ def ask(window: Browser, text: str, max_tokens: int = 24) -> None:
 
 
 @needs_browser
-@pytest.mark.slow
 def test_a_chat_in_the_browser(live: Live, window: Browser) -> None:
     window.open(live.url)
     window.wait(f"document.getElementById('model').textContent === '{MODEL}'")
@@ -93,7 +96,6 @@ def test_a_chat_in_the_browser(live: Live, window: Browser) -> None:
 
 
 @needs_browser
-@pytest.mark.slow
 def test_stopping_frees_the_row(live: Live, window: Browser) -> None:
     window.open(live.url)
     window.wait(f"document.getElementById('model').textContent === '{MODEL}'")
@@ -109,7 +111,6 @@ def test_stopping_frees_the_row(live: Live, window: Browser) -> None:
 
 
 @needs_browser
-@pytest.mark.slow
 def test_what_markup_a_model_writes_stays_text(live: Live, window: Browser) -> None:
     window.open(live.url)
     window.wait(f"document.getElementById('model').textContent === '{MODEL}'")
@@ -126,17 +127,6 @@ def test_what_markup_a_model_writes_stays_text(live: Live, window: Browser) -> N
 
 
 @needs_browser
-@pytest.mark.slow
-def test_the_name_of_a_model_is_no_markup(window: Browser) -> None:
-    name = "<img src=x onerror=alert(1)>"
-    with live_server(model_name=name) as server:
-        window.open(server.url)
-        window.wait("document.getElementById('model').textContent.includes('onerror')")
-        assert window.text("#model") == name and window.count("img") == 0
-
-
-@needs_browser
-@pytest.mark.slow
 def test_page_of_a_server_that_wants_a_key_and_has_no_drafter(window: Browser) -> None:
     engine = tiny_engine(method="none", tree_size=None)
     with live_server(engine, api_key=("open-sesame",)) as server:
@@ -156,7 +146,6 @@ def test_page_of_a_server_that_wants_a_key_and_has_no_drafter(window: Browser) -
 
 
 @needs_browser
-@pytest.mark.slow
 @pytest.mark.parametrize("width", [360, 768, 1280])
 def test_nothing_sticks_out(live: Live, window: Browser, width: int) -> None:
     window.size(width, 740)

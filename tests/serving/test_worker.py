@@ -69,10 +69,6 @@ def answer(text: str, params: SamplingParams) -> str:
     return tiny_engine(method="none", tree_size=None).generate([text], params, raw=True)[0].text
 
 
-def gauge(worker: Worker, name: str) -> float | None:
-    return worker._metrics.registry.get_sample_value(f"drafter_{name}")
-
-
 def test_requests_join_and_leave_between_steps() -> None:
     async def test(worker: Worker) -> None:
         long = submit(worker, "a long one")
@@ -109,21 +105,6 @@ def test_programs_are_compiled_before_the_first_client(tmp_path: Path, monkeypat
     run(test, engine)
 
 
-def test_first_come_first_served() -> None:
-    ended: list[int] = []
-
-    async def test(worker: Worker) -> None:
-        async def ask(number: int) -> None:
-            call = submit(worker, f"number {number}", params=SamplingParams(max_new_tokens=20, ignore_eos=True))
-            await collect(call)
-            ended.append(number)
-
-        await asyncio.gather(*(ask(number) for number in range(5)))
-
-    run(test, tiny_engine(max_num_seqs=1, method="none", tree_size=None))
-    assert ended == [0, 1, 2, 3, 4]
-
-
 def test_abandoned_call_frees_its_row_within_one_step() -> None:
     engine = tiny_engine(max_num_seqs=1)
     worker_of: list[Worker] = []
@@ -156,36 +137,6 @@ def test_abandoned_call_frees_its_row_within_one_step() -> None:
     first = running[0][0]
     assert running[11] == [first] and all(first not in rows for rows in running[12:])
     assert 13 <= len(running) <= 12 + 4
-
-
-def test_nothing_runs_after_all_hang_up() -> None:
-    async def test(worker: Worker) -> None:
-        calls = [submit(worker, f"call {n}") for n in range(8)]
-        await first_delta(calls[0])
-        for call in calls:
-            worker.abandon(call)
-            worker.abandon(call)
-        assert worker.num_open == 0
-        await until(lambda: gauge(worker, "active_rows") == 0 == gauge(worker, "queue_depth"))
-        assert not worker.engine.has_work and not worker._feeds
-
-    run(test)
-
-
-def test_full_queue_turns_away_with_a_time_to_wait() -> None:
-    async def test(worker: Worker) -> None:
-        with pytest.raises(ApiError) as too_many:
-            submit(worker, *["x"] * 9)
-        assert (too_many.value.status, too_many.value.param) == (400, "n")
-        calls = [submit(worker, *["x"] * 4), submit(worker, *["y"] * 4)]
-        with pytest.raises(ApiError) as full:
-            submit(worker, "z")
-        assert full.value.status == 429 and 1 <= (full.value.retry_after or 0) <= 60
-        worker.abandon(calls[0])
-        submit(worker, "z", params=SamplingParams(max_new_tokens=1))
-        worker.abandon(calls[1])
-
-    run(test)
 
 
 def test_one_bad_job_refuses_its_call_alone() -> None:
@@ -276,17 +227,7 @@ def test_out_of_memory_with_one_row_fails_it_and_goes_on() -> None:
     run(test, engine)
 
 
-def test_stop_fails_what_is_open_and_drain_lets_it_finish() -> None:
-    async def test(worker: Worker) -> None:
-        short = submit(worker, "short", params=SamplingParams(max_new_tokens=8, ignore_eos=True))
-        worker.drain()
-        with pytest.raises(ApiError) as refused:
-            submit(worker, "late")
-        assert refused.value.status == 503
-        assert (await collect(short))[0] == answer("short", SamplingParams(max_new_tokens=8, ignore_eos=True))
-
-    run(test)
-
+def test_stop_fails_what_is_open() -> None:
     async def stop_early(worker: Worker) -> None:
         calls = [submit(worker, f"call {n}") for n in range(6)]
         stopping = asyncio.create_task(worker.stop())
