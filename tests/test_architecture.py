@@ -19,6 +19,7 @@ HEAVY = (
     "wandb",
     "openvino",
     "torchao",
+    "vllm",
 )
 
 
@@ -67,8 +68,8 @@ RULES = {
     ),
     "integrations": Rule(
         ("engine", "proposers", "decoding", "models", "targets", "utils"),
-        ("torch", "transformers", "wandb"),
-        only_in=(("wandb", "wandb.py"),),
+        ("torch", "transformers", "wandb", "vllm"),
+        only_in=(("wandb", "wandb.py"), ("vllm", "__init__.py"), ("vllm", "model.py")),
     ),
     "bench": Rule(
         ("distill", "data", "engine", "proposers", "decoding", "models", "targets", "utils"),

@@ -1,0 +1,201 @@
+"""Write a drafter as the folder that vLLM reads (:mod:`drafter.integrations.vllm.folder`).
+
+Shapes: T tokens · D hidden size.
+"""
+
+import copy
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafter.integrations.vllm import ARCHITECTURE, TESTED_VERSIONS
+from drafter.integrations.vllm.folder import (
+    DRAFTER_KEY,
+    FINAL_NORM,
+    OUTPUT_ROWS,
+    TARGET_KEY,
+    TargetFacts,
+    shares_head,
+)
+from drafter.models.config import DrafterConfig
+from drafter.models.drafter import RecurrentDrafter
+from drafter.models.files import WEIGHTS
+from drafter.targets.target import Target
+from drafter.utils.io import check_output_folder, replacing
+
+_EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
+_REFUSAL = "this drafter cannot be written for vLLM"
+_CARD = """# Recurrent drafter for {name}, as vLLM reads it
+
+In an environment with vLLM ({versions} was tested) and this package (`pip install --no-deps recurrent-drafter`):
+
+```
+vllm serve {name} --speculative-config \\
+    '{{"method": "eagle3", "model": "THIS_FOLDER", "num_speculative_tokens": {draft_length}}}'
+```
+
+{name} stands for its folder or hub id. Greedy answers are those of vLLM alone, up to the rounding of batches of another
+size; they come in fewer steps. vLLM logs an error of a plug-in and goes on: where vLLM does not know
+"RecurrentDrafterEagle3", this package is missing.
+
+The drafter belongs to one target, which is checked when vLLM loads it:
+
+| | |
+|---|---|
+| target | {name} |
+| layers, hidden size, vocabulary | {num_layers}, {hidden_size}, {vocab_size} |
+| fingerprint of the output matrix | `{fingerprint}` |
+| context, head, draft vocabulary | {context}, {head}, {num_outputs} tokens |
+"""
+
+
+def export_vllm(drafter: RecurrentDrafter, out: Path, *, target: Target, dtype: str = "bfloat16") -> Path:
+    """Write a drafter as a folder for vLLM; the folder is complete or not there at all.
+
+    Args:
+        drafter: any head and blocks; its context is the last hidden state, or several layers (``fused``).
+        out: the folder; an earlier one is replaced.
+        target: the drafter's, with plain weights.
+        dtype: ``float32`` or ``bfloat16`` weights. vLLM converts them to the target's number format.
+
+    Raises:
+        ValueError: vLLM cannot run the drafter or lend it what it needs of the target; the message names the field.
+        OSError: the disk is full or not writable.
+    """
+    check_output_folder(out, mark=ARCHITECTURE, files=("config.json", WEIGHTS, "README.md"), what="drafter for vLLM")
+    drafter.bind(target)
+    _check_context(drafter.config, target)
+    gain_D, epsilon = _rms_norm_of(target)
+    facts = TargetFacts(
+        name=drafter.config.target_name or target.name,
+        fingerprint=drafter.config.target_fingerprint or target.fingerprint,
+        hidden_size=target.hidden_size,
+        num_layers=target.num_layers,
+        vocab_size=target.vocab_size,
+        norm_epsilon=epsilon,
+    )
+    config = copy.deepcopy(drafter.config)
+    config.embedding_scale *= _embedding_scale(target)
+    tensors: dict[str, Tensor] = dict(drafter.state_dict()) | {FINAL_NORM: gain_D}
+    if config.head == "tied" and not shares_head(config):
+        tensors[OUTPUT_ROWS] = target.output_weight_VD[drafter.draft_token_ids_R.to(target.output_weight_VD.device)]
+    tensors = {
+        name: tensor.detach().cpu().to(getattr(torch, dtype) if tensor.is_floating_point() else None).contiguous()
+        for name, tensor in tensors.items()
+    }
+    with replacing(out) as folder:
+        folder.mkdir()
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        text = json.dumps(_config(config, facts, target, dtype), indent=2) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
+        (folder / "README.md").write_text(_card(config, facts), encoding="utf-8")
+        shutil.copymode(folder / "config.json", folder / WEIGHTS)  # safetensors writes for one user only
+    return out
+
+
+def _config(config: DrafterConfig, facts: TargetFacts, target: Target, dtype: str) -> dict[str, Any]:
+    """``config.json``: vLLM reads a Llama of hidden size 2D, whose one layer has keys of the target's shape."""
+    text = target.model.config.get_text_config(decoder=True)
+    num_heads = int(text.num_attention_heads)
+    layers = config.context_layers or (target.num_layers,)
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "hidden_size": 2 * config.hidden_size,
+        "intermediate_size": 2 * config.hidden_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": int(getattr(text, "num_key_value_heads", None) or num_heads),
+        "head_dim": int(getattr(text, "head_dim", None) or config.hidden_size // num_heads),
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.num_outputs,
+        "max_position_embeddings": target.max_length,
+        "tie_word_embeddings": False,
+        "dtype": dtype,
+        "eagle_aux_hidden_state_layer_ids": sorted(set(layers)),
+        DRAFTER_KEY: config.to_diff_dict(),
+        TARGET_KEY: facts._asdict(),
+    }
+
+
+def _card(config: DrafterConfig, facts: TargetFacts) -> str:
+    return _CARD.format(
+        **facts._asdict(),
+        versions=", ".join(TESTED_VERSIONS),
+        draft_length=min(3, config.draft_length),
+        context=config.context,
+        head=config.head,
+        num_outputs=config.num_outputs,
+    )
+
+
+def _check_context(config: DrafterConfig, target: Target) -> None:
+    """vLLM hands over the states behind chosen layers, the last of them before the final norm."""
+    reason = ""
+    if config.context not in ("last", "fused"):
+        reason = f"context {config.context!r}: vLLM hands over states of the target's layers only"
+    elif config.context_layers and config.context_layers[-1] != target.num_layers:
+        reason = (
+            f"context_layers {list(config.context_layers)}: the last one must be the final hidden state, "
+            f"{target.num_layers}"
+        )
+    elif len(set(config.context_layers)) < len(config.context_layers) or max(config.context_layers, default=0) > (
+        target.num_layers
+    ):
+        reason = f"context_layers {list(config.context_layers)}: each must be one of the target's {target.num_layers}"
+    if reason:
+        raise ValueError(f"{_REFUSAL}: {reason}")
+
+
+def _rms_norm_of(target: Target) -> tuple[Tensor, float]:
+    """Gain [D] and epsilon of the target's final norm, whatever form its weights have (Gemma's add 1 to them).
+
+    >>> F.rms_norm(torch.ones(1, 2), (2,), torch.tensor([3.0, 4.0]), 0.0)
+    tensor([[3., 4.]])
+
+    Raises:
+        ValueError: there is none, or the norm is no root mean square norm with a gain.
+    """
+    try:
+        norm = target.final_norm().float()
+    except ValueError as error:
+        raise ValueError(f"{_REFUSAL}: target {target.name!r} has no final norm") from error
+    named = [getattr(norm, name, None) for name in _EPSILON_NAMES]
+    epsilon = next((float(value) for value in named if isinstance(value, int | float)), 0.0)
+    size = target.hidden_size
+    probe_TD = torch.randn(3, size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        gain_D = norm(torch.ones(1, size))[0] * math.sqrt(1 + epsilon)
+        is_rms = torch.allclose(norm(probe_TD), F.rms_norm(probe_TD, (size,), gain_D, epsilon), rtol=1e-3, atol=1e-4)
+    if not is_rms:
+        raise ValueError(
+            f"{_REFUSAL}: the final norm of target {target.name!r}, {type(norm).__name__}, "
+            "is no root mean square norm with a gain"
+        )
+    return gain_D, epsilon
+
+
+def _embedding_scale(target: Target) -> float:
+    """The factor between the target's input embeddings and the rows of its matrix, which vLLM's embeddings lack.
+
+    Raises:
+        ValueError: the embeddings are no multiple of the rows.
+    """
+    token_T = torch.linspace(0, target.vocab_size - 1, 64, device=target.device).long()
+    row_TD = target.embedding_weight_VD[token_T].float()
+    embedding_TD = target.embed(token_T).float()
+    scale = float((embedding_TD * row_TD).sum() / row_TD.square().sum())
+    tolerance = 1e-4 if target.dtype == torch.float32 else 2e-2
+    if not torch.allclose(embedding_TD, scale * row_TD, rtol=tolerance, atol=tolerance * float(row_TD.abs().max())):
+        raise ValueError(
+            f"{_REFUSAL}: the input embeddings of target {target.name!r} are no multiple "
+            "of the rows of its embedding matrix"
+        )
+    return 1.0 if math.isclose(scale, 1.0, rel_tol=tolerance) else scale

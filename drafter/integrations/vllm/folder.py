@@ -1,0 +1,146 @@
+"""The folder that vLLM reads: names of its tensors, keys of its config, and the checks of both.
+
+``model.safetensors`` holds the drafter's own tensors, and two more that the target lends:
+
+    final_norm.weight [D]      gain of the norm behind the target's last layer: vLLM hands over states before that norm
+    lm_head.weight    [R, D]   output rows of the draft vocabulary, for a tied head over a part of the vocabulary
+
+A tied head over the whole vocabulary shares the target's output matrix in vLLM's memory. ``config.json`` describes to
+vLLM a draft model of hidden size 2D with one attention layer; the drafter's own fields stand under ``drafter``, the
+target's under ``target``.
+
+Shapes: R draft vocabulary · D the target's hidden size.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from drafter.models.config import DrafterConfig, same_fingerprint
+from drafter.models.files import FLOATS, WEIGHTS
+
+DRAFTER_KEY, TARGET_KEY = "drafter", "target"
+FINAL_NORM, OUTPUT_ROWS = "final_norm.weight", "lm_head.weight"
+
+
+class TargetFacts(NamedTuple):
+    """What a folder says about the target that it belongs to.
+
+    Attributes:
+        name: the name of the training run.
+        fingerprint: sample of the output matrix; empty: unchecked.
+        hidden_size: D.
+        num_layers: decoder layers.
+        vocab_size: rows of the output matrix.
+        norm_epsilon: of the final norm, which is x / sqrt(mean(x^2) + epsilon) times a gain.
+    """
+
+    name: str
+    fingerprint: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    norm_epsilon: float
+
+    @classmethod
+    def read(cls, fields: Any) -> Self:
+        """The facts of a config's ``target``; ValueError naming the key that is missing or of another type."""
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"config.json, {TARGET_KEY}: {fields!r} is no object: export the drafter again")
+        for name, kind in cls.__annotations__.items():
+            if not isinstance(fields.get(name), kind):
+                raise ValueError(
+                    f"config.json, {TARGET_KEY}.{name} is {fields.get(name)!r}, not of type {kind.__name__}: export "
+                    "the drafter again"
+                )
+        return cls(**{name: fields[name] for name in cls._fields})
+
+    def check(self, *, hidden_size: int, num_layers: int, vocab_size: int) -> None:
+        """Compare with the target that vLLM has loaded; ValueError naming what differs."""
+        for what, wanted, found in (
+            ("hidden size", self.hidden_size, hidden_size),
+            ("number of layers", self.num_layers, num_layers),
+            ("vocabulary", self.vocab_size, vocab_size),
+        ):
+            if wanted != found:
+                raise ValueError(
+                    f"the drafter belongs to target {self.name!r} ({what} {wanted}), and vLLM serves another model "
+                    f"({what} {found}): export a drafter that was trained for this model"
+                )
+
+    def check_fingerprint(self, fingerprint: str | None) -> None:
+        """Compare with :func:`fingerprint_in`; ValueError for another model. None or an empty one is not compared."""
+        if fingerprint and self.fingerprint and not same_fingerprint(self.fingerprint, fingerprint):
+            raise ValueError(
+                f"the drafter belongs to target {self.name!r}, and vLLM serves a model with another output matrix: "
+                "export a drafter that was trained for this model"
+            )
+
+
+def shares_head(config: DrafterConfig) -> bool:
+    """Whether the head reads the target's whole output matrix, which then lies in memory once."""
+    return config.head == "tied" and config.num_outputs == config.vocab_size
+
+
+def split_tensors(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The file's tensors as the drafter's own and the target's: final norm, and rows of a tied and reduced head.
+
+    Raises:
+        ValueError: a tensor of the target is missing, or its shape is another than the config asks for.
+    """
+    lent: dict[str, tuple[int, ...]] = {FINAL_NORM: (config.hidden_size,)}
+    if config.head == "tied" and not shares_head(config):
+        lent[OUTPUT_ROWS] = (config.num_outputs, config.hidden_size)
+    for name, shape in lent.items():
+        if name not in tensors:
+            raise ValueError(f"the drafter's folder lacks tensor {name!r}: export the drafter again")
+        if tuple(tensors[name].shape) != shape:
+            raise ValueError(
+                f"the drafter's folder: tensor {name!r} has shape {list(tensors[name].shape)}, its config asks for "
+                f"{list(shape)}"
+            )
+    own = {name: tensor for name, tensor in tensors.items() if name not in lent}
+    return own, {name: tensors[name] for name in lent}
+
+
+def fingerprint_in(place: str, revision: str | None = None) -> str | None:
+    """Fingerprint of the output matrix in a model's safetensors files, of which only the sampled rows are read.
+
+    Args:
+        place: folder, or a hub id that was downloaded.
+        revision: of the hub.
+
+    Returns:
+        The fingerprint; None where no such file is on this machine, or the matrix is not stored in plain numbers.
+    """
+    from drafter.targets.capabilities import fingerprint_of
+
+    try:
+        names = _tensor_files(place, revision)
+        for end in ("lm_head.weight", "embed_tokens.weight"):
+            for name, path in names.items():
+                if name.endswith(end):
+                    with safe_open(path, framework="pt") as file:
+                        weight_VD = file.get_tensor(name)
+                    return fingerprint_of(weight_VD) if weight_VD.dtype in FLOATS.values() else None
+    except (OSError, SafetensorError):
+        return None
+    return None
+
+
+def _tensor_files(place: str, revision: str | None) -> dict[str, str]:
+    """Which file of a model holds which tensor (OSError where the model is not on this machine)."""
+    from transformers.utils import cached_file
+
+    try:
+        index = cached_file(place, f"{WEIGHTS}.index.json", revision=revision, local_files_only=True)
+    except OSError:
+        single = str(cached_file(place, WEIGHTS, revision=revision, local_files_only=True))
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    weight_map = json.loads(Path(str(index)).read_text(encoding="utf-8"))["weight_map"]
+    return {name: str(Path(str(index)).parent / file) for name, file in weight_map.items()}

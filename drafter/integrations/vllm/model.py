@@ -1,0 +1,171 @@
+"""The class that vLLM runs as the draft model of its method ``eagle3``: :class:`RecurrentDrafter` behind vLLM's calls.
+
+vLLM hands the draft model the target's states, and hands it back its own output with each further token. A state of
+size 2D therefore carries [h; s]: h, the context as the head reads it, stays as it is, and s makes one step a token.
+
+    combine_hidden_states(states of the target's layers)   ->  [h; 0]
+    forward(token ids, [h; s])                              ->  [h; step(s, e)]
+    compute_logits([h; s])                                  ->  logits over the target's vocabulary
+
+The input ids of the first call are shifted by one, so that its last token is the root. vLLM keeps no state of a draft
+model but keys and values, and needs a layer that has some: the attention layer here is never called.
+
+Shapes: T tokens of a forward · A states of the target's layers · C context size · D hidden size · R draft vocabulary ·
+V vocabulary.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+
+from drafter.integrations.vllm.folder import (
+    DRAFTER_KEY,
+    FINAL_NORM,
+    OUTPUT_ROWS,
+    TARGET_KEY,
+    TargetFacts,
+    fingerprint_in,
+    shares_head,
+    split_tensors,
+)
+from drafter.models.config import DrafterConfig
+from drafter.models.drafter import RecurrentDrafter
+
+
+class _LentByTarget(nn.Module):
+    """The part of a draft model that vLLM fills: the target's embeddings, and memory for keys and values."""
+
+    def __init__(self, vllm_config: VllmConfig, num_layers: int) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Module()
+        # vLLM compares the two matrices, where the draft model has one.
+        self.embed_tokens.register_parameter("weight", None)
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        # vLLM reads the number of a layer off its name; the target's layers have the numbers below.
+        self.attn = Attention(
+            model.get_num_attention_heads(parallel),
+            model.get_head_size(),
+            scale=1.0,
+            num_kv_heads=model.get_num_kv_heads(parallel),
+            cache_config=vllm_config.cache_config,
+            prefix=f"model.layers.{num_layers}.self_attn.attn",
+        )
+
+
+class RecurrentDrafterEagle3(Eagle3LlamaForCausalLM):
+    """A recurrent drafter for vLLM. vLLM asks for a subclass of its own class; no code of that class is run.
+
+    Attributes:
+        drafter: the drafter, whole in every process; only the rows of the head are split over processes.
+        has_own_embed_tokens, has_own_lm_head: False where vLLM is to lend the target's.
+    """
+
+    has_own_embed_tokens = False
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        nn.Module.__init__(self)
+        self.config = vllm_config.speculative_config.draft_model_config.hf_config
+        self._drafter_config = DrafterConfig.from_fields(getattr(self.config, DRAFTER_KEY, {}), "config.json, drafter")
+        self._target = TargetFacts.read(getattr(self.config, TARGET_KEY, None))
+        _check_target(self._target, vllm_config)
+        drafter_config, size = self._drafter_config, self._drafter_config.hidden_size
+        # vLLM hands over each layer's states once, in ascending order.
+        layers = drafter_config.context_layers or (self._target.num_layers,)
+        self._order = [sorted(set(layers)).index(layer) for layer in layers]
+        self._dtype = vllm_config.model_config.dtype
+        self.final_norm = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.drafter: RecurrentDrafter | None = None
+        self.model = _LentByTarget(vllm_config, self._target.num_layers)
+        self.has_own_lm_head = not shares_head(drafter_config)
+        if self.has_own_lm_head:
+            num_features = size if drafter_config.head == "tied" else 2 * size
+            self.lm_head = ParallelLMHead(drafter_config.num_outputs, num_features, prefix="lm_head")
+        self.logits_processor = LogitsProcessor(drafter_config.num_outputs)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Build the drafter of the folder's tensors; ValueError naming a tensor that is missing or does not fit."""
+        own, lent = split_tensors(self._drafter_config, dict(weights))
+        drafter = RecurrentDrafter.from_tensors(self._drafter_config, own, "the drafter's folder")
+        self.final_norm.copy_(lent[FINAL_NORM])
+        if self.has_own_lm_head:
+            rows = lent[OUTPUT_ROWS] if OUTPUT_ROWS in lent else drafter.head.weight.detach()
+            self.lm_head.weight.weight_loader(self.lm_head.weight, rows)
+            if OUTPUT_ROWS not in lent:
+                del drafter.head  # its rows now lie in lm_head, this process's share of them
+        self.drafter = nn.Module.to(drafter, self.final_norm.device, self._dtype)
+
+    def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
+        """States before the root: the target's states [T, A D], before the final norm -> [h; 0], [T, 2D]."""
+        assert self.drafter is not None
+        size = self._drafter_config.hidden_size
+        state_TAD = hidden_states.unflatten(-1, (-1, size))[:, self._order]
+        epsilon = self._target.norm_epsilon
+        last_TD = F.rms_norm(state_TAD[:, -1].float(), (size,), self.final_norm.float(), epsilon)
+        context_TC = torch.cat([state_TAD[:, :-1].flatten(1), last_TD.to(hidden_states.dtype)], dim=-1)
+        hidden_TD = self.drafter.fuse(context_TC)
+        return torch.cat([hidden_TD, torch.zeros_like(hidden_TD)], dim=-1)
+
+    def embed_input_ids(
+        self, input_ids: Tensor, multimodal_embeddings: Any = None, is_multimodal: Any = None
+    ) -> Tensor:
+        """The target's embeddings of token ids [T] -> [T, D]; the drafter reads text only."""
+        return self.model.embed_tokens(input_ids)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, hidden_states: Tensor, inputs_embeds: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Feed a token to every state: ids [T], states [h; s] of [T, 2D] -> the next states, twice."""
+        assert self.drafter is not None
+        embedding_TD = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden_TD, state_TD = hidden_states.chunk(2, dim=-1)
+        next_TE = torch.cat([hidden_TD, self.drafter.step(hidden_TD, state_TD, embedding_TD)], dim=-1)
+        return next_TE, next_TE
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Logits of states [T, 2D] over the target's vocabulary [T, V]; -inf for tokens that are never drafted."""
+        logits_TR = self.logits_processor(self.lm_head, self._features(hidden_states))
+        if self._drafter_config.draft_vocab_size is None:
+            return logits_TR
+        logits_TV = logits_TR.new_full((len(logits_TR), self._target.vocab_size), -torch.inf)
+        return logits_TV.index_copy_(1, self._draft_token_ids, logits_TR)
+
+    def get_top_tokens(self, hidden_states: Tensor) -> Tensor:
+        """The most likely token of every state, [T, 2D] -> [T], for vLLM's option use_local_argmax_reduction."""
+        index_T = self.logits_processor.get_top_tokens(self.lm_head, self._features(hidden_states))
+        return self._draft_token_ids[index_T]
+
+    @property
+    def _draft_token_ids(self) -> Tensor:
+        assert self.drafter is not None
+        return self.drafter.draft_token_ids_R
+
+    def _features(self, hidden_states: Tensor) -> Tensor:
+        assert self.drafter is not None
+        return self.drafter.features(*hidden_states.chunk(2, dim=-1))
+
+
+def _check_target(target: TargetFacts, vllm_config: VllmConfig) -> None:
+    """ValueError for a model that the drafter does not belong to, or that vLLM runs in a way that it cannot follow."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    target.check(
+        hidden_size=model.get_hidden_size(),
+        num_layers=model.get_total_num_hidden_layers(),
+        vocab_size=model.get_vocab_size(),
+    )
+    target.check_fingerprint(fingerprint_in(model.model, model.revision))
+    if parallel.pipeline_parallel_size > 1:
+        raise ValueError(
+            f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: a recurrent drafter reads the target's "
+            "embeddings, which only the first stage has; use --tensor-parallel-size"
+        )
+    if model.use_mla:
+        raise ValueError(f"target {model.model!r} compresses keys and values (MLA), which a recurrent drafter cannot "
+                         "follow in vLLM: serve it without --speculative-config")  # fmt: skip

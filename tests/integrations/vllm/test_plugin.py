@@ -1,0 +1,231 @@
+"""The folder for vLLM and the class that vLLM runs, without vLLM: the same drafts, and refusals that name the cause."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, StableLmConfig, StableLmForCausalLM
+
+from drafter.cli.main import main
+from drafter.integrations import vllm as plugin
+from drafter.integrations.vllm.export import export_vllm
+from drafter.integrations.vllm.folder import TargetFacts, fingerprint_in
+from drafter.models.config import DrafterConfig
+from drafter.models.drafter import RecurrentDrafter
+from drafter.targets.target import Target
+from tests.engine.oracle import VOCAB, tiny_target
+from tests.integrations.vllm import fake_vllm
+
+FORMS: dict[str, dict[str, Any]] = {
+    "as published": {"head": "full"},
+    "low rank, scaled": {"head": "full", "block_rank": 5, "hidden_scale": 0.4, "embedding_scale": 3.0},
+    "reduced": {"head": "full", "draft_vocab_size": VOCAB - 7},
+    "tied, whole": {"head": "tied", "hidden_scale": 0.7},
+    "tied, reduced, fused": {
+        "head": "tied",
+        "draft_vocab_size": VOCAB - 7,
+        "context": "fused",
+        "context_layers": (1, 0, 2),
+        "hidden_scale": 0.5,
+    },
+}
+
+
+def drafter_for(target: Target, **settings: Any) -> RecurrentDrafter:
+    """A drafter with random weights that all matter, over the last tokens of the vocabulary."""
+    torch.manual_seed(1)
+    config = DrafterConfig(vocab_size=target.vocab_size, hidden_size=target.hidden_size, **settings)
+    config.target_name, config.target_fingerprint = target.name, target.fingerprint
+    drafter = RecurrentDrafter(config)
+    for parameter in drafter.parameters():
+        parameter.data.normal_(std=0.3)
+    drafter.set_draft_token_ids(torch.arange(target.vocab_size - config.num_outputs, target.vocab_size))
+    return drafter.eval()
+
+
+def states_before_the_norm(target: Target, token_T: Tensor) -> list[Tensor]:
+    """The states that vLLM hands over: embeddings, then behind each layer, [T, D] each."""
+    found: list[Tensor] = []
+    layers: Any = target.model.model.layers
+    hooks = [layers[0].register_forward_pre_hook(lambda _, given: found.append(given[0][0]))]
+    hooks += [layer.register_forward_hook(lambda *call: found.append(_first(call[2])[0])) for layer in layers]
+    target.forward(token_T[None])
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def _first(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def served(monkeypatch: pytest.MonkeyPatch, folder: Path, target: Target, **changes: Any) -> Any:
+    """The class as vLLM makes it: constructed, filled with the folder's tensors, lent the target's parts."""
+    fake_vllm.install(monkeypatch)
+    from drafter.integrations.vllm.model import RecurrentDrafterEagle3
+
+    config = json.loads((folder / "config.json").read_text())
+    model: Any = RecurrentDrafterEagle3(vllm_config=fake_vllm.config_of(config, target, **changes))
+    model.load_weights(load_file(folder / "model.safetensors").items())
+    del model.model.embed_tokens
+    model.model.embed_tokens = nn.Embedding.from_pretrained(target.embedding_weight_VD)
+    if not model.has_own_lm_head:
+        model.lm_head = nn.Linear(1, 1)
+        model.lm_head.weight = nn.Parameter(target.output_weight_VD)
+    return model
+
+
+@torch.inference_mode()
+def check_drafts(model: Any, drafter: RecurrentDrafter, target: Target, layers: tuple[int, ...]) -> None:
+    """Logits after each of three tokens, from every position of a text, are the drafter's own."""
+    token_T = (torch.arange(12) * 17 + 3) % target.vocab_size
+    states = states_before_the_norm(target, token_T)
+    own_layers = drafter.config.context_layers
+    context_TC = target.forward(token_T[None], context_layers=own_layers).context_BTC[0, :-3]
+    window_TL = token_T[1:].unfold(0, 3, 1)
+    wanted_TLR = drafter.bind(target)(context_TC, target.embed(window_TL))
+    handed_TE = torch.cat([states[layer] for layer in layers], dim=-1)
+    state_TE = model.combine_hidden_states(handed_TE)[:-3]
+    for depth in range(3):
+        positions = torch.arange(len(state_TE))
+        output, state_TE = model(window_TL[:, depth], positions, state_TE)
+        logits_TV = model.compute_logits(output)
+        assert logits_TV.shape == (len(positions), target.vocab_size)
+        assert torch.allclose(logits_TV[:, drafter.draft_token_ids_R], wanted_TLR[:, depth], rtol=1e-3, atol=1e-3)
+        is_drafted_V = torch.zeros(target.vocab_size, dtype=torch.bool)
+        is_drafted_V[drafter.draft_token_ids_R] = True
+        assert bool((logits_TV[:, ~is_drafted_V] == -torch.inf).all())
+        assert torch.equal(model.get_top_tokens(output), logits_TV.argmax(-1))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_drafts_of_every_form_are_the_drafters_own(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target()
+    drafter = drafter_for(target, **FORMS[form])
+    folder = export_vllm(drafter, tmp_path / "out", target=target, dtype="float32")
+    config = json.loads((folder / "config.json").read_text())
+    layers = tuple(config["eagle_aux_hidden_state_layer_ids"])
+    assert layers == (tuple(sorted(drafter.config.context_layers)) or (2,))
+    model = served(monkeypatch, folder, target)
+    assert model.model.attn.shape == (4, 8, 2) and ".2." in model.model.attn.prefix
+    check_drafts(model, drafter, target, layers)
+
+
+def test_norms_and_embeddings_of_the_gemma_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, sliding_window=64,
+    )  # fmt: skip
+    hf = Gemma3ForCausalLM(config)
+    hf.model.norm.weight.data.normal_(std=0.3)
+    target = Target.from_model(hf, name="gemma")
+    drafter = drafter_for(target, head="tied", embedding_scale=0.5)
+    folder = export_vllm(drafter, tmp_path / "out", target=target, dtype="float32")
+    fields = json.loads((folder / "config.json").read_text())["drafter"]
+    assert fields["embedding_scale"] == pytest.approx(0.5 * 32**0.5, rel=1e-3), "Gemma's embeddings are scaled"
+    check_drafts(served(monkeypatch, folder, target), drafter, target, (2,))
+
+
+def test_what_vllm_cannot_run_is_refused_by_name(tmp_path: Path) -> None:
+    target = tiny_target()
+    drafter = drafter_for(target, context="fused", context_layers=(2, 1))
+    with pytest.raises(ValueError, match=r"context_layers \[2, 1\]: the last one must be the final"):
+        export_vllm(drafter, tmp_path / "out", target=target)
+    drafter = drafter_for(target, context="fused", context_layers=(1, 1, 2))
+    with pytest.raises(ValueError, match=r"context_layers \[1, 1, 2\]: each must be one"):
+        export_vllm(drafter, tmp_path / "out", target=target)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = StableLmConfig(num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64, **sizes)
+    layer_norm = Target.from_model(StableLmForCausalLM(config), name="stable")
+    layer_norm.model.model.norm.bias.data.fill_(0.5)
+    with pytest.raises(ValueError, match="the final norm of target 'stable', LayerNorm"):
+        export_vllm(drafter_for(layer_norm), tmp_path / "out", target=layer_norm)
+    with pytest.raises(ValueError, match="was trained for target"):
+        export_vllm(drafter_for(tiny_target(seed=1)), tmp_path / "out", target=target)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_target_and_broken_folders_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target()
+    folder = export_vllm(drafter_for(target, head="tied", draft_vocab_size=50), tmp_path / "out", target=target)
+    for change, message in {
+        "hidden_size": "hidden size 32.*hidden size 9",
+        "total_num_hidden_layers": "number of layers 2.*layers 9",
+        "vocab_size": "vocabulary 61.*vocabulary 9",
+        "pipeline_parallel_size": "--pipeline-parallel-size 9.*use --tensor-parallel-size",
+        "use_mla": "compresses keys and values",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            served(monkeypatch, folder, target, **{change: 9})
+    tiny_target(seed=5).model.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="another output matrix"):
+        served(monkeypatch, folder, target, model=str(tmp_path / "other"))
+    target.model.save_pretrained(tmp_path / "same")
+    assert served(monkeypatch, folder, target, model=str(tmp_path / "same"))
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    for name, wrong, message in (
+        ("final_norm.weight", None, "lacks tensor 'final_norm.weight'"),
+        ("lm_head.weight", torch.zeros(3, 32), r"'lm_head.weight' has shape \[3, 32\]"),
+        ("cell.u.weight", None, "'cell.u.weight' is missing"),
+        ("cell.u.weight", torch.zeros(3), r"'cell.u.weight' has shape \[3\]"),
+    ):
+        changed = {key: value for key, value in tensors.items() if key != name}
+        save_file(changed | ({} if wrong is None else {name: wrong.bfloat16()}), weights)
+        with pytest.raises(ValueError, match=message):
+            served(monkeypatch, folder, target)
+    with pytest.raises(ValueError, match="target.num_layers is 'x'"):
+        TargetFacts.read(json.loads((folder / "config.json").read_text())["target"] | {"num_layers": "x"})
+
+
+def test_fingerprint_is_read_from_any_layout_of_a_model(tmp_path: Path) -> None:
+    target = tiny_target()
+    target.model.save_pretrained(tmp_path / "one")
+    target.model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
+    assert (tmp_path / "many" / "model.safetensors.index.json").exists()
+    assert fingerprint_in(str(tmp_path / "one")) == fingerprint_in(str(tmp_path / "many")) == target.fingerprint
+    save_file({"model.embed_tokens.weight": target.output_weight_VD.clone()}, tmp_path / "model.safetensors")
+    assert fingerprint_in(str(tmp_path)) == target.fingerprint, "tied: the embeddings are the output matrix"
+    save_file({"lm_head.weight": torch.zeros(4, 4, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    assert fingerprint_in(str(tmp_path)) is None and fingerprint_in(str(tmp_path / "nowhere")) is None
+
+
+def test_register_is_safe_to_repeat_and_warns_of_untested_versions(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert "vllm" not in sys.modules, "the package does without vLLM"
+    registry = fake_vllm.install(monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+        plugin.register()
+    assert registry.added == [("RecurrentDrafterEagle3", "drafter.integrations.vllm.model:RecurrentDrafterEagle3")]
+    assert not caplog.records
+    fake_vllm.install(monkeypatch, version="0.99.1")
+    plugin.register()
+    (record,) = caplog.records
+    assert "0.32.0" in record.getMessage() and "0.99.1" in record.getMessage()
+
+
+def test_command_line_writes_the_folder_and_its_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tiny_target()
+    target.model.save_pretrained(tmp_path / "target")
+    drafter_for(target, head="tied", draft_vocab_size=50).save_pretrained(tmp_path / "drafter")
+    words = ["export", str(tmp_path / "drafter"), "--format", "vllm", "--out", str(tmp_path / "out")]
+    assert main([*words, "--target", str(tmp_path / "target")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "out")
+    assert main([*words, "--target", str(tmp_path / "target"), "--dtype", "float32"]) == 0, "over an earlier one"
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
+        "README.md", "config.json", "model.safetensors",
+    ]  # fmt: skip
+    assert load_file(tmp_path / "out" / "model.safetensors")["cell.u.weight"].dtype == torch.float32
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "vllm serve tiny-0 --speculative-config" in card and target.fingerprint in card
+    assert main([*words[:2], "--format", "drafter", "--out", str(tmp_path / "x"), "--target", "y"]) == 2
+    assert "--target belongs to the formats for other programs" in capsys.readouterr().err
