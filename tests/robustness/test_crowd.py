@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -24,8 +24,8 @@ from drafter.serving.listen import load_engine
 from drafter.serving.options import ServeOptions
 from drafter.targets.target import Target
 from tests.robustness.conftest import Place
-from tests.robustness.harness import FULL_SIZE, size
 from tests.serving.live import MODEL, Live, live_server
+from tests.sizes import IS_FULL, size
 
 # As in a server's own process, where nothing computes before the server sets the variable.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
@@ -36,14 +36,11 @@ SECONDS = size(10, 600)
 CHAT = "/v1/chat/completions"
 
 
-@dataclass(frozen=True)
-class Question:
-    """A request and the answer that decoding offline gives."""
+class Question(NamedTuple):
+    """A request and the answer that decoding offline gives: text and finish reason."""
 
     body: dict[str, Any]
-    text: str
-    num_tokens: int
-    finish_reason: str
+    answer: tuple[str, str]
 
 
 @dataclass
@@ -61,34 +58,22 @@ class Tally:
 def questions(target: str, count: int) -> list[Question]:
     """Greedy and seeded requests of mixed lengths, some behind a shared system prompt, with their answers."""
     chance = random.Random(5)
-    prompts, params = [], []
+    bodies = []
     for number in range(count):
-        words = " ".join(
-            chance.choice(["red", "blue", "the", "river", "and", "why"]) for _ in range(chance.randint(1, 6))
-        )
-        turns = [{"role": "user", "content": f"{number} {words}"}]
-        if number % 3 == 0:
-            turns.insert(0, {"role": "system", "content": "You answer in a single sentence."})
-        prompts.append(turns)
-        temperature = 0.0 if number % 4 else 0.8
-        params.append(
-            SamplingParams(max_new_tokens=chance.choice([1, 2, 5, 10, 30]), temperature=temperature, seed=number)
-        )
+        words = chance.choices(["red", "blue", "the", "river", "and", "why"], k=chance.randint(1, 6))
+        system = [{"role": "system", "content": "You answer in a single sentence."}] if number % 3 == 0 else []
+        turns = [*system, {"role": "user", "content": f"{number} {' '.join(words)}"}]
+        length, temperature = chance.choice([1, 2, 5, 10, 30]), 0.0 if number % 4 else 0.8
+        bodies.append({"messages": turns, "max_tokens": length, "temperature": temperature, "seed": number})
+    params = [
+        SamplingParams(max_new_tokens=body["max_tokens"], temperature=body["temperature"], seed=body["seed"])
+        for body in bodies
+    ]
     engine = Engine(Target.load(target, device="cpu"), config=EngineConfig(method="none", max_num_seqs=NUM_ROWS))
+    answers = engine.generate([body["messages"] for body in bodies], params)
     return [
-        Question(
-            {
-                "model": MODEL,
-                "messages": turns,
-                "max_tokens": param.max_new_tokens,
-                "temperature": param.temperature,
-                "seed": param.seed,
-            },
-            answer.text,
-            len(answer.token_ids),
-            answer.finish_reason,
-        )
-        for turns, param, answer in zip(prompts, params, engine.generate(prompts, params), strict=True)
+        Question({"model": MODEL, **body}, (answer.text, answer.finish_reason))
+        for body, answer in zip(bodies, answers, strict=True)
     ]
 
 
@@ -97,10 +82,8 @@ async def ask(http: httpx.AsyncClient, question: Question, chance: random.Random
     kind = chance.random()
     is_stream = chance.random() < 0.5
     if kind < 0.05:
-        bad = chance.choice(
-            [{"tools": [{}]}, {"temperature": -1}, {"messages": []}, {"model": "x"}, {"max_tokens": "no"}]
-        )
-        response = await http.post(CHAT, json=question.body | bad)
+        bad = [{"tools": [{}]}, {"temperature": -1}, {"messages": []}, {"model": "x"}, {"max_tokens": "no"}]
+        response = await http.post(CHAT, json=question.body | chance.choice(bad))
         tally.refused += response.status_code in (400, 404)
         return
     if kind < 0.10:
@@ -112,11 +95,11 @@ async def ask(http: httpx.AsyncClient, question: Question, chance: random.Random
         tally.hung_up += 1
         return
     response = await http.post(CHAT, json=question.body | {"stream": is_stream, "details": chance.random() < 0.2})
-    text, finish_reason = read_answer(response, is_stream)
-    if (text, finish_reason) == (question.text, question.finish_reason):
+    answer = read_answer(response, is_stream)
+    if answer == question.answer:
         tally.right += 1
     else:
-        tally.wrong.append(f"{question.body}: {response.status_code} {text!r} {finish_reason}")
+        tally.wrong.append(f"{question.body}: {response.status_code} {answer}")
 
 
 def read_answer(response: httpx.Response, is_stream: bool) -> tuple[str, str | None]:
@@ -169,8 +152,8 @@ def test_a_crowd_of_clients(place: Place, checkpoints: list[Path], tmp_path: Pat
     place.run.must(next(exports))
     tree = {"beam_width": 16, "draft_length": 2, "tree_size": 24}
     options = ServeOptions(
-        target=place.target, drafter=str(drafter), device="cpu", model_name=MODEL, max_num_seqs=NUM_ROWS,
-        prefill_chunk=32, **tree,
+        target=place.target, drafter=str(drafter), device="cpu", model_name=MODEL, max_num_seqs=NUM_ROWS, prefill_chunk=32,
+        **tree,
     )  # fmt: skip
     asked = questions(place.target, 60)
     engine = load_engine(options)
@@ -192,4 +175,4 @@ def test_a_crowd_of_clients(place: Place, checkpoints: list[Path], tmp_path: Pat
         assert server.metric("accepted_draft_tokens_total") > 0 < server.metric("shared_prompt_tokens_total")
     RecurrentDrafter.from_pretrained(drafter)  # whole
     # Ten seconds are not enough to warm up.
-    assert end < start * (1.02 if FULL_SIZE else 1.5), "memory stays flat"
+    assert end < start * (1.02 if IS_FULL else 1.5), "memory stays flat"
