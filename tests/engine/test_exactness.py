@@ -5,10 +5,9 @@ answers. A test rejects at ALPHA = 1e-8 and there are fewer than 100 of them, so
 a probability below 1e-6. The tests have teeth: the published rule for beams, a swap of two temperatures and noise that
 is the same at every position fail them.
 
-`pytest -m slow` runs 200,000 seeds for every method (DRAFTER_EXACT_SEEDS changes that).
+`pytest -m slow` runs 20,000 seeds for every method, 200,000 with DRAFTER_FULL_TESTS=1.
 """
 
-import os
 from collections import Counter
 from dataclasses import replace
 
@@ -26,9 +25,10 @@ from drafter.models.drafter import RecurrentDrafter
 from tests.reference.published_rule import published_answers
 from tests.reference.table_target import TableTarget, exact_distribution
 from tests.reference.warpers import softmax, warp
+from tests.sizes import size
 
 ALPHA = 1e-8
-NUM_SEEDS = int(os.environ.get("DRAFTER_EXACT_SEEDS", 200_000))
+NUM_SEEDS = size(20_000, 200_000)
 FEW_SEEDS = 1024
 NUM_TOKENS = 3
 V = 5

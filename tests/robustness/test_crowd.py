@@ -151,9 +151,9 @@ def test_a_crowd_of_clients(place: Place, checkpoints: list[Path], tmp_path: Pat
     exports = cycle([["export", str(checkpoint), "--out", str(drafter)] for checkpoint in checkpoints])
     place.run.must(next(exports))
     tree = {"beam_width": 16, "draft_length": 2, "tree_size": 24}
+    limits = {"max_num_seqs": NUM_ROWS, "prefill_chunk": 32}
     options = ServeOptions(
-        target=place.target, drafter=str(drafter), device="cpu", model_name=MODEL, max_num_seqs=NUM_ROWS, prefill_chunk=32,
-        **tree,
+        target=place.target, drafter=str(drafter), device="cpu", model_name=MODEL, **limits, **tree
     )  # fmt: skip
     asked = questions(place.target, 60)
     engine = load_engine(options)

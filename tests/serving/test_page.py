@@ -1,6 +1,5 @@
 """The page at ``/``: self-contained, and alive in a browser."""
 
-import os
 import re
 from collections.abc import Iterator
 from importlib.resources import files
@@ -10,10 +9,10 @@ import pytest
 from tests.serving.browser import Browser, browser, is_installed
 from tests.serving.live import MODEL, Live, live_server, offline
 from tests.serving.tiny import tiny_engine
+from tests.sizes import IS_FULL
 
 needs_browser = pytest.mark.skipif(
-    not (is_installed() and os.environ.get("DRAFTER_FULL_TESTS") == "1"),
-    reason="needs chromium and chromedriver, and DRAFTER_FULL_TESTS=1",
+    not (IS_FULL and is_installed()), reason="needs DRAFTER_FULL_TESTS=1, chromium and chromedriver"
 )
 
 

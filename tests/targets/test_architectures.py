@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import re
 import sys
 from collections import Counter
@@ -10,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.sizes import size
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "results" / "architectures.jsonl"
@@ -76,7 +77,7 @@ def test_no_type_is_broken() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", sorted(verdicts()) if os.environ.get("DRAFTER_WHOLE_PANEL") else COMMON)
+@pytest.mark.parametrize("model_type", size(COMMON, sorted(verdicts())))
 def test_the_table_holds(model_type: str) -> None:
     assert script().judge(model_type).verdict == verdicts()[model_type]
 
