@@ -200,8 +200,8 @@ def read_prompt_set(name: str, *, raw: bool = False) -> Workload:
 
 
 def _file_items(name: str) -> Iterator[Item]:
-    from drafter.data.files import read_records
     from drafter.data.formats import parse_row
+    from drafter.data.reading import read_records
 
     for record in read_records(name):
         if "turns" in record.fields:

@@ -41,7 +41,7 @@ class InspectOptions(Options, RowOptions):
     of the whole file.
 
     Attributes:
-        file: rows of conversations (.jsonl, .json, .parquet) or hub data set
+        file: rows of conversations (.jsonl, .json, .parquet, .csv) or hub data set
         target: alias, hub id, folder or .gguf file of the language model
         num_rows: conversations to show
         max_length: longest row in tokens; longer rows are cut, as in training
@@ -63,18 +63,16 @@ def data_inspect(options: InspectOptions) -> None:
     """Run `drafter data inspect`."""
     from rich.console import Console
 
+    from drafter.data.encode import RowSettings
     from drafter.data.inspect import inspect_file
     from drafter.targets.catalog import load_tokenizer
 
     tokenizer = load_tokenizer(options.target, revision=options.revision, trust_remote_code=options.trust_remote_code)
-    report = inspect_file(
+    inspect_file(
         options.file,
         tokenizer,
         Console(highlight=False),
+        RowSettings(options.max_length, options.format, options.columns),
         target_name=options.target,
         num_rows=options.num_rows,
-        max_length=options.max_length,
-        format=options.format,
-        columns=options.columns,
     )
-    report.check(options.file)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafter.data.store import TokenStore
+from drafter.data.rows import TokenRows
 
 # Rows are sorted by length within a pool, so that a batch has little padding and an epoch is still shuffled.
 _POOL_ROWS = 8192
@@ -108,6 +108,6 @@ def _padded(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def gather(store: TokenStore, rows: Sequence[int], *, pad_multiple: int = 1) -> ChatBatch:
-    """The batch of these rows of a store."""
-    return collate([store.row(row) for row in rows], pad_multiple=pad_multiple)
+def gather(rows: TokenRows, indices: Sequence[int], *, pad_multiple: int = 1) -> ChatBatch:
+    """The batch of these rows."""
+    return collate(rows.take(indices), pad_multiple=pad_multiple)

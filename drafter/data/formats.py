@@ -1,11 +1,12 @@
 """Rows of any known format, parsed into messages.
 
-The keys of a row show its format, in the order of this table; ``--format`` names one instead:
+The keys of a row show its format, in the order of this table; ``--format`` names one instead. Rows of tokens are what
+every answerer of this package writes, what a server records, and what vLLM replies (``choices[0].token_ids``).
 
 =========== ============================================= =====================================
 format      keys                                          becomes
 =========== ============================================= =====================================
-tokens      prompt_token_ids, token_ids, messages (opt.)  the tokens as they are, no template
+tokens      prompt_token_ids, token_ids                   the tokens as they are, no template
 messages    messages [{role, content}]                    the conversation (OpenAI)
 sharegpt    conversations [{from, value}]                 the conversation
 alpaca      instruction, input (optional), output         user turn, assistant turn
@@ -19,12 +20,12 @@ functions that were offered; the target's chat template renders them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from drafter.data.files import RawRow, read_records
+from drafter.data.reading import RawRow, read_records
 
 FORMATS = ("tokens", "messages", "sharegpt", "alpaca", "prompt", "turns", "text")
 _ANSWER_KEYS = ("completion", "response", "text")
@@ -57,6 +58,7 @@ class Row:
         later_turns: further user turns of a conversation without answers (MT-bench).
         tools: functions that the target may call, in OpenAI's form.
         prompt_ids, token_ids: the tokens of prompt and answer, where the file gives tokens.
+        number: line or row number in the file.
     """
 
     messages: tuple[ChatMessage, ...] = ()
@@ -69,6 +71,12 @@ class Row:
     tools: tuple[dict[str, Any], ...] = ()
     prompt_ids: tuple[int, ...] = ()
     token_ids: tuple[int, ...] | None = None
+    number: int = 0
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the row is a conversation of text, without the target's token ids."""
+        return self.text is None and self.token_ids is None
 
     @property
     def prompt(self) -> tuple[ChatMessage, ...]:
@@ -77,51 +85,29 @@ class Row:
         return self.messages[: last + 1]
 
 
-@dataclass
-class ReadReport:
-    """Counts of rows that were read, and of invalid rows that were skipped."""
-
-    num_rows: int = 0
-    num_invalid: int = 0
-    first_invalid: str = ""
-    sources: dict[str, int] = field(default_factory=dict)
-
-
 def read_rows(
-    name: str | Path,
-    *,
-    format: str | None = None,
-    columns: Mapping[str, str] | None = None,
-    skip_invalid: bool = False,
-    report: ReadReport | None = None,
+    name: str | Path, *, format: str | None = None, columns: Mapping[str, str] | None = None
 ) -> Iterator[Row]:
-    """The rows of a file (.jsonl, .json, both also .gz; .parquet) or of a hub data set, one by one.
+    """The rows of a file (.jsonl, .json, both also .gz; .parquet, .csv) or of a hub data set, one by one.
 
     Args:
         name: path, or ``owner/name[:split]`` of a hub data set.
         format: one of FORMATS; None: each row is recognised by its keys.
         columns: our key -> the file's key, such as ``{"prompt": "question"}``.
-        skip_invalid: skip and count invalid rows instead of raising ValueError.
-        report: filled with the counts.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: an invalid row, with its file and line.
     """
+    check_format(format)
+    for record in read_records(name):
+        yield parse_row(record, format=format, columns=columns)
+
+
+def check_format(format: str | None) -> None:
+    """ValueError for an unknown name of a format."""
     if format is not None and format not in FORMATS:
         raise ValueError(f"--format {format!r} is unknown: use one of {', '.join(FORMATS)}")
-    report = report if report is not None else ReadReport()
-    for record in read_records(name):
-        report.num_rows += 1
-        try:
-            row = parse_row(record, format=format, columns=columns)
-        except ValueError as error:
-            if not skip_invalid:
-                raise
-            report.num_invalid += 1
-            report.first_invalid = report.first_invalid or str(error)
-            continue
-        yield row
 
 
 def parse_row(record: RawRow, *, format: str | None = None, columns: Mapping[str, str] | None = None) -> Row:
@@ -141,12 +127,13 @@ def parse_row(record: RawRow, *, format: str | None = None, columns: Mapping[str
         "id": _text_or_none(fields.get("id", fields.get("question_id"))),
         "source": _text_or_none(fields.get("source")),
         "where": record.where,
+        "number": record.number,
         "is_cut": fields.get("finish_reason") == "length",
         "tools": _tools(fields, record.where),
     }
     if kind == "tokens":
         common |= {"prompt_ids": _ids(fields, "prompt_token_ids", record.where)}
-        common |= {"token_ids": _ids(fields, "token_ids", record.where)}
+        common |= {"token_ids": _ids(_answer(fields), "token_ids", record.where)}
         if not fields.get("messages"):
             return Row(**common)
         kind = "messages"
@@ -162,19 +149,24 @@ def parse_row(record: RawRow, *, format: str | None = None, columns: Mapping[str
 
 def recognise(fields: Mapping[str, Any]) -> str | None:
     """The format that the keys of a row show; None if no key is known."""
-    if isinstance(fields.get("prompt_token_ids"), list) and isinstance(fields.get("token_ids"), list):
+    if isinstance(fields.get("prompt_token_ids"), list) and isinstance(_answer(fields).get("token_ids"), list):
         return "tokens"
-    if isinstance(fields.get("messages"), Sequence) and not isinstance(fields["messages"], str):
-        return "messages"
-    if isinstance(fields.get("conversations"), Sequence) and not isinstance(fields["conversations"], str):
-        return "sharegpt"
+    for kind, key in (("messages", "messages"), ("sharegpt", "conversations")):
+        if isinstance(fields.get(key), list):
+            return kind
     if "instruction" in fields:
         return "alpaca"
     if "prompt" in fields:
         return "prompt"
-    if isinstance(fields.get("turns"), Sequence) and not isinstance(fields["turns"], str):
+    if isinstance(fields.get("turns"), list):
         return "turns"
     return "text" if "text" in fields else None
+
+
+def _answer(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The object that holds ``token_ids``: the row, or the first choice of a stored reply of vLLM."""
+    choices = fields.get("choices")
+    return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else fields
 
 
 def check_turns(messages: Sequence[ChatMessage], where: str) -> None:
@@ -237,7 +229,7 @@ def _tools(fields: Mapping[str, Any], where: str) -> tuple[dict[str, Any], ...]:
 
 def _ids(fields: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
     value = fields.get(key)
-    if not isinstance(value, Sequence) or not all(isinstance(token, int) and token >= 0 for token in value):
+    if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
         raise ValueError(f"{where}: {key} must be an array of token ids{_keys(fields)}")
     return tuple(value)
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from drafter.data.batch import ChatBatch, plan_epoch, plan_in_order
-from drafter.data.store import TokenStore
+from drafter.data.rows import TokenRows
 
-# Makes a batch of row numbers of a store.
+# Makes a batch of row numbers.
 Gather = Callable[[Sequence[int]], ChatBatch]
 
 
@@ -22,7 +22,7 @@ class TrainLoader:
 
     def __init__(
         self,
-        store: TokenStore,
+        rows: TokenRows,
         gather: Gather,
         *,
         batch_tokens: int,
@@ -32,7 +32,7 @@ class TrainLoader:
         world_size: int = 1,
         fingerprint: str = "",
     ) -> None:
-        self._store = store
+        self._rows = rows
         self._gather = gather
         self._batch_tokens = batch_tokens
         self._seed = seed
@@ -102,7 +102,7 @@ class TrainLoader:
     def _plan(self, epoch: int) -> list[list[int]]:
         if self._planned is None or self._planned[0] != epoch:
             plan = plan_epoch(
-                self._store.length_R,
+                self._rows.length_R,
                 batch_tokens=self._batch_tokens,
                 seed=self._seed,
                 epoch=epoch,
@@ -120,7 +120,7 @@ class ValLoader:
 
     def __init__(
         self,
-        store: TokenStore,
+        rows: TokenRows,
         gather: Gather,
         *,
         batch_tokens: int,
@@ -129,7 +129,7 @@ class ValLoader:
         world_size: int = 1,
     ) -> None:
         self._gather = gather
-        plan = plan_in_order(store.length_R, batch_tokens=batch_tokens, pad_multiple=pad_multiple)
+        plan = plan_in_order(rows.length_R, batch_tokens=batch_tokens, pad_multiple=pad_multiple)
         self._batches = _divisible(plan, world_size)[rank::world_size]
 
     def __len__(self) -> int:

@@ -6,18 +6,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from drafter.data.batch import ChatBatch, gather, pad_states
-from drafter.data.hidden_states import HiddenStates, build_states
+from drafter.data.encode import EncodeReport, RowSettings, encode_file
+from drafter.data.hidden_states import CachedStates, cache_states
 from drafter.data.loader import Gather, TrainLoader, ValLoader
-from drafter.data.prepare import TokenizeOptions, split_by_prompt, tokenize_file
-from drafter.data.store import TokenStore, concat
+from drafter.data.rows import TokenRows, concat, split_by_prompt
 from drafter.data.stored_states import StoredFiles, StoredStates, open_stored_states
-from drafter.data.tokenize import EncodeReport
 from drafter.targets.catalog import load_tokenizer
 from drafter.targets.target import Target
 from drafter.utils.parse import MAX_LINE_MIB, line_limit
@@ -30,8 +28,10 @@ _MAX_TEXT_PROMPT = 32  # for plain text, which has no end of a prompt
 class ChatDataModule(LightningDataModule):
     """Batches of tokenised conversations in a deterministic order that a checkpoint can resume.
 
-    Rows of similar length share a batch of at most ``batch_tokens`` tokens, padding included. The loader saves
-    the position in the data in the trainer's checkpoint (``state_dict`` of a dataloader, Lightning >= 2.6).
+    `datasets` reads and tokenises the files once and keeps the token rows in its cache folder (HF_DATASETS_CACHE).
+    Rows with ``prompt_token_ids`` and ``token_ids`` are trained on as they are. Rows of similar length share a batch of
+    at most ``batch_tokens`` tokens, padding included. The loader saves the position in the data in the trainer's
+    checkpoint (``state_dict`` of a dataloader, Lightning >= 2.6).
     """
 
     def __init__(
@@ -45,14 +45,11 @@ class ChatDataModule(LightningDataModule):
         seed: int = 0,
         format: str | None = None,
         columns: dict[str, str] | None = None,
-        strip_suffixes: list[str] | None = None,
-        strip_special_suffixes: bool = True,
         skip_invalid: bool = False,
         max_line_mib: int = MAX_LINE_MIB,
         pad_multiple: int = 8,
         revision: str | None = None,
         trust_remote_code: bool = False,
-        use_token_cache: bool = True,
         cache_hidden_states: str | None = None,
         hidden_states: str | None = None,
         hidden_states_layers: list[int] | None = None,
@@ -60,7 +57,7 @@ class ChatDataModule(LightningDataModule):
     ) -> None:
         """
         Args:
-            train: files (.jsonl, .json, both also .gz; .parquet) or hub data sets (owner/name:split).
+            train: files (.jsonl, .json, both also .gz; .parquet, .csv) or hub data sets (owner/name:split).
             target: the model with the tokenizer and the chat template: alias, hub id, folder or .gguf file.
             val: share of the prompts to hold out of ``train``, with all their answers, or validation files.
             max_length: longest row in tokens; longer rows are cut.
@@ -70,14 +67,11 @@ class ChatDataModule(LightningDataModule):
             seed: seed of the order of the rows.
             format: tokens, messages, sharegpt, alpaca, prompt, turns or text; None recognises rows by their keys.
             columns: our key to the files' key, such as {"prompt": "question"}.
-            strip_suffixes: texts to remove from the end of every answer.
-            strip_special_suffixes: also remove special tokens of the tokenizer that an answer ends with as text.
             skip_invalid: count and skip invalid rows; otherwise the first invalid row is an error.
             max_line_mib: longest line of a file, in MiB.
             pad_multiple: pad batches to a multiple of this number of tokens.
             revision: hub revision of the target.
             trust_remote_code: run the target's own tokenizer code.
-            use_token_cache: keep tokenised files in $DRAFTER_HOME/cache/tokens.
             cache_hidden_states: folder for the target's hidden states, which are computed once and read in every epoch.
                 The cache takes 2 bytes x hidden size per kept position, and rounds the states to bfloat16.
             hidden_states: folder of the target's hidden states that vLLM or speculators stored, read instead of
@@ -110,14 +104,8 @@ class ChatDataModule(LightningDataModule):
         self._val_share = float(val) if isinstance(val, float | int) else None
         self._val_names = [val] if isinstance(val, str) else list(val) if isinstance(val, list) else []
         self._target_name = target
-        self._options = TokenizeOptions(
-            max_length,
-            format,
-            columns,
-            tuple(strip_suffixes or ()),
-            strip_special_suffixes,
-            skip_invalid,
-            keep_unanswered=train_on == "everything",
+        self._settings = RowSettings(
+            max_length, format, columns, skip_invalid, keep_unanswered=train_on == "everything"
         )
         self._batch_tokens = batch_tokens
         self.train_on = train_on
@@ -126,14 +114,13 @@ class ChatDataModule(LightningDataModule):
         self._pad_multiple = pad_multiple
         self._revision = revision
         self._trust_remote_code = trust_remote_code
-        self._use_token_cache = use_token_cache
         self._states_folder = cache_hidden_states
         self._stored_folder = hidden_states
         self._stored_layers = hidden_states_layers
-        self._states: dict[str, HiddenStates | StoredStates] = {}
+        self._states: dict[str, CachedStates | StoredStates] = {}
         self._progress = progress
         self._tokenizer: Any = None
-        self._stores: tuple[TokenStore, TokenStore] | None = None
+        self._rows: tuple[TokenRows, TokenRows] | None = None
 
     @property
     def tokenizer(self) -> Any:
@@ -145,12 +132,12 @@ class ChatDataModule(LightningDataModule):
         return self._tokenizer
 
     @property
-    def train_store(self) -> TokenStore:
+    def train_rows(self) -> TokenRows:
         """All rows trained on, with the answers' loss mask."""
         return self._load()[0]
 
     @property
-    def val_store(self) -> TokenStore:
+    def val_rows(self) -> TokenRows:
         """All held-out rows."""
         return self._load()[1]
 
@@ -165,21 +152,20 @@ class ChatDataModule(LightningDataModule):
         ]
 
     def prepare_data(self) -> None:
-        """Fill the token cache, in one process only."""
-        if self._use_token_cache:
-            self._load()
+        """Tokenise the files, in one process only."""
+        self._load()
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the rows (from the cache)."""
+        """Open the token rows."""
         self._load()
 
     def train_dataloader(self) -> TrainLoader:
-        store, gather_rows = self._source("train")
-        return TrainLoader(store, gather_rows, seed=self._seed, fingerprint=store.digest(), **self._batching())
+        rows, gather_rows = self._source("train")
+        return TrainLoader(rows, gather_rows, seed=self._seed, fingerprint=rows.digest(), **self._batching())
 
     def val_dataloader(self) -> ValLoader:
-        store, gather_rows = self._source("val")
-        return ValLoader(store, gather_rows, **self._batching())
+        rows, gather_rows = self._source("val")
+        return ValLoader(rows, gather_rows, **self._batching())
 
     def cache_states(self, target: Target, *, draft_length: int, context_layers: Sequence[int] = ()) -> None:
         """Fill the hidden-state cache, if ``cache_hidden_states`` names a folder, or open the files of
@@ -190,30 +176,32 @@ class ChatDataModule(LightningDataModule):
         """
         if self._states_folder is None and self._stored_folder is None:
             return
-        parts = (("train", self._trained_rows()), ("val", self.val_store))
-        if self._stored_folder is not None:
-            longest = max(int(store.length_R.max()) for _, store in parts)
-            files = StoredFiles(self._stored_folder, longest=longest, progress=self._progress)
-            for part, store in parts:
-                self._states[part] = open_stored_states(
-                    files,
-                    store,
+        parts = {"train": self._trained_rows(), "val": self.val_rows}
+        margin = draft_length + 1
+        if self._states_folder is not None:
+            folder = Path(self._states_folder)
+            for part, rows in parts.items():
+                self._states[part] = cache_states(
+                    folder,
+                    rows,
                     target,
-                    margin=draft_length + 1,
+                    margin=margin,
                     context_layers=context_layers,
-                    stored_layers=self._stored_layers,
+                    batch_tokens=self._batch_tokens,
+                    progress=self._progress,
                 )
             return
-        assert self._states_folder is not None
-        for part, store in parts:
-            self._states[part] = build_states(
-                Path(self._states_folder) / part,
-                store,
+        assert self._stored_folder is not None
+        longest = max(int(rows.length_R.max()) for rows in parts.values())
+        files = StoredFiles(self._stored_folder, longest=longest, progress=self._progress)
+        for part, rows in parts.items():
+            self._states[part] = open_stored_states(
+                files,
+                rows,
                 target,
-                margin=draft_length + 1,
+                margin=margin,
                 context_layers=context_layers,
-                batch_tokens=self._batch_tokens,
-                progress=self._progress,
+                stored_layers=self._stored_layers,
             )
 
     def val_prompts(self, num: int) -> list[list[int]]:
@@ -224,15 +212,15 @@ class ChatDataModule(LightningDataModule):
         Raises:
             ValueError: no held-out row is long enough for a prompt.
         """
-        store = self.val_store
+        rows = self.val_rows
         prompts: dict[tuple[int, ...], None] = {}
-        for row in range(len(store)):
+        for index in range(len(rows)):
             if len(prompts) == num:
                 break
-            prompt = store.prompt_ids(row)
+            prompt = rows.prompt_ids(index)
             if len(prompt) < _MIN_PROMPT:
                 # The last token remains for the answer.
-                prompt = store.row(row)[0][:-1][:_MAX_TEXT_PROMPT].tolist()
+                prompt = rows.row(index).token_T[:-1][:_MAX_TEXT_PROMPT].tolist()
             if len(prompt) >= _MIN_PROMPT:
                 prompts[tuple(prompt)] = None
         if not prompts:
@@ -247,9 +235,8 @@ class ChatDataModule(LightningDataModule):
 
         ValueError when a token is not below ``vocab_size``: tokenizer and model do not belong together.
         """
-        store = self.train_store
         size = len(self.tokenizer) if vocab_size is None else vocab_size
-        counts = torch.bincount(store.token_N[store.loss_mask_N].long(), minlength=size)
+        counts = self.train_rows.token_counts(size)
         if len(counts) > size:
             raise ValueError(
                 f"the training data hold token {len(counts) - 1}, but the target has {size}: "
@@ -263,21 +250,22 @@ class ChatDataModule(LightningDataModule):
         sizes = {"batch_tokens": self._batch_tokens, "pad_multiple": self._pad_multiple}
         return {**sizes, "rank": rank, "world_size": world_size}
 
-    def _trained_rows(self) -> TokenStore:
-        return _everything(self.train_store) if self.train_on == "everything" else self.train_store
+    def _trained_rows(self) -> TokenRows:
+        rows = self.train_rows
+        return rows.trained_on_everything() if self.train_on == "everything" else rows
 
-    def _source(self, part: str) -> tuple[TokenStore, Gather]:
+    def _source(self, part: str) -> tuple[TokenRows, Gather]:
         """The rows of ``train`` or ``val``, and the function that makes batches of rows."""
         if self._states_folder is not None or self._stored_folder is not None:
             if part not in self._states:
                 raise ValueError("hidden states on disk: the cache is not made yet; call cache_states(target) first")
             states = self._states[part]
-            return states.store, lambda rows: self._gather_with_states(states, rows)
-        store = self._trained_rows() if part == "train" else self.val_store
-        return store, lambda rows: gather(store, rows, pad_multiple=self._pad_multiple)
+            return states.rows, lambda rows: self._gather_with_states(states, rows)
+        part_rows = self._trained_rows() if part == "train" else self.val_rows
+        return part_rows, lambda rows: gather(part_rows, rows, pad_multiple=self._pad_multiple)
 
-    def _gather_with_states(self, states: HiddenStates | StoredStates, rows: Sequence[int]) -> ChatBatch:
-        batch = gather(states.store, rows, pad_multiple=self._pad_multiple)
+    def _gather_with_states(self, states: CachedStates | StoredStates, rows: Sequence[int]) -> ChatBatch:
+        batch = gather(states.rows, rows, pad_multiple=self._pad_multiple)
         width = batch.token_BT.shape[1]
         found = [states.row(row) for row in rows]
         contexts = [state.context_TC for state in found if state.context_TC is not None]
@@ -286,45 +274,33 @@ class ChatDataModule(LightningDataModule):
             context_BTC=pad_states(contexts, width) if contexts else None,
         )
 
-    def _load(self) -> tuple[TokenStore, TokenStore]:
-        if self._stores is None:
+    def _load(self) -> tuple[TokenRows, TokenRows]:
+        if self._rows is None:
             train = self._read(self._train_names, "train")
             if self._val_share is None:
-                self._stores = train, _answered(self._read(self._val_names, "val"))
+                self._rows = train, _answered(self._read(self._val_names, "val"))
             else:
                 kept, held_out = split_by_prompt(train, self._val_share)
-                self._stores = train.select(kept), _answered(train.select(held_out))
-        return self._stores
+                self._rows = train.select(kept), _answered(train.select(held_out))
+        return self._rows
 
-    def _read(self, names: list[str], what: str) -> TokenStore:
-        total, stores = EncodeReport(), []
+    def _read(self, names: list[str], what: str) -> TokenRows:
+        total, parts = EncodeReport(), []
         with line_limit(self._max_line_mib):
             for name in names:
-                store, report = tokenize_file(
-                    name,
-                    self.tokenizer,
-                    self._options,
-                    target_name=self._target_name,
-                    use_cache=self._use_token_cache,
-                    progress=self._progress,
+                rows, report = encode_file(
+                    name, self.tokenizer, self._settings, target_name=self._target_name, progress=self._progress
                 )
-                stores.append(store)
+                parts.append(rows)
                 total.add(report)
         for line in total.lines():
             rank_zero_info(f"{what}: {line}")
-        return concat(stores)
+        return concat(parts)
 
 
-def _everything(store: TokenStore) -> TokenStore:
-    """The same rows, trained on from their second token on."""
-    loss_mask_N = torch.ones_like(store.loss_mask_N)
-    loss_mask_N[store.offset_R1[:-1]] = False
-    return TokenStore(store.token_N, loss_mask_N, store.offset_R1)
-
-
-def _answered(store: TokenStore) -> TokenStore:
+def _answered(rows: TokenRows) -> TokenRows:
     """The rows with at least one token that is trained on."""
-    rows = [row for row in range(len(store)) if bool(store.row(row)[1].any())]
-    if not rows:
+    kept = rows.column("num_trained").nonzero().flatten().tolist()
+    if not kept:
         raise ValueError("no held-out row has an answer to validate on: raise --data.val or name files for it")
-    return store if len(rows) == len(store) else store.select(rows)
+    return rows if len(kept) == len(rows) else rows.select(kept)

@@ -26,8 +26,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from drafter.data.hidden_states import Crop, States, crop_to_answers
-from drafter.data.store import TokenStore
+from drafter.data.hidden_states import States, crop_to_answers
+from drafter.data.rows import TokenRow, TokenRows
 from drafter.targets.target import Target
 from drafter.utils.io import first_line
 
@@ -96,34 +96,30 @@ class StoredFiles:
 
 
 class StoredStates:
-    """The states of the rows of one store; the interface of :class:`drafter.data.hidden_states.HiddenStates`.
+    """The states of rows; the interface of :class:`drafter.data.hidden_states.CachedStates`.
 
     Args:
         files: the file of each row.
-        crop: the crop of all rows.
+        rows: the rows, cut to the positions that a drafter starts from.
         norm: the target's final norm.
         dtype: the target's dtype.
         layers: places of the context layers in the files; empty: the context is the final hidden state.
-
-    Attributes:
-        store: the rows, cut to the positions that a drafter starts from.
     """
 
     def __init__(
-        self, files: Sequence[Path], crop: Crop, norm: nn.Module, dtype: torch.dtype, layers: Sequence[int] = ()
+        self, files: Sequence[Path], rows: TokenRows, norm: nn.Module, dtype: torch.dtype, layers: Sequence[int] = ()
     ) -> None:
-        self._files, self._crop, self._norm, self._dtype, self._layers = list(files), crop, norm, dtype, list(layers)
-        self.store = crop.store
+        self._files, self.rows, self._norm, self._dtype, self._layers = list(files), rows, norm, dtype, list(layers)
 
     @torch.no_grad()
-    def row(self, row: int) -> States:
+    def row(self, index: int) -> States:
         """The states of a row's kept positions. Positions after the last stored state are zero and train nothing."""
-        token_T, _ = self.store.row(row)
-        start, path = self._crop.starts[row], self._files[row]
+        token_T, _ = self.rows.row(index)
+        start, path = int(self.rows.start_R[index]), self._files[index]
         with _open(path) as file:
             stored_T = file.get_slice(_TOKENS)[start : start + len(token_T)]
             if not torch.equal(stored_T.long(), token_T[: len(stored_T)].long()):
-                raise ValueError(f"{path} changed while it was in use: its tokens are no longer those of row {row}")
+                raise ValueError(f"{path} changed while it was in use: its tokens are no longer those of row {index}")
             span = slice(start, start + len(stored_T))
             final_TD = self._norm(self._layer(file, path, span, -1))
             context = [self._layer(file, path, span, layer) for layer in self._layers]
@@ -145,7 +141,7 @@ class StoredStates:
 
 def open_stored_states(
     files: StoredFiles,
-    store: TokenStore,
+    rows: TokenRows,
     target: Target,
     *,
     margin: int,
@@ -156,7 +152,7 @@ def open_stored_states(
 
     Args:
         files: the folder.
-        store: the rows, which :func:`crop_to_answers` cuts by ``margin``.
+        rows: the rows, which :func:`crop_to_answers` cuts by ``margin``.
         target: the target; its final norm is applied, and one row is compared with its forward.
         margin: kept positions before the first trained token.
         context_layers: layers of the drafter's context.
@@ -165,10 +161,10 @@ def open_stored_states(
     Raises:
         ValueError: a row has no file, the files lack a layer, or the states are another model's.
     """
-    found = [files.find(store.row(row)[0], _num_needed(store, row)) for row in range(len(store))]
-    missing = [row for row, file in enumerate(found) if file is None]
+    found = [files.find(rows.row(index).token_T, _num_needed(rows.row(index))) for index in range(len(rows))]
+    missing = [index for index, file in enumerate(found) if file is None]
     if missing:
-        raise ValueError(_missing_text(files, store, missing))
+        raise ValueError(_missing_text(files, rows, missing))
     kept = [file for file in found if file is not None]
     names = list(context_layers if stored_layers is None else stored_layers)
     for path in dict.fromkeys(file.path for file in kept):
@@ -180,9 +176,9 @@ def open_stored_states(
             "the layer too, or train without it"
         )
     places = [names.index(layer) for layer in context_layers]
-    crop = crop_to_answers(store, margin)
-    states = StoredStates([file.path for file in kept], crop, target.final_norm(), target.dtype, places)
-    _check_model(states, store, target, context_layers)
+    cropped = crop_to_answers(rows, margin)
+    states = StoredStates([file.path for file in kept], cropped, target.final_norm(), target.dtype, places)
+    _check_model(states, rows, target, context_layers)
     return states
 
 
@@ -247,17 +243,16 @@ def _check_shape(path: Path, hidden_size: int, num_layers: int | None) -> None:
 
 
 @torch.no_grad()
-def _check_model(states: StoredStates, store: TokenStore, target: Target, context_layers: Sequence[int]) -> None:
+def _check_model(states: StoredStates, rows: TokenRows, target: Target, context_layers: Sequence[int]) -> None:
     """Compare the shortest row with a forward of the target.
 
     Raises:
         ValueError: final states or context are far from the target's own.
     """
-    row = int(store.length_R.argmin())
-    token_1T = store.row(row)[0].long()[None].to(target.device)
-    output = target.forward(token_1T, context_layers=context_layers)
-    found, start = states.row(row), states._crop.starts[row]
-    num_stored = max(1, _num_needed(store, row) - start)
+    index = int(rows.length_R.argmin())
+    row, found, start = rows.row(index), states.row(index), int(states.rows.start_R[index])
+    output = target.forward(row.token_T[None].to(target.device), context_layers=context_layers)
+    num_stored = max(1, _num_needed(row) - start)
     for what, mine, theirs in (
         ("final states", output.hidden_BTD, found.hidden_TD),
         ("context layers", output.context_BTC, found.context_TC),
@@ -268,24 +263,24 @@ def _check_model(states: StoredStates, store: TokenStore, target: Target, contex
         far = float((theirs[:num_stored].float() - mine_TC).norm() / mine_TC.norm().clamp_min(1e-12))
         if not far <= _MOST_DIFFERENT:
             raise ValueError(
-                f"{states._files[row]}: the {what} differ from those of target {target.name!r} by {far:.0%}: another "
+                f"{states._files[index]}: the {what} differ from those of target {target.name!r} by {far:.0%}: another "
                 "model, other layers, or states that are already behind the final norm"
             )
 
 
-def _missing_text(files: StoredFiles, store: TokenStore, missing: Sequence[int]) -> str:
-    token_T = store.row(missing[0])[0]
+def _missing_text(files: StoredFiles, rows: TokenRows, missing: Sequence[int]) -> str:
+    token_T = rows.row(missing[0]).token_T
     path, shared = files.nearest(token_T)
     return (
-        f"{FLAG} {files.folder}: {len(missing)} of {len(store)} rows have no stored states. Row {missing[0]} "
+        f"{FLAG} {files.folder}: {len(missing)} of {len(rows)} rows have no stored states. Row {missing[0]} "
         f"({len(token_T)} tokens) is nearest to {path.name} and differs from token {shared} on: another chat template, "
         "another tokenizer, or a text that was not stored"
     )
 
 
-def _num_needed(store: TokenStore, row: int) -> int:
+def _num_needed(row: TokenRow) -> int:
     """Positions whose states are used: all before the last trained token. Later states predict no trained token."""
-    trained = store.row(row)[1].nonzero()
+    trained = row.loss_mask_T.nonzero()
     return int(trained[-1]) if len(trained) else 1
 
 

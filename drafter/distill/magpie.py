@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from drafter.data.files import RawRow
+from drafter.data.encode import stop_token_ids
 from drafter.data.formats import ChatMessage, parse_row
-from drafter.data.tokenize import render, stop_token_ids
+from drafter.data.reading import RawRow
+from drafter.data.template import render
 from drafter.distill.journal import Journal
 from drafter.distill.prompts import Exclusion, PromptRow, Shard, check_id, derive_seed
 from drafter.targets.chat import what_runs

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from drafter.data.files import RawRow
 from drafter.data.formats import ChatMessage, parse_row, read_rows
+from drafter.data.reading import RawRow
 from drafter.utils.validate import check_ranges, seed_field, within
 
 # Two texts that share a run of this many words count as the same material.

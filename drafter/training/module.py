@@ -251,8 +251,8 @@ class DrafterModule(LightningModule):
         if hasattr(data, "description"):
             checkpoint["data"] = {
                 "files": data.description,
-                "rows": len(data.train_store),
-                "trained_tokens": data.train_store.num_trained_tokens,
+                "rows": len(data.train_rows),
+                "trained_tokens": data.train_rows.num_trained_tokens,
                 "train_on": data.train_on,
             }
         if self._average:

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from drafter.data.store import TokenStore
+from drafter.data.rows import TokenRows
 from drafter.targets.capabilities import decoder_of
 from drafter.targets.target import Target
 
@@ -37,21 +37,21 @@ def write_file(path: Path, state_TLD: Tensor, token_T: Tensor, *, is_float8: boo
 
 
 def write_speculators(
-    folder: Path, store: TokenStore, target: Target, layers: Sequence[int] = (), *, is_float8: bool = False
+    folder: Path, rows: TokenRows, target: Target, layers: Sequence[int] = (), *, is_float8: bool = False
 ) -> None:
     """``hs_{i}.safetensors`` of whole rows."""
     folder.mkdir(parents=True, exist_ok=True)
-    for row in range(len(store)):
-        token_T, _ = store.row(row)
+    for row in range(len(rows)):
+        token_T, _ = rows.row(row)
         state_TLD = states_before_norm(target, token_T, layers)
         write_file(folder / f"hs_{row}.safetensors", state_TLD, token_T, is_float8=is_float8)
 
 
-def write_vllm(folder: Path, store: TokenStore, target: Target, layers: Sequence[int] = ()) -> None:
+def write_vllm(folder: Path, rows: TokenRows, target: Target, layers: Sequence[int] = ()) -> None:
     """Files named by requests that wrote the answers: no state for the last answer token and what stands behind."""
     folder.mkdir(parents=True, exist_ok=True)
-    for row in range(len(store)):
-        token_T, loss_mask_T = store.row(row)
+    for row in range(len(rows)):
+        token_T, loss_mask_T = rows.row(row)
         end = int(loss_mask_T.nonzero()[-1])
         path = folder / f"chatcmpl-{97 * row % 89:x}{row}.safetensors"
         write_file(path, states_before_norm(target, token_T[:end], layers), token_T[:end])

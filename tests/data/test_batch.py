@@ -7,20 +7,20 @@ from hypothesis import strategies as st
 
 from drafter.data.batch import collate, gather, pad_states, plan_epoch, plan_in_order
 from drafter.data.loader import TrainLoader, ValLoader
-from drafter.data.store import TokenStore, build_store, concat, load_store, save_store
+from drafter.data.rows import TokenRows, concat, token_rows
 
 LENGTHS = [3, 9, 1, 4, 4, 7, 2, 8, 5, 6, 1, 9, 3]
 
 
-def store_of(lengths: list[int]) -> TokenStore:
+def rows_with(lengths: list[int]) -> TokenRows:
     """Row r holds the token r + 1, trained on from its second place."""
-    return build_store(([row + 1] * n, [i > 0 for i in range(n)]) for row, n in enumerate(lengths))
+    return token_rows(([row + 1] * n, [i > 0 for i in range(n)]) for row, n in enumerate(lengths))
 
 
 def loader_of(lengths: list[int] = LENGTHS, **options) -> TrainLoader:
-    store = store_of(lengths)
+    rows = rows_with(lengths)
     settings = {"batch_tokens": 12, "seed": 5, **options}
-    return TrainLoader(store, lambda rows: gather(store, rows), **settings)
+    return TrainLoader(rows, lambda indices: gather(rows, indices), **settings)
 
 
 def rows_of(batch) -> list[int]:
@@ -59,10 +59,10 @@ def test_pad_states() -> None:
     pad_multiple=st.sampled_from([1, 4, 8]),
 )
 def test_an_epoch_holds_every_row_once_under_the_budget(lengths: list[int], batch_tokens: int, **options: int) -> None:
-    length_R, store = torch.tensor(lengths), store_of(lengths)
+    length_R, all_rows = torch.tensor(lengths), rows_with(lengths)
     plan = plan_epoch(length_R, batch_tokens=batch_tokens, **options)
     assert sorted(row for rows in plan for row in rows) == list(range(len(lengths)))
-    padded = [gather(store, rows, pad_multiple=options["pad_multiple"]).token_BT.numel() for rows in plan]
+    padded = [gather(all_rows, rows, pad_multiple=options["pad_multiple"]).token_BT.numel() for rows in plan]
     assert max(padded) <= batch_tokens
     assert plan == plan_epoch(length_R, batch_tokens=batch_tokens, **options)
 
@@ -161,38 +161,36 @@ def test_resumption_with_another_number_of_ranks_skips_nothing(before: int, afte
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 50])
 def test_val_loader_gives_every_rank_as_many_batches(world_size: int) -> None:
-    store = store_of(LENGTHS)
+    rows = rows_with(LENGTHS)
     loaders = [
-        ValLoader(store, lambda rows: gather(store, rows), batch_tokens=30, rank=rank, world_size=world_size)
+        ValLoader(rows, lambda indices: gather(rows, indices), batch_tokens=30, rank=rank, world_size=world_size)
         for rank in range(world_size)
     ]
     assert len({len(loader) for loader in loaders}) == 1 and len(loaders[0]) > 0
-    rows = [row for loader in loaders for batch in loader for row in rows_of(batch)]
-    assert set(rows) == set(range(len(LENGTHS)))
-    assert len(rows) == max(len(LENGTHS), world_size)
+    seen = [row for loader in loaders for batch in loader for row in rows_of(batch)]
+    assert set(seen) == set(range(len(LENGTHS)))
+    assert len(seen) == max(len(LENGTHS), world_size)
 
 
 def test_val_loader_repeats_itself_and_is_shared_by_ranks() -> None:
-    store = store_of(LENGTHS)
+    rows = rows_with(LENGTHS)
     loaders = [
-        ValLoader(store, lambda rows: gather(store, rows), batch_tokens=12, rank=rank, world_size=2) for rank in (0, 1)
+        ValLoader(rows, lambda indices: gather(rows, indices), batch_tokens=12, rank=rank, world_size=2)
+        for rank in (0, 1)
     ]
     first, again = ([rows_of(batch) for loader in loaders for batch in loader] for _ in range(2))
     assert first == again and sorted(sum(first, [])) == list(range(len(LENGTHS)))
     assert sum(len(loader) for loader in loaders) == len(first)
 
 
-def test_stores(tmp_path) -> None:
-    store = concat([store_of([2, 1]), store_of([3])])
-    assert store.length_R.tolist() == [2, 1, 3] and store.num_trained_tokens == 3
-    assert store.row(2)[0].tolist() == [1, 1, 1] and store.prompt_ids(2) == [1]
-    assert store.select([2, 0]).token_N.tolist() == [1, 1, 1, 1, 1] and len(store.select([])) == 0
-    assert store.digest() != store.select([0, 2, 1]).digest()
-    path = tmp_path / "deep" / "a.safetensors"
-    assert load_store(path) is None
-    save_store(store, path, {"num_rows": 3})
-    loaded = load_store(path)
-    assert loaded is not None and loaded[0].digest() == store.digest() and loaded[1] == {"num_rows": 3}
-    path.write_bytes(path.read_bytes()[:-4])
-    assert load_store(path) is None
-    assert [file.name for file in path.parent.iterdir()] == ["a.safetensors"]
+def test_rows() -> None:
+    rows = concat([rows_with([2, 1]), rows_with([3])])
+    assert rows.length_R.tolist() == [2, 1, 3] and rows.num_trained_tokens == 3
+    assert rows.row(2).token_T.tolist() == [1, 1, 1] and rows.prompt_ids(2) == [1]
+    assert [row.token_T.tolist() for row in rows.select([2, 0]).take([0, 1])] == [[1, 1, 1], [1, 1]]
+    assert len(rows.select([])) == 0 and rows.token_counts(1).tolist() == [0, 3]
+    digests = [part.digest() for part in (rows, rows.select([0, 2, 1]), rows.trained_on_everything())]
+    assert len(set(digests)) == 3 and rows.select([0, 1, 2]).digest() == digests[0]
+    cropped = rows.cropped(torch.tensor([0, 0, 2]))
+    assert cropped.length_R.tolist() == [2, 1, 1] and cropped.row(2).loss_mask_T.tolist() == [True]
+    assert rows.trained_on_everything().row(2).loss_mask_T.tolist() == [False, True, True]

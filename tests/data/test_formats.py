@@ -9,9 +9,9 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from drafter.data import files
-from drafter.data.files import read_records
-from drafter.data.formats import ReadReport, read_rows
+from drafter.data import reading
+from drafter.data.formats import read_rows
+from drafter.data.reading import read_records
 from tests.data.tiny import chat, write_jsonl
 
 SAME_CONVERSATION = [
@@ -85,6 +85,16 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, suffix: str) -> 
     assert [row.source for row in read] == ["x", "y"]
 
 
+def test_csv_rows_are_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('prompt,completion\n"What, really?","two\nlines"\nNA,So.\n')
+    rows = [[turn["content"] for turn in row.messages] for row in read_rows(path)]
+    assert rows == [["What, really?", "two\nlines"], ["NA", "So."]]
+    path.write_text("prompt,completion\na,b\na,b,c\n")
+    with pytest.raises(ValueError, match=r"a.csv: the file cannot be read .*line 3"):
+        list(read_rows(path))
+
+
 def test_jsonl_ends_lines_at_the_line_feed_only(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes('\ufeff{"text": "a\u2028b\u2029c\x85d"}\r\n\n{"text": "e"}'.encode())
@@ -145,14 +155,6 @@ def test_bad_rows_are_named_by_line(tmp_path: Path, row: object, message: str) -
         list(read_rows(name))
 
 
-def test_invalid_rows_can_be_skipped_and_are_counted(tmp_path: Path) -> None:
-    rows = [{"messages": chat("a", "b")}, {"messages": chat("a")[::-1] * 2}, {"foo": 1}]
-    report = ReadReport()
-    read = list(read_rows(write_jsonl(tmp_path / "a.jsonl", rows), skip_invalid=True, report=report))
-    assert len(read) == 1 and report.num_rows == 3 and report.num_invalid == 2
-    assert "line 2" in report.first_invalid
-
-
 def test_bad_files(tmp_path: Path) -> None:
     def refuse(name: str, data: bytes | None, error: type[Exception], message: str) -> None:
         path = tmp_path / name
@@ -172,8 +174,10 @@ def test_bad_files(tmp_path: Path) -> None:
     refuse("torn.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 1000)[:-20], ValueError, "damaged gzip")
     refuse("no.jsonl.gz", b'{"text": "a"}\n', ValueError, "damaged gzip")
     refuse("no.json.gz", b"[]", ValueError, "damaged gzip")
-    refuse("no.parquet", b"PAR1", ValueError, "damaged Parquet")
-    refuse("table.csv", b"a,b\n", ValueError, "unknown kind of file")
+    refuse("no.parquet", b"PAR1", ValueError, "no.parquet: the file cannot be read .Parquet")
+    refuse("table.tsv", b"a,b\n", ValueError, "unknown kind of file")
+    refuse("empty.csv", b"", ValueError, "empty.csv: the file cannot be read")
+    refuse("names.csv", b"prompt\n", ValueError, "holds no rows")
     with pytest.raises(ValueError, match="is a folder"):
         list(read_rows(tmp_path))
 
@@ -183,17 +187,17 @@ def test_a_hub_name_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> No
 
     asked = []
 
-    def load(name: str, split: str) -> list[dict]:
-        asked.append((name, split))
+    def load(name: str, split: str, streaming: bool, **options: object) -> list[dict]:
+        asked.append((name, split, streaming))
         if name == "owner/none":
             raise ConnectionError("offline\nvery")
         return [{"prompt": "Why?"}]
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     assert [row.where for row in read_rows("owner/name:test")] == ["owner/name:test, row 1"]
-    with pytest.raises(ValueError, match=r"data set 'owner/none' cannot be loaded from the hub: offline$"):
+    with pytest.raises(ValueError, match=r"owner/none: the data set cannot be loaded from the hub .offline.$"):
         list(read_rows("owner/none"))
-    assert asked == [("owner/name", "test"), ("owner/none", "train")]
+    assert asked == [("owner/name", "test", True), ("owner/none", "train", True)]
 
 
 def test_long_lines_pipes_and_deep_rows_are_refused_with_their_place(tmp_path: Path, monkeypatch) -> None:
@@ -206,7 +210,7 @@ def test_long_lines_pipes_and_deep_rows_are_refused_with_their_place(tmp_path: P
             stream.write(b" " * (1 << 20))
     with pytest.raises(ValueError, match=r"bomb.jsonl.gz, line 1: longer"):
         list(read_rows(tmp_path / "bomb.jsonl.gz"))
-    monkeypatch.setattr(files, "MAX_WHOLE_BYTES", 1000)
+    monkeypatch.setattr(reading, "MAX_WHOLE_BYTES", 1000)
     (tmp_path / "whole.json").write_text("[" + '{"prompt": "a"},' * 100 + '{"prompt": "a"}]')
     with pytest.raises(ValueError, match=r"whole.json: larger than 1,000 bytes"):
         list(read_rows(tmp_path / "whole.json"))

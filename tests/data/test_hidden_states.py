@@ -9,9 +9,9 @@ import torch
 
 from drafter.data import hidden_states
 from drafter.data.batch import collate
-from drafter.data.hidden_states import HiddenStates, build_states, crop_to_answers
+from drafter.data.hidden_states import CachedStates, cache_states, crop_to_answers
 from drafter.data.module import ChatDataModule
-from drafter.data.store import TokenStore, build_store
+from drafter.data.rows import TokenRows, token_rows
 from tests.data.tiny import chat, save_tiny_target, tiny_target, write_jsonl
 
 MARGIN = 3
@@ -22,138 +22,124 @@ def target():
     return tiny_target()
 
 
-def store_of(num_rows: int = 7) -> TokenStore:
+def rows_of(num_rows: int = 7) -> TokenRows:
     rows = []
     for row in range(num_rows):
         length = 6 + row
         first = 2 + row // 2
         tokens = [(7 * row + 3 * place) % 200 + 4 for place in range(length)]
         rows.append((tokens, [place >= first for place in range(length)]))
-    return build_store(rows)
+    return token_rows(rows)
 
 
-def build(folder: Path, store: TokenStore, target, **options) -> HiddenStates:
-    return build_states(folder, store, target, **{"margin": MARGIN, "progress": False, "batch_tokens": 20, **options})
+def build(folder: Path, rows: TokenRows, target, **options) -> CachedStates:
+    return cache_states(folder, rows, target, **{"margin": MARGIN, "progress": False, "batch_tokens": 20, **options})
 
 
 def test_rows_are_cut_before_their_answers() -> None:
-    store = build_store([([1, 2, 3, 4, 5, 6], [False] * 4 + [True] * 2), ([7, 8], [False, True]), ([9], [False])])
-    crop = crop_to_answers(store, 2)
-    assert [crop.store.row(row)[0].tolist() for row in range(3)] == [[3, 4, 5, 6], [7, 8], [9]]
-    assert crop.store.row(0)[1].tolist() == [False, False, True, True] and crop.starts == [2, 0, 0]
+    rows = token_rows([([1, 2, 3, 4, 5, 6], [False] * 4 + [True] * 2), ([7, 8], [False, True]), ([9], [False])])
+    crop = crop_to_answers(rows, 2)
+    assert [crop.row(row).token_T.tolist() for row in range(3)] == [[3, 4, 5, 6], [7, 8], [9]]
+    assert crop.row(0).loss_mask_T.tolist() == [False, False, True, True] and crop.start_R.tolist() == [2, 0, 0]
 
 
 @pytest.mark.parametrize("context_layers", [(), (1, 2)])
-@pytest.mark.parametrize("shard_bytes", [1, 1000, 1 << 29])
+@pytest.mark.parametrize("file_bytes", [1, 1000, 1 << 29])
 def test_states_are_those_of_a_forward(
-    target, tmp_path: Path, context_layers: tuple[int, ...], shard_bytes: int, monkeypatch: pytest.MonkeyPatch
+    target, tmp_path: Path, context_layers: tuple[int, ...], file_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hidden_states, "_SHARD_BYTES", shard_bytes)
-    store = store_of()
-    states = build(tmp_path / "cache", store, target, context_layers=context_layers)
-    crop = crop_to_answers(store, MARGIN)
-    for row in range(len(store)):
-        whole_T = store.row(row)[0].long()
+    monkeypatch.setattr(hidden_states, "_FILE_BYTES", file_bytes)
+    rows = rows_of()
+    states = build(tmp_path / "cache", rows, target, context_layers=context_layers)
+    crop = crop_to_answers(rows, MARGIN)
+    for row in range(len(rows)):
+        whole_T = rows.row(row)[0].long()
         output = target.forward(whole_T[None], context_layers=context_layers)
         found = states.row(row)
-        kept = slice(crop.starts[row], None)
+        kept = slice(int(crop.start_R[row]), None)
         assert found.hidden_TD.dtype == torch.float32
         assert torch.allclose(found.hidden_TD, output.hidden_BTD[0, kept], rtol=1e-2, atol=1e-2)
         if context_layers:
             assert torch.allclose(found.context_TC, output.context_BTC[0, kept], rtol=1e-2, atol=1e-2)
         else:
             assert found.context_TC is None
-    num_shards = len(list((tmp_path / "cache").glob("states-*")))
-    assert num_shards == {1: 7, 1000: num_shards, 1 << 29: 1}[shard_bytes]
+    num_files = len(list((tmp_path / "cache").glob("states-*")))
+    assert num_files == {1: 7, 1000: num_files, 1 << 29: 1}[file_bytes]
 
 
 def test_a_cache_is_made_once_and_an_interrupted_one_completed(
     target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hidden_states, "_SHARD_BYTES", 1)
-    store, folder = store_of(), tmp_path / "cache"
+    monkeypatch.setattr(hidden_states, "_FILE_BYTES", 1)
+    rows, folder = rows_of(), tmp_path / "cache"
     forward, calls = target.forward, []
     monkeypatch.setattr(target, "forward", lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs))
-    first = build(folder, store, target)
+    first = build(folder, rows, target)
     assert len(calls) == 7
-    first._place[4][0].unlink()
-    again = build(folder, store, target)
+    sorted(folder.glob("states-*"))[4].unlink()
+    again = build(folder, rows, target)
     assert len(calls) == 8
     assert all(torch.equal(first.row(row).hidden_TD, again.row(row).hidden_TD) for row in range(7))
-    build(folder, store, target)
+    build(folder, rows, target)
     assert len(calls) == 8
 
 
 def test_rows_that_are_added_cost_their_own_states_alone(target, tmp_path: Path, monkeypatch) -> None:
     """Also rows of other lengths; the same tokens with another mask are other rows."""
-    monkeypatch.setattr(hidden_states, "_SHARD_BYTES", 1)
+    monkeypatch.setattr(hidden_states, "_FILE_BYTES", 1)
     forward, calls = target.forward, []
     monkeypatch.setattr(target, "forward", lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs))
-    build(tmp_path / "cache", store_of(5), target)
-    states = build(tmp_path / "cache", store_of(7), target)
-    assert len(calls) == 7 and len(states.row(6).hidden_TD) == len(states.store.row(6)[0])
-    store = store_of(7)
-    build(tmp_path / "cache", TokenStore(store.token_N, ~store.loss_mask_N, store.offset_R1), target)
+    build(tmp_path / "cache", rows_of(5), target)
+    states = build(tmp_path / "cache", rows_of(7), target)
+    assert len(calls) == 7 and len(states.row(6).hidden_TD) == len(states.rows.row(6).token_T)
+    build(tmp_path / "cache", rows_of(7).trained_on_everything(), target)
     assert len(calls) == 14
 
 
 def test_the_size_is_told_and_a_full_disk_refused_before_anything_is_written(
     target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    crop = crop_to_answers(store_of(), MARGIN)
-    needed = len(crop.store.token_N) * (2 * 16 + 4)
+    crop = crop_to_answers(rows_of(), MARGIN)
+    num_positions = int(crop.length_R.sum())
+    needed = num_positions * 2 * 16
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
     with pytest.raises(OSError, match="make room, name a folder on another disk, or train without"):
-        build(tmp_path / "cache", store_of(), target)
-    assert f"hidden states of {len(crop.store.token_N)} positions" in capsys.readouterr().err
+        build(tmp_path / "cache", rows_of(), target)
+    assert f"hidden states of {num_positions} positions" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".lock"]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed * 2))
-    build(tmp_path / "cache", store_of(), target)
+    build(tmp_path / "cache", rows_of(), target)
     written = sum(path.stat().st_size for path in (tmp_path / "cache").glob("states-*"))
-    assert needed <= written < needed + 1000
+    assert needed <= written < needed + 2000
 
 
-def test_other_targets_are_refused(target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_targets_layers_and_margins_have_files_of_their_own(
+    target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them share a folder; nothing is read that belongs to another."""
     folder = tmp_path / "cache"
-    build(folder, store_of(), target)
-    with pytest.raises(ValueError, match="made with margin 3, now it is 4"):
-        build(folder, store_of(), target, margin=4)
-    with pytest.raises(ValueError, match="made with context_size 0, now it is 16"):
-        build(folder, store_of(), target, context_layers=(1,))
+    plain = build(folder, rows_of(), target)
+    for number, options in enumerate(({"margin": 4}, {"context_layers": (1,)}, {"context_layers": (1, 2)}), start=2):
+        build(folder, rows_of(), target, **options)
+        assert len(list(folder.glob("states-*"))) == number
     monkeypatch.setattr(target, "fingerprint", "00")
-    with pytest.raises(ValueError, match="holds the hidden states of another target"):
-        build(folder, store_of(), target)
-    (folder / "cache.json").write_text("{")
-    with pytest.raises(ValueError, match=r"cache.json is damaged"):
-        build(folder, store_of(), target)
-    (folder / "cache.json").unlink()
-    with pytest.raises(ValueError, match="holds states but no cache.json"):
-        build(folder, store_of(), target)
-
-
-def test_a_cache_that_holds_more_serves_as_it_is(target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "cache"
-    build(folder, store_of(), target, context_layers=(1, 2), margin=MARGIN + 2)
+    build(folder, rows_of(), target)
+    assert len(list(folder.glob("states-*"))) == 5
+    monkeypatch.undo()
     monkeypatch.setattr(target, "forward", None)
-    found = build(folder, store_of(), target)
-    assert torch.equal(found.store.token_N, crop_to_answers(store_of(), MARGIN + 2).store.token_N)
-    assert found.row(6).context_TC is None and len(found.row(6).hidden_TD) == len(found.store.row(6)[0])
-    assert build(folder, store_of(), target, context_layers=(1, 2)).row(0).context_TC is not None
-    with pytest.raises(ValueError, match="made with context_size 32, now it is 16"):
-        build(folder, store_of(), target, context_layers=(1,))
+    again = build(folder, rows_of(), target)
+    assert all(torch.equal(again.row(row).hidden_TD, plain.row(row).hidden_TD) for row in range(7))
 
 
-def test_states_of_other_tokens_and_damaged_shards_are_refused(target, tmp_path: Path) -> None:
+def test_damaged_files_are_refused(target, tmp_path: Path) -> None:
     folder = tmp_path / "cache"
-    states = build(folder, store_of(), target)
-    states.store.token_N[-1] += 1
-    assert states.row(0).hidden_TD.shape[1] == 16
-    with pytest.raises(ValueError, match="belong to other tokens than row 6"):
-        states.row(6)
-    (shard,) = folder.glob("states-*")
-    shard.write_bytes(shard.read_bytes()[:100])
-    with pytest.raises(ValueError, match="is damaged"):
-        build(folder, store_of(), target).row(0)
+    build(folder, rows_of(), target)
+    (file,) = folder.glob("states-*")
+    for damaged in (file.read_bytes()[:100], file.read_bytes()[:-300], b"", b"nothing of the kind"):
+        file.unlink()
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"states-.* is damaged .*delete it, and it is made again"):
+            build(folder, rows_of(), target)
 
 
 @pytest.mark.parametrize("train_on", ["answers", "everything"])
@@ -186,7 +172,7 @@ def test_batches_of_the_data_module_carry_states(
             assert not batch.hidden_BTD[batch.length_B[:, None] <= torch.arange(batch.token_BT.shape[1])].any()
             num_rows += len(batch.length_B)
     assert num_rows == 12
-    whole = collate([data.val_store.row(0)])
+    whole = collate([data.val_rows.row(0)])
     expected_TD = target.forward(whole.token_BT).hidden_BTD[0]
     found_TD = data._states["val"].row(0).hidden_TD
     assert torch.allclose(found_TD, expected_TD[-len(found_TD) :], rtol=1e-2, atol=1e-2)

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from drafter.data.inspect import inspect_file, paint
-from tests.data.tiny import COUNTING_TEMPLATE, chat, encode_conversation, tiny_tokenizer, write_jsonl
+from drafter.data.encode import RowSettings
+from drafter.data.inspect import inspect_file
+from tests.data.tiny import COUNTING_TEMPLATE, chat, tiny_tokenizer, write_jsonl
 
 TOKENIZER = tiny_tokenizer()
 
@@ -15,7 +16,8 @@ TOKENIZER = tiny_tokenizer()
 def show(name: str, *, colour: bool = False, **options) -> tuple[str, object]:
     out = io.StringIO()
     console = Console(file=out, width=200, force_terminal=colour, color_system="truecolor" if colour else None)
-    report = inspect_file(name, options.pop("tokenizer", TOKENIZER), console, progress=False, **options)
+    tokenizer = options.pop("tokenizer", TOKENIZER)
+    report = inspect_file(name, tokenizer, console, RowSettings(max_length=None), progress=False, **options)
     return out.getvalue(), report
 
 
@@ -30,16 +32,9 @@ def test_trained_tokens_stand_in_brackets_without_colour(tmp_path: Path) -> None
     assert report.num_kept == 2
 
 
-def test_colour_shows_every_token(tmp_path: Path) -> None:
-    encoded = encode_conversation(TOKENIZER, chat("Hi", "the dé🙂é"))
-    painted = paint(TOKENIZER, encoded, has_colour=True)
-    assert painted.plain == TOKENIZER.decode(encoded.token_ids)
-    trained = [painted.plain[span.start : span.end] for span in painted.spans if "on" in str(span.style).split()]
-    assert trained == ["the", " ", "d", "é", "🙂", "é", "<|end|>"]
-    shades = [str(span.style) for span in painted.spans if "on" in str(span.style).split()]
-    assert all(first != second for first, second in zip(shades, shades[1:], strict=False))
-    text, _ = show(write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("Hi", "yes")}]), colour=True)
-    assert "\x1b[" in text and "⟦" not in text
+def test_colour_marks_trained_tokens(tmp_path: Path) -> None:
+    text, _ = show(write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("Hi", "dé🙂")}]), colour=True)
+    assert "\x1b[30;102mdé🙂<|end|>\x1b[0m" in text and "⟦" not in text
 
 
 def test_num_rows_and_bad_input(tmp_path: Path) -> None:

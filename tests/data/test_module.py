@@ -7,9 +7,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from drafter.data import prepare
 from drafter.data.module import ChatDataModule
-from drafter.data.prepare import split_by_prompt
+from drafter.data.rows import split_by_prompt
 from tests.data.tiny import FORGETFUL_TEMPLATE, chat, save_tiny_target, write_jsonl
 
 QUIET = {"progress": False, "pad_multiple": 1}
@@ -40,10 +39,10 @@ def module_of(tmp_path: Path, target: str, **options) -> ChatDataModule:
 def test_held_out_prompts_keep_all_their_answers(tmp_path: Path, target: str) -> None:
     data = module_of(tmp_path, target)
     data.setup()
-    prompts = [{tuple(s.prompt_ids(row)) for row in range(len(s))} for s in (data.train_store, data.val_store)]
+    prompts = [{tuple(s.prompt_ids(row)) for row in range(len(s))} for s in (data.train_rows, data.val_rows)]
     assert not prompts[0] & prompts[1] and len(prompts[1]) == 4
-    assert len(data.train_store) == 32 and len(data.val_store) == 8
-    shuffled, _ = split_by_prompt(data.train_store.select(list(range(31, -1, -1))), 0.1)
+    assert len(data.train_rows) == 32 and len(data.val_rows) == 8
+    shuffled, _ = split_by_prompt(data.train_rows.select(list(range(31, -1, -1))), 0.1)
     assert len(shuffled) == 32 - 4
 
 
@@ -85,24 +84,12 @@ def test_token_counts_are_of_answers(tmp_path: Path, target: str) -> None:
     data = module_of(tmp_path, target)
     counts_V = data.token_counts(300)
     tokenizer = data.tokenizer
-    assert counts_V.shape == (300,) and int(counts_V.sum()) == data.train_store.num_trained_tokens
+    assert counts_V.shape == (300,) and int(counts_V.sum()) == data.train_rows.num_trained_tokens
     assert int(counts_V[tokenizer.convert_tokens_to_ids("<|end|>")]) == 32
     assert int(counts_V[tokenizer.convert_tokens_to_ids("<|bot|>")]) == 0
     assert len(data.token_counts()) == len(tokenizer)
     with pytest.raises(ValueError, match="not the target's tokenizer"):
         data.token_counts(50)
-
-
-def test_files_are_tokenised_once(tmp_path: Path, target: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = module_of(tmp_path, target).train_store
-    (cached,) = (home / "cache" / "tokens").iterdir()
-    with monkeypatch.context() as patched:
-        patched.setattr(prepare, "read_rows", lambda *args, **kwargs: pytest.fail("tokenised again"))
-        assert module_of(tmp_path, target).train_store.digest() == first.digest()
-    assert module_of(tmp_path, target, max_length=64).train_store is not None
-    assert len(list((home / "cache" / "tokens").iterdir())) == 2
-    cached.write_bytes(b"torn")
-    assert module_of(tmp_path, target).train_store.digest() == first.digest()
 
 
 def test_everything_is_trained_on_when_asked(tmp_path: Path, target: str) -> None:
@@ -119,7 +106,7 @@ def test_everything_is_trained_on_when_asked(tmp_path: Path, target: str) -> Non
 def test_val_files_of_their_own(tmp_path: Path, target: str) -> None:
     val = write_jsonl(tmp_path / "val.jsonl", [{"messages": chat("other", "answer")}])
     data = module_of(tmp_path, target, val=[val])
-    assert len(data.train_store) == 40 and len(data.val_store) == 1
+    assert len(data.train_rows) == 40 and len(data.val_rows) == 1
     assert sum(len(batch.length_B) for batch in data.val_dataloader()) == 1
 
 

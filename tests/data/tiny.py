@@ -7,7 +7,9 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from drafter.data.tokenize import ConversationEncoder, EncodedRow, _backend_encode, check_template, find_answers
+from drafter.data.encode import EncodedRow, RowEncoder, RowSettings
+from drafter.data.reading import Source
+from drafter.data.template import PrefixError
 
 BOS, USER, ANSWER, END = "<s>", "<|user|>", "<|bot|>", "<|end|>"
 
@@ -101,10 +103,16 @@ def tiny_target(**changes: int):
     return Target.from_model(model, tokenizer, name="tiny")
 
 
+def encode_rows(rows: list[dict[str, Any]], tokenizer: Any = None, **settings: Any) -> list[EncodedRow]:
+    """The encoded rows of a file with these rows."""
+    encoder = RowEncoder(tokenizer or tiny_tokenizer(), RowSettings(**{"max_length": None, **settings}), "tiny")
+    items = [{"text": json.dumps(row)} for row in rows]
+    return list(encoder.encode(Source("rows.jsonl", None, True, "line"), items, range(1, len(rows) + 1)))
+
+
 def encode_conversation(tokenizer: Any, messages: list[dict[str, Any]], *, is_cut: bool = False) -> EncodedRow:
     """Token ids and loss mask of one conversation; PrefixError where its answers cannot be found."""
-    check_template(tokenizer, "")
-    encoder = ConversationEncoder(tokenizer, strip_special_suffixes=False)
-    text, turns = find_answers(tokenizer, messages)
-    whole, *prefixes = _backend_encode(tokenizer, [text, *(turn.prefix for turn in turns)])
-    return encoder._mask(whole, [prefix.ids for prefix in prefixes], turns, is_cut)
+    (row,) = encode_rows([{"messages": messages} | ({"finish_reason": "length"} if is_cut else {})], tokenizer)
+    if row.problem:
+        raise PrefixError(row.problem)
+    return row

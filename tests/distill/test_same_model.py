@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from drafter.data.encode import RowSettings, encode_file
 from drafter.data.formats import read_rows
-from drafter.data.prepare import TokenizeOptions, tokenize_file
-from drafter.data.tokenize import ConversationEncoder
 from drafter.decoding.params import SamplingParams
 from drafter.distill.client import Client, read_reply
 from drafter.distill.endpoint import Endpoint
@@ -16,7 +15,7 @@ from drafter.distill.local import distill
 from drafter.distill.prompts import AnswerSettings
 from drafter.distill.same_model import Comparison, compare_models
 from drafter.targets.target import Target
-from tests.data.tiny import CHAT_TEMPLATE, chat, tiny_tokenizer, write_jsonl
+from tests.data.tiny import CHAT_TEMPLATE, chat, encode_rows, tiny_tokenizer, write_jsonl
 from tests.distill.engine_server import EngineServer, running
 from tests.distill.test_endpoint import FakeServer
 from tests.serving.live import live_server
@@ -105,7 +104,7 @@ def test_our_own_server_runs_its_target_and_gives_its_tokens(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("style", ["vllm", "sglang"])
 def test_rows_hold_the_engines_own_tokens(target: Target, style: str, tmp_path: Path) -> None:
-    """Another template on the server: training sees what the server saw, and the difference is counted."""
+    """Another template on the server: training sees what the server saw, and needs no template."""
     prompts = write_jsonl(tmp_path / "p.jsonl", [{"id": str(i), "prompt": f"Why {i}?"} for i in range(6)])
     template = CHAT_TEMPLATE.replace("<|user|>", "Q: ")
     with running(EngineServer(target, style, template=template)) as engine:
@@ -117,15 +116,12 @@ def test_rows_hold_the_engines_own_tokens(target: Target, style: str, tmp_path: 
         assert distill(*arguments, num_prompts=4, progress=False).num_new == 0
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     tokenizer = tiny_tokenizer(template)
-    store, report = tokenize_file(
-        str(tmp_path / "out.jsonl"), tiny_tokenizer(), TokenizeOptions(), target_name="tiny", progress=False
-    )
-    assert report.num_kept == report.num_other_prompts == 4
-    assert "4 rows whose prompt has other tokens than the target's chat template gives" in report.lines()
+    encoded, report = encode_file(str(tmp_path / "out.jsonl"), tiny_tokenizer(None), RowSettings(), progress=False)
+    assert report.num_kept == 4 and report.num_foreign == 0
     for number, row in enumerate(rows):
         asked = tokenizer.apply_chat_template(row["messages"][:-1], add_generation_prompt=True)["input_ids"]
         assert row["prompt_token_ids"] == asked and target.decode(row["token_ids"]) == row["messages"][-1]["content"]
-        token_T, loss_mask_T = store.row(number)
+        token_T, loss_mask_T = encoded.row(number)
         assert token_T.tolist() == asked + row["token_ids"]
         assert loss_mask_T.tolist() == [False] * len(asked) + [True] * len(row["token_ids"])
 
@@ -165,25 +161,13 @@ def test_reasoning_and_tool_calls_are_trained_on_as_the_template_makes_them(tmp_
     (row,) = read_rows(tmp_path / "o.jsonl")
     assert row.tools == tuple(tools) and row.messages[-1]["reasoning_content"] == "Let me look."
     assert row.messages[-1]["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo"}
+    fields = json.loads((tmp_path / "o.jsonl").read_text())
     tokenizer = tiny_tokenizer(PARTS_TEMPLATE)
-    (encoded,) = ConversationEncoder(tokenizer, name="tiny").encode([row])
-    trained = [token for token, is_trained in zip(encoded.token_ids, encoded.loss_mask, strict=True) if is_trained]
+    (encoded,) = encode_rows([fields], tokenizer)
+    trained = [token for token, is_trained in zip(*encoded[:2], strict=True) if is_trained]
     answer = '[think]Let me look.[/think]{"name": "weather", "arguments": {"city": "Oslo"}}<|end|>'
     assert tokenizer.decode(trained) == answer
-
-    forgetful = ConversationEncoder(tiny_tokenizer(), name="tiny")
-    assert not list(forgetful.encode([row]))
-    assert any("drops reasoning or tool calls" in reason for reason in forgetful.report.failures)
-
-
-def test_tokens_outside_the_vocabulary_are_no_rows(tmp_path: Path) -> None:
-    rows = [{"prompt_token_ids": [5, 6], "token_ids": [7, 10**6]}, {"prompt_token_ids": [5, 6], "token_ids": [7]}]
-    encoder = ConversationEncoder(tiny_tokenizer(), name="tiny")
-    (kept,) = encoder.encode(read_rows(write_jsonl(tmp_path / "t.jsonl", rows)))
-    assert kept.token_ids == [5, 6, 7] and encoder.report.num_failed == 1
-    bad = write_jsonl(tmp_path / "bad.jsonl", [{"prompt_token_ids": [5, "a"], "token_ids": [7]}])
-    with pytest.raises(ValueError, match="prompt_token_ids must be an array of token ids"):
-        list(read_rows(bad))
+    assert "drops reasoning or tool calls" in encode_rows([fields])[0].problem
 
 
 def test_a_reply_is_read_in_every_form() -> None:

@@ -9,8 +9,8 @@ import torch
 import transformers
 from transformers import AutoModelForImageTextToText, PreTrainedConfig
 
-from drafter.data.files import RawRow
 from drafter.data.formats import parse_row
+from drafter.data.reading import RawRow
 from drafter.decoding.params import SamplingParams
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback
 
 from drafter.data.module import ChatDataModule
-from drafter.data.store import concat
+from drafter.data.rows import concat
 from drafter.targets.target import Target
 from tests.data.engine_files import write_speculators, write_vllm
 from tests.data.tiny import chat, save_tiny_target, tiny_target, write_jsonl
@@ -24,7 +24,6 @@ def make_data(folder: Path, cache: Path | None, **options: Any) -> ChatDataModul
         val=0.4,
         max_length=64,
         batch_tokens=200,
-        use_token_cache=False,
         cache_hidden_states=None if cache is None else str(cache),
         progress=False,
         **options,
@@ -51,7 +50,7 @@ def test_training_from_stored_states_is_training_from_our_own(tmp_path: Path, la
         made.model.model.norm.weight.copy_(torch.linspace(0.5, 2, made.hidden_size))
     target = Target.from_model(made.model.to(torch.bfloat16), made.tokenizer, name="tiny")  # as the cache keeps it
     plain = make_data(tmp_path, None)
-    rows = concat([plain.train_store, plain.val_store])
+    rows = concat([plain.train_rows, plain.val_rows])
     write_speculators(tmp_path / "speculators", rows, target, layers)
     write_vllm(tmp_path / "vllm", rows, target, layers)
     drafter = {"context": "fused", "context_layers": layers} if layers else {"context": "last"}

@@ -1,0 +1,161 @@
+"""Finds the answers in conversations that the target's chat template renders: where training starts and stops.
+
+The *prefix* of an answer is the rendered conversation before the answer, with the opening of the assistant's turn. The
+text of the whole conversation must begin with the prefix, so that the answer stands where the target would write it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from drafter.targets.chat import Chat, what_runs
+from drafter.utils.io import first_line
+from drafter.utils.limits import limited_map
+
+
+class PrefixError(ValueError):
+    """The answers of a conversation cannot be found by template prefixes; reports count the rows by ``reason``."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
+
+
+def render(tokenizer: Any, messages: Sequence[Message], *, opening: bool = False, tools: Tools = ()) -> str:
+    """The rendered chat template; ``opening`` adds the opening of the assistant's turn, ``tools`` are offered.
+
+    Raises:
+        PrefixError: the template refuses the messages or breaks on them.
+        MemoryError: the template takes more memory than this process may have.
+    """
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=opening
+            )
+        )
+    except MemoryError:
+        raise
+    except Exception as error:
+        # A template is a program of the model's author: its errors are of any type.
+        raise PrefixError(f"the chat template refuses the conversation ({first_line(error)})") from error
+
+
+_PROBE = [
+    {"role": "user", "content": "Zebra crossing?"},
+    {"role": "assistant", "content": "Quiet violet."},
+    {"role": "user", "content": "Maple engine?"},
+    {"role": "assistant", "content": "Under seven hills."},
+]
+
+
+def check_template(tokenizer: Any, name: str) -> None:
+    """ValueError, with the reason, if the tokenizer's chat template gives no usable prefixes.
+
+    Raises:
+        ValueError: no chat template; a template that fails, drops or rewrites earlier turns, or precedes an answer with
+            another text than the opening of the assistant's turn.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"target {name!r} has no chat template, so conversations cannot be rendered: give plain `text` rows, "
+            "or choose an instruction-tuned target"
+        )
+    probes = [Chat(_PROBE[:2]), Chat(_PROBE)]
+    for probe, found in zip(probes, find_all_answers(tokenizer, probes, name), strict=True):
+        if isinstance(found, PrefixError):
+            turns = "a single question and answer" if len(probe.messages) == 2 else "a second turn"
+            raise ValueError(
+                f"the chat template of target {name!r} cannot be used for a loss mask: "
+                f"{found.reason}, seen with {turns}"
+            ) from found
+
+
+class AnswerSpan(NamedTuple):
+    """An answer in the rendered text: its prefix, and the start and end of its characters."""
+
+    prefix: str
+    start: int
+    end: int
+
+
+class Rendered(NamedTuple):
+    """A rendered conversation and its answers."""
+
+    text: str
+    answers: list[AnswerSpan]
+
+
+def find_answers(tokenizer: Any, chat: Chat) -> Rendered:
+    """The rendered conversation and its answers; PrefixError when the text lacks a prefix or an answer."""
+    messages, tools = chat
+    text = render(tokenizer, messages, tools=tools)
+    turns = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prefix = render(tokenizer, messages[:index], opening=True, tools=tools)
+        if not text.startswith(prefix):
+            raise PrefixError("the text before an answer changes when the answer is added (no usable prefix)")
+        if has_parts(message):
+            if index < len(messages) - 1:
+                raise PrefixError("an earlier turn has reasoning or tool calls, which templates render otherwise later")
+            turns.append(AnswerSpan(prefix, len(prefix), _end_of_parts(tokenizer, messages, tools, text, len(prefix))))
+            continue
+        content = message["content"]
+        start = text.find(content, len(prefix))
+        if start != len(prefix):  # templates may trim an answer, or add text between opening and answer
+            content = content.strip()
+            start = text.find(content, len(prefix))
+        if start < 0:
+            raise PrefixError("the template changes the answer")
+        turns.append(AnswerSpan(prefix, start, start + len(content)))
+    for turn, following in zip(turns, turns[1:], strict=False):
+        if turn.end > len(following.prefix):
+            raise PrefixError("the template changes the answer")
+    return Rendered(text, turns)
+
+
+def has_parts(message: Message) -> bool:
+    """Whether an answer has reasoning or tool calls, whose form the template decides."""
+    return bool(message.get("reasoning_content") or message.get("tool_calls"))
+
+
+def _end_of_parts(tokenizer: Any, messages: Sequence[Message], tools: Tools, text: str, start: int) -> int:
+    """End of the last answer. The closing of the turn is the text that the template writes after a plain answer."""
+    message, plain = messages[-1], "Quiet violet."
+    other = render(tokenizer, [*messages[:-1], {"role": "assistant", "content": plain}], tools=tools)
+    closing = other.rpartition(plain)[2]
+    parts = [message["content"], message.get("reasoning_content") or ""]
+    parts += [str((call.get("function") or call).get("name", "")) for call in message.get("tool_calls") or ()]
+    answer = text[start : len(text) - len(closing)]
+    if not text.endswith(closing) or not all(part.strip() in answer for part in parts):
+        raise PrefixError(
+            "the template drops reasoning or tool calls, or closes such a turn otherwise than a plain one"
+        )
+    return start + len(answer)
+
+
+def find_all_answers(tokenizer: Any, chats: Sequence[Chat], name: str) -> list[Rendered | PrefixError]:
+    """:func:`find_answers` or its error for every conversation; the template runs with limits of time and memory.
+
+    Raises:
+        ValueError: a limit was reached; names the target ``name``.
+    """
+
+    def find(chat: Chat) -> dict[str, Any]:
+        try:
+            text, answers = find_answers(tokenizer, chat)
+        except PrefixError as error:
+            return {"reason": error.reason}
+        return {"text": text, "answers": answers}
+
+    return [
+        PrefixError(item["reason"])
+        if "reason" in item
+        else Rendered(item["text"], [AnswerSpan(*answer) for answer in item["answers"]])
+        for item in limited_map(find, chats, what_runs(name))
+    ]

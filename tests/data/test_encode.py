@@ -1,0 +1,246 @@
+"""Loss masks by template prefixes: exactly the tokens that the target would have generated."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafter.data.encode import (
+    EMPTY,
+    NO_ANSWER,
+    TOO_LONG,
+    EncodedRow,
+    EncodeReport,
+    RowEncoder,
+    RowSettings,
+    encode_file,
+    tokenizer_fingerprint,
+)
+from drafter.data.template import PrefixError, check_template
+from tests.data.tiny import (
+    CHAT_TEMPLATE,
+    COUNTING_TEMPLATE,
+    FORGETFUL_TEMPLATE,
+    OTHER_OPENING_TEMPLATE,
+    TRIMMING_TEMPLATE,
+    UPPERCASE_TEMPLATE,
+    chat,
+    encode_conversation,
+    encode_rows,
+    tiny_tokenizer,
+    write_jsonl,
+)
+
+TOKENIZER = tiny_tokenizer()
+END_ID = 3
+
+
+def trained_text(encoded: EncodedRow, tokenizer=TOKENIZER) -> str:
+    return tokenizer.decode([token for token, mask in zip(*encoded[:2], strict=True) if mask])
+
+
+def test_one_answer_token_by_token() -> None:
+    encoded = encode_conversation(TOKENIZER, chat("Hi", "the\n"))
+    shown = [(TOKENIZER.decode([token]), mask) for token, mask in zip(*encoded[:2], strict=True)]
+    assert shown == [
+        ("<s>", False),
+        ("<|user|>", False),
+        ("\n", False),
+        ("H", False),
+        ("i", False),
+        ("<|end|>", False),
+        ("\n", False),
+        ("<|bot|>", False),
+        ("\n", False),
+        ("the", True),
+        ("\n", True),
+        ("<|end|>", True),
+        ("\n", False),
+    ]
+
+
+def test_every_answer_of_a_long_conversation() -> None:
+    messages = [{"role": "system", "content": "Be brief."}, *chat("a", "one", "b", "two", "c", "three")]
+    encoded = encode_conversation(TOKENIZER, messages)
+    assert trained_text(encoded) == "one<|end|>two<|end|>three<|end|>"
+
+
+def test_the_end_of_a_cut_answer_is_not_trained_on() -> None:
+    encoded = encode_conversation(TOKENIZER, chat("a", "one", "b", "two"), is_cut=True)
+    assert trained_text(encoded) == "one<|end|>two"
+
+
+def test_a_character_of_several_tokens_is_whole() -> None:
+    assert trained_text(encode_conversation(TOKENIZER, chat("🙂", "né🙂é"))) == "né🙂é<|end|>"
+
+
+def test_a_template_may_trim_answers_and_put_text_before_them() -> None:
+    tokenizer = tiny_tokenizer(TRIMMING_TEMPLATE)
+    encoded = encode_conversation(tokenizer, chat("a", "  one ", "b", " two\n"))
+    assert "[none]" in tokenizer.decode(encoded.token_ids)
+    assert trained_text(encoded, tokenizer) == "one<|end|>two<|end|>"
+
+
+def test_an_end_without_special_token_is_not_trained_on() -> None:
+    tokenizer = tiny_tokenizer(CHAT_TEMPLATE.replace("m['content'] + '<|end|>\n'", "m['content'] + '##\n'"))
+    assert trained_text(encode_conversation(tokenizer, chat("a", "one", "b", "two")), tokenizer) == "onetwo"
+
+
+def test_an_answer_whose_first_token_melts_into_the_opening_is_refused() -> None:
+    with pytest.raises(PrefixError, match="tokens before an answer"):
+        encode_conversation(TOKENIZER, chat("a", "\nHello"))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (FORGETFUL_TEMPLATE, "changes when the answer is added.*seen with a second turn"),
+        (COUNTING_TEMPLATE, "changes when the answer is added.*seen with a single question"),
+        (OTHER_OPENING_TEMPLATE, "changes when the answer is added.*seen with a single question"),
+        (UPPERCASE_TEMPLATE, "the template changes the answer"),
+        ("{{ raise_exception('no turns today') }}", "the chat template refuses the conversation .no turns today."),
+        ("{{ messages[0]['content'] ", "the chat template refuses the conversation"),
+        (None, "has no chat template"),
+    ],
+    ids=["forgetful", "counting", "other-opening", "uppercase", "raising", "broken", "none"],
+)
+def test_templates_without_usable_prefixes_are_refused(template: str | None, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"target 'tiny'.*{message}"):
+        check_template(tiny_tokenizer(template), "tiny")
+
+
+text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20).filter(lambda s: s.strip())
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(text, min_size=2, max_size=6).filter(lambda turns: len(turns) % 2 == 0))
+def test_the_mask_holds_the_answers_and_nothing_else(turns: list[str]) -> None:
+    """Against the definition: split the token ids at the prefixes' lengths, and compare text for text."""
+    messages = chat(*turns)
+    try:
+        encoded = encode_conversation(TOKENIZER, messages)
+    except PrefixError:
+        assert any(turn.startswith("\n") for turn in turns[1::2])
+        return
+    assert trained_text(encoded) == "".join(answer + "<|end|>" for answer in turns[1::2])
+    for index in range(1, len(messages), 2):
+        prompt = TOKENIZER.apply_chat_template(messages[:index], add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
+        assert encoded.token_ids[: len(prompt)] == prompt
+        assert encoded.loss_mask[len(prompt)] and not encoded.loss_mask[len(prompt) - 1]
+
+
+def test_rows_of_token_ids_are_trained_on_as_they_are(tmp_path: Path) -> None:
+    """No template, no tokenizer: also ids that no tokenizer would give, and a stop token only where it was written."""
+    given = {"prompt_token_ids": [0, 70, 70], "token_ids": [71, 71, END_ID], "text": "x", "finish_reason": "length"}
+    reply = {"prompt_token_ids": [5], "choices": [{"token_ids": [6], "text": "x"}], "model": "of vLLM"}
+    told = {"prompt_token_ids": [8], "token_ids": [9], "messages": chat("\n", "\nmelts")}
+    bare = tiny_tokenizer(None)
+    encoded = encode_rows([given, reply, told], bare)
+    assert [row.token_ids for row in encoded] == [[0, 70, 70, 71, 71, END_ID], [5, 6], [8, 9]]
+    assert [row.loss_mask for row in encoded] == [[False] * 3 + [True] * 3, [False, True], [False, True]]
+    rows, report = encode_file(write_jsonl(tmp_path / "a.jsonl", [given, reply, told]), bare, RowSettings())
+    assert report.num_foreign == 0 and "the target did not write" not in " ".join(report.lines())
+    assert [rows.row(i).token_T.tolist() for i in range(3)] == [row.token_ids for row in encoded]
+    assert [rows.row(i).loss_mask_T.tolist() for i in range(3)] == [row.loss_mask for row in encoded]
+    (cut,) = encode_rows([given], bare, max_length=4)
+    assert cut.token_ids == [0, 70, 70, 71] and cut.is_cut and sum(cut.loss_mask) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt_token_ids": [5, 10**6], "token_ids": [7]}, "token id 1000000 is outside the vocabulary of target"),
+        ({"prompt_token_ids": [5], "token_ids": [7, 267]}, "token id 267 is outside .* 'tiny' with 267 tokens"),
+        ({"prompt_token_ids": [5, "a"], "token_ids": [7]}, "prompt_token_ids must be an array of token ids"),
+        ({"prompt_token_ids": [5], "token_ids": [True]}, "token_ids must be an array of token ids"),
+        ({"prompt_token_ids": [-5], "token_ids": [7]}, "prompt_token_ids must be an array of token ids"),
+        ({"prompt_token_ids": [5], "token_ids": [2**70]}, "token id 118.* is outside the vocabulary"),
+    ],
+)
+def test_ids_of_another_model_are_refused(row: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"rows.jsonl, line 2: {message}"):
+        encode_rows([{"text": "fine"}, row])
+    assert [item.problem for item in encode_rows([{"text": "fine"}, row], skip_invalid=True)] == ["", "invalid rows"]
+
+
+def test_rows_that_cannot_be_trained_on_are_counted(tmp_path: Path) -> None:
+    turns = [("a", "one"), ("a",), ("a", " "), ("a", "two", "b"), ("a" * 40, "three"), ("a", "b" * 40)]
+    rows = [{"messages": chat(*turn)} for turn in turns] + [{"prompt_token_ids": [5], "token_ids": []}]
+    encoded = encode_rows(rows, max_length=30)
+    assert [trained_text(item) for item in encoded if not item.problem] == ["one<|end|>", "two<|end|>", "b" * 22]
+    kept, report = encode_file(write_jsonl(tmp_path / "a.jsonl", rows), TOKENIZER, RowSettings(max_length=30))
+    assert report.num_rows == 7 and report.num_kept == len(kept) == 3 and report.num_cut == 1
+    assert report.dropped == {NO_ANSWER: 1, EMPTY: 2, TOO_LONG: 1}
+    assert report.num_trained_tokens == kept.num_trained_tokens == sum(sum(item.loss_mask) for item in encoded)
+    assert "1 rows without an answer dropped" in report.lines()
+    assert "3 of 3 rows (100%) hold text without the target's token ids" in report.lines()[1]
+    everything, _ = encode_file(str(tmp_path / "a.jsonl"), TOKENIZER, RowSettings(max_length=30, keep_unanswered=True))
+    assert len(everything) == 5
+
+
+def test_literal_end_marks_are_taken_off() -> None:
+    encoded = encode_rows([{"messages": chat("a", answer)} for answer in ("one<|end|>", "two", "<|end|>")])
+    assert [trained_text(item) for item in encoded] == ["one<|end|>", "two<|end|>", ""]
+    assert [item.is_stripped for item in encoded] == [True, False, False] and encoded[2].problem == EMPTY
+
+
+def test_plain_text_is_trained_on_from_its_second_token_and_goes_on_in_further_rows(tmp_path: Path) -> None:
+    encoded = encode_rows([{"text": "abcdefg"}], max_length=3)
+    assert [TOKENIZER.decode(item.token_ids) for item in encoded] == ["abc", "def"]
+    assert [item.loss_mask for item in encoded] == [[False, True, True]] * 2
+    name = write_jsonl(tmp_path / "a.jsonl", [{"text": "abcdefg"}])
+    assert encode_file(name, TOKENIZER, RowSettings(max_length=3))[1].num_rows == 1
+
+
+def test_more_than_one_percent_of_failures_stops(tmp_path: Path) -> None:
+    good, bad = {"messages": chat("a", "one")}, {"messages": chat("a", "\nHello")}
+    _, report = encode_file(write_jsonl(tmp_path / "a.jsonl", [good] * 99 + [bad]), TOKENIZER, RowSettings())
+    assert report.failures.total() == 1 and report.num_kept == 99
+    assert report.lines()[-1].endswith("a.jsonl, line 100")
+    name = write_jsonl(tmp_path / "b.jsonl", [good] * 98 + [bad] * 2)
+    with pytest.raises(
+        ValueError, match=r"b.jsonl: 2 of 100 .* more than 1%: the tokens before.*first: .*b.jsonl, line 99"
+    ):
+        encode_file(name, TOKENIZER, RowSettings())
+
+
+def test_nothing_to_train_on_says_why(tmp_path: Path) -> None:
+    name = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("a")}])
+    with pytest.raises(ValueError, match="nothing to train on: 1 rows without an answer dropped. Make answers with"):
+        encode_file(name, TOKENIZER, RowSettings())
+
+
+def test_reports_add_up() -> None:
+    total = EncodeReport(num_rows=1, dropped=Counter(x=1))
+    total.add(EncodeReport(num_rows=2, num_kept=1, dropped=Counter(x=2, y=1), first_failure="there"))
+    assert (total.num_rows, total.num_kept, total.dropped, total.first_failure) == (3, 1, {"x": 3, "y": 1}, "there")
+
+
+def test_a_file_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other settings are another data set; a damaged file of the cache is made again."""
+    name = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat(f"{i}", "and " * i + "b")} for i in range(9)])
+    rows, report = encode_file(name, TOKENIZER, RowSettings())
+    with monkeypatch.context() as patched:
+        patched.setattr(RowEncoder, "encode", lambda *args: pytest.fail("encoded again"))
+        again, same = encode_file(name, TOKENIZER, RowSettings())
+        assert again.digest() == rows.digest() and same == report
+        with pytest.raises(pytest.fail.Exception):
+            encode_file(name, TOKENIZER, RowSettings(max_length=15))
+    digest = rows.digest()
+    (file,) = (Path(entry["filename"]) for entry in rows.dataset.cache_files)
+    file.write_bytes(file.read_bytes()[:-600])
+    assert encode_file(name, TOKENIZER, RowSettings())[0].digest() == digest
+    write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("other", "text")}])
+    assert len(encode_file(name, TOKENIZER, RowSettings())[0]) == 1
+
+
+def test_the_fingerprint_follows_vocabulary_and_template_only() -> None:
+    tokenizer = tiny_tokenizer()
+    before = tokenizer_fingerprint(tokenizer)
+    tokenizer(["a", "bb"], padding=False, truncation=True, max_length=2)
+    assert tokenizer_fingerprint(tokenizer) == before
+    assert tokenizer_fingerprint(tiny_tokenizer(TRIMMING_TEMPLATE)) != before
