@@ -310,11 +310,12 @@ def _figures(completion: "Completion") -> str:
 
 
 def record_of(prompt: NamedPrompt, completion: "Completion") -> dict[str, Any]:
-    """The row of --out. Token ids are the generated tokens, a stop token included."""
+    """The row of --out, which is training data too: its token ids are the written ones, a stop token included."""
     return {
         "id": prompt.id,
         "prompt": prompt.shown,
         "text": completion.text,
+        "prompt_token_ids": completion.prompt_ids,
         "token_ids": completion.token_ids,
         "num_tokens": len(completion.token_ids),
         "num_target_forwards": completion.num_target_forwards,

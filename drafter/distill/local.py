@@ -169,8 +169,16 @@ class EngineAnswerer:
             done = event.completion
             if done is not None:
                 is_whole = done.finish_reason == "stop"
-                answer = MadeAnswer(done.text, "stop" if is_whole else "length", len(done.token_ids))
-                yield pairs[event.index][0], answer
+                yield (
+                    pairs[event.index][0],
+                    MadeAnswer(
+                        done.text,
+                        "stop" if is_whole else "length",
+                        len(done.token_ids),
+                        prompt_ids=done.prompt_ids,
+                        token_ids=done.token_ids,
+                    ),
+                )
 
     def _engine(self, num_rows: int, num_slots: int) -> Any:
         from drafter.engine.defaults import choose

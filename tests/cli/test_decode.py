@@ -41,8 +41,8 @@ def test_decode_writes_answers(target: str, drafter: str, tmp_path: Path, capsys
     assert main([*common, "--drafter", drafter, "--batch-size", "2", "--compare", "--out", str(drafted)]) == 0
     one, other = rows_of(plain), rows_of(drafted)
     assert [row["id"] for row in one] == ["a", "1"] and [row["prompt"] for row in one] == ["one", "two"]
-    fields = "id prompt text token_ids num_tokens num_target_forwards tokens_per_step finish_reason seconds"
-    assert list(one[0]) == fields.split()
+    fields = "id prompt text prompt_token_ids token_ids num_tokens num_target_forwards tokens_per_step"
+    assert list(one[0]) == [*fields.split(), "finish_reason", "seconds"]
     assert [row["token_ids"] for row in one] == [row["token_ids"] for row in other]
     for row in one:
         assert row["num_tokens"] == len(row["token_ids"]) == row["num_target_forwards"] <= 6

@@ -57,6 +57,7 @@ def test_answers_are_those_of_the_engine(target, prompts: str, tmp_path: Path) -
         question = QUESTIONS[int(number[1:])]
         (alone,) = engine.generate([question], SamplingParams(max_new_tokens=8))
         assert row["messages"] == chat(question, alone.text)
+        assert row["prompt_token_ids"] == alone.prompt_ids and row["token_ids"] == alone.token_ids
         assert row["finish_reason"] == alone.finish_reason and row["num_tokens"] == len(alone.token_ids)
         assert row["source"] == "prompts.jsonl" and row["temperature"] == 0.0
     assert len(rows) == report.num_new == report.num_answers == 5
