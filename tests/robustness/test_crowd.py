@@ -54,6 +54,11 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
 
+    @property
+    def is_enough(self) -> bool:
+        """Whether every kind of request came back: on a busy machine this takes longer than the given seconds."""
+        return self.right > 50 and self.refused > 0 and self.hung_up > 0 and self.replaced > 1
+
 
 def questions(target: str, count: int) -> list[Question]:
     """Greedy and seeded requests of mixed lengths, some behind a shared system prompt, with their answers."""
@@ -118,24 +123,27 @@ def resident_bytes() -> int:
 
 
 async def crowd(server: Live, asked: list[Question], seconds: float, replace: Callable[[], object]) -> Tally:
-    """All clients at once, for so many seconds, while ``replace`` runs again and again."""
+    """All clients at once, for so many seconds or longer, while ``replace`` runs again and again."""
     tally = Tally()
     end = time.monotonic() + seconds
+
+    def goes_on() -> bool:
+        return time.monotonic() < end or not (tally.is_enough or tally.wrong)
 
     async def client(number: int) -> None:
         chance = random.Random(number)
         async with httpx.AsyncClient(base_url=server.url, timeout=300) as http:
-            while time.monotonic() < end:
+            while goes_on():
                 await ask(http, chance.choice(asked), chance, tally)
 
     async def watch() -> None:
-        while time.monotonic() < end:
+        while goes_on():
             gc.collect()
             tally.memory.append(resident_bytes())
             await asyncio.sleep(seconds / 40)
 
     async def replacing() -> None:
-        while time.monotonic() < end:
+        while goes_on():
             await asyncio.to_thread(replace)
             tally.replaced += 1
             await asyncio.sleep(seconds / 40)
@@ -169,7 +177,7 @@ def test_a_crowd_of_clients(place: Place, checkpoints: list[Path], tmp_path: Pat
             f"memory {[m >> 20 for m in tally.memory]} MiB"
         )
         assert tally.wrong == []
-        assert tally.right > 0.8 * total and tally.refused and tally.hung_up and tally.replaced > 1
+        assert tally.is_enough and tally.right > 0.8 * total
         assert server.server.worker._feeds == {} and not engine.has_work
         assert server.metric("failed_steps_total", cause="error") == 0
         assert server.metric("accepted_draft_tokens_total") > 0 < server.metric("shared_prompt_tokens_total")
