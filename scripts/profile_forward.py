@@ -36,7 +36,7 @@ def forward_of(target: Target, num_rows: int, num_tokens: int) -> Callable[[], o
     def run() -> object:
         cache.plan(position_BN)
         inputs: dict[str, Any] = {"position_BT": position_BN, "mask": mask, "cache": cache}
-        return target.logits(target.forward(token_BN, **inputs, is_repeated=True).hidden_BTD)
+        return target.logits(target.forward(token_BN, **inputs).hidden_BTD)
 
     return run
 

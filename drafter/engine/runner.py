@@ -358,7 +358,6 @@ class Runner:
             mask=tree_mask(length_B, ancestor_BNN, num_visible),
             cache=self.cache,
             context_layers=self._contexts.layers,
-            is_repeated=True,
         )
         return TargetOutput(self.target.logits(output.hidden_BTD), output.context_BTC)
 

@@ -4,7 +4,7 @@ Shapes: B rows · T tokens · V vocabulary · D hidden size.
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,24 @@ _MASKABLE = ("sdpa", "eager", FOLDED_ATTENTION)  # attention implementations tha
 _NUM_SAMPLES = 32
 
 
+class LogitMap(NamedTuple):
+    """What a model does to the products of its output matrix.
+
+    Attributes:
+        scale: factor of the products.
+        soft_cap: logits are ``soft_cap * tanh(product / soft_cap)``; 0: they are not squashed.
+    """
+
+    scale: float = 1.0
+    soft_cap: float = 0.0
+
+    def __call__(self, product: Tensor) -> Tensor:
+        """Logits of products, of any shape."""
+        if self.scale != 1:
+            product = product * self.scale
+        return torch.tanh(product / self.soft_cap) * self.soft_cap if self.soft_cap else product
+
+
 class Capabilities(NamedTuple):
     """What probes found out about a model.
 
@@ -33,7 +51,7 @@ class Capabilities(NamedTuple):
     decoder: PreTrainedModel
     windows: "LayerWindows"
     cache_shape: CacheShape | MixedShape
-    logit_map: Callable[[Tensor], Tensor]
+    logit_map: LogitMap
 
 
 def probe(model: PreTrainedModel, name: str) -> Capabilities:
@@ -196,11 +214,11 @@ def _probe_cache_shape(model: PreTrainedModel, name: str) -> CacheShape | MixedS
 
 
 @torch.no_grad()
-def _probe_logit_map(model: PreTrainedModel, name: str) -> Callable[[Tensor], Tensor]:
+def _probe_logit_map(model: PreTrainedModel, name: str) -> LogitMap:
     """Find what the model does to ``output_matrix @ hidden`` before it calls the result logits.
 
     Most models do nothing; some multiply or divide by a constant, some squash with a soft cap. The candidates come from
-    the configuration and the one that reproduces the model's own logits is kept: :func:`identity` for nothing.
+    the configuration and the one that reproduces the model's own logits is kept.
 
     Raises:
         ValueError: none does, so that picks from our logits would not be the model's.
@@ -218,34 +236,21 @@ def _probe_logit_map(model: PreTrainedModel, name: str) -> Callable[[Tensor], Te
         )
     raw_BTV = output_matrix(hidden_BTD)
     # What the configuration names comes first: on small logits a soft cap looks like nothing.
-    maps: list[Callable[[Tensor], Tensor]] = []
+    maps: list[LogitMap] = []
     scales = [getattr(config, "logit_scale", None)]
     divisor = getattr(config, "logits_scaling", None)
     scales.append(1.0 / divisor if divisor else None)
-    maps += [_scale_by(float(scale)) for scale in scales if scale and scale != 1]
+    maps += [LogitMap(scale=float(scale)) for scale in scales if scale and scale != 1]
     cap = getattr(config, "final_logit_softcapping", None)
     if cap:
-        maps.append(_soft_cap(float(cap)))
-    maps.append(identity)
+        maps.append(LogitMap(soft_cap=float(cap)))
+    maps.append(LogitMap())
     tolerance = 1e-4 if raw_BTV.dtype == torch.float32 else 2e-2
     for logit_map in maps:
         got_BTV = logit_map(raw_BTV).float()
         if torch.allclose(got_BTV, wanted_BTV, rtol=tolerance, atol=tolerance):
             return logit_map
     raise ValueError(f"target {name!r} computes its logits from the last hidden state in a way that is not known here")
-
-
-def identity(logits: Tensor) -> Tensor:
-    """The logit map of most models, which do nothing."""
-    return logits
-
-
-def _scale_by(scale: float) -> Callable[[Tensor], Tensor]:
-    return lambda logits: logits * scale
-
-
-def _soft_cap(cap: float) -> Callable[[Tensor], Tensor]:
-    return lambda logits: torch.tanh(logits / cap) * cap
 
 
 def fingerprint_of(output_weight_VD: Tensor) -> str:

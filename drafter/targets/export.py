@@ -1,4 +1,4 @@
-"""The target's forward as one program: tokens, masks, keys and values in, recorded from transformers' own modules.
+"""The target's forward as one program: embeddings, masks, keys and values in, recorded from transformers' own modules.
 
 `torch.export` records the model's own code. The cache of the recording returns the concatenation of visible and new
 keys and values, and keeps the new ones. Attention sees the rows of a batch; all other layers see one row of M tokens,
@@ -8,7 +8,7 @@ Shapes: B rows · T tokens of a row · M = B T tokens of a program · S visible 
 K head dimension · D hidden size · V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from drafter.targets.attention import NAME as FOLDED_ATTENTION
 from drafter.targets.attention import folded_attention
 from drafter.targets.cache import CacheShape, SlotLayer
+from drafter.targets.capabilities import LogitMap
 
 _ROW_ATTENTION = "drafter_rows"
 
@@ -90,7 +91,7 @@ class ForwardProgram(nn.Module):
 
     def forward(
         self,
-        token_1M: Tensor,
+        embedding_1MD: Tensor,
         position_1M: Tensor,
         masks: list[Tensor],
         keys: Tensor,
@@ -99,7 +100,8 @@ class ForwardProgram(nn.Module):
         """Run the decoder.
 
         Args:
-            token_1M, position_1M: int64 [1, M].
+            embedding_1MD: of the tokens, [1, M, D].
+            position_1M: int64 [1, M].
             masks: added to the scores, [B, 1, T, S + T]; one, or one for each kind of layer.
             keys, values: of all layers, [layers, B, G, S, K].
 
@@ -110,7 +112,7 @@ class ForwardProgram(nn.Module):
         layers = range(len(keys))
         cache = ConcatCache([keys[layer] for layer in layers], [values[layer] for layer in layers])
         output = self._decoder(
-            input_ids=token_1M,
+            inputs_embeds=embedding_1MD,
             attention_mask=dict(zip(self._mask_kinds, masks, strict=True)) if self._mask_kinds else masks[0],
             position_ids=position_1M,
             past_key_values=cache,
@@ -130,7 +132,7 @@ class LogitsProgram(nn.Module):
         logit_map: what the model does to its products.
     """
 
-    def __init__(self, output: nn.Module, logit_map: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, output: nn.Module, logit_map: LogitMap) -> None:
         super().__init__()
         self._output = output
         self._logit_map = logit_map
@@ -149,7 +151,11 @@ def check_exportable(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def export_forward(
-    model: PreTrainedModel, decoder: PreTrainedModel, shape: CacheShape, mask_kinds: Sequence[str] = ()
+    model: PreTrainedModel,
+    decoder: PreTrainedModel,
+    shape: CacheShape,
+    hidden_size: int,
+    mask_kinds: Sequence[str] = (),
 ) -> ExportedProgram:
     """The decoder's forward as a program with any number of rows, tokens and slots (:class:`ForwardProgram`).
 
@@ -157,6 +163,7 @@ def export_forward(
         model: a model that :func:`check_exportable` accepts.
         decoder: the model without its output matrix.
         shape: of its keys and values.
+        hidden_size: D of the embeddings.
         mask_kinds: kinds of layers with masks of their own; empty where all layers share one.
 
     Raises:
@@ -169,21 +176,21 @@ def export_forward(
     stores = [torch.zeros(*lead, size, dtype=dtype) for size in (shape.key_dim, shape.value_dim)]
     num_masks = len(mask_kinds) or 1
     masks = [torch.zeros(rows, 1, tokens, slots + tokens, dtype=dtype) for _ in range(num_masks)]
-    token_1M = torch.ones(1, rows * tokens, dtype=torch.int64)
+    embedding_1MD = torch.zeros(1, rows * tokens, hidden_size, dtype=dtype)
     any_size = torch.export.Dim.AUTO
     by_store = {1: any_size, 3: any_size}
     by_mask = [{0: any_size, 2: any_size, 3: any_size}] * num_masks
     with _attention_by_rows(model):
         return torch.export.export(
             ForwardProgram(decoder, mask_kinds).eval(),
-            (token_1M, torch.arange(rows * tokens)[None], masks, *stores),
+            (embedding_1MD, torch.arange(rows * tokens)[None], masks, *stores),
             dynamic_shapes=({1: any_size}, {1: any_size}, by_mask, by_store, by_store),
             strict=False,
         )
 
 
 @torch.no_grad()
-def export_logits(output: nn.Module, logit_map: Callable[[Tensor], Tensor], hidden_size: int) -> ExportedProgram:
+def export_logits(output: nn.Module, logit_map: LogitMap, hidden_size: int) -> ExportedProgram:
     """The output matrix as a program for any number of hidden states (:class:`LogitsProgram`); errors as above."""
     weight: Any = output.weight
     hidden_MD = torch.zeros(3, hidden_size, dtype=weight.dtype)

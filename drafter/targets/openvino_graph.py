@@ -1,11 +1,14 @@
 """Changes of a converted program before OpenVINO compiles the program: the same numbers at less cost.
 
-Shapes: M tokens of a program · I input size · O output size of a matrix.
+Shapes: M tokens of a program · I input size · O output size of a matrix · G groups of inputs.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
+from drafter.targets.stored import Grouped, join
 
 
 def split_stores(ov: Any, model: Any, num_leading: int, num_layers: int) -> Any:
@@ -32,6 +35,81 @@ def split_stores(ov: Any, model: Any, num_leading: int, num_layers: int) -> Any:
     return ov.Model([output.get_node() for output in model.outputs], inputs, "forward")
 
 
+def use_matrices(ov: Any, model: Any, matrices: Mapping[int, Grouped]) -> None:
+    """Multiply by integers in groups where the program multiplies by placeholders.
+
+    Matrices of one form that multiply the same input become one; a split hands out the parts of the product.
+
+    Args:
+        ov: the module ``openvino``.
+        model: as recorded.
+        matrices: by the address of the placeholder [O, I] that stands in the program.
+
+    Raises:
+        ValueError: the program does something else with a placeholder than multiply by its transpose.
+    """
+    groups: dict[Any, list[tuple[Any, Grouped]]] = {}
+    used = set()
+    for node in model.get_ordered_ops():
+        if node.get_type_name() != "MatMul" or node.input_value(1).get_node().get_type_name() != "Constant":
+            continue
+        address = node.input_value(1).get_node().data.ctypes.data
+        if address in matrices:
+            used.add(address)
+            assert node.get_attributes()["transpose_b"], node
+            source = node.input_value(0)
+            matrix = matrices[address]
+            key = source.get_node().get_name(), source.get_index(), matrix.form
+            groups.setdefault(key, []).append((node, matrix))
+    if len(used) < len(matrices):
+        raise ValueError(f"{len(matrices) - len(used)} of its matrices are no factors of products")
+    for group in groups.values():
+        nodes = [node for node, _ in group]
+        product = _grouped_product(ov, nodes[0].input_value(0), join([matrix for _, matrix in group]))
+        _hand_out(ov, product, nodes, [matrix.shape[0] for _, matrix in group])
+
+
+def _grouped_product(ov: Any, source: Any, matrix: Grouped) -> Any:
+    """source [..., I] times the transpose of a matrix in groups.
+
+    The offset of a group multiplies the sum of the group's inputs::
+
+        sum over i of (scale * integer_i + offset) x_i  =  scale * sum of integer_i x_i  +  offset * sum of x_i
+    """
+    operators = ov.opset13
+    dtype = source.get_element_type().to_string()
+    (num_outputs, num_inputs), num_groups = matrix.shape, matrix.scale_OG.shape[1]
+    size = num_inputs // num_groups
+    tensor = ov.Tensor(ov.Type.i4 if matrix.bits == 4 else ov.Type.i8, ov.Shape([num_outputs, num_groups, size]))
+    tensor.data.reshape(-1).view(np.uint8)[:] = matrix.packed.reshape(-1).view(np.uint8)
+    scale = np.ascontiguousarray(matrix.scale_OG[:, :, None])
+    integers = operators.convert(operators.constant(tensor), "f16" if scale.dtype == np.float16 else "f32")
+    weight = operators.multiply(integers, operators.constant(scale))
+    weight = operators.reshape(weight, np.array([num_outputs, num_inputs], dtype=np.int64), False)
+    if weight.get_element_type().to_string() != dtype:
+        weight = operators.convert(weight, dtype)
+    product = operators.matmul(source, weight, False, True)
+    if matrix.offset_OG is None:
+        return product
+    lead = [0] * (len(source.get_partial_shape()) - 1)
+    by_group = operators.reshape(source, np.array([*lead, num_groups, size], dtype=np.int64), True)
+    sums = operators.reduce_sum(by_group, np.array([-1], dtype=np.int64), False)
+    offsets = operators.constant(np.ascontiguousarray(matrix.offset_OG))
+    if dtype != "f32":
+        offsets = operators.convert(offsets, dtype)
+    return operators.add(product, operators.matmul(sums, offsets, False, True))
+
+
+def _hand_out(ov: Any, product: Any, nodes: list[Any], sizes: list[int]) -> None:
+    """Let the parts of a product take the place of other products."""
+    if len(nodes) == 1:
+        nodes[0].output(0).replace(product.output(0))
+        return
+    parts = ov.opset13.variadic_split(product, np.int64(-1), np.array(sizes, dtype=np.int64))
+    for index, node in enumerate(nodes):
+        node.output(0).replace(parts.output(index))
+
+
 def join_products(ov: Any, model: Any) -> int:
     """Join the matrices [O, I] that multiply the same input; a split hands out the parts of the product.
 
@@ -49,11 +127,8 @@ def join_products(ov: Any, model: Any) -> int:
     for nodes in joined:
         weights = [node.input_value(1) for node in nodes]
         sizes = [weight.get_shape()[0] for weight in weights]
-        operators = ov.opset13
-        product = operators.matmul(nodes[0].input_value(0), _concatenate(ov, weights), False, True)
-        parts = operators.variadic_split(product, np.int64(-1), np.array(sizes, dtype=np.int64))
-        for index, node in enumerate(nodes):
-            node.output(0).replace(parts.output(index))
+        product = ov.opset13.matmul(nodes[0].input_value(0), _concatenate(ov, weights), False, True)
+        _hand_out(ov, product, nodes, sizes)
     return len(joined)
 
 

@@ -1,29 +1,21 @@
-"""OpenVINO runs the target's forward on a CPU: the exported program, compiled for a few numbers of tokens.
+"""OpenVINO runs the target's forward on a CPU: one exported program for any number of rows, tokens and slots.
 
-A program is compiled for M, the tokens of all rows together; rows, tokens of a row and visible slots stay open. The
-program reads keys and values where the slot cache keeps them. Each compiled M has its own packed copy of the weights.
-One program for any M runs prompts, steps above the largest bucket, and steps beyond the limit of memory; each run takes
-longer.
+The program reads keys and values where the slot cache keeps them. One program means one packed copy of the weights.
 
 Shapes: B rows · T tokens of a row · M = B T tokens of a program · S visible cache slots · D hidden size · C context
 size · V vocabulary.
 """
 
-import hashlib
-import json
-import logging
 import math
-import shutil
+import sys
 import warnings
-from collections.abc import Callable, Sequence
-from importlib.metadata import version
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -31,19 +23,14 @@ from drafter.kernels.huge_pages import use_huge_pages
 from drafter.kernels.rounded import RoundedLinear
 from drafter.targets.cache import CacheShape, SlotCache
 from drafter.targets.capabilities import Capabilities
-from drafter.targets.catalog import home_folder
 from drafter.targets.export import check_exportable, export_forward, export_logits
-from drafter.targets.openvino_graph import join_products, split_stores
-from drafter.utils.io import first_line, replacing
+from drafter.targets.openvino_files import FORWARD, HEAD, keep, key_of_model, programs_folder
+from drafter.targets.openvino_graph import join_products, split_stores, use_matrices
+from drafter.targets.stored import Grouped
+from drafter.utils.io import first_line
 
-_log = logging.getLogger(__name__)
-
-_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # tokens of all rows that have a program of their own
-_MOST_PACKED_BYTES = 4 << 30  # of weights in programs of one M; further M run in the program for any M
 _MOST_ROUNDED_TOGETHER = 128  # activations that share a scale: beyond a hundred, no time is saved
 _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
-_FORMAT = "format-3"  # of the files on disk
-_ANY = -1
 _FEW_ROWS = 4  # whose keys and values are copied row by row
 
 
@@ -51,59 +38,66 @@ class OpenVINORuntime:
     """Runs the decoder and the output matrix of a target with OpenVINO.
 
     Args:
-        model: a frozen model in float32 or bfloat16 on the CPU, its linear layers not packed.
+        folder: of the programs, as :func:`write_programs` leaves it.
+        embed: int64 [1, M] to embeddings [1, M, D].
         capabilities: of the model, whose layers all have keys of one shape.
+        dtype: of embeddings, keys, values and states.
+        rounded_together: activations that share a scale of 8 bits; 0: activations are not rounded.
 
     Raises:
-        ValueError: OpenVINO is missing, or cannot run this model or number format; says why.
+        ValueError: OpenVINO is missing, or cannot compute in this number format; says why.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        folder: Path,
+        embed: nn.Module,
         capabilities: Capabilities,
+        *,
+        dtype: torch.dtype,
+        rounded_together: int = 0,
     ) -> None:
-        decoder, windows, shape, logit_map = capabilities
-        assert isinstance(shape, CacheShape)
-        mask_kinds = tuple(windows.by_kind) if windows.is_mapped else ()
-        try:
-            import openvino
-        except ImportError as error:
-            raise ValueError(
-                "openvino is not installed: in the repository, pip install -c constraints.txt -e '.[openvino]'"
-            ) from error
-        self._ov = openvino
-        self._core: Any = openvino.Core()
-        self._dtype: torch.dtype = model.dtype
-        self._check_precision(model)
-        check_exportable(model)
-        self._shape = shape
-        self._num_masks = len(mask_kinds) or 1
-        self._num_bytes = sum(tensor.nbytes for tensor in decoder.state_dict().values())
-        home = home_folder() / "openvino"
-        folder = home / _FORMAT / _key_of(model, mask_kinds)
-        if not (folder / "head.xml").is_file():
-            with replacing(folder) as scratch:
-                scratch.mkdir()
-                self._convert(scratch, model, decoder, logit_map, mask_kinds)
-            for other in home.iterdir():
-                if other.name != _FORMAT:  # of earlier releases
-                    shutil.rmtree(other, ignore_errors=True)
+        assert isinstance(capabilities.cache_shape, CacheShape)
+        self._ov = import_openvino()
+        self._core: Any = self._ov.Core()
+        self._dtype = dtype
+        self._embed = embed
+        self._shape = capabilities.cache_shape
+        self._num_masks = len(mask_kinds(capabilities)) or 1
+        check_dtype(dtype)
         self._settings = {
             "PERFORMANCE_HINT": "LATENCY",
-            "INFERENCE_PRECISION_HINT": _PRECISIONS[self._dtype],
+            # OpenVINO rounds activations to 8 bits in float32 kernels; in bfloat16 it unpacks the weights instead.
+            "INFERENCE_PRECISION_HINT": "f32" if rounded_together else _PRECISIONS[dtype],
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
             # Pinned threads of OpenVINO and threads of torch that share their cores wait for each other.
             "ENABLE_CPU_PINNING": False,
-            "CACHE_DIR": str(folder / "compiled"),
-            "CACHE_MODE": "OPTIMIZE_SIZE",
-            # Beside 8-bit weights, a bfloat16 target rounds activations to 8 bits as well; float32 stays exact.
-            "DYNAMIC_QUANTIZATION_GROUP_SIZE": _rounded_together(model) if self._dtype == torch.bfloat16 else 0,
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": rounded_together,
         }
-        self._forward_model = self._core.read_model(folder / "forward.xml")
-        self._head = self._compile(self._core.read_model(folder / "head.xml"), "output matrix")
-        self._programs: dict[tuple[int, tuple[int, ...]], _Program] = {}
+        self._forward_model = self._core.read_model(folder / FORWARD)
+        self._head = self._compile(self._core.read_model(folder / HEAD), "output matrix")
+        self._programs: dict[tuple[int, ...], _Program] = {}
         self._stores: WeakKeyDictionary[SlotCache, _Stores] = WeakKeyDictionary()
+
+    @classmethod
+    def of_model(cls, model: PreTrainedModel, capabilities: Capabilities) -> "OpenVINORuntime":
+        """The runtime of a frozen model on the CPU whose linear layers are not packed.
+
+        Raises:
+            ValueError: OpenVINO is missing, or cannot run this model or number format; says why.
+        """
+        import_openvino()
+        if model.device.type != "cpu":
+            raise ValueError(f"it runs on a CPU, not on {model.device.type}")
+        check_dtype(model.dtype)
+        check_exportable(model)
+        folder = programs_folder(key_of_model(model, mask_kinds(capabilities)))
+        keep(folder, lambda scratch: write_programs(scratch, model, capabilities, {}))
+        # Beside 8-bit weights, a bfloat16 target rounds activations to 8 bits as well; float32 stays exact.
+        rounded = _rounded_together(model) if model.dtype == torch.bfloat16 else 0
+        embed = model.get_input_embeddings()
+        assert isinstance(embed, nn.Module)
+        return cls(folder, embed, capabilities, dtype=model.dtype, rounded_together=rounded)
 
     def forward(
         self,
@@ -112,8 +106,6 @@ class OpenVINORuntime:
         masks: Sequence[Tensor],
         cache: SlotCache,
         context_layers: Sequence[int] = (),
-        *,
-        is_repeated: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Run the decoder over the tokens and write their keys and values to the planned slots of the cache.
 
@@ -122,31 +114,26 @@ class OpenVINORuntime:
             masks: bool [B, 1, T, S] over the slots, the tokens' own included; one, or one for each kind of layer.
             cache: planned.
             context_layers: indices into the hidden states that make the context; none: the final hidden states.
-            is_repeated: many forwards over as many tokens will follow; they get a program of their own.
 
         Returns:
             Hidden states [B, T, D] after the last norm, and the context [B, T, C].
         """
-        num_rows, num_tokens = token_BT.shape
+        lead = token_BT.shape
         num_slots = masks[0].shape[-1]
-        size = self._size(num_rows, num_tokens, is_repeated)
-        padding = size // num_rows - num_tokens if size > 0 else 0
         inner_layers = tuple(sorted(layer for layer in {*context_layers} if layer < self._shape.num_layers))
-        program = self._program(size, inner_layers)
+        program = self._program(inner_layers)
         slot_BT = cache.planned_slots
         program.bind_stores(self._stores_of(cache), cache.rows, num_slots)
-        program.set_tokens(F.pad(token_BT, (0, padding)), F.pad(position_BT, (0, padding)))
-        program.set_masks([self._split_mask(mask, slot_BT, padding) for mask in masks])
+        program.set_tokens(self._embed(token_BT.reshape(1, -1)).to(self._dtype), position_BT.reshape(1, -1))
+        program.set_masks([self._added_mask(mask, slot_BT) for mask in masks])
         hidden, keys, values, *inner = program.run()
         self._write(cache, slot_BT, keys, values)
-        lead = (num_rows, num_tokens + padding)
-        hidden_BTD = hidden.view(*lead, -1)[:, :num_tokens].clone()
+        hidden_BTD = hidden.view(*lead, -1).clone()
         if not context_layers:
             return hidden_BTD, hidden_BTD
         # The states after the last layer are the final ones.
         states = dict(zip(inner_layers, inner, strict=True)) | {self._shape.num_layers: hidden}
-        chosen = [states[layer].view(*lead, -1)[:, :num_tokens] for layer in context_layers]
-        return hidden_BTD, torch.cat(chosen, dim=-1)
+        return hidden_BTD, torch.cat([states[layer].view(*lead, -1) for layer in context_layers], dim=-1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output logits [..., V] of final hidden states [..., D]."""
@@ -156,41 +143,6 @@ class OpenVINORuntime:
         logits_MV = self._read(self._head.get_output_tensor(0)).clone()
         return logits_MV.view(*hidden.shape[:-1], -1)
 
-    def _check_precision(self, model: PreTrainedModel) -> None:
-        if model.device.type != "cpu":
-            raise ValueError(f"it runs on a CPU, not on {model.device.type}")
-        if self._dtype not in _PRECISIONS:
-            raise ValueError(f"it runs in float32 and bfloat16, not in {str(self._dtype).removeprefix('torch.')}")
-        if self._dtype == torch.bfloat16 and "BF16" not in self._core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
-            raise ValueError("this CPU has no bfloat16 arithmetic")
-
-    def _convert(
-        self,
-        folder: Path,
-        model: PreTrainedModel,
-        decoder: PreTrainedModel,
-        logit_map: Callable[[Tensor], Tensor],
-        kinds: Sequence[str],
-    ) -> None:
-        """Write the programs of decoder and output matrix to a folder."""
-        with tqdm(total=3, desc="Exporting the target to OpenVINO", disable=None) as bar, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                program = export_forward(model, decoder, self._shape, kinds)
-                bar.update()
-                recorded = self._ov.convert_model(program)
-                forward = split_stores(self._ov, recorded, 2 + self._num_masks, self._shape.num_layers)
-                join_products(self._ov, forward)
-                bar.update()
-                matrix: Any = model.get_output_embeddings()
-                output = self._ov.convert_model(export_logits(matrix, logit_map, matrix.weight.shape[1]))
-                self._ov.save_model(forward, folder / "forward.xml", compress_to_fp16=False)
-                self._ov.save_model(output, folder / "head.xml", compress_to_fp16=False)
-                bar.update()
-            except Exception as error:
-                # Code that cannot be recorded or converted raises errors of all kinds, of torch and of OpenVINO.
-                raise ValueError(f"its code cannot be exported ({first_line(error)})") from error
-
     def _compile(self, model: Any, what: str) -> Any:
         with tqdm(total=1, desc=f"Compiling the target ({what})", disable=None, leave=False) as bar:
             request = self._core.compile_model(model, "CPU", self._settings).create_infer_request()
@@ -198,51 +150,31 @@ class OpenVINORuntime:
             bar.update()
         return request
 
-    def _size(self, num_rows: int, num_tokens: int, is_repeated: bool) -> int:
-        """M of the program that runs B rows of T tokens; -1: the program for any M."""
-        least = num_rows * num_tokens
-        compiled = {size for size, _ in self._programs if size != _ANY}
-        may_compile = is_repeated and (len(compiled) + 1) * self._num_bytes <= _MOST_PACKED_BYTES
-        for size in _BUCKETS:
-            if least <= size <= 2 * least and size % num_rows == 0 and (size in compiled or may_compile):
-                return size
-        return _ANY
-
-    def _program(self, size: int, layers: tuple[int, ...]) -> "_Program":
-        """The compiled program of M tokens whose outputs include the hidden states of some layers."""
-        if (size, layers) not in self._programs:
+    def _program(self, layers: tuple[int, ...]) -> "_Program":
+        """The compiled program whose outputs include the hidden states of some layers."""
+        if layers not in self._programs:
             source = self._forward_model
             chosen = [source.outputs[index] for index in (0, 1, 2, *(3 + layer for layer in layers))]
             model = self._ov.Model([output.get_node() for output in chosen], source.get_parameters(), "forward").clone()
-            rows = 1 if size == 1 else _ANY
-            shapes: dict[Any, list[int]] = {}
-            for index, port in enumerate(model.inputs):
-                if index < 2:
-                    shapes[port] = [1, size]
-                elif index < 2 + self._num_masks:
-                    shapes[port] = [rows, 1, rows, _ANY]
-                else:
-                    is_key = index < 2 + self._num_masks + self._shape.num_layers
-                    dim = self._shape.key_dim if is_key else self._shape.value_dim
-                    shapes[port] = [rows, self._shape.num_heads, _ANY, dim]
-            model.reshape(shapes)
-            what = "any number of tokens" if size == _ANY else f"{size} tokens"
-            self._programs[size, layers] = _Program(self, self._compile(model, what), self._num_masks)
-        return self._programs[size, layers]
+            request = self._compile(model, "layers")
+            self._programs[layers] = _Program(self, request, self._num_masks)
+        return self._programs[layers]
 
-    def _split_mask(self, mask: Tensor, slot_BT: Tensor, padding: int) -> Tensor:
-        """The mask as the program adds it to the scores: visible slots [B, 1, T, S], then the tokens themselves.
+    def _added_mask(self, mask: Tensor, slot_BT: Tensor) -> Tensor:
+        """The mask as the program adds it to the scores, [B, 1, T, S + T]: first the slots, then the tokens themselves.
 
-        The slots that the tokens will be written to hold old values and are masked.
+        The slots that the tokens will be written to still hold old values: what the mask says of these slots holds for
+        the tokens, and the slots are hidden. Worked example: token 0 goes to slot 1 of 3, mask [[1, 1, 0]] becomes
+        [[1, 0, 0], [1]].
         """
         num_slots = mask.shape[-1]
-        is_visible_BT = slot_BT < num_slots
-        place_B1TT = slot_BT.clamp_max(num_slots - 1)[:, None, None, :].expand(-1, -1, slot_BT.shape[1], -1)
-        new_B1TT = mask.gather(3, place_B1TT) & is_visible_BT[:, None, None, :]
+        num_tokens = slot_BT.shape[1]
+        place_B1TT = slot_BT.clamp_max(num_slots - 1)[:, None, None, :].expand(-1, -1, num_tokens, -1)
+        is_padding_B11T = (slot_BT >= num_slots)[:, None, None, :]
+        among_tokens = mask.gather(3, place_B1TT) & ~is_padding_B11T
         # Every token sees itself: a softmax over nothing would be undefined for padding.
-        new_B1TT = F.pad(new_B1TT, (0, padding, 0, padding)) | torch.eye(slot_BT.shape[1] + padding, dtype=torch.bool)
-        old_B1TS = F.pad(mask.scatter(3, place_B1TT, False), (0, 0, 0, padding))
-        seen = torch.cat([old_B1TS, new_B1TT], dim=3)
+        among_tokens |= torch.eye(num_tokens, dtype=torch.bool)
+        seen = torch.cat([mask.scatter(3, place_B1TT, False), among_tokens], dim=3)
         return torch.zeros(seen.shape, dtype=self._dtype).masked_fill_(~seen, torch.finfo(self._dtype).min)
 
     def _write(self, cache: SlotCache, slot_BT: Tensor, keys_LGMK: Tensor, values_LGMK: Tensor) -> None:
@@ -319,9 +251,9 @@ class _Program:
                 self._request.set_input_tensor(2 + self._num_masks + index, tensor)
             self._bound = part
 
-    def set_tokens(self, token_BT: Tensor, position_BT: Tensor) -> None:
-        for index, tensor in enumerate((token_BT, position_BT)):
-            self._set(index, tensor.reshape(1, -1).contiguous())
+    def set_tokens(self, embedding_1MD: Tensor, position_1M: Tensor) -> None:
+        self._set(0, embedding_1MD.contiguous())
+        self._set(1, position_1M.contiguous())
 
     def set_masks(self, masks: Sequence[Tensor]) -> None:
         for index, mask in enumerate(masks):
@@ -352,13 +284,65 @@ def _rounded_together(model: PreTrainedModel) -> int:
     return max((size for size in range(32, _MOST_ROUNDED_TOGETHER + 1, 32) if shared % size == 0), default=32)
 
 
-def _key_of(model: PreTrainedModel, mask_kinds: Sequence[str]) -> str:
-    """Hash of all that decides a program: weights, configuration, number format, versions."""
-    digest = hashlib.sha256()
-    versions = {name: version(name) for name in ("torch", "transformers", "openvino")}
-    head = {"versions": versions, "config": model.config.to_dict(), "masks": list(mask_kinds)}
-    digest.update(json.dumps(head, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()[:24]
+def import_openvino() -> Any:
+    """The module ``openvino``, which sends nobody statistics of use; ValueError where the package is missing."""
+    # Its converter would make an identity of the user in ~/intel; without this package it does nothing instead.
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+    try:
+        import openvino
+    except ImportError as error:
+        raise ValueError("openvino is not installed: pip install 'recurrent-drafter[openvino]'") from error
+    return openvino
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """ValueError for a number format that OpenVINO does not compute in on this CPU."""
+    if dtype not in _PRECISIONS:
+        raise ValueError(f"it runs in float32 and bfloat16, not in {str(dtype).removeprefix('torch.')}")
+    capabilities = import_openvino().Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    if dtype == torch.bfloat16 and "BF16" not in capabilities:
+        raise ValueError("this CPU has no bfloat16 arithmetic")
+
+
+def mask_kinds(capabilities: Capabilities) -> tuple[str, ...]:
+    """Kinds of layers with masks of their own; empty where all layers share one."""
+    return tuple(capabilities.windows.by_kind) if capabilities.windows.is_mapped else ()
+
+
+def write_programs(
+    folder: Path, model: PreTrainedModel, capabilities: Capabilities, matrices: Mapping[int, Grouped]
+) -> None:
+    """Write the programs of decoder and output matrix to a folder.
+
+    Args:
+        folder: exists.
+        model: of the programs.
+        capabilities: of the model.
+        matrices: in place of parameters, by the parameter's address.
+
+    Raises:
+        ValueError: the model's code cannot be recorded or converted.
+    """
+    ov = import_openvino()
+    shape, kinds = capabilities.cache_shape, mask_kinds(capabilities)
+    assert isinstance(shape, CacheShape)
+    output: Any = model.get_output_embeddings()
+    hidden_size = output.weight.shape[1]
+    with tqdm(total=3, desc="Exporting the target to OpenVINO, once", disable=None) as bar, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            recorded = export_forward(model, capabilities.decoder, shape, hidden_size, kinds)
+            bar.update()
+            forward = split_stores(ov, ov.convert_model(recorded), 2 + (len(kinds) or 1), shape.num_layers)
+            head = ov.convert_model(export_logits(output, capabilities.logit_map, hidden_size))
+            at_head = {address: matrix for address, matrix in matrices.items() if address == output.weight.data_ptr()}
+            use_matrices(ov, forward, {key: matrix for key, matrix in matrices.items() if key not in at_head})
+            use_matrices(ov, head, at_head)
+            join_products(ov, forward)
+            bar.update()
+            ov.save_model(forward, folder / FORWARD, compress_to_fp16=False)
+            ov.save_model(head, folder / HEAD, compress_to_fp16=False)
+            bar.update()
+        except Exception as error:
+            # Code that cannot be recorded or converted raises errors of all kinds, of torch and of OpenVINO.
+            raise ValueError(f"its code cannot be exported ({first_line(error)})") from error

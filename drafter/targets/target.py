@@ -17,7 +17,7 @@ from drafter.kernels.packed import can_pack, count_parameters, pack_linears
 from drafter.kernels.rounded import round_linears
 from drafter.targets.attention import use_folded_attention
 from drafter.targets.cache import CacheShape, MixedShape, SlotCache
-from drafter.targets.capabilities import Capabilities, final_norm, fingerprint_of, identity, probe, refusal
+from drafter.targets.capabilities import Capabilities, LogitMap, final_norm, fingerprint_of, probe, refusal
 from drafter.targets.chat import Chat, encode_chats, encode_text
 from drafter.targets.device_map import copy_once, layer_devices
 from drafter.targets.loading import Spread, read_checkpoint, resolve_device, resolve_dtype
@@ -224,7 +224,7 @@ class Target:
         so that some of them can be had from a few of its rows.
         """
         is_product = isinstance(self.model.get_output_embeddings(), nn.Linear) and self.output_bias_V is None
-        return is_product and self.capabilities.logit_map is identity
+        return is_product and self.capabilities.logit_map == LogitMap()
 
     def embed(self, token_BT: Tensor) -> Tensor:
         """Input embeddings as the model's first layer gets them: int64 [..., T] -> [..., T, D]."""
@@ -238,7 +238,6 @@ class Target:
         mask: Tensor | None = None,
         cache: SlotCache | None = None,
         context_layers: Sequence[int] = (),
-        is_repeated: bool = False,
     ) -> TargetOutput:
         """Run the decoder without its output matrix.
 
@@ -249,7 +248,6 @@ class Target:
             cache: where keys and values go; :meth:`SlotCache.plan` says which slots.
             context_layers: indices into the hidden states (0 = embeddings, i = after layer i) that the drafter takes as
                 context instead of the final hidden state.
-            is_repeated: many forwards over as many tokens will follow. A runtime may compile a program for them.
 
         Returns:
             hidden [B, T, D] and context [B, T, C].
@@ -258,8 +256,7 @@ class Target:
         if self.runtime is not None and cache is not None and cache.is_read_as_stored:
             assert mask is not None and position_BT is not None
             masks = list(self._visible(mask, position_BT, cache).values())
-            inputs = token_BT, position_BT, masks, cache, context_layers
-            return TargetOutput(*self.runtime.forward(*inputs, is_repeated=is_repeated))
+            return TargetOutput(*self.runtime.forward(token_BT, position_BT, masks, cache, context_layers))
         output = self.capabilities.decoder(
             input_ids=token_BT,
             attention_mask=self._own_masks(mask, position_BT, cache),
@@ -352,7 +349,7 @@ class Target:
                 f"--runtime openvino cannot run target {self.name!r}: its layers have keys of different shapes"
             )
         try:
-            runtime = OpenVINORuntime(self.model, self.capabilities)
+            runtime = OpenVINORuntime.of_model(self.model, self.capabilities)
         except ValueError as error:
             raise ValueError(
                 f"--runtime openvino cannot run target {self.name!r}: {error}; use --runtime torch"

@@ -73,7 +73,7 @@ class TableTarget:
         assert not exact_attention
         return TokenCache(num_rows, num_slots)
 
-    def forward(self, token_BT, *, position_BT=None, mask=None, cache=None, context_layers=(), is_repeated=False):
+    def forward(self, token_BT, *, position_BT=None, mask=None, cache=None, context_layers=()):
         assert not context_layers
         token_BS, position_BS = cache.update(token_BT, position_BT)
         place_BS = position_BS - self.prompt_length  # 0 for the first generated token

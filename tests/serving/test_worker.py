@@ -94,7 +94,7 @@ def test_programs_are_compiled_before_the_first_client(tmp_path: Path, monkeypat
     async def test(worker: Worker) -> None:
         runtime: Any = target.runtime
         compiled = set(runtime._programs)
-        assert compiled == {(-1, ()), (4, ()), (8, ()), (16, ())}
+        assert compiled == {()}
         for num_rows in range(1, 5):
             params = SamplingParams(max_new_tokens=10 * num_rows, ignore_eos=True)
             await asyncio.gather(

@@ -1,5 +1,6 @@
 """OpenVINO as runtime of a target: the same hidden states, the same tokens, and reasons where it cannot run."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.targets import openvino_runtime
 from drafter.targets import target as target_module
+from drafter.targets.catalog import home_folder
 from drafter.targets.target import Target
 from tests.targets.test_target import NUM_NODES, NUM_SLOTS, assert_tree_equals_paths, prefill, run_tree, tiny, tokens
 from tests.targets.trees import depths_of, path_to, random_parents
@@ -40,7 +42,6 @@ def on_openvino(target: Target) -> Target:
 )
 @torch.no_grad()
 def test_trees_over_ragged_rows_equal_their_paths_in_torch(name: str) -> None:
-    """Three rows of seven nodes are padded to a bucket; the padding changes nothing."""
     torch_target = tiny(name)
     try:
         target = on_openvino(tiny(name))
@@ -89,7 +90,7 @@ def test_code_that_cannot_be_recorded_is_refused_and_leaves_no_file(monkeypatch:
 
 
 def files() -> set[Path]:
-    return set((openvino_runtime.home_folder() / "openvino").rglob("*.xml"))
+    return set((home_folder() / "openvino").rglob("*.xml"))
 
 
 def test_number_formats_that_openvino_does_not_compute_in_are_refused() -> None:
@@ -109,8 +110,30 @@ def test_an_exported_program_is_kept_and_other_weights_get_their_own(monkeypatch
         other.use_openvino()
 
 
+@pytest.mark.parametrize("damage", ["cut", "changed", "gone", "no record"])
+def test_a_damaged_program_is_made_again(damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A changed byte would be another weight, and other text."""
+    before = files()
+    on_openvino(tiny("Llama", vocab_size=79))
+    (xml,) = (file for file in files() - before if file.name == "forward.xml")
+    weights = xml.with_suffix(".bin")
+    content = weights.read_bytes()
+    if damage == "cut":
+        weights.write_bytes(content[:-100])
+    elif damage == "changed":
+        weights.write_bytes(content[:-100] + bytes([content[-100] ^ 64]) + content[-99:])
+    elif damage == "gone":
+        weights.unlink()
+    else:
+        (xml.parent / "files.json").write_text("{")
+    caplog.clear()
+    on_openvino(tiny("Llama", vocab_size=79))
+    assert weights.read_bytes() == content and "is damaged and made again" in caplog.text
+    shutil.rmtree(xml.parent)
+
+
 def test_programs_of_earlier_releases_are_deleted() -> None:
-    old = openvino_runtime.home_folder() / "openvino" / "0304f1aace24771f6f0f876b" / "forward.xml"
+    old = home_folder() / "openvino" / "0304f1aace24771f6f0f876b" / "forward.xml"
     old.parent.mkdir(parents=True)
     old.write_text("")
     on_openvino(tiny("Llama", vocab_size=89))
@@ -144,25 +167,6 @@ def test_context_layers_are_the_models_hidden_states() -> None:
         contexts.append(output.context_BTC)
     assert contexts[0].shape == (2, 4, 4 * 32)
     assert torch.allclose(*contexts, atol=1e-4, rtol=1e-4)
-
-
-@torch.no_grad()
-def test_only_repeated_forwards_get_programs_of_their_own() -> None:
-    """A step of 7 tokens compiles a program of 8, which runs a prompt of 5, but none of 3."""
-    target = on_openvino(tiny("Llama"))
-    assert target.runtime is not None
-
-    def run(num_tokens: int, *, is_repeated: bool) -> set[int]:
-        cache = target.new_cache(1, 8)
-        position_BT = torch.arange(num_tokens)[None]
-        cache.plan(position_BT)
-        mask = torch.ones(num_tokens, 8, dtype=torch.bool).tril()[None, None]
-        inputs: dict[str, Any] = {"position_BT": position_BT, "mask": mask, "cache": cache}
-        target.forward(tokens(1, num_tokens), **inputs, is_repeated=is_repeated)
-        return {size for size, _ in target.runtime._programs}  # type: ignore[union-attr]
-
-    assert run(5, is_repeated=False) == {-1}
-    assert run(7, is_repeated=True) == run(5, is_repeated=False) == run(3, is_repeated=False) == {-1, 8}
 
 
 @pytest.mark.parametrize("method", ["none", "lookup"])
