@@ -8,18 +8,20 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from drafter.bench.hardware import CheckSettings, check_table, check_target
+from drafter.bench.measure import PeakMemory
+from drafter.bench.step_times import StepClock, copy_bandwidth, weight_bytes
+from drafter.engine.config import EngineConfig
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 from drafter.utils.io import write_atomic
 from drafter.utils.provenance import run_record
+from drafter.utils.tables import markdown_table
 
 # hidden, intermediate, layers, heads, key/value heads, vocabulary, output matrix is the embedding
 SHAPES = {
@@ -71,6 +73,43 @@ def targets(folder: str | None, shapes: list[str], device: str, dtype: torch.dty
         yield random_target(shape, device, dtype)
 
 
+def check(target: Target, batch_size: int, tree_sizes: list[int], end: float, *, compile: bool) -> dict[str, Any]:
+    """Times of plain steps, of steps with trees and of the parts of a step, in milliseconds, and the floor."""
+    num_bytes = copy_bandwidth(target.device, 2**30 if target.device.type == "cuda" else 2**27)
+    config = EngineConfig(max_num_seqs=batch_size, beam_width=8, draft_length=4, compile=compile)
+    with PeakMemory(target.device) as memory:
+        clock = StepClock(target, random_drafter(target), config, tree_sizes)
+        times = {"step_ms": {str(size): ms for size, ms in clock.steps(end).items()}, "parts_ms": clock.parts()}
+    return {
+        "target": target.name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "compile": compile,
+        "batch_size": batch_size,
+        "weight_bytes": weight_bytes(target),
+        "copy_bytes_per_second": round(num_bytes),
+        "floor_ms": round(1e3 * weight_bytes(target) / num_bytes, 4),
+        **times,
+        "peak_bytes": memory.num_bytes,
+        "peak_of": memory.kind,
+    }
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """The records as a Markdown table."""
+    sizes = list(dict.fromkeys(size for record in records for size in record["step_ms"]))
+    parts = list(dict.fromkeys(part for record in records for part in record["parts_ms"]))
+    columns = ["target", "mode", "rows", "floor ms", *(f"N = {size} ms" for size in sizes)]
+    rows = []
+    for record in records:
+        times = [record["step_ms"].get(size) for size in sizes] + [record["parts_ms"].get(part) for part in parts]
+        first = [f"{record['target']} {record['dtype']}", "compiled" if record["compile"] else "eager"]
+        first += [str(record["batch_size"]), f"{record['floor_ms']:.2f}"]
+        rows.append(
+            [*first, *("-" if ms is None else f"{ms:.2f}" for ms in times), f"{record['peak_bytes'] / 2**30:.2f}"]
+        )
+    return markdown_table([*columns, *(f"{part} ms" for part in parts), "peak GiB"], rows)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure eager steps of all targets, then compiled ones while the time lasts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -92,26 +131,23 @@ def main(argv: list[str] | None = None) -> int:
     if unknown:
         print(f"gpu_check: unknown shape {unknown[0]!r}; shapes are {', '.join(SHAPES)}", file=sys.stderr)
         return 2
-    settings = replace(
-        CheckSettings(),
-        batch_sizes=tuple(int(number) for number in given.batch_sizes.split(",")),
-        tree_sizes=tuple(int(number) for number in given.tree_sizes.split(",")),
-        copy_bytes=2**30 if given.device.startswith("cuda") else 2**27,
-    )
+    batch_sizes = [int(number) for number in given.batch_sizes.split(",")]
+    tree_sizes = [int(number) for number in given.tree_sizes.split(",")]
     records: list[dict[str, Any]] = []
 
     def keep(record: dict[str, Any]) -> None:
         records.append(record)
-        made_by = run_record(settings=vars(settings))
+        made_by = run_record(settings={"tree_sizes": tree_sizes})
         write_atomic(given.out, json.dumps({"records": records, **made_by}, indent=1) + "\n")
         print(f"{record['target']}, {record['batch_size']} rows: done", file=sys.stderr)
 
     end = time.perf_counter() + given.seconds
     for compile in (False,) if given.no_compile else (False, True):
         for target in targets(given.target, shapes, given.device, getattr(torch, given.dtype)):
-            if time.perf_counter() < end:
-                check_target(target, random_drafter(target), settings, end, compile=compile, on_record=keep)
-    print(check_table(records))
+            for batch_size in batch_sizes:
+                if time.perf_counter() < end:
+                    keep(check(target, batch_size, tree_sizes, end, compile=compile))
+    print(table(records))
     return 0
 
 

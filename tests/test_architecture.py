@@ -73,15 +73,15 @@ RULES = {
     ),
     "bench": Rule(
         ("distill", "data", "engine", "proposers", "decoding", "models", "targets", "utils"),
-        ("torch", "transformers", "datasets", "matplotlib", "openvino"),
+        ("torch", "transformers", "datasets", "matplotlib", "openvino", "vllm"),
         only_in=(
             ("openvino", "peer_worker.py"),
+            ("vllm", "peer_worker.py"),
             ("matplotlib", "plots.py"),
             ("datasets", "workload.py"),
-            ("transformers", "peers.py"),
+            ("transformers", "transformers_peer.py"),
             ("distill", "workload.py"),
             ("distill", "acceptance.py"),
-            ("distill", "causes.py"),
         ),
     ),
     "training": Rule(

@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from drafter.bench.results import append_result
 from drafter.cli.main import COMMANDS, load_command, main, options_class
 from drafter.utils.options import flags_of, read_options
-from scripts import tables
-from tests.bench.synthetic import run
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -111,22 +108,6 @@ def test_the_checks_see_commands_and_links() -> None:
     assert sum(len(command_lines(page)) for page in PAGES) > 20
     assert sum(len(command_mentions(page)) for page in PAGES) > 20
     assert "4-reading-the-validation" in anchors(ROOT / "docs" / "train-your-own.md")
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_measured_tables_are_those_of_their_results(page: Path) -> None:
-    assert tables.made(page.read_text()) == page.read_text(), "python scripts/tables.py"
-
-
-def test_a_table_follows_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "DOCS", tmp_path)
-    page = "a\n<!-- table batches: begin -->\nold\n<!-- table batches: end -->\nb\n"
-    assert tables.made(page) == page.replace("old\n", "")
-    for method, rate in (("none", 10.0), ("lookup", 25.0)):
-        append_result(
-            tmp_path / "results" / "smollm2-135m-cpu-batches.jsonl", run(method, rate=rate, tokens_per_step=1.5)
-        )
-    assert re.search(r"\| lookup +\| +1, greedy \| +25.0 \| +2.50x \(2.50 to 2.50\) \| +1.50 \|", tables.made(page))
 
 
 SOURCES = [

@@ -4,7 +4,6 @@ import http.client
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,8 +13,9 @@ from drafter.bench.workload import Item, Workload
 from drafter.decoding.params import SamplingParams
 from drafter.distill.client import Client, Reply, ServerError
 
-Source = Literal["answers", "metrics", "none"]
 _VLLM = "vllm:spec_decode_"
+# A server that accepts less than this share of the drafted tokens per step that the engine accepts here.
+FAR_BELOW = 0.7
 
 
 @dataclass
@@ -26,13 +26,13 @@ class Acceptance:
         num_answers: answers that were counted.
         num_steps: target forwards for tokens.
         num_accepted: drafted tokens that were accepted.
-        reached: steps that accepted at least 1, 2, ... drafted tokens; None if a server reports only sums.
+        reached: steps that accepted at least 1, 2, ... drafted tokens.
     """
 
     num_answers: int = 0
     num_steps: int = 0
     num_accepted: int = 0
-    reached: list[int] | None = field(default_factory=list)
+    reached: list[int] = field(default_factory=list)
 
     @classmethod
     def of_steps(cls, num_accepted: Iterable[int]) -> "Acceptance":
@@ -46,45 +46,42 @@ class Acceptance:
         self.num_answers += other.num_answers
         self.num_steps += other.num_steps
         self.num_accepted += other.num_accepted
-        if self.reached is None or other.reached is None:
-            self.reached = None
-            return
-        depth = max(len(self.reached), len(other.reached))
-        one, two = (counts + [0] * (depth - len(counts)) for counts in (self.reached, other.reached))
-        self.reached = [a + b for a, b in zip(one, two, strict=True)]
+        self.reached += [0] * (len(other.reached) - len(self.reached))
+        for depth, count in enumerate(other.reached):
+            self.reached[depth] += count
 
     @property
     def accepted_per_step(self) -> float:
         return self.num_accepted / self.num_steps if self.num_steps else 0.0
 
     @property
-    def shares(self) -> list[float] | None:
+    def shares(self) -> list[float]:
         """Share of the steps that accepted at least 1, 2, ... drafted tokens."""
-        return None if self.reached is None else [count / max(1, self.num_steps) for count in self.reached]
+        return [count / max(1, self.num_steps) for count in self.reached]
 
 
 ByCategory = dict[str, Acceptance]
 
 
-def total(parts: ByCategory) -> Acceptance:
-    """All categories together."""
-    found = Acceptance()
-    for part in parts.values():
-        found.add(part)
-    return found
+def add_all(parts: Iterable[Acceptance]) -> Acceptance:
+    """All counts together."""
+    whole = Acceptance()
+    for part in parts:
+        whole.add(part)
+    return whole
 
 
-def measure_offline(
+def measure_here(
     models: BenchModels, backend: Backend, workload: Workload, params: SamplingParams, on_answer: Callable[[], None]
 ) -> ByCategory:
     """Counts of the engine of this process, by category."""
     backend.reserve(models.longest(workload, params.max_new_tokens))
     transcript = models.converse(backend, workload, params, on_answer).transcript
-    found: ByCategory = {}
+    counts: ByCategory = {}
     for item, turns in zip(workload.items, transcript, strict=True):
         for turn in turns:
-            found.setdefault(item.category, Acceptance()).add(Acceptance.of_steps(turn.answer.num_accepted or []))
-    return found
+            counts.setdefault(item.category, Acceptance()).add(Acceptance.of_steps(turn.answer.num_accepted or []))
+    return counts
 
 
 @dataclass
@@ -99,59 +96,58 @@ class Served:
     """
 
     by_category: ByCategory = field(default_factory=dict)
-    source: Source = "none"
+    source: Literal["answers", "metrics", "none"] = "none"
     num_refused: int = 0
     refusal: str = ""
 
+    @property
+    def whole(self) -> Acceptance:
+        """All categories together."""
+        return add_all(self.by_category.values())
+
 
 def measure_server(
-    client: Client,
-    card: dict[str, Any],
-    workload: Workload,
-    params: SamplingParams,
-    concurrency: int,
-    on_answer: Callable[[], None],
+    client: Client, card: Mapping[str, Any], workload: Workload, params: SamplingParams, on_answer: Callable[[], None]
 ) -> Served:
-    """Counts of a server for the same prompts, category by category.
+    """Counts of a server for the same prompts, category by category, one prompt at a time.
 
-    The counts come, in this order, from ``details`` of our own server's answers, ``metrics.speculative_decoding`` of
-    vLLM's, ``meta_info`` of SGLang's, or from the growth of vLLM's counters in /metrics during a category. The counters
-    include the requests of all clients, so no other client should use the server.
+    The counts come from ``details`` of our own server's answers, or from the growth of vLLM's counters in /metrics
+    during a category. The counters include the requests of all clients, so no other client should use the server.
 
     Raises:
         ValueError: the server does not answer, or refuses every prompt.
     """
     served = Served()
-    wishes = {"drafter": {"details": True}, "sglang": {"return_meta_info": True}}.get(str(card.get("owned_by")), {})
     body: dict[str, Any] = {
         "model": str(card["id"]),
         "max_tokens": params.max_new_tokens,
         "temperature": params.temperature,
         "seed": params.seed,
-        **wishes,
+        **({"details": True} if card.get("owned_by") == "drafter" else {}),
     }
     for category in dict.fromkeys(item.category for item in workload.items):
-        items = [item for item in workload.items if item.category == category]
         before = read_counters(client)
-        with ThreadPoolExecutor(concurrency) as pool:
-            replies = list(pool.map(lambda item: _ask(client, item, body, on_answer), items))
-        good = [reply for reply in replies if isinstance(reply, Reply)]
-        refused = [reply for reply in replies if isinstance(reply, ServerError)]
-        served.num_refused += len(refused)
-        served.refusal = served.refusal or (str(refused[0]) if refused else "")
-        found = [acceptance_of(reply) for reply in good]
-        if good and None not in found:
-            served.source = "answers"
-            served.by_category[category] = total({str(i): part for i, part in enumerate(found) if part is not None})
-        elif good and (part := _difference(before, read_counters(client), len(good))) is not None:
-            served.source = "metrics"
-            served.by_category[category] = part
+        replies = []
+        for item in workload.items:
+            if item.category == category:
+                reply = _ask(client, item, body)
+                on_answer()
+                if isinstance(reply, Reply):
+                    replies.append(reply)
+                else:
+                    served.num_refused += 1
+                    served.refusal = served.refusal or str(reply)
+        told = [counts for reply in replies if (counts := acceptance_of(reply)) is not None]
+        if replies and len(told) == len(replies):
+            served.source, served.by_category[category] = "answers", add_all(told)
+        elif replies and (grown := _growth(before, read_counters(client), len(replies))) is not None:
+            served.source, served.by_category[category] = "metrics", grown
     if served.num_refused == len(workload.items):
         raise ValueError(f"--url {client.url} refuses every prompt: {served.refusal}")
     return served
 
 
-def _ask(client: Client, item: Item, body: dict[str, Any], on_answer: Callable[[], None]) -> Reply | ServerError:
+def _ask(client: Client, item: Item, body: dict[str, Any]) -> Reply | ServerError:
     path = "completions" if item.is_raw else "chat/completions"
     asked = {"prompt": item.turns[0]} if item.is_raw else {"messages": item.messages([])}
     try:
@@ -162,27 +158,20 @@ def _ask(client: Client, item: Item, body: dict[str, Any], on_answer: Callable[[
         raise ValueError(f"--url {client.url} answers {error}") from error
     except (OSError, http.client.HTTPException) as error:
         raise ValueError(f"--url {client.url} gives no answer: {error}") from error
-    finally:
-        on_answer()
 
 
 def acceptance_of(reply: Reply) -> Acceptance | None:
-    """Counts that the answer itself reports; None if the answer reports none."""
-    choice = reply.whole["choices"][0]
-    details = choice.get("details")
-    if details:
-        steps = steps_of(is_drafted for _, is_drafted in details["tokens"])
+    """Counts that an answer of our own server reports; None if the answer reports none."""
+    details = reply.whole["choices"][0].get("details")
+    if not details:
+        return None
+    try:
+        steps = steps_of(bool(is_drafted) for _, is_drafted in details["tokens"])
         # The details leave out the stop token, so a step of the stop token alone shows only in the number of forwards.
-        return Acceptance.of_steps(steps + [0] * (int(details["num_target_forwards"]) - len(steps)))
-    stats = ((reply.whole.get("metrics") or {}).get("speculative_decoding")) or {}
-    histogram = stats.get("acceptance_histogram")
-    if isinstance(histogram, list):
-        return Acceptance.of_steps(k for k, num in enumerate(histogram) for _ in range(int(num)))
-    meta = choice.get("meta_info") or {}
-    if meta.get("spec_verify_ct"):
-        num_steps = int(meta["spec_verify_ct"])
-        return Acceptance(1, num_steps, max(0, int(meta["completion_tokens"]) - num_steps), None)
-    return None
+        num_silent = min(2**20, int(details["num_target_forwards"]) - len(steps))
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError("the server's `details` are of another shape") from error
+    return Acceptance.of_steps(steps + [0] * num_silent)
 
 
 def steps_of(is_drafted: Iterable[bool]) -> list[int]:
@@ -206,40 +195,45 @@ def read_counters(client: Client) -> Mapping[str, float] | None:
         text = client.get(f"{client.root}/metrics")
     except (ServerError, OSError, http.client.HTTPException):
         return None
-    if "vllm:" not in text:
-        return None
-    found: defaultdict[str, float] = defaultdict(float)
-    for name, labels, value in re.findall(r"^(vllm:\w+)(?:\{(.*)\})? ([0-9.eE+-]+)$", text, flags=re.MULTILINE):
-        position = re.search(r'position="(\d+)"', labels)
-        found[name + (f"/{position[1]}" if position else "")] += float(value)
-    return found
+    counters: defaultdict[str, float] = defaultdict(float)
+    for name, labels, value in re.findall(r"^(vllm:\w+)(?:\{(.*)\})? ([0-9]{1,15}(?:\.[0-9]*)?)$", text, re.MULTILINE):
+        position = re.search(r'position="(\d{1,4})"', labels)
+        counters[name + (f"/{position[1]}" if position else "")] += float(value)
+    return counters or None
 
 
-def _difference(
-    before: Mapping[str, float] | None, after: Mapping[str, float] | None, num_answers: int
-) -> Acceptance | None:
-    """Counts of a category; without drafts, every token was a step of its own."""
+def _growth(before: Mapping[str, float] | None, after: Mapping[str, float] | None, num: int) -> Acceptance | None:
+    """Counts of ``num`` answers; without drafts, every token was a step of its own."""
     if before is None or after is None:
         return None
     grown = {name: round(after[name] - before.get(name, 0)) for name in after}
     num_drafts = grown.get(f"{_VLLM}num_drafts_total", 0)
     if not num_drafts:
-        return Acceptance(num_answers, grown.get("vllm:generation_tokens_total", 0), 0, [])
+        return Acceptance(num, grown.get("vllm:generation_tokens_total", 0), 0, [])
     prefix = f"{_VLLM}num_accepted_tokens_per_pos_total/"
-    positions = {int(name.removeprefix(prefix)): num for name, num in grown.items() if name.startswith(prefix)}
-    reached = [positions[place] for place in sorted(positions)] if positions else None
-    while reached and not reached[-1]:
-        reached.pop()
-    return Acceptance(num_answers, num_drafts, grown.get(f"{_VLLM}num_accepted_tokens_total", 0), reached)
+    by_place = {int(name.removeprefix(prefix)): count for name, count in grown.items() if name.startswith(prefix)}
+    reached = [count for _, count in sorted(by_place.items()) if count]
+    return Acceptance(num, num_drafts, grown.get(f"{_VLLM}num_accepted_tokens_total", 0), reached)
 
 
-def shares_table(offline: Acceptance, served: Acceptance | None) -> list[Sequence[str]]:
-    """One row for each depth: share of the steps that accepted at least so many drafted tokens."""
-    mine, theirs = offline.shares or [], (served.shares if served is not None else []) or []
-    depth = max(len(mine), len(theirs))
-    shown = [[f"{share:.0%}" for share in shares] + ["0%"] * (depth - len(shares)) for shares in (mine, theirs)]
-    has_shares = served is not None and served.shares is not None
+def warning_lines(here: Acceptance, served: Served, differences: Sequence[str]) -> list[str]:
+    """Lines of the warning; none if the server accepts about as much as the engine here.
+
+    Args:
+        here: counts of this process.
+        served: counts of the server.
+        differences: what is different between the server and the target, one line each.
+    """
+    whole = served.whole
+    if served.source == "none" or whole.accepted_per_step >= FAR_BELOW * here.accepted_per_step:
+        return []
+    causes = [*differences]
+    if served.num_refused:
+        causes.append(f"context length: {served.num_refused} prompts are refused: {served.refusal}")
+    if not whole.num_accepted:
+        causes.append("speculation off: the server accepts no drafted token")
     return [
-        (str(place + 1), shown[0][place], *([shown[1][place] if has_shares else "-"] if served is not None else []))
-        for place in range(depth)
+        f"The server accepts {whole.accepted_per_step:.2f} drafted tokens per step, this machine "
+        f"{here.accepted_per_step:.2f}.",
+        *(causes or ["No cause was found: another drafter or method on the server, or so many rows that none drafts."]),
     ]

@@ -1,14 +1,12 @@
-"""Backends answer the prompts of a benchmark behind one interface; the first is our engine.
+"""What answers the prompts of a benchmark: one interface for our engine and its peers.
 
 The clock of a backend runs from token ids to token ids: no tokenizer is timed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.engine import Engine
-from drafter.engine.request import Request
 
 
 class TimedAnswer(NamedTuple):
@@ -40,7 +38,15 @@ Transcript = list[list[AnsweredTurn]]  # conversation by conversation, turn by t
 
 
 class Backend:
-    """One method at one batch size. A subclass implements :meth:`answer`."""
+    """One method at one batch size. A subclass implements :meth:`answer`.
+
+    Attributes:
+        build: the instruction sets that the engine was built for; empty where the engine does not say.
+        versions: versions of the engine that another environment holds.
+    """
+
+    build = ""
+    versions: Mapping[str, str] = {}
 
     @property
     def process_id(self) -> int | None:
@@ -61,41 +67,3 @@ class Backend:
     ) -> list[TimedAnswer]:
         """Answers in the order of the prompts; ``on_answer`` is called once for each finished answer."""
         raise NotImplementedError
-
-
-class EngineBackend(Backend):
-    """The package's engine. The next prompt takes a finished row at once."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    def reserve(self, num_tokens: int) -> None:
-        """Allocate the cache."""
-        longest = min(num_tokens, self.engine.target.max_length)
-        self.engine.reserve(longest + self.engine.proposer.num_nodes)
-
-    def forget(self) -> None:
-        """Reset the learned state of the proposers; the cache and compiled steps stay."""
-        self.engine.forget()
-
-    def answer(
-        self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], None]
-    ) -> list[TimedAnswer]:
-        """Answer all prompts (see :class:`Backend`)."""
-        requests = [self.engine.add(prompt, params, want_text=False) for prompt in prompts]
-        while self.engine.has_work:
-            for update in self.engine.step():
-                if update.request.is_finished:
-                    on_answer()
-        return [_answer_of(request) for request in requests]
-
-
-def _answer_of(request: Request) -> TimedAnswer:
-    assert request.started is not None and request.first_token is not None
-    return TimedAnswer(
-        request.token_ids,
-        request.seconds,
-        request.first_token - request.started,
-        request.num_forwards,
-        request.num_accepted,
-    )

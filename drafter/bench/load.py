@@ -18,7 +18,9 @@ from drafter.bench.workload import Item, Workload
 from drafter.utils.io import first_line
 from drafter.utils.provenance import run_record
 
-_TIMEOUT = httpx.Timeout(600.0, connect=10.0)
+_TIMEOUT = httpx.Timeout(60.0, connect=10.0)  # of one read; a server that drips bytes meets _SECONDS
+_SECONDS = 600.0  # of one request
+_MOST_BYTES, _MOST_LINE = 64 * 2**20, 2**20  # of one answer, and of one event
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ async def _run_all(
     on_record: Callable[[BenchRecord], object] | None,
 ) -> list[BenchRecord]:
     key = os.environ.get("OPENAI_API_KEY")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(timeout=_TIMEOUT, headers=headers, limits=limits) as client:
         model = settings.model or await _first_model(client, settings)
@@ -99,12 +101,13 @@ async def _run_all(
 
 async def _first_model(client: httpx.AsyncClient, settings: LoadSettings) -> str:
     try:
-        response = await client.get(f"{settings.base}/models")
-        response.raise_for_status()
-        return str(response.json()["data"][0]["id"])
-    except httpx.HTTPError as error:
+        async with asyncio.timeout(_TIMEOUT.read), client.stream("GET", f"{settings.base}/models") as response:
+            response.raise_for_status()
+            body = b"".join([piece async for piece in _pieces(response)])
+        return str(json.loads(body)["data"][0]["id"])
+    except (httpx.HTTPError, TimeoutError) as error:
         raise ValueError(f"--url {settings.url}: the server does not answer: {first_line(error)}") from error
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ValueError(f"--url {settings.url} lists no models: give --model") from error
 
 
@@ -144,7 +147,7 @@ async def _ask_all(
 
 
 async def _ask(client: httpx.AsyncClient, settings: LoadSettings, model: str, item: Item) -> TimedReply:
-    """Send one request and read its stream."""
+    """Send one request and read its stream, at most `_SECONDS` and `_MOST_BYTES` long."""
     body: dict[str, Any] = {
         "model": model,
         "max_tokens": settings.max_new_tokens,
@@ -153,49 +156,55 @@ async def _ask(client: httpx.AsyncClient, settings: LoadSettings, model: str, it
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    if item.is_raw:
-        place, body["prompt"] = "completions", item.turns[0]
-    else:
-        place, body["messages"] = "chat/completions", item.messages([])
+    asked = {"prompt": item.turns[0]} if item.is_raw else {"messages": item.messages([])}
+    url = f"{settings.base}/{'completions' if item.is_raw else 'chat/completions'}"
     start = time.perf_counter()
-    first, last, num_pieces, num_tokens = 0.0, 0.0, 0, None
+    times: list[float] = []
+    num_tokens = 0
     try:
-        async with client.stream("POST", f"{settings.base}/{place}", json=body) as response:
+        async with asyncio.timeout(_SECONDS), client.stream("POST", url, json=body | asked) as response:
             if response.status_code != httpx.codes.OK:
-                return TimedReply(
-                    error=f"HTTP {response.status_code}: {(await response.aread()).decode(errors='replace')[:200]}"
-                )
-            async for event in _events(response):
+                text = b"".join([piece async for piece in _pieces(response)]).decode(errors="replace")
+                return TimedReply(error=f"HTTP {response.status_code}: {text[:200]}")
+            async for line in _lines(response):
+                name, _, value = line.partition(b":")
+                if name != b"data" or not value.strip():
+                    continue
+                if value.strip() == b"[DONE]":
+                    break
+                event = json.loads(value)
                 if "error" in event:
                     return TimedReply(error=str(event["error"])[:200])
-                if _text_of(event):
-                    last = time.perf_counter() - start
-                    first = first or last
-                    num_pieces += 1
-                num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
-    except (httpx.HTTPError, json.JSONDecodeError) as error:
+                if any((choice.get("delta") or {}).get("content") or choice.get("text") for choice in event["choices"]):
+                    times.append(time.perf_counter() - start)
+                num_tokens = int((event.get("usage") or {}).get("completion_tokens", num_tokens))
+    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
         return TimedReply(error=first_line(error))
-    if not num_pieces:
-        first = last = time.perf_counter() - start
-    return TimedReply(num_tokens or num_pieces, first, last)
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        return TimedReply(error=f"an event of another shape: {first_line(error)}")
+    times = times or [time.perf_counter() - start]
+    return TimedReply(num_tokens if 0 < num_tokens < 2**31 else len(times), times[0], times[-1])
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON of server-sent events, up to `[DONE]`."""
-    async for line in response.aiter_lines():
-        name, _, value = line.partition(":")
-        if name == "data" and value.strip():
-            if value.strip() == "[DONE]":
-                return
-            yield json.loads(value)
+async def _pieces(response: httpx.Response) -> AsyncIterator[bytes]:
+    """The bytes of a response; ValueError where they are longer than any answer."""
+    left = _MOST_BYTES
+    async for piece in response.aiter_bytes():
+        left -= len(piece)
+        if left < 0:
+            raise ValueError(f"more than {_MOST_BYTES // 2**20} MiB")
+        yield piece
 
 
-def _text_of(event: dict[str, Any]) -> str:
-    for choice in event.get("choices") or ():
-        text = (choice.get("delta") or {}).get("content") or choice.get("text")
-        if text:
-            return str(text)
-    return ""
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """The lines of a response; ValueError where one is longer than any event."""
+    rest = b""
+    async for piece in _pieces(response):
+        *whole, rest = (rest + piece).split(b"\n")
+        for line in whole:
+            yield line
+        if len(rest) > _MOST_LINE:
+            raise ValueError(f"a line of more than {_MOST_LINE // 2**20} MiB")
 
 
 def _record(
@@ -232,8 +241,5 @@ def _record(
         "first_token_seconds": spread([reply.first for reply in good]),
         "token_seconds": spread([(r.last - r.first) / (r.num_tokens - 1) for r in good if r.num_tokens > 1]),
         "latency_seconds": spread([reply.last for reply in good]),
-        "machine": made_by["machine"],
-        "versions": made_by["versions"],
-        "git_revision": made_by["git_revision"],
-        "date": made_by["date"],
+        **{key: made_by[key] for key in ("machine", "versions", "git_revision", "date")},
     }

@@ -1,17 +1,18 @@
 """The models of a benchmark: they make its backends and hold its conversations."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from drafter.bench.backends import AnsweredTurn, Backend, EngineBackend, Transcript
+from drafter.bench.backends import AnsweredTurn, Backend, TimedAnswer, Transcript
 from drafter.bench.methods import MethodSpec
 from drafter.bench.workload import Item, Workload
 from drafter.decoding.params import SamplingParams
 from drafter.engine.config import EngineConfig
 from drafter.engine.defaults import NO_FILE, choose, tuned_path
 from drafter.engine.engine import Engine
+from drafter.engine.request import Request
 from drafter.engine.text import encode_prompts
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
@@ -19,26 +20,65 @@ from drafter.targets.target import Target
 _TEMPLATE_TOKENS = 64  # upper bound for the tokens of a chat template in each turn
 
 
+class EngineBackend(Backend):
+    """The package's engine. The next prompt takes a finished row at once."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def reserve(self, num_tokens: int) -> None:
+        """Allocate the cache."""
+        longest = min(num_tokens, self.engine.target.max_length)
+        self.engine.reserve(longest + self.engine.proposer.num_nodes)
+
+    def forget(self) -> None:
+        """Reset the sizer's observations; the cache and compiled steps stay."""
+        self.engine.forget()
+
+    def answer(
+        self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], None]
+    ) -> list[TimedAnswer]:
+        """Answer all prompts (see :class:`Backend`)."""
+        requests = [self.engine.add(prompt, params, want_text=False) for prompt in prompts]
+        while self.engine.has_work:
+            for update in self.engine.step():
+                if update.request.is_finished:
+                    on_answer()
+        return [_answer_of(request) for request in requests]
+
+
+def _answer_of(request: Request) -> TimedAnswer:
+    assert request.started is not None and request.first_token is not None
+    first_token_seconds = request.first_token - request.started
+    forwards, accepted = request.num_forwards, request.num_accepted
+    return TimedAnswer(request.token_ids, request.seconds, first_token_seconds, forwards, accepted)
+
+
+class Conversations(NamedTuple):
+    """Transcripts of all conversations, and the seconds of all answers together."""
+
+    transcript: Transcript
+    seconds: float
+
+
 class BenchModels(NamedTuple):
-    """The models of a benchmark.
+    """The models of a benchmark: they make its backends and hold its conversations.
 
     Attributes:
         target: the language model.
         drafter: the drafter, for methods that need one.
         drafter_name: name of the drafter in the results.
         draft_model: the smaller model, for methods that need one.
-        tuned: file for tuned methods; None: the file beside the drafter.
-        compile: compile the engine's step; None compiles on CUDA only.
         peer_target: the target of transformers' methods; None is ``target``.
+        pythons: the Python of each environment that holds an engine, by name.
     """
 
     target: Target
     drafter: RecurrentDrafter | None = None
     drafter_name: str = ""
     draft_model: Target | None = None
-    tuned: str | None = None
-    compile: bool | None = None
     peer_target: Target | None = None
+    pythons: Mapping[str, str] = {}
 
     def backend(self, spec: MethodSpec, batch_size: int) -> Backend:
         """A backend for one method that answers ``batch_size`` prompts at a time.
@@ -46,38 +86,36 @@ class BenchModels(NamedTuple):
         Raises:
             ValueError: a tuned method has no file, or the engine refuses the settings.
         """
-        if spec.is_native:
-            from drafter.bench.native_peers import NativeBackend
+        if spec.has_own_process:
+            from drafter.bench.process_peers import ProcessBackend
 
-            return NativeBackend(self.target, spec, batch_size)
+            return ProcessBackend(self.target, spec, batch_size, self.pythons)
         if spec.is_peer:
-            from drafter.bench.peers import TransformersBackend
+            from drafter.bench.transformers_peer import TransformersBackend
 
-            return TransformersBackend(
-                self.peer_target or self.target, spec, batch_size, self.draft_model if spec.needs_draft_model else None
-            )
+            return TransformersBackend(self.peer_target or self.target, spec, batch_size)
         drafter = self.drafter if spec.needs_drafter else None
         engine = Engine(self.target, drafter, self.engine_config(spec, batch_size), draft_model=self.draft_model)
         return EngineBackend(engine)
 
     def engine_config(self, spec: MethodSpec, batch_size: int) -> EngineConfig:
-        """Settings of the engine for one method; :func:`choose` sets the fields that the method leaves open."""
-        tuned = self.tuned_file(spec) if spec.is_tuned else NO_FILE
-        given = {**spec.fields, "max_num_seqs": batch_size, "compile": self.compile}
+        """Settings of the engine for one method; :func:`choose` sets the fields that the method leaves open.
+
+        Raises:
+            ValueError: a tuned method has no file of measured sizes.
+        """
+        tuned = str(self.tuned_file()) if spec.is_tuned else NO_FILE
+        given = {**spec.fields, "max_num_seqs": batch_size}
         drafter = self.drafter if spec.needs_drafter else None
         draft_model = self.draft_model if spec.needs_draft_model else None
         return choose(self.target, drafter, draft_model=draft_model, given=given, tuned=tuned).config
 
-    def tuned_file(self, spec: MethodSpec) -> str:
-        """Path of the measured sizes for a tuned method. The engine checks whether the file sizes the method.
-
-        Raises:
-            ValueError: no such file.
-        """
-        path = Path(self.tuned) if self.tuned is not None else tuned_path(self.drafter_name)
+    def tuned_file(self) -> Path:
+        """Path of the measured sizes beside the drafter; ValueError if there is no such file."""
+        path = tuned_path(self.drafter_name)
         if not path.is_file():
-            raise ValueError(f"{spec.label} needs {path}: write it with `drafter tune`, or give --tuned FILE")
-        return str(path)
+            raise ValueError(f"--methods drafter:tuned needs {path}: write it with `drafter tune`")
+        return path
 
     def encode(self, items: Sequence[Item], answers: Sequence[list[str]] | None = None) -> list[list[int]]:
         """Token ids of conversations up to the turn that comes after ``answers``, without answers the first turn."""
@@ -98,7 +136,7 @@ class BenchModels(NamedTuple):
 
     def converse(
         self, backend: Backend, workload: Workload, params: SamplingParams, on_answer: Callable[[], None]
-    ) -> "Conversations":
+    ) -> Conversations:
         """Transcripts of all conversations and the seconds that they took.
 
         All first turns come first; a later turn follows the backend's own answers. The clock runs while the backend
@@ -118,10 +156,3 @@ class BenchModels(NamedTuple):
                 if turn + 1 < len(workload.items[index].turns):
                     texts[index].append(self.target.decode(answer.token_ids))
         return Conversations(transcript, seconds)
-
-
-class Conversations(NamedTuple):
-    """Transcripts of all conversations, and the seconds of all answers together."""
-
-    transcript: Transcript
-    seconds: float

@@ -1,24 +1,27 @@
-"""The other side of :class:`drafter.bench.native_peers.NativeBackend`: one engine in a process of its own.
+"""The other side of :class:`drafter.bench.process_peers.ProcessBackend`: one engine in a process of its own.
 
 Run with a JSON object of settings as the only argument. Requests and answers are JSON lines on standard input and
-output; the process ends with its input. This file imports nothing of the package, so that the memory of the process
-is the memory of the engine.
+output; the process ends with its input. This file imports nothing of the package, so that the process may run in an
+environment of its own and the memory of the process is the memory of the engine.
 """
 
 import json
 import os
+import re
 import sys
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from statistics import median
 from typing import Any
 
 OnAnswer = Callable[[int, dict[str, Any]], None]
 
 
-class LlamaCpp:
-    """llama.cpp's server over HTTP, with one request at a time for each slot."""
+class XLlamaCpp:
+    """llama.cpp's server of the wheel xllamacpp over HTTP, with one request at a time for each slot."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         import xllamacpp
@@ -32,12 +35,10 @@ class LlamaCpp:
         params.fit_params = False
         params.verbosity = -1
         params.model_alias = {settings["name"]}
-        if settings["speculation"]:
-            kind = settings["speculation"].upper().replace("-", "_")
-            params.speculative.types = [getattr(xllamacpp.common_speculative_type, f"COMMON_SPECULATIVE_TYPE_{kind}")]
         self._num_slots = settings["num_slots"]
         self._server = xllamacpp.Server(params)
         self.url = self._server.listening_address
+        self.build = built_for(str(xllamacpp.get_system_info())) if hasattr(xllamacpp, "get_system_info") else ""
 
     def answer(self, prompts: Sequence[list[int]], params: dict[str, Any], on_answer: OnAnswer) -> None:
         """Answer all prompts; `on_answer` is called with the index and the answer of each."""
@@ -60,39 +61,119 @@ class LlamaCpp:
             data = json.dumps({**body, "prompt": prompts[index]}).encode()
             headers = {"Content-Type": "application/json"}
             with urllib.request.urlopen(urllib.request.Request(f"{self.url}/completion", data, headers)) as reply:
-                found = json.load(reply)
+                content = json.load(reply)
             seconds = time.perf_counter() - start
-            timings = found["timings"]
-            num_accepted = timings.get("draft_n_accepted", 0)
-            answer = {
-                "token_ids": found["tokens"],
-                "seconds": seconds,
-                "first_token_seconds": min(seconds, timings["prompt_ms"] / 1000),
-                "num_forwards": len(found["tokens"]) - num_accepted,
-            }
-            on_answer(index, answer)
+            timings = content["timings"]
+            num_forwards = len(content["tokens"]) - timings.get("draft_n_accepted", 0)
+            first = min(seconds, timings["prompt_ms"] / 1000)
+            on_answer(index, answer_of(content["tokens"], seconds, first, num_forwards))
 
         with ThreadPoolExecutor(self._num_slots) as threads:
             list(threads.map(one, range(len(prompts))))
 
 
+class LlamaCpp:
+    """llama.cpp through the C functions of llama-cpp-python, one prompt at a time."""
+
+    url = ""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import llama_cpp
+
+        self._lib = lib = llama_cpp
+        self._silence = lib.llama_log_callback(lambda *_: None)
+        lib.llama_log_set(self._silence, None)
+        lib.llama_backend_init()
+        self.build = built_for(lib.llama_print_system_info().decode())
+        model = lib.llama_model_load_from_file(settings["model"].encode(), lib.llama_model_default_params())
+        if not model:
+            raise SystemExit(f"llama.cpp cannot load {settings['model']}")
+        params = lib.llama_context_default_params()
+        params.n_ctx = params.n_batch = params.n_ubatch = max(512, settings["num_tokens"])
+        params.n_threads = params.n_threads_batch = settings["num_threads"]
+        self._context = lib.llama_init_from_model(model, params)
+        self._vocabulary = lib.llama_model_get_vocab(model)
+        self._memory = lib.llama_get_memory(self._context)
+        self._model = model
+
+    def _decode(self, token_ids: Sequence[int], start: int = 0, *, all_logits: bool = False) -> None:
+        """One forward over tokens at the positions from `start` on, with logits of the last token or of all."""
+        batch = self._lib.llama_batch_init(len(token_ids), 0, 1)
+        batch.n_tokens = len(token_ids)
+        for index, token in enumerate(token_ids):
+            batch.token[index], batch.pos[index] = token, start + index
+            batch.n_seq_id[index], batch.seq_id[index][0] = 1, 0
+            batch.logits[index] = all_logits or index == len(token_ids) - 1
+        code = self._lib.llama_decode(self._context, batch)
+        self._lib.llama_synchronize(self._context)
+        self._lib.llama_batch_free(batch)
+        if code:
+            raise SystemExit(f"llama_decode failed with code {code}")
+
+    def answer(self, prompts: Sequence[list[int]], params: dict[str, Any], on_answer: OnAnswer) -> None:
+        """Answer all prompts; `on_answer` is called with the index and the answer of each."""
+        lib = self._lib
+        for index, prompt in enumerate(prompts):
+            sampler = self._sampler(params)
+            lib.llama_memory_clear(self._memory, True)
+            start = time.perf_counter()
+            self._decode(prompt)
+            token_ids, first = [], 0.0
+            while True:
+                token_ids.append(lib.llama_sampler_sample(sampler, self._context, -1))
+                first = first or time.perf_counter() - start
+                is_stop = not params["ignore_eos"] and token_ids[-1] in params["stop_token_ids"]
+                if is_stop or len(token_ids) == params["max_new_tokens"]:
+                    break
+                self._decode(token_ids[-1:], len(prompt) + len(token_ids) - 1)
+            seconds = time.perf_counter() - start
+            lib.llama_sampler_free(sampler)
+            on_answer(index, answer_of(token_ids, seconds, first, len(token_ids)))
+
+    def _sampler(self, params: dict[str, Any]) -> Any:
+        lib = self._lib
+        chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+        if params["temperature"] == 0:
+            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_greedy())
+            return chain
+        kinds = [lib.llama_sampler_init_temp(params["temperature"])]
+        kinds += [lib.llama_sampler_init_top_k(params["top_k"])] if params["top_k"] else []
+        kinds += [lib.llama_sampler_init_top_p(params["top_p"], 1), lib.llama_sampler_init_min_p(params["min_p"], 1)]
+        for sampler in [*kinds, lib.llama_sampler_init_dist(params["seed"] % 2**32)]:
+            lib.llama_sampler_chain_add(chain, sampler)
+        return chain
+
+    def forward_ms(self, sizes: Sequence[int], num_context: int, num_rounds: int) -> dict[int, float]:
+        """Median milliseconds of one forward with all logits over so many tokens behind `num_context` tokens."""
+        self._lib.llama_memory_clear(self._memory, True)
+        self._decode(range(num_context))
+        times: dict[int, list[float]] = {size: [] for size in sizes}
+        for _ in range(num_rounds + 1):
+            for size in sizes:
+                start = time.perf_counter()
+                self._decode(range(size), num_context, all_logits=True)
+                times[size].append(1e3 * (time.perf_counter() - start))
+                self._lib.llama_memory_seq_rm(self._memory, 0, num_context, -1)
+        return {size: median(series[1:]) for size, series in times.items()}
+
+
 class OpenVinoGenAI:
     """OpenVINO GenAI's pipeline, one prompt at a time."""
 
-    url = ""
+    url = build = ""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         import openvino_genai
 
         scheduling = openvino_genai.SchedulerConfig()
         scheduling.enable_prefix_caching = False  # every round asks the same prompts
-        options: dict[str, Any] = {"prompt_lookup": True} if settings["speculation"] else {}
-        self._num_draft_tokens = settings["num_speculative_tokens"] if settings["speculation"] else 0
+        options: dict[str, Any] = {"prompt_lookup": True} if settings["is_lookup"] else {}
+        self._num_draft_tokens = settings["num_draft_tokens"] if settings["is_lookup"] else 0
         self._genai = openvino_genai
         self._pipeline = openvino_genai.LLMPipeline(
             settings["model"],
             "CPU",
-            INFERENCE_PRECISION_HINT=settings["precision"],
+            INFERENCE_PRECISION_HINT="f32" if settings["dtype"] == "float32" else "bf16",
             INFERENCE_NUM_THREADS=settings["num_threads"],
             scheduler_config=scheduling,
             **options,
@@ -118,16 +199,77 @@ class OpenVinoGenAI:
             config.num_assistant_tokens, config.max_ngram_size = self._num_draft_tokens, 3
         for index, prompt in enumerate(prompts):
             start = time.perf_counter()
-            found = self._pipeline.generate(openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)), config)
+            made = self._pipeline.generate(openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)), config)
             seconds = time.perf_counter() - start
-            metrics = found.perf_metrics
-            answer = {
-                "token_ids": list(found.tokens[0]),
-                "seconds": seconds,
-                "first_token_seconds": min(seconds, metrics.get_ttft().mean / 1000),
-                "num_forwards": len(metrics.raw_metrics.m_new_token_times),
-            }
-            on_answer(index, answer)
+            metrics = made.perf_metrics
+            first = min(seconds, metrics.get_ttft().mean / 1000)
+            num_forwards = len(metrics.raw_metrics.m_new_token_times)
+            on_answer(index, answer_of(list(made.tokens[0]), seconds, first, num_forwards))
+
+
+class Vllm:
+    """vLLM, as many prompts at a time as there are slots."""
+
+    url = build = ""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        os.environ.setdefault("OMP_NUM_THREADS", str(settings["num_threads"]))
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process, whose memory is the engine's
+        import vllm
+
+        self._vllm = vllm
+        self._llm = vllm.LLM(
+            settings["model"],
+            dtype=settings["dtype"],
+            max_model_len=settings["num_tokens"],
+            max_num_seqs=settings["num_slots"],
+            enable_prefix_caching=False,  # every round asks the same prompts
+            disable_log_stats=False,  # answers then carry their times
+        )
+
+    def answer(self, prompts: Sequence[list[int]], params: dict[str, Any], on_answer: OnAnswer) -> None:
+        """Answer all prompts; `on_answer` is called with the index and the answer of each."""
+        sampling = self._vllm.SamplingParams(
+            max_tokens=params["max_new_tokens"],
+            temperature=params["temperature"],
+            top_k=params["top_k"],
+            top_p=params["top_p"],
+            min_p=params["min_p"],
+            seed=params["seed"] % 2**63,
+            ignore_eos=params["ignore_eos"],
+            stop_token_ids=params["stop_token_ids"],
+            detokenize=False,
+        )
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        for index, output in enumerate(self._llm.generate(asked, sampling, use_tqdm=False)):
+            token_ids, stats = list(output.outputs[0].token_ids), output.metrics
+            seconds = stats.last_token_ts - stats.scheduled_ts
+            on_answer(index, answer_of(token_ids, seconds, stats.first_token_ts - stats.scheduled_ts, len(token_ids)))
+
+
+def built_for(system_info: str) -> str:
+    """The instruction sets that llama.cpp says are on: `AVX = 1 | AVX512 = 0` -> `AVX`."""
+    return " ".join(name for name, value in re.findall(r"(\w+) = ([0-9])", system_info) if value == "1")
+
+
+def answer_of(token_ids: list[int], seconds: float, first: float, num_forwards: int) -> dict[str, Any]:
+    """One answer as :class:`drafter.bench.backends.TimedAnswer` reads it."""
+    return {
+        "token_ids": token_ids,
+        "seconds": seconds,
+        "first_token_seconds": first,
+        "num_forwards": num_forwards,
+    }
+
+
+ENGINES: dict[str, Any] = {
+    "xllamacpp": XLlamaCpp,
+    "llama-cpp-python": LlamaCpp,
+    "openvino-genai": OpenVinoGenAI,
+    "vllm": Vllm,
+}
 
 
 def main() -> None:
@@ -140,11 +282,18 @@ def main() -> None:
         lines.write(json.dumps(message) + "\n")
         lines.flush()
 
-    engine = LlamaCpp(settings) if settings["engine"] == "llama-cpp" else OpenVinoGenAI(settings)
-    tell({"url": engine.url})
+    start = time.perf_counter()
+    package = settings["package"]
+    engine = ENGINES[package](settings)
+    name = "vllm-cpu" if package == "vllm" and settings["is_cpu"] else package
+    loaded = {"url": engine.url, "build": engine.build, "version": version(name)}
+    tell({**loaded, "load_seconds": time.perf_counter() - start})
     for line in sys.stdin:
         request = json.loads(line)
-        engine.answer(request["prompts"], request["params"], lambda index, answer: tell({"index": index, **answer}))
+        if "sizes" in request:
+            tell(engine.forward_ms(**request))
+        else:
+            engine.answer(request["prompts"], request["params"], lambda index, answer: tell({"index": index, **answer}))
     lines.flush()
     os._exit(0)  # do not wait for the threads of the engines
 

@@ -1,28 +1,28 @@
-"""The report: Markdown tables from records, the same bytes from the same records. No torch here."""
+"""The report: Markdown tables from records, the same bytes from the same records. Imports no torch."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median
 
-from drafter.bench.methods import BASELINE
-from drafter.bench.results import BenchRecord, Condition, Span, Summary, Tables, by_batch_size, rate_of, summarise
+from drafter.bench.results import BenchRecord
+from drafter.bench.summary import Condition, Span, Summary, Tables, by_batch_size, summarise
 from drafter.utils.tables import markdown_table
 
 _TITLE = "# Benchmark results\n"
-_PACKAGES = ("torch", "transformers", "xllamacpp", "openvino", "openvino-genai")
+_PACKAGES = ("torch", "transformers", "xllamacpp", "llama-cpp-python", "openvino", "openvino-genai", "vllm")
 
 
 def report(records: Sequence[BenchRecord]) -> str:
     """All records as Markdown: where and when, then a section for each condition of the grid, then load on servers."""
     tables = summarise(records)
-    parts = [_TITLE, provenance(records)]
+    sections = [_TITLE, _provenance(records)]
     for condition, methods in tables.items():
-        parts += [f"## {_title(condition)}\n", about(condition, methods), _main_table(methods)]
-        parts += _category_tables(methods)
-    parts += _batch_tables(tables)
+        title = f"## {condition.prompts}, batch size {condition.batch_size}, {condition.sampling}\n"
+        sections += [title, _about(condition, methods), _main_table(methods), *_category_tables(methods)]
+    sections += _batch_tables(tables)
     loads = [record for record in records if record["kind"] == "load"]
-    parts += ["## Load on a server\n", load_table(loads)] if loads else []
-    return "\n".join(parts)
+    sections += ["## Load on a server\n", load_table(loads)] if loads else []
+    return "\n".join(sections)
 
 
 def is_report(path: Path) -> bool:
@@ -31,12 +31,12 @@ def is_report(path: Path) -> bool:
         return stream.readline() == _TITLE
 
 
-def provenance(records: Sequence[BenchRecord]) -> str:
+def _provenance(records: Sequence[BenchRecord]) -> str:
     """When, on which machines, and with which versions the records were measured."""
     dates = sorted({record["date"][:10] for record in records})
     machines = _distinct(_machine(record) for record in records)
-    found = {name: _distinct(r["versions"][name] for r in records if name in r["versions"]) for name in _PACKAGES}
-    versions = ", ".join(f"{name} {' and '.join(values)}" for name, values in found.items() if values)
+    used = {name: _distinct(r["versions"][name] for r in records if name in r["versions"]) for name in _PACKAGES}
+    versions = ", ".join(f"{name} {' and '.join(values)}" for name, values in used.items() if values)
     revisions = _distinct((record.get("git_revision") or "unknown")[:12] for record in records)
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return (
@@ -52,34 +52,26 @@ def _machine(record: BenchRecord) -> str:
     return f"{name} ({machine['num_cpus']} cores{memory})"
 
 
-def _title(condition: Condition) -> str:
-    return f"{condition.prompts}, batch size {condition.batch_size}, {condition.sampling}"
-
-
-def about(condition: Condition, methods: Sequence[Summary]) -> str:
+def _about(condition: Condition, methods: Sequence[Summary]) -> str:
     """Target, prompts, length of the answers and number of rounds."""
     size = condition.num_parameters / 1e6
     parameters = f"{size / 1000:.1f} billion" if size >= 1000 else f"{size:.0f} million"
-    rounds = sorted({summary.num_rounds for summary in methods})
-    stops = "exactly" if condition.ignore_eos else "at most"
+    rounds = " or ".join(str(number) for number in sorted({summary.num_rounds for summary in methods}))
     return (
         f"{condition.target}, {condition.dtype}, {parameters} parameters; {condition.num_prompts} prompts, "
-        f"{condition.num_answers} answers of {stops} {condition.max_new_tokens} tokens; "
-        f"{' or '.join(map(str, rounds))} rounds; prompts "
+        f"{condition.num_answers} answers of at most {condition.max_new_tokens} tokens; {rounds} rounds; prompts "
         f"{condition.digest}.\n"
     )
 
 
 def _main_table(methods: Sequence[Summary]) -> str:
-    """One row for each method; other engines are named where there are some besides transformers."""
+    """One row for each method; columns that say nothing about these methods are left out."""
     columns: dict[str, Callable[[Summary], str]] = {
         "method": lambda s: s.label,
         "engine": lambda s: s.engine,
-        "tokens/s": lambda s: f"{s.rate.middle:.1f}",
-        "least to greatest": lambda s: f"{s.rate.low:.1f} to {s.rate.high:.1f}",
-        "over none": lambda s: _times_span(s.speedup),
-        "over generate": lambda s: _times(s.speedup_over_peer),
-        "over llama.cpp BF16": lambda s: _times_span(s.speedup_over_llama_cpp),
+        "tokens/s": lambda s: f"{s.rate.middle:.1f} ({s.rate.low:.1f} to {s.rate.high:.1f})",
+        "over plain decoding": lambda s: _times_span(s.speedup),
+        "over llama.cpp BF16": lambda s: _times_span(s.over_llama_cpp),
         "tokens per step": lambda s: _or_dash(s.tokens_per_step, "{:.2f}"),
         "identical texts": lambda s: "-" if s.num_identical is None else f"{s.num_identical}/{s.num_prompts}",
         "margin where they differ": lambda s: _margins(s.margins),
@@ -87,72 +79,66 @@ def _main_table(methods: Sequence[Summary]) -> str:
         "answer, s": lambda s: f"{s.latency_seconds:.2f}",
         "peak GiB": lambda s: f"{s.peak_bytes / 2**30:.2f}",
     }
-    if {summary.engine for summary in methods} <= {"Drafter", "transformers"}:
+    if {summary.engine for summary in methods} <= {"Drafter"}:
         del columns["engine"]
-    if not any(summary.speedup_over_llama_cpp for summary in methods):
+    if not any(summary.over_llama_cpp for summary in methods):
         del columns["over llama.cpp BF16"]
     return markdown_table(list(columns), [[show(summary) for show in columns.values()] for summary in methods])
 
 
 def _category_tables(methods: Sequence[Summary]) -> list[str]:
     """Speedup and tokens per step by category, for prompt sets that have categories."""
-    speedups = [(s.label, s.category_speedups) for s in methods if s.category_speedups and s.name != BASELINE]
-    steps = [(s.label, s.category_tokens_per_step) for s in methods if s.category_tokens_per_step and s.survival]
-    parts = []
-    if speedups:
-        parts += ["### Speedup over plain decoding by category\n", _by_category(speedups, "{:.2f}x")]
-    if steps:
-        parts += ["### Tokens per step by category\n", _by_category(steps, "{:.2f}")]
-    return parts
-
-
-def _by_category(found: Sequence[tuple[str, dict[str, float]]], form: str) -> str:
-    categories = _distinct(category for _, values in found for category in values)
-    rows = [[label, *(_or_dash(values.get(name), form) for name in categories)] for label, values in found]
-    return markdown_table(["method", *categories], rows)
+    drafting = [summary for summary in methods if not summary.is_baseline]
+    shown = {
+        "Speedup over plain decoding": {
+            s.label: {name: f"{span.middle:.2f}x" for name, span in s.category_speedups.items()} for s in drafting
+        },
+        "Tokens per step": {
+            s.label: {name: f"{rate:.2f}" for name, rate in s.category_tokens_per_step.items()} for s in drafting
+        },
+    }
+    sections = []
+    for title, rows in shown.items():
+        categories = _distinct(category for cells in rows.values() for category in cells)
+        lines = [[label, *(cells.get(name, "-") for name in categories)] for label, cells in rows.items() if cells]
+        if lines:
+            sections += [f"### {title} by category\n", markdown_table(["method", *categories], lines)]
+    return sections
 
 
 def _batch_tables(tables: Tables) -> list[str]:
     """Where a grid has several batch sizes: speedup by method and batch size."""
-    parts = []
+    sections = []
     for condition, by_size in by_batch_size(tables).items():
         sizes = sorted(by_size)
         labels = _distinct(summary.label for size in sizes for summary in by_size[size])
-        cells = {(s.label, size): _times(s.speedup) for size in sizes for s in by_size[size]}
+        cells = {(s.label, size): f"{s.speedup.middle:.2f}x" for size in sizes for s in by_size[size] if s.speedup}
         rows = [[label, *(cells.get((label, size), "-") for size in sizes)] for label in labels]
-        parts += [
+        sections += [
             f"## Speedup over plain decoding by batch size: {condition.prompts}, {condition.sampling}\n",
             markdown_table(["method", *(f"batch {size}" for size in sizes)], rows),
         ]
-    return parts
+    return sections
 
 
 def load_table(loads: Sequence[BenchRecord]) -> str:
     """One row for each level of load."""
+    figures = (
+        ("first token ms", "first_token_seconds", 1e3, 0),
+        ("ms per token", "token_seconds", 1e3, 1),
+        ("answer s", "latency_seconds", 1, 2),
+    )
     columns = ["server", "load", "requests", "failed", "tokens/s"]
-    columns += [f"{what}, {share}" for what in ("first token ms", "ms per token", "answer s") for share in _SHARES]
+    columns += [f"{title}, {share}" for title, *_ in figures for share in ("p50", "p95", "p99")]
     rows = []
     for load in loads:
         asked = f"{load['concurrency']} at a time" if load["rate"] is None else f"{load['rate']:g} per second"
-        figures = [
-            f"{factor * load[key][share]:.{digits}f}"
-            for key, factor, digits in (
-                ("first_token_seconds", 1e3, 0),
-                ("token_seconds", 1e3, 1),
-                ("latency_seconds", 1, 2),
-            )
-            for share in ("median", "p95", "p99")
-        ]
-        rate = f"{rate_of(load):.1f}"
-        rows.append([load["model"], asked, str(load["num_requests"]), str(load["num_failed"]), rate, *figures])
+        rate = f"{load['num_tokens'] / load['seconds']:.1f}" if load["seconds"] else "-"
+        row = [load["model"], asked, str(load["num_requests"]), str(load["num_failed"]), rate]
+        for _, key, factor, digits in figures:
+            row += [f"{factor * load[key][share]:.{digits}f}" for share in ("median", "p95", "p99")]
+        rows.append(row)
     return markdown_table(columns, rows)
-
-
-_SHARES = ("p50", "p95", "p99")
-
-
-def _times(span: Span | None) -> str:
-    return "-" if span is None else f"{span.middle:.2f}x"
 
 
 def _times_span(span: Span | None) -> str:

@@ -3,36 +3,31 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from drafter.bench.methods import MethodSpec, parse_methods
+from drafter.bench.methods import PEER_PACKAGES, MethodSpec, parse_methods
 from drafter.decoding.params import SamplingParams
-from drafter.engine.options import ParallelOptions
+from drafter.engine.options import RunOptions
 from drafter.utils.io import first_line
-from drafter.utils.options import LineOptions, Options, comma_separated
+from drafter.utils.options import Options, comma_separated
 from drafter.utils.validate import check_ranges, seed_field, within
 
 LARGEST_TREE = 1024  # nodes of a candidate of `drafter tune`
-DEFAULT_METHODS = ("none", "drafter", "lookup", "hf-generate")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkloadOptions(LineOptions):
+class WorkloadOptions:
     """The prompts, and the length of answers.
 
     Attributes:
-        prompts: file of prompts, hub data set, or mtbench, specbench, humaneval, gsm8k
+        prompts: file of prompts, hub data set, or a name: evaluation, default, mtbench, humaneval, gsm8k
         num_prompts: largest number of prompts of each set, all categories alike
         num_turns: largest number of turns of each conversation
         max_new_tokens: longest answer in tokens
-        raw: give the prompts to the model without chat template
-        ignore_eos: go on after the model's own stop token, so that all answers have the same length
     """
 
-    prompts: tuple[str, ...]
+    prompts: tuple[str, ...] = ("evaluation",)
     num_prompts: int | None = within(None, low=1)
     num_turns: int | None = within(None, low=1)
     max_new_tokens: int = within(128, low=1, high=2**24)
-    raw: bool = False
-    ignore_eos: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,26 +37,27 @@ class MethodOptions:
     Attributes:
         methods: methods in the order of a round
         drafter: folder of an exported drafter, or name of a drafter that comes with the package
-        draft_model: smaller model with the target's tokenizer, for draft-model and hf-assistant
-        tuned: file of `drafter tune` for the method that is tuned (default: the drafter's own)
+        draft_model: smaller model with the target's tokenizer, for draft-model
         batch_sizes: prompts that are answered at the same time
         temperatures: temperatures of sampling; 0 is greedy
         rounds: number of rounds; every method runs once in a round
         seed: seed of sampling
+        peer_python: NAME=PYTHON, the Python of the environment that holds a peer: llama-cpp-python, vllm, xllamacpp or
+            openvino-genai (default: this environment's)
     """
 
-    methods: tuple[str, ...] = comma_separated(DEFAULT_METHODS)
+    methods: tuple[str, ...] = comma_separated(("none", "drafter", "lookup", "hf-generate"))
     drafter: str | None = None
     draft_model: str | None = None
-    tuned: str | None = None
     batch_sizes: tuple[int, ...] = within((1,), low=1, high=1024)
     temperatures: tuple[float, ...] = within((0.0,), low=0.0)
     rounds: int = within(3, low=1)
     seed: int = seed_field()
+    peer_python: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchSettings(Options, WorkloadOptions, MethodOptions, ParallelOptions):
+class BenchSettings(Options, WorkloadOptions, MethodOptions, RunOptions):
     """Settings of a benchmark.
 
     Raises:
@@ -71,28 +67,20 @@ class BenchSettings(Options, WorkloadOptions, MethodOptions, ParallelOptions):
     sections: ClassVar = {
         "What to compare": MethodOptions,
         "What to answer": WorkloadOptions,
-        "Where to run": ParallelOptions,
+        "Where to run": RunOptions,
     }
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ParallelOptions.__post_init__(self)
-        if not self.prompts:
-            raise ValueError("--prompts is empty: name at least one prompt set")
-        if len(set(self.prompts)) < len(self.prompts):
-            raise ValueError(f"--prompts names a set twice: {', '.join(self.prompts)}")
-        if not self.batch_sizes:
-            raise ValueError("--batch-sizes is empty: 1 is one prompt at a time")
+        for flag, values in (("prompts", self.prompts), ("batch-sizes", self.batch_sizes)):
+            if not values or len(set(values)) < len(values):
+                raise ValueError(f"--{flag} is empty or names a value twice: {', '.join(map(str, values))}")
         if not self.temperatures:
             raise ValueError("--temperatures is empty: 0 is greedy")
         for temperature in self.temperatures:
             self.sampling(temperature)
+        self.pythons  # noqa: B018  # refuses an unknown name
         for spec in self.specs:
-            if self.tensor_parallel > 1 and (spec.is_peer or spec.is_tuned):
-                raise ValueError(
-                    f"--tensor-parallel {self.tensor_parallel} runs the package's own methods with trees of a given "
-                    f"size: leave {spec.label} out of --methods"
-                )
             if spec.needs_drafter and self.drafter is None:
                 raise ValueError(f"--methods {spec.label} needs a drafter: give --drafter DIR")
             if spec.needs_draft_model and self.draft_model is None:
@@ -103,11 +91,18 @@ class BenchSettings(Options, WorkloadOptions, MethodOptions, ParallelOptions):
         """The methods, parsed."""
         return parse_methods(self.methods)
 
+    @property
+    def pythons(self) -> dict[str, str]:
+        """The Python of each environment that holds a peer, by package."""
+        pairs = dict(text.partition("=")[::2] for text in self.peer_python)
+        for name, python in pairs.items():
+            if name not in PEER_PACKAGES or not python:
+                raise ValueError(f"--peer-python {name}={python} must be NAME=PYTHON with {', '.join(PEER_PACKAGES)}")
+        return pairs
+
     def sampling(self, temperature: float) -> SamplingParams:
         """Parameters of every request at one temperature."""
-        return SamplingParams(
-            max_new_tokens=self.max_new_tokens, temperature=temperature, seed=self.seed, ignore_eos=self.ignore_eos
-        )
+        return SamplingParams(max_new_tokens=self.max_new_tokens, temperature=temperature, seed=self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)

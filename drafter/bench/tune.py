@@ -32,15 +32,14 @@ from drafter.engine.sizes import (
     fingerprint_of_weights,
 )
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.options import COPY_DEPTH
 from drafter.targets.target import Target
 
 _NUM_ROUNDS = 40  # most steps of each candidate for each number of rows
+_MIN_ROUNDS = 2  # counted rounds, whatever the time
 _RATIOS = (0.4, 0.7, 1.0, 1.3)  # acceptance, relative to the calibration, for which the engine should have a tree
 # Least speed-up of a tree over plain decoding, and its rise for every doubling of the rows: drafts let
 # rows that start together end at different steps, and the last rows step nearly alone.
 _WORTH, _WORTH_PER_DOUBLING = 1.03, 0.01
-_MIN_ROUNDS = 2  # counted rounds, whatever the time
 _TREE_SIZES = {"cpu": (2, 4, 6, 8, 12, 16), "cuda": (4, 8, 16, 32, 48, 64)}
 # Largest tree size, with beam width and draft length up to this size.
 _SHAPES = ((2, 2, 1), (6, 4, 2), (12, 4, 3), (24, 8, 4), (81, 16, 5), (LARGEST_TREE, 64, 16))
@@ -91,13 +90,11 @@ def tune(
         raise ValueError(
             f"--prompts hold none of at most {target.max_length // 2} tokens, half of the target's context"
         )
-    rows = sorted(set(settings.batch_sizes))
     calibration = _Calibration(target, drafter, fitting, settings, compile)
-    seconds = settings.seconds
+    rows = sorted(set(settings.batch_sizes))
+    end = time.perf_counter() + settings.seconds
     for place, num_rows in enumerate(tqdm(rows, desc="Tuning", unit="size", disable=None)):
-        start = time.perf_counter()
-        calibration.measure(num_rows, seconds / (len(rows) - place))
-        seconds -= time.perf_counter() - start
+        calibration.measure(num_rows, (end - time.perf_counter()) / (len(rows) - place))
     num_answered = min(len(fitting), calibration.num_answered)
     return Tuning(calibration.sizes(), calibration.as_lists(), num_answered)
 
@@ -126,7 +123,7 @@ class _Counts:
 
 
 class _Calibration:
-    """Measures the candidates of one method, for one number of rows after another."""
+    """Measures the candidates, for one number of rows after another."""
 
     def __init__(
         self,
@@ -138,9 +135,6 @@ class _Calibration:
     ) -> None:
         self._target, self._drafter, self._compile = target, drafter, compile
         trees = candidates(settings.tree_sizes, target.device.type, drafter.config.num_outputs)
-        trees = [tree for tree in trees if tree.tree_size <= 1 + tree.beam_width * tree.draft_length + COPY_DEPTH]
-        if not trees:
-            raise ValueError(f"--tree-sizes {settings.tree_sizes} hold none that the drafter can draft")
         self._steer = _Steered([PLAIN, *trees])
         config = EngineConfig(method="drafter", max_num_seqs=max(settings.batch_sizes), compile=compile)
         self._engine = Engine(target, drafter, config, sizer=self._steer)
@@ -220,15 +214,14 @@ class _Calibration:
 
     def sizes(self) -> TunedSizes:
         """A plan for every number of rows."""
-        plans = tuple(RowPlan(rows, self._choices(rows, times)) for rows, times in self._seconds.items())
         return TunedSizes(
-            device_name(self._target.device),
-            dtype_name(self._target.dtype),
-            is_compiled(self._compile, self._target.device),
-            self._target.fingerprint,
-            plans,
-            fingerprint_of_weights(self._drafter),
-            self._target.runtime_name,
+            device=device_name(self._target.device),
+            dtype=dtype_name(self._target.dtype),
+            is_compiled=is_compiled(self._compile, self._target.device),
+            target_fingerprint=self._target.fingerprint,
+            plans=tuple(RowPlan(rows, self._choices(rows, times)) for rows, times in self._seconds.items()),
+            drafter_fingerprint=fingerprint_of_weights(self._drafter),
+            runtime=self._target.runtime_name,
         )
 
     def _choices(self, num_rows: int, times: dict[Tree, list[float]]) -> tuple[MeasuredTree, ...]:

@@ -2,14 +2,16 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from drafter.utils.io import first_line
 
 Message = dict[str, str]
+EVALUATION = "evaluation"  # name of the prompts that come with the package for measurements
+_ASSETS = Path(__file__).parent.parent / "assets"
 
 
 @dataclass(frozen=True)
@@ -83,120 +85,58 @@ class Workload:
         """
         if num_prompts is None or num_prompts >= len(self.items):
             return self
-        queues: dict[str, list[int]] = {}
+        num_seen: dict[str, int] = {}
+        places = []
         for index, item in enumerate(self.items):
-            queues.setdefault(item.category, []).append(index)
-        order = sorted(
-            (place, rank, index)
-            for rank, queue in enumerate(queues.values())
-            for place, index in enumerate(queue)
-        )  # fmt: skip
-        chosen = sorted(index for _, _, index in order[:num_prompts])
+            place = num_seen[item.category] = num_seen.get(item.category, -1) + 1
+            places.append((place, list(num_seen).index(item.category), index))
+        chosen = sorted(index for _, _, index in sorted(places)[:num_prompts])
         return Workload(self.name, tuple(self.items[index] for index in chosen))
 
 
-def item_of(
-    fields: Mapping[str, object], messages: Sequence[Message], text: str | None, *, id: str, where: str
-) -> Item:
-    """One row of a prompt file as a conversation.
-
-    Args:
-        fields: the row of the file; ``turns`` (a list of texts) and ``category`` are read.
-        messages: the row's messages; the messages up to the last user turn are the prompt. Unused when there are turns.
-        text: plain text, for rows without messages.
-        id: the row's name.
-        where: file and line, for error messages.
-
-    Raises:
-        ValueError: turns that are no list of texts, or a category that is no text.
-    """
-    category = fields.get("category") or ""
-    if not isinstance(category, str):
-        raise ValueError(f"{where}: category is {category!r} but must be text")
-    turns = fields.get("turns")
-    if turns is not None:
-        texts = [turn for turn in turns if isinstance(turn, str) and turn.strip()] if isinstance(turns, list) else []
-        if not texts or not isinstance(turns, list) or len(texts) < len(turns):
-            raise ValueError(f"{where}: turns must be a list of at least one text, none of them empty")
-        return Item(id, category, tuple(texts))
-    if text is not None:
-        return Item(id, category, (text,), is_raw=True)
-    last = max(index for index, message in enumerate(messages) if message["role"] == "user")
-    return Item(id, category, (messages[last]["content"],), tuple(dict(message) for message in messages[:last]))
-
-
-def as_raw(items: Iterable[Item]) -> tuple[Item, ...]:
-    """The same prompts as text without chat template.
-
-    Raises:
-        ValueError: an item has several turns or a history.
-    """
-    made = []
-    for item in items:
-        if len(item.turns) > 1 or item.history:
-            raise ValueError(
-                f"prompt {item.id}: --raw takes single prompts, this one is a conversation: leave --raw out"
-            )
-        made.append(Item(item.id, item.category, item.turns, is_raw=True))
-    return tuple(made)
-
-
-# -- Prompt sets ---
-
-
-@dataclass(frozen=True)
-class HubSet:
-    """Place of a named prompt set, and the names of its columns.
-
-    Attributes:
-        path: hub data set, or a builder of the `datasets` package with `data_files`.
-        split: its split.
-        config: its configuration.
-        data_files: address of the file, for a set outside the hub.
-        columns: our key -> the set's key.
-        category: category of all rows, for a set without a column of categories.
-    """
+class _HubSet(NamedTuple):
+    """Place of a named prompt set of the hub, and its columns."""
 
     path: str
     split: str
+    prompt: str
+    id: str = ""
     config: str | None = None
-    data_files: str | None = None
-    columns: Mapping[str, str] = field(default_factory=dict)
-    category: str = ""
+    category: str = ""  # of all rows, for a set without a column of categories
 
 
 HUB_SETS = {
-    "mtbench": HubSet("HuggingFaceH4/mt_bench_prompts", "train", columns={"turns": "prompt", "id": "prompt_id"}),
-    "specbench": HubSet(
-        "json",
-        "train",
-        data_files="https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
-        columns={"id": "question_id"},
-    ),
-    "humaneval": HubSet("openai/openai_humaneval", "test", columns={"id": "task_id"}, category="code"),
-    "gsm8k": HubSet("openai/gsm8k", "test", config="main", columns={"prompt": "question"}, category="math"),
+    "mtbench": _HubSet("HuggingFaceH4/mt_bench_prompts", "train", "prompt", "prompt_id"),
+    "humaneval": _HubSet("openai/openai_humaneval", "test", "prompt", "task_id", category="code"),
+    "gsm8k": _HubSet("openai/gsm8k", "test", "question", config="main", category="math"),
 }
 
 
 def read_prompt_set(name: str, *, raw: bool = False) -> Workload:
-    """A prompt set by name (`HUB_SETS`), a file or hub data set that `drafter decode --prompts` takes, or `default`.
+    """A prompt set by name, or a file or hub data set of prompts.
 
-    A row with `turns` is a conversation whose turns follow the method's own answers; a row with `category` belongs to
-    that column of the results.
+    The names are `evaluation` (twenty prompts that come with the package), `default` (the package's prompts for
+    calibration) and :data:`HUB_SETS`. A row with `turns` is a conversation whose turns follow the method's own answers;
+    a row with `category` belongs to that column of the results. With ``raw``, prompts are text without chat template.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a wrong row, with file and line, or the hub cannot be reached.
+        ValueError: a wrong row, with file and line, or the hub cannot be reached, or ``raw`` with a conversation.
     """
-    if name in HUB_SETS:
-        items = tuple(_hub_items(name, HUB_SETS[name]))
-        label = name
-    else:
-        from drafter.distill.prompts import builtin_prompts
+    from drafter.distill.prompts import builtin_prompts
 
-        items = tuple(_file_items(str(builtin_prompts()) if name == "default" else name))
-        label = Path(name).name.partition(".")[0] or name
-    return Workload(label, as_raw(items) if raw else items)
+    if name in HUB_SETS:
+        items = list(_hub_items(name, HUB_SETS[name]))
+    else:
+        own = {EVALUATION: _ASSETS / "evaluation-prompts.jsonl", "default": builtin_prompts()}
+        items = list(_file_items(str(own.get(name, name))))
+    if raw:
+        for item in items:
+            if len(item.turns) > 1 or item.history:
+                raise ValueError(f"prompt {item.id}: --raw takes single prompts, this one is a conversation")
+        items = [replace(item, is_raw=True) for item in items]
+    label = name if name in HUB_SETS else Path(name).name.partition(".")[0] or name
+    return Workload(label, tuple(items))
 
 
 def _file_items(name: str) -> Iterator[Item]:
@@ -204,43 +144,53 @@ def _file_items(name: str) -> Iterator[Item]:
     from drafter.data.reading import read_records
 
     for record in read_records(name):
+        category = _category(record.fields, record.where)
+        row_id = record.fields.get("id", record.fields.get("question_id", record.number - 1))
         if "turns" in record.fields:
-            row_id = record.fields.get("id", record.fields.get("question_id"))
-            yield item_of(record.fields, (), None, id=_name(row_id, record.number), where=record.where)
-        else:
-            row = parse_row(record)
-            yield item_of(record.fields, row.prompt, row.text, id=_name(row.id, record.number), where=record.where)
+            yield Item(str(row_id), category, _turns(record.fields["turns"], record.where))
+            continue
+        row = parse_row(record)
+        if row.text is not None:
+            yield Item(str(row_id), category, (row.text,), is_raw=True)
+            continue
+        last = max(index for index, message in enumerate(row.prompt) if message["role"] == "user")
+        history = tuple(dict(message) for message in row.prompt[:last])
+        yield Item(str(row_id), category, (row.prompt[last]["content"],), history)
 
 
-def _name(row_id: object, number: int) -> str:
-    return str(number - 1) if row_id is None else str(row_id)
-
-
-def _hub_items(name: str, place: HubSet) -> Iterator[Item]:
-    for number, row in enumerate(load_hub_rows(name, place)):
-        fields = {"category": place.category, **row}
-        for ours, theirs in place.columns.items():
-            fields[ours] = row[theirs]
+def _hub_items(name: str, place: _HubSet) -> Iterator[Item]:
+    for number, row in enumerate(_load_hub_rows(name, place)):
         where = f"{name}, row {number + 1}"
-        if "turns" not in fields:
-            fields["turns"] = [fields["prompt"]]
-        yield item_of(fields, (), None, id=_name(fields.get("id"), number + 1), where=where)
+        prompt = row[place.prompt]
+        turns = _turns(prompt if isinstance(prompt, list) else [prompt], where)
+        category = place.category or _category(row, where)
+        yield Item(str(row.get(place.id, number)), category, turns)
 
 
-def load_hub_rows(name: str, place: HubSet) -> list[dict[str, Any]]:
-    """Fetch a named set through the `datasets` package.
+def _category(fields: Mapping[str, Any], where: str) -> str:
+    category = fields.get("category") or ""
+    if not isinstance(category, str):
+        raise ValueError(f"{where}: category is {category!r} but must be text")
+    return category
 
-    Raises:
-        ValueError: it cannot be fetched.
-    """
+
+def _turns(turns: object, where: str) -> tuple[str, ...]:
+    is_texts = isinstance(turns, list) and all(isinstance(turn, str) and turn.strip() for turn in turns)
+    if not is_texts or not turns:
+        raise ValueError(f"{where}: turns must be a list of at least one text, none of them empty")
+    assert isinstance(turns, list)
+    return tuple(turns)
+
+
+def _load_hub_rows(name: str, place: _HubSet) -> list[dict[str, Any]]:
+    """The rows of a named set; ValueError if the hub gives none."""
     import datasets
 
-    files = {} if place.data_files is None else {"data_files": place.data_files}
     try:
-        rows = datasets.load_dataset(place.path, place.config, split=place.split, **files)
+        rows = datasets.load_dataset(place.path, place.config, split=place.split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
-            f"--prompts {name} cannot be fetched from {place.data_files or place.path}: {first_line(error)}; "
-            "give a file of prompts instead"
+            f"--prompts {name} cannot be fetched from {place.path}: {first_line(error)}; give a file of prompts, or "
+            f"{EVALUATION}, which comes with the package"
         ) from error
     return [dict(row) for row in rows]

@@ -1,10 +1,10 @@
-"""Weights & Biases runs of ``drafter train --wandb`` and ``drafter bench --wandb``: mode, run id, config, tables."""
+"""Weights & Biases runs of ``drafter train --wandb``: mode, run id, config."""
 
 import json
 import netrc
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -64,28 +64,6 @@ def init_options(project: str, folder: Path, *, record: Mapping[str, Any], is_re
         "config": json.loads(json.dumps(record, default=str)),
         "settings": wandb.Settings(console="off"),
     }
-
-
-def log_results(
-    project: str, folder: Path, *, record: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], files: Sequence[Path]
-) -> None:
-    """Log a benchmark as a run of its own: ``rows`` as the table ``results``, and ``files`` as an artifact.
-
-    Nested values of a row are shown as JSON.
-    """
-    import wandb
-
-    columns: list[Any] = list(dict.fromkeys(name for row in rows for name in row))
-    with wandb.init(job_type="bench", **init_options(project, folder, record=record, is_resumed=False)) as run:
-        run.log({"results": wandb.Table(columns, [[_cell(row.get(name)) for name in columns] for row in rows])})
-        artifact = wandb.Artifact(f"bench-{run.id}", type="results")
-        for file in files:
-            artifact.add_file(str(file))
-        run.log_artifact(artifact)
-
-
-def _cell(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | bool | None) else json.dumps(value, default=str)
 
 
 def _recorded_id(project: str, folder: Path) -> str | None:

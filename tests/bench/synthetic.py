@@ -36,13 +36,11 @@ def run(
         "device": "Example CPU, 2 threads",
         "drafter": "runs/drafter" if method.startswith("drafter") else None,
         "method": method,
-        "compile": False,
         "prompts": {"name": "mtbench", "digest": "0123456789abcdef", "num_prompts": 40, "num_answers": 80},
         "batch_size": batch_size,
         "temperature": 0.0,
         "max_new_tokens": 128,
         "seed": 0,
-        "ignore_eos": False,
         "seconds": num_tokens / rate,
         **sums,
         "by_category": {
@@ -123,6 +121,7 @@ def sweep() -> list[dict[str, Any]]:
                     records.append(
                         run(
                             f"drafter:W{width}:L{length}:N{size}",
+                            settings={"beam_width": width, "draft_length": length, "tree_size": size},
                             rate=32.0 * (1 + kept) / cost,
                             tokens_per_step=1 + kept,
                         )

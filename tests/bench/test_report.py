@@ -8,19 +8,10 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
-from drafter.bench.plots import draw_all
+from drafter.bench.plots import draw_all, plot_categories
 from drafter.bench.report import report
-from drafter.bench.results import (
-    SCHEMA,
-    append_result,
-    distinct_names,
-    histogram,
-    quantile,
-    read_results,
-    resume_results,
-    summarise,
-    survival,
-)
+from drafter.bench.results import SCHEMA, append_result, histogram, quantile, read_results, resume_results
+from drafter.bench.summary import shortest_endings, summarise
 from tests.bench.synthetic import grid, loads, run, sweep
 
 
@@ -28,7 +19,6 @@ def test_figures() -> None:
     assert [quantile([4, 1, 3, 2], share) for share in (0.5, 0.95, 0.01)] == [2, 4, 1]
     assert quantile([], 0.5) == 0.0
     assert histogram([0, 2, 2]) == [1, 0, 2] and histogram([]) == []
-    assert survival([1, 0, 3]) == [0.75, 0.75] and survival([]) == []
 
 
 def test_the_report_is_a_function_of_the_file(tmp_path: Path) -> None:
@@ -48,7 +38,7 @@ def test_speedups_are_ratios_within_a_round() -> None:
     (methods,) = summarise(records).values()
     lookup = methods[1]
     assert lookup.speedup is not None and tuple(lookup.speedup) == pytest.approx((2.0, 2.0, 2.0))
-    assert tuple(lookup.rate) == pytest.approx((15.0, 10.0, 20.0)) and lookup.speedup_over_peer is None
+    assert tuple(lookup.rate) == pytest.approx((15.0, 10.0, 20.0))
     assert lookup.tokens_per_step == pytest.approx(2.0)
 
 
@@ -56,31 +46,14 @@ def test_the_table_says_what_was_measured() -> None:
     text = report(grid())
     assert "## mtbench, batch size 1, greedy" in text
     line = next(line for line in text.splitlines() if line.startswith("| drafter "))
-    assert [cell.strip() for cell in line.split("|")[6:10]] == ["2.20", "33/40", "0.031 (max 0.062)", "90"]
+    assert [cell.strip() for cell in line.split("|")[5:9]] == ["2.20", "33/40", "0.031 (max 0.062)", "90"]
     assert "### Speedup over plain decoding by category" in text
     assert "## Speedup over plain decoding by batch size: mtbench, greedy" in text
 
 
-def test_drafters_of_one_file_are_told_apart() -> None:
-    records = [
-        run("none", rate=10.0, tokens_per_step=1.0),
-        run("drafter", rate=12.0, tokens_per_step=1.5, drafter="runs/with"),
-        run("drafter", rate=11.0, tokens_per_step=1.4, drafter="runs/without"),
-    ]
-    (methods,) = summarise(records).values()
-    assert [method.label for method in methods] == ["none", "drafter (with)", "drafter (without)"]
-
-
 def test_names_are_the_shortest_endings_that_tell_paths_apart() -> None:
-    names = distinct_names(["runs/kd/drafter", "runs/ce/drafter/", "runs/old", "drafter", "/a/x/y", "/b/x/y"])
-    assert {str(path): name for path, name in names.items()} == {
-        "runs/kd/drafter": "kd/drafter",
-        "runs/ce/drafter": "ce/drafter",
-        "runs/old": "old",
-        "drafter": "drafter",
-        "/a/x/y": "a/x/y",
-        "/b/x/y": "b/x/y",
-    }
+    names = shortest_endings(["runs/kd/drafter", "runs/ce/drafter/", "runs/old", "drafter", "/a/x/y", "/b/x/y"])
+    assert list(names.values()) == ["kd/drafter", "ce/drafter", "old", "drafter", "a/x/y", "b/x/y"]
 
 
 def test_drafters_whose_folders_have_the_same_name_are_no_rounds_of_each_other() -> None:
@@ -112,10 +85,10 @@ def test_other_weights_and_plans_of_the_same_place_are_no_rounds_of_each_other()
     ]
     (methods,) = summarise(records).values()
     assert [method.label for method in methods] == [
-        "drafter:tuned (weights unknown)",
-        "drafter:tuned (weights aaaaaaaa, plan 11111111)",
-        "drafter:tuned (weights aaaaaaaa, plan 22222222)",
-        "drafter:tuned (weights bbbbbbbb)",
+        "drafter:tuned (weights unknown, sizes unknown)",
+        "drafter:tuned (weights aaaaaaaa, sizes 11111111)",
+        "drafter:tuned (weights aaaaaaaa, sizes 22222222)",
+        "drafter:tuned (weights bbbbbbbb, sizes 33333333)",
     ]
     (alone,) = summarise(records[3:] * 2).values()
     assert [(method.label, method.num_rounds) for method in alone] == [("drafter:tuned", 2)]
@@ -170,6 +143,9 @@ def test_values_of_another_shape_are_refused(tmp_path: Path, changes: dict[str, 
     append_result(tmp_path / "r.jsonl", run("lookup", rate=1.0, tokens_per_step=1.0) | changes)
     with pytest.raises(ValueError, match=f"r.jsonl, line 1: {reason}"):
         read_results([tmp_path / "r.jsonl"])
+    (tmp_path / "r.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="holds no results"):
+        read_results([tmp_path / "r.jsonl"])
 
 
 def test_runs_of_no_time_and_of_other_categories_have_a_report() -> None:
@@ -179,30 +155,15 @@ def test_runs_of_no_time_and_of_other_categories_have_a_report() -> None:
     assert "lookup" in report([*records, {**loads()[0], "seconds": 0}])
 
 
-def test_an_empty_file_holds_no_results(tmp_path: Path) -> None:
-    (tmp_path / "r.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match="holds no results"):
-        read_results([tmp_path / "r.jsonl"])
-
-
 def test_a_line_cut_by_a_crash_is_dropped_on_resuming(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     assert resume_results(path) == []
     append_result(path, run("lookup", rate=1.0, tokens_per_step=1.0))
     whole = path.read_bytes()
-    with path.open("ab") as stream:
-        stream.write(whole[:50])
-    assert len(resume_results(path)) == 1 and path.read_bytes() == whole
-
-
-@pytest.mark.parametrize("length", [1, 8, 29])
-def test_a_line_cut_within_its_beginning_is_dropped_too(tmp_path: Path, length: int) -> None:
-    path = tmp_path / "r.jsonl"
-    append_result(path, run("lookup", rate=1.0, tokens_per_step=1.0))
-    whole = path.read_bytes()
-    path.write_bytes(whole + whole[:length])
-    assert len(resume_results(path)) == 1 and path.read_bytes() == whole
-    path.write_bytes(whole[:length])  # the very first line
+    for length in (1, 8, 29, 50):
+        path.write_bytes(whole + whole[:length])
+        assert len(resume_results(path)) == 1 and path.read_bytes() == whole
+    path.write_bytes(whole[:8])  # the very first line
     assert resume_results(path) == [] and path.read_bytes() == b""
 
 
@@ -250,14 +211,31 @@ def test_every_picture_is_drawn_as_png_and_svg(tmp_path: Path) -> None:
     assert {
         "speedup-by-category-mtbench-t0-batch1",
         "tokens-per-second-by-batch-mtbench-t0",
-        "speedup-by-width-and-length-sweep-t0-batch1",
-        "speed-by-tree-size-sweep-t0-batch1",
+        "speedup-by-tree-size-sweep-t0-batch1",
     } <= names
     for path in drawn:
         with Image.open(path) as image:
             assert 500 < image.width < 1800 and 300 < image.height < 1500, (path, image.size)
     text = "".join(ElementTree.parse(tmp_path / "tokens-per-second-by-batch-mtbench-t0.svg").getroot().itertext())
-    assert "times plain decoding at batch 1" in text and "batch size" in text
+    assert "Tokens per second by batch size" in text and "drafter:tuned" in text
+
+
+def test_marks_stand_apart_and_have_the_ranges_of_the_rounds() -> None:
+    records = [
+        run(method, rate=rate * (1 + 0.1 * number), tokens_per_step=1.0, round_number=number,
+            categories={"a": 1.0, "b": factor})
+        for number, factor in enumerate((1.0, 1.5))
+        for method, rate in (("none", 10.0), ("lookup", 20.0), ("drafter", 20.0))
+    ]  # fmt: skip
+    ((condition, methods),) = summarise(records).items()
+    figure = plot_categories(condition, methods)
+    assert figure is not None
+    marks, bars = [], 0
+    for container in figure.axes[0].containers:
+        line, _, (bar,) = container
+        marks += [tuple(point) for point in line.get_xydata().tolist()]
+        bars += len(bar.get_segments())
+    assert len(marks) == len(set(marks)) == bars == 4, "two methods, two categories"
 
 
 def test_results_without_a_baseline_are_drawn_as_far_as_they_go(tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from drafter.bench import run as run_module
-from drafter.bench.backends import AnsweredTurn, EngineBackend, TimedAnswer
+from drafter.bench.backends import AnsweredTurn, TimedAnswer
 from drafter.bench.measure import PeakMemory, compare, first_differences
-from drafter.bench.models import BenchModels
+from drafter.bench.models import BenchModels, EngineBackend
 from drafter.bench.report import report
-from drafter.bench.results import BenchRecord, read_results, summarise
+from drafter.bench.results import BenchRecord, read_results
 from drafter.bench.run import run_benchmark
 from drafter.bench.settings import BenchSettings
+from drafter.bench.summary import summarise
 from drafter.bench.workload import Item, Workload
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
@@ -74,7 +75,7 @@ def test_methods_take_turns_and_agree_with_plain_decoding(tmp_path: Path, models
     assert peer["acceptance"] is None and peer["settings"] == {}
 
 
-def test_batches_and_temperatures_are_corners_of_a_grid(tmp_path: Path, models: BenchModels) -> None:
+def test_batches_and_temperatures_are_points_of_a_grid(tmp_path: Path, models: BenchModels) -> None:
     out = tmp_path / "r.jsonl"
     methods = ("none", "drafter:W16:L2:N24", "hf-generate")
     settings = replace(SETTINGS, methods=methods, batch_sizes=(1, 3), temperatures=(0.0, 0.7), rounds=1)
@@ -138,39 +139,6 @@ def test_warm_up_runs_before_the_clock(tmp_path: Path, models: BenchModels, monk
     assert events == ["2 of 2", "3 of 10", "1 of 10", "3 of 10", "1 of 10"]  # then two turns, twice
 
 
-def test_every_run_begins_with_nothing_learnt(
-    tmp_path: Path, models: BenchModels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[str] = []
-    answer, forget = EngineBackend.answer, Engine.forget
-
-    def noted_answer(self: EngineBackend, prompts: Any, params: Any, on_answer: Any) -> Any:
-        events.append(f"{len(prompts)} answers")
-        return answer(self, prompts, params, on_answer)
-
-    def noted_forget(self: Engine) -> None:
-        if events[-1] != "forget":
-            events.append("forget")
-        forget(self)
-
-    monkeypatch.setattr(EngineBackend, "answer", noted_answer)
-    monkeypatch.setattr(Engine, "forget", noted_forget)
-    settings = replace(SETTINGS, methods=("none",), rounds=2)
-    run_benchmark(settings, models, [WORKLOAD], tmp_path / "r.jsonl")
-    rounds = ["forget", "3 answers", "1 answers"]  # a later turn is of the same run
-    assert events == ["1 answers", *rounds, *rounds]
-
-
-@pytest.mark.parametrize("method", ["lookup", "drafter:W4:L2:N12"])
-def test_later_rounds_know_no_more_than_the_first(tmp_path: Path, models: BenchModels, method: str) -> None:
-    out = tmp_path / "r.jsonl"
-    settings = replace(SETTINGS, methods=("none", method), max_new_tokens=24, rounds=3)
-    run_benchmark(settings, models, [WORKLOAD], out)
-    runs = [record for record in records_of(out) if record["method"] == method]
-    assert len(runs) == 3 and runs[0]["num_forwards"] < runs[0]["num_tokens"]
-    assert len({(record["num_forwards"], str(record["acceptance"])) for record in runs}) == 1
-
-
 def test_other_weights_in_the_same_folder_are_another_run(tmp_path: Path, models: BenchModels) -> None:
     out = tmp_path / "r.jsonl"
     settings = replace(SETTINGS, methods=("none", "drafter"), max_new_tokens=4, rounds=1)
@@ -189,23 +157,23 @@ def test_other_weights_in_the_same_folder_are_another_run(tmp_path: Path, models
 
 def test_a_tuned_method_goes_by_its_file(tmp_path: Path, models: BenchModels) -> None:
     target = models.target
-    plan = RowPlan(1, (MeasuredTree(PLAIN, 1.0, 1.0), MeasuredTree(Tree(16, 2, 24), 1.5, 1.1)))
-    content = TunedSizes(device_name(target.device), "float32", False, target.fingerprint, (plan,))
-    write_atomic(tmp_path / "tuned.json", json.dumps(content.as_json()))
+
+    def write(tree: Tree) -> None:
+        plan = RowPlan(1, (MeasuredTree(PLAIN, 1.0, 1.0), MeasuredTree(tree, 1.5, 1.1)))
+        sizes = TunedSizes(device_name(target.device), "float32", False, target.fingerprint, (plan,))
+        write_atomic(tmp_path / "tuned.json", json.dumps(sizes.as_json()))
+
     tuned = replace(SETTINGS, methods=("none", "drafter:tuned"), rounds=1)
     with pytest.raises(ValueError, match="drafter:tuned needs .*runs--drafter/tuned.json"):
         run_benchmark(tuned, models, [WORKLOAD], tmp_path / "no.jsonl")
+    write(Tree(16, 2, 24))
     beside = models._replace(drafter_name=str(tmp_path))
     run_benchmark(tuned, beside, [WORKLOAD], tmp_path / "r.jsonl")
     record = records_of(tmp_path / "r.jsonl")[1]
     assert record["identical"]["num_identical"] == 3 and record["num_forwards"] < record["num_tokens"]
     assert record["settings"]["tuned"] == "tuned.json"  # no paths of this machine
-    assert record["compile"] is False
     assert run_benchmark(tuned, beside, [WORKLOAD], tmp_path / "r.jsonl") == 0
-    retuned = replace(
-        content, plans=(RowPlan(1, (MeasuredTree(PLAIN, 1.0, 1.0), MeasuredTree(Tree(8, 2, 12), 1.5, 1.1))),)
-    )
-    write_atomic(tmp_path / "tuned.json", json.dumps(retuned.as_json()))
+    write(Tree(8, 2, 12))
     assert run_benchmark(tuned, beside, [WORKLOAD], tmp_path / "r.jsonl") == 1
     again = records_of(tmp_path / "r.jsonl")[2]
     assert again["drafter_fingerprint"] == record["drafter_fingerprint"]

@@ -1,9 +1,6 @@
 """Settings and methods as they are written, and what is refused by name."""
 
-from pathlib import Path
-
 import pytest
-import yaml
 
 from drafter.bench.methods import parse_method, parse_methods
 from drafter.bench.settings import BenchSettings
@@ -19,7 +16,6 @@ def test_options_become_the_engines_settings() -> None:
     assert published.tree_policy == "final-beams" and published.num_nodes == 19
     assert parse_method("draft-model:G3:rejection").fields["verify"] == "rejection"
     assert parse_method("lookup:L6").fields["lookup_length"] == 6
-    assert parse_method("drafter:tuned").fields == {"method": "drafter"}
     assert parse_method("hf-lookup:G7").number("G") == 7
     assert parse_method("drafter:W6:tau1.5").fields["tau"] == 1.5
     assert parse_method("drafter:W6:noise0.5").fields["noise_weight"] == 0.5
@@ -33,11 +29,13 @@ def test_options_become_the_engines_settings() -> None:
         ("drafter:W", "'W' is no option"),
         ("drafter:W4:W5", "W is given twice"),
         ("drafter:tuned:W4", "leave the other options out"),
-        ("drafter:all-nodes:final-beams", "exclude each other"),
+        ("llama-cpp:BF16:F16", "BF16 and F16 exclude each other"),
+        ("openvino-genai:BF16", "'BF16' is no option"),
+        ("drafter:tau1.2.3", "holds no number"),
         ("drafter:W2:L2:N99", "--tree-size 99"),
         ("drafter:W0", "--beam-width"),
-        ("none:W4", "takes N<tree size>$"),
-        ("hf-static:W4", "takes none"),
+        ("none:W4", "takes compiled$"),
+        ("vllm:W4", "takes none"),
         ("hf-generate:G4", "no option"),
         ("", "unknown method ''"),
     ],
@@ -58,7 +56,7 @@ def test_methods_come_once() -> None:
     ("changes", "reason"),
     [
         ({"prompts": ()}, "--prompts is empty"),
-        ({"prompts": ("a", "a")}, "twice"),
+        ({"prompts": ("a", "a")}, "--prompts is empty or names a value twice: a, a"),
         ({"batch_sizes": (0,)}, "--batch-sizes is 0"),
         ({"batch_sizes": ()}, "--batch-sizes is empty"),
         ({"rounds": 0}, "--rounds is 0"),
@@ -68,7 +66,8 @@ def test_methods_come_once() -> None:
         ({"temperatures": (-1.0,)}, "--temperature"),
         ({"max_new_tokens": 0}, "--max-new-tokens"),
         ({"methods": ("drafter",)}, "drafter needs a drafter: give --drafter"),
-        ({"methods": ("hf-assistant",)}, "hf-assistant needs a smaller model: give --draft-model"),
+        ({"methods": ("draft-model",)}, "draft-model needs a smaller model: give --draft-model"),
+        ({"peer_python": ("vlm=python",)}, "--peer-python vlm=python must be NAME=PYTHON with xllamacpp"),
     ],
 )
 def test_wrong_settings_are_refused_with_their_flag(changes: dict[str, object], reason: str) -> None:
@@ -84,21 +83,21 @@ def test_keys_of_a_file_are_the_fields() -> None:
     )
 
 
-@pytest.mark.parametrize("path", sorted(Path("configs/bench").glob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_settings_hold_together(path: Path) -> None:
-    values = yaml.safe_load(path.read_text()) | {"drafter": "runs/drafter", "draft_model": "other"}
-    settings = options_from(BenchSettings, values, str(path))
-    assert settings.specs and settings.rounds >= 1
+def test_other_engines_say_what_they_are() -> None:
+    specs = {text: parse_method(text) for text in ("llama-cpp", "llama-cpp:Q4_1:native", "vllm", "hf-generate", "none")}
+    assert [spec.engine for spec in specs.values()] == ["llama.cpp", "llama.cpp", "vLLM", "transformers", "Drafter"]
+    assert [spec.has_own_process for spec in specs.values()] == [True, True, True, False, False]
+    native = specs["llama-cpp:Q4_1:native"]
+    assert (native.package, native.gguf_weights, native.is_one_at_a_time) == ("llama-cpp-python", "Q4_1", True)
+    assert (specs["llama-cpp"].package, specs["llama-cpp"].gguf_weights) == ("xllamacpp", "BF16")
 
 
-def test_a_sweep_drafts_every_shape_that_can_be() -> None:
-    assert sweep_methods((1, 4), (2,), (), "all-nodes") == ("drafter:W1:L2:N3", "drafter:W4:L2:N9")
-    assert sweep_methods((1, 64), (4,), (4, 16), "all-nodes") == (
-        "drafter:W1:L4:N4",
-        "drafter:W64:L4:N4",
-        "drafter:W64:L4:N16",
+def test_a_sweep_drafts_every_shape_that_can_be_and_names_the_others() -> None:
+    assert sweep_methods((1, 4), (2,), ()) == (("drafter:W1:L2:N3", "drafter:W4:L2:N9"), ())
+    assert sweep_methods((1, 64), (4,), (4, 16)) == (
+        ("drafter:W1:L4:N4", "drafter:W64:L4:N4", "drafter:W64:L4:N16"),
+        ("drafter:W1:L4:N16",),
     )
-    assert sweep_methods((64,), (4,), (), "all-nodes") == ("drafter:W64:L4:N64",)
-    assert sweep_methods((2,), (3,), (), "final-beams") == ("drafter:W2:L3:final-beams",)
+    assert sweep_methods((64,), (4,), ()) == (("drafter:W64:L4:N64",), ())
     with pytest.raises(ValueError, match="--tree-sizes"):
-        sweep_methods((1,), (1,), (50,), "all-nodes")
+        sweep_methods((1,), (1,), (50,))

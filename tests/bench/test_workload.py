@@ -94,7 +94,6 @@ def test_raw_takes_single_prompts_only(tmp_path: Path) -> None:
 
 ROWS = {
     "mtbench": {"prompt": ["one", "two"], "prompt_id": 81, "category": "writing", "reference": []},
-    "specbench": {"question_id": 7, "category": "rag", "turns": ["one"]},
     "humaneval": {"task_id": "HumanEval/0", "prompt": "def f():", "test": "..."},
     "gsm8k": {"question": "How many?", "answer": "4"},
 }
@@ -102,19 +101,10 @@ ROWS = {
 
 @pytest.mark.parametrize("name", HUB_SETS)
 def test_named_sets_are_read_by_their_own_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def load_dataset(path: str, config: str | None, **options: str) -> list[dict[str, object]]:
-        asked.append((path, config, options["split"]))
-        return [ROWS[name], ROWS[name]]
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *words, **options: [ROWS[name], ROWS[name]])
     workload = read_prompt_set(name)
-    place = HUB_SETS[name]
-    assert asked == [(place.path, place.config, place.split)]
     expected = {
         "mtbench": Item("81", "writing", ("one", "two")),
-        "specbench": Item("7", "rag", ("one",)),
         "humaneval": Item("HumanEval/0", "code", ("def f():",)),
         "gsm8k": Item("0", "math", ("How many?",)),
     }
@@ -126,7 +116,10 @@ def test_a_hub_that_does_not_answer_is_said_in_one_line(monkeypatch: pytest.Monk
         raise ConnectionError("no route to the hub\nand more")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(ValueError, match="--prompts gsm8k cannot be fetched .*no route to the hub; give a file"):
+    with pytest.raises(
+        ValueError,
+        match="--prompts gsm8k cannot be fetched .*no route to the hub; give a file of prompts, or evaluation",
+    ):
         read_prompt_set("gsm8k")
 
 
@@ -140,6 +133,11 @@ def test_workloads_settings_records_and_reports_need_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_the_packages_own_prompts_have_a_name() -> None:
-    workload = read_prompt_set("default")
-    assert len(workload.items) > 20 and workload.name == "default"
+def test_the_packages_own_prompts_have_names_and_need_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.socket.connect", lambda *words: pytest.fail("the network is asked"))
+    assert len(read_prompt_set("default").items) > 20
+    evaluation = read_prompt_set("evaluation")
+    assert evaluation.name == "evaluation" and len(evaluation.items) == 20
+    assert len(evaluation.categories) == 10 and len(evaluation.take(10).categories) == 10
+    texts = {item.turns[0] for item in read_prompt_set("default").items}
+    assert not texts & {item.turns[0] for item in evaluation.items}, "calibration prompts are not evaluated"

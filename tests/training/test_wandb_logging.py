@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from wandb.proto.wandb_internal_pb2 import Record
 
-from drafter.integrations.wandb import init_options, log_results, wandb_mode
+from drafter.integrations.wandb import init_options, wandb_mode
 from drafter.models.drafter import RecurrentDrafter
 from drafter.training.run import main_train
 from drafter.training.wandb_logging import DecodedAnswer, DecodedStep, answer_html
@@ -168,18 +168,6 @@ def test_online_without_a_key_is_refused_and_asks_nothing(monkeypatch: pytest.Mo
 def test_a_project_name_with_a_slash_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--wandb 'me/mine' is no project name"):
         init_options("me/mine", tmp_path, record={}, is_resumed=False)
-
-
-def test_bench_results_are_a_table(tmp_path: Path) -> None:
-    results = tmp_path / "results.jsonl"
-    rows = [{"method": "none", "tokens_per_s": 2.0}, {"method": "drafter", "sizes": [1, 2]}]
-    results.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    log_results("tests", tmp_path, record={"seed": 3}, rows=rows, files=[results])
-    (file,) = run_files(tmp_path)
-    assert any("results" in row for row in history(read_records(file)))
-    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/results_*.table.json")
-    found = json.loads(table.read_text())
-    assert found["columns"] == ["method", "tokens_per_s", "sizes"] and found["data"][1] == ["drafter", None, "[1, 2]"]
 
 
 def test_html_shows_what_was_accepted_and_what_was_rejected() -> None:

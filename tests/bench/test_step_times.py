@@ -6,35 +6,21 @@ import runpy
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from drafter.bench.hardware import (
-    CheckSettings,
-    FixedTree,
-    StepClock,
-    check_table,
-    check_target,
-    copy_bandwidth,
-    weight_bytes,
-)
+from drafter.bench.step_times import FixedTree, StepClock, copy_bandwidth, weight_bytes
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import RootOnly
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.targets.capabilities import decoder_of
 from drafter.targets.target import Target
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 from tests.engine.oracle import rows_of
 
-SETTINGS = CheckSettings(
-    (1, 2), (4, 8), beam_width=4, draft_length=2, context_length=16, num_rounds=2, copy_bytes=2**20
-)
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check.py"
 
 
@@ -56,24 +42,18 @@ def test_a_copy_has_a_bandwidth() -> None:
     assert 1e7 < copy_bandwidth(torch.device("cpu"), 2**22) < 1e13
 
 
-def check(target: Target, **options: Any) -> list[dict[str, Any]]:
-    records: list[dict[str, Any]] = []
-    drafter = trained_drafter() if target is shared_target() else options.pop("drafter")
-    check_target(
-        target, drafter, SETTINGS, time.perf_counter() + 60, compile=False, on_record=records.append, **options
-    )
-    return records
+def clock_of(target: Target, num_rows: int = 2, context_length: int = 16, num_rounds: int = 3) -> StepClock:
+    config = EngineConfig(max_num_seqs=num_rows, beam_width=4, draft_length=2, tree_size=8, compile=False)
+    return StepClock(
+        target, trained_drafter(), config, (4, 8), context_length=context_length, num_rounds=num_rounds
+    )  # fmt: skip
 
 
-def test_parts_of_a_step_are_told_apart() -> None:
-    records = check(shared_target())
-    assert [record["batch_size"] for record in records] == [1, 2]
-    for record in records:
-        assert set(record["step_ms"]) == {"4", "8"} and set(record["forward_ms"]) == {"1", "4", "8"}
-        assert record["rest_ms"] > 0 and record["draft_ms"] > 0
-        assert record["forward_ms"]["8"] > 0 and record["floor_ms"] > 0 and record["peak_bytes"] > 0
-    assert not decoder_of(shared_target().model)._forward_hooks  # the clock is off again
-    assert check_table(records).count("\n") == 4
+def test_steps_and_their_parts_are_timed() -> None:
+    clock = clock_of(shared_target())
+    steps, parts = clock.steps(time.perf_counter() + 60), clock.parts()
+    assert set(steps) == {1, 4, 8} and min(steps.values()) > 0
+    assert {"propose", "forward", "accept"} <= set(parts) and min(parts.values()) > 0
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3, 7, 8, 25, 64])
@@ -102,35 +82,23 @@ def test_steps_with_a_proposer_of_the_caller_change_no_token() -> None:
     assert [request.token_ids for request in own] == [item.token_ids for item in plain.generate(prompts, params)]
 
 
-def test_proposers_take_turns_and_medians_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = StepClock(shared_target(), trained_drafter(), replace(SETTINGS, num_rounds=3), 2, compile=False)
+def test_sizes_take_turns_and_medians_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = clock_of(shared_target())
     order: list[int] = []
-    durations = iter([9.0, 9.0, 1.0, 5.0, 3.0, 6.0, 2.0, 4.0])
+    durations = iter([9.0, 9.0, 9.0, 1.0, 5.0, 7.0, 3.0, 6.0, 8.0, 2.0, 4.0, 9.0])
 
     def step(proposer: RootOnly) -> float:
         order.append(proposer.num_nodes)
         return next(durations)
 
-    monkeypatch.setattr(clock, "step", step)
+    monkeypatch.setattr(clock, "_step", step)
     monkeypatch.setattr(clock, "_restart", lambda: None)
-    trees = {1: RootOnly(), 4: FixedTree(4, 61, torch.device("cpu"))}
-    assert clock.compare(trees, time.perf_counter() + 60) == {1: 2.0, 4: 5.0} and order == [1, 4] * 4
+    assert clock.steps(time.perf_counter() + 60) == {1: 2.0, 4: 5.0, 8: 8.0} and order == [1, 4, 8] * 4
 
 
 def test_a_context_too_short_to_measure_in_is_said() -> None:
-    settings = replace(SETTINGS, context_length=240)
     with pytest.raises(ValueError, match="too short for so many steps"):
-        check_target(
-            shared_target(), trained_drafter(), settings, time.perf_counter() + 60, compile=False, on_record=print
-        )
-
-
-def test_no_measurement_begins_when_the_time_is_over() -> None:
-    records: list[dict[str, Any]] = []
-    check_target(
-        shared_target(), trained_drafter(), SETTINGS, 0.0, compile=False, on_record=records.append
-    )  # fmt: skip
-    assert records == []
+        clock_of(shared_target(), context_length=240).steps(time.perf_counter() + 60)
 
 
 def test_the_script_needs_neither_network_nor_the_packages_of_other_rooms(tmp_path: Path) -> None:
@@ -179,5 +147,6 @@ def test_the_check_runs_on_cuda() -> None:
     target.model.to("cuda", torch.bfloat16)
     target = Target.from_model(target.model, name="small")
     drafter = RecurrentDrafter(DrafterConfig(vocab_size=50, hidden_size=16)).to("cuda", torch.bfloat16)  # type: ignore[arg-type]
-    records = check(target, drafter=drafter.eval())
-    assert len(records) == 2 and all(record["peak_bytes"] > 0 for record in records)
+    config = EngineConfig(max_num_seqs=2, beam_width=4, draft_length=2, tree_size=8)
+    clock = StepClock(target, drafter.eval().bind(target), config, (4, 8), context_length=16, num_rounds=2)
+    assert min(clock.steps(time.perf_counter() + 60).values()) > 0

@@ -1,4 +1,4 @@
-"""Peers that read a GGUF file: llama.cpp and OpenVINO GenAI, each in a process of its own."""
+"""Engines in processes of their own: llama.cpp, OpenVINO GenAI and vLLM, and the weight files that they read."""
 
 import hashlib
 import json
@@ -8,8 +8,8 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,13 @@ import torch
 
 from drafter.bench import peer_worker
 from drafter.bench.backends import Backend, TimedAnswer
-from drafter.bench.methods import GGUF_WEIGHTS, MethodSpec, parse_method
+from drafter.bench.methods import GGUF_WEIGHTS, MethodSpec
 from drafter.decoding.params import SamplingParams
 from drafter.targets.catalog import gguf_file, home_folder
 from drafter.targets.target import Target
 from drafter.utils.io import replacing
 
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32}  # general.file_type of the format
-_KEEPS_ANSWERS = ("ngram-cache", "ngram-mod")  # tables that outlive a request
 _WARM_UP = SamplingParams(max_new_tokens=4, ignore_eos=True)
 _LOOKUP_TOKENS = 5  # the value of OpenVINO GenAI's documentation
 
@@ -35,7 +34,8 @@ def weights_file(name: str, weights: str) -> Path:
     The result is the file that the target was made from, if most of its matrices have that format. Otherwise the
     numbers are rounded once, into a file of `$DRAFTER_HOME/gguf`; vectors stay float32, as llama.cpp's converter does.
 
-    ValueError for a target that comes from no GGUF file, or a matrix whose rows `weights` cannot store.
+    Raises:
+        ValueError: the target comes from no GGUF file, or a matrix has rows that `weights` cannot store.
     """
     import gguf
 
@@ -50,74 +50,78 @@ def weights_file(name: str, weights: str) -> Path:
     out = home_folder() / "gguf" / f"{stem}-{digest}.{weights}.gguf"
     if not out.is_file():
         with replacing(out) as new:
-            _write_rounded(reader, new, weights)
+            tensors = ((tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type)) for tensor in reader.tensors)
+            write_gguf(new, reader, tensors, weights)
     return out
 
 
-def _write_rounded(reader: Any, out: Path, weights: str) -> None:
+def write_gguf(out: Path, like: Any, tensors: Any, weights: str, changes: Mapping[str, Any] | None = None) -> None:
+    """A GGUF file with the fields of another, which a reader holds, and matrices stored as `weights`.
+
+    Args:
+        out: the file to write.
+        like: reader of the file whose fields are taken.
+        tensors: pairs of a name and a float32 array.
+        weights: format of the matrices; vectors stay float32.
+        changes: fields with other values.
+
+    Raises:
+        ValueError: a matrix has rows that `weights` cannot store.
+    """
     import gguf
 
-    writer = gguf.GGUFWriter(out, str(reader.fields["general.architecture"].contents()))
+    changes = changes or {}
+    writer = gguf.GGUFWriter(out, str(like.fields["general.architecture"].contents()))
     made_anew = ("general.architecture", "general.file_type", "general.quantization_version")
-    for field in reader.fields.values():
+    for field in like.fields.values():
         if not field.name.startswith("GGUF.") and field.name not in made_anew:
             inner = field.types[1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(field.name, field.contents(), field.types[0], inner)
+            writer.add_key_value(field.name, changes.get(field.name, field.contents()), field.types[0], inner)
     writer.add_file_type(_FILE_TYPES[weights])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    for tensor in reader.tensors:
-        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+    for name, values in tensors:
         kind = gguf.GGMLQuantizationType[weights if values.ndim > 1 else "F32"]
         try:
-            writer.add_tensor(tensor.name, gguf.quantize(values, kind), raw_dtype=kind)
+            writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
         except gguf.QuantError as error:
-            raise ValueError(f"tensor {tensor.name} cannot be stored as {weights}: {error}") from error
+            raise ValueError(f"tensor {name} cannot be stored as {weights}: {error}") from error
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-@contextmanager
-def llama_cpp_server(name: str, weights: str, num_slots: int, num_tokens: int) -> Iterator[str]:
-    """Address of a running llama.cpp server for the target `name`: `num_slots` slots of `num_tokens` tokens each."""
-    spec = parse_method(f"llama-cpp:{weights}")
-    spec.check_installed()
-    settings = {
-        "engine": spec.name,
-        "name": f"llama.cpp {name} {weights}",
-        "model": str(weights_file(name, weights)),
-        "num_slots": num_slots,
-        "num_tokens": num_tokens,
-        "num_threads": torch.get_num_threads(),
-        "speculation": "",
-    }
-    worker = _Worker(settings, spec.label)
-    try:
-        yield worker.url
-    finally:
-        worker.close()
+def _checkpoint_folder(target: Target) -> Path:
+    """The target as a folder that vLLM loads: the target's own, or a copy under `$DRAFTER_HOME/checkpoints`."""
+    if (Path(target.name) / "config.json").is_file():
+        return Path(target.name)
+    out = home_folder() / "checkpoints" / target.fingerprint
+    if not out.is_dir():
+        with replacing(out) as new:
+            target.model.save_pretrained(new)
+            if target.tokenizer is not None:
+                target.tokenizer.save_pretrained(new)
+    return out
 
 
-class NativeBackend(Backend):
-    """An engine that reads a GGUF file.
+class ProcessBackend(Backend):
+    """An engine in a process of its own.
 
     Args:
-        target: the model; its own GGUF file gives the weights.
+        target: the model; its GGUF file or its checkpoint gives the weights.
         spec: the engine, its weights and its speculation.
         batch_size: prompts answered at the same time.
+        pythons: the Python of each environment that holds an engine, by package; others are in this environment.
     """
 
-    def __init__(self, target: Target, spec: MethodSpec, batch_size: int) -> None:
-        assert spec.is_native and batch_size <= (spec.max_batch_size or batch_size)
-        spec.check_installed()
-        self._target = target
-        self._spec = spec
-        self._batch_size = batch_size
-        self._model = weights_file(target.name, spec.gguf_weights)
+    def __init__(self, target: Target, spec: MethodSpec, batch_size: int, pythons: Mapping[str, str]) -> None:
+        assert spec.has_own_process and not (spec.is_one_at_a_time and batch_size > 1)
+        self._target, self._spec, self._batch_size = target, spec, batch_size
+        self._python = pythons.get(spec.package, sys.executable)
+        is_vllm = spec.package == "vllm"
+        self._model = _checkpoint_folder(target) if is_vllm else weights_file(target.name, spec.gguf_weights)
         self._num_tokens = 0
-        self._process: _Worker | None = None
-        self._has_answered = False
+        self._process: PeerProcess | None = None
 
     @property
     def process_id(self) -> int | None:
@@ -131,11 +135,6 @@ class NativeBackend(Backend):
             self._num_tokens = num_tokens
         self._started()
 
-    def forget(self) -> None:
-        """Restart the engine if earlier answers may serve as drafts."""
-        if self._spec.native_speculation in _KEEPS_ANSWERS and self._has_answered:
-            self.close()
-
     def close(self) -> None:
         """End the engine's process."""
         if self._process is not None:
@@ -146,70 +145,72 @@ class NativeBackend(Backend):
         self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], None]
     ) -> list[TimedAnswer]:
         """Answer all prompts (see :class:`drafter.bench.backends.Backend`)."""
-        fields = {
-            "max_new_tokens": params.max_new_tokens,
-            "temperature": params.temperature,
-            "top_k": params.top_k,
-            "top_p": params.top_p,
-            "min_p": params.min_p,
-            "seed": params.seed,
-            "ignore_eos": params.ignore_eos,
-            "stop_token_ids": list(self._target.eos_token_ids),
-        }
+        names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
+        fields = {name: getattr(params, name) for name in names}
+        fields["stop_token_ids"] = [] if params.ignore_eos else list(self._target.eos_token_ids)
         answers: list[TimedAnswer | None] = [None] * len(prompts)
-        worker = self._started()
-        self._has_answered = True
-        worker.send({"prompts": prompts, "params": fields})
+        process = self._started()
+        process.send({"prompts": prompts, "params": fields})
         for _ in prompts:
-            found = worker.receive()
-            index = found.pop("index")
-            answers[index] = TimedAnswer(num_accepted=None, **found)
+            message = process.receive()
+            index = message.pop("index")
+            answers[index] = TimedAnswer(num_accepted=None, **message)
             on_answer()
         return [answer for answer in answers if answer is not None]
 
-    def _started(self) -> "_Worker":
+    def _started(self) -> "PeerProcess":
         if self._process is None:
             settings = {
-                "engine": self._spec.name,
+                "package": self._spec.package,
                 "name": self._target.name,
                 "model": str(self._model),
                 "num_slots": self._batch_size,
                 "num_tokens": self._num_tokens or self._target.max_length,
                 "num_threads": torch.get_num_threads(),
-                "speculation": self._spec.native_speculation,
-                "num_speculative_tokens": self._spec.number("G") or _LOOKUP_TOKENS,
-                "precision": "f32" if self._target.dtype == torch.float32 else "bf16",
+                "is_lookup": "lookup" in self._spec.words,
+                "num_draft_tokens": self._spec.number("G") or _LOOKUP_TOKENS,
+                "dtype": str(self._target.dtype).removeprefix("torch."),
+                "is_cpu": self._target.device.type == "cpu",
             }
-            self._process = _Worker(settings, self._spec.label)
+            self._process = PeerProcess(settings, self._spec.label, self._python)
+            self.build = self._process.ready["build"]
+            self.versions = {self._spec.package: self._process.ready["version"]}
             self.answer([[0] * 32] * self._batch_size, _WARM_UP, lambda: None)
-            self._has_answered = False
         return self._process
 
 
-class _Worker:
-    """A process of :mod:`drafter.bench.peer_worker`."""
+class PeerProcess:
+    """A process of :mod:`drafter.bench.peer_worker`.
 
-    def __init__(self, settings: dict[str, Any], label: str) -> None:
+    Attributes:
+        ready: the worker's first message: url, build, version, load_seconds.
+    """
+
+    def __init__(self, settings: dict[str, Any], label: str, python: str = sys.executable) -> None:
         self._label = label
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # lives as long
-        command = [sys.executable, "-P", peer_worker.__file__, json.dumps(settings)]
-        # `drafter` sets these variables for its own threads; sleeping threads halve the speed of llama.cpp.
-        ours = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+        command = [python, "-P", peer_worker.__file__, json.dumps(settings)]
+        # `drafter` sets the first two for its own threads; sleeping threads halve the speed of llama.cpp.
+        ours = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "PYTHONPATH", "VIRTUAL_ENV")
         environment = {name: value for name, value in os.environ.items() if name not in ours}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, encoding="utf-8",
-            env=environment,
-        )  # fmt: skip
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+                encoding="utf-8", env=environment,
+            )  # fmt: skip
+        except OSError as error:
+            raise ValueError(f"--peer-python {settings['package']}={python} cannot be run: {error.strerror}") from error
         self._end = weakref.finalize(self, _end, self._process)
-        self.url = str(self.receive()["url"])
+        self.ready = self.receive()
 
     @property
     def process_id(self) -> int:
         return self._process.pid
 
     def send(self, message: dict[str, Any]) -> None:
+        """Write one request; :meth:`receive` reports a process that has ended."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # `receive` reports the cause
+        with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
 
@@ -221,13 +222,13 @@ class _Worker:
             self._process.wait()
             self._log.seek(0)
             lines = [line for line in self._log.read().splitlines() if line.strip()]
-            raise ValueError(
-                f"--methods {self._label}: the engine failed: {lines[-1] if lines else 'it left no reason'}"
-            )
-        found: dict[str, Any] = json.loads(line)
-        return found
+            reason = lines[-1] if lines else "it left no reason"
+            raise ValueError(f"--methods {self._label}: the engine failed: {reason}")
+        message: dict[str, Any] = json.loads(line)
+        return message
 
     def close(self) -> None:
+        """End the process."""
         self._end()
 
 

@@ -3,9 +3,10 @@
 import pytest
 from transformers import GenerationConfig
 
-from drafter.bench.backends import EngineBackend, TimedAnswer
+from drafter.bench.backends import TimedAnswer
 from drafter.bench.methods import parse_method
-from drafter.bench.peers import TransformersBackend
+from drafter.bench.models import EngineBackend
+from drafter.bench.transformers_peer import TransformersBackend
 from drafter.decoding.params import SamplingParams
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
@@ -21,15 +22,13 @@ def ours(params: SamplingParams = PARAMS) -> list[TimedAnswer]:
     return backend.answer(PROMPTS, params, lambda: None)
 
 
-def peer(name: str, batch_size: int, **options: object) -> TransformersBackend:
-    backend = TransformersBackend(tiny_target(), parse_method(name), batch_size, **options)  # type: ignore[arg-type]
-    backend.reserve(64)
-    return backend
+def peer(name: str, batch_size: int) -> TransformersBackend:
+    return TransformersBackend(tiny_target(), parse_method(name), batch_size)
 
 
 @pytest.mark.parametrize(
     ("name", "batch_size"),
-    [("hf-generate", 1), ("hf-generate", 2), ("hf-static", 3), ("hf-lookup", 1), ("hf-lookup:G3", 1)],
+    [("hf-generate", 1), ("hf-generate", 2), ("hf-lookup", 1), ("hf-lookup:G3", 1)],
 )
 def test_greedy_texts_are_those_of_our_plain_decoding(name: str, batch_size: int) -> None:
     finished: list[int] = []
@@ -39,14 +38,6 @@ def test_greedy_texts_are_those_of_our_plain_decoding(name: str, batch_size: int
         assert 0 < answer.first_token_seconds <= answer.seconds
         assert answer.num_forwards is not None and 0 < answer.num_forwards <= len(answer.token_ids)
     assert len(finished) == 3
-
-
-def test_an_assistant_that_is_the_target_saves_forwards() -> None:
-    answers = peer("hf-assistant:G4", 1, assistant=tiny_target()).answer(PROMPTS, PARAMS, lambda: None)
-    for expected, answer in zip(ours(), answers, strict=True):
-        assert answer.token_ids == expected.token_ids
-    # The model assists itself; its own drafting counts as forwards too, since it is the same module.
-    assert all(answer.num_forwards for answer in answers)
 
 
 def test_settings_that_came_with_the_model_are_set_aside() -> None:
@@ -81,9 +72,3 @@ def test_sampling_is_repeatable() -> None:
     params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
     one, two = (peer("hf-generate", 2).answer(PROMPTS, params, lambda: None) for _ in range(2))
     assert [a.token_ids for a in one] == [a.token_ids for a in two]
-
-
-@pytest.mark.slow
-def test_the_compiled_variant_agrees_where_a_compiler_is_there() -> None:
-    answers = peer("hf-compile", 1).answer(PROMPTS, PARAMS, lambda: None)
-    assert [a.token_ids for a in answers] == [a.token_ids for a in ours()]

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from drafter.bench.backends import EngineBackend
 from drafter.bench.measure import RESIDENT_OF_PEER, PeakMemory
 from drafter.bench.methods import parse_method
-from drafter.bench.native_peers import NativeBackend, weights_file
+from drafter.bench.models import EngineBackend
+from drafter.bench.process_peers import ProcessBackend, weights_file
 from drafter.decoding.params import SamplingParams
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
@@ -36,10 +38,15 @@ def target(file: Path) -> Target:
     return load_target(str(file), dtype="float32", device="cpu")
 
 
-@pytest.fixture
-def llama_cpp(target: Target) -> Iterator[NativeBackend]:
-    pytest.importorskip("xllamacpp")
-    backend = NativeBackend(target, parse_method("llama-cpp:F32:ngram-cache"), 2)
+@pytest.fixture(params=["llama-cpp:F32", "llama-cpp:F32:native"])
+def llama_cpp(target: Target, request: pytest.FixtureRequest) -> Iterator[ProcessBackend]:
+    """llama.cpp of this environment, or of the one whose Python DRAFTER_TEST_PEER_PYTHON names."""
+    spec = parse_method(request.param)
+    python = os.environ.get("DRAFTER_TEST_PEER_PYTHON", sys.executable)
+    asked = f"import {spec.package.replace('-python', '').replace('-', '_')}"
+    if subprocess.run([python, "-c", asked], capture_output=True).returncode:
+        pytest.skip(f"{python} lacks {spec.package}")
+    backend = ProcessBackend(target, spec, 1 if spec.is_one_at_a_time else 2, {spec.package: python})
     backend.reserve(64)
     yield backend
     backend.close()
@@ -69,18 +76,7 @@ def test_a_target_without_a_gguf_file_is_refused() -> None:
         weights_file("owner/name", "BF16")
 
 
-def test_written_forms() -> None:
-    assert parse_method("llama-cpp").gguf_weights == "BF16"
-    spec = parse_method("llama-cpp:Q4_1:ngram-simple")
-    assert (spec.gguf_weights, spec.native_speculation, spec.engine) == ("Q4_1", "ngram-simple", "llama.cpp")
-    spec = parse_method("openvino-genai:F16:lookup:G7")
-    assert (spec.gguf_weights, spec.native_speculation, spec.number("G")) == ("F16", "lookup", 7)
-    for text in ("llama-cpp:Q9_9", "llama-cpp:BF16:F16", "llama-cpp:ngram-mod:ngram-cache", "openvino-genai:BF16"):
-        with pytest.raises(ValueError, match=text.rpartition(":")[0]):
-            parse_method(text)
-
-
-def test_llama_cpp_answers_as_plain_decoding_does(target: Target, llama_cpp: NativeBackend) -> None:
+def test_llama_cpp_answers_as_plain_decoding_does(target: Target, llama_cpp: ProcessBackend) -> None:
     engine = EngineBackend(Engine(target, config=EngineConfig(method="none", max_num_seqs=3)))
     engine.reserve(64)
     finished: list[int] = []
@@ -92,20 +88,22 @@ def test_llama_cpp_answers_as_plain_decoding_does(target: Target, llama_cpp: Nat
         assert answer.num_forwards is not None and 0 < answer.num_forwards <= len(answer.token_ids)
     assert len(finished) == 3
     assert memory.kind == RESIDENT_OF_PEER and memory.num_bytes > 2**20
+    assert "SSE3" in llama_cpp.build and list(llama_cpp.versions) == [llama_cpp._spec.package]
 
 
-def test_tables_of_earlier_answers_are_forgotten(llama_cpp: NativeBackend) -> None:
-    first = llama_cpp.process_id
-    llama_cpp.forget()
-    assert llama_cpp.process_id == first  # nothing was answered
-    llama_cpp.answer(PROMPTS[:1], PARAMS, lambda: None)
-    llama_cpp.forget()
-    assert llama_cpp.process_id != first
-
-
-def test_an_engine_that_dies_is_one_line(llama_cpp: NativeBackend) -> None:
+def test_an_engine_that_dies_is_one_line(llama_cpp: ProcessBackend) -> None:
     assert llama_cpp.process_id is not None
     os.kill(llama_cpp.process_id, signal.SIGKILL)
-    with pytest.raises(ValueError, match="--methods llama-cpp:F32:ngram-cache: the engine failed") as caught:
+    with pytest.raises(ValueError, match="--methods llama-cpp:F32.*: the engine failed") as caught:
         llama_cpp.answer(PROMPTS, PARAMS, lambda: None)
     assert "\n" not in str(caught.value)
+
+
+def test_a_python_without_the_engine_is_one_line(target: Target) -> None:
+    spec = parse_method("llama-cpp:F32:native")
+    bare = ProcessBackend(target, spec, 1, {"llama-cpp-python": "/no/python"})
+    with pytest.raises(ValueError, match="--peer-python llama-cpp-python=/no/python cannot be run: No such file"):
+        bare.reserve(64)
+    if subprocess.run([sys.executable, "-c", "import llama_cpp"], capture_output=True).returncode:
+        with pytest.raises(ValueError, match="the engine failed: ModuleNotFoundError: No module named 'llama_cpp'"):
+            ProcessBackend(target, spec, 1, {}).reserve(64)

@@ -1,16 +1,16 @@
-"""Backends of transformers' `generate` in its variants.
+"""The backend of transformers' `generate` in its variants.
 
 Shapes: B rows of a batch · T prompt tokens, padded on the left.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CompileConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from drafter.bench.backends import Backend, TimedAnswer
 from drafter.bench.methods import MethodSpec
@@ -18,36 +18,25 @@ from drafter.decoding.params import SamplingParams
 from drafter.targets.target import Target
 
 _LOOKUP_TOKENS = 10  # the value of transformers' documentation for prompt lookup
-_CACHE_STEP = 64
 
 
 class TransformersBackend(Backend):
     """`generate` in batches of fixed composition: a batch ends when its last answer does.
 
-    hf-generate decodes plainly; hf-static has a static cache; hf-compile also compiles; hf-lookup drafts from the
-    prompt; hf-assistant drafts with a smaller model. The model's own generation settings are ignored, so that every
-    backend follows the same rule.
+    hf-generate decodes plainly; hf-lookup drafts from the prompt. The model's own generation settings are ignored, so
+    that every backend follows the same rule.
 
     Args:
         target: the model; the backend uses its weights without a copy.
         spec: the variant.
         batch_size: prompts answered together.
-        assistant: the smaller model of hf-assistant.
     """
 
-    def __init__(self, target: Target, spec: MethodSpec, batch_size: int, assistant: Target | None = None) -> None:
-        assert spec.is_peer and batch_size <= (spec.max_batch_size or batch_size)
+    def __init__(self, target: Target, spec: MethodSpec, batch_size: int) -> None:
         self._target = target
         self._spec = spec
         self._batch_size = batch_size
-        self._assistant = assistant
-        self._is_speculative = spec.name in ("hf-lookup", "hf-assistant")
-        self._cache_length = 0
         self._num_forwards = 0
-
-    def reserve(self, num_tokens: int) -> None:
-        """Fix the length of a static cache, so that the cache is made and compiled once."""
-        self._cache_length = -(-num_tokens // _CACHE_STEP) * _CACHE_STEP
 
     def answer(
         self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], None]
@@ -73,14 +62,12 @@ class TransformersBackend(Backend):
         config = self._config(params, min(params.max_new_tokens, self._target.max_length - width), eos, pad)
         clock = _FirstToken(device)
         self._num_forwards = 0
-        extra = {} if self._assistant is None else {"assistant_model": self._assistant.model}
         start = time.perf_counter()
         output_BT = self._model.generate(
             token_BT,
             attention_mask=mask_BT,
             generation_config=config,
             stopping_criteria=StoppingCriteriaList([clock]),
-            **extra,
         )
         rows = output_BT[:, width:].tolist()
         seconds = time.perf_counter() - start
@@ -88,7 +75,7 @@ class TransformersBackend(Backend):
         answers = []
         for row in rows:
             token_ids = _cut(row, eos)
-            num_forwards = self._num_forwards if self._is_speculative else len(token_ids)
+            num_forwards = self._num_forwards if self._spec.name == "hf-lookup" else len(token_ids)
             answers.append(TimedAnswer(token_ids, seconds, first, num_forwards, None))
         return answers
 
@@ -96,15 +83,6 @@ class TransformersBackend(Backend):
         fields: dict[str, Any] = {"max_new_tokens": num_tokens, "eos_token_id": eos or None, "pad_token_id": pad}
         if params.temperature > 0:
             fields.update(do_sample=True, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
-        if self._spec.name in ("hf-static", "hf-compile"):
-            fields.update(cache_implementation="static", max_cache_len=self._cache_length or None)
-            fields["disable_compile"] = self._spec.name == "hf-static"
-        if self._spec.name == "hf-compile":
-            compilation: Any = CompileConfig(
-                mode="reduce-overhead" if self._target.device.type == "cuda" else "default"
-            )
-            compilation._compile_all_devices = True  # by default a CPU is left out
-            fields["compile_config"] = compilation
         if self._spec.name == "hf-lookup":
             fields["prompt_lookup_num_tokens"] = self._spec.number("G") or _LOOKUP_TOKENS
         return GenerationConfig(**fields)
@@ -115,27 +93,19 @@ class TransformersBackend(Backend):
 
     @contextmanager
     def _own_settings_aside(self) -> Iterator[None]:
-        """Empty generation settings for the models, so that only the arguments of a call apply."""
-        models: list[Any] = [self._model] if self._assistant is None else [self._model, self._assistant.model]
-        kept = [model.generation_config for model in models]
-        bare = GenerationConfig()
-        drafted = self._spec.number("G")
-        if drafted is not None and self._assistant is not None:
-            bare = GenerationConfig(num_assistant_tokens=drafted, num_assistant_tokens_schedule="constant")
+        """Empty generation settings for the model, so that only the arguments of a call apply."""
+        kept = self._model.generation_config
+        self._model.generation_config = GenerationConfig()
         try:
-            for model, settings in zip(models, (GenerationConfig(), bare), strict=False):
-                model.generation_config = settings
             yield
         finally:
-            for model, settings in zip(models, kept, strict=True):
-                model.generation_config = settings
+            self._model.generation_config = kept
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Count the target's forwards of speculative variants; a hook would hinder the compiler of other variants."""
+        """Count the target's forwards."""
         module: nn.Module = self._target.model
-        handle = module.register_forward_pre_hook(self._count) if self._is_speculative else nullcontext()
-        with handle:
+        with module.register_forward_pre_hook(self._count):
             yield
 
     def _count(self, module: nn.Module, inputs: object) -> None:
