@@ -20,6 +20,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from drafter.utils.io import printable
 from drafter.utils.options import Options, read_options, suggestion
 from drafter.utils.parse import MAX_LINE_MIB, line_limit
 
@@ -129,8 +130,8 @@ def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, OSError) and error.strerror and error.filename:
         text = f"{_cut(str(error.filename), _LONGEST_ERROR // 2)}: {error.strerror}"
-    # A library may repeat a value of a damaged file, whatever its length.
-    return _cut(text, _LONGEST_ERROR)
+    # A library or a server may repeat a value, whatever its length and whatever a terminal would obey in it.
+    return printable(text, _LONGEST_ERROR)
 
 
 def _cut(text: str, length: int) -> str:

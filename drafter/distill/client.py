@@ -1,27 +1,46 @@
-"""JSON requests to a server with OpenAI's protocol, and the fields that vLLM, SGLang and `drafter serve` add."""
+"""JSON requests to a server with OpenAI's protocol, and the fields that vLLM, SGLang and `drafter serve` add.
 
+A server is a stranger: what it sends has limits of size and of time, no redirect is followed (the key of OPENAI_API_KEY
+stays with the address that the user named), and every field that is read has a checked type and range. Whatever comes,
+a call ends with a checked reply or with one of
+
+    ServerError   an HTTP status other than 200, with the server's own reason in printable characters
+    OSError       no connection, or no whole answer in time
+    ValueError    an answer that is no completion, or larger than the limit
+
+Use ``Client(url).complete(path, body)``, ``.get(address)`` and ``.model_card(model)``, from any thread.
+"""
+
+import asyncio
 import email.utils
-import http.client
 import json
 import os
 import threading
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from drafter.utils.io import printable
+from drafter.utils.parse import parse_json
+
+if TYPE_CHECKING:
+    import httpx
+
+MAX_REPLY_BYTES = 64 << 20
+MAX_COUNT = 10**9  # tokens, steps and ids: no server has more
+_ERROR_BYTES = 4096
+_CONNECT_SECONDS = 10.0
 _IDS = "return_token_ids"  # field of vLLM and SGLang: the answer then holds token ids
 
 
 class ServerError(Exception):
-    """An HTTP status that is an error.
+    """An HTTP status that is no success.
 
     Attributes:
         code: the status.
-        reason: the server's message, in one line.
+        reason: the server's message, in one printable line.
         retry_after: seconds of the header Retry-After; 0 without the header.
     """
 
@@ -36,7 +55,7 @@ class Client:
 
     Attributes:
         url: address, such as http://host:8000 or https://host/v1.
-        timeout: seconds for one request.
+        timeout: seconds for one whole request.
         flag: the flag of the address, for errors.
     """
 
@@ -46,9 +65,17 @@ class Client:
     _has_no_ids: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        parts = urllib.parse.urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ValueError(f"{self.flag} {self.url!r} must be an http or https address, such as http://host:8000/v1")
+        import httpx
+
+        try:
+            parts = httpx.URL(self.url)
+            is_address = parts.scheme in ("http", "https") and bool(parts.host)
+        except (httpx.InvalidURL, ValueError):
+            is_address = False
+        if not is_address:
+            raise ValueError(
+                f"{self.flag} {printable(self.url)!r} must be an http or https address, such as http://host:8000/v1"
+            )
 
     @property
     def root(self) -> str:
@@ -65,8 +92,7 @@ class Client:
         A server that refuses the field for token ids by name is asked again without it, and is not asked for ids again.
 
         Raises:
-            ServerError: the server refused.
-            OSError, http.client.HTTPException, ValueError: no answer, or an answer that is no completion.
+            ServerError, OSError, ValueError: see the module.
         """
         wants_ids = not self._has_no_ids.is_set()
         try:
@@ -79,42 +105,110 @@ class Client:
 
     def get(self, address: str) -> str:
         """The text at a whole address; errors as of :meth:`complete`."""
-        return self._open(urllib.request.Request(address, headers=self._headers())).decode("utf-8", errors="replace")
-
-    def _post(self, path: str, body: Mapping[str, Any]) -> Any:
-        headers = {"Content-Type": "application/json", **self._headers()}
-        return json.loads(self._open(urllib.request.Request(self.address(path), json.dumps(body).encode(), headers)))
-
-    def _open(self, request: urllib.request.Request) -> bytes:
-        try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as response:
-                data: bytes = response.read()
-                return data
-        except urllib.error.HTTPError as error:
-            raise ServerError(error.code, _error_text(error), _retry_after(error)) from error
+        return self._exchange("GET", address, None).decode("utf-8", errors="replace")
 
     def model_card(self, model: str | None = None) -> dict[str, Any]:
         """The entry of a model in the server's list; None: the first model.
+
+        Returns:
+            ``id`` and, where the server gives them in this form, ``owned_by`` (text), ``max_model_len`` and
+            ``max_length`` (positive integers), ``speculation`` (truth value).
 
         Raises:
             ValueError: the server does not answer, or lists no such model.
         """
         try:
-            cards = json.loads(self.get(self.address("models")))["data"]
+            cards = _cards_of(_json(self.get(self.address("models")).encode()))
         except ServerError as error:
             raise ValueError(f"{self.flag} {self.url} lists no models: {error}") from error
-        except (OSError, http.client.HTTPException) as error:
+        except OSError as error:
             raise ValueError(f"{self.flag} {self.url}: the server does not answer ({error})") from error
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             raise ValueError(f"{self.flag} {self.url} lists no models: no server with OpenAI's protocol?") from error
-        names = [str(card.get("id")) for card in cards]
+        names = [card["id"] for card in cards]
         if not names or (model is not None and model not in names):
-            raise ValueError(f"--model {model} is not served at {self.url}: it serves {', '.join(names) or 'nothing'}")
-        return dict(cards[names.index(model) if model is not None else 0])
+            shown = printable(", ".join(names)) or "nothing"
+            raise ValueError(f"--model {model} is not served at {self.url}: it serves {shown}")
+        return cards[names.index(model) if model is not None else 0]
 
-    def _headers(self) -> dict[str, str]:
-        key = os.environ.get("OPENAI_API_KEY")
-        return {"Authorization": f"Bearer {key}"} if key else {}
+    def _post(self, path: str, body: Mapping[str, Any]) -> Any:
+        return _json(self._exchange("POST", self.address(path), body))
+
+    def _exchange(self, method: str, address: str, body: Mapping[str, Any] | None) -> bytes:
+        return asyncio.run(_exchange(method, address, body, self.timeout))
+
+
+@cache
+def _certificates() -> Any:
+    import httpx
+
+    return httpx.create_ssl_context()  # takes 20 ms
+
+
+async def _exchange(method: str, address: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
+    """Send a request; the bytes of the answer, within ``seconds`` and the limit of size."""
+    import httpx
+
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    content = None if body is None else json.dumps(body).encode()
+    headers |= {} if body is None else {"Content-Type": "application/json"}
+    limits = httpx.Timeout(None, connect=_CONNECT_SECONDS)
+    try:
+        async with (
+            asyncio.timeout(seconds),
+            httpx.AsyncClient(follow_redirects=False, timeout=limits, verify=_certificates()) as http,
+            http.stream(method, address, content=content, headers=headers) as response,
+        ):
+            if response.status_code != httpx.codes.OK:
+                raise await _refusal(response)
+            if response.headers.get("Content-Encoding", "").strip().lower() not in ("", "identity"):
+                raise ValueError("the reply is packed, which the request did not allow")
+            parts = bytearray()
+            async for part in response.aiter_raw():
+                parts += part
+                if len(parts) > MAX_REPLY_BYTES:
+                    raise ValueError(f"the reply is larger than {MAX_REPLY_BYTES >> 20} MiB")
+            return bytes(parts)
+    except TimeoutError as error:
+        raise TimeoutError(f"no whole answer in {seconds:g} seconds") from error
+    except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL) as error:
+        raise OSError(printable(f"{type(error).__name__}: {error}")) from error
+
+
+async def _refusal(response: "httpx.Response") -> ServerError:
+    """The error of a status; a redirect is one."""
+    reason = response.reason_phrase
+    if response.is_redirect:
+        place = printable(response.headers.get("Location", ""), 200)
+        return ServerError(response.status_code, f"redirects to {place!r}, which is not followed: name that address")
+    data = b""
+    async for part in response.aiter_raw():
+        data += part
+        if len(data) > _ERROR_BYTES:
+            break
+    text = data[:_ERROR_BYTES].decode("utf-8", errors="replace")
+    try:
+        found = parse_json(data, "the reply")
+        found = found.get("error", found)
+        text = found["message"] if isinstance(found, dict) else found
+    except (ValueError, KeyError, AttributeError):
+        pass  # not OpenAI's form: the text as it came
+    return ServerError(response.status_code, printable(str(text)) or printable(reason), _retry_after(response))
+
+
+def _retry_after(response: "httpx.Response") -> float:
+    """Seconds of the header Retry-After, which holds a number or a date; 0 without the header."""
+    value = response.headers.get("Retry-After", "").strip()
+    if value.isascii() and value.isdecimal():
+        return float(value)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except (ValueError, TypeError, OverflowError):
+        return 0.0
+
+
+# -- checked values of replies --------------------------------------------------------------------------------------
 
 
 class Reply(NamedTuple):
@@ -124,11 +218,11 @@ class Reply(NamedTuple):
         text: without reasoning and tool calls, if the server separates them from the text.
         finish_reason: the server's own word.
         num_prompt_tokens, num_tokens: tokens of prompt and answer; 0 if the server does not count.
-        prompt_ids, token_ids: None if the server gives no token ids.
+        prompt_ids, token_ids: None if the server gives no token ids; at least 0, perhaps outside a vocabulary.
         reasoning: text of the reasoning; empty when there is none.
         tool_calls: in OpenAI's form.
         logprobs: text and natural logarithm of the probability of each token; None if the server gives none.
-        whole: the whole response.
+        whole: the whole response; ``choices`` is a list that begins with an object, other fields are unchecked.
     """
 
     text: str
@@ -150,69 +244,106 @@ def read_reply(response: Any) -> Reply:
     (older SGLang ``response_token_ids``). vLLM calls the reasoning ``reasoning``, SGLang ``reasoning_content``.
 
     Raises:
-        ValueError: the answer is no completion.
+        ValueError: the answer is no completion, or a field has another type or range.
     """
+    choices = _typed(response, dict, "reply").get("choices")
+    if not isinstance(choices, list) or not choices:
+        raise ValueError("the reply is no completion: choices is no list with an entry")
+    choice = _typed(choices[0], dict, "choice")
+    message = _typed(choice.get("message"), dict, "message")
+    if "content" not in message and "text" not in choice:
+        raise ValueError("the reply is no completion: the choice has neither message nor text")
+    usage = _typed(response.get("usage"), dict, "usage")
+    calls = _typed(message.get("tool_calls"), list, "tool_calls")
+    return Reply(
+        _text(message["content"] if "content" in message else choice["text"], "text"),
+        _text(choice.get("finish_reason"), "finish_reason") or "stop",
+        _count(usage.get("prompt_tokens"), "usage.prompt_tokens"),
+        _count(usage.get("completion_tokens"), "usage.completion_tokens"),
+        _ids(response.get("prompt_token_ids") or choice.get("prompt_token_ids"), "prompt_token_ids"),
+        _ids(choice.get("token_ids") or choice.get("response_token_ids"), "token_ids"),
+        _text(message.get("reasoning_content") or message.get("reasoning"), "reasoning"),
+        [_typed(call, dict, "tool call") for call in calls],
+        _logprobs(_typed(choice.get("logprobs"), dict, "logprobs")),
+        response,
+    )
+
+
+def _cards_of(value: Any) -> list[dict[str, Any]]:
+    """Checked entries of the list of models; ValueError for another form."""
+    cards = _typed(_typed(value, dict, "list of models").get("data"), list, "data")
+    found = []
+    for card in cards:
+        if not isinstance(card, dict) or not isinstance(card.get("id"), str) or not card["id"]:
+            raise ValueError("the list of models holds an entry without a name")
+        kept: dict[str, Any] = {"id": card["id"]}
+        if isinstance(card.get("owned_by"), str):
+            kept["owned_by"] = card["owned_by"]
+        if isinstance(card.get("speculation"), bool):
+            kept["speculation"] = card["speculation"]
+        for name in ("max_model_len", "max_length"):
+            if type(card.get(name)) is int and 0 < card[name] <= MAX_COUNT:
+                kept[name] = card[name]
+        found.append(kept)
+    return found
+
+
+def _json(data: bytes) -> Any:
+    """The value of a reply; ValueError for broken or deep JSON, infinite numbers, and half a surrogate pair."""
+    value = parse_json(data, "the reply", only_depth=True)
     try:
-        choice = response["choices"][0]
-        message = choice.get("message") or {}
-        text = message["content"] if "message" in choice else choice["text"]
-        usage = response.get("usage") or {}
-        prompt_ids = response.get("prompt_token_ids") or choice.get("prompt_token_ids")
-        token_ids = choice.get("token_ids") or choice.get("response_token_ids")
-        reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-        return Reply(
-            str(text or ""),
-            str(choice.get("finish_reason") or "stop"),
-            int(usage.get("prompt_tokens") or 0),
-            int(usage.get("completion_tokens") or 0),
-            _ids(prompt_ids),
-            _ids(token_ids),
-            str(reasoning),
-            [dict(call) for call in message.get("tool_calls") or ()],
-            _logprobs(choice.get("logprobs")),
-            response,
-        )
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError("the reply is no completion") from error
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:
+        raise ValueError("the reply holds half a surrogate pair or a number that is not finite") from error
+    return value
 
 
-def _ids(value: Any) -> list[int] | None:
-    return [int(token) for token in value] if isinstance(value, Sequence) and value else None
-
-
-def _logprobs(value: Any) -> list[tuple[str, float]] | None:
-    """Text and log-probability of each token, from a chat (list of objects) or a completion (parallel lists)."""
-    if not value:
-        return None
-    if value.get("content"):
-        return [(str(entry["token"]), float(entry["logprob"])) for entry in value["content"]]
-    if value.get("tokens"):
-        return [(str(token), float(p)) for token, p in zip(value["tokens"], value["token_logprobs"], strict=True)]
-    return None
-
-
-def _error_text(error: urllib.error.HTTPError) -> str:
-    """The server's error message, in one line."""
-    try:
-        text = error.read(2000).decode("utf-8", errors="replace")
-    except (OSError, http.client.HTTPException):
-        return str(error.reason)
-    try:
-        found = json.loads(text)
-        text = found["error"]["message"] if "error" in found else found["message"]
-    except (ValueError, KeyError, TypeError):
-        return " ".join(text.split())[:300] or str(error.reason)
-    return " ".join(str(text).split())[:300]
-
-
-def _retry_after(error: urllib.error.HTTPError) -> float:
-    """Seconds of the header Retry-After, which holds a number or a date; 0 without the header."""
-    value = error.headers.get("Retry-After")
+def _typed(value: Any, kind: type, name: str) -> Any:
+    """The value, or an empty one for null; ValueError for another type."""
     if value is None:
-        return 0.0
-    if value.strip().isdigit():
-        return float(value)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
-        return 0.0
+        return kind()
+    if not isinstance(value, kind):
+        raise ValueError(f"the reply is no completion: {name} is {type(value).__name__}, not {kind.__name__}")
+    return value
+
+
+def _text(value: Any, name: str) -> str:
+    text: str = _typed(value, str, name)
+    return text
+
+
+def _count(value: Any, name: str) -> int:
+    """A number of tokens or steps; 0 for null."""
+    if value is None:
+        return 0
+    if type(value) is not int or not 0 <= value <= MAX_COUNT:
+        raise ValueError(f"the reply's {name} must be an integer from 0 to {MAX_COUNT:,}")
+    return value
+
+
+def _ids(value: Any, name: str) -> list[int] | None:
+    """Token ids; None for null and for an empty list."""
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list) or not all(type(token) is int and 0 <= token <= MAX_COUNT for token in value):
+        raise ValueError(f"the reply's {name} must be a list of token ids")
+    return value
+
+
+def _logprobs(value: Mapping[str, Any]) -> list[tuple[str, float]] | None:
+    """Text and log-probability of each token, from a chat (list of objects) or a completion (parallel lists)."""
+    if value.get("content"):
+        entries = [_typed(entry, dict, "logprobs") for entry in _typed(value["content"], list, "logprobs")]
+        pairs = [(entry.get("token"), entry.get("logprob")) for entry in entries]
+    elif value.get("tokens"):
+        texts, numbers = (_typed(value.get(name), list, "logprobs") for name in ("tokens", "token_logprobs"))
+        if len(texts) != len(numbers):
+            raise ValueError("the reply's logprobs have lists of different lengths")
+        pairs = list(zip(texts, numbers, strict=True))
+    else:
+        return None
+    for text, number in pairs:
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not isinstance(text, str) or not (is_number and -MAX_COUNT <= number <= MAX_COUNT):
+            raise ValueError("the reply's logprobs must be pairs of text and finite number")
+    return [(text, float(number)) for text, number in pairs]

@@ -1,6 +1,5 @@
 """Answers of an OpenAI-compatible server, such as vLLM or SGLang."""
 
-import http.client
 import queue
 import threading
 from collections.abc import Sequence
@@ -130,7 +129,7 @@ class Endpoint:
                 if error.code not in _RETRYABLE:
                     return EndpointError(f"{self.chat_url} answers {problem}")
                 wait = max(wait, error.retry_after)
-            except (OSError, http.client.HTTPException, ValueError) as error:
+            except (OSError, ValueError) as error:
                 problem = f"{type(error).__name__}: {error}"
             if attempt < self.retries and stop.wait(min(wait, 60.0)):
                 break

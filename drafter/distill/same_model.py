@@ -3,7 +3,6 @@
 Shapes: T tokens of a prompt and its answer · V vocabulary.
 """
 
-import http.client
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -118,7 +117,7 @@ def _ask(client: Client, path: str, body: dict[str, Any], *, may_lack: bool = Fa
         if may_lack and error.code in (400, 404, 405, 422, 501):
             return None
         raise ValueError(f"{client.address(path)} answers {error}") from error
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{client.address(path)} gives no answer: {error}") from error
 
 

@@ -28,6 +28,13 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def printable(text: str, length: int = 300) -> str:
+    """The text in one line of at most ``length`` characters; U+FFFD stands for what a terminal would obey."""
+    line = " ".join(text.split())
+    shown = "".join(char if char.isprintable() else "\ufffd" for char in line[: length + 1])
+    return shown if len(shown) <= length else shown[:length] + " ..."
+
+
 def run_file(output: Path) -> Path:
     """Where the run record of an output lies: `DIR/run.json`, or `NAME.run.json` beside a file `NAME.jsonl`."""
     return output / "run.json" if output.is_dir() else output.with_suffix(".run.json")

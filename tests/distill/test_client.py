@@ -1,0 +1,243 @@
+"""The HTTP client against a server that means harm: the key stays, limits hold, no reply is a trace."""
+
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from drafter.distill import client
+from drafter.distill.client import Client, ServerError, read_reply
+from drafter.distill.endpoint import _made
+from drafter.distill.prompts import PromptRow, WantedAnswer, row_of
+from tests.data.tiny import chat
+
+SEED, NUM_WRONG = 28, 450
+Respond = Callable[[BaseHTTPRequestHandler], None]
+
+
+class StrangeServer:
+    """Calls ``respond`` for each request; ``seen`` holds method, path and key of each."""
+
+    def __init__(self, respond: Respond) -> None:
+        self.seen: list[tuple[str, str, str | None]] = []
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                server.seen.append((self.command, self.path, self.headers["Authorization"]))
+                self.rfile.read(int(self.headers["Content-Length"] or 0))
+                try:
+                    respond(self)
+                except OSError:
+                    self.close_connection = True  # the client went away
+
+            do_POST = do_GET
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Keep the test's output quiet."""
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+
+@contextmanager
+def strange(respond: Respond) -> Iterator[StrangeServer]:
+    server = StrangeServer(respond)
+    try:
+        yield server
+    finally:
+        server.http.shutdown()
+        server.http.server_close()
+
+
+def sending(data: bytes, status: int = 200, **headers: str) -> Respond:
+    def respond(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **headers}.items():
+            handler.send_header(name.replace("_", "-"), value)
+        handler.end_headers()
+        handler.wfile.write(data)
+
+    return respond
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setenv("OPENAI_API_KEY", "hush")
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_the_key_travels_to_no_other_place(status: int) -> None:
+    with strange(sending(b"{}")) as other, strange(sending(b"", status, Location=other.url + "/v1/x")) as named:
+        for call in (lambda: Client(named.url).complete("completions", {}), lambda: Client(named.url).get(named.url)):
+            with pytest.raises(ServerError, match=f"HTTP {status}: redirects to '{other.url}.*not followed") as caught:
+                call()
+            assert str(caught.value).isprintable()
+        with pytest.raises(ValueError, match="lists no models: HTTP 30"):
+            Client(named.url).model_card()
+        assert other.seen == [] and [(method, value) for method, _, value in named.seen] == [
+            ("POST", "Bearer hush"), ("GET", "Bearer hush"), ("GET", "Bearer hush")
+        ]  # fmt: skip
+
+
+def test_a_reply_has_limits_of_size_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drip(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        for _ in range(200):
+            handler.wfile.write(b" ")
+            time.sleep(0.05)
+
+    def drip_headers(handler: BaseHTTPRequestHandler) -> None:
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
+        for number in range(200):
+            handler.wfile.write(f"X-{number}: a\r\n".encode())
+            time.sleep(0.05)
+
+    for slow in (drip, drip_headers, lambda handler: time.sleep(5)):
+        with strange(slow) as server:
+            start = time.monotonic()
+            with pytest.raises(OSError, match="no whole answer in 0.4 seconds"):
+                Client(server.url, timeout=0.4).complete("completions", {})
+            assert time.monotonic() - start < 4
+
+    def endless(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        while True:
+            handler.wfile.write(b"[" * 65536)
+
+    monkeypatch.setattr(client, "MAX_REPLY_BYTES", 1 << 20)
+    with strange(endless) as server, pytest.raises(ValueError, match="larger than 1 MiB"):
+        Client(server.url).complete("completions", {})
+    with (
+        strange(sending(b"\x1f\x8b bomb", Content_Encoding="gzip")) as server,
+        pytest.raises(ValueError, match="packed"),
+    ):
+        Client(server.url).complete("completions", {})
+
+    def endless_error(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(500)
+        handler.end_headers()
+        while True:
+            handler.wfile.write(b"no " * 65536)
+
+    with strange(endless_error) as server, pytest.raises(ServerError, match="HTTP 500: no no") as caught:
+        Client(server.url).complete("completions", {})
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"error": {"message": "a\\u001b]0;x\\u0007\\u202e b\\n\\nc"}}', b"\x1b[31mred\x1b[0m\x00", b"[" * 4000,
+        b'{"error": [1]}', b'{"error": {"message": {"a": 1e999}}}', b'"\\ud800"', b"", b"\xff\xfe",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("retry_after", ["9" * 400, "\xb2", "Wed, 99 Oct", "soon", "-1"])
+def test_errors_are_one_printable_line(data: bytes, retry_after: str) -> None:
+    with strange(sending(data, 503, Retry_After=retry_after)) as server:
+        with pytest.raises(ServerError) as caught:
+            Client(server.url).complete("completions", {})
+        assert caught.value.code == 503 and str(caught.value).isprintable() and len(str(caught.value)) < 400
+        assert caught.value.retry_after >= 0
+
+
+LOGPROBS = {"content": [{"token": "a", "logprob": -1.5}, {"token": "b", "logprob": -0.5}]}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+VALID: list[dict[str, Any]] = [
+    {
+        "prompt_token_ids": [1, 2], "usage": {"prompt_tokens": 2, "completion_tokens": 2},
+        "metrics": {"speculative_decoding": {"acceptance_histogram": [1, 2]}},
+        "choices": [{"message": {"content": "ab", "reasoning": "r", "tool_calls": [CALL]}, "token_ids": [3, 4],
+                     "finish_reason": "stop", "logprobs": LOGPROBS, "details": {"tokens": [["a", True]]}}],
+    },
+    {
+        "usage": {"prompt_tokens": 2, "completion_tokens": 2},
+        "choices": [{"text": "ab", "response_token_ids": [3, 4], "prompt_token_ids": [1], "finish_reason": "length",
+                     "logprobs": {"tokens": ["a", "b"], "token_logprobs": [-1, -2]}, "meta_info": {"a": 1}}],
+    },
+]  # fmt: skip
+WRONG = [
+    None, True, -1, 0, 2**31, 2**70, 10**400, 1.5, -1e400, float("nan"), "", "x", "\ud800", "\x1b[2J", [], {}, [[]],
+    [None], [-1], [2**80], [1.0], [True], ["x"], {"a": {}}, [{"a": 1}], {"content": [1]}, {"tokens": 1},
+]  # fmt: skip
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    for name, part in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from places(part, (*path, name))
+
+
+def changed(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    if not path:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = changed(value[path[0]], path[1:], new)
+    return copy
+
+
+def wrong_replies() -> list[bytes]:
+    """Valid replies with one to three values replaced, and broken texts."""
+    chance, found = random.Random(SEED), []
+    deep = b'{"choices": [{"text": "a", "x": ' + b"[" * 3000 + b"]" * 3000 + b"}]}"
+    texts = [deep, b"[" * 200_000, b"", b"null", b"\xff", b'{"choices": ', b'{"choices": [{"text": "\\udc00"}]}']
+    while len(found) < NUM_WRONG:
+        reply: Any = chance.choice(VALID)
+        for _ in range(chance.randint(1, 3)):
+            reply = changed(reply, chance.choice(list(places(reply))), chance.choice(WRONG))
+        found.append(json.dumps(reply).encode())
+    return texts + found
+
+
+def test_wrong_replies_are_rows_or_one_line() -> None:
+    """A reply is taken whole, as a row that can be written and counted, or is refused in one printable line."""
+    replies = wrong_replies()
+    queue = iter(replies)
+    item = WantedAnswer(PromptRow("p", tuple(chat("Why?")), "test"), 0, 0.0, 1)
+    num_refused = 0
+    with strange(lambda handler: sending(next(queue))(handler)) as server:
+        asked = Client(server.url)
+        for data in replies:
+            try:
+                reply = asked.complete("chat/completions", {})
+            except ValueError as error:
+                assert str(error).isprintable() and len(str(error)) < 400, data
+                num_refused += 1
+                continue
+            row = json.dumps(row_of(item, _made(reply)), ensure_ascii=False, allow_nan=False)
+            row.encode()
+            assert 0 <= reply.num_tokens < 2**31 and 0 <= reply.num_prompt_tokens < 2**31, data
+            for ids in (reply.prompt_ids or [], reply.token_ids or []):
+                assert all(type(token) is int and 0 <= token < 2**31 for token in ids), data
+    assert len(replies) >= 400 and 200 < num_refused < len(replies), num_refused
+    assert all(read_reply(reply).num_tokens == 2 for reply in VALID)
+
+
+def test_lists_of_models_are_checked() -> None:
+    good = {"data": [{"id": "a", "owned_by": "vllm", "max_model_len": 100, "speculation": False, "permission": [{}]}]}
+    kept = {"id": "a", "owned_by": "vllm", "max_model_len": 100, "speculation": False}
+    with strange(sending(json.dumps(good).encode())) as server:
+        assert Client(server.url).model_card() == kept == Client(server.url).model_card("a")
+        with pytest.raises(ValueError, match="--model b is not served at .* it serves a"):
+            Client(server.url).model_card("b")
+    lists = [json.dumps(changed(good, path, new)).encode() for path in places(good) for new in WRONG]
+    queue = iter(lists)
+    with strange(lambda handler: sending(next(queue))(handler)) as server:
+        for _ in lists:
+            try:
+                card = Client(server.url, flag="--url").model_card()
+            except ValueError as error:
+                assert str(error).startswith(("--url", "--model None")) and str(error).isprintable()
+            else:
+                assert isinstance(card["id"], str) and card.get("max_model_len", 1) > 0
