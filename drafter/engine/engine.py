@@ -37,6 +37,7 @@ class Engine:
     The tokens equal the tokens of plain decoding. The configuration decides only the speed.
 
     Attributes:
+        drafter: the drafter in use, if there is one.
         compiler: compiles the parts of a step if ``config.compile`` is on.
         lockstep: the other processes of the target, if there are any.
 
@@ -84,6 +85,7 @@ class Engine:
             _log.info("trees sized by %s: %s", self.config.tuned, sizes.summary())
         self._sizer = sizer if proposer is None else None
         self._by_tree: dict[Tree, Proposer] = {}
+        self.drafter = drafter
         if proposer is not None:
             self.proposer = proposer
         elif sizer is None:
@@ -340,6 +342,34 @@ class Engine:
                 [len(result.emitted[item.row]) - 1 for item in rows if item.is_prefilled and item.options.speculate]
             )
         return [self._update(request, result) for request in list(rows) if request.is_prefilled]
+
+    def replace_drafter(self, drafter: RecurrentDrafter) -> None:
+        """Draft with another drafter of the same target from the next step on. Call between steps.
+
+        Running requests go on with the same tokens. Trees and measured sizes stay. The steps of the new drafter are
+        compiled, or tried once, before the old drafter goes.
+
+        Raises:
+            ValueError: the engine has no drafter, or the new one does not fit the target or the settings, or reads
+                other hidden states than the running rows hold. The old drafter stays.
+        """
+        if self.drafter is None or self.config.method != "drafter" or self.lockstep.is_on:
+            raise ValueError("this engine drafts without a drafter that could be replaced")
+        contexts = contexts_of(self.config, self.target, drafter)
+        if contexts != self._contexts:
+            raise ValueError("the drafter reads other hidden states of the target: restart with this drafter")
+        if self._sizer is None:
+            proposer, by_tree = make_proposer(self.config, self.target, drafter, None, self.compiler), {}
+        else:
+            by_tree = sized_proposers(self.config, self._sizer, self.target, drafter, self.compiler)
+            proposer = next(iter(by_tree.values()))
+        if self._runner is not None:
+            self.warm_up([proposer, *by_tree.values()])
+            for tried in () if self.compiler.is_on else (proposer, *by_tree.values()):
+                self._runner.warm_up(tried, 1)
+        self.drafter, self.proposer, self._by_tree = drafter, proposer, by_tree
+        if self._sizer is not None:
+            self._sizer.forget()
 
     def drop(self, keep: int = 0) -> list[Request]:
         """After a step that raised: abort running requests, the latest first, until ``keep`` are left.

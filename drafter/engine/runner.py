@@ -256,12 +256,17 @@ class Runner:
         ]
 
     def warm_up(self, proposer: Proposer, num_rows: int) -> None:
-        """Run steps without an active row, at the smallest and largest number of visible slots, for the compiler."""
+        """Run steps without an active row, at the smallest and largest number of visible slots; no row changes."""
         is_static = self._compiler.has_static_shapes
         # The last of three steps records the CUDA graph.
         lengths = (0, 0, 0) if is_static else (0, _SLOT_BUCKET, self.num_slots)
-        for length in dict.fromkeys(lengths) if not is_static else lengths:
-            self.step(proposer, [False] * num_rows, length)
+        held_B = self._length_B.clone()
+        self._length_B.zero_()  # a running row may be longer than the visible slots
+        try:
+            for length in dict.fromkeys(lengths) if not is_static else lengths:
+                self.step(proposer, [False] * num_rows, length)
+        finally:
+            self._length_B.copy_(held_B)
 
     def _active_rows(self, is_active: Sequence[bool]) -> Tensor:
         """Flags of the rows that decode, on the device; cached, because the flags seldom change."""

@@ -111,7 +111,9 @@ class Answer(Call):
             num_logprobs=body.num_logprobs,
             want_tree=bool(body.details and body.stream),
         )
-        super().__init__(prompts, params, options, wants_pieces=self._wants_details or self._wants_logprobs)
+        wants_pieces = self._wants_details or self._wants_logprobs
+        may_record = body.record is not False
+        super().__init__(prompts, params, options, wants_pieces=wants_pieces, may_record=may_record)
         self._id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._collected: list[list[Delta]] = [[] for _ in params]

@@ -24,7 +24,9 @@ from drafter.serving.server import Server
 from drafter.serving.stream import CLOSED_BY_CLIENT, OUTCOME
 
 _Responses = dict[int | str, dict[str, Any]]
-_ERRORS: _Responses = {status: {"model": ErrorBody} for status in (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)}
+_ERRORS: _Responses = {
+    status: {"model": ErrorBody} for status in (400, 401, 404, 408, 409, 413, 415, 429, 500, 503, 504)
+}
 _STREAM: _Responses = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 _PAGE_POLICY = (
     "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
@@ -113,6 +115,11 @@ def _add_rest(app: FastAPI, server: Server) -> None:
         if name != server.model.name:
             raise ApiError(404, f"model {name!r} is not served here", param="model", code="model_not_found")
         return server.model_card
+
+    @app.post("/v1/drafter/reload", responses={status: _ERRORS[status] for status in (400, 401, 409)})
+    async def reload_drafter() -> Mapping[str, Any]:
+        """Load the drafter's folder again, and let the drafter take over between two steps."""
+        return await server.reload_drafter()
 
     @app.get("/health", responses={503: {}})
     async def health() -> Response:

@@ -72,6 +72,7 @@ class Call:
         params: sampling parameters of each answer. The answers to one prompt stand next to each other.
         options: the engine's further options, the same for all answers.
         wants_pieces: whether the deltas hold pieces.
+        may_record: whether a server that records may record the answers.
 
     Attributes:
         num_open: answers whose last delta has not come.
@@ -85,6 +86,7 @@ class Call:
         options: RequestOptions | None = None,
         *,
         wants_pieces: bool = False,
+        may_record: bool = True,
     ) -> None:
         assert prompts and len(params) % len(prompts) == 0
         self.prompts = list(prompts)
@@ -92,6 +94,7 @@ class Call:
         self.num_choices = len(params) // len(prompts)
         self.options = options or RequestOptions()
         self.wants_pieces = wants_pieces
+        self.may_record = may_record
         self.num_open = len(self.params)
         self.arrived = time.perf_counter()
         self._deltas: asyncio.Queue[Delta | ApiError] = asyncio.Queue()

@@ -40,7 +40,16 @@ class Metrics:
             _STEP_SECONDS,
         )
         self.answer_seconds = self._histogram("answer_seconds", "From arrival to the last token", _SECONDS)
+        self.recorded_answers = self._counter("recorded_answers", "Answers written by --record")
+        self.is_recording = self._gauge("is_recording", "1 while --record writes; 0 without it, or after a full disk")
+        self.drafter_swaps = self._counter("drafter_swaps", "Drafters that took over from another")
+        self._drafter = Gauge("drafter_info", "Digest of the drafter in use", ("digest",), registry=self.registry)
         ProcessCollector(registry=self.registry)
+
+    def name_drafter(self, digest: str) -> None:
+        """Set the digest of the drafter in use."""
+        self._drafter.clear()
+        self._drafter.labels(digest).set(1)
 
     def render(self) -> bytes:
         """The metrics in the text format of Prometheus."""

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from drafter.engine.options import DraftingOptions, ParallelOptions
 from drafter.utils.options import Options
+from drafter.utils.traffic import MAX_MIB
 from drafter.utils.validate import within
 
 DEFAULT_CONTEXT = 4096  # tokens of a row, unless the target's own context is shorter
@@ -60,7 +61,22 @@ class LimitOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(Options, ListenOptions, LimitOptions, DraftingOptions):
+class LearningOptions:
+    """What the server gives to and takes from `drafter adapt`.
+
+    Attributes:
+        record: write the token ids of finished answers into this folder, for `drafter adapt` (default: off)
+        record_max_mib: limit of the folder in MiB; the oldest answers go
+        follow: when the drafter's folder is replaced, let the new drafter take over between two steps
+    """
+
+    record: Path | None = None
+    record_max_mib: int = within(MAX_MIB, low=1, high=2**24)
+    follow: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(Options, ListenOptions, LimitOptions, LearningOptions, DraftingOptions):
     """Serve a target over HTTP as the OpenAI API does, with a page to try it.
 
     Requests share the steps of one engine: requests join and leave between steps, and no answer depends on the other
@@ -73,6 +89,7 @@ class ServeOptions(Options, ListenOptions, LimitOptions, DraftingOptions):
     sections: ClassVar = {
         "Who may call": ListenOptions,
         "Limits": LimitOptions,
+        "Learning from traffic": LearningOptions,
         "Where to run": ParallelOptions,
         "How to draft": DraftingOptions,
     }
@@ -82,6 +99,8 @@ class ServeOptions(Options, ListenOptions, LimitOptions, DraftingOptions):
         super().__post_init__()
         if not all(key and key.isprintable() and " " not in key for key in self.api_keys):
             raise ValueError("an API key is empty or holds blanks: give printable characters")
+        if self.follow and (self.drafter is None or self.drafter_used is None):
+            raise ValueError("--follow watches the folder of a drafter: give --drafter DIR")
 
     @property
     def served_name(self) -> str:

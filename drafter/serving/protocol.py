@@ -280,6 +280,7 @@ class Generation(BaseModel):
         default=None, description="the answer holds the token ids of prompt and answer, as with vLLM; not for streams"
     )
     speculation: StrictBool | None = Field(default=None, description="false: no draft tokens; the answer is the same")
+    record: StrictBool | None = Field(default=None, description="false: a server that records leaves this answer out")
     details: StrictBool | None = Field(
         default=None,
         description="report which tokens were drafted, and in a stream the tree of each step",

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -16,11 +16,14 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.serving.answers import Answer, ChatAnswer, CompletionAnswer, Model, TokenNames
 from drafter.serving.encoder import Encoder
+from drafter.serving.follow import Follower
 from drafter.serving.metrics import Metrics
 from drafter.serving.options import ServeOptions
 from drafter.serving.protocol import GREEDY_BELOW, ApiError, ChatRequest, CompletionRequest, Generation
+from drafter.serving.record import TrafficLog
 from drafter.serving.stream import CLOSED_BY_CLIENT, DONE, KEEP_ALIVE, OUTCOME, EventStream, event, hung_up
 from drafter.serving.worker import Worker
+from drafter.utils.io import first_line
 
 _KEEP_ALIVE_SECONDS = 15.0
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, so that the seeds of all choices of one request differ
@@ -46,14 +49,22 @@ class Server:
             raise ValueError("the rows of a server have one size: set max_model_len (--max-model-len)")
         self.request_timeout = options.request_timeout
         self.metrics = Metrics()
-        self.worker = Worker(engine, max_queue=options.max_queue, metrics=self.metrics)
+        self._traffic = None
+        if options.record is not None:
+            self._traffic = TrafficLog(options.record, options.record_max_mib, self.metrics)
+        self.worker = Worker(engine, max_queue=options.max_queue, metrics=self.metrics, traffic=self._traffic)
         fingerprint = "fp_" + hashlib.sha256(target.fingerprint.encode()).hexdigest()[:12]
         self.model = Model(options.served_name, fingerprint, TokenNames(target.tokenizer))
         self.max_length = min(engine.config.max_model_len, target.max_length)
         self.encoder = Encoder(
             target.tokenizer, target.name, self.max_length, escape_special_tokens=options.escape_special_tokens
         )
-        self.model_card = {
+        self.follower = None
+        if options.drafter_used is not None and engine.drafter is not None:
+            self.follower = Follower(options.drafter_used, self.worker, self.metrics)
+        self._follows = options.follow
+        self._following: asyncio.Task[None] | None = None
+        self._card = {
             "id": self.model.name,
             "object": "model",
             "created": int(time.time()),
@@ -63,6 +74,11 @@ class Server:
             "speculation": engine.proposer.num_nodes > 1,
         }
 
+    @property
+    def model_card(self) -> dict[str, Any]:
+        """The model as ``/v1/models`` describes it, with the digest of the drafter in use."""
+        return self._card | {"drafter": None if self.follower is None else self.follower.digest}
+
     async def start(self) -> None:
         """Start the engine's thread and the tokenizer's process; return when the engine has generated its first tokens.
 
@@ -70,11 +86,29 @@ class Server:
             ValueError: the engine failed.
         """
         await asyncio.gather(self.encoder.start(), self.worker.start())
+        if self._follows and self._following is None:
+            assert self.follower is not None, "--follow without a drafter"
+            self._following = asyncio.create_task(self.follower.follow())
 
     async def stop(self) -> None:
         """End the thread and the process. Open calls fail."""
+        if self._following is not None:
+            self._following.cancel()
         await self.worker.stop()
         await self.encoder.close()
+        if self._traffic is not None:
+            await asyncio.to_thread(self._traffic.close)
+
+    async def reload_drafter(self) -> dict[str, Any]:
+        """Load the drafter's folder again; the response of ``/v1/drafter/reload``."""
+        if self.follower is None:
+            raise ApiError(400, "this server drafts without a drafter's folder: there is nothing to reload")
+        try:
+            is_replaced = await self.follower.reload()
+        except (OSError, ValueError) as error:
+            message = f"the old drafter stays: {first_line(error)}"
+            raise ApiError(409, message, code="drafter_refused") from error
+        return {"drafter": self.follower.digest, "replaced": is_replaced}
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""

@@ -22,9 +22,11 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.outputs import Update
 from drafter.engine.request import Request
+from drafter.models.drafter import RecurrentDrafter
 from drafter.serving.calls import Call, Delta, Feed
 from drafter.serving.metrics import Metrics
 from drafter.serving.protocol import ApiError
+from drafter.serving.record import TrafficLog
 from drafter.utils.io import first_line
 
 State = Literal["starting", "ready", "draining", "dead"]
@@ -43,6 +45,7 @@ class Worker:
         engine: the engine; no other thread may use the engine.
         max_queue: answers that may wait for a row; the worker refuses further answers.
         metrics: counters of the server.
+        traffic: records the finished answers; None: no recording.
 
     Attributes:
         state: ``starting`` until the engine has generated its first tokens, ``draining`` when the worker takes no new
@@ -50,13 +53,15 @@ class Worker:
         ended: set when the thread has ended.
     """
 
-    def __init__(self, engine: Engine, *, max_queue: int, metrics: Metrics) -> None:
+    def __init__(self, engine: Engine, *, max_queue: int, metrics: Metrics, traffic: TrafficLog | None = None) -> None:
         self.engine = engine
         self.state: State = "starting"
         self.capacity = engine.config.max_num_seqs + max_queue
         self._metrics = metrics
+        self._traffic = traffic
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._calls: set[Call] = set()  # calls with open answers; event loop only
+        self._swaps: set[asyncio.Future[None]] = set()  # event loop only
         self._busy_since = 0.0  # event loop only
         self._feeds: dict[int, Feed] = {}  # by request id; engine's thread only
         self._stop_error: ApiError | None = None  # engine's thread only
@@ -132,6 +137,20 @@ class Worker:
             self._calls.remove(call)
             self._commands.put(partial(self._drop_calls, {call}))
 
+    async def replace_drafter(self, drafter: RecurrentDrafter) -> None:
+        """Draft with another drafter from the next step on; running answers go on with the same tokens.
+
+        Raises:
+            ValueError: the drafter does not fit, or the thread has ended. The old drafter stays.
+        """
+        assert self._loop is not None
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._commands.put(partial(self._replace_drafter, drafter, done))
+        if self.ended.is_set():
+            raise ValueError("the engine has ended")
+        self._swaps.add(done)
+        await done
+
     def drain(self) -> None:
         """Refuse new calls; open calls go on."""
         if self.state in ("starting", "ready"):
@@ -175,7 +194,14 @@ class Worker:
         The thread sets the state before it posts this callback, so no call can follow.
         """
         self._fail(set(self._calls), error)
+        for done in set(self._swaps):
+            self._settle(done, ValueError("the engine has ended"))
         self.ended.set()
+
+    def _settle(self, done: "asyncio.Future[None]", error: ValueError | None = None) -> None:
+        self._swaps.discard(done)
+        if not done.done():
+            done.set_result(None) if error is None else done.set_exception(error)
 
     # -- on the engine's thread ------------------------------------------------------------------------------------
 
@@ -238,6 +264,16 @@ class Worker:
             self._feeds[request.request_id] = Feed(call, place, request)
         self._post(call.accept)
 
+    def _replace_drafter(self, drafter: RecurrentDrafter, done: "asyncio.Future[None]") -> None:
+        try:
+            self.engine.replace_drafter(drafter)
+        except Exception as error:
+            # Whatever the drafter raises in its first steps: the engine still has the old one.
+            refusal = error if isinstance(error, ValueError) else ValueError(f"its first step failed: {error}")
+            self._post(self._settle, done, refusal)
+        else:
+            self._post(self._settle, done)
+
     def _drop_calls(self, calls: set[Call]) -> None:
         for request_id in [key for key, feed in self._feeds.items() if feed.call in calls]:
             self.engine.abort(request_id)
@@ -267,6 +303,8 @@ class Worker:
         self._count(feed.call, update)
         if update.request.is_finished:
             del self._feeds[request_id]
+            if self._traffic is not None and feed.call.may_record:
+                self._traffic.add(update.request)
         return feed.call, feed.take(update)
 
     def _recover(self, error: Exception) -> None:

@@ -1,0 +1,99 @@
+"""A new drafter takes over while the server answers: loaded beside the old one, and swapped between two steps."""
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+
+from drafter.engine.loading import load_drafter
+from drafter.engine.sizes import fingerprint_of_weights
+from drafter.models.drafter import RecurrentDrafter
+from drafter.models.files import WEIGHTS
+from drafter.serving.metrics import Metrics
+from drafter.serving.worker import Worker
+from drafter.utils.io import first_line
+
+_log = logging.getLogger("drafter.serving")
+_POLL_SECONDS = 1.0
+
+_Stamp = tuple[tuple[int, int, int], ...]
+
+
+class Follower:
+    """Loads the drafter again when its folder was replaced. Only the event loop uses the follower.
+
+    A drafter that does not load or does not fit leaves the old drafter in place.
+
+    Args:
+        name: folder or name of the drafter, as given to the server.
+        worker: the engine's thread.
+        metrics: counters of the server.
+
+    Attributes:
+        digest: hash of the weights in use.
+    """
+
+    def __init__(self, name: str, worker: Worker, metrics: Metrics) -> None:
+        self._name = name
+        self._folder = Path(name).expanduser()
+        self._worker = worker
+        self._metrics = metrics
+        self._lock = asyncio.Lock()
+        self._seen = self._stamp()
+        drafter = worker.engine.drafter
+        assert drafter is not None
+        self.digest = fingerprint_of_weights(drafter)
+        metrics.name_drafter(self.digest)
+
+    async def follow(self) -> None:
+        """Watch the folder until the task is cancelled."""
+        if not self._folder.is_dir():
+            raise ValueError(f"--follow watches a folder, and --drafter {self._name} is none")
+        while True:
+            await asyncio.sleep(_POLL_SECONDS)
+            if self._stamp() not in (None, self._seen):
+                try:
+                    await self.reload()
+                except Exception as error:  # whatever a damaged folder raises
+                    _log.warning("%s was replaced, and the old drafter stays: %s", self._folder, first_line(error))
+
+    async def reload(self) -> bool:
+        """Load the drafter again, and let it take over if its weights differ; False if they do not differ.
+
+        Raises:
+            ValueError: the drafter is damaged, belongs to another target, or does not fit the engine's settings.
+            OSError: the folder is gone or cannot be read.
+        """
+        async with self._lock:
+            drafter = await self._load()
+            digest = await asyncio.to_thread(fingerprint_of_weights, drafter)
+            if digest == self.digest:
+                return False
+            await self._worker.replace_drafter(drafter)
+            _log.info("drafter %s has taken over from %s", digest, self.digest)
+            self.digest = digest
+            self._metrics.drafter_swaps.inc()
+            self._metrics.name_drafter(digest)
+            return True
+
+    async def _load(self) -> RecurrentDrafter:
+        """The drafter of one version of the folder."""
+        while True:
+            self._seen = self._stamp()
+            try:
+                drafter = await asyncio.to_thread(load_drafter, self._name, self._worker.engine.target)
+            except (OSError, ValueError):
+                if self._seen == self._stamp():
+                    raise
+            else:
+                if self._seen == self._stamp():
+                    return drafter
+            # The folder was replaced within the load: the files may come from two versions.
+
+    def _stamp(self) -> _Stamp | None:
+        """What tells one version of the folder from another; None while there is none."""
+        try:
+            found = [os.stat(self._folder / name) for name in ("config.json", WEIGHTS)]
+        except OSError:
+            return None
+        return tuple((stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in found)

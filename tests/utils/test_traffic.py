@@ -1,0 +1,107 @@
+"""Recorded traffic: what a row holds, how files rotate, and what a full disk and a kill leave."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafter.utils import traffic
+from drafter.utils.traffic import Recorder, traffic_files, traffic_row
+
+ROW = traffic_row([1, 2], [3], {"temperature": 0.5, "stop": ("a secret",), "seed": 7})
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for file in traffic_files(folder) for line in file.read_text().splitlines()]
+
+
+def test_a_row_holds_ids_and_numbers_and_no_text(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "traffic"
+    recorder = Recorder(folder)
+    assert recorder.add(ROW) and recorder.add(ROW)
+    recorder.close()
+    assert rows_of(folder) == [{"prompt_token_ids": [1, 2], "token_ids": [3], "temperature": 0.5, "seed": 7}] * 2
+    (file,) = traffic_files(folder)
+    assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
+
+
+def test_files_rotate_and_the_oldest_go(tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text("x" * 2**21)
+    recorder = Recorder(tmp_path, max_mib=1)
+    row = traffic_row(range(10_000, 10_500), [0], {})
+    sizes = []
+    for number in range(1000):
+        assert recorder.add(row | {"number": number})
+        sizes.append(sum(file.stat().st_size for file in traffic_files(tmp_path)))
+    recorder.close()
+    numbers = [row["number"] for row in rows_of(tmp_path)]
+    assert numbers == list(range(numbers[0], 1000)) and 0 < numbers[0] < 900, "the newest rows, in order"
+    assert max(sizes) <= 2**20 < sum(sizes) / 100 and len(traffic_files(tmp_path)) == 4
+    assert (tmp_path / "mine.jsonl").exists(), "no file of another kind goes"
+    assert not Recorder(tmp_path, max_mib=1).add(traffic_row(range(10**6), [], {})), "larger than a file"
+
+
+def test_a_recorder_whose_file_was_removed_begins_another(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    recorder.add(ROW)
+    traffic_files(tmp_path)[0].unlink()
+    recorder.add(ROW)
+    recorder.close()
+    assert len(rows_of(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("is_partial", [False, True])
+def test_a_full_disk_ends_the_recording_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_partial: bool
+) -> None:
+    recorder = Recorder(tmp_path)
+    assert recorder.add(ROW)
+    write = os.write
+
+    def full(file: int, data: bytes) -> int:
+        if is_partial:
+            return write(file, data[:10])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(traffic.os, "write", full)
+        assert not recorder.add(ROW) and not recorder.add(ROW) and not recorder.is_on
+    assert len(caplog.records) == 1 and str(tmp_path) in caplog.text
+    assert len(rows_of(tmp_path)) == 1, "no part of a line is left"
+
+
+def test_a_folder_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        Recorder(tmp_path / "file")
+
+
+_WRITES_FOR_EVER = """
+import sys
+from pathlib import Path
+from drafter.utils.traffic import Recorder, traffic_row
+
+recorder = Recorder(Path(sys.argv[1]), max_mib=4)
+print("on", flush=True)
+while True:
+    recorder.add(traffic_row(range(3000), range(3000), {"seed": 1}))
+"""
+
+
+def test_a_killed_recorder_leaves_at_most_a_torn_last_line(tmp_path: Path) -> None:
+    for _ in range(3):
+        command = [sys.executable, "-c", _WRITES_FOR_EVER, str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None and process.stdout.readline() == b"on\n"
+            while sum(file.stat().st_size for file in traffic_files(tmp_path)) < 2**20:
+                assert process.poll() is None
+            process.kill()
+    for file in traffic_files(tmp_path):
+        *whole, last = file.read_bytes().split(b"\n")
+        assert all(len(json.loads(line)["token_ids"]) == 3000 for line in whole)
+        assert not last or last.startswith(b'{"prompt')
