@@ -29,6 +29,7 @@ COMMANDS: dict[str, str] = {
     "distill": "drafter.cli.distill:distill",
     "data inspect": "drafter.cli.data:data_inspect",
     "train": "drafter.cli.train:train",
+    "adapt": "drafter.cli.adapt:adapt",
     "export": "drafter.cli.export:export",
     "decode": "drafter.cli.decode:decode",
     "tune": "drafter.cli.tune:tune",

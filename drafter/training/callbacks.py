@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from tqdm import tqdm
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.config import EngineConfig, RequestOptions
@@ -32,6 +33,8 @@ from drafter.training.wandb_logging import (
     mean_tokens_per_step,
 )
 from drafter.utils.io import replacing
+
+_MEASURED_TOGETHER = 8  # prompts
 
 
 def tokens_per_step(
@@ -55,16 +58,49 @@ def decode_answers(
     copied: Any = copy.deepcopy(drafter)
     engine = Engine(target, copied.to(target.device, target.dtype).eval(), config)
     answers: dict[int, DecodedAnswer] = {}
+    encoded = [engine.encode(prompt) for prompt in prompts]
+    places: dict[int, int] = {}
     with torch.inference_mode(), torch.autocast(target.device.type, enabled=False):
-        for prompt in prompts:
+        # The longest first: its length decides the slots of a row.
+        for place in sorted(range(len(encoded)), key=lambda place: -len(encoded[place])):
             request = engine.add(
-                engine.encode(prompt), params, RequestOptions(want_tree=True), want_text=target.tokenizer is not None
+                encoded[place], params, RequestOptions(want_tree=True), want_text=target.tokenizer is not None
             )
             answers[request.request_id] = DecodedAnswer(request.prompt_ids, [])
+            places[place] = request.request_id
         while engine.has_work:
             for update in engine.step():
                 answers[update.request.request_id].steps.append(_step_of(update))
-    return list(answers.values())
+    return [answers[places[place]] for place in range(len(encoded))]
+
+
+def count_steps(
+    target: Target,
+    drafter: RecurrentDrafter,
+    prompts: Sequence[Prompt],
+    *,
+    copying: bool,
+    num_tokens: int,
+    label: str,
+) -> list[tuple[int, int]]:
+    """(tokens, steps) of the greedy answer to each prompt, with trees of 8 nodes, under a progress bar.
+
+    Args:
+        target: the model that answers.
+        drafter: as in :func:`decode_answers`.
+        prompts: text, messages or token ids.
+        copying: whether the drafter copies from the text.
+        num_tokens: longest answer.
+        label: of the bar.
+    """
+    config = EngineConfig(method="drafter", beam_width=4, draft_length=3, tree_size=8, copying=copying)
+    params, found = SamplingParams(max_new_tokens=num_tokens), []
+    with tqdm(total=len(prompts), desc=label, unit="prompt") as bar:
+        for start in range(0, len(prompts), _MEASURED_TOGETHER):
+            answers = decode_answers(target, drafter, prompts[start : start + _MEASURED_TOGETHER], config, params)
+            found += [(answer.num_tokens, len(answer.steps)) for answer in answers]
+            bar.update(len(answers))
+    return found
 
 
 def _step_of(update: Update) -> DecodedStep:

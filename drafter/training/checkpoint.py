@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,23 @@ from torch import Tensor
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.utils.io import check_output_folder, first_line, recover, replacing
+from drafter.utils.parse import read_json_object
 
 # Prefix of the drafter's tensors in the state dict of DrafterModule.
 PREFIX = "drafter."
 # Files of an exported drafter, and files that `drafter tune` adds.
-_OUTPUTS = ("config.json", "model.safetensors", "README.md", "run.json", "custom_generate", "speculation*.json")
+TUNED_FILE = "tuned.json"
+_OUTPUTS = ("config.json", "model.safetensors", "README.md", "run.json", "custom_generate", TUNED_FILE)
+_SHAPE = (
+    "vocab_size",
+    "hidden_size",
+    "context",
+    "context_layers",
+    "head",
+    "num_res_blocks",
+    "block_rank",
+    "draft_vocab_size",
+)
 # Keys of a checkpoint that this module reads, with their types.
 _KINDS: dict[str, Any] = {
     **dict.fromkeys(("drafter_config", "state_dict", "metrics", "loops", "average"), dict),
@@ -144,7 +157,14 @@ def drafter_of_checkpoint(path: str | Path) -> RecurrentDrafter:
     return drafter_from_checkpoint(read_checkpoint(path))
 
 
-def export_checkpoint(checkpoint: str | Path, out: str | Path, *, dtype: str = "bfloat16") -> Path:
+def check_export(out: str | Path) -> None:
+    """Refuse a folder that an export may not replace: one that holds anything but an earlier export (ValueError)."""
+    check_output_folder(Path(out), mark=DrafterConfig.model_type, files=_OUTPUTS, what="exported drafter")
+
+
+def export_checkpoint(
+    checkpoint: str | Path, out: str | Path, *, dtype: str = "bfloat16", facts: Mapping[str, Any] | None = None
+) -> Path:
     """The folder ``out`` with the drafter of a trainer's checkpoint: config.json, model.safetensors, README.md,
     run.json, and the script that ``model.generate(custom_generate=...)`` of transformers runs.
 
@@ -155,6 +175,7 @@ def export_checkpoint(checkpoint: str | Path, out: str | Path, *, dtype: str = "
         checkpoint: a .ckpt file of ``drafter train``.
         out: the folder.
         dtype: ``bfloat16`` or ``float32`` weights.
+        facts: further settings for run.json.
 
     Returns:
         The folder.
@@ -166,16 +187,33 @@ def export_checkpoint(checkpoint: str | Path, out: str | Path, *, dtype: str = "
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype!r} must be one of {', '.join(DTYPES)}")
     out = Path(out)
-    check_output_folder(out, mark=DrafterConfig.model_type, files=_OUTPUTS, what="exported drafter")
+    check_export(out)
     read = read_checkpoint(checkpoint)
     drafter = drafter_from_checkpoint(read)
     torch.nn.Module.to(drafter, DTYPES[dtype])
     with replacing(out) as folder:
-        _write(drafter, read, folder)
+        _write(drafter, read, folder, facts or {})
+        _keep_sizes(drafter, out, folder)
     return out
 
 
-def _write(drafter: RecurrentDrafter, checkpoint: dict[str, Any], folder: Path) -> None:
+def _keep_sizes(drafter: RecurrentDrafter, before: Path, after: Path) -> None:
+    """Take the measured sizes of ``drafter tune`` along where the drafter before has the same shape."""
+    sizes, config = before / TUNED_FILE, before / "config.json"
+    if sizes.is_file() and config.is_file():
+        shapes = [_shape(found) for found in (read_json_object(config), drafter.config.to_dict())]
+        if shapes[0] == shapes[1]:
+            shutil.copy(sizes, after / TUNED_FILE)
+        else:
+            print(f"{sizes} was measured with a drafter of another shape and is left out", file=sys.stderr)
+
+
+def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that decide how long a drafting step takes."""
+    return {name: config.get(name) for name in _SHAPE}
+
+
+def _write(drafter: RecurrentDrafter, checkpoint: dict[str, Any], folder: Path, further: Mapping[str, Any]) -> None:
     from drafter.integrations.hub import write_custom_generate
     from drafter.utils.provenance import write_run_record
 
@@ -189,6 +227,7 @@ def _write(drafter: RecurrentDrafter, checkpoint: dict[str, Any], folder: Path) 
         "metrics": checkpoint.get("metrics", {}),
         "training": checkpoint.get("hyper_parameters", {}),
         "data": checkpoint.get("data", {}),
+        **further,
     }
     (folder / "README.md").write_text(model_card(drafter, facts), encoding="utf-8")
     write_run_record(folder, settings=facts)

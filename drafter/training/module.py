@@ -179,6 +179,7 @@ class DrafterModule(LightningModule):
         self._average: dict[str, Tensor] = {}
         self._is_averaged = False  # whether the drafter holds the average, and _average the weights
         self._clock: tuple[float, int, int, float] = (0.0, 0, 0, 0.0)
+        self._began = time.monotonic()
 
     @classmethod
     def with_target(cls, target: Target, **options: Any) -> "DrafterModule":
@@ -239,14 +240,25 @@ class DrafterModule(LightningModule):
             betas=options.betas,
             fused=True,
         )
-        factor = options.factor(self.trainer.estimated_stepping_batches)
+        factor = options.factor(self.trainer.estimated_stepping_batches, self._time_share)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the run so far, those of earlier starts included."""
+        return time.monotonic() - self._began
+
+    def _time_share(self) -> float:
+        """Passed share of ``optim.minutes``; 0 without a limit."""
+        minutes = self.optim_options.minutes
+        return self.seconds / (60 * minutes) if minutes else 0.0
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the fields that export reads, as plain data: the drafter's config, the trained positions, the metrics."""
         checkpoint["drafter_config"] = self.drafter.config.to_dict()
         checkpoint["num_positions"] = self.num_positions
+        checkpoint["seconds"] = self.seconds
         data: Any = getattr(self.trainer, "datamodule", None)
         if hasattr(data, "description"):
             checkpoint["data"] = {
@@ -281,6 +293,7 @@ class DrafterModule(LightningModule):
         expect_same_shape(self.drafter.config, saved)
         self.drafter.set_scales(saved["hidden_scale"], saved["embedding_scale"])
         self.num_positions = int(checkpoint["num_positions"])
+        self._began = time.monotonic() - float(checkpoint.get("seconds", 0.0))
         average = checkpoint.get("average", {}) if self.optim_options.average else {}
         self._average = {name: tensor.to(self.device) for name, tensor in average.items()}
         ids_R = checkpoint["state_dict"]["drafter.draft_token_ids_R"]
@@ -393,6 +406,9 @@ class DrafterModule(LightningModule):
         self.num_positions += paired.pairs.num_starts[0] * trainer.world_size
         self._num_tokens += paired.num_tokens * trainer.world_size
         self.log("train/loss", result.loss, prog_bar=True)
+        # All processes end after the same step, whichever clock is ahead.
+        if self.optim_options.minutes and trainer.strategy.reduce_boolean_decision(self._time_share() >= 1, all=False):
+            trainer.should_stop = True
         if is_logged:
             self._expect_progress()
             self._log_details("train", paired.pairs, result)

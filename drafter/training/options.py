@@ -115,6 +115,8 @@ class OptimOptions:
         betas: betas of Adam.
         average: decay per step of the exponential moving average of the weights, which validation and export use;
             0 = no average.
+        minutes: the run ends after this time, of all its starts together, and the schedule falls with the time where
+            the time runs out before the steps; 0 = no limit. The making of cached hidden states counts too.
     """
 
     lr: float = within(1e-3, above=0.0)
@@ -125,14 +127,18 @@ class OptimOptions:
     weight_decay: float = within(0.0, low=0.0)
     betas: tuple[float, float] = within((0.9, 0.99), low=0.0, high=1.0)
     average: float = within(0.0, low=0.0, high=1.0)
+    minutes: float = within(0.0, low=0.0)
 
     def __post_init__(self) -> None:
         check_ranges(self, "model.optim.")
         if 1.0 in (*self.betas, self.average):
             raise ValueError(f"--model.optim.betas {self.betas} and average {self.average} must be below 1")
 
-    def factor(self, num_steps: int | float) -> Callable[[int], float]:
+    def factor(self, num_steps: int | float, time_share: Callable[[], float] = lambda: 0.0) -> Callable[[int], float]:
         """Step (0-based) -> share of the peak learning rate, for a run of ``num_steps`` steps (may be infinite).
+
+        ``time_share`` is the passed share of ``minutes``; the schedule follows the steps or the time, whichever is
+        further.
 
         >>> factor = OptimOptions(warmup_steps=2, schedule="linear").factor(6)
         >>> [factor(step) for step in range(6)]
@@ -144,11 +150,12 @@ class OptimOptions:
         Raises:
             ValueError: a schedule that falls until the last step, for a run that has none.
         """
+        if math.isinf(num_steps) and self.minutes:
+            num_steps = 10**9  # the time ends the run
         if math.isinf(num_steps) and self.schedule != "constant":
             raise ValueError(
                 f"--model.optim.schedule {self.schedule} falls until the last step, and this run has none: give "
-                "--trainer.max_steps or --trainer.max_epochs (beside --trainer.max_time if need be), or "
-                "--model.optim.schedule constant"
+                "--trainer.max_steps, --trainer.max_epochs or --model.optim.minutes, or --model.optim.schedule constant"
             )
         warmup = min(self.warmup_steps, max(num_steps - 1, 0))
         start = max(warmup, num_steps * (1 - self.decay_share)) if self.schedule == "wsd" else warmup
@@ -158,7 +165,8 @@ class OptimOptions:
                 return (step + 1) / warmup
             if self.schedule == "constant":
                 return 1.0
-            done = min(1.0, max(0.0, step - start) / max(1, num_steps - start))
+            place = max(step, time_share() * num_steps)
+            done = min(1.0, max(0.0, place - start) / max(1, num_steps - start))
             left = (1 + math.cos(math.pi * done)) / 2 if self.schedule == "cosine" else 1 - done
             return self.final_share + (1 - self.final_share) * left
 

@@ -12,8 +12,9 @@
     options = read_options(ToyOptions, ["--config", "toy.yaml", "--top-k", "5"])
 
 Rules: ``x: bool = True`` is ``--x`` and ``--no-x``; a ``tuple[int, ...]`` is ``--x 1,2,4``; a ``tuple[str, ...]`` is a
-flag that may be repeated. Precedence: default < file of ``--config`` < flag that was given, in whatever order the words
-stand. ``--print-config`` prints all values as a file for ``--config``. jsonargparse does the work.
+flag that may be repeated, where ``--x.key VALUE`` is ``--x key=VALUE``. Precedence: default < file of ``--config`` <
+flag that was given, in whatever order the words stand. ``--print-config`` prints all values as a file for
+``--config``. jsonargparse does the work.
 """
 
 import argparse
@@ -102,7 +103,7 @@ def read_options(kind: type[AnyOptions], words: Sequence[str], command: str = "d
         ValueError: an unknown flag or key, a value of the wrong type or out of range, or a missing one.
     """
     parser = _parser(kind, command)
-    spelled = [_with_dashes(word) for word in config_first(words)]
+    spelled = _spelled(config_first(words))
     try:
         values = vars(parser.parse_args(spelled))
     except argparse.ArgumentError as error:
@@ -271,10 +272,20 @@ def _description(kind: type) -> str:
     return re.split(r"\n(?:Attributes|Raises):\n", inspect.cleandoc(kind.__doc__ or ""))[0].strip()
 
 
-def _with_dashes(word: str) -> str:
-    """``--max_new_tokens=8`` -> ``--max-new-tokens=8``."""
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if name.startswith("--") else word
+def _spelled(words: Sequence[str]) -> list[str]:
+    """``--max_new_tokens=8`` -> ``--max-new-tokens=8``; ``--trainer.devices 1`` -> ``--trainer=devices=1``."""
+    found: list[str] = []
+    left = list(words)
+    while left:
+        name, equals, value = left.pop(0).partition("=")
+        flag, dot, key = name.partition(".")
+        if not name.startswith("--"):
+            found.append(name + equals + value)
+        elif dot:
+            found.append(f"{flag}={key}={value if equals else left.pop(0) if left else ''}")
+        else:
+            found.append(name.replace("_", "-") + equals + value)
+    return found
 
 
 def _made(kind: type[AnyOptions], values: Mapping[str, Any]) -> AnyOptions:

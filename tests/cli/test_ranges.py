@@ -59,7 +59,9 @@ def test_every_number_has_a_range(kind: type) -> None:
 
 @pytest.mark.parametrize("kind", OWNERS, ids=lambda kind: kind.__name__)
 def test_a_value_beyond_its_range_is_refused_on_construction(kind: type) -> None:
-    needed = {name: "x" for name in ("target", "drafter", "prompts", "alias", "checkpoint", "out", "file", "url")}
+    needed = {
+        name: "x" for name in ("target", "drafter", "prompts", "alias", "checkpoint", "out", "file", "url", "traffic")
+    }
     given = {item.name: needed[item.name] for item in fields(kind) if item.name in needed}
     for name in numbers(kind):
         span = range_of(kind, name)

@@ -1,0 +1,146 @@
+"""``drafter adapt``: learns recorded rows, and writes the new drafter only where held-out prompts gained."""
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from drafter import Engine, SamplingParams
+from drafter.cli.main import main
+from drafter.data.traffic import TrafficRow, read_traffic
+from drafter.models.drafter import RecurrentDrafter
+from drafter.training import adapt as module
+from drafter.training.adapt import Figure, compared, prompts_of, split
+from drafter.training.module import DrafterModule
+from tests.tiny_files import make_drafter, make_target
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, an untrained drafter, and recorded answers of the target."""
+    folder = tmp_path_factory.mktemp("adapt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTER_HOME", str(folder / "home"))
+        (folder / "target").symlink_to(make_target(folder))
+    make_drafter(str(folder / "target"), folder / "drafter")
+    (folder / "traffic").mkdir()
+    draw = random.Random(0)
+    prompts = [[draw.randrange(5, 90) for _ in range(4)] for _ in range(120)]
+    engine = Engine.load(str(folder / "target"), device="cpu", method="none")
+    answers = engine.generate(prompts, SamplingParams(max_new_tokens=24, ignore_eos=True))
+    rows = [{"prompt_token_ids": p, "token_ids": a.token_ids} for p, a in zip(prompts, answers, strict=True)]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (folder / "traffic" / "traffic-1.jsonl").write_text("".join(lines[:60]) + lines[0] + '{"prompt_token')
+    (folder / "traffic" / "traffic-2.jsonl").write_text("".join(lines[60:]))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_NUM_TRAFFIC": 8, "_NUM_TOKENS": 12, "_LR": 0.01, "_EPOCHS": 12, "_SPEED_TOKENS": 64}.items():
+        monkeypatch.setattr(module, name, value)
+
+
+def words(place: Path, out: Path, *more: str) -> list[str]:
+    return [
+        *("adapt", "--target", str(place / "target"), "--drafter", str(place / "drafter"), "--out", str(out)),
+        *("--traffic", str(place / "traffic"), "--trainer.accelerator", "cpu"),
+        *("--trainer.enable_progress_bar=false", *more),
+    ]
+
+
+def test_rows_are_read_once_and_a_torn_line_is_left_out(place: Path, tmp_path: Path) -> None:
+    rows = read_traffic(place / "traffic")
+    assert len(rows) == 120 and len(rows[0].token_ids) == 24
+    for text, message in (
+        ('{"prompt_token_ids": [1]}\n', "line 1 lacks token_ids"),
+        ('{"prompt_token_ids": [1], "token_ids": ["a"]}\n', "line 1, token_ids, entry 0 is a text"),
+        ('{"prompt_token_ids": [1], "token_ids": []}\n', "holds no recorded answers"),
+        ("{\n", "line 1: broken JSON"),
+    ):
+        (tmp_path / "bad.jsonl").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_traffic(tmp_path)
+
+
+def test_a_prompt_is_on_one_side_for_ever() -> None:
+    rows = [TrafficRow([index % 200, 5], [index]) for index in range(600)]
+    kept, held_out = split(rows)
+    sides = [{row.prompt_token_ids[0] for row in side} for side in (kept, held_out)]
+    assert not sides[0] & sides[1] and 8 <= len(sides[1]) <= 40 and len(kept) + len(held_out) == 600
+    assert split(rows[:300])[1] == [row for row in held_out if row.token_ids[0] < 300]
+    assert prompts_of(held_out, 5) == prompts_of(held_out[::-1], 5) and len(prompts_of(held_out, 1000)) == len(sides[1])
+
+
+def test_worked_example_of_a_paired_difference() -> None:
+    assert compared([(4, 4), (6, 4)], [(4, 2), (6, 3)]) == Figure(before=1.25, after=2.0, error=0.25)
+    assert Figure(1.0, 1.2, 0.09).has_gained and not Figure(1.0, 1.2, 0.11).has_gained
+    same = compared([(4, 4), (6, 3)], [(4, 4), (6, 3)])
+    assert same.error == 0 and not same.has_gained
+
+
+def test_a_gain_is_written_and_measured_sizes_stay(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new"
+    out.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (out / name).write_bytes((place / "drafter" / name).read_bytes())
+    (out / "tuned.json").write_text("{}")
+    assert main(words(place, out)) == 0
+    shown = capsys.readouterr().out
+    assert "traffic (8 prompts), with copies" in shown and "the new drafter is in" in shown
+    record = json.loads((out / "run.json").read_text())["settings"]["adapted"]
+    assert record["answers"] == len(split(read_traffic(place / "traffic"))[0])
+    figure = record["tokens_per_step"]["traffic, with copies"]
+    assert figure["after"] > figure["before"] + 2 * figure["error"] > 1
+    before, after = (RecurrentDrafter.from_pretrained(folder) for folder in (place / "drafter", out))
+    assert before.config.draft_length == after.config.draft_length
+    assert any(not a.equal(b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+    assert (out / "tuned.json").read_text() == "{}"
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_without_a_gain_nothing_is_changed(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LR", 1e-30)
+    assert main(words(place, tmp_path / "new")) == 3
+    assert "nothing was changed" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_call_goes_on(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop_here(trained: DrafterModule, *_: object) -> None:
+        if trained.trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DrafterModule, "on_train_batch_start", stop_here)
+        assert main(words(place, tmp_path / "new")) == 130
+    work = tmp_path / ".new.adapt"
+    assert [path.name for path in tmp_path.iterdir()] == [work.name] and (work / "checkpoints" / "last.ckpt").is_file()
+    steps: list[int] = []
+    monkeypatch.setattr(DrafterModule, "on_train_batch_start", lambda trained, *_: steps.append(trained.global_step))
+    assert main(words(place, tmp_path / "new")) in (0, 3)
+    assert steps[0] == 4 and not work.exists()
+
+
+def test_mistakes_are_one_line(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = tmp_path / "few.jsonl"
+    few.write_text(json.dumps({"prompt_token_ids": [1, 2], "token_ids": [3]}) + "\n")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    for more, message in (
+        (["--traffic", str(few)], "1 different prompts: about 80 are needed"),
+        (["--traffic", str(tmp_path / "none")], "none"),
+        (["--minutes", "0"], "--minutes is 0.0"),
+        (["--out", str(tmp_path / "mine")], "is no exported drafter"),
+        (["--trainer.acelerator", "cpu"], "acelerator"),
+    ):
+        assert main(words(place, tmp_path / "new", *more)) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.startswith("drafter: error: ") and message in line
