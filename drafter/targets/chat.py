@@ -12,6 +12,11 @@ def encode_text(tokenizer: Any, text: str, *, escape_special_tokens: bool = Fals
     return list(tokenizer(escaped(tokenizer, text) if escape_special_tokens else text)["input_ids"])
 
 
+def encode_texts(tokenizer: Any, texts: Sequence[str], name: str) -> list[list[int]]:
+    """Token ids of raw texts; the rules of a tokenizer run with limits of time and memory (ValueError)."""
+    return limited_map(lambda text: encode_text(tokenizer, text), texts, f"the tokenizer of {name!r}")
+
+
 class Chat(NamedTuple):
     """A conversation, and the functions that the target may call, in OpenAI's form."""
 
@@ -20,13 +25,16 @@ class Chat(NamedTuple):
 
 
 def encode_chats(tokenizer: Any, chats: Sequence[Chat], name: str) -> list[list[int]]:
-    """Token ids of conversations, as :func:`encode_chat`; the template runs with limits of time and memory.
+    """Token ids of conversations, as :func:`encode_chat`; template and tokenizer run with limits of time and memory.
 
     Raises:
-        ValueError: as :func:`encode_chat`, and for a template that takes too long or too much memory.
+        ValueError: as :func:`encode_chat`, and for a template or a tokenizer that takes too long or too much memory.
     """
-    texts = limited_map(lambda chat: _rendered(tokenizer, chat, name), chats, what_runs(name))
-    return [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+
+    def encode(chat: Chat) -> list[int]:
+        return list(tokenizer(_rendered(tokenizer, chat, name), add_special_tokens=False)["input_ids"])
+
+    return limited_map(encode, chats, f"{what_runs(name)}, or the tokenizer,")
 
 
 def what_runs(name: str) -> str:

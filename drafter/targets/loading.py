@@ -1,5 +1,6 @@
 """Reads a target: model and tokenizer of a folder, a hub id or a .gguf file, on whichever devices the layers go."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,13 +110,13 @@ def read_checkpoint(
             )
         model = _read(place, name, dtype, device, spread, shared, arguments)
         tokenizer = AutoTokenizer.from_pretrained(place, **shared) if _has_tokenizer(place) else None
-    except AssertionError:
-        raise  # a mistake of this package
     except Exception as error:
         # Transformers reads the folder: damaged files raise errors of any type there.
         kind = "" if isinstance(error, OSError | ValueError | RuntimeError | ImportError) else type(error).__name__
-        what = "a weight file is damaged" if kind == "SafetensorError" else f"cannot be loaded {kind}".strip()
-        raise ValueError(f"--target {name!r} {what}: {first_line(error)}") from error
+        what = "a weight file is damaged" if kind == "SafetensorError" else f"cannot be loaded ({kind})" if kind else ""
+        raise ValueError(f"--target {name!r} {what or 'cannot be loaded'}: {first_line(error)}") from error
+    for config in (model.config, model.config.get_text_config()):
+        config.return_dict = True  # a checkpoint's own choice would make tuples of all results
     if spread.device_map is None:
         # Transformers gives weights that it made plain the dtype of their scales.
         model = model.to(device, dtype if scheme and has_plain_weights(model) else None)
@@ -159,11 +160,19 @@ def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -
 def _read_model(kind: Any, place: Path | str, arguments: dict[str, Any]) -> Any:
     """SDPA attention where the model has it; else (soft-capped scores, attention sinks) its own plain formulas."""
     try:
-        return kind.from_pretrained(place, attn_implementation="sdpa", **arguments)
+        model, report = kind.from_pretrained(place, attn_implementation="sdpa", output_loading_info=True, **arguments)
     except ValueError as error:
         if "attn_implementation" not in str(error):
             raise
-        return kind.from_pretrained(place, attn_implementation="eager", **arguments)
+        model, report = kind.from_pretrained(place, attn_implementation="eager", output_loading_info=True, **arguments)
+    refuse_missing(report)
+    return model
+
+
+def refuse_missing(report: Mapping[str, Any]) -> None:
+    """ValueError where ``from_pretrained`` found no weights for a part, which would stay random."""
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"its files lack {len(missing)} of the weights that config.json asks for, first {missing[0]}")
 
 
 def _has_tokenizer(place: Path | str) -> bool:

@@ -18,7 +18,7 @@ from drafter.kernels.rounded import round_linears
 from drafter.targets.attention import use_folded_attention
 from drafter.targets.cache import CacheShape, MixedShape, SlotCache
 from drafter.targets.capabilities import Capabilities, LogitMap, final_norm, fingerprint_of, probe, refusal
-from drafter.targets.chat import Chat, encode_chats, encode_text
+from drafter.targets.chat import Chat, encode_chats, encode_texts
 from drafter.targets.device_map import copy_once, layer_devices
 from drafter.targets.loading import Spread, read_checkpoint, resolve_device, resolve_dtype
 from drafter.targets.masks import chunk_mask, slot_positions, tree_mask
@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 
 RUNTIMES = ("auto", "torch", "openvino")
 QUANTIZATIONS = ("none", "int8")
+MAX_POSITIONS = 2**31 - 1  # of a target that states no number, or a larger one
 # Smaller targets decode a whole answer in less time than an export takes.
 _LEAST_OPENVINO_PARAMETERS = 20_000_000
 
@@ -102,7 +103,8 @@ class Target:
         self.vocab_size, self.hidden_size = self.output_weight_VD.shape
         self.num_layers = int(config.num_hidden_layers)
         self.num_parameters = count_parameters(model)
-        self.max_length = int(getattr(config, "max_position_embeddings", 0) or 0) or 2**31 - 1
+        positions = int(getattr(config, "max_position_embeddings", 0) or 0)
+        self.max_length = min(positions, MAX_POSITIONS) if positions > 0 else MAX_POSITIONS
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
         self.quantization = quantization
         self.fingerprint = plain_fingerprint or fingerprint_of(self.output_weight_VD)
@@ -315,7 +317,7 @@ class Target:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of raw text, with the special tokens the tokenizer adds by itself."""
-        return encode_text(self._tokenizer(), text)
+        return encode_texts(self._tokenizer(), [text], self.name)[0]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Token ids of a conversation up to the opening of the assistant's turn, by the tokenizer's own template;

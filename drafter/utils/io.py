@@ -23,9 +23,9 @@ _STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")  # regul
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or the error's type where it has no text."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """The first line of an error's text, or the first two if a colon ends it; the error's type where it has no text."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]) if lines else type(error).__name__
 
 
 def printable(text: str, length: int = 300) -> str:

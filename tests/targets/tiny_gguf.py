@@ -25,18 +25,21 @@ def byte_letters() -> list[str]:
     return [chr(code) for code in [*printable, *others]]
 
 
-def write_gguf(path: Path, *, pre_tokenizer: str = "smollm", seed: int = 0) -> Path:
-    """Random float and Q8_0 weights, the vocabulary SPECIAL + bytes + two blanks, one merge (blank, blank)."""
+def write_gguf(path: Path, *, pre_tokenizer: str = "smollm", seed: int = 0, **fields: int) -> Path:
+    """Random float and Q8_0 weights, the vocabulary SPECIAL + bytes + two blanks, one merge (blank, blank).
+
+    ``fields`` replaces numbers of the header, which the weights then do not fit.
+    """
     tokens = [*SPECIAL, *byte_letters(), "ĠĠ"]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
     writer.add_context_length(CONTEXT)
-    writer.add_embedding_length(HIDDEN)
+    writer.add_embedding_length(fields.get("embedding_length", HIDDEN))
     writer.add_feed_forward_length(FEED_FORWARD)
-    writer.add_block_count(LAYERS)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(HEADS)
-    writer.add_vocab_size(len(tokens))
+    writer.add_block_count(fields.get("block_count", LAYERS))
+    writer.add_head_count(fields.get("head_count", HEADS))
+    writer.add_head_count_kv(fields.get("head_count_kv", HEADS))
+    writer.add_vocab_size(fields.get("vocab_size", len(tokens)))
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_tokenizer_model("gpt2")
@@ -46,7 +49,7 @@ def write_gguf(path: Path, *, pre_tokenizer: str = "smollm", seed: int = 0) -> P
     writer.add_token_merges(["Ġ Ġ"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    writer.add_pad_token_id(2)
+    writer.add_pad_token_id(fields.get("pad_token_id", 2))
     writer.add_add_bos_token(False)
     writer.add_chat_template(TEMPLATE)
     random = np.random.default_rng(seed)

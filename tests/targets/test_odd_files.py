@@ -1,0 +1,106 @@
+"""Targets whose files are whole and say odd things: one line that names the fault, or an answer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafter.decoding.params import SamplingParams
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.targets.target import Target
+from drafter.utils import limits
+from tests.data.tiny import tiny_target
+from tests.targets.tiny_gguf import write_gguf
+
+Fields = dict[str, Any]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    target = tiny_target()
+    target.model.save_pretrained(tmp_path / "target")
+    target.tokenizer.save_pretrained(tmp_path / "target")
+    return tmp_path / "target"
+
+
+def change(file: Path, fields: Fields) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def answer(folder: Path, **options: Any) -> Any:
+    engine = Engine(Target.load(str(folder), device="cpu", **options), config=EngineConfig(method="none"))
+    return engine.generate(["hi"], SamplingParams(max_new_tokens=8))[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pad_token_id": 10**6}, "Padding_idx must be within num_embeddings"),
+        ({"eos_token_id": [None]}, "Validation error for field 'eos_token_id': .*Invalid item"),
+        (
+            {"num_hidden_layers": 5},
+            r"its files lack \d+ of the weights that config.json asks for",
+        ),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"hidden_act": "evil"}, "'evil'"),
+    ],
+)
+def test_an_odd_config_is_refused_in_one_line(folder: Path, fields: Fields, message: str) -> None:
+    change(folder / "config.json", fields)
+    with pytest.raises(ValueError, match=message) as caught:
+        Target.load(str(folder), device="cpu")
+    assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"return_dict": False}, {"max_position_embeddings": 2**64}, {"max_position_embeddings": -1}]
+)
+def test_an_odd_config_that_changes_nothing_is_taken(folder: Path, fields: Fields) -> None:
+    whole = answer(folder)
+    change(folder / "config.json", fields)
+    assert answer(folder).token_ids == whole.token_ids
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"head_count": 0}, "division"),
+        ({"head_count_kv": 0}, "division"),
+        ({"head_count": 7}, "not a multiple of the number of attention heads"),
+        ({"vocab_size": 0}, "Padding_idx must be within num_embeddings"),
+        ({"pad_token_id": 10**9}, "Padding_idx must be within num_embeddings"),
+        ({"embedding_length": 0}, "0.0 cannot be raised"),
+        ({"block_count": 9}, "it lacks weights, such as model.layers.1"),
+    ],
+)
+def test_an_odd_gguf_header_is_refused_in_one_line(
+    fields: dict[str, int], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+    file = write_gguf(tmp_path / "odd.gguf", **fields)
+    with pytest.raises(ValueError, match=message) as caught:
+        Target.load(str(file), device="cpu")
+    assert str(caught.value).startswith(f"{file} cannot be read as a GGUF model")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["cuda:0", 0, "meta", "evil", -1])
+def test_a_map_to_a_device_that_is_not_there_is_refused(folder: Path, device: Any, tmp_path: Path) -> None:
+    (tmp_path / "map.json").write_text(json.dumps({"": device}))
+    with pytest.raises(ValueError, match=f"--target '{folder}' cannot be loaded"):
+        Target.load(str(folder), device="cpu", device_map=str(tmp_path / "map.json"))
+
+
+def test_a_tokenizer_that_explodes_reaches_the_limits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve rules that make eight letters of one: 10^10 times the text."""
+    monkeypatch.setattr(limits, "MAX_BYTES", 256 << 20)
+    target = Target.load(str(folder), device="cpu")
+    rule = {"type": "Replace", "pattern": {"String": "h"}, "content": "h" * 8}
+    change(folder / "tokenizer.json", {"normalizer": {"type": "Sequence", "normalizers": [rule] * 12}})
+    engine = Engine(Target.load(str(folder), device="cpu"), config=EngineConfig(method="none"))
+    for raw in (False, True):
+        with pytest.raises(ValueError, match="the tokenizer.* (ended its process|takes more than 256 MiB|took longer)"):
+            engine.generate(["hi"], raw=raw)
+    assert target.encode("hi"), "the valid tokenizer is not limited so"
