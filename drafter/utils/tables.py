@@ -6,7 +6,7 @@ from collections.abc import Sequence
 def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Rows below a heading, the first column to the left, the others to the right.
 
-    >>> print(format_table(["method", "tokens/s"], [["plain", "9.5"], ["drafter", "17.0"]]))
+    >>> print(format_table(["method", "tokens/s"], [["plain", "9.5"], ["lookup", "17.0"]]))
     method  tokens/s
     ------  --------
     plain        9.5
