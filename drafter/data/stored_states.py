@@ -34,16 +34,16 @@ from drafter.utils.io import first_line
 FLAG = "--data.hidden_states"
 LOCK_SECONDS = 10.0
 _STATES, _TOKENS, _SCALES = "hidden_states", "token_ids", "hidden_states_scales"
-_MOST_COMPARED = 2000  # files that an error message looks at
 # States of a quantised copy of the target differ by some hundredths, states of another model by about 1.
 _MOST_DIFFERENT = 0.25
 
 
 class StoredFile(NamedTuple):
-    """One text on disk: its file and its number of tokens."""
+    """One text on disk: its file, its tokens [T], and the shape [T, L, D] of its states."""
 
     path: Path
-    num_tokens: int
+    token_T: Tensor
+    shape: list[int]
 
 
 class StoredFiles:
@@ -68,31 +68,20 @@ class StoredFiles:
         paths = sorted(self.folder.glob("*.safetensors"))
         if not paths:
             raise ValueError(f"{FLAG} {folder} holds no .safetensors file")
-        self.paths = paths
         self._by_tokens: dict[bytes, StoredFile] = {}
-        self._by_beginning: dict[bytes, StoredFile] = {}
         for path in tqdm(paths, desc="stored states", unit="file", disable=not progress, delay=1.0, file=sys.stderr):
-            token_T = read_tokens(path)
-            file = StoredFile(path, len(token_T))
-            self._by_tokens[_digest(token_T)] = file
-            if len(token_T) > longest:
-                self._by_beginning[_digest(token_T[:longest])] = file
+            file = read_header(path)
+            self._by_tokens[_digest(file.token_T[:longest])] = file
 
-    def find(self, token_T: Tensor, num_needed: int) -> StoredFile | None:
-        """The file of the whole row, or of at least its first ``num_needed`` tokens; None without such a file.
+    def find(self, row: TokenRow) -> StoredFile | None:
+        """The file of the whole row, or of at least its positions before the last trained token; None without a file.
 
         An engine stores no state for its last token, nor for the template after an answer.
         """
-        found = self._by_beginning.get(_digest(token_T))
-        for length in range(len(token_T), max(1, num_needed) - 1, -1):
-            found = found or self._by_tokens.get(_digest(token_T[:length]))
-        return found
-
-    def nearest(self, token_T: Tensor) -> tuple[Path, int]:
-        """The file with the longest common beginning with a row, and the number of common tokens."""
-        shared = [(_num_shared(read_tokens(path), token_T), path) for path in self.paths[:_MOST_COMPARED]]
-        num, path = max(shared, key=lambda pair: pair[0])
-        return path, num
+        for length in range(len(row.token_T), max(1, _num_needed(row)) - 1, -1):
+            if (file := self._by_tokens.get(_digest(row.token_T[:length]))) is not None:
+                return file
+        return None
 
 
 class StoredStates:
@@ -109,23 +98,23 @@ class StoredStates:
     def __init__(
         self, files: Sequence[Path], rows: TokenRows, norm: nn.Module, dtype: torch.dtype, layers: Sequence[int] = ()
     ) -> None:
-        self._files, self.rows, self._norm, self._dtype, self._layers = list(files), rows, norm, dtype, list(layers)
+        self.files, self.rows, self._norm, self._dtype, self._layers = list(files), rows, norm, dtype, list(layers)
 
     @torch.no_grad()
     def row(self, index: int) -> States:
         """The states of a row's kept positions. Positions after the last stored state are zero and train nothing."""
         token_T, _ = self.rows.row(index)
-        start, path = int(self.rows.start_R[index]), self._files[index]
+        start, path = int(self.rows.start_R[index]), self.files[index]
         with _open(path) as file:
             stored_T = file.get_slice(_TOKENS)[start : start + len(token_T)]
-            if not torch.equal(stored_T.long(), token_T[: len(stored_T)].long()):
+            if not torch.equal(stored_T.long(), token_T[: len(stored_T)]):
                 raise ValueError(f"{path} changed while it was in use: its tokens are no longer those of row {index}")
             span = slice(start, start + len(stored_T))
             final_TD = self._norm(self._layer(file, path, span, -1))
             context = [self._layer(file, path, span, layer) for layer in self._layers]
-        missing = len(token_T) - len(stored_T)
-        hidden_TD = _padded(final_TD, missing)
-        return States(hidden_TD, _padded(torch.cat(context, dim=-1), missing) if context else None)
+        padding = (0, 0, 0, len(token_T) - len(stored_T))
+        hidden_TD = torch.nn.functional.pad(final_TD, padding)
+        return States(hidden_TD, torch.nn.functional.pad(torch.cat(context, dim=-1), padding) if context else None)
 
     def _layer(self, file: Any, path: Path, span: slice, layer: int) -> Tensor:
         """States [T, D] of one layer, in the target's dtype."""
@@ -161,19 +150,29 @@ def open_stored_states(
     Raises:
         ValueError: a row has no file, the files lack a layer, or the states are another model's.
     """
-    found = [files.find(rows.row(index).token_T, _num_needed(rows.row(index))) for index in range(len(rows))]
+    found = [files.find(rows.row(index)) for index in range(len(rows))]
     missing = [index for index, file in enumerate(found) if file is None]
     if missing:
-        raise ValueError(_missing_text(files, rows, missing))
+        raise ValueError(
+            f"{FLAG} {files.folder}: {len(missing)} of {len(rows)} rows have no stored states, such as row "
+            f"{missing[0]} ({len(rows.row(missing[0]).token_T)} tokens): another chat template, another tokenizer, or "
+            "a text that was not stored"
+        )
     kept = [file for file in found if file is not None]
     names = list(context_layers if stored_layers is None else stored_layers)
-    for path in dict.fromkeys(file.path for file in kept):
-        _check_shape(path, target.hidden_size, len(names) if context_layers else None)
+    for path, _, (_, num_stored, size) in kept:
+        if size != target.hidden_size:
+            raise ValueError(f"{path} holds states of {size} values, the target's have {target.hidden_size}")
+        if context_layers and num_stored != len(names) + 1:
+            raise ValueError(
+                f"{path} holds {num_stored} layers, expected are {len(names)} and the last one: name the stored "
+                f"layers, without the last one, with {FLAG}_layers"
+            )
     lacking = [layer for layer in context_layers if layer not in names]
     if lacking:
         raise ValueError(
-            f"--data.hidden_states_layers {names} lacks layer {lacking[0]} of --model.drafter.context_layers: store "
-            "the layer too, or train without it"
+            f"{FLAG}_layers {names} lacks layer {lacking[0]} of --model.drafter.context_layers: store the layer too, "
+            "or train without it"
         )
     places = [names.index(layer) for layer in context_layers]
     cropped = crop_to_answers(rows, margin)
@@ -182,8 +181,8 @@ def open_stored_states(
     return states
 
 
-def read_tokens(path: Path) -> Tensor:
-    """The token ids of a file, int64 [T]; ValueError for a file of another format."""
+def read_header(path: Path) -> StoredFile:
+    """The token ids of a file, int64 [T], and the shape of its states; ValueError for a file of another format."""
     with _open(path) as file:
         names = set(file.keys())
         if not {_STATES, _TOKENS} <= names:
@@ -198,7 +197,7 @@ def read_tokens(path: Path) -> Tensor:
         )
     if kind.startswith("F8") and _SCALES not in names:
         raise ValueError(f"{path}: states in float8 need the tensor {_SCALES}")
-    return token_T
+    return StoredFile(path, token_T, shape)
 
 
 @contextmanager
@@ -206,8 +205,10 @@ def _open(path: Path) -> Iterator[Any]:
     """The open file, once its writer has let go of its lock."""
     lock = path.with_name(path.name + ".lock")
     with ExitStack() as stack:
-        if lock.exists():
+        if lock.is_file():
             _wait_for(stack.enter_context(lock.open()), path)
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is no regular file")  # a pipe would be waited for
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
         except (SafetensorError, OSError) as error:
@@ -227,19 +228,6 @@ def _wait_for(lock: Any, path: Path) -> None:
                     f"{path} is still being written (its lock is held for {LOCK_SECONDS:g} s): wait for the engine"
                 ) from error
             time.sleep(0.02)
-
-
-def _check_shape(path: Path, hidden_size: int, num_layers: int | None) -> None:
-    """ValueError unless the file has the target's hidden size and, where layers are read, the expected layers."""
-    with _open(path) as file:
-        _, num_stored, size = file.get_slice(_STATES).get_shape()
-    if size != hidden_size:
-        raise ValueError(f"{path} holds states of {size} values, the target's have {hidden_size}: another model")
-    if num_layers is not None and num_stored != num_layers + 1:
-        raise ValueError(
-            f"{path} holds {num_stored} layers, expected are {num_layers} and the last one: name the stored layers, "
-            "without the last one, with --data.hidden_states_layers"
-        )
 
 
 @torch.no_grad()
@@ -263,19 +251,9 @@ def _check_model(states: StoredStates, rows: TokenRows, target: Target, context_
         far = float((theirs[:num_stored].float() - mine_TC).norm() / mine_TC.norm().clamp_min(1e-12))
         if not far <= _MOST_DIFFERENT:
             raise ValueError(
-                f"{states._files[index]}: the {what} differ from those of target {target.name!r} by {far:.0%}: another "
+                f"{states.files[index]}: the {what} differ from those of target {target.name!r} by {far:.0%}: another "
                 "model, other layers, or states that are already behind the final norm"
             )
-
-
-def _missing_text(files: StoredFiles, rows: TokenRows, missing: Sequence[int]) -> str:
-    token_T = rows.row(missing[0]).token_T
-    path, shared = files.nearest(token_T)
-    return (
-        f"{FLAG} {files.folder}: {len(missing)} of {len(rows)} rows have no stored states. Row {missing[0]} "
-        f"({len(token_T)} tokens) is nearest to {path.name} and differs from token {shared} on: another chat template, "
-        "another tokenizer, or a text that was not stored"
-    )
 
 
 def _num_needed(row: TokenRow) -> int:
@@ -284,14 +262,5 @@ def _num_needed(row: TokenRow) -> int:
     return int(trained[-1]) if len(trained) else 1
 
 
-def _num_shared(one_T: Tensor, other_T: Tensor) -> int:
-    length = min(len(one_T), len(other_T))
-    return int((one_T[:length].long() == other_T[:length].long()).long().cumprod(dim=0).sum())
-
-
 def _digest(token_T: Tensor) -> bytes:
     return hashlib.blake2b(token_T.to(torch.int64).contiguous().numpy().tobytes(), digest_size=16).digest()
-
-
-def _padded(state_TC: Tensor, num_missing: int) -> Tensor:
-    return torch.nn.functional.pad(state_TC, (0, 0, 0, num_missing))

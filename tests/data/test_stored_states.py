@@ -1,6 +1,7 @@
 """Hidden states of other engines: the same numbers as a forward, found by tokens, refused with a reason."""
 
 import fcntl
+import os
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,10 @@ def test_wrong_folders_and_files(target: Target, tmp_path: Path) -> None:
         read(folder, rows, target)
     (folder / "x.safetensors").unlink()
 
+    os.mkfifo(folder / "y.safetensors")  # to open one would wait for a writer
+    with pytest.raises(ValueError, match="y.safetensors is no regular file"):
+        read(folder, rows, target)
+    (folder / "y.safetensors").unlink()
     damage(path, hidden_states=good["hidden_states"].repeat(1, 1, 2))
     with pytest.raises(ValueError, match="hs_3.safetensors holds states of 32 values, the target's have 16"):
         read(folder, rows, target)
@@ -146,7 +151,7 @@ def test_every_row_is_checked_token_by_token(target: Target, tmp_path: Path) -> 
     token_T = rows.row(4)[0].clone()
     token_T[6] = 5
     write_file(tmp_path / "hs_4.safetensors", states_before_norm(target, token_T, ()), token_T)
-    message = r"1 of 7 rows have no stored states. Row 4 .* is nearest to hs_4.safetensors and differs from token 6"
+    message = r"1 of 7 rows have no stored states, such as row 4 .10 tokens.: another chat template"
     with pytest.raises(ValueError, match=message):
         read(tmp_path, rows, target)
     write_file(tmp_path / "hs_4.safetensors", states_before_norm(target, rows.row(4)[0], ()), rows.row(4)[0])
