@@ -15,7 +15,8 @@ from drafter.utils.validate import within
 
 if TYPE_CHECKING:
     from drafter.distill.endpoint import Endpoint
-    from drafter.distill.local import Answerer, EngineAnswerer
+    from drafter.distill.local import EngineAnswerer
+    from drafter.distill.run import Answerer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,7 @@ def distill(options: DistillOptions) -> None:
 
 def _write(options: DistillOptions, answerer: "Answerer") -> None:
     """Make the answers, and print how many there are."""
-    from drafter.distill.local import distill as run
+    from drafter.distill.run import distill as run
     from drafter.utils.provenance import write_run_record
 
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -5,12 +5,15 @@ Shapes: B rows · T tokens of the longest row · D target hidden size · C conte
 
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from drafter.data.rows import TokenRows
+
+if TYPE_CHECKING:
+    from drafter.data.hidden_states import States
 
 # Rows are sorted by length within a pool, so that a batch has little padding and an epoch is still shuffled.
 _POOL_ROWS = 8192
@@ -108,6 +111,23 @@ def _padded(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def gather(rows: TokenRows, indices: Sequence[int], *, pad_multiple: int = 1) -> ChatBatch:
-    """The batch of these rows."""
-    return collate(rows.take(indices), pad_multiple=pad_multiple)
+class StateReader(Protocol):
+    """Reads the hidden states of rows; see :mod:`drafter.data.hidden_states`."""
+
+    def row(self, index: int) -> "States": ...
+
+
+def gather(
+    rows: TokenRows, indices: Sequence[int], *, pad_multiple: int = 1, states: StateReader | None = None
+) -> ChatBatch:
+    """The batch of these rows, with their hidden states if a reader is given."""
+    batch = collate(rows.take(indices), pad_multiple=pad_multiple)
+    if states is None:
+        return batch
+    width = batch.token_BT.shape[1]
+    found = [states.row(index) for index in indices]
+    contexts = [state.context_TC for state in found if state.context_TC is not None]
+    return batch._replace(
+        hidden_BTD=pad_states([state.hidden_TD for state in found], width),
+        context_BTC=pad_states(contexts, width) if contexts else None,
+    )

@@ -21,12 +21,8 @@ from drafter.targets.chat import Chat
 MAX_FAILED_SHARE = 0.01
 # Part of the cache's key: raise the number when a change of this file changes tokens or masks.
 ENCODING_VERSION = 3
-NO_ANSWER, EMPTY, TOO_LONG, INVALID = (
-    "rows without an answer",
-    "rows with an empty answer",
-    "rows whose answer begins after the maximal length",
-    "invalid rows",
-)
+NO_ANSWER, EMPTY = "rows without an answer", "rows with an empty answer"
+TOO_LONG = "rows whose answer begins after the maximal length"
 
 
 @dataclass(frozen=True)
@@ -36,14 +32,12 @@ class RowSettings:
     Attributes:
         max_length: longest row in tokens; longer rows are cut, and plain text continues in a further row.
         format, columns: see :func:`drafter.data.formats.read_rows`.
-        skip_invalid: count invalid rows instead of raising ValueError.
         keep_unanswered: keep rows without a trained token, for training on whole texts.
     """
 
     max_length: int | None = 1024
     format: str | None = None
     columns: Mapping[str, str] | None = None
-    skip_invalid: bool = False
     keep_unanswered: bool = False
 
     def __post_init__(self) -> None:
@@ -96,7 +90,7 @@ class EncodeReport:
     @property
     def failures(self) -> Counter[str]:
         """Conversations whose answers were not found, by reason."""
-        usual = (NO_ANSWER, EMPTY, TOO_LONG, INVALID)
+        usual = (NO_ANSWER, EMPTY, TOO_LONG)
         return Counter({reason: count for reason, count in self.dropped.items() if reason not in usual})
 
     def add(self, other: "EncodeReport") -> None:
@@ -230,29 +224,21 @@ class RowEncoder:
         """The encoded rows in the order of the items; a dropped row has a ``problem``.
 
         Raises:
-            ValueError: an invalid row, if the settings do not skip invalid rows; a template without usable prefixes.
+            ValueError: an invalid row; a template without usable prefixes.
         """
-        rows: list[Row | EncodedRow] = []
-        for item, number in zip(items, numbers, strict=True):
-            try:
-                record = source.record(item, number)
-                if record is not None:
-                    parsed = parse_row(record, format=self._settings.format, columns=self._settings.columns)
-                    self._check_ids(parsed)
-                    rows.append(parsed)
-            except ValueError:
-                if not self._settings.skip_invalid:
-                    raise
-                rows.append(_dropped(INVALID)._replace(number=number))
-        chats = {index: self._chat(row) for index, row in enumerate(rows) if isinstance(row, Row) and row.is_chat}
+        records = [source.record(item, number) for item, number in zip(items, numbers, strict=True)]
+        rows = [
+            parse_row(record, format=self._settings.format, columns=self._settings.columns)
+            for record in records
+            if record is not None
+        ]
+        chats = {index: self._chat(row) for index, row in enumerate(rows) if row.is_chat}
         rendered = self._render(
             {index: chat for index, chat in chats.items() if isinstance(chat, Chat)},
-            {index for index, row in enumerate(rows) if isinstance(row, Row) and row.is_cut},
+            {index for index, row in enumerate(rows) if row.is_cut},
         )
         for index, row in enumerate(rows):
-            if isinstance(row, EncodedRow):
-                yield row
-                continue
+            self._check_ids(row)
             if row.token_ids is not None:
                 found = [self._cut(_row_of_ids(row))]
             elif row.text is not None:

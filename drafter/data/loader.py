@@ -78,12 +78,10 @@ class TrainLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position; ValueError if the position belongs to other data or settings."""
-        # A state without pad_multiple comes from a version that did not count padding, which equals a multiple of 1.
-        saved = {"pad_multiple": 1, **state}
         for name, value in self._identity().items():
-            if saved.get(name) != value:
+            if state.get(name) != value:
                 what = "training data" if name == "fingerprint" else f"--data.{name}"
-                shown = "" if name == "fingerprint" else f" ({saved.get(name)} then, {value} now)"
+                shown = "" if name == "fingerprint" else f" ({state.get(name)} then, {value} now)"
                 raise ValueError(
                     f"the checkpoint was written with another {what}{shown}, so its position in the data means nothing "
                     "here: restore it to resume, or start a new run from the checkpoint's weights"

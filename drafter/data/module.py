@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from drafter.data.batch import ChatBatch, gather, pad_states
+from drafter.data.batch import gather
 from drafter.data.encode import EncodeReport, RowSettings, encode_file
 from drafter.data.hidden_states import CachedStates, cache_states
 from drafter.data.loader import Gather, TrainLoader, ValLoader
@@ -45,7 +45,6 @@ class ChatDataModule(LightningDataModule):
         seed: int = 0,
         format: str | None = None,
         columns: dict[str, str] | None = None,
-        skip_invalid: bool = False,
         max_line_mib: int = MAX_LINE_MIB,
         pad_multiple: int = 8,
         revision: str | None = None,
@@ -67,7 +66,6 @@ class ChatDataModule(LightningDataModule):
             seed: seed of the order of the rows.
             format: tokens, messages, sharegpt, alpaca, prompt, turns or text; None recognises rows by their keys.
             columns: our key to the files' key, such as {"prompt": "question"}.
-            skip_invalid: count and skip invalid rows; otherwise the first invalid row is an error.
             max_line_mib: longest line of a file, in MiB.
             pad_multiple: pad batches to a multiple of this number of tokens.
             revision: hub revision of the target.
@@ -104,9 +102,7 @@ class ChatDataModule(LightningDataModule):
         self._val_share = float(val) if isinstance(val, float | int) else None
         self._val_names = [val] if isinstance(val, str) else list(val) if isinstance(val, list) else []
         self._target_name = target
-        self._settings = RowSettings(
-            max_length, format, columns, skip_invalid, keep_unanswered=train_on == "everything"
-        )
+        self._settings = RowSettings(max_length, format, columns, keep_unanswered=train_on == "everything")
         self._batch_tokens = batch_tokens
         self.train_on = train_on
         self._seed = seed
@@ -177,31 +173,23 @@ class ChatDataModule(LightningDataModule):
         if self._states_folder is None and self._stored_folder is None:
             return
         parts = {"train": self._trained_rows(), "val": self.val_rows}
-        margin = draft_length + 1
-        if self._states_folder is not None:
-            folder = Path(self._states_folder)
-            for part, rows in parts.items():
-                self._states[part] = cache_states(
-                    folder,
-                    rows,
-                    target,
-                    margin=margin,
-                    context_layers=context_layers,
-                    batch_tokens=self._batch_tokens,
-                    progress=self._progress,
-                )
-            return
-        assert self._stored_folder is not None
-        longest = max(int(rows.length_R.max()) for rows in parts.values())
-        files = StoredFiles(self._stored_folder, longest=longest, progress=self._progress)
+        shape: dict[str, Any] = {"margin": draft_length + 1, "context_layers": context_layers}
+        files = None
+        if self._stored_folder is not None:
+            longest = max(int(rows.length_R.max()) for rows in parts.values())
+            files = StoredFiles(self._stored_folder, longest=longest, progress=self._progress)
         for part, rows in parts.items():
-            self._states[part] = open_stored_states(
-                files,
+            if files is not None:
+                states = open_stored_states(files, rows, target, stored_layers=self._stored_layers, **shape)
+                self._states[part] = states
+                continue
+            self._states[part] = cache_states(
+                str(self._states_folder),
                 rows,
                 target,
-                margin=margin,
-                context_layers=context_layers,
-                stored_layers=self._stored_layers,
+                batch_tokens=self._batch_tokens,
+                progress=self._progress,
+                **shape,
             )
 
     def val_prompts(self, num: int) -> list[list[int]]:
@@ -256,23 +244,14 @@ class ChatDataModule(LightningDataModule):
 
     def _source(self, part: str) -> tuple[TokenRows, Gather]:
         """The rows of ``train`` or ``val``, and the function that makes batches of rows."""
+        rows = self._trained_rows() if part == "train" else self.val_rows
+        states = None
         if self._states_folder is not None or self._stored_folder is not None:
             if part not in self._states:
                 raise ValueError("hidden states on disk: the cache is not made yet; call cache_states(target) first")
             states = self._states[part]
-            return states.rows, lambda rows: self._gather_with_states(states, rows)
-        part_rows = self._trained_rows() if part == "train" else self.val_rows
-        return part_rows, lambda rows: gather(part_rows, rows, pad_multiple=self._pad_multiple)
-
-    def _gather_with_states(self, states: CachedStates | StoredStates, rows: Sequence[int]) -> ChatBatch:
-        batch = gather(states.rows, rows, pad_multiple=self._pad_multiple)
-        width = batch.token_BT.shape[1]
-        found = [states.row(row) for row in rows]
-        contexts = [state.context_TC for state in found if state.context_TC is not None]
-        return batch._replace(
-            hidden_BTD=pad_states([state.hidden_TD for state in found], width),
-            context_BTC=pad_states(contexts, width) if contexts else None,
-        )
+            rows = states.rows
+        return rows, partial(gather, rows, pad_multiple=self._pad_multiple, states=states)
 
     def _load(self) -> tuple[TokenRows, TokenRows]:
         if self._rows is None:

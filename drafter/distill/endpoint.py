@@ -4,7 +4,7 @@ import queue
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from drafter.distill.client import Client, Reply, ServerError
 from drafter.distill.prompts import AnswerSettings, AnswerStream, MadeAnswer, WantedAnswer
@@ -55,6 +55,8 @@ class Endpoint:
     @property
     def chat_url(self) -> str:
         return self.client.address("chat/completions")
+
+    refusal: ClassVar[str] = "prompts refused by the server"
 
     def answer(
         self, wanted: Sequence[WantedAnswer], settings: AnswerSettings, *, num_answered_before: int = 0

@@ -61,8 +61,12 @@ class RayAnswerer:
             self._identity = _get(ray, ask.remote(self._make))
         return self._identity
 
-    def answer(self, wanted: Sequence[WantedAnswer], settings: AnswerSettings) -> AnswerStream:
-        """Answers in the order in which batches return; see :class:`drafter.distill.local.Answerer`."""
+    refusal = "answers left out: the prompt leaves no room in the context"
+
+    def answer(
+        self, wanted: Sequence[WantedAnswer], settings: AnswerSettings, *, num_answered_before: int = 0
+    ) -> AnswerStream:
+        """Answers in the order in which batches return; see :class:`drafter.distill.run.Answerer`."""
         if not wanted:
             return
         self._connect()
@@ -75,7 +79,7 @@ class RayAnswerer:
         items = [{"item": json.dumps(asdict(item))} for item in sorted(wanted, key=_num_characters)]
         batches = ray.data.from_items(items, override_num_blocks=math.ceil(len(items) / self._batch_size))
         answered = batches.map_batches(
-            _Worker,
+            _RayEngine,
             fn_constructor_args=(self._make, settings),
             batch_size=self._batch_size,
             concurrency=options.ray_workers,
@@ -111,7 +115,7 @@ class RayAnswerer:
         return ray
 
 
-class _Worker:
+class _RayEngine:
     """The engine of one worker."""
 
     def __init__(self, make: "Callable[[], EngineAnswerer]", settings: AnswerSettings) -> None:
@@ -144,7 +148,9 @@ def _get(ray: Any, reference: Any) -> Any:
 
 def _unpacked(found: dict[str, Any]) -> WantedAnswer:
     prompt = found.pop("prompt")
-    return WantedAnswer(PromptRow(prompt["id"], tuple(prompt["messages"]), prompt["source"]), **found)
+    return WantedAnswer(
+        PromptRow(prompt["id"], tuple(prompt["messages"]), prompt["source"], tuple(prompt["tools"])), **found
+    )
 
 
 def _num_characters(item: WantedAnswer) -> int:

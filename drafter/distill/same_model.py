@@ -93,14 +93,15 @@ def compare_models(
     """
     found = Comparison()
     differences: list[float] = []
+    size = target.vocab_size
     for messages in prompts:
         prompt_ids = target.encode_chat(messages)
         greedy = {"model": model, "max_tokens": _NUM_TOKENS, "temperature": 0, "seed": 0}
-        chat = _ask(client, "chat/completions", {**greedy, "messages": list(messages), "logprobs": True})
+        chat = _ask(client, "chat/completions", {**greedy, "messages": list(messages), "logprobs": True}, size)
         assert chat is not None
         _note_prompt(found, target, prompt_ids, chat)
         # vLLM, SGLang and this package take token ids as a prompt; from other servers the chat answer is compared.
-        reply = _ask(client, "completions", {**greedy, "prompt": prompt_ids, "logprobs": 1}, may_lack=True)
+        reply = _ask(client, "completions", {**greedy, "prompt": prompt_ids, "logprobs": 1}, size, may_lack=True)
         if reply is None and found.prompt in ("same", "unknown"):
             reply = chat
         if reply is not None:
@@ -110,9 +111,13 @@ def compare_models(
     return found
 
 
-def _ask(client: Client, path: str, body: dict[str, Any], *, may_lack: bool = False) -> Reply | None:
+def _ask(client: Client, path: str, body: dict[str, Any], vocab_size: int, *, may_lack: bool = False) -> Reply | None:
     try:
-        return client.complete(path, body)
+        reply = client.complete(path, body)
+        largest = max((*(reply.prompt_ids or ()), *(reply.token_ids or ())), default=0)
+        if largest >= vocab_size:
+            raise ValueError(f"token id {largest} is outside the vocabulary of {vocab_size}, of the target")
+        return reply
     except ServerError as error:
         if may_lack and error.code in (400, 404, 405, 422, 501):
             return None

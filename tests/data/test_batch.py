@@ -132,14 +132,6 @@ def test_a_position_in_another_stream_is_refused(change: dict, message: str) -> 
         loader_of(**change).load_state_dict(loader_of().state_dict())
 
 
-def test_a_position_from_before_padding_was_counted() -> None:
-    state = loader_of().state_dict()
-    del state["pad_multiple"]
-    loader_of().load_state_dict(state)
-    with pytest.raises(ValueError, match=r"another --data.pad_multiple \(1 then, 8 now\)"):
-        loader_of(pad_multiple=8).load_state_dict(state)
-
-
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 2)])
 def test_resumption_with_another_number_of_ranks_skips_nothing(before: int, after: int) -> None:
     """Six batches in all by the old ranks; the new ranks together go on with the seventh."""

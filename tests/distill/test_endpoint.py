@@ -12,8 +12,8 @@ import pytest
 
 from drafter.cli.distill import DistillOptions
 from drafter.distill.endpoint import Endpoint, EndpointError
-from drafter.distill.local import distill
 from drafter.distill.prompts import AnswerSettings
+from drafter.distill.run import distill
 from tests.data.tiny import chat, write_jsonl
 
 Reply = tuple[int, object, dict[str, str]]
@@ -108,7 +108,9 @@ def test_every_prompt_is_answered_once(server: FakeServer, prompts: str, tmp_pat
     report = run(prompts, tmp_path / "out.jsonl", endpoint_of(server), temperature=(0.0, 0.7), top_k=5, min_p=0.1)
     assert set(server.counts.values()) == {1} and len(server.counts) == 12
     assert 1 < server.most_at_once <= 4
-    assert report.num_new == 12 and report.num_tokens == 84 and report.num_cut == 12
+    assert (
+        report.num_new == 12 and report.num_tokens == 84 and report.notes["new answers cut at --max-new-tokens"] == 12
+    )
     assert answered(tmp_path / "out.jsonl")["3"].startswith("Q3 0.")
     body = server.bodies[0]
     assert body["model"] == "tiny" and body["max_tokens"] == 9 and body["top_k"] == 5 and body["min_p"] == 0.1
@@ -180,7 +182,7 @@ def test_a_refused_prompt_is_counted_and_the_rest_goes_on(server: FakeServer, pr
         else (200, answer_of(body), {})
     )
     report = run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
-    assert report.num_refused == 1 and report.num_new == 11 and server.counts["Q7"] == 1
+    assert report.notes[Endpoint.refusal] == 1 and report.num_new == 11 and server.counts["Q7"] == 1
     server.reply = lambda body, count: (400, {"error": {"message": "unknown field"}}, {})
     with pytest.raises(EndpointError, match="refuses every prompt: HTTP 400: unknown field"):
         run(prompts, tmp_path / "other.jsonl", endpoint_of(server))
@@ -197,7 +199,7 @@ def test_a_finished_run_is_finished_when_it_is_started_again(server: FakeServer,
     first = run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
     before = (tmp_path / "out.jsonl").read_bytes()
     again = run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
-    assert first.num_refused == again.num_refused == 10
+    assert first.notes[Endpoint.refusal] == again.notes[Endpoint.refusal] == 10
     assert again.num_done_before == 14 and again.num_new == 0
     assert (tmp_path / "out.jsonl").read_bytes() == before
 

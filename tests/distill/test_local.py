@@ -15,8 +15,9 @@ import pytest
 from drafter.data.formats import read_rows
 from drafter.decoding.params import SamplingParams
 from drafter.distill.journal import Journal
-from drafter.distill.local import DistillReport, EngineAnswerer, _answer_all, _groups, distill
+from drafter.distill.local import EngineAnswerer, _groups
 from drafter.distill.prompts import AnswerSettings, AnswerStream, MadeAnswer, PromptRow, WantedAnswer
+from drafter.distill.run import DistillReport, _answer_all, distill
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from tests.data.tiny import chat, tiny_target, write_jsonl
@@ -62,7 +63,7 @@ def test_answers_are_those_of_the_engine(target, prompts: str, tmp_path: Path) -
         assert row["source"] == "prompts.jsonl" and row["temperature"] == 0.0
     assert len(rows) == report.num_new == report.num_answers == 5
     assert report.num_tokens == sum(row["num_tokens"] for row in rows.values())
-    assert "5 of 5 answers to 5 prompts" in report.lines()[0]
+    assert "5 of 5 answers; new: 5 with" in report.lines()[0]
     conversations = list(read_rows(tmp_path / "out.jsonl"))
     assert [row.is_cut for row in conversations] == [row["finish_reason"] == "length" for row in rows.values()]
 
@@ -119,7 +120,7 @@ def test_shards_make_the_whole(target, prompts: str, tmp_path: Path) -> None:
 def test_prompts_without_room_are_counted(target, tmp_path: Path) -> None:
     name = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "x" * 200}, {"prompt": "short"}])
     report = run(target, name, tmp_path / "out.jsonl")
-    assert report.num_too_long == 1 and report.num_new == 1
+    assert report.notes[EngineAnswerer.refusal] == 1 and report.num_new == 1
     assert any("leaves no room" in line for line in report.lines())
 
 
@@ -160,7 +161,7 @@ def test_answers_to_prompts_that_are_excluded_later(target, tmp_path: Path, monk
     report = run(target, "magpie", out, exclude=exclude, **options)
     asked = {row["messages"][0]["content"] for row in rows_of(out).values()}
     assert len(asked) == 3 and texts[1] not in asked and asked <= set(texts)
-    assert report.num_done_before == 2 and report.dropped_inventions["excluded"] == 1
+    assert report.num_done_before == 2 and report.notes["invented prompts dropped: excluded"] == 1
 
 
 def test_groups_share_a_cache_only_if_their_lengths_are_close() -> None:
@@ -178,11 +179,14 @@ class FakeAnswerer:
     """Answers in an order of its own and dies after some answers."""
 
     identity = {"fake": 1}
+    refusal = "refused"
 
     def __init__(self, dies_after: int | None = None) -> None:
         self.dies_after = dies_after
 
-    def answer(self, wanted: Sequence[WantedAnswer], settings: AnswerSettings) -> AnswerStream:
+    def answer(
+        self, wanted: Sequence[WantedAnswer], settings: AnswerSettings, *, num_answered_before: int
+    ) -> AnswerStream:
         for count, item in enumerate(sorted(wanted, key=lambda item: item.seed)):
             if count == self.dies_after:
                 raise Killed
@@ -219,7 +223,8 @@ def test_openings_are_sampled_by_seed(target) -> None:
 
 SCRIPT = """
 import sys
-from drafter.distill.local import EngineAnswerer, distill
+from drafter.distill.local import EngineAnswerer
+from drafter.distill.run import distill
 from drafter.distill.prompts import AnswerSettings
 from tests.data.tiny import tiny_target
 answerer = EngineAnswerer(tiny_target(), batch_size=2)

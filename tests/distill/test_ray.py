@@ -10,9 +10,10 @@ import pytest
 
 from drafter.cli.distill import DistillOptions, engine_answerer
 from drafter.cli.main import main
-from drafter.distill.local import EngineAnswerer, distill
+from drafter.distill.local import EngineAnswerer
 from drafter.distill.prompts import AnswerSettings, AnswerStream, WantedAnswer
 from drafter.distill.ray_answers import ClusterOptions, RayAnswerer
+from drafter.distill.run import distill
 from tests.data.tiny import write_jsonl
 from tests.tiny_files import make_target
 
@@ -26,7 +27,9 @@ class DyingAnswerer(EngineAnswerer):
     num_batches = 0
     marker: Path
 
-    def answer(self, wanted: Sequence[WantedAnswer], settings: AnswerSettings) -> AnswerStream:
+    def answer(
+        self, wanted: Sequence[WantedAnswer], settings: AnswerSettings, *, num_answered_before: int = 0
+    ) -> AnswerStream:
         self.num_batches += 1
         for done, pair in enumerate(super().answer(wanted, settings)):
             if self.num_batches == 2 and done == 2 and not self.marker.exists():

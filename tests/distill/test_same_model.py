@@ -11,8 +11,8 @@ from drafter.data.formats import read_rows
 from drafter.decoding.params import SamplingParams
 from drafter.distill.client import Client, read_reply
 from drafter.distill.endpoint import Endpoint
-from drafter.distill.local import distill
 from drafter.distill.prompts import AnswerSettings
+from drafter.distill.run import distill
 from drafter.distill.same_model import Comparison, compare_models
 from drafter.targets.target import Target
 from tests.data.tiny import CHAT_TEMPLATE, chat, encode_rows, tiny_tokenizer, write_jsonl
@@ -84,6 +84,15 @@ def test_rounded_weights_and_another_model(target: Target) -> None:
     assert compare(EngineServer(noisy(target, 3.0)), target).is_other_model
 
 
+def test_ids_outside_the_vocabulary_are_one_line(target: Target) -> None:
+    server = FakeServer()
+    choice = {"message": {"content": "x"}, "token_ids": [10**8], "finish_reason": "stop"}
+    server.reply = lambda body, count: (200, {"choices": [choice], "prompt_token_ids": [1]}, {})
+    with pytest.raises(ValueError, match="token id 100000000 is outside the vocabulary of"):
+        compare_models(Client(server.url), "tiny", target, PROMPTS)
+    server.close()
+
+
 def test_our_own_server_runs_its_target_and_gives_its_tokens(tmp_path: Path) -> None:
     prompts = write_jsonl(tmp_path / "p.jsonl", [{"id": str(i), "prompt": f"Why {i}?"} for i in range(3)])
     with live_server() as live:
@@ -131,7 +140,7 @@ def test_a_server_without_the_field_is_asked_once(target: Target, tmp_path: Path
     with running(EngineServer(target, "strict")) as engine:
         endpoint = Endpoint(engine.url, "tiny", concurrency=1, retries=0)
         report = distill(endpoint, prompts, tmp_path / "o.jsonl", AnswerSettings(4), progress=False)
-    assert report.num_new == 6 and report.num_refused == 0
+    assert report.num_new == 6 and not report.notes[Endpoint.refusal]
     assert sum("return_token_ids" in body for body in engine.bodies) == 1
     assert "token_ids" not in json.loads((tmp_path / "o.jsonl").read_text().splitlines()[0])
 

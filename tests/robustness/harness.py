@@ -32,7 +32,7 @@ _MODULES = [
     "drafter.bench.tune",
     "drafter.cli.decode",
     "drafter.data.inspect",
-    "drafter.distill.local",
+    "drafter.distill.run",
     "drafter.engine.engine",
     "drafter.engine.loading",
     "drafter.training.run",

@@ -1,0 +1,230 @@
+"""``drafter distill``: the target answers prompts, in this process, on a server or on a Ray cluster.
+
+Answers are appended as they finish. A killed run continues: each prompt is answered once, and the answers equal those
+of an uninterrupted run, because a seed depends on the prompt's id and the answer's number and not on the order.
+"""
+
+import hashlib
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from drafter.distill.journal import Journal, check_name
+from drafter.distill.local import EngineAnswerer
+from drafter.distill.magpie import MagpieSettings, invent_prompts
+from drafter.distill.prompts import (
+    AnswerSettings,
+    AnswerStream,
+    Exclusion,
+    PromptRow,
+    Shard,
+    WantedAnswer,
+    builtin_prompts,
+    check_answer,
+    keys_of,
+    missing_answers,
+    row_of,
+    select_prompts,
+)
+
+MAGPIE = "magpie"
+
+
+@dataclass
+class DistillReport:
+    """Counts of a run.
+
+    Attributes:
+        num_answers: answers that the whole file shall hold.
+        num_done_before: answers of earlier runs.
+        num_new, num_tokens: answers of this run, and their tokens.
+        seconds: from the first request to the last answer.
+        notes: further counts, by what was counted.
+    """
+
+    num_answers: int = 0
+    num_done_before: int = 0
+    num_new: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+    notes: Counter[str] = field(default_factory=Counter)
+
+    def lines(self) -> list[str]:
+        """The report as text, one line for each count that is not zero."""
+        speed = f", {self.num_tokens / self.seconds:,.0f} tokens/s" if self.seconds > 0 and self.num_new else ""
+        total = f"{self.num_done_before + self.num_new:,} of {self.num_answers:,} answers"
+        lines = [f"{total}; new: {self.num_new:,} with {self.num_tokens:,} tokens{speed}"]
+        return lines + [f"{count:,} {what}" for what, count in self.notes.items() if count]
+
+
+class Answerer(Protocol):
+    """Anything that makes answers: an engine, a server, a cluster.
+
+    Attributes:
+        identity: the settings that, with prompts and sampling parameters, determine the answers.
+        refusal: what it means that a prompt has no answer.
+    """
+
+    @property
+    def identity(self) -> dict[str, Any]: ...
+
+    @property
+    def refusal(self) -> str: ...
+
+    def answer(
+        self, wanted: Sequence[WantedAnswer], settings: AnswerSettings, *, num_answered_before: int = 0
+    ) -> AnswerStream:
+        """Each wanted answer with the made one as it is finished, or with None where the prompt has no answer."""
+
+
+def distill(
+    answerer: Answerer,
+    prompts: str | Path | None,
+    out: str | Path,
+    settings: AnswerSettings | None = None,
+    *,
+    shard: str = "1/1",
+    num_prompts: int | None = None,
+    format: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    exclude: str | None = None,
+    progress: bool = True,
+) -> DistillReport:
+    """Answer prompts and append the answers to ``out``, one row each (:func:`drafter.distill.prompts.row_of`).
+
+    Args:
+        answerer: an engine (:class:`EngineAnswerer`), a server (:class:`drafter.distill.endpoint.Endpoint`) or a
+            cluster (:class:`drafter.distill.ray_answers.RayAnswerer`).
+        prompts: file or hub data set; ``magpie``: the target invents ``num_prompts`` prompts; None: the package's
+            prompts.
+        out: .jsonl file; an existing file is continued.
+        settings: sampling parameters and number of answers; None: greedy, one answer to each prompt.
+        shard: ``"3/8"``: the third of eight parts of the prompts; every part needs its own ``out``.
+        num_prompts: largest number of prompts of a file; with ``magpie`` the number of prompts to invent.
+        format, columns: see :func:`drafter.data.formats.read_rows`.
+        exclude: file of texts that no prompt may share 13 consecutive words with.
+        progress: show a bar.
+
+    Raises:
+        ValueError: wrong options or prompts; ``out`` was written with other settings, or holds answers to excluded
+            prompts.
+        OSError: the disk is full or the server does not answer; finished rows are kept.
+    """
+    settings, report = settings or AnswerSettings(), DistillReport()
+    check_name(out)
+    part, unwanted = Shard.parse(shard), Exclusion.read(exclude)
+    if prompts == MAGPIE:
+        asked = _invented(answerer, Path(out), num_prompts, settings.seed, part, unwanted, report, progress)
+        origin = MAGPIE
+    else:
+        found = select_prompts(
+            prompts or builtin_prompts(),
+            format=format,
+            columns=columns,
+            limit=num_prompts,
+            shard=part,
+            exclude=unwanted,
+        )
+        asked, origin = found.prompts, _digest(found.prompts)
+        report.notes["repeated prompts left out"] = found.num_duplicates
+        report.notes["prompts left out: on the excluded list"] = found.num_excluded
+    recorded = {**asdict(settings), "shard": str(part), "prompts": origin, **answerer.identity}
+    with Journal(out, recorded, check_answer) as journal:
+        _check_excluded(journal, unwanted)
+        report.notes["bytes of an incomplete last line removed"] = journal.num_torn_bytes
+        _answer_all(answerer, asked, settings, journal, report, progress)
+    return report
+
+
+def _check_excluded(journal: Journal, exclude: Exclusion) -> None:
+    """ValueError when the file holds answers to excluded prompts, from a run without this exclusion."""
+    ids = {row["id"]: None for row in journal.rows if exclude.matches_any(row["messages"][:-1])}
+    if ids:
+        shown = ", ".join(list(ids)[:3]) + (", ..." if len(ids) > 3 else "")
+        raise ValueError(
+            f"--out {journal.path} holds answers to {len(ids)} prompts that are on the excluded list (id {shown}): "
+            "remove their lines to go on, or give another --out"
+        )
+
+
+def _answer_all(
+    answerer: Answerer,
+    prompts: Sequence[PromptRow],
+    settings: AnswerSettings,
+    journal: Journal,
+    report: DistillReport,
+    progress: bool,
+) -> None:
+    """Make the answers that the journal lacks, and append each as it is finished."""
+    from tqdm import tqdm
+
+    done = keys_of(journal.rows, str(journal.path))
+    wanted = missing_answers(prompts, settings, done)
+    report.num_answers = len(prompts) * settings.num_answers
+    report.num_done_before = report.num_answers - len(wanted)
+    bar = tqdm(
+        total=report.num_answers,
+        initial=report.num_done_before,
+        desc="answering",
+        unit="answer",
+        disable=not progress,
+        file=sys.stderr,
+    )
+    start = time.perf_counter()
+    with bar:
+        for item, answer in answerer.answer(wanted, settings, num_answered_before=len(done)):
+            report.seconds = time.perf_counter() - start
+            if answer is None:
+                report.notes[answerer.refusal] += 1
+                continue
+            journal.append(row_of(item, answer))
+            report.num_new += 1
+            report.num_tokens += answer.num_tokens
+            report.notes["new answers cut at --max-new-tokens"] += answer.finish_reason == "length"
+            bar.set_postfix_str(f"{report.num_tokens / report.seconds:,.0f} tokens/s", refresh=False)
+            bar.update()
+
+
+def _invented(
+    answerer: Answerer,
+    out: Path,
+    num_prompts: int | None,
+    seed: int,
+    shard: Shard,
+    exclude: Exclusion,
+    report: DistillReport,
+    progress: bool,
+) -> list[PromptRow]:
+    """Prompts that the target invents, kept beside ``out``."""
+    if not isinstance(answerer, EngineAnswerer):
+        raise ValueError(
+            "--prompts magpie needs --target on this machine: a chat endpoint cannot continue an open user turn. "
+            "Invent the prompts here first, then answer the .prompts.jsonl file with --endpoint or --ray"
+        )
+    if num_prompts is None:
+        raise ValueError("--prompts magpie needs --num-prompts, the number of prompts to invent")
+    prompts, dropped = invent_prompts(
+        out.with_name(out.name.removesuffix(".jsonl") + ".prompts.jsonl"),
+        answerer.target.tokenizer,
+        answerer.sample_openings,
+        MagpieSettings(num_prompts, seed=seed),
+        target_name=answerer.target.name,
+        identity=answerer.identity,
+        shard=shard,
+        exclude=exclude,
+        progress=progress,
+    )
+    report.notes.update({f"invented prompts dropped: {reason}": count for reason, count in sorted(dropped.items())})
+    return prompts
+
+
+def _digest(prompts: Sequence[PromptRow]) -> str:
+    hasher = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        asked = (prompt.id, prompt.messages, prompt.tools) if prompt.tools else (prompt.id, prompt.messages)
+        hasher.update(repr(asked).encode())
+    return hasher.hexdigest()
