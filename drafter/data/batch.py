@@ -5,15 +5,12 @@ Shapes: B rows · T tokens of the longest row · D target hidden size · C conte
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from drafter.data.rows import TokenRows
-
-if TYPE_CHECKING:
-    from drafter.data.hidden_states import States
 
 # Rows are sorted by length within a pool, so that a batch has little padding and an epoch is still shuffled.
 _POOL_ROWS = 8192
@@ -111,10 +108,17 @@ def _padded(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
+class States(NamedTuple):
+    """Hidden states of one row in the target's dtype; ``context_TC`` is None if the context is the final one."""
+
+    hidden_TD: Tensor
+    context_TC: Tensor | None
+
+
 class StateReader(Protocol):
     """Reads the hidden states of rows; see :mod:`drafter.data.hidden_states`."""
 
-    def row(self, index: int) -> "States": ...
+    def row(self, index: int) -> States: ...
 
 
 def gather(

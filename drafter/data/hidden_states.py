@@ -14,12 +14,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from drafter.data.batch import plan_in_order
+from drafter.data.batch import States, plan_in_order
 from drafter.data.rows import TokenRows
 from drafter.targets.target import Target
 
@@ -45,13 +45,6 @@ class StateSpec:
     @property
     def bytes_per_position(self) -> int:
         return 2 * (self.hidden_size + self.context_size)
-
-
-class States(NamedTuple):
-    """The states of one row in the target's dtype; ``context_TC`` is None if the context is the final hidden state."""
-
-    hidden_TD: Tensor
-    context_TC: Tensor | None
 
 
 def crop_to_answers(rows: TokenRows, margin: int) -> TokenRows:

@@ -26,7 +26,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from drafter.data.hidden_states import States, crop_to_answers
+from drafter.data.batch import States
+from drafter.data.hidden_states import crop_to_answers
 from drafter.data.rows import TokenRow, TokenRows
 from drafter.targets.target import Target
 from drafter.utils.io import first_line

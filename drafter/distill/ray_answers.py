@@ -148,9 +148,8 @@ def _get(ray: Any, reference: Any) -> Any:
 
 def _unpacked(found: dict[str, Any]) -> WantedAnswer:
     prompt = found.pop("prompt")
-    return WantedAnswer(
-        PromptRow(prompt["id"], tuple(prompt["messages"]), prompt["source"], tuple(prompt["tools"])), **found
-    )
+    row = PromptRow(prompt["id"], tuple(prompt["messages"]), prompt["source"], tuple(prompt["tools"]))
+    return WantedAnswer(row, **found)
 
 
 def _num_characters(item: WantedAnswer) -> int:

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -11,10 +12,10 @@ import pytest
 from drafter.cli.distill import DistillOptions, engine_answerer
 from drafter.cli.main import main
 from drafter.distill.local import EngineAnswerer
-from drafter.distill.prompts import AnswerSettings, AnswerStream, WantedAnswer
-from drafter.distill.ray_answers import ClusterOptions, RayAnswerer
+from drafter.distill.prompts import AnswerSettings, AnswerStream, PromptRow, WantedAnswer
+from drafter.distill.ray_answers import ClusterOptions, RayAnswerer, _unpacked
 from drafter.distill.run import distill
-from tests.data.tiny import write_jsonl
+from tests.data.tiny import chat, write_jsonl
 from tests.tiny_files import make_target
 
 NUM_PROMPTS = 30
@@ -51,6 +52,12 @@ def rows_of(path: Path) -> dict[tuple[str, int], dict]:
     keyed = {(row["id"], row["answer"]): row for row in rows}
     assert len(keyed) == len(rows), "no answer occurs twice"
     return keyed
+
+
+def test_a_worker_gets_the_whole_prompt() -> None:
+    prompt = PromptRow("p", tuple(chat("Rain?")), "test", ({"type": "function"},))
+    item = WantedAnswer(prompt, 3, 0.5, 7)
+    assert _unpacked(json.loads(json.dumps(asdict(item)))) == item
 
 
 def test_cluster_without_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
