@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from drafter.decoding.params import SamplingParams
-    from drafter.engine.config import EngineConfig
     from drafter.engine.engine import Completion, Engine
     from drafter.engine.loading import load_drafter
+    from drafter.engine.settings import EngineConfig
     from drafter.models.config import DrafterConfig
     from drafter.models.drafter import RecurrentDrafter
     from drafter.targets.target import Target
@@ -20,7 +20,7 @@ __version__ = "0.1.0"
 _HOME_OF = {
     "Completion": "drafter.engine.engine",
     "Engine": "drafter.engine.engine",
-    "EngineConfig": "drafter.engine.config",
+    "EngineConfig": "drafter.engine.settings",
     "SamplingParams": "drafter.decoding.params",
     "DrafterConfig": "drafter.models.config",
     "RecurrentDrafter": "drafter.models.drafter",

@@ -23,6 +23,7 @@ from drafter import Engine, EngineConfig, SamplingParams, Target
 from drafter.bench.models import BenchModels
 from drafter.bench.recorded import RecordedAnswer, steps_along
 from drafter.bench.workload import read_prompt_set
+from drafter.proposers.options import Drafting
 from drafter.training.checkpoint import drafter_of_checkpoint
 
 BEGIN, END = "<!-- acceptance: begin -->", "<!-- acceptance: end -->"
@@ -39,7 +40,7 @@ def main() -> None:
         for tree, copying in product(args.tree, args.copying):
             width, length, size = (int(part[1:]) for part in tree.split())
             sizes: Any = {"beam_width": width, "draft_length": length, "tree_size": size}
-            config = EngineConfig(method="drafter", copying=copying == "on", **sizes)
+            config = Drafting(method="drafter", copying=copying == "on", **sizes)
             steps = [len(each) for each in steps_along(target, drafter, config, answers)]
             counts = torch.tensor([[len(a.token_ids) for a in answers], steps], dtype=torch.float64)
             rate, gap, error = compare(*counts, *first.setdefault(tree, tuple(counts)))

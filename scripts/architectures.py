@@ -280,7 +280,9 @@ def judge(model_type: str) -> Verdict:
     try:
         for method, max_num_seqs in (("none", 1), ("lookup", 1), ("lookup", 2)):
             with _limited(SECONDS):
-                engine = Engine(target, config=EngineConfig(method=method, max_num_seqs=max_num_seqs, prefill_chunk=7))
+                size = None if method == "none" else 8
+                config = EngineConfig(method=method, tree_size=size, max_num_seqs=max_num_seqs, prefill_chunk=7)
+                engine = Engine(target, config=config)
                 found = [completion.token_ids for completion in engine.generate(prompts, params)]
             if found != wanted:
                 return Verdict(model_type, "broken", f"another text with {method} in {max_num_seqs} rows")

@@ -15,7 +15,7 @@ import torch
 
 from drafter.bench.measure import PeakMemory
 from drafter.bench.step_times import StepClock, copy_bandwidth, weight_bytes
-from drafter.engine.config import EngineConfig
+from drafter.engine.settings import EngineConfig
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target

@@ -117,10 +117,9 @@ TORCH_FREE = (
     "utils/validate.py",
     "decoding/params.py",
     "proposers/options.py",
-    "engine/config.py",
+    "engine/settings.py",
     "engine/scheduler.py",
     "engine/request.py",
-    "engine/defaults.py",
     "engine/text.py",
     "serving/protocol.py",
 )

@@ -45,7 +45,7 @@ def test_reduced_quickstart(
     assert names == {"config.json", "model.safetensors", "run.json", "README.md", "custom_generate"}
 
     decode = ["decode", "--target", TARGET, "--prompts", str(PROMPTS), "--max-new-tokens", "24"]
-    drafted, batched = ["--drafter", "drafter"], ["--drafter", "drafter", "--batch-size", "4", "--tree-size", "12"]
+    drafted, batched = ["--drafter", "drafter"], ["--drafter", "drafter", "--max-num-seqs", "4", "--tree-size", "12"]
     runs = {"plain": ["--method", "none"], "drafted": drafted, "batched": batched}
     for name, words in runs.items():
         assert main([*decode, *words, "--out", f"{name}.jsonl"]) == 0

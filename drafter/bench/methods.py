@@ -2,10 +2,11 @@
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from drafter.engine.config import EngineConfig
+from drafter.engine.settings import EngineConfig
+from drafter.proposers.options import Drafting
 
 BASELINES = ("none", "autoregressive")  # plain decoding of this package; the second name is that of older results
 BASELINE = BASELINES[0]
@@ -43,6 +44,8 @@ _FIELDS = {
     "tau": "tau",
     "noise": "noise_weight",
 }
+_LOOKUP_FIELDS = {"W": "num_matches", "L": "lookup_length"}
+_SETTINGS = {item.name for item in fields(EngineConfig)}
 _WORDS = {
     "final-beams": ("tree_policy", "final-beams"),
     "uncoupled": ("coupled", False),
@@ -127,15 +130,21 @@ class MethodSpec:
         return None if value is None else int(value)
 
     @property
-    def fields(self) -> dict[str, Any]:
-        """The fields of the engine's settings that the written form gives, the method included."""
+    def config(self) -> dict[str, Any]:
+        """The settings of :class:`EngineConfig` that the written form gives, the method included."""
+        return {name: value for name, value in self._given.items() if name in _SETTINGS}
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """The numbers of :class:`Drafting` that are no settings, for research."""
+        return {name: value for name, value in self._given.items() if name not in _SETTINGS}
+
+    @property
+    def _given(self) -> dict[str, Any]:
         assert not self.is_peer, self.label
-        fields: dict[str, Any] = {"method": self.name}
-        fields |= {_FIELDS[letter]: value for letter, value in self.numbers}
-        fields |= dict(_WORDS[word] for word in self.words if word in _WORDS)
-        if self.name == "lookup" and "draft_length" in fields:
-            fields["lookup_length"] = fields.pop("draft_length")
-        return fields
+        names = _FIELDS | (_LOOKUP_FIELDS if self.name == "lookup" else {})
+        words = dict(_WORDS[word] for word in self.words if word in _WORDS)
+        return {"method": self.name, **{names[letter]: value for letter, value in self.numbers}, **words}
 
 
 def parse_method(text: str) -> MethodSpec:
@@ -172,7 +181,8 @@ def parse_method(text: str) -> MethodSpec:
         raise ValueError(f"--methods {text}: tuned takes the tree's size from a file: leave the other options out")
     spec = MethodSpec(text, name, tuple(numbers.items()), tuple(words))
     if not spec.is_peer and not spec.is_tuned:
-        EngineConfig(**spec.fields)  # checks the ranges
+        EngineConfig(**spec.config)  # checks the ranges
+        Drafting(**{"method": spec.name, **spec.knobs})
     return spec
 
 

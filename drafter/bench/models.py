@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,10 +10,10 @@ from drafter.bench.backends import AnsweredTurn, Backend, TimedAnswer, Transcrip
 from drafter.bench.methods import MethodSpec
 from drafter.bench.workload import Item, Workload
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
-from drafter.engine.defaults import NO_FILE, choose, tuned_path
 from drafter.engine.engine import Engine
+from drafter.engine.loading import NO_FILE, tuned_path
 from drafter.engine.request import Request
+from drafter.engine.settings import EngineConfig, Plan, resolve
 from drafter.engine.text import encode_prompts
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
@@ -95,20 +96,20 @@ class BenchModels(NamedTuple):
 
             return TransformersBackend(self.peer_target or self.target, spec, batch_size)
         drafter = self.drafter if spec.needs_drafter else None
-        engine = Engine(self.target, drafter, self.engine_config(spec, batch_size), draft_model=self.draft_model)
+        engine = Engine(self.target, drafter, self.plan(spec, batch_size), draft_model=self.draft_model)
         return EngineBackend(engine)
 
-    def engine_config(self, spec: MethodSpec, batch_size: int) -> EngineConfig:
-        """Settings of the engine for one method; :func:`choose` sets the fields that the method leaves open.
+    def plan(self, spec: MethodSpec, batch_size: int) -> Plan:
+        """The engine's plan for one method; :func:`resolve` chooses what the method leaves open.
 
         Raises:
             ValueError: a tuned method has no file of measured sizes.
         """
         tuned = str(self.tuned_file()) if spec.is_tuned else NO_FILE
-        given = {**spec.fields, "max_num_seqs": batch_size}
+        config = EngineConfig(**spec.config, max_num_seqs=batch_size, tuned=tuned)
         drafter = self.drafter if spec.needs_drafter else None
-        draft_model = self.draft_model if spec.needs_draft_model else None
-        return choose(self.target, drafter, draft_model=draft_model, given=given, tuned=tuned).config
+        plan = resolve(config, self.target, drafter, self.draft_model if spec.needs_draft_model else None)
+        return replace(plan, **spec.knobs)
 
     def tuned_file(self) -> Path:
         """Path of the measured sizes beside the drafter; ValueError if there is no such file."""

@@ -15,8 +15,8 @@ from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer, RowState
 from drafter.decoding.sampling import make_warp
 from drafter.decoding.verify import accept_picks
-from drafter.engine.config import EngineConfig
 from drafter.models.drafter import RecurrentDrafter
+from drafter.proposers.options import Drafting
 from drafter.proposers.table import contexts_of, make_proposer
 from drafter.targets.target import Target
 
@@ -34,7 +34,7 @@ class RecordedAnswer(NamedTuple):
 def steps_along(
     target: Target,
     drafter: RecurrentDrafter,
-    config: EngineConfig,
+    drafting: Drafting,
     answers: Sequence[RecordedAnswer],
     on_answer: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
@@ -46,24 +46,24 @@ def steps_along(
     Args:
         target: the model that gave the answers.
         drafter: bound to the target.
-        config: how to draft.
+        drafting: how to draft.
         answers: token ids, each prompt and each answer at least one token long.
         on_answer: called once for each answer.
     """
-    proposer = make_proposer(config, target, drafter, None)
+    proposer = make_proposer(drafting, target, drafter)
     accepted: list[list[int]] = []
     for start in range(0, len(answers), _NUM_TOGETHER):
         together = answers[start : start + _NUM_TOGETHER]
-        contexts = [_contexts_of(target, drafter, config, answer) for answer in together]
+        contexts = [_contexts_of(target, drafter, answer) for answer in together]
         accepted += _walk(target, proposer, together, contexts)
         for _ in together:
             on_answer()
     return accepted
 
 
-def _contexts_of(target: Target, drafter: RecurrentDrafter, config: EngineConfig, answer: RecordedAnswer) -> Tensor:
+def _contexts_of(target: Target, drafter: RecurrentDrafter, answer: RecordedAnswer) -> Tensor:
     """What the drafter reads of the target before each token of a text, [T, C]; zeros before the first."""
-    contexts = contexts_of(config, target, drafter)
+    contexts = contexts_of(drafter, target)
     token_1T = torch.tensor([[*answer.prompt_ids, *answer.token_ids]], device=target.device)
     context_1TC = target.forward(token_1T, context_layers=contexts.layers).context_BTC
     start_1C = context_1TC.new_zeros(1, contexts.size)

@@ -219,7 +219,7 @@ class _Bench:
 
     def _settings_of(self, spec: MethodSpec, batch_size: int) -> dict[str, Any]:
         """The engine's settings; paths of this machine stay out of results."""
-        used = asdict(self._models.engine_config(spec, batch_size))
+        used = asdict(self._models.plan(spec, batch_size))
         return used | {"tuned": Path(used["tuned"]).name if used["tuned"] else None}
 
     def _by_category(self, point: _Point, transcript: Transcript) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from drafter.bench.methods import PEER_PACKAGES, MethodSpec, parse_methods
 from drafter.decoding.params import SamplingParams
-from drafter.engine.options import RunOptions
+from drafter.engine.loading import TargetConfig
 from drafter.utils.io import first_line
 from drafter.utils.options import Options, comma_separated
 from drafter.utils.validate import check_ranges, seed_field, within
@@ -57,7 +57,7 @@ class MethodOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchSettings(Options, WorkloadOptions, MethodOptions, RunOptions):
+class BenchSettings(Options, WorkloadOptions, MethodOptions, TargetConfig):
     """Settings of a benchmark.
 
     Raises:
@@ -67,7 +67,7 @@ class BenchSettings(Options, WorkloadOptions, MethodOptions, RunOptions):
     sections: ClassVar = {
         "What to compare": MethodOptions,
         "What to answer": WorkloadOptions,
-        "Where to run": RunOptions,
+        "Where to run": TargetConfig,
     }
 
     def __post_init__(self) -> None:

@@ -14,9 +14,9 @@ import torch
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer, RootOnly, RowState
 from drafter.decoding.tree import Candidates
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.request import Request
+from drafter.engine.settings import EngineConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 
@@ -104,7 +104,7 @@ class StepClock:
         self._params = SamplingParams(max_new_tokens=max(1, min(room, wanted)), ignore_eos=True)
         engine.reserve(context_length + self._params.max_new_tokens + largest)
         generator = torch.Generator().manual_seed(0)
-        shape = (config.max_num_seqs, context_length)
+        shape = (engine.plan.max_num_seqs, context_length)
         self._prompts = torch.randint(target.vocab_size, shape, generator=generator).tolist()
         self._requests: list[Request] = []
         self._marks: list[tuple[str, float]] = []

@@ -17,9 +17,9 @@ from tqdm import tqdm
 from drafter.bench.settings import LARGEST_TREE, TuneSettings
 from drafter.decoding.compile import is_compiled
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.request import Request
+from drafter.engine.settings import EngineConfig
 from drafter.engine.sizes import (
     PLAIN,
     MeasuredTree,
@@ -136,7 +136,7 @@ class _Calibration:
         self._target, self._drafter, self._compile = target, drafter, compile
         trees = candidates(settings.tree_sizes, target.device.type, drafter.config.num_outputs)
         self._steer = _Steered([PLAIN, *trees])
-        config = EngineConfig(method="drafter", max_num_seqs=max(settings.batch_sizes), compile=compile)
+        config = EngineConfig(method="drafter", max_num_seqs=max(settings.batch_sizes), compile=compile, tuned="none")
         self._engine = Engine(target, drafter, config, sizer=self._steer)
         longest = max(map(len, prompts))
         self._max_new_tokens = max(1, min(settings.max_new_tokens, target.max_length - longest))

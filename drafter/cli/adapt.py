@@ -77,8 +77,7 @@ def adapt(options: AdaptOptions) -> int:
     """Run `drafter adapt`."""
     import torch
 
-    from drafter.engine.defaults import shipped_drafter
-    from drafter.engine.loading import load_drafter
+    from drafter.engine.loading import load_drafter, shipped_drafter
     from drafter.training.adapt import Loading
     from drafter.training.adapt import adapt as run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from drafter.bench.settings import BenchSettings, LoadSettings, WorkloadOptions
-from drafter.engine.options import RunOptions
+from drafter.engine.loading import TargetConfig
 from drafter.utils.options import Options, part_of
 from drafter.utils.validate import within
 
@@ -104,7 +104,7 @@ class ShapeOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions(Options, ShapeOptions, WorkloadOptions, RunOptions, ResultOptions):
+class SweepOptions(Options, ShapeOptions, WorkloadOptions, TargetConfig, ResultOptions):
     """Measure the drafter's speed over batch sizes and tree shapes.
 
     Every combination runs beside plain decoding at the same batch size. Two sweeps into the same --out compare two
@@ -114,7 +114,7 @@ class SweepOptions(Options, ShapeOptions, WorkloadOptions, RunOptions, ResultOpt
     sections: ClassVar = {
         "What to compare": ShapeOptions,
         "What to answer": WorkloadOptions,
-        "Where to run": RunOptions,
+        "Where to run": TargetConfig,
         "Output": ResultOptions,
     }
     common: ClassVar = ("target", "drafter", "prompts", "out", "batch_sizes", "beam_widths", "tree_sizes")
@@ -127,7 +127,7 @@ def bench_sweep(options: SweepOptions) -> None:
         print(f"left out, because W and L draft fewer nodes: {', '.join(left_out)}", file=sys.stderr)
     settings = BenchSettings(
         **vars(part_of(options, WorkloadOptions)),
-        **vars(part_of(options, RunOptions)),
+        **vars(part_of(options, TargetConfig)),
         drafter=options.drafter,
         methods=("none", *methods),
         batch_sizes=options.batch_sizes,

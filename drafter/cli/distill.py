@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 from drafter.cli.data import RowOptions
 from drafter.distill.prompts import AnswerSettings
 from drafter.distill.ray_answers import ClusterOptions, RayAnswerer
-from drafter.engine.options import DraftingOptions, Models, ParallelOptions, load_models
+from drafter.engine.loading import LoadedModels, ParallelConfig
+from drafter.engine.settings import EngineOptions, resolve
 from drafter.utils.options import Options, part_of
 from drafter.utils.validate import within
 
@@ -56,32 +57,32 @@ class ServerOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillOptions(Options, SourceOptions, AnswerSettings, DraftingOptions, ServerOptions, ClusterOptions):
+class DistillOptions(Options, SourceOptions, AnswerSettings, EngineOptions, ServerOptions, ClusterOptions):
     """Let the target answer prompts: training data for its drafter.
 
     Answers are appended to --out as they are finished; the same command continues a run that was interrupted.
 
     Attributes:
         out: .jsonl file of the answers
-        batch_size: prompts that are answered at the same time
+        max_num_seqs: prompts that are answered at the same time
         batch_tokens: limit of cached tokens at the same time; long prompts are answered in smaller batches
     """
 
     sections: ClassVar = {
         "What to answer": SourceOptions,
         "How to sample": AnswerSettings,
-        "Where to run": ParallelOptions,
-        "How to draft": DraftingOptions,
+        "Where to run": ParallelConfig,
+        "How to draft": EngineOptions,
         "Answers of a server": ServerOptions,
         "Answers of a Ray cluster": ClusterOptions,
     }
     common: ClassVar = (
-        "target", "prompts", "num_prompts", "out", "max_new_tokens", "temperature", "drafter", "batch_size",
+        "target", "prompts", "num_prompts", "out", "max_new_tokens", "temperature", "drafter", "max_num_seqs",
         "batch_tokens", "endpoint",
     )  # fmt: skip
     out: Path
     target: str | None = None  # type: ignore[assignment]
-    batch_size: int = within(64, low=1)
+    max_num_seqs: int | None = 64
     batch_tokens: int = within(65536, low=1)
 
     def __post_init__(self) -> None:
@@ -98,15 +99,13 @@ class DistillOptions(Options, SourceOptions, AnswerSettings, DraftingOptions, Se
             raise ValueError("--endpoint and --ray both answer: give one of them")
         if self.tensor_parallel > 1 and (self.endpoint is not None or self.ray is not None):
             raise ValueError("--tensor-parallel splits a target of this command: leave out --endpoint and --ray")
-        if self.verify == "rejection":
-            raise ValueError("--verify rejection changes the answers with the batch: leave --verify out of distill")
 
 
 def distill(options: DistillOptions) -> None:
     """Run `drafter distill`."""
     if options.ray is not None:
         make = partial(engine_answerer, options)
-        _write(options, RayAnswerer(make, part_of(options, ClusterOptions), options.batch_size))
+        _write(options, RayAnswerer(make, part_of(options, ClusterOptions), options.max_num_seqs or 64))
     elif options.endpoint is not None:
         from drafter.distill.endpoint import Endpoint
 
@@ -117,7 +116,7 @@ def distill(options: DistillOptions) -> None:
     else:
         from drafter.engine.follow import lead_or_follow
 
-        models = load_models(options)
+        models = options.load_models()
         lead_or_follow(models, lambda: _write(options, _answerer(models, options)))
 
 
@@ -146,20 +145,20 @@ def _write(options: DistillOptions, answerer: "Answerer") -> None:
 
 def engine_answerer(options: DistillOptions) -> "EngineAnswerer":
     """An engine with its own models, as each worker of a cluster has one."""
-    return _answerer(load_models(options), options)
+    return _answerer(options.load_models(), options)
 
 
-def _answerer(models: Models, options: DistillOptions) -> "EngineAnswerer":
+def _answerer(models: LoadedModels, options: DistillOptions) -> "EngineAnswerer":
     from drafter.distill.local import EngineAnswerer
 
-    config, reason = models.choose(options, max_num_seqs=options.batch_size)
-    print(f"drafting: {reason}", file=sys.stderr)
+    plan = resolve(options, *models)
+    print(f"drafting: {plan.reason}", file=sys.stderr)
     return EngineAnswerer(
         models.target,
         models.drafter,
         draft_model=models.draft_model,
-        config=config,
-        batch_size=options.batch_size,
+        config=plan,
+        batch_size=plan.max_num_seqs,
         batch_tokens=options.batch_tokens,
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from drafter.bench.methods import parse_method
-from drafter.engine.options import RunOptions
+from drafter.engine.loading import TargetConfig
 from drafter.utils.options import Options
 from drafter.utils.validate import within
 
@@ -48,7 +48,7 @@ class AskedOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(Options, AskedOptions, RunOptions):
+class EvaluateOptions(Options, AskedOptions, TargetConfig):
     """Measure how many drafted tokens are accepted: by depth and category, here and on a server.
 
     With --url, the same prompts go to the server. If the server accepts far less than this machine, the command warns,
@@ -56,7 +56,7 @@ class EvaluateOptions(Options, AskedOptions, RunOptions):
     off) and returns exit code 1.
     """
 
-    sections: ClassVar = {"What to measure": AskedOptions, "Where to run": RunOptions}
+    sections: ClassVar = {"What to measure": AskedOptions, "Where to run": TargetConfig}
     common: ClassVar = ("target", "drafter", "method", "prompts", "url", "out", "num_prompts", "max_new_tokens")
 
     def __post_init__(self) -> None:

@@ -13,7 +13,6 @@ def serve(options: ServeOptions) -> int:
     """Run `drafter serve`."""
     with _ending_at_once():
         from drafter.engine.follow import lead_or_follow
-        from drafter.engine.options import load_models
         from drafter.serving.listen import bind, listen, load_engine
         from drafter.targets.parallel import leads
 
@@ -21,7 +20,7 @@ def serve(options: ServeOptions) -> int:
             return _follow(options)
         socket = bind(options.host, options.port)  # before the slow loading, so that a taken port is reported at once
         with socket:
-            models = load_models(options)
+            models = options.load_models()
 
             def work() -> int:
                 return listen(socket, load_engine(options, models), options)
@@ -32,9 +31,8 @@ def serve(options: ServeOptions) -> int:
 def _follow(options: ServeOptions) -> int:
     """Run the leading server's engine in another process. That server is told to stop, and tells this process."""
     from drafter.engine.follow import lead_or_follow
-    from drafter.engine.options import load_models
 
-    models = load_models(options)
+    models = options.load_models()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     lead_or_follow(models, lambda: None)

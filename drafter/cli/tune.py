@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from drafter.bench.settings import TuneSettings
-from drafter.engine.options import RunOptions
+from drafter.engine.loading import TargetConfig
 from drafter.utils.options import LineOptions, Options
 from drafter.utils.validate import within
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneOptions(Options, LineOptions, TuneSettings, RunOptions):
+class TuneOptions(Options, LineOptions, TuneSettings, TargetConfig):
     """Measure step times and acceptance on this machine, and choose a tree for each number of rows.
 
     Other commands find the file beside the drafter and use the file on the same device, in the same number format, with
@@ -27,7 +27,7 @@ class TuneOptions(Options, LineOptions, TuneSettings, RunOptions):
         num_prompts: largest number of calibration prompts
     """
 
-    sections: ClassVar = {"Where to run": RunOptions, "What to measure": TuneSettings}
+    sections: ClassVar = {"Where to run": TargetConfig, "What to measure": TuneSettings}
     common: ClassVar = ("target", "drafter", "dtype", "device", "batch_sizes", "seconds", "out", "prompts")
     drafter: str
     out: Path | None = None
@@ -42,8 +42,7 @@ def tune(options: TuneOptions) -> None:
     from drafter.bench.tune import COLUMNS, table_rows
     from drafter.bench.tune import tune as run_tune
     from drafter.bench.workload import read_prompt_set
-    from drafter.engine.defaults import tuned_path
-    from drafter.engine.loading import load_drafter
+    from drafter.engine.loading import load_drafter, tuned_path
     from drafter.engine.sizes import is_tuned_file
     from drafter.utils.io import check_output, write_atomic
     from drafter.utils.provenance import run_record

@@ -9,7 +9,7 @@ from drafter.distill.prompts import AnswerSettings, AnswerStream, MadeAnswer, Wa
 from drafter.targets.chat import Chat
 
 if TYPE_CHECKING:
-    from drafter.engine.config import EngineConfig
+    from drafter.engine.settings import EngineConfig, Plan
     from drafter.models.drafter import RecurrentDrafter
     from drafter.targets.target import Target
 
@@ -19,7 +19,7 @@ class EngineAnswerer:
 
     Args:
         draft_model: a smaller model for ``config.method`` draft-model.
-        config: the engine's settings (default: chosen by :func:`drafter.engine.defaults.choose`).
+        config: the engine's settings (default: all are open).
         batch_size: most rows at the same time.
         batch_tokens: most cache slots at the same time (rows x longest prompt and answer).
     """
@@ -30,7 +30,7 @@ class EngineAnswerer:
         drafter: "RecurrentDrafter | None" = None,
         *,
         draft_model: "Target | None" = None,
-        config: "EngineConfig | None" = None,
+        config: "EngineConfig | Plan | None" = None,
         batch_size: int = 64,
         batch_tokens: int = 65536,
     ) -> None:
@@ -109,11 +109,12 @@ class EngineAnswerer:
                 )
 
     def _engine(self, num_rows: int, num_slots: int) -> Any:
-        from drafter.engine.defaults import choose
         from drafter.engine.engine import Engine
+        from drafter.engine.settings import EngineConfig, Plan, resolve
 
-        if self._config is None:
-            self._config = choose(self.target, self._drafter, given={"max_num_seqs": self._batch_size}).config
+        if not isinstance(self._config, Plan):
+            config = self._config or EngineConfig(max_num_seqs=self._batch_size)
+            self._config = resolve(config, self.target, self._drafter, self._draft_model)
         rows = max(1, min(num_rows, self._batch_size, self._batch_tokens // num_slots))
         return Engine(
             self.target, self._drafter, replace(self._config, max_num_seqs=rows), draft_model=self._draft_model

@@ -3,26 +3,24 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from drafter.decoding.compile import Compiler, is_compiled
+from drafter.decoding.compile import Compiler
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer
-from drafter.engine.config import EngineConfig, RequestOptions
-from drafter.engine.defaults import choose
 from drafter.engine.lockstep import Lockstep, in_lockstep
 from drafter.engine.memory import check_fit
-from drafter.engine.options import DraftingOptions, load_models
 from drafter.engine.outputs import Completion, StreamEvent, Update, event_of
 from drafter.engine.prefix_cache import PrefixIndex
-from drafter.engine.request import Request
+from drafter.engine.request import Request, RequestOptions
 from drafter.engine.runner import PrefillRow, Runner, StepResult, StepWants
 from drafter.engine.scheduler import Scheduler, bucket, neighbours
-from drafter.engine.sizes import Sizer, Tree, TreeSizer, read_fitting, sized_proposers
+from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
+from drafter.engine.sizes import Sizer, Tree, TreeSizer, read_tuned, sized_proposers
 from drafter.engine.text import IncrementalText, Prompt, check_prompts, encode_prompts
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.table import contexts_of, make_proposer
@@ -38,17 +36,18 @@ class Engine:
 
     Attributes:
         drafter: the drafter in use, if there is one.
-        compiler: compiles the parts of a step if ``config.compile`` is on.
+        plan: the settings in use.
+        compiler: compiles the parts of a step if ``plan.compile`` is on.
         lockstep: the other processes of the target, if there are any.
 
     Args:
         target: the model that answers.
         drafter: a trained drafter; needed for ``method="drafter"``.
-        config: settings; None: the defaults of :func:`drafter.engine.defaults.choose`.
+        config: what the user asks for; None: all is open. A :class:`Plan` is used as it is.
         draft_model: a smaller model of the same tokenizer; needed for ``method="draft-model"``.
-        proposer: drafts instead of the proposer of ``config.method``.
+        proposer: drafts instead of the proposer of ``plan.method``.
         on_part: called with the name of each part of a step when the part is done; for measurements.
-        sizer: chooses the tree of every step; None: the file ``config.tuned``, or the one tree of the settings.
+        sizer: chooses the tree of every step; None: the file ``plan.tuned``, or the one tree of the settings.
 
     Raises:
         ValueError: the method needs another model, or the drafter belongs to another target.
@@ -58,7 +57,7 @@ class Engine:
         self,
         target: Target,
         drafter: RecurrentDrafter | None = None,
-        config: EngineConfig | None = None,
+        config: EngineConfig | Plan | None = None,
         *,
         draft_model: Target | None = None,
         proposer: Proposer | None = None,
@@ -66,44 +65,29 @@ class Engine:
         sizer: Sizer | None = None,
     ) -> None:
         self.target = target
-        if config is None:
-            config, reason = choose(target, drafter, draft_model=draft_model)
-            _log.info("%s", reason)
-        self.config = config
+        self.plan = plan = config if isinstance(config, Plan) else resolve(config, target, drafter, draft_model)
+        _log.info("%s", plan.reason)
         self.lockstep = Lockstep(target.ranks)
         is_own = proposer is not None or sizer is not None
-        self.lockstep.open(
-            config, has_drafter=drafter is not None, has_draft_model=draft_model is not None, is_own=is_own
-        )
-        if config.compile and not target.is_plain:
-            raise ValueError(f"--compile needs plain weights on one device: leave it out for {target.name!r}")
-        is_on = is_compiled(config.compile, target.device) and target.is_plain
-        self.compiler = compiler = Compiler(target.device, is_on=is_on)
-        if proposer is None and sizer is None and self.config.tuned is not None:
-            sizes = read_fitting(self.config, target, drafter)
-            sizer = TreeSizer(sizes)
-            _log.info("trees sized by %s: %s", self.config.tuned, sizes.summary())
+        has_drafter, has_draft_model = drafter is not None, draft_model is not None
+        self.lockstep.open(plan, has_drafter=has_drafter, has_draft_model=has_draft_model, is_own=is_own)
+        self.compiler = compiler = Compiler(target.device, is_on=plan.compile)
+        if proposer is None and sizer is None and plan.tuned is not None:
+            sizer = TreeSizer(read_tuned(Path(plan.tuned)))
+        self._has_own_tree = not is_own  # the limit of rows belongs to the plan's tree
         self._sizer = sizer if proposer is None else None
         self._by_tree: dict[Tree, Proposer] = {}
         self.drafter = drafter
-        if proposer is not None:
-            self.proposer = proposer
-        elif sizer is None:
-            self.proposer = make_proposer(
-                self.config,
-                target,
-                drafter,
-                draft_model,
-                compiler,
-                prefill_chunk=self.config.prefill_chunk,
-            )
-        else:
-            self._by_tree = sized_proposers(self.config, sizer, target, drafter, compiler)
-            self.proposer = next(iter(self._by_tree.values()))
+        if proposer is None and sizer is not None:
+            self._by_tree = sized_proposers(plan, sizer, target, drafter, compiler)
+            proposer = next(iter(self._by_tree.values()))
+        self.proposer = proposer or make_proposer(
+            plan, target, drafter, draft_model, compiler, prefill_chunk=plan.prefill_chunk
+        )
         self._on_part = on_part
-        self._contexts = contexts_of(self.config, target, drafter)
+        self._contexts = contexts_of(drafter if plan.method == "drafter" else None, target)
         self._models = [target] if draft_model is None else [target, draft_model]
-        self._scheduler = Scheduler(self.config.max_num_seqs)
+        self._scheduler = Scheduler(plan.max_num_seqs)
         self._runner: Runner | None = None
         self._ids = count()
         self._plain = self.proposer.plain
@@ -118,22 +102,15 @@ class Engine:
             target: alias, hub id, folder or .gguf file of the language model.
             drafter: folder of an exported drafter, hub id, or name of a drafter of the package; None: the target's own
                 drafter where the package has one; ``"none"``: no drafter.
-            settings: fields of :class:`DraftingOptions` (``dtype``, ``device``, ``method``, ...) and of
-                :class:`EngineConfig` (``max_num_seqs``, ``max_model_len``, ...).
+            settings: fields of :class:`EngineOptions` (``dtype``, ``device``, ``method``, ``max_num_seqs``, ...).
 
         Raises:
             ValueError: a model cannot be loaded, or a value is out of range.
             TypeError: a field of another name.
         """
-        names = {item.name for item in fields(DraftingOptions)}
-        options = DraftingOptions(
-            target=target, drafter=drafter, **{name: settings[name] for name in names & settings.keys()}
-        )
-        models = load_models(options)
-        others = {name: value for name, value in settings.items() if name not in names}
-        config, reason = models.choose(options, **others)
-        _log.info("%s", reason)
-        return cls(models.target, models.drafter, config, draft_model=models.draft_model)
+        options = EngineOptions(target=target, drafter=drafter, **settings)
+        models = options.load_models()
+        return cls(models.target, models.drafter, options, draft_model=models.draft_model)
 
     # -- whole calls -----------------------------------------------------------------------------------------------
 
@@ -240,23 +217,23 @@ class Engine:
                 "set --max-model-len to the longest prompt and answer together"
             )
         num_slots = -(-num_slots // 64) * 64
-        row_limit, self._scheduler = self._scheduler.row_limit, Scheduler(self.config.max_num_seqs)
+        row_limit, self._scheduler = self._scheduler.row_limit, Scheduler(self.plan.max_num_seqs)
         self.limit_rows(row_limit)
         self._prefixes.clear()
         self._runner = None  # the old caches are freed before the new ones are made
         self.proposer.reserve(0, 0)
-        check_fit(self._models, self.config.max_num_seqs, num_slots, self.proposer.num_nodes, self.proposer.max_depth)
+        check_fit(self._models, self.plan.max_num_seqs, num_slots, self.proposer.num_nodes, self.proposer.max_depth)
         self._runner = Runner(
             self.target,
-            self.config.max_num_seqs,
+            self.plan.max_num_seqs,
             num_slots,
             contexts=self._contexts,
-            is_rejection=self.config.verify == "rejection",
+            is_rejection=self.plan.verify == "rejection",
             compiler=self.compiler,
-            exact_attention=self.config.exact_attention,
+            exact_attention=self.plan.exact_attention,
             on_part=self._on_part,
         )
-        self.proposer.reserve(self.config.max_num_seqs, num_slots)
+        self.proposer.reserve(self.plan.max_num_seqs, num_slots)
         plain = [self._plain] if self._plain is not None else []
         self.warm_up([self.proposer, *self._by_tree.values(), *plain])
 
@@ -270,7 +247,7 @@ class Engine:
         if not self.compiler.is_on:
             return
         buckets = sorted(
-            {min(bucket(num_rows), self.config.max_num_seqs) for num_rows in range(1, self.config.max_num_seqs + 1)}
+            {min(bucket(num_rows), self.plan.max_num_seqs) for num_rows in range(1, self.plan.max_num_seqs + 1)}
         )
         start = time.perf_counter()
         work = [(num_rows, proposer) for proposer in dict.fromkeys(proposers) for num_rows in buckets]
@@ -331,7 +308,7 @@ class Engine:
         is_active = [request.is_prefilled for request in rows]
         if not any(is_active):
             return []
-        padding = min(bucket(len(rows)), self.config.max_num_seqs) - len(rows)
+        padding = min(bucket(len(rows)), self.plan.max_num_seqs) - len(rows)
         longest = max(request.num_committed for request in rows)
         chosen, wants = self._wants([request for request in rows if request.is_prefilled])
         proposer = proposer or chosen
@@ -353,15 +330,15 @@ class Engine:
             ValueError: the engine has no drafter, or the new one does not fit the target or the settings, or reads
                 other hidden states than the running rows hold. The old drafter stays.
         """
-        if self.drafter is None or self.config.method != "drafter" or self.lockstep.is_on:
+        if self.drafter is None or self.plan.method != "drafter" or self.lockstep.is_on:
             raise ValueError("this engine drafts without a drafter that could be replaced")
-        contexts = contexts_of(self.config, self.target, drafter)
+        contexts = contexts_of(drafter, self.target)
         if contexts != self._contexts:
             raise ValueError("the drafter reads other hidden states of the target: restart with this drafter")
         if self._sizer is None:
-            proposer, by_tree = make_proposer(self.config, self.target, drafter, None, self.compiler), {}
+            proposer, by_tree = make_proposer(self.plan, self.target, drafter, None, self.compiler), {}
         else:
-            by_tree = sized_proposers(self.config, self._sizer, self.target, drafter, self.compiler)
+            by_tree = sized_proposers(self.plan, self._sizer, self.target, drafter, self.compiler)
             proposer = next(iter(by_tree.values()))
         if self._runner is not None:
             self.warm_up([proposer, *by_tree.values()])
@@ -401,7 +378,7 @@ class Engine:
     @in_lockstep
     def limit_rows(self, num_rows: int) -> None:
         """Limit the number of rows (at most ``max_num_seqs``). Running requests are not interrupted."""
-        self._scheduler.row_limit = max(1, min(num_rows, self.config.max_num_seqs))
+        self._scheduler.row_limit = max(1, min(num_rows, self.plan.max_num_seqs))
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -409,7 +386,7 @@ class Engine:
         """Free finished rows, start waiting requests, close gaps."""
         self._is_arranged = False
         scheduler = self._scheduler
-        if self.config.enable_prefix_caching:
+        if self.plan.enable_prefix_caching:
             # The tokens of running rows matter only if a waiting request may share them.
             self._prefixes.note(item for item in scheduler.rows if item.is_finished or scheduler.waiting)
         started, moves = scheduler.schedule()
@@ -429,10 +406,10 @@ class Engine:
         """Copy the common prefix of another row into a new row, after saving the earlier content of the row."""
         row, prefixes = request.row, self._prefixes
         # A drafter with a memory of the text must read every token: copied slots would leave the memory empty.
-        if not self.config.enable_prefix_caching or self._contexts.read is not None:
+        if not self.plan.enable_prefix_caching or self._contexts.read is not None:
             return
         shared = prefixes.find(request.prompt_ids)
-        spare_row = prefixes.spare_row(row, shared, range(len(self._scheduler.rows), self.config.max_num_seqs))
+        spare_row = prefixes.spare_row(row, shared, range(len(self._scheduler.rows), self.plan.max_num_seqs))
         if spare_row is not None:
             runner.cache.copy_row(row, spare_row, prefixes.length(row))
             prefixes.copy(row, spare_row)
@@ -451,7 +428,7 @@ class Engine:
             max(wanted, default=0),
             [item.row for item in active if item.options.want_tree],
         )
-        most = self.config.max_drafted_rows
+        most = self.plan.max_drafted_rows if self._has_own_tree else None
         is_plain = len(plain_rows) == len(active) or (most is not None and len(active) > most)
         if is_plain and self._plain is not None:
             return self._plain, wants._replace(plain_rows=[])
@@ -471,7 +448,7 @@ class Engine:
         return Update(request, taken, logprobs, result.trees.get(row))
 
     def _prefill(self, runner: Runner) -> None:
-        for run in neighbours(self._scheduler.prefill_chunks(self.config.prefill_chunk)):
+        for run in neighbours(self._scheduler.prefill_chunks(self.plan.prefill_chunk)):
             runner.prefill([PrefillRow(c.request.row, c.start, c.request.prompt_ids[c.start : c.stop]) for c in run])
             for chunk in run:
                 chunk.request.num_prefilled = chunk.stop
@@ -494,11 +471,11 @@ class Engine:
     @property
     def _max_model_len(self) -> int:
         """Most tokens of prompt and answer together."""
-        return min(self.config.max_model_len or self.target.max_length, self.target.max_length)
+        return min(self.plan.max_model_len or self.target.max_length, self.target.max_length)
 
     def _num_slots_of(self, prompt_length: int, params: SamplingParams) -> int:
         """Slots that a request needs: all tokens up to its last root, and one tree."""
         length = min(prompt_length + params.max_new_tokens, self._max_model_len)
-        if self.config.max_model_len is not None:
+        if self.plan.max_model_len is not None:
             length = self._max_model_len  # one size for all requests: a server's cache is allocated once
         return length + self.proposer.num_nodes

@@ -6,15 +6,15 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from drafter.engine.engine import Engine
+from drafter.engine.loading import LoadedModels
 from drafter.engine.lockstep import Broken, NewEngine
-from drafter.engine.options import Models
 from drafter.targets.parallel import Ranks
 from drafter.utils.io import first_line
 
 R = TypeVar("R")
 
 
-def lead_or_follow(models: Models, work: Callable[[], R]) -> R | None:
+def lead_or_follow(models: LoadedModels, work: Callable[[], R]) -> R | None:
     """The result of ``work`` in the leading process; the other processes follow its engines and get None.
 
     Args:
@@ -35,7 +35,7 @@ def lead_or_follow(models: Models, work: Callable[[], R]) -> R | None:
             ranks.close()
 
 
-def _follow(models: Models, ranks: Ranks) -> None:
+def _follow(models: LoadedModels, ranks: Ranks) -> None:
     """Repeat the calls of the leader until the leader closes the group."""
     logging.disable(logging.WARNING)  # the leader logs the same lines
     engines: dict[int, Engine] = {}
@@ -47,7 +47,7 @@ def _follow(models: Models, ranks: Ranks) -> None:
             engines[message.number] = Engine(
                 models.target,
                 models.drafter if message.has_drafter else None,
-                message.config,
+                message.plan,
                 draft_model=models.draft_model if message.has_draft_model else None,
             )
             continue

@@ -1,13 +1,122 @@
-"""Loads targets and drafters by name."""
+"""Which target, drafter and draft model run, and where: their names as options, and the loading of them.
 
+No torch is imported before a model is loaded.
+"""
+
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from drafter.utils.io import first_line, recover
+from drafter.utils.validate import check_ranges, within
 
 if TYPE_CHECKING:
     from drafter.models.drafter import RecurrentDrafter
     from drafter.targets.target import Target
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Runtime = Literal["auto", "torch", "openvino"]
+Quantization = Literal["none", "int8"]
+
+NO_DRAFTER = "none"  # --drafter none: do not load the drafter that comes with the package
+NO_FILE = "none"  # --tuned none: do not use measured sizes
+TUNED_FILE = "tuned.json"  # the file of `drafter tune` beside a drafter
+_ASSETS = Path(__file__).parent.parent / "assets"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig:
+    """The target, its number format and its device.
+
+    Attributes:
+        target: alias, hub id, folder or .gguf file of the language model
+        dtype: number format of the models (default: auto, which is bfloat16 on CUDA and float32 elsewhere)
+        device: auto, cpu, cuda or cuda:1
+        compile: compile the steps with torch.compile (default: on CUDA only)
+        runtime: runtime of the target's forward; auto: OpenVINO for bfloat16 on a CPU if OpenVINO is installed and can
+            run the target, else torch
+        device_map: spread the target's layers over devices, main memory and disk: auto, or a YAML or JSON file with the
+            device of every module (a number, cpu or disk)
+        quantization: rounding of the target's weights after loading; int8: the text is the rounded target's
+        revision: hub revision of the target
+        trust_remote_code: run code of a hub model
+    """
+
+    target: str
+    dtype: Dtype = "auto"
+    device: str = "auto"
+    compile: bool | None = None
+    runtime: Runtime = "auto"
+    device_map: str | None = None
+    quantization: Quantization = "none"
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    def load(self, name: str | None = None, *, pack: bool = True) -> "Target":
+        """The target, or another model with the same dtype and device (ValueError if it cannot be loaded)."""
+        if self.compile and self.runtime == "openvino":
+            raise ValueError("--compile compiles torch's steps: leave it out, or give --runtime torch")
+        if self.device_map is not None and (self.compile or self.runtime == "openvino"):
+            flag = "--compile" if self.compile else "--runtime openvino"
+            raise ValueError(f"--device-map {self.device_map} runs torch without compilation: leave {flag} out")
+        is_target = name in (None, self.target)
+        return load_target(
+            name or self.target, dtype=self.dtype, device=self.device, revision=self.revision if is_target else None,
+            trust_remote_code=self.trust_remote_code, pack=pack and not self.compile, runtime=self.runtime,
+            **(self.spread if is_target else {}),
+            quantization=self.quantization if is_target else "none",
+        )  # fmt: skip
+
+    @property
+    def spread(self) -> dict[str, Any]:
+        """Further arguments of loading the target: how it is spread over devices."""
+        return {"device_map": self.device_map}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(TargetConfig):
+    """Which target runs, and on how many devices.
+
+    Attributes:
+        tensor_parallel: processes that run the target together, one for each device, each with its share of every
+            layer; torchrun starts them
+    """
+
+    tensor_parallel: int = within(1, low=1, high=1024)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.tensor_parallel > 1 and self.device_map is not None:
+            raise ValueError("--tensor-parallel and --device-map both spread the target: give one of them")
+        if self.tensor_parallel > 1 and (self.compile or self.runtime == "openvino"):
+            flag = "--compile" if self.compile else "--runtime openvino"
+            raise ValueError(
+                f"--tensor-parallel {self.tensor_parallel} runs torch without compilation: leave {flag} out"
+            )
+
+    @property
+    def spread(self) -> dict[str, Any]:
+        return {**super().spread, "num_ranks": self.tensor_parallel}
+
+
+class LoadedModels(NamedTuple):
+    """The loaded models of a command; ``drafter`` and ``draft_model`` are None if the method uses none."""
+
+    target: "Target"
+    drafter: "RecurrentDrafter | None"
+    draft_model: "Target | None"
+
+
+def check_models(method: str | None, tuned: str | None, *, has_drafter: bool, has_draft_model: bool) -> None:
+    """Refuse a method or a file of measured sizes without its model, and two models that both draft (ValueError)."""
+    if method is None and has_drafter and has_draft_model:
+        raise ValueError("--drafter and --draft-model both propose tokens: name one of them with --method")
+    if method == "drafter" and not has_drafter:
+        raise ValueError("--method drafter needs a drafter: give --drafter DIR, or leave --method out")
+    if method == "draft-model" and not has_draft_model:
+        raise ValueError("--method draft-model needs a draft model: give --draft-model NAME")
+    if tuned not in (None, NO_FILE) and not has_drafter:
+        raise ValueError(f"--tuned {tuned} sizes the trees of a drafter: give --drafter DIR, or leave --tuned out")
 
 
 def load_target(name: str, **options: Any) -> "Target":
@@ -29,7 +138,6 @@ def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
     """
     from torch.nn import Module
 
-    from drafter.engine.defaults import shipped_drafter, shipped_drafters
     from drafter.models.drafter import RecurrentDrafter
 
     folder = Path(name).expanduser()
@@ -52,3 +160,30 @@ def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
     if target.is_packed or target.runtime is not None:
         drafter.pack()
     return drafter.eval().bind(target)
+
+
+def shipped_drafters() -> list[str]:
+    """Names of the drafters in the package; each name is the alias of the drafter's target."""
+    return sorted(path.parent.name for path in _ASSETS.glob("*/config.json"))
+
+
+def shipped_drafter(name: str) -> Path | None:
+    """Folder of the drafter of that name, or None when the package has none."""
+    return _ASSETS / name if name in shipped_drafters() else None
+
+
+def tuned_path(drafter: str | Path) -> Path:
+    """Path of a drafter's measured sizes: in the drafter's folder, else under ``$DRAFTER_HOME/tuned``.
+
+    The folder of a drafter of the package may be read-only, and a drafter of the hub has no folder of the user.
+
+    Args:
+        drafter: folder, hub id, or name of a drafter of the package.
+    """
+    from drafter.targets.catalog import home_folder
+
+    folder = Path(drafter).expanduser()
+    if folder.is_dir() and folder.resolve().parent != _ASSETS.resolve():
+        return folder / TUNED_FILE
+    name = folder.name if folder.is_dir() else str(drafter).replace("/", "--")
+    return home_folder() / "tuned" / name / TUNED_FILE

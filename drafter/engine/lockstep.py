@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any, ClassVar, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from drafter.engine.config import EngineConfig
+from drafter.engine.settings import Plan
 from drafter.targets.parallel import Ranks
 from drafter.utils.io import first_line
 
@@ -27,7 +27,7 @@ class NewEngine(NamedTuple):
     """The leader makes an engine."""
 
     number: int
-    config: EngineConfig
+    plan: Plan
     has_drafter: bool
     has_draft_model: bool
 
@@ -64,7 +64,7 @@ class Lockstep:
         """Whether other processes run the same engine."""
         return self._ranks is not None
 
-    def open(self, config: EngineConfig, *, has_drafter: bool, has_draft_model: bool, is_own: bool) -> None:
+    def open(self, plan: Plan, *, has_drafter: bool, has_draft_model: bool, is_own: bool) -> None:
         """Make the other processes build the same engine.
 
         Raises:
@@ -74,7 +74,7 @@ class Lockstep:
             return
         if is_own:
             raise ValueError("an engine of several processes takes its proposer and tree from its settings only")
-        self._send(NewEngine(self._number, config, has_drafter, has_draft_model))
+        self._send(NewEngine(self._number, plan, has_drafter, has_draft_model))
 
     def _send(self, message: NewEngine | EngineCall) -> None:
         assert self._ranks is not None

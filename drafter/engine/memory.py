@@ -84,5 +84,5 @@ def check_fit(models: Sequence[Target], num_rows: int, num_slots: int, num_nodes
         raise ValueError(
             f"{num_rows} rows of {num_slots} slots need {cache / 2**30:.2f} GiB for keys and values and a step with "
             f"{num_nodes} nodes {step / 2**30:.2f} GiB, but only {available / 2**30:.2f} GiB of memory are left on "
-            f"{target.device}: lower --batch-size, --max-model-len or --tree-size"
+            f"{target.device}: lower --max-num-seqs, --max-model-len or --tree-size"
         )

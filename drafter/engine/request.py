@@ -6,10 +6,29 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import RequestOptions
 from drafter.engine.text import IncrementalText
+from drafter.utils.validate import check_ranges, within
 
 FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """Options of one request. No option changes a token (with ``verify="rejection"``: no distribution of tokens).
+
+    Attributes:
+        speculate: False: no drafts, one token per target forward. A step of such requests alone is plain decoding.
+        num_logprobs: return the log-probabilities of the tokens and of this number of likeliest tokens at each
+            position; None: return none.
+        want_tree: return the draft tree of every step.
+    """
+
+    speculate: bool = True
+    num_logprobs: int | None = within(None, low=0, high=2**31)
+    want_tree: bool = False
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
 
 @dataclass

@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from drafter.decoding.compile import Compiler
-from drafter.decoding.compile import is_compiled as resolve_compile
 from drafter.decoding.proposer import Proposer, RootOnly
-from drafter.engine.config import EngineConfig
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.options import COPY_DEPTH
+from drafter.proposers.options import Drafting, most_nodes
 from drafter.proposers.table import make_proposer
 from drafter.targets.target import Target
 from drafter.utils.parse import check_shape, read_json
@@ -201,7 +199,7 @@ def _plan_of(item: Mapping[str, Any]) -> RowPlan:
     choices = []
     for entry in item["choices"]:
         tree = Tree(*(entry[name] for name in Tree._fields))
-        most = 1 + tree.beam_width * tree.draft_length + COPY_DEPTH
+        most = most_nodes(tree.beam_width, tree.draft_length)
         if tree.tree_size > most or not all(1 <= size <= _MAX_SIZE for size in tree):
             raise ValueError(f"tree {[*tree]}")
         choice = MeasuredTree(PLAIN if tree.is_plain else tree, entry["tokens_per_step"], entry["step_seconds"])
@@ -317,7 +315,7 @@ class TreeSizer(Sizer):
 
 
 def sized_proposers(
-    config: EngineConfig,
+    drafting: Drafting,
     sizer: Sizer,
     target: Target,
     drafter: RecurrentDrafter | None,
@@ -326,37 +324,20 @@ def sized_proposers(
     """One proposer for every tree that a sizer may choose; the first has the most nodes, and sets up the rows.
 
     Args:
-        config: the engine's settings; the trees replace W, L and N.
+        drafting: the engine's method; the trees replace W, L and N.
         sizer: chooses the tree of every step.
         target: the model that answers.
         drafter: the drafter, bound to the target.
         compiler: compiler of the engine's steps.
     """
     proposers: dict[Tree, Proposer] = {
-        tree: make_proposer(replace(config, tuned=None, **tree._asdict()), target, drafter, None, compiler)
+        tree: make_proposer(replace(drafting, **tree._asdict()), target, drafter, None, compiler)
         for tree in sorted(sizer.trees, key=lambda tree: -tree.tree_size)
         if not tree.is_plain
     }
     plain = next(iter(proposers.values()), RootOnly()).plain
-    assert plain is not None, config.method
+    assert plain is not None, drafting.method
     return {**proposers, PLAIN: plain}
-
-
-def read_fitting(config: EngineConfig, target: Target, drafter: RecurrentDrafter | None) -> TunedSizes:
-    """The measured sizes of ``config.tuned``.
-
-    Raises:
-        ValueError: the file is damaged or belongs to other settings, or there is no drafter.
-    """
-    assert config.tuned is not None
-    sizes = read_tuned(Path(config.tuned))
-    if drafter is None:
-        raise ValueError(f"--tuned {config.tuned} sizes the trees of a drafter: give --drafter DIR")
-    is_compiled = resolve_compile(config.compile, target.device)
-    reason = misfit(sizes, target, drafter, is_compiled=is_compiled)
-    if reason:
-        raise ValueError(f"--tuned {config.tuned} {reason}: run `drafter tune` here, or leave it out")
-    return sizes
 
 
 def device_name(device: torch.device) -> str:

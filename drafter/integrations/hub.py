@@ -108,8 +108,8 @@ def check_apple(drafter: "RecurrentDrafter", folder: Path, target: "Target", pro
     """Compare a published drafter with ours: logits along the target's own answers, and tokens per step."""
     from torch import nn
 
-    from drafter.engine.config import EngineConfig
     from drafter.engine.engine import Engine
+    from drafter.engine.settings import EngineConfig
     from drafter.models.drafter import RecurrentDrafter
 
     own = nn.Module.to(drafter.eval(), target.device).bind(target)

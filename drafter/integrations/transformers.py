@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, GenerationConfig, PreTrainedModel
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
-from drafter.engine.defaults import choose, shipped_drafter
 from drafter.engine.engine import Engine
+from drafter.engine.loading import shipped_drafter
+from drafter.engine.settings import EngineConfig
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
@@ -60,8 +60,7 @@ class DrafterDecoder:
         model: a causal language model of transformers.
         drafter: a drafter, folder or hub name of an exported drafter, or name of a drafter of the package. A drafter in
             memory is moved to the model's device.
-        engine_config: method, beam width, tree size and so on; None: the defaults of
-            :func:`drafter.engine.defaults.choose`.
+        engine_config: method, beam width, tree size and so on; None: all are open.
         max_num_seqs: largest number of rows that run together, if ``engine_config`` is None.
 
     Raises:
@@ -74,7 +73,7 @@ class DrafterDecoder:
         drafter: RecurrentDrafter | str | Path,
         *,
         engine_config: EngineConfig | None = None,
-        max_num_seqs: int = EngineConfig.max_num_seqs,
+        max_num_seqs: int | None = None,
     ) -> None:
         self.model = model
         with _as_target(model):
@@ -87,8 +86,7 @@ class DrafterDecoder:
             found: Any = RecurrentDrafter.from_pretrained(place)
             head = found.to(dtype=target.dtype)
         head = nn.Module.to(head, target.device)
-        config = engine_config or choose(target, head, given={"max_num_seqs": max_num_seqs}).config
-        self._engine = Engine(target, head, config)
+        self._engine = Engine(target, head, engine_config or EngineConfig(max_num_seqs=max_num_seqs))
 
     def generate(
         self,

@@ -17,7 +17,6 @@ from drafter.kernels.largest import topk
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.copying import SHARES, Copies, CopyLists, mix
 from drafter.proposers.options import COPY_DEPTH, TreePolicy
-from drafter.proposers.parts import Parts
 from drafter.targets.target import Target
 
 
@@ -50,7 +49,7 @@ class BeamProposer(Proposer):
         compiler: compiles the search of greedy rows. The drafter's weights must not change afterwards.
 
     Raises:
-        ValueError: the drafter belongs to another target or device, or W exceeds the draft vocabulary.
+        ValueError: the drafter belongs to another target or device.
     """
 
     def __init__(
@@ -83,8 +82,7 @@ class BeamProposer(Proposer):
         self._token_R = drafter.draft_token_ids_R
         if beam_width > self._token_R.shape[0]:
             raise ValueError(
-                f"--beam-width {beam_width} exceeds the drafter's vocabulary of {self._token_R.shape[0]} tokens: "
-                "lower it"
+                f"--beam-width {beam_width} exceeds the drafter's vocabulary of {self._token_R.shape[0]} tokens"
             )
         self._policy = policy
         self._tau = tau
@@ -229,23 +227,3 @@ def keep_final_beams(parent_BM: Tensor, score_BM: Tensor, width: int) -> Tensor:
             1, step_BW, is_kept_BM[:, start : start + width], reduce="amax", include_self=True
         )
     return score_BM.masked_fill(~is_kept_BM, -torch.inf)
-
-
-def make(parts: Parts) -> Proposer:
-    """The proposer of ``method="drafter"``."""
-    config, drafter = parts.config, parts.drafter
-    if drafter is None:
-        raise ValueError("--method drafter needs a drafter: give --drafter DIR, or --method none")
-    return BeamProposer(
-        drafter,
-        parts.target,
-        config.beam_width,
-        min(config.draft_length, config.num_nodes - 1),  # a tree of N nodes is at most N - 1 deep
-        config.num_nodes,
-        config.tree_policy,
-        tau=config.tau,
-        noise_weight=config.noise_weight,
-        coupled=config.coupled,
-        copying=config.copying,
-        compiler=parts.compiler,
-    )

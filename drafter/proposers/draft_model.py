@@ -13,7 +13,6 @@ from drafter.decoding.sampling import STREAM_DRAFT, gumbel_noise, pick, warped_l
 from drafter.decoding.tree import Candidates
 from drafter.kernels.largest import argmax
 from drafter.proposers.options import Verification
-from drafter.proposers.parts import Parts
 from drafter.targets.cache import SlotCache
 from drafter.targets.masks import chunk_mask
 from drafter.targets.target import Target
@@ -175,18 +174,3 @@ def check_same_vocabulary(draft: Target, target: Target) -> None:
             f"their tokenizers ({len(own)} and {len(other)} tokens) differ in {len(different)} entries, "
             f"{min(different)[0]!r} for one: {family}"
         )
-
-
-def make(parts: Parts) -> Proposer:
-    """The proposer of ``method="draft-model"``."""
-    config = parts.config
-    if parts.draft_model is None:
-        raise ValueError("--method draft-model needs a draft model: give --draft-model NAME")
-    return DraftModelProposer(
-        parts.draft_model,
-        parts.target,
-        config.num_speculative_tokens,
-        verify=config.verify,
-        coupled=config.coupled,
-        prefill_chunk=parts.prefill_chunk,
-    )

@@ -17,7 +17,6 @@ from drafter.decoding.compile import Compiler
 from drafter.decoding.host import NodeLists, no_nodes
 from drafter.decoding.proposer import Proposer, RowState
 from drafter.decoding.tree import NodeList, merge_equal
-from drafter.proposers.parts import Parts
 
 # Odds that the text continues like a match of 1, 2, ..., 8 or more tokens, when there is no other match.
 # Counted on 496 greedy answers of a 135M chat model to questions, summaries and chat (75,000 positions).
@@ -215,12 +214,3 @@ class LookupProposer(Proposer):
         share_BLM = (weight_BLMM * same_BLMM).sum(dim=3) / (weight_BLMM.sum(dim=3) + none_BLM)
         total_BLM = share_BLM.log().cumsum(dim=1)
         return total_BLM.masked_fill(~is_match_BM[:, None], -torch.inf)
-
-
-def make(parts: Parts) -> Proposer:
-    """The proposer of ``method="lookup"``."""
-    config = parts.config
-    length = min(config.lookup_length, config.num_nodes - 1)
-    return LookupProposer(
-        config.beam_width, length, config.max_ngram, parts.target.device, config.num_nodes, parts.compiler
-    )

@@ -1,36 +1,28 @@
-"""The table of the proposers: one line for each method."""
-
-from collections.abc import Callable
+"""The table of the proposers: one branch for each method."""
 
 from drafter.decoding.compile import Compiler
 from drafter.decoding.proposer import Contexts, Proposer, RootOnly
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers import beam, draft_model, lookup
-from drafter.proposers.options import DraftOptions, Method
-from drafter.proposers.parts import Parts
+from drafter.proposers.beam import BeamProposer
+from drafter.proposers.draft_model import DraftModelProposer
+from drafter.proposers.lookup import LookupProposer
+from drafter.proposers.options import Drafting
 from drafter.targets.target import Target
-
-PROPOSERS: dict[Method, Callable[[Parts], Proposer]] = {
-    "none": lambda parts: RootOnly(parts.config.num_nodes),
-    "drafter": beam.make,
-    "lookup": lookup.make,
-    "draft-model": draft_model.make,
-}
 
 
 def make_proposer(
-    config: DraftOptions,
+    drafting: Drafting,
     target: Target,
-    drafter: RecurrentDrafter | None,
-    draft_model: Target | None,
+    drafter: RecurrentDrafter | None = None,
+    draft_model: Target | None = None,
     compiler: Compiler | None = None,
     *,
     prefill_chunk: int = 256,
 ) -> Proposer:
-    """The proposer of ``config.method``.
+    """The proposer of ``drafting.method``.
 
     Args:
-        config: settings.
+        drafting: the method and its numbers.
         target: the target.
         drafter: a trained drafter; ``drafter`` needs one.
         draft_model: a smaller model of the same tokenizer; ``draft-model`` needs one.
@@ -38,16 +30,43 @@ def make_proposer(
         prefill_chunk: prompt tokens per forward of a draft model.
 
     Raises:
-        ValueError: a model that the method needs is missing or does not fit the target.
+        ValueError: a model does not fit the target.
     """
-    if config.num_nodes == 1:
-        return RootOnly()
-    return PROPOSERS[config.method](Parts(config, target, drafter, draft_model, compiler, prefill_chunk))
+    size = drafting.tree_size
+    if drafting.method == "none" or size == 1:
+        return RootOnly(size)
+    if drafting.method == "drafter":
+        assert drafter is not None, "method drafter without a drafter"
+        return BeamProposer(
+            drafter,
+            target,
+            drafting.beam_width,
+            min(drafting.draft_length, size - 1),  # a tree of N nodes is at most N - 1 deep
+            size,
+            drafting.tree_policy,
+            tau=drafting.tau,
+            noise_weight=drafting.noise_weight,
+            coupled=drafting.coupled,
+            copying=drafting.copying,
+            compiler=compiler,
+        )
+    if drafting.method == "lookup":
+        length = min(drafting.lookup_length, size - 1)
+        return LookupProposer(drafting.num_matches, length, drafting.max_ngram, target.device, size, compiler)
+    assert draft_model is not None, "method draft-model without a draft model"
+    return DraftModelProposer(
+        draft_model,
+        target,
+        drafting.num_speculative_tokens,
+        verify=drafting.verify,
+        coupled=drafting.coupled,
+        prefill_chunk=prefill_chunk,
+    )
 
 
-def contexts_of(config: DraftOptions, target: Target, drafter: RecurrentDrafter | None) -> Contexts:
-    """The context vectors that the drafter of ``config.method`` reads."""
-    if config.method != "drafter" or drafter is None:
+def contexts_of(drafter: RecurrentDrafter | None, target: Target) -> Contexts:
+    """The context vectors that the drafter reads; None: nobody reads them."""
+    if drafter is None:
         return Contexts((), target.hidden_size)
     layers, size = tuple(drafter.config.context_layers), drafter.config.context_size
     if max(layers, default=0) > target.num_layers:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import RequestOptions
 from drafter.engine.outputs import StepTree
+from drafter.engine.request import RequestOptions
 from drafter.serving.calls import Call, Delta
 from drafter.serving.protocol import ChatRequest, CompletionRequest
 

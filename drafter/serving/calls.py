@@ -14,9 +14,8 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Literal, NamedTuple
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import RequestOptions
 from drafter.engine.outputs import StepTree, TokenLogprob, Update
-from drafter.engine.request import Request
+from drafter.engine.request import Request, RequestOptions
 from drafter.serving.protocol import ApiError
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import socket as sockets
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import h11
@@ -15,19 +16,21 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from drafter.engine.engine import Engine
+from drafter.engine.loading import LoadedModels
 from drafter.engine.memory import available_bytes, cache_bytes
-from drafter.engine.options import Models, load_models
+from drafter.engine.settings import EngineConfig
 from drafter.serving.app import create_app
 from drafter.serving.options import DEFAULT_CONTEXT, ServeOptions
 from drafter.serving.protocol import ApiError
 from drafter.serving.server import Server
+from drafter.utils.options import part_of
 
 _log = logging.getLogger("drafter.serving")
 _LOOPBACK = ("127.", "::1", "localhost")
 HEADER_SECONDS = 20.0  # from the first byte, or the start of the connection, to the end of a request's headers
 
 
-def load_engine(options: ServeOptions, models: Models | None = None) -> Engine:
+def load_engine(options: ServeOptions, models: LoadedModels | None = None) -> Engine:
     """The engine of a server, with its cache allocated; without ``models`` the models are loaded first.
 
     Raises:
@@ -35,13 +38,13 @@ def load_engine(options: ServeOptions, models: Models | None = None) -> Engine:
     """
     # oneDNN keeps 1,024 kernels by shape, and a busy server meets new shapes for many minutes. 128 are as fast.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")  # read at oneDNN's first product
-    models = models or load_models(options)
+    models = models or options.load_models()
     target = models.target
-    config, reason = models.choose(options, **options.engine_fields(min(target.max_length, DEFAULT_CONTEXT)))
-    _log.info("drafting: %s", reason)
+    config = part_of(options, EngineConfig)
+    config = replace(config, max_model_len=config.max_model_len or min(target.max_length, DEFAULT_CONTEXT))
     engine = Engine(target, models.drafter, config, draft_model=models.draft_model)
-    num_slots = min(config.max_model_len or target.max_length, target.max_length) + engine.proposer.num_nodes
-    num_bytes = cache_bytes(target, config.max_num_seqs, num_slots)
+    num_slots = min(engine.plan.max_model_len or target.max_length, target.max_length) + engine.proposer.num_nodes
+    num_bytes = cache_bytes(target, engine.plan.max_num_seqs, num_slots)
     free = available_bytes(target.device)
     try:
         if free is not None and num_bytes > free:  # Linux would grant the memory, and kill the process later
@@ -49,7 +52,7 @@ def load_engine(options: ServeOptions, models: Models | None = None) -> Engine:
         engine.reserve(num_slots)
     except (RuntimeError, MemoryError) as error:
         raise ValueError(
-            f"the cache of {config.max_num_seqs} rows of {num_slots} slots takes {num_bytes / 2**30:.1f} GiB, "
+            f"the cache of {engine.plan.max_num_seqs} rows of {num_slots} slots takes {num_bytes / 2**30:.1f} GiB, "
             f"{'more than there is' if free is None else f'of which {free / 2**30:.1f} GiB are free'}: "
             "lower --max-num-seqs or --max-model-len"
         ) from error
@@ -92,8 +95,8 @@ def listen(socket: sockets.socket, engine: Engine, options: ServeOptions) -> int
     if not options.api_keys and not host.startswith(_LOOPBACK):
         _log.warning("every client that reaches %s can use this server: give --api-key, or set DRAFTER_API_KEY", host)
     place = f"[{host}]" if ":" in host else host
-    rows = f"{engine.config.max_num_seqs} rows of {engine.config.max_model_len} tokens"
-    notice = f"{options.served_name} on http://{place}:{port}/ ({rows}, {engine.config.method})"
+    rows = f"{engine.plan.max_num_seqs} rows of {engine.plan.max_model_len} tokens"
+    notice = f"{options.served_name} on http://{place}:{port}/ ({rows}, {engine.plan.method})"
     return asyncio.run(_serve(config, socket, app.state.server, options.drain_seconds, notice))
 
 

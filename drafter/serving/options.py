@@ -3,9 +3,10 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from drafter.engine.options import DraftingOptions, ParallelOptions
+from drafter.engine.loading import ParallelConfig
+from drafter.engine.settings import EngineOptions
 from drafter.utils.options import Options
 from drafter.utils.traffic import MAX_MIB
 from drafter.utils.validate import within
@@ -40,21 +41,13 @@ class LimitOptions:
     """How much the server takes on.
 
     Attributes:
-        max_num_seqs: answers that are generated at the same time
-        max_model_len: tokens of a prompt and its answer together (default: the target's context, at most 4096)
         max_queue: answers that may wait for a row; further requests get status 429
-        prefill_chunk: prompt tokens per step while other requests decode
-        enable_prefix_caching: reuse the cached keys and values of the prefix that a prompt shares with an earlier one
         request_timeout: seconds that a request may take
         drain_seconds: seconds that running answers get when the server is told to stop
         max_body_bytes: largest request body
     """
 
-    max_num_seqs: int = within(8, low=1, high=1024)
-    max_model_len: int | None = within(None, low=2, high=2**24)
     max_queue: int = within(64, low=0, high=10**6)
-    prefill_chunk: int = within(256, low=1, high=2**24)
-    enable_prefix_caching: bool = True
     request_timeout: float = within(600.0, above=0.0)
     drain_seconds: float = within(30.0, low=0.0)
     max_body_bytes: int = within(2 * 2**20, low=1, high=2**31)
@@ -76,11 +69,15 @@ class LearningOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(Options, ListenOptions, LimitOptions, LearningOptions, DraftingOptions):
+class ServeOptions(Options, ListenOptions, LimitOptions, LearningOptions, EngineOptions):
     """Serve a target over HTTP as the OpenAI API does, with a page to try it.
 
     Requests share the steps of one engine: requests join and leave between steps, and no answer depends on the other
     requests. SIGTERM and Ctrl-C let running answers finish.
+
+    Attributes:
+        max_model_len: tokens of a prompt and its answer together (default: the target's context, at most 4096)
+        enable_prefix_caching: copy the keys and values of a prefix that a prompt shares with an earlier one
 
     Raises:
         ValueError: a value out of range, or values that exclude each other.
@@ -90,10 +87,11 @@ class ServeOptions(Options, ListenOptions, LimitOptions, LearningOptions, Drafti
         "Who may call": ListenOptions,
         "Limits": LimitOptions,
         "Learning from traffic": LearningOptions,
-        "Where to run": ParallelOptions,
-        "How to draft": DraftingOptions,
+        "Where to run": ParallelConfig,
+        "How to draft": EngineOptions,
     }
     common: ClassVar = ("target", "drafter", "host", "port", "max_num_seqs", "max_model_len", "api_key")
+    enable_prefix_caching: bool | None = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,12 +111,3 @@ class ServeOptions(Options, ListenOptions, LimitOptions, LearningOptions, Drafti
         """The keys of the options and the key of the environment; without any, no request needs a key."""
         variable = os.environ.get(KEY_VARIABLE, "").strip()
         return (*self.api_key, *([variable] if variable else []))
-
-    def engine_fields(self, max_model_len: int) -> dict[str, Any]:
-        """The engine's settings other than drafting; ``max_model_len`` is used where the options give none."""
-        return {
-            "max_num_seqs": self.max_num_seqs,
-            "max_model_len": self.max_model_len or max_model_len,
-            "prefill_chunk": self.prefill_chunk,
-            "enable_prefix_caching": self.enable_prefix_caching,
-        }

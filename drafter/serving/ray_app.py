@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from drafter.engine.settings import Plan
 from drafter.serving.options import ServeOptions
 from drafter.utils.options import Options, options_from
 from drafter.utils.validate import check_ranges, within
@@ -79,6 +80,7 @@ def app(args: dict[str, Any]) -> Any:
     from ray import serve
 
     options, replicas = read_args(args)
+    num_rows = options.max_num_seqs or Plan.max_num_seqs
 
     def build() -> "FastAPI":
         return build_replica(options)
@@ -94,14 +96,14 @@ def app(args: dict[str, Any]) -> Any:
     deployment: Any = serve.deployment(
         Drafter,
         name="drafter",
-        max_ongoing_requests=options.max_num_seqs + options.max_queue,
+        max_ongoing_requests=(options.max_num_seqs or Plan.max_num_seqs) + options.max_queue,
         graceful_shutdown_timeout_s=options.drain_seconds,
         health_check_period_s=5,
         autoscaling_config={
             "min_replicas": replicas.min_replicas,
             "initial_replicas": replicas.min_replicas,
             "max_replicas": replicas.max_replicas,
-            "target_ongoing_requests": replicas.target_requests or options.max_num_seqs,
+            "target_ongoing_requests": replicas.target_requests or num_rows,
             "upscale_delay_s": replicas.upscale_seconds,
             "downscale_delay_s": replicas.downscale_seconds,
         },

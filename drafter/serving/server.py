@@ -45,7 +45,7 @@ class Server:
         target = engine.target
         if target.tokenizer is None:
             raise ValueError(f"target {target.name!r} has no tokenizer: a server needs a tokenizer")
-        if engine.config.max_model_len is None:
+        if engine.plan.max_model_len is None:
             raise ValueError("the rows of a server have one size: set max_model_len (--max-model-len)")
         self.request_timeout = options.request_timeout
         self.metrics = Metrics()
@@ -55,7 +55,7 @@ class Server:
         self.worker = Worker(engine, max_queue=options.max_queue, metrics=self.metrics, traffic=self._traffic)
         fingerprint = "fp_" + hashlib.sha256(target.fingerprint.encode()).hexdigest()[:12]
         self.model = Model(options.served_name, fingerprint, TokenNames(target.tokenizer))
-        self.max_length = min(engine.config.max_model_len, target.max_length)
+        self.max_length = min(engine.plan.max_model_len, target.max_length)
         self.encoder = Encoder(
             target.tokenizer, target.name, self.max_length, escape_special_tokens=options.escape_special_tokens
         )
@@ -70,7 +70,7 @@ class Server:
             "created": int(time.time()),
             "owned_by": "drafter",
             "max_model_len": self.max_length,
-            "max_num_seqs": engine.config.max_num_seqs,
+            "max_num_seqs": engine.plan.max_num_seqs,
             "speculation": engine.proposer.num_nodes > 1,
         }
 

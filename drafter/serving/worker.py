@@ -56,7 +56,7 @@ class Worker:
     def __init__(self, engine: Engine, *, max_queue: int, metrics: Metrics, traffic: TrafficLog | None = None) -> None:
         self.engine = engine
         self.state: State = "starting"
-        self.capacity = engine.config.max_num_seqs + max_queue
+        self.capacity = engine.plan.max_num_seqs + max_queue
         self._metrics = metrics
         self._traffic = traffic
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -66,7 +66,7 @@ class Worker:
         self._feeds: dict[int, Feed] = {}  # by request id; engine's thread only
         self._stop_error: ApiError | None = None  # engine's thread only
         self._durations: deque[float] = deque(maxlen=32)  # seconds of the last answers
-        self._num_rows_allowed = engine.config.max_num_seqs
+        self._num_rows_allowed = engine.plan.max_num_seqs
         self._retry_rows_at = math.inf
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -173,7 +173,7 @@ class Worker:
             mean = sum(self._durations) / len(self._durations)
         else:
             mean = max(1.0, time.perf_counter() - self._busy_since)
-        num_rounds = (self.num_open + num_answers) / self.engine.config.max_num_seqs - 1.0
+        num_rounds = (self.num_open + num_answers) / self.engine.plan.max_num_seqs - 1.0
         return max(1, min(_LONGEST_RETRY, math.ceil(mean * num_rounds)))
 
     def _deliver(self, deltas: list[tuple[Call, Delta]]) -> None:
@@ -225,11 +225,11 @@ class Worker:
 
         A runtime that compiles programs for its steps compiles them here, for every number of rows.
         """
-        config, target = self.engine.config, self.engine.target
-        room = (config.max_model_len or target.max_length) - _WARM_UP.max_new_tokens
+        plan, target = self.engine.plan, self.engine.target
+        room = (plan.max_model_len or target.max_length) - _WARM_UP.max_new_tokens
         prompt = [0] * max(1, min(_WARM_UP_PROMPT, room))
         try:
-            most = 1 if target.runtime is None else config.max_num_seqs
+            most = 1 if target.runtime is None else plan.max_num_seqs
             for num_rows in sorted({min(1 << power, most) for power in range(most.bit_length() + 1)}):
                 self.engine.generate([prompt] * num_rows, _WARM_UP)
             self.engine.forget()
@@ -341,7 +341,7 @@ class Worker:
 
     def _allow_rows(self, num_rows: int) -> None:
         """Limit the rows in use. The limit doubles after `_RECOVERY_SECONDS` until all rows are allowed again."""
-        most = self.engine.config.max_num_seqs
+        most = self.engine.plan.max_num_seqs
         self._num_rows_allowed = min(num_rows, most)
         self.engine.limit_rows(self._num_rows_allowed)
         is_bound = self._num_rows_allowed < most

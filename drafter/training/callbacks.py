@@ -18,9 +18,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tqdm import tqdm
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig, RequestOptions
 from drafter.engine.engine import Engine
 from drafter.engine.outputs import Update
+from drafter.engine.request import RequestOptions
+from drafter.engine.settings import EngineConfig
 from drafter.engine.text import Prompt
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
@@ -144,6 +145,7 @@ class TokensPerStep(Callback):
         self._num_prompts = num_prompts
         self._every = every_n_validations
         self._params = SamplingParams(max_new_tokens=max_new_tokens)
+        self._draft_length = draft_length
         self._config = EngineConfig(
             max_num_seqs=num_prompts, beam_width=beam_width, draft_length=draft_length, tree_size=tree_size
         )
@@ -155,12 +157,12 @@ class TokensPerStep(Callback):
         self._num_validations += 1
         if self._num_validations % self._every:
             return
-        values = torch.zeros(1 + self._config.draft_length, dtype=torch.float64, device=pl_module.device)
+        values = torch.zeros(1 + self._draft_length, dtype=torch.float64, device=pl_module.device)
         module: Any = pl_module
         # The processes that share a target's weights must run every forward of the target together.
         if trainer.is_global_zero or module.teacher.target.is_sharded:
             answers = self._decode(trainer, pl_module)
-            rates = acceptance_by_depth(answers, self._config.draft_length)
+            rates = acceptance_by_depth(answers, self._draft_length)
             values = values + torch.tensor([mean_tokens_per_step(answers), *rates.values()]).to(values)
             log_answers(trainer, answers, module.teacher.target.decode)
         rate, *accepted = trainer.strategy.broadcast(values)

@@ -17,9 +17,9 @@ from drafter.bench.methods import parse_method
 from drafter.bench.models import EngineBackend
 from drafter.bench.process_peers import ProcessBackend, weights_file
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.loading import load_target
+from drafter.engine.settings import EngineConfig
 from drafter.targets.target import Target
 from tests.targets.tiny_gguf import write_gguf
 

@@ -4,8 +4,8 @@ import pytest
 
 from drafter.bench.recorded import RecordedAnswer, steps_along
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import Plan
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 
 
@@ -13,7 +13,7 @@ from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 @pytest.mark.parametrize("num_prompts", [3, 12])
 def test_steps_are_those_of_the_engine(context: str, num_prompts: int) -> None:
     target, drafter = shared_target(), trained_drafter(context=context)
-    config = EngineConfig(method="drafter", max_num_seqs=4, beam_width=4, draft_length=3, tree_size=8)
+    config = Plan(method="drafter", max_num_seqs=4, beam_width=4, draft_length=3, tree_size=8)
     params = SamplingParams(max_new_tokens=30, ignore_eos=True)
     completions = Engine(target, drafter, config).generate(prompts_for(num_prompts, seed=5), params)
     answers = [RecordedAnswer(each.prompt_ids, each.token_ids) for each in completions]
@@ -27,6 +27,6 @@ def test_steps_are_those_of_the_engine(context: str, num_prompts: int) -> None:
 
 def test_the_longest_prompt_alone_is_walked_too() -> None:
     target, drafter = shared_target(), trained_drafter()
-    config = EngineConfig(method="drafter", beam_width=2, draft_length=2, tree_size=4)
+    config = Plan(method="drafter", beam_width=2, draft_length=2, tree_size=4)
     assert steps_along(target, drafter, config, [RecordedAnswer([1], [2])]) == [[0]]
     assert steps_along(target, drafter, config, []) == []

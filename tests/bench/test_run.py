@@ -19,8 +19,8 @@ from drafter.bench.run import run_benchmark
 from drafter.bench.settings import BenchSettings
 from drafter.bench.summary import summarise
 from drafter.bench.workload import Item, Workload
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig
 from drafter.engine.sizes import PLAIN, MeasuredTree, RowPlan, Tree, TunedSizes, device_name
 from drafter.utils.io import write_atomic
 from tests.serving.tiny import tiny_drafter, tiny_target

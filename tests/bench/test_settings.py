@@ -5,20 +5,21 @@ import pytest
 from drafter.bench.methods import parse_method, parse_methods
 from drafter.bench.settings import BenchSettings
 from drafter.cli.bench import sweep_methods
-from drafter.engine.config import EngineConfig
 from drafter.utils.options import options_from
 
 
-def test_options_become_the_engines_settings() -> None:
-    spec = parse_method("drafter:W6:L3:N12:uncoupled")
-    assert EngineConfig(**spec.fields) == EngineConfig(beam_width=6, draft_length=3, tree_size=12, coupled=False)
-    published = EngineConfig(**parse_method("drafter:W6:L3:final-beams").fields)
-    assert published.tree_policy == "final-beams" and published.num_nodes == 19
-    assert parse_method("draft-model:G3:rejection").fields["verify"] == "rejection"
-    assert parse_method("lookup:L6").fields["lookup_length"] == 6
+def test_options_become_settings_of_the_engine_and_numbers_of_the_proposers() -> None:
+    for text, config, knobs in (
+        ("drafter:W6:L3:N12:uncoupled", {"beam_width": 6, "draft_length": 3, "tree_size": 12}, {"coupled": False}),
+        ("drafter:W6:L3:final-beams", {"beam_width": 6, "draft_length": 3, "tree_policy": "final-beams"}, {}),
+        ("drafter:W6:tau1.5:noise0.5", {"beam_width": 6}, {"tau": 1.5, "noise_weight": 0.5}),
+        ("drafter:alone:compiled", {"copying": False, "compile": True}, {}),
+        ("draft-model:G3:rejection", {"num_speculative_tokens": 3}, {"verify": "rejection"}),
+        ("lookup:W3:L6:N8", {"tree_size": 8}, {"num_matches": 3, "lookup_length": 6}),
+    ):
+        spec = parse_method(text)
+        assert (spec.config, spec.knobs) == ({"method": text.split(":")[0], **config}, knobs), text
     assert parse_method("hf-lookup:G7").number("G") == 7
-    assert parse_method("drafter:W6:tau1.5").fields["tau"] == 1.5
-    assert parse_method("drafter:W6:noise0.5").fields["noise_weight"] == 0.5
 
 
 @pytest.mark.parametrize(

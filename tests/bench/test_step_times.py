@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from drafter.bench.step_times import FixedTree, StepClock, copy_bandwidth, weight_bytes
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import RootOnly
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig
 from drafter.targets.target import Target
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 from tests.engine.oracle import rows_of

@@ -8,8 +8,8 @@ from drafter.bench.methods import parse_method
 from drafter.bench.models import EngineBackend
 from drafter.bench.transformers_peer import TransformersBackend
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig
 from tests.serving.tiny import tiny_target
 
 PROMPTS = [[0, 40, 41, 42, 40, 41], [0, 90], [0, 17, 18, 19, 20, 21, 22, 23, 24, 25]]

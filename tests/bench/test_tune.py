@@ -9,9 +9,9 @@ from drafter.bench.settings import TuneSettings
 from drafter.bench.tune import COLUMNS, _Calibration, candidates, table_rows, tune
 from drafter.cli.main import main
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.request import Request
+from drafter.engine.settings import EngineConfig
 from drafter.engine.sizes import PLAIN, Tree, read_tuned
 from drafter.proposers.copying import SHARES
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter

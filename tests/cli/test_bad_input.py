@@ -81,9 +81,12 @@ def test_missing_things(target: str, refused: Refusal, tmp_path: Path) -> None:
     words = ["decode", "--target", target, "--prompt", "hi", "--method"]
     refused([*words, "drafter"], "--method drafter needs a drafter: give --drafter DIR")
     refused([*words, "draft-model"], "--method draft-model needs a draft model: give --draft-model NAME")
-    refused([*words, "drafter", "--drafter", "d", "--tree-size", "40"], "--tree-size 40 exceeds the 39 nodes")
-    refused([*words, "lookup", "--no-speculation"], "leave out --no-speculation or --method lookup")
-    refused([*words[:-1], "--no-speculation", "--compare"], "--compare sets a method beside plain decoding")
+    refused(
+        [*words, "drafter", "--drafter", "d", "--draft-length", "4", "--beam-width", "8", "--tree-size", "40"],
+        "--tree-size 40 exceeds",
+    )
+    refused([*words, "lookup", "--beam-width", "9"], "--beam-width 9 is for --method drafter")
+    refused([*words, "none", "--compare"], "--compare sets a method beside plain decoding")
     words = ["decode", "--target", target, "--prompt", "hi", "--drafter"]
     refused([*words, str(tmp_path / "none")], "there is no such folder")
     refused([*words, str(tmp_path)], "holds no config.json")
@@ -98,7 +101,7 @@ def test_missing_things(target: str, refused: Refusal, tmp_path: Path) -> None:
         ("--draft-length", "0"),
         ("--tree-size", "-3"),
         ("--tree-size", "1025"),
-        ("--batch-size", "0"),
+        ("--max-num-seqs", "0"),
         ("--num-speculative-tokens", "0"),
         ("--tau", "0"),
         ("--noise-weight", "-1"),
@@ -197,7 +200,7 @@ def test_chat_templates_of_strangers(
     (copy / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     file.write_text(json.dumps({"messages": turns}) + "\n")
-    answers = ["--out", str(tmp_path / "a.jsonl"), "--device", "cpu", "--no-speculation"]
+    answers = ["--out", str(tmp_path / "a.jsonl"), "--device", "cpu", "--method", "none"]
     name = f"the chat template of {str(copy)!r}"
     refused(decode(str(copy), "--prompt", "hi"), name, message)
     both = ["--target", str(copy), "--prompts", str(file)]

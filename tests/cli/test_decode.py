@@ -13,6 +13,8 @@ from drafter.cli.main import main
 from tests.cli.test_main import fails
 from tests.tiny_files import make_drafter, make_target
 
+OPEN = "as given, otherwise default for a CPU"
+
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
@@ -38,7 +40,7 @@ def test_decode_writes_answers(target: str, drafter: str, tmp_path: Path, capsys
     common = ["decode", "--target", target, "--prompts", str(prompts), "--max-new-tokens", "6", "--device", "cpu"]
     plain, drafted = tmp_path / "plain.jsonl", tmp_path / "new" / "drafted.jsonl"
     assert main([*common, "--method", "none", "--out", str(plain)]) == 0
-    assert main([*common, "--drafter", drafter, "--batch-size", "2", "--compare", "--out", str(drafted)]) == 0
+    assert main([*common, "--drafter", drafter, "--max-num-seqs", "2", "--compare", "--out", str(drafted)]) == 0
     one, other = rows_of(plain), rows_of(drafted)
     assert [row["id"] for row in one] == ["a", "1"] and [row["prompt"] for row in one] == ["one", "two"]
     fields = "id prompt text prompt_token_ids token_ids num_tokens num_target_forwards tokens_per_step"
@@ -65,7 +67,7 @@ def test_decode_without_a_drafter(target: str, capsys: pytest.CaptureFixture[str
     assert shown.out.count("yes") == 6 and "no drafter" not in shown.err
     assert main(common) == 0
     shown = capsys.readouterr()
-    assert "drafting: lookup, W 4 L 3 N 8: default for a CPU; there is no drafter" in shown.err
+    assert "drafting: lookup, N 8: default for a CPU; there is no drafter" in shown.err
     assert shown.out.count("yes") == 2
 
 
@@ -93,11 +95,14 @@ def test_decode_says_what_drafts(target: str, drafter: str, capsys: pytest.Captu
     words = ["decode", "--target", target, "--device", "cpu", "--drafter", drafter, "--prompt", "a"]
     words += ["--max-new-tokens", "3"]
     file = tmp_path / "plain.yaml"
-    file.write_text("speculation: false\n")
+    file.write_text("method: none\n")
     for flags, line in (
         ([], "drafting: drafter, W 4 L 3 N 8: default for a CPU; nothing was measured (`drafter tune` measures)"),
-        (["--method", "drafter", "--tree-size", "5"], "drafting: drafter, W 8 L 4 N 5: as given"),
-        (["--no-speculation"], "drafting: none: as given"),
+        (
+            ["--method", "drafter", "--tree-size", "5"],
+            f"drafting: drafter, W 4 L 3 N 5: --method, --tree-size {OPEN}",
+        ),
+        (["--method", "none"], "drafting: none: as given"),
         (["--config", str(file)], "drafting: none: as given"),
     ):
         assert main([*words, *flags]) == 0
@@ -164,7 +169,7 @@ def test_distill_then_inspect(target: str, tmp_path: Path, capsys: pytest.Captur
     assert len(rows) == 4 and {row["messages"][0]["content"] for row in rows} == {"one", "two"}
     assert json.loads(out.with_suffix(".run.json").read_text())["settings"]["num_new"] == 4
     capsys.readouterr()
-    assert main([*words, "--no-speculation"]) == 0
+    assert main([*words, *("--method", "none")]) == 0
     assert "drafting: none: as given" in capsys.readouterr().err
     assert rows_of(out) == rows
     capsys.readouterr()

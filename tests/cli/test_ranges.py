@@ -9,7 +9,8 @@ import pytest
 
 from drafter.cli.main import COMMANDS, load_command, options_class
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig, RequestOptions
+from drafter.engine.request import RequestOptions
+from drafter.engine.settings import EngineConfig
 from drafter.serving.ray_app import ReplicaOptions
 from drafter.training.options import Objective, OptimOptions
 from drafter.utils.validate import Range, check_ranges, range_of

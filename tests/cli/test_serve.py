@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from drafter.cli.main import main
-from drafter.engine.config import EngineConfig
+from drafter.engine.settings import Plan
 from drafter.engine.sizes import PLAIN, MeasuredTree, RowPlan, Tree, TunedSizes, device_name
 from drafter.serving.listen import bind, load_engine
 from drafter.serving.options import ServeOptions
@@ -38,9 +38,7 @@ def test_a_flag_goes_first_also_at_its_default(tmp_path: Path) -> None:
     options = read(file, "--host", "127.0.0.1", "--max-num-seqs", "8")
     assert (options.host, options.max_num_seqs) == ("127.0.0.1", 8)
     assert (options.api_key, options.request_timeout) == (("one",), 5.0)
-    assert options.engine_fields(100) == {
-        "max_num_seqs": 8, "max_model_len": 100, "prefill_chunk": 256, "enable_prefix_caching": False,
-    }  # fmt: skip
+    assert options.enable_prefix_caching is False
     assert read(file, "--enable-prefix-caching").enable_prefix_caching is True
 
 
@@ -63,7 +61,7 @@ def test_a_flag_goes_first_also_at_its_default(tmp_path: Path) -> None:
         ("target: a\ndtype: int8", "Got value: int8"),
         ("target: a\nbeam_width: 0", "--beam-width is 0"),
         ("port: 1", "arguments are required: target"),
-        ("target: a\nmethod: lookup\nspeculation: false", "leave out --no-speculation or --method lookup"),
+        ("target: a\nmethod: lookup\nbeam_width: 9", "--beam-width 9 is for --method drafter"),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
@@ -74,28 +72,23 @@ def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "drafter", "draft_model"),
+    ("given", "drafter"),
     [
-        ({"target": "smollm2-135m"}, "smollm2-135m", None),
-        ({"target": "smollm2-135m", "method": "drafter"}, "smollm2-135m", None),
-        ({"target": "smollm2-135m", "drafter": "mine"}, "mine", None),
-        ({"target": "smollm2-135m", "drafter": "none"}, None, None),
-        ({"target": "smollm2-135m", "method": "none"}, None, None),
-        ({"target": "smollm2-135m", "method": "lookup"}, None, None),
-        ({"target": "smollm2-135m", "speculation": False}, None, None),
-        ({"target": "smollm2-135m", "draft_model": "small"}, None, "small"),
-        ({"target": "smollm2-135m", "draft_model": "small", "method": "lookup"}, None, None),
-        ({"target": "owner/other"}, None, None),
-        ({"target": "owner/other", "drafter": "mine"}, "mine", None),
-        ({"target": "owner/other", "drafter": "mine", "method": "none"}, None, None),
-        ({"target": "owner/other", "drafter": "mine", "draft_model": "small", "method": "draft-model"}, None, "small"),
+        ({"target": "smollm2-135m"}, "smollm2-135m"),
+        ({"target": "smollm2-135m", "method": "drafter"}, "smollm2-135m"),
+        ({"target": "smollm2-135m", "drafter": "mine"}, "mine"),
+        ({"target": "smollm2-135m", "drafter": "none"}, None),
+        ({"target": "smollm2-135m", "method": "none"}, None),
+        ({"target": "smollm2-135m", "method": "lookup"}, None),
+        ({"target": "smollm2-135m", "draft_model": "small"}, None),
+        ({"target": "owner/other"}, None),
+        ({"target": "owner/other", "drafter": "mine"}, "mine"),
+        ({"target": "owner/other", "drafter": "mine", "method": "none"}, None),
+        ({"target": "owner/other", "drafter": "mine", "draft_model": "small", "method": "draft-model"}, None),
     ],
 )
-def test_targets_own_drafter_is_used_unless_told_otherwise(
-    given: dict[str, Any], drafter: str | None, draft_model: str | None
-) -> None:
-    options = ServeOptions(**given)
-    assert (options.drafter_used, options.draft_model_used) == (drafter, draft_model)
+def test_targets_own_drafter_is_used_unless_told_otherwise(given: dict[str, Any], drafter: str | None) -> None:
+    assert ServeOptions(**given).drafter_used == drafter
 
 
 def test_what_measured_sizes_are_used(tmp_path: Path) -> None:
@@ -107,11 +100,11 @@ def test_what_measured_sizes_are_used(tmp_path: Path) -> None:
     found = TunedSizes(device_name(loaded.device), "float32", False, loaded.fingerprint, (plan,)).as_json()
     file = folder / "tuned.json"
 
-    def settled(**settings: Any) -> EngineConfig:
+    def settled(**settings: Any) -> Plan:
         options = ServeOptions(
             target=target, drafter=str(folder), dtype="float32", device="cpu", max_model_len=64, **settings
         )
-        return load_engine(options).config
+        return load_engine(options).plan
 
     def used(**settings: Any) -> str | None:
         return settled(**settings).tuned
@@ -126,7 +119,6 @@ def test_what_measured_sizes_are_used(tmp_path: Path) -> None:
     config = settled()
     assert (config.method, config.tuned, config.max_drafted_rows) == ("drafter", str(file), None)
     assert used(method="drafter") == str(file)
-    assert settled(speculation=False).method == "none", "no drafts at all, whatever was measured"
     assert used(tuned="none") is None and settled(tuned="none").method == "drafter", "drafts of a default size"
     assert used(tree_size=4) is None and used(method="none") is None
     file.rename(tmp_path / "elsewhere.json")

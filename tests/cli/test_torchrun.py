@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig
 from drafter.targets.target import Target
 from tests.tiny_files import make_drafter, make_target
 
@@ -158,7 +158,7 @@ def test_smollm2_over_three_processes(place: Path) -> None:
     from drafter.targets.catalog import fetch
 
     fetch("smollm2-135m", progress=False)
-    words = ["--target", "smollm2-135m", "--dtype", "float32", "--batch-size", "2", "--max-new-tokens", "40"]
+    words = ["--target", "smollm2-135m", "--dtype", "float32", "--max-num-seqs", "2", "--max-new-tokens", "40"]
     prompts = ["Why is the sea salty?", "Name three rivers in Europe."]
     asked = [word for prompt in prompts for word in ("--prompt", prompt)]
     with launch(place, "decode", *words, *asked, "--out", "answers.jsonl", num_ranks=3) as run:

@@ -7,8 +7,8 @@ import torch
 
 from drafter.decoding.compile import is_compiled
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig
 from drafter.targets.masks import chunk_mask
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 from tests.engine.oracle import assert_lossless, tiny_target
@@ -32,10 +32,8 @@ def test_compiled_steps_give_the_oracles_texts_and_nothing_is_compiled_after_the
         method=method,  # type: ignore[arg-type]
         max_num_seqs=4,
         max_model_len=200,
-        beam_width=3,
-        draft_length=3,
-        tree_size=None if method == "none" else 7,
         compile=True,
+        **({} if method == "none" else {"beam_width": 3, "draft_length": 3, "tree_size": 7}),
     )
     drafter = None if method == "none" else trained_drafter()
     engine = Engine(shared_target(), drafter, config)

@@ -18,8 +18,8 @@ from drafter.distill.journal import Journal
 from drafter.distill.local import EngineAnswerer, _groups
 from drafter.distill.prompts import AnswerSettings, AnswerStream, MadeAnswer, PromptRow, WantedAnswer
 from drafter.distill.run import DistillReport, _answer_all, distill
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig
 from tests.data.tiny import chat, tiny_target, write_jsonl
 
 QUESTIONS = ["Why?", "What is the and the?", "Tell me more and more and more of it.", "a", "the end"]

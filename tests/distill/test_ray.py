@@ -106,7 +106,7 @@ def test_cluster_gives_the_rows_of_one_engine(place: Path) -> None:
         *("distill", "--target", str(place / "target"), "--prompts", str(place / "prompts.jsonl")),
         *("--out", str(place / "cluster.jsonl"), "--max-new-tokens", "8", "--temperature", "0,0.9"),
         *("--num-answers", "2", "--seed", "5", "--dtype", "float32", "--device", "cpu"),
-        *("--ray", "auto", "--ray-workers", "2", "--batch-size", "7"),
+        *("--ray", "auto", "--ray-workers", "2", "--max-num-seqs", "7"),
     ]
     assert main(words) == 0
     wanted = rows_of(place / "alone.jsonl")

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import RowState
 from drafter.decoding.sampling import make_warp
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Completion, Engine
+from drafter.engine.settings import EngineConfig
 from drafter.targets.target import Target
 
 VOCAB = 61

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drafter.engine.follow import lead_or_follow
-from drafter.engine.options import Models
+from drafter.engine.loading import LoadedModels
 from drafter.targets.target import Target
 
 
@@ -31,10 +31,10 @@ class Ended(NamedTuple):
 
 def in_ranks(
     folder: Path,
-    work: Callable[[Models], Any],
+    work: Callable[[LoadedModels], Any],
     *,
     num_ranks: int = 2,
-    load: Callable[[Target], Models] = lambda target: Models(target, None, None),
+    load: Callable[[Target], LoadedModels] = lambda target: LoadedModels(target, None, None),
 ) -> Ended:
     """Load the target of a folder in so many processes, and run ``work`` in the first while the others follow."""
     context = multiprocessing.get_context("fork")

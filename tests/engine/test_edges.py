@@ -8,8 +8,8 @@ import torch
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine import memory, runner
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig, Plan
 from drafter.engine.sizes import PLAIN, _plan_of
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
@@ -30,9 +30,8 @@ def test_a_token_whose_numbers_overflow_spoils_no_other(method: Method) -> None:
     wanted = answers_of(target, [prompt], NO_EOS)
     assert bad not in [*prompt, *wanted[0]]
     target.model.get_input_embeddings().weight.data[bad] = torch.nan
-    config = EngineConfig(method=method, max_num_seqs=1, beam_width=61, draft_length=2, tree_size=62)
-    drafter = trained_drafter() if method == "drafter" else None
-    engine = Engine(target, drafter, replace(config, tree_size=None) if drafter is None else config)
+    size = {"beam_width": 61, "draft_length": 2, "tree_size": 62} if method == "drafter" else {}
+    engine = Engine(target, trained_drafter(), Plan(method=method, max_num_seqs=1, **size))  # type: ignore[arg-type]
     engine.generate([[bad, *prompt]], NO_EOS)
     assert [item.token_ids for item in engine.generate([prompt], NO_EOS)] == wanted
 
@@ -47,7 +46,7 @@ def test_rows_that_were_left_do_not_make_a_greedy_batch_sample(monkeypatch: pyte
 
 
 def test_more_matches_than_the_text_has_places() -> None:
-    config = EngineConfig(method="lookup", beam_width=200, draft_length=2, max_num_seqs=2, tree_size=12)
+    config = Plan(method="lookup", num_matches=200, max_num_seqs=2, tree_size=12)
     assert assert_lossless(Engine(shared_target(), None, config), [(prompt, NO_EOS) for prompt in KNOWN]) > 1.0
 
 

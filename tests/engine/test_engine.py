@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Completion, Engine
+from drafter.engine.settings import EngineConfig, Plan
 from drafter.proposers.options import TreePolicy
 from drafter.targets.target import Target
 from tests.engine.drafters import answers_of, prompts_for, shared_target, trained_drafter
@@ -22,7 +22,8 @@ KNOWN = prompts_for(16, seed=100)
 
 def new_engine(**settings: object) -> Engine:
     fields: dict[str, object] = {"beam_width": 4, "draft_length": 4, "tree_size": 10, "max_num_seqs": 4}
-    return Engine(shared_target(), trained_drafter(), EngineConfig(**(fields | settings)))  # type: ignore[arg-type]
+    plan = Plan(**({"method": "drafter"} | fields | settings))  # type: ignore[arg-type]
+    return Engine(shared_target(), trained_drafter(), plan)
 
 
 def ids(completions: Sequence[Completion]) -> list[list[int]]:
@@ -49,7 +50,7 @@ def test_hugging_face_generates_the_same() -> None:
 
 
 def test_autoregressive_decoding_takes_one_forward_per_token() -> None:
-    engine = new_engine(method="none", tree_size=None)
+    engine = new_engine(method="none", tree_size=1)
     for completion in engine.generate(KNOWN[:5], NO_EOS):
         assert completion.num_target_forwards == 30 and completion.tokens_per_step == 1.0
 
@@ -64,23 +65,21 @@ def test_trained_drafter_keeps_long_paths() -> None:
         assert completion.tokens_per_step == len(completion.token_ids) / completion.num_target_forwards
 
 
-SHAPES: list[tuple[int, int, int, int | None, TreePolicy]] = [
+SHAPES: list[tuple[int, int, int, int, TreePolicy]] = [
     # rows, W, L, N, policy
     (1, 1, 1, 2, "all-nodes"),
     (1, 8, 4, 24, "all-nodes"),
     (3, 2, 3, 1, "all-nodes"),
     (3, 5, 2, 4, "all-nodes"),
     (5, 3, 6, 19, "all-nodes"),
-    (8, 16, 3, None, "all-nodes"),
-    (1, 2, 5, None, "final-beams"),
-    (4, 5, 3, None, "final-beams"),
+    (8, 16, 3, 49, "all-nodes"),
+    (1, 2, 5, 11, "final-beams"),
+    (4, 5, 3, 16, "final-beams"),
 ]
 
 
 @pytest.mark.parametrize(("rows", "width", "length", "size", "policy"), SHAPES)
-def test_any_tree_gives_the_oracles_tokens(
-    rows: int, width: int, length: int, size: int | None, policy: TreePolicy
-) -> None:
+def test_any_tree_gives_the_oracles_tokens(rows: int, width: int, length: int, size: int, policy: TreePolicy) -> None:
     engine = new_engine(max_num_seqs=rows, beam_width=width, draft_length=length, tree_size=size, tree_policy=policy)
     assert_lossless(engine, [*((prompt, NO_EOS) for prompt in KNOWN[:3]), *requests(4, seed=rows)])
 
@@ -90,7 +89,7 @@ def test_any_tree_gives_the_oracles_tokens(
 @pytest.mark.parametrize(("rows", "width", "length"), list(product((1, 5, 16), (1, 3, 32), (1, 4, 9))))
 def test_grid(rows: int, width: int, length: int, policy: TreePolicy) -> None:
     largest = 1 + width * length
-    for size in sorted({2, min(33, largest), largest}) if policy == "all-nodes" else [None]:
+    for size in sorted({2, min(33, largest), largest}) if policy == "all-nodes" else [largest]:
         engine = new_engine(
             max_num_seqs=rows,
             beam_width=width,
@@ -218,11 +217,11 @@ def test_what_a_method_needs_is_asked_for() -> None:
     with pytest.raises(ValueError, match="--method drafter needs a drafter"):
         Engine(shared_target(), None, EngineConfig(method="drafter"))
     with pytest.raises(ValueError, match="--beam-width 64 exceeds the drafter's vocabulary of 61"):
-        new_engine(beam_width=64)
+        Engine(shared_target(), trained_drafter(), EngineConfig(beam_width=64))
     other = tiny_target(9, hidden_size=16)
     with pytest.raises(ValueError, match="'tiny-9'"):
         Engine(other, trained_drafter())
-    assert Engine(shared_target()).config.method == "lookup"
+    assert Engine(shared_target()).plan.method == "lookup"
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -290,7 +289,7 @@ def test_seed_alone_decides_a_sampled_answer() -> None:
     order = [3, 0, 5, 1, 4, 2, 3]
     together = new_engine(max_num_seqs=3, beam_width=7, tree_size=20).generate([[7, 8]] * 7, [params[i] for i in order])
     assert ids(together) == [alone[i] for i in order]
-    plain = new_engine(method="none", tree_size=None).generate([[7, 8]] * 6, params)
+    plain = new_engine(method="none", tree_size=1).generate([[7, 8]] * 6, params)
     assert ids(plain) == alone
 
 
@@ -355,8 +354,3 @@ def test_beyond_so_many_rows_steps_are_plain() -> None:
     alone = limited.generate(KNOWN[:1], NO_EOS)[0]
     assert alone.num_target_forwards < len(alone.token_ids)
     assert ids(together) == ids(new_engine().generate(KNOWN[:4], NO_EOS)) and alone.token_ids == together[0].token_ids
-
-
-def test_rows_to_draft_for_are_checked() -> None:
-    with pytest.raises(ValueError, match="max-drafted-rows is -1"):
-        EngineConfig(max_drafted_rows=-1)

@@ -18,8 +18,8 @@ from scipy import stats
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine import runner
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import Plan
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from tests.reference.published_rule import published_answers
@@ -34,17 +34,20 @@ NUM_TOKENS = 3
 V = 5
 PROMPT = [1, 2, 3, 1, 2, 3, 1]  # repeats itself, so that lookup has something to propose
 
-TREE = EngineConfig(max_num_seqs=256, enable_prefix_caching=False, beam_width=3, draft_length=3, tree_size=8)
+TREE = Plan(method="drafter", max_num_seqs=256, beam_width=3, draft_length=3, tree_size=8)
+CHAIN = replace(TREE, method="draft-model", tree_size=4, num_speculative_tokens=3)
 METHODS = {
-    "none": replace(TREE, method="none"),
+    "none": replace(TREE, method="none", tree_size=1),
     "drafter": TREE,
-    "drafter final-beams": replace(TREE, tree_size=None, tree_policy="final-beams"),
+    "drafter final-beams": replace(TREE, tree_size=10, tree_policy="final-beams"),
     "drafter uncoupled": replace(TREE, coupled=False),
     "drafter tau": replace(TREE, tau=2.0),
-    "lookup": replace(TREE, method="lookup"),
-    "draft-model": replace(TREE, method="draft-model", num_speculative_tokens=3),
-    "draft-model uncoupled": replace(TREE, method="draft-model", num_speculative_tokens=3, coupled=False),
-    "draft-model rejection": replace(TREE, method="draft-model", num_speculative_tokens=3, verify="rejection"),
+    "lookup": replace(TREE, method="lookup", num_matches=3),
+    "draft-model": CHAIN,
+    "draft-model uncoupled": replace(CHAIN, coupled=False),
+    "draft-model rejection": replace(
+        TREE, method="draft-model", tree_size=4, num_speculative_tokens=3, verify="rejection"
+    ),
 }
 SETTINGS = {
     "temperature 0.7": SamplingParams(temperature=0.7, max_new_tokens=NUM_TOKENS),
@@ -69,10 +72,10 @@ def make_engine(method):
 def sample(engine, num_seeds, settings=SETTINGS):
     """Answers by setting, one for each seed, and tokens per step; the settings take turns in every batch."""
     answers = {name: [] for name in settings}
-    names = list(settings) * engine.config.max_num_seqs
+    names = list(settings) * engine.plan.max_num_seqs
     num_forwards = 0
-    for start in range(0, num_seeds, engine.config.max_num_seqs):
-        seeds = range(start, min(start + engine.config.max_num_seqs, num_seeds))
+    for start in range(0, num_seeds, engine.plan.max_num_seqs):
+        seeds = range(start, min(start + engine.plan.max_num_seqs, num_seeds))
         params = [replace(settings[name], seed=seed) for name, seed in zip(names, seeds, strict=False)]
         for name, completion in zip(names, engine.generate([PROMPT] * len(seeds), params), strict=False):
             answers[name].append(tuple(completion.token_ids))
@@ -120,7 +123,7 @@ def test_few_seeds(method, autoregressive_answers):
     answers, tokens_per_step = sample(engine, FEW_SEEDS)
     values = p_values(engine, answers)
     assert min(values.values()) > ALPHA, values
-    assert (answers == autoregressive_answers) == (engine.config.verify == "coupled")
+    assert (answers == autoregressive_answers) == (engine.plan.verify == "coupled")
     assert tokens_per_step == 1.0 if method == "none" else tokens_per_step > 1.1, tokens_per_step
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig
 from drafter.proposers.options import Method
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 from tests.engine.oracle import assert_lossless
@@ -17,7 +17,7 @@ NO_EOS = SamplingParams(max_new_tokens=40, ignore_eos=True)
 def test_memory_has_read_what_is_committed(method: Method) -> None:
     """After any steps over ragged rows the context is what one pass over the committed text gives."""
     target, drafter = shared_target(), trained_drafter(context="history")
-    engine = Engine(target, drafter, EngineConfig(method=method, max_num_seqs=3, prefill_chunk=4, tree_size=12))
+    engine = Engine(target, drafter, EngineConfig(max_num_seqs=3, prefill_chunk=4, tree_size=12))
     engine.reserve(80)
     requests = [engine.add(prompt, NO_EOS) for prompt in prompts_for(3, seed=21)]
     num_steps = sum(bool(engine.step()) for _ in range(12))

@@ -19,8 +19,8 @@ def test_an_engine_is_loaded_by_names(tmp_path: Path) -> None:
     plain = Engine.load(target, dtype="float32", runtime="torch", max_num_seqs=2, method="none")
     drafted = Engine.load(target, str(tmp_path / "drafter"), dtype="float32", runtime="torch", draft_length=2)
     without = Engine.load(target, "none")
-    assert (plain.config.max_num_seqs, plain.config.method) == (2, "none")
-    assert (drafted.config.method, drafted.config.draft_length) == ("drafter", 2)
+    assert (plain.plan.max_num_seqs, plain.plan.method) == (2, "none")
+    assert (drafted.plan.method, drafted.plan.draft_length) == ("drafter", 2)
     assert without.target.device.type == "cpu" and without.proposer.num_nodes > 1
     first, second = (engine.generate(["hello"], PARAMS)[0] for engine in (plain, drafted))
     assert first.token_ids == second.token_ids and len(first.token_ids) == 12

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.engine.options import Models
+from drafter.engine.loading import LoadedModels
 from drafter.engine.runner import Runner
+from drafter.engine.settings import EngineConfig
 from drafter.targets.target import Target
 from tests.engine.drafters import shared_target, trained_drafter
 from tests.engine.oracle import oracle, requests
@@ -42,11 +42,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def with_drafter(target: Target) -> Models:
-    return Models(target, trained_drafter().bind(target), None)
+def with_drafter(target: Target) -> LoadedModels:
+    return LoadedModels(target, trained_drafter().bind(target), None)
 
 
-def answers(models: Models) -> dict[str, Any]:
+def answers(models: LoadedModels) -> dict[str, Any]:
     """The tokens of every method, and the prompt tokens that were shared."""
     found: dict[str, Any] = {}
     for name, config in _CONFIGS.items():
@@ -82,11 +82,11 @@ def test_two_processes_answer_as_one(folder: Path) -> None:
 
 
 def test_processes_that_disagree_stop(folder: Path) -> None:
-    def load(target: Target) -> Models:
+    def load(target: Target) -> LoadedModels:
         assert target.ranks is not None
         if not target.ranks.is_leader:
             target.output_weight_VD.copy_(target.output_weight_VD.roll(1, 0))
-        return Models(target, None, None)
+        return LoadedModels(target, None, None)
 
     ended = in_ranks(folder, lambda models: answers(with_drafter(models.target)), load=load)
     assert "disagree about the tokens" in ended.result
@@ -97,7 +97,7 @@ def test_processes_that_disagree_stop(folder: Path) -> None:
 def test_no_process_outlives_another(folder: Path, victim: int) -> None:
     """One process dies between two steps, when the others have begun the next one."""
 
-    def load(target: Target) -> Models:
+    def load(target: Target) -> LoadedModels:
         assert target.ranks is not None
         if target.ranks.rank == victim:
             step = Runner.step
@@ -108,9 +108,9 @@ def test_no_process_outlives_another(folder: Path, victim: int) -> None:
                 return step(runner, *args)
 
             Runner.step = dying  # type: ignore[method-assign]
-        return Models(target, None, None)
+        return LoadedModels(target, None, None)
 
-    def work(models: Models) -> Any:
+    def work(models: LoadedModels) -> Any:
         engine = Engine(models.target, config=_CONFIGS["none"])
         return engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=40, ignore_eos=True))[0].token_ids
 
@@ -133,7 +133,7 @@ def test_processes_that_nobody_started_are_missed(folder: Path) -> None:
 
 
 def test_an_engine_of_ones_own_parts_is_refused(folder: Path) -> None:
-    def work(models: Models) -> Any:
+    def work(models: LoadedModels) -> Any:
         engine = Engine(models.target, config=_CONFIGS["none"])
         return Engine(models.target, config=_CONFIGS["none"], proposer=engine.proposer)
 

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine import memory
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig, Plan
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from tests.engine.oracle import tiny_target
@@ -51,7 +51,7 @@ class PeakBytes(TorchDispatchMode):
 def peak_of_a_step(engine: Engine, temperature: float) -> int:
     """Of a step with every row of the engine decoding."""
     engine.reserve(64)
-    for row in range(engine.config.max_num_seqs):
+    for row in range(engine.plan.max_num_seqs):
         engine.add([row + 3, 5, 9], SamplingParams(max_new_tokens=30, temperature=temperature, ignore_eos=True))
     engine.step()
     engine.step()
@@ -64,7 +64,7 @@ def peak_of_a_step(engine: Engine, temperature: float) -> int:
 @pytest.mark.parametrize(("num_rows", "num_nodes"), [(1, 1), (1, 12), (4, 8)])
 def test_a_steps_peak_is_the_formulas(num_rows: int, num_nodes: int, temperature: float) -> None:
     target = tiny_target(vocab_size=20000)
-    config = EngineConfig(method="none", max_num_seqs=num_rows, tree_size=num_nodes)
+    config = Plan(method="none", max_num_seqs=num_rows, tree_size=num_nodes)
     engine = Engine(target, config=config)
     expected = memory.step_bytes(target, num_rows, num_nodes, 0, has_noise=temperature > 0)
     assert peak_of_a_step(engine, temperature) == pytest.approx(expected, rel=0.1)
@@ -91,7 +91,7 @@ def test_an_engine_that_cannot_fit_says_so_with_the_numbers(monkeypatch: pytest.
     engine = Engine(target, config=EngineConfig(method="none", max_num_seqs=3))
     need = memory.cache_bytes(target, 3, 128) + memory.step_bytes(target, 3, 1, 0, has_noise=False)
     monkeypatch.setattr(memory, "available_bytes", lambda device: need - 1)
-    with pytest.raises(ValueError, match=r"3 rows of 128 slots need .* GiB .* lower --batch-size"):
+    with pytest.raises(ValueError, match=r"3 rows of 128 slots need .* GiB .* lower --max-num-seqs"):
         engine.reserve(100)
     monkeypatch.setattr(memory, "available_bytes", lambda device: need)
     engine.reserve(100)

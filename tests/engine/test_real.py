@@ -1,13 +1,14 @@
 """A real language model: SmolLM2-135M in float32 answers the same words with and without a drafter."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig, Plan
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.options import TreePolicy
@@ -110,12 +111,10 @@ def test_exact_attention_drafts_the_text_of_plain_bfloat16_steps() -> None:
     half = load_target("smollm2-135m", dtype="bfloat16", device="cpu")
     shipped = load_drafter("smollm2-135m", half)
 
-    def answers(config: EngineConfig) -> list[list[int]]:
-        found = Engine(half, None if config.method == "none" else shipped, config).generate(PROMPTS, GREEDY)
+    def answers(plan: Plan) -> list[list[int]]:
+        found = Engine(half, None if plan.method == "none" else shipped, plan).generate(PROMPTS, GREEDY)
         return [completion.token_ids for completion in found]
 
-    plain = EngineConfig(method="none", max_num_seqs=1, tree_size=8, exact_attention=True)
-    drafted = EngineConfig(
-        method="drafter", max_num_seqs=1, beam_width=4, draft_length=3, tree_size=8, exact_attention=True
-    )
+    plain = Plan(method="none", max_num_seqs=1, tree_size=8, exact_attention=True)
+    drafted = replace(plain, method="drafter", beam_width=4, draft_length=3)
     assert answers(drafted) == answers(plain)

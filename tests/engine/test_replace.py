@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig
 from drafter.engine.sizes import PLAIN, MeasuredTree, RowPlan, Tree, TreeSizer, TunedSizes
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter

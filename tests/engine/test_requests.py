@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import RequestOptions
 from drafter.engine.engine import Engine
 from drafter.engine.outputs import Update
 from drafter.engine.prefix_cache import MIN_SHARED_TOKENS, PrefixIndex, SharedPrefix, common_length
-from drafter.engine.request import Request
+from drafter.engine.request import Request, RequestOptions
 from drafter.engine.scheduler import Scheduler
 from tests.serving.tiny import tiny_engine, tiny_target
 
@@ -27,7 +26,7 @@ def run(engine: Engine, *, until: Callable[[], bool] | None = None) -> list[Upda
 
 
 def plain_answer(prompt_ids: list[int], params: SamplingParams = GREEDY) -> list[int]:
-    return tiny_engine(method="none", tree_size=None).generate([prompt_ids], params)[0].token_ids
+    return tiny_engine(method="none", tree_size=1).generate([prompt_ids], params)[0].token_ids
 
 
 def chat(text: str) -> list[int]:

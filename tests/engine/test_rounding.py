@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import Plan
 from drafter.targets.target import Target
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 from tests.engine.oracle import tiny_target
@@ -17,11 +17,11 @@ def half_target() -> Target:
     return Target.from_model(tiny_target().model.to(torch.bfloat16), name="tiny-0")
 
 
-def texts(target: Target, config: EngineConfig, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
+def texts(target: Target, plan: Plan, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
     drafter = None
-    if config.method == "drafter":
+    if plan.method == "drafter":
         drafter = trained_drafter().bind(target)
-    found = Engine(target, drafter, config).generate(prompts, PARAMS)
+    found = Engine(target, drafter, plan).generate(prompts, PARAMS)
     return [item.token_ids for item in found], sum(item.tokens_per_step for item in found) / len(found)
 
 
@@ -29,8 +29,8 @@ def texts(target: Target, config: EngineConfig, prompts: list[list[int]]) -> tup
 def test_padded_steps_round_as_trees_do(max_num_seqs: int, num_nodes: int) -> None:
     target = half_target()
     prompts = prompts_for(12, seed=4)
-    tree = EngineConfig(max_num_seqs=max_num_seqs, beam_width=4, draft_length=3, tree_size=num_nodes)
-    padded = EngineConfig(method="none", max_num_seqs=max_num_seqs, tree_size=num_nodes)
+    tree = Plan(method="drafter", max_num_seqs=max_num_seqs, beam_width=4, draft_length=3, tree_size=num_nodes)
+    padded = Plan(method="none", max_num_seqs=max_num_seqs, tree_size=num_nodes)
     try:
         drafted, tokens_per_step = texts(target, tree, prompts)
     finally:
@@ -41,5 +41,5 @@ def test_padded_steps_round_as_trees_do(max_num_seqs: int, num_nodes: int) -> No
 
 def test_padded_steps_are_plain_decoding_in_float32() -> None:
     prompts = prompts_for(4, seed=4)
-    padded = texts(shared_target(), EngineConfig(method="none", tree_size=9), prompts)
-    assert padded == texts(shared_target(), EngineConfig(method="none"), prompts)
+    padded = texts(shared_target(), Plan(method="none", tree_size=9), prompts)
+    assert padded == texts(shared_target(), Plan(method="none"), prompts)

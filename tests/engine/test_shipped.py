@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from drafter.engine.defaults import shipped_drafter, shipped_drafters, tuned_path
+from drafter.engine.loading import shipped_drafter, shipped_drafters, tuned_path
 
 
 def test_every_name_is_a_folder_with_weights() -> None:

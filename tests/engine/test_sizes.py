@@ -5,16 +5,14 @@ from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
-from drafter.engine.defaults import choose, default_method, describe
 from drafter.engine.engine import Engine
 from drafter.engine.runner import Runner
+from drafter.engine.settings import EngineConfig, resolve
 from drafter.engine.sizes import (
     PLAIN,
     MeasuredTree,
@@ -27,7 +25,6 @@ from drafter.engine.sizes import (
     read_tuned,
 )
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.options import Method
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 from tests.engine.oracle import assert_lossless, requests
 
@@ -94,10 +91,8 @@ def test_a_file_of_another_machine_is_refused_by_the_engine_and_passed_over_besi
     with pytest.raises(ValueError, match="was measured for another"):
         Engine(shared_target(), trained_drafter(), EngineConfig(tuned=path))
     drafter = loaded_drafter(tmp_path)
-    found = choose(shared_target(), drafter)
-    assert found.config.tuned is None and "the measured sizes do not fit" in found.reason
-    with pytest.raises(ValueError, match="was measured for another"):
-        Engine(shared_target(), drafter, choose(shared_target(), drafter, tuned=path).config)
+    found = resolve(None, shared_target(), drafter)
+    assert found.tuned is None and "the measured sizes do not fit" in found.reason
 
 
 def loaded_drafter(folder: Path) -> RecurrentDrafter:
@@ -111,67 +106,24 @@ def test_a_fitting_file_beside_the_drafter_is_found(tmp_path: Path) -> None:
     for fingerprint in ("", fingerprint_of_weights(drafter)):
         path = write(tmp_path / "tuned.json", sizes_of(), drafter_fingerprint=fingerprint)
         engine = Engine(shared_target(), drafter)
-        assert (engine.config.tuned, engine.config.method) == (path, "drafter")
+        assert (engine.plan.tuned, engine.plan.method) == (path, "drafter")
 
 
 def test_a_file_without_a_drafter_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "tuned.json", sizes_of())
     with pytest.raises(ValueError, match="give --drafter"):
         Engine(shared_target(), None, EngineConfig(tuned=path))
-    with pytest.raises(ValueError, match="give --drafter"):
-        choose(shared_target(), None, tuned=path)
-
-
-def test_defaults_on_a_cpu_that_was_not_measured() -> None:
-    """Small trees for few rows and plain decoding for more; every value that was given stays."""
-    target, drafter = shared_target(), trained_drafter()
-    small = {"beam_width": 4, "draft_length": 3, "tree_size": 8, "max_drafted_rows": 2}
-    found = choose(target, drafter, given={"max_num_seqs": 3, "max_ngram": 5, "tree_size": None})
-    assert found.config == EngineConfig(method="drafter", max_num_seqs=3, max_ngram=5, **small)  # type: ignore[arg-type]
-    assert found.reason.startswith("drafter, W 4 L 3 N 8, plain decoding above 2 rows: default for a CPU; nothing was")
-    assert Engine(target, drafter).config == choose(target, drafter).config
-    for method in ("drafter", "lookup"):
-        config = choose(target, drafter, given={"method": method}).config
-        assert config == EngineConfig(method=method, **small)  # type: ignore[arg-type]
-    assert choose(target).config == EngineConfig(method="lookup", **small)  # type: ignore[arg-type]
-    sized = choose(target, drafter, given={"tree_size": 24})
-    assert sized.config == EngineConfig(method="drafter", tree_size=24)
-    assert sized.reason == "drafter, W 8 L 4 N 24: default for a CPU"
-    published = choose(target, drafter, given={"tree_policy": "final-beams"})
-    assert published.config == EngineConfig(method="drafter", tree_policy="final-beams")
-    assert choose(target, given={"method": "none"}) == (
-        EngineConfig(method="none"), "none: as given",
-    )  # fmt: skip
-    small_model = choose(target, draft_model=target)
-    assert small_model.config == EngineConfig(method="draft-model")
-    assert small_model.reason == "draft-model, 5 draft tokens: default for a CPU"
-    with pytest.raises(ValueError, match="name one of them with --method"):
-        choose(target, drafter, draft_model=target)
-
-
-def test_defaults_on_cuda_hold_the_tokens_of_a_step_below_what_is_cheap() -> None:
-    assert [default_method("cuda"), default_method("cuda", has_drafter=False)] == ["drafter", "none"]
-    elsewhere = SimpleNamespace(device=torch.device("cuda"), runtime=None, is_plain=True)
-    for max_num_seqs, size, limit in ((1, 24, 10), (8, 24, 10), (64, 8, 32)):
-        config = choose(elsewhere, trained_drafter(), given={"max_num_seqs": max_num_seqs}).config  # type: ignore[arg-type]
-        assert (config.method, config.tree_size, config.max_drafted_rows) == ("drafter", size, limit)
-    assert describe(config) == "drafter, W 4 L 3 N 8, plain decoding above 32 rows"
 
 
 def test_measured_sizes_are_the_default_unless_the_tree_is_given(tmp_path: Path) -> None:
     target, drafter = shared_target(), loaded_drafter(tmp_path)
-    for method in ("drafter",):
-        path = write(tmp_path / "tuned.json", sizes_of())
-        measured = EngineConfig(method=method, tuned=path, max_num_seqs=3)  # type: ignore[arg-type]
-        found = choose(target, drafter, given={"max_num_seqs": 3})
-        assert found == (measured, f"{method}, trees by rows: 1: W 4 L 4 N 12: measured, {path}")
-        assert choose(target, trained_drafter(), given={"max_num_seqs": 3}, tuned=path).config == measured
-        assert choose(target, drafter, tuned="none").config == choose(target, trained_drafter()).config
-        assert choose(target, drafter, given={"tree_size": 9}).config.tuned is None
-    with pytest.raises(ValueError, match="leave it out with another method"):
-        choose(target, drafter, given={"method": "lookup"}, tuned=path)
-    with pytest.raises(ValueError, match="leave --tree-size out"):
-        choose(target, drafter, given={"tree_size": 9}, tuned=path)
+    path = write(tmp_path / "tuned.json", sizes_of())
+    found = resolve(EngineConfig(max_num_seqs=3), target, drafter)
+    assert (found.tuned, found.max_num_seqs, found.max_drafted_rows) == (path, 3, None)
+    assert found.reason == f"drafter, trees by rows: 1: W 4 L 4 N 12: measured, {path}"
+    assert resolve(EngineConfig(tuned=path), target, trained_drafter()).tuned == path
+    assert resolve(EngineConfig(tuned="none"), target, drafter).tuned is None
+    assert resolve(EngineConfig(tree_size=9), target, drafter).tuned is None
 
 
 def test_every_change_of_the_drafters_weights_changes_its_fingerprint() -> None:
@@ -181,12 +133,6 @@ def test_every_change_of_the_drafters_weights_changes_its_fingerprint() -> None:
     with torch.no_grad():
         drafter.head.weight[0, 0] += 1
     assert fingerprint_of_weights(drafter) != before
-
-
-def test_settings_that_contradict_the_file_are_refused() -> None:
-    for settings in ({"method": "lookup"}, {"tree_size": 8}, {"tree_policy": "final-beams"}):
-        with pytest.raises(ValueError, match="--tuned"):
-            EngineConfig(tuned="s.json", **settings)  # type: ignore[arg-type]
 
 
 def test_the_tree_follows_the_rows_and_is_plain_where_nothing_was_measured() -> None:
@@ -235,10 +181,7 @@ def _drive(sizer: TreeSizer, num_steps: int, kept_per_step: dict[Tree, float]) -
     return seen
 
 
-@pytest.mark.parametrize("method", ["drafter"])
-def test_switching_trees_between_steps_changes_no_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Method
-) -> None:
+def test_switching_trees_between_steps_changes_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = [
         RowPlan(rows, (MeasuredTree(PLAIN, 1.0, 1.0), MeasuredTree(tree, 1.2, 1.02), MeasuredTree(SMALL, 1.1, 1.01)))
         for rows, tree in ((1, LARGE), (2, Tree(3, 3, 10)), (4, Tree(1, 1, 2)))
@@ -251,14 +194,14 @@ def test_switching_trees_between_steps_changes_no_token(
         used[proposer.num_nodes] += 1  # type: ignore[attr-defined]
         return step(runner, proposer, *args)  # type: ignore[arg-type]
 
-    engine = Engine(shared_target(), trained_drafter(), EngineConfig(method=method, max_num_seqs=5, tuned=path))
+    engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_num_seqs=5, tuned=path))
     monkeypatch.setattr(Runner, "step", counted)
     assert assert_lossless(engine, requests(12, seed=3)) > 1.0
     assert len(used) >= 4, used  # plain decoding (five rows, and the oracle), and at least three sizes of trees
 
 
 def test_muted_requests_are_no_evidence(tmp_path: Path) -> None:
-    from drafter.engine.config import RequestOptions
+    from drafter.engine.request import RequestOptions
 
     path = write(tmp_path / "s.json", sizes_of(replace(ONE_ROW, num_rows=4)))
     engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_num_seqs=2, tuned=path))

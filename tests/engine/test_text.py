@@ -5,8 +5,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig
 from drafter.engine.text import IncrementalText
 from tests.data.tiny import END, tiny_tokenizer
 from tests.serving.tiny import tiny_engine, tiny_target

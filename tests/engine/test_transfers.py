@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafter.decoding import host
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig, RequestOptions
 from drafter.engine.engine import Engine
+from drafter.engine.request import RequestOptions
 from drafter.engine.runner import Runner
+from drafter.engine.settings import EngineConfig, Plan
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 from tests.engine.oracle import tiny_target
 
@@ -52,7 +53,7 @@ def running(method: str, params: Sequence[SamplingParams], options: RequestOptio
     """An engine whose rows have all been decoding for two steps."""
     drafter = trained_drafter() if method == "drafter" else None
     draft_model = tiny_target(1) if method == "draft-model" else None
-    config = EngineConfig(method=method, max_num_seqs=4, beam_width=3, draft_length=3)  # type: ignore[arg-type]
+    config = Plan(method=method, max_num_seqs=4, beam_width=3, draft_length=3, tree_size=1 if method == "none" else 6)  # type: ignore[arg-type]
     engine = Engine(shared_target(), drafter, config, draft_model=draft_model)
     engine.reserve(150)
     for prompt, each in zip(prompts_for(len(params), seed=1), params, strict=True):

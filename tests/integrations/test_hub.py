@@ -14,7 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from safetensors.torch import load_file
 
 from drafter.cli.main import main
-from drafter.engine.defaults import shipped_drafter
+from drafter.engine.loading import shipped_drafter
 from drafter.integrations import hub
 from drafter.integrations.hub import check_apple, export_apple, push_to_hub
 from drafter.models.config import DrafterConfig

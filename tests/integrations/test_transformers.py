@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
-from drafter.engine.defaults import shipped_drafter
 from drafter.engine.engine import Engine
+from drafter.engine.loading import shipped_drafter
+from drafter.engine.settings import EngineConfig
 from drafter.integrations.hub import write_custom_generate
 from drafter.integrations.transformers import DrafterDecoder, generate, sampling_params
 from drafter.models.drafter import RecurrentDrafter

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from drafter.engine.defaults import shipped_drafter
+from drafter.engine.loading import shipped_drafter
 from drafter.models.config import DrafterConfig, same_fingerprint
 
 

@@ -11,15 +11,16 @@ from drafter.decoding.params import SamplingParams
 from drafter.decoding.sampling import STREAM_DRAFT, STREAM_RESIDUAL, gumbel_noise
 from drafter.decoding.tree import Candidates
 from drafter.decoding.verify import accept_samples
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig, Plan
 from drafter.proposers.draft_model import DraftModelProposer, check_same_vocabulary
 from drafter.targets.target import Target
 from tests.engine.oracle import VOCAB, answer, assert_lossless, requests, tiny_target
 
 
-def engine_of(draft: Target, target: Target, **config: object) -> Engine:
-    return Engine(target, config=EngineConfig(method="draft-model", **config), draft_model=draft)  # type: ignore[arg-type]
+def engine_of(draft: Target, target: Target, num_speculative_tokens: int = 5, **config: object) -> Engine:
+    sizes: dict = {"tree_size": 1 + num_speculative_tokens, "num_speculative_tokens": num_speculative_tokens, **config}
+    return Engine(target, config=Plan(method="draft-model", **sizes), draft_model=draft)
 
 
 @pytest.mark.parametrize(("max_num_seqs", "gamma"), [(1, 1), (3, 4), (8, 7)])

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.tree import merge_equal
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig, Plan
 from drafter.proposers.lookup import (
     _ODDS,
     _WEIGHT_PER_TOKEN,
@@ -91,15 +91,15 @@ def test_chain_is_a_tree_of_one_match() -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_num_seqs", "tree_size", "beam_width", "lookup_length", "max_ngram"),
+    ("max_num_seqs", "tree_size", "num_matches", "lookup_length", "max_ngram"),
     [(1, 24, 8, 10, 8), (4, 24, 8, 10, 8), (3, 6, 1, 5, 2), (8, 2, 4, 10, 1), (4, 64, 8, 3, 3), (2, 1, 8, 10, 8)],
 )
-def test_oracle(max_num_seqs: int, tree_size: int, beam_width: int, lookup_length: int, max_ngram: int) -> None:
-    config = EngineConfig(
+def test_oracle(max_num_seqs: int, tree_size: int, num_matches: int, lookup_length: int, max_ngram: int) -> None:
+    config = Plan(
         method="lookup",
         max_num_seqs=max_num_seqs,
         tree_size=tree_size,
-        beam_width=beam_width,
+        num_matches=num_matches,
         lookup_length=lookup_length,
         max_ngram=max_ngram,
         prefill_chunk=7,

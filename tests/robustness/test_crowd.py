@@ -17,8 +17,8 @@ import httpx
 import pytest
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.serving.listen import load_engine
 from drafter.serving.options import ServeOptions

@@ -123,7 +123,7 @@ def kinds(place: Place, valid: Path) -> dict[str, Kind]:
     """Every kind of file, each with its command."""
     target, drafter = Path(place.target), Path(place.drafter)
     short = ["--device", "cpu", "--prompt", "hi", "--max-new-tokens", "2"]
-    plain = [*short, "--no-speculation"]
+    plain = [*short, "--method", "none"]
     decode = ["decode", "--target", place.target]
     drafted = [*decode, *short, "--drafter"]
 
@@ -183,7 +183,7 @@ def kinds(place: Place, valid: Path) -> dict[str, Kind]:
 def distilling(place: Place, prompts: Path, out: Path) -> list[str]:
     return [
         *("distill", "--target", place.target, "--prompts", str(prompts), "--out", str(out), "--device", "cpu"),
-        *("--max-new-tokens", "3", "--no-speculation"),
+        *("--max-new-tokens", "3", "--method", "none"),
     ]
 
 

@@ -118,8 +118,8 @@ def test_distill(place: Place, tmp_path: Path) -> None:
     def words(out: Path) -> list[str]:
         return [
             *("distill", "--target", place.target, "--prompts", place.prompts, "--out", str(out / "a.jsonl")),
-            *("--max-new-tokens", "40", "--temperature", "1.0", "--batch-size", "2", "--device", "cpu"),
-            "--no-speculation",
+            *("--max-new-tokens", "40", "--temperature", "1.0", "--max-num-seqs", "2", "--device", "cpu"),
+            *("--method", "none"),
         ]
 
     kill_and_resume(place, Work(words, check, assert_equal), tmp_path)

@@ -27,7 +27,7 @@ def strict() -> Iterator[Live]:
     """Two rows, a queue of one, keys, small bodies, pages of one site."""
     keys = ("first-key", "second-key")
     settings: dict[str, Any] = {"max_queue": 1, "api_key": keys, "max_body_bytes": 20_000, "cors_origin": (SITE,)}
-    with live_server(tiny_engine(max_num_seqs=2, method="none", tree_size=None), **settings) as server:
+    with live_server(tiny_engine(max_num_seqs=2, method="none", tree_size=1), **settings) as server:
         yield server
 
 
@@ -114,7 +114,7 @@ def test_pages_of_other_sites(strict: Live) -> None:
 
 
 def test_pages_of_all_sites_still_need_a_key() -> None:
-    engine = tiny_engine(method="none", tree_size=None)
+    engine = tiny_engine(method="none", tree_size=1)
     with live_server(engine, cors_origin=("*",), api_key=("first-key",)) as server, server.http() as http:
         for headers, status in (({}, 401), (key("wrong"), 401), (key(), 200)):
             answer = http.post(CHAT, json=BODY, headers=headers | {"Origin": SITE})
@@ -178,7 +178,7 @@ def test_half_a_body_then_gone(strict: Live) -> None:
 
 def slow_engine(seconds: float) -> Any:
     """An engine whose every step takes a while."""
-    engine = tiny_engine(max_num_seqs=2, method="none", tree_size=None)
+    engine = tiny_engine(max_num_seqs=2, method="none", tree_size=1)
     step = engine.step
 
     def slow() -> Any:

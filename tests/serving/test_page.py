@@ -43,7 +43,7 @@ def test_no_text_becomes_markup() -> None:
 
 def test_a_name_with_markup_stays_in_json() -> None:
     name = "</script><img src=x onerror=alert(1)>"
-    engine = tiny_engine(method="none", tree_size=None)
+    engine = tiny_engine(method="none", tree_size=1)
     with live_server(engine, model_name=name) as server, server.http() as http:
         assert name not in http.get("/").text, "the page asks for the name, and sets the name as text"
         for path in ("/v1/models", "/v1/models/<img src=x>"):
@@ -127,7 +127,7 @@ def test_what_markup_a_model_writes_stays_text(live: Live, window: Browser) -> N
 
 @needs_browser
 def test_page_of_a_server_that_wants_a_key_and_has_no_drafter(window: Browser) -> None:
-    engine = tiny_engine(method="none", tree_size=None)
+    engine = tiny_engine(method="none", tree_size=1)
     with live_server(engine, api_key=("open-sesame",)) as server:
         window.open(server.url)
         window.wait("document.getElementById('model').textContent.includes('API key')")

@@ -122,8 +122,8 @@ def ask_until_answered(address: str, number: int) -> tuple[str, int]:
 def expected_texts(models: dict[str, str]) -> list[str]:
     """What plain decoding says."""
     from drafter.decoding.params import SamplingParams
-    from drafter.engine.config import EngineConfig
     from drafter.engine.engine import Engine
+    from drafter.engine.settings import EngineConfig
     from drafter.targets.target import Target
 
     engine = Engine(Target.load(models["target"], device="cpu"), config=EngineConfig(method="none"))

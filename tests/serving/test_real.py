@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig
 from drafter.targets.catalog import fetch
 from drafter.targets.target import Target
 from tests.serving.live import server_process

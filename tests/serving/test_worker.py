@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.outputs import Update
+from drafter.engine.settings import EngineConfig
 from drafter.serving.calls import Call, Delta
 from drafter.serving.metrics import Metrics
 from drafter.serving.protocol import ApiError
@@ -66,7 +66,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @cache
 def answer(text: str, params: SamplingParams) -> str:
-    return tiny_engine(method="none", tree_size=None).generate([text], params, raw=True)[0].text
+    return tiny_engine(method="none", tree_size=1).generate([text], params, raw=True)[0].text
 
 
 def test_requests_join_and_leave_between_steps() -> None:

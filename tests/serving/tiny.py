@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import Plan
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
@@ -65,5 +65,5 @@ def tiny_engine(**settings: object) -> Engine:
         "prefill_chunk": 32,
         "enable_prefix_caching": True,
     }
-    config = EngineConfig(**(fields | settings))  # type: ignore[arg-type]
-    return Engine(tiny_target(), tiny_drafter() if config.method == "drafter" else None, config)
+    plan = Plan(**({"method": "drafter"} | fields | settings))  # type: ignore[arg-type]
+    return Engine(tiny_target(), tiny_drafter() if plan.method == "drafter" else None, plan)

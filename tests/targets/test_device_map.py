@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.engine.options import DraftingOptions
+from drafter.engine.settings import EngineConfig, EngineOptions
 from drafter.targets import device_map
 from drafter.targets.device_map import spread_out
 from drafter.targets.target import Target
@@ -145,10 +144,10 @@ def test_maps_that_do_not_fit_are_refused(folder: Path, tmp_path: Path, text: st
 )
 def test_options_that_exclude_each_other(more: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="--device-map|--tensor-parallel"):
-        DraftingOptions(target="x", device_map="auto", **more).load()
+        EngineOptions(target="x", device_map="auto", **more).load()
 
 
 @pytest.mark.parametrize("more", [{"compile": True}, {"runtime": "openvino"}, {"drafter": "d", "tuned": "sizes.json"}])
 def test_processes_run_torch_as_it_is(more: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="--tensor-parallel"):
-        DraftingOptions(target="x", tensor_parallel=2, **more)
+        EngineOptions(target="x", tensor_parallel=2, **more)

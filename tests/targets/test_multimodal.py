@@ -12,8 +12,8 @@ from transformers import AutoModelForImageTextToText, PreTrainedConfig
 from drafter.data.formats import parse_row
 from drafter.data.reading import RawRow
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig
 from drafter.targets.target import Target
 
 WINDOW = 8  # shorter than the texts

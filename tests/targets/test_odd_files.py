@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig
 from drafter.targets.target import Target
 from drafter.utils import limits
 from tests.data.tiny import tiny_target

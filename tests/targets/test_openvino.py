@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import Plan
 from drafter.targets import openvino_runtime
 from drafter.targets import target as target_module
 from drafter.targets.catalog import home_folder
@@ -180,7 +180,7 @@ def test_drafted_text_is_the_text_of_generate(method: Any) -> None:
             torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=None
         )
         wanted.append(output[0, len(prompt) :].tolist())
-    engine = Engine(target, config=EngineConfig(method=method, max_num_seqs=2, tree_size=6))
+    engine = Engine(target, config=Plan(method=method, max_num_seqs=2, tree_size=1 if method == "none" else 6))
     got = engine.generate(prompts, SamplingParams(max_new_tokens=24, ignore_eos=True))
     assert [list(completion.token_ids) for completion in got] == wanted
 

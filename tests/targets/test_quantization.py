@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import Plan
 from drafter.kernels.rounded import RoundedLinear, round_linears
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
@@ -50,7 +50,7 @@ def test_drafted_text_is_the_text_of_generate_with_rounded_weights(
     assert round_linears(model) == 15  # seven of each layer, and the output matrix
     wanted = generated(model)
     assert wanted != plain
-    engine = Engine(target, config=EngineConfig(method=method, max_num_seqs=2, tree_size=6))
+    engine = Engine(target, config=Plan(method=method, max_num_seqs=2, tree_size=1 if method == "none" else 6))
     got = engine.generate(PROMPTS, SamplingParams(max_new_tokens=24, ignore_eos=True))
     assert [list(completion.token_ids) for completion in got] == wanted
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from drafter.cli.main import main
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
-from drafter.engine.options import RunOptions
+from drafter.engine.loading import TargetConfig
+from drafter.engine.settings import Plan
 from drafter.targets.quantized import dense_weight
 from drafter.targets.target import Target
 from tests.data.tiny import write_jsonl
@@ -58,7 +58,7 @@ def save(folder: Path, scheme: str) -> Target | None:
 
 def drafted(target: Target, method: Any) -> list[list[int]]:
     drafter = trained_drafter().bind(target) if method == "drafter" else None
-    engine = Engine(target, drafter, EngineConfig(method=method, **_TREE))
+    engine = Engine(target, drafter, Plan(method=method, **_TREE))
     return [list(completion.token_ids) for completion in answer(engine, _ASKED)]
 
 
@@ -151,7 +151,7 @@ def test_schemes_of_a_library_that_is_missing_are_refused(scheme: str, tmp_path:
 def test_options_that_need_plain_checkpoints(more: dict[str, Any], message: str, tmp_path: Path) -> None:
     save_quantized(shared_target().model, tmp_path, "fp8")
     with pytest.raises(ValueError, match=f"{message}.*quantised already \\(fp8\\)"):
-        RunOptions(target=str(tmp_path), device="cpu", **more).load()
+        TargetConfig(target=str(tmp_path), device="cpu", **more).load()
 
 
 def test_weights_that_can_only_be_asked_for_products() -> None:

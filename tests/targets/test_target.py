@@ -12,8 +12,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig
 from drafter.targets.cache import SlotCache
 from drafter.targets.loading import resolve_device, resolve_dtype
 from drafter.targets.masks import chunk_mask, tree_mask

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig, Plan
 from drafter.targets.capabilities import layer_windows
 from drafter.targets.masks import Window, slot_positions
 from drafter.targets.target import Target
@@ -69,7 +69,12 @@ def test_texts_of_several_windows_are_those_of_generate(name: str) -> None:
     wanted = [generated(target, prompt) for prompt in prompts()]
     params = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True)
     for method, max_num_seqs in (("none", 1), ("none", 4), ("lookup", 1), ("lookup", 4)):
-        engine = Engine(target, config=EngineConfig(method=method, max_num_seqs=max_num_seqs, prefill_chunk=7))  # type: ignore[arg-type]
+        engine = Engine(
+            target,
+            config=Plan(
+                method=method, tree_size=1 if method == "none" else 8, max_num_seqs=max_num_seqs, prefill_chunk=7
+            ),
+        )
         found = engine.generate(prompts(), params)
         assert [completion.token_ids for completion in found] == wanted, (method, max_num_seqs)
 
@@ -79,7 +84,7 @@ def test_texts_of_several_windows_are_those_of_generate(name: str) -> None:
 def test_compiled_steps_see_the_same_windows(name: str) -> None:
     target = windowed(name)
     wanted = [generated(target, prompt) for prompt in prompts()]
-    engine = Engine(target, config=EngineConfig(method="lookup", max_num_seqs=4, compile=True))
+    engine = Engine(target, config=EngineConfig(method="lookup", tree_size=8, max_num_seqs=4, compile=True))
     found = engine.generate(prompts(), SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True))
     assert [completion.token_ids for completion in found] == wanted
 

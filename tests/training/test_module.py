@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig
 from drafter.training.callbacks import tokens_per_step
 from drafter.training.checkpoint import drafter_of_checkpoint
 from drafter.training.module import DrafterModule

@@ -19,9 +19,9 @@ from scipy.stats import chisquare
 
 from drafter.data.formats import read_rows
 from drafter.decoding.params import SamplingParams
-from drafter.engine.config import EngineConfig
-from drafter.engine.defaults import shipped_drafter
 from drafter.engine.engine import Engine
+from drafter.engine.loading import shipped_drafter
+from drafter.engine.settings import EngineConfig
 from drafter.integrations.vllm.export import export_vllm
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter

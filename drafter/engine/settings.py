@@ -1,0 +1,379 @@
+"""Settings of an engine: :class:`EngineConfig` is what a user asks for, :class:`Plan` is what the engine does.
+
+The command line, the server, `generate` for transformers, the benchmark and ``Engine(target, drafter)`` all pass an
+EngineConfig. :func:`resolve` alone chooses what is open, and refuses what contradicts itself. No torch is imported
+before that call.
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+
+from drafter.engine.loading import (
+    NO_DRAFTER,
+    NO_FILE,
+    LoadedModels,
+    ParallelConfig,
+    check_models,
+    load_drafter,
+    shipped_drafter,
+    tuned_path,
+)
+from drafter.proposers.options import Drafting, Method, TreePolicy, most_nodes
+from drafter.utils.validate import check_ranges, require_choice, within
+
+if TYPE_CHECKING:
+    from drafter.engine.sizes import TunedSizes
+    from drafter.models.drafter import RecurrentDrafter
+    from drafter.targets.target import Target
+
+_log = logging.getLogger(__name__)
+
+_MAX_NUM_SEQS = 8
+_PREFILL_CHUNK = 256
+_TREE_FIELDS = ("beam_width", "draft_length", "tree_size", "tree_policy")
+# The settings that a method reads; :func:`_refuse_unused` refuses the others by name.
+_READ_BY: dict[Method, tuple[str, ...]] = {
+    "none": (),
+    "drafter": (*_TREE_FIELDS, "copying", "tuned"),
+    "lookup": ("tree_size",),
+    "draft-model": ("num_speculative_tokens",),
+}
+_SMALL_TREE = {"beam_width": 4, "draft_length": 3, "tree_size": 8}
+_LARGE_TREE = {"beam_width": 8, "draft_length": 4, "tree_size": 24}
+# Tokens that one target forward verifies at little more than the cost of one token, where nothing was measured.
+# Each further token costs a CPU arithmetic; an accelerator waits for the weights up to some hundreds of tokens.
+_CHEAP_TOKENS_CPU, _CHEAP_TOKENS = 16, 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What a user asks of an engine; None: :func:`resolve` chooses.
+
+    Attributes:
+        method: how tokens are drafted (default: draft-model with --draft-model, drafter with a drafter; else lookup on
+            a CPU and none elsewhere)
+        beam_width: W, beams of the drafter kept at each drafting step (default: chosen for the device)
+        draft_length: L, drafting steps of the drafter (default: chosen for the device)
+        tree_size: N, nodes that the target verifies in one forward, root included (default: chosen for the device)
+        tree_policy: keep the N-1 likeliest nodes of all drafting steps, or the W final beams as published (default:
+            all-nodes)
+        copying: let the drafter copy from the text (default: on)
+        num_speculative_tokens: tokens that a draft model proposes per step (default: 5)
+        tuned: file of `drafter tune` that sizes the drafter's trees (default: the drafter's own file if the file fits
+            this machine; none: no measured sizes)
+        max_num_seqs: prompts that are answered at the same time (default: 8)
+        max_model_len: tokens of a prompt and its answer together (default: the need of the prompts)
+        enable_prefix_caching: copy the keys and values of a prefix that a prompt shares with an earlier one (default:
+            off)
+        prefill_chunk: prompt tokens per forward (default: 256)
+        compile: compile the steps with torch.compile (default: on CUDA only)
+    """
+
+    method: Method | None = None
+    beam_width: int | None = within(None, low=1, high=256)
+    draft_length: int | None = within(None, low=1, high=32)
+    tree_size: int | None = within(None, low=2, high=1024, mend="--method none decodes plainly")
+    tree_policy: TreePolicy | None = None
+    copying: bool | None = None
+    num_speculative_tokens: int | None = within(None, low=1, high=64)
+    tuned: str | None = None
+    max_num_seqs: int | None = within(None, low=1, high=1024)
+    max_model_len: int | None = within(None, low=2, high=2**24)
+    enable_prefix_caching: bool | None = None
+    prefill_chunk: int | None = within(None, low=1, high=2**24)
+    compile: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range, and settings that contradict each other for every model and device."""
+        check_ranges(self)
+        for name, choices in (("method", get_args(Method)), ("tree_policy", get_args(TreePolicy))):
+            if getattr(self, name) is not None:
+                require_choice(name, getattr(self, name), choices)
+        if self.method is not None:
+            _refuse_unused(self, self.method)
+        if None not in (self.beam_width, self.draft_length, self.tree_size):
+            _drafter_tree(self, {}, self.beam_width or 1, has_copies=self.copying is not False)
+        if self.tuned not in (None, NO_FILE):
+            for name in _TREE_FIELDS:
+                if getattr(self, name) is not None:
+                    raise ValueError(f"--tuned {self.tuned} sizes the trees: leave {_flag(name)} out, or --tuned none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(ParallelConfig, EngineConfig):
+    """The options of a command that runs an engine: the models, and what is asked of the engine.
+
+    Attributes:
+        drafter: folder of an exported drafter, hub id, or name of a drafter that comes with the package (default: the
+            target's own drafter where the package has one; none: no drafter)
+        draft_model: smaller model with the target's tokenizer, for --method draft-model
+    """
+
+    drafter: str | None = None
+    draft_model: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a method without its model before anything is loaded (ValueError)."""
+        ParallelConfig.__post_init__(self)
+        EngineConfig.__post_init__(self)
+        has_drafter, has_draft_model = self.drafter_used is not None, self.draft_model is not None
+        check_models(self.method, self.tuned, has_drafter=has_drafter, has_draft_model=has_draft_model)
+        if self.tensor_parallel > 1 and self.tuned not in (None, NO_FILE):
+            raise ValueError(
+                f"--tuned {self.tuned} was measured in one process: leave --tuned or --tensor-parallel out"
+            )
+
+    @property
+    def drafter_used(self) -> str | None:
+        """The drafter to load: the given one, else the package's drafter for this target.
+
+        None for ``none``, for a method without a drafter, and where a draft model drafts.
+        """
+        is_open = self.method is None and (self.draft_model is None or self.drafter is not None)
+        if self.drafter == NO_DRAFTER or not (is_open or self.method == "drafter"):
+            return None
+        return self.drafter or (self.target if shipped_drafter(self.target or "") is not None else None)
+
+    def load_models(self) -> LoadedModels:
+        """The target, and the drafter or draft model of the method (ValueError if one cannot be loaded)."""
+        target, drafter = self.load(), self.drafter_used
+        has_draft_model = self.draft_model is not None and self.method in (None, "draft-model")
+        return LoadedModels(
+            target,
+            None if drafter is None else load_drafter(drafter, target),
+            self.load(self.draft_model) if has_draft_model else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Drafting):
+    """What an engine does: nothing is open. None stands for "no limit" and "no file" alone.
+
+    Attributes:
+        max_num_seqs: B, largest number of rows that decode at the same time.
+        max_model_len: largest number of tokens of a prompt and its answer together; None: the need of a call's prompts.
+        enable_prefix_caching: copy the keys and values of a common prefix from another row of the cache.
+        prefill_chunk: prompt tokens per forward.
+        compile: compile the step (torch.compile).
+        exact_attention: compute attention in float64. The sums then do not depend on the slots of tokens, so a text in
+            bfloat16 also equals the text of ``none`` in steps of the same number of nodes, token for token.
+        tuned: file of measured sizes: W, L and N follow the number of running rows and the recent acceptance.
+        max_drafted_rows: a step of more running rows is plain decoding, except for draft-model.
+        dtype: number format of the step.
+        reason: one line for people: method, tree, and the origin of both.
+    """
+
+    max_num_seqs: int = within(_MAX_NUM_SEQS, low=1, high=1024)
+    max_model_len: int | None = None
+    enable_prefix_caching: bool = False
+    prefill_chunk: int = _PREFILL_CHUNK
+    compile: bool = False
+    exact_attention: bool = False
+    tuned: str | None = None
+    max_drafted_rows: int | None = None
+    dtype: str = "float32"
+    reason: str = ""
+
+
+def resolve(
+    config: EngineConfig | None,
+    target: "Target",
+    drafter: "RecurrentDrafter | None" = None,
+    draft_model: "Target | None" = None,
+) -> Plan:
+    """The plan of an engine. A setting that was not given comes from the device's defaults, whatever else was given.
+
+    The defaults:
+
+    1. Trees of a file of `drafter tune` that fits this device, dtype, target and drafter, unless a tree was given.
+    2. Method: ``draft-model`` with a draft model, ``drafter`` with a drafter; without any model that drafts, ``lookup``
+       on a CPU and ``none`` elsewhere.
+    3. Tree: a size that costs little on a device without measurements. Unless a tree was given, decoding is plain for
+       more rows than the device verifies cheaply.
+
+    Args:
+        config: the user's settings; None: all are open.
+        target: the model that answers, on its device and in its number format.
+        drafter: a drafter bound to the target. :func:`tuned_path` of the drafter is its file of measured sizes.
+        draft_model: smaller model of the same tokenizer.
+
+    Raises:
+        ValueError: a model is missing, two settings contradict each other, or the file is damaged or does not fit.
+    """
+    from drafter.decoding.compile import is_compiled
+    from drafter.engine.sizes import dtype_name
+
+    config = config or EngineConfig()
+    check_models(config.method, config.tuned, has_drafter=drafter is not None, has_draft_model=draft_model is not None)
+    if config.compile and not target.is_plain:
+        raise ValueError(f"--compile needs plain weights on one device: leave it out for {target.name!r}")
+    method = config.method or _default_method(target, drafter, draft_model)
+    _refuse_unused(config, method)
+    common: dict[str, Any] = {
+        "method": method,
+        "max_num_seqs": config.max_num_seqs or _MAX_NUM_SEQS,
+        "max_model_len": config.max_model_len,
+        "enable_prefix_caching": bool(config.enable_prefix_caching),
+        "prefill_chunk": config.prefill_chunk or _PREFILL_CHUNK,
+        "compile": is_compiled(config.compile, target.device) and target.is_plain,
+        "dtype": dtype_name(target.dtype),
+    }
+    if method == "none":
+        return Plan(**common, reason=f"none: {_origin(config, ('method',), target)}")
+    if method == "draft-model":
+        num_tokens = config.num_speculative_tokens or Drafting.num_speculative_tokens
+        origin = _origin(config, ("method", "num_speculative_tokens"), target)
+        reason = f"draft-model, {num_tokens} tokens a step: {origin}"
+        return Plan(**common, tree_size=1 + num_tokens, num_speculative_tokens=num_tokens, reason=reason)
+    cheap = _CHEAP_TOKENS_CPU if target.device.type == "cpu" else _CHEAP_TOKENS
+    tree = _LARGE_TREE if common["max_num_seqs"] * _LARGE_TREE["tree_size"] <= cheap else _SMALL_TREE
+    if drafter is None or method == "lookup":
+        size = config.tree_size or tree["tree_size"]
+        limit = None if config.tree_size else cheap // size
+        reason = f"lookup, N {size}{_limited(limit, common)}: {_origin(config, ('method', 'tree_size'), target)}"
+        reason += "; there is no drafter" if drafter is None and config.method is None else ""
+        matches = tree["beam_width"]
+        return Plan(**common, tree_size=size, num_matches=matches, max_drafted_rows=limit, reason=reason)
+    return _drafter_plan(config, target, drafter, common, tree, cheap)
+
+
+def _drafter_plan(
+    config: EngineConfig,
+    target: "Target",
+    drafter: "RecurrentDrafter",
+    common: dict[str, Any],
+    default: dict[str, int],
+    cheap: int,
+) -> Plan:
+    """The plan of method drafter: measured trees, or one tree; ``cheap``: tokens that a forward verifies cheaply."""
+    common["copying"] = config.copying is not False
+    is_open = all(getattr(config, name) is None for name in _TREE_FIELDS)
+    note = ""
+    if is_open and config.tuned != NO_FILE:
+        found = _measured(config, target, drafter, is_compiled=common["compile"])
+        if not isinstance(found, str):
+            most = max(tree.tree_size for tree in found.sizes.trees)
+            reason = f"{found.sizes.summary()}: measured, {found.path}"
+            return Plan(**common, tuned=str(found.path), tree_size=most, reason=reason)
+        note = f"; {found}"
+    shape = _drafter_tree(config, default, drafter.config.num_outputs, has_copies=common["copying"])
+    limit = cheap // shape["tree_size"] if is_open else None
+    text = f"drafter, W {shape['beam_width']} L {shape['draft_length']} N {shape['tree_size']}"
+    text += ("" if shape["tree_policy"] == "all-nodes" else ", final beams") + (
+        "" if common["copying"] else ", no copies"
+    )
+    named = [name for name in ("tree_policy", "copying") if getattr(config, name) is not None]
+    origin = _origin(config, ("method", *_TREE_FIELDS[:3], *named), target)
+    return Plan(**common, **shape, max_drafted_rows=limit, reason=f"{text}{_limited(limit, common)}: {origin}{note}")
+
+
+def _default_method(target: "Target", drafter: "RecurrentDrafter | None", draft_model: "Target | None") -> Method:
+    """The method where the user names none."""
+    if draft_model is not None:
+        return "draft-model"
+    if drafter is not None:
+        return "drafter"
+    return "lookup" if target.device.type == "cpu" else "none"
+
+
+def _drafter_tree(
+    config: EngineConfig, default: dict[str, int], num_draft_tokens: int, *, has_copies: bool
+) -> dict[str, Any]:
+    """W, L, N and policy of the drafter's trees; an open number follows the given ones.
+
+    Raises:
+        ValueError: the given numbers contradict each other.
+    """
+    policy = config.tree_policy or "all-nodes"
+    width, length, size = config.beam_width, config.draft_length, config.tree_size
+    if width is not None and width > num_draft_tokens:
+        raise ValueError(
+            f"--beam-width {width} exceeds the drafter's vocabulary of {num_draft_tokens} tokens: lower it"
+        )
+    if length is not None and size is not None and length > size - 1:
+        raise ValueError(f"--draft-length {length} is deeper than trees of --tree-size {size}: lower it")
+    width = width or min(default["beam_width"], num_draft_tokens)
+    length = length or (default["draft_length"] if size is None else min(default["draft_length"], size - 1))
+    if policy == "final-beams":
+        most = 1 + width * length
+        if size not in (None, most):
+            raise ValueError(
+                f"--tree-size {size} contradicts --tree-policy final-beams, whose trees have 1 + W * L = {most} nodes "
+                f"(W {width}, L {length}): leave --tree-size out"
+            )
+        return {"beam_width": width, "draft_length": length, "tree_size": most, "tree_policy": policy}
+    most = most_nodes(width, length, has_copies=has_copies)
+    if size is not None and size > most:
+        raise ValueError(
+            f"--tree-size {size} exceeds the {most} nodes that --beam-width {width} and --draft-length {length} can "
+            "draft: lower it or raise one of them"
+        )
+    size = size or min(max(default["tree_size"], length + 1), most)
+    return {"beam_width": width, "draft_length": length, "tree_size": size, "tree_policy": policy}
+
+
+class _Measured(NamedTuple):
+    """A file of measured sizes that fits."""
+
+    path: Path
+    sizes: "TunedSizes"
+
+
+def _measured(
+    config: EngineConfig, target: "Target", drafter: "RecurrentDrafter", *, is_compiled: bool
+) -> _Measured | str:
+    """The measured sizes, or the reason why there are none.
+
+    Raises:
+        ValueError: the file is damaged, or the user's file does not fit.
+    """
+    from drafter.engine.sizes import misfit, read_tuned
+
+    if config.tuned is not None:
+        sizes = read_tuned(Path(config.tuned))
+        reason = misfit(sizes, target, drafter, is_compiled=is_compiled)
+        if reason:
+            raise ValueError(f"--tuned {config.tuned} {reason}: run `drafter tune` here, or leave it out")
+        return _Measured(Path(config.tuned), sizes)
+    path = tuned_path(drafter.name_or_path) if drafter.name_or_path else None
+    # Sizes are measured with plain weights on one device.
+    if path is None or not path.is_file() or not target.is_plain:
+        return "nothing was measured (`drafter tune` measures)"
+    sizes = read_tuned(path)
+    reason = misfit(sizes, target, drafter, is_compiled=is_compiled)
+    if not reason:
+        return _Measured(path, sizes)
+    _log.warning("%s is not used: it %s", path, reason)
+    return "the measured sizes do not fit"
+
+
+def _refuse_unused(config: EngineConfig, method: Method) -> None:
+    """Refuse a given setting of drafting that the method does not read (ValueError)."""
+    for name in (*_TREE_FIELDS, "copying", "num_speculative_tokens", "tuned"):
+        value = getattr(config, name)
+        if value is None or name in _READ_BY[method] or value == NO_FILE:
+            continue
+        readers = " and ".join(f"--method {other}" for other, names in _READ_BY.items() if name in names)
+        given = f"--no-{name}" if value is False else _flag(name) if value is True else f"{_flag(name)} {value}"
+        raise ValueError(f"{given} is for {readers}, and --method {method} does not read it: leave one of them out")
+
+
+def _origin(config: EngineConfig, names: tuple[str, ...], target: "Target") -> str:
+    """The origin of the settings ``names``: what was given, and the device whose defaults the others are."""
+    given = [name for name in names if getattr(config, name) is not None]
+    if len(given) == len(names):
+        return "as given"
+    device = "a CPU" if target.device.type == "cpu" else target.device.type.upper()
+    default = f"default for {device}" + (" with OpenVINO" if target.runtime is not None else "")
+    return f"{', '.join(map(_flag, given))} as given, otherwise {default}" if given else default
+
+
+def _limited(limit: int | None, common: dict[str, Any]) -> str:
+    has_limit = limit is not None and limit < common["max_num_seqs"]
+    return f", plain decoding above {limit} rows" if has_limit else ""
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,173 @@
+"""resolve: what an engine does where the user leaves settings open, and every refusal by its flag."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
+from drafter.proposers.options import Drafting
+from tests.engine.drafters import shared_target, trained_drafter
+from tests.engine.oracle import tiny_target
+
+UNMEASURED = "nothing was measured (`drafter tune` measures)"
+CUDA: Any = SimpleNamespace(
+    name="big", device=torch.device("cuda"), dtype=torch.bfloat16, runtime=None, is_plain=True
+)  # as much of a target as resolve reads
+
+
+def on(device: str, models: str, **given: Any) -> Plan:
+    """The plan for ``models``: the names of the models beside the target."""
+    target = shared_target() if device == "cpu" else CUDA
+    drafter = trained_drafter() if "drafter" in models else None
+    return resolve(EngineConfig(**given), target, drafter, tiny_target(1) if "draft-model" in models else None)
+
+
+@pytest.mark.parametrize(
+    ("device", "models", "given", "wanted"),
+    [
+        # method: (W, L, N), rows above which decoding is plain
+        ("cpu", "", {}, ("lookup", None, 8, 2)),
+        ("cpu", "drafter", {}, ("drafter", (4, 3), 8, 2)),
+        ("cpu", "drafter", {"max_num_seqs": 64}, ("drafter", (4, 3), 8, 2)),
+        ("cpu", "draft-model", {}, ("draft-model", None, 6, None)),
+        ("cuda", "", {}, ("none", None, 1, None)),
+        ("cuda", "drafter", {}, ("drafter", (8, 4), 24, 10)),
+        ("cuda", "drafter", {"max_num_seqs": 64}, ("drafter", (4, 3), 8, 32)),
+        ("cuda", "draft-model", {"num_speculative_tokens": 3}, ("draft-model", None, 4, None)),
+        # One given number leaves the other numbers to the device.
+        ("cpu", "drafter", {"tree_size": 12}, ("drafter", (4, 3), 12, None)),
+        ("cpu", "drafter", {"beam_width": 16}, ("drafter", (16, 3), 8, None)),
+        ("cpu", "drafter", {"draft_length": 9}, ("drafter", (4, 9), 10, None)),
+        ("cuda", "drafter", {"tree_size": 12}, ("drafter", (8, 4), 12, None)),
+        ("cpu", "drafter", {"tree_size": 3}, ("drafter", (4, 2), 3, None)),
+        ("cpu", "drafter", {"beam_width": 2, "copying": False}, ("drafter", (2, 3), 7, None)),
+        ("cpu", "drafter", {"tree_policy": "final-beams"}, ("drafter", (4, 3), 13, None)),
+        ("cpu", "drafter", {"tree_policy": "final-beams", "beam_width": 10}, ("drafter", (10, 3), 31, None)),
+        ("cpu", "drafter", {"method": "lookup", "tree_size": 5}, ("lookup", None, 5, None)),
+        ("cpu", "drafter", {"method": "none"}, ("none", None, 1, None)),
+        ("cpu", "drafter draft-model", {"method": "drafter"}, ("drafter", (4, 3), 8, 2)),
+    ],
+)
+def test_the_choice(device: str, models: str, given: dict[str, Any], wanted: tuple[Any, ...]) -> None:
+    plan = on(device, models, **given)
+    tree = (plan.beam_width, plan.draft_length) if plan.method == "drafter" else None
+    assert (plan.method, tree, plan.tree_size, plan.max_drafted_rows) == wanted
+    assert plan.dtype == ("float32" if device == "cpu" else "bfloat16") and plan.compile == (device == "cuda")
+
+
+@pytest.mark.parametrize(
+    ("models", "given", "reason"),
+    [
+        ("", {}, "lookup, N 8, plain decoding above 2 rows: default for a CPU; there is no drafter"),
+        ("", {"method": "none"}, "none: as given"),
+        ("draft-model", {}, "draft-model, 5 tokens a step: default for a CPU"),
+        (
+            "drafter",
+            {"max_num_seqs": 2},
+            "drafter, W 4 L 3 N 8: default for a CPU; " + UNMEASURED,
+        ),
+        ("drafter", {"tree_size": 6}, "drafter, W 4 L 3 N 6: --tree-size as given, otherwise default for a CPU"),
+        (
+            "drafter",
+            {"method": "drafter", "beam_width": 2, "draft_length": 2, "tree_size": 5, "copying": False},
+            "drafter, W 2 L 2 N 5, no copies: as given",
+        ),
+        (
+            "drafter",
+            {"tree_policy": "final-beams"},
+            "drafter, W 4 L 3 N 13, final beams: --tree-policy as given, otherwise default for a CPU",
+        ),
+    ],
+)
+def test_the_reason_says_what_was_given(models: str, given: dict[str, Any], reason: str) -> None:
+    assert on("cpu", models, **given).reason == reason
+
+
+@pytest.mark.parametrize(
+    ("given", "refusal"),
+    [
+        ({"method": "lookup", "beam_width": 9}, "--beam-width 9 is for --method drafter, and --method lookup does not"),
+        ({"method": "lookup", "copying": False}, "--no-copying is for --method drafter"),
+        ({"method": "none", "tree_size": 9}, "--tree-size 9 is for --method drafter and --method lookup"),
+        ({"method": "draft-model", "tree_size": 9}, "--tree-size 9 is for"),
+        ({"method": "draft-model", "tree_policy": "final-beams"}, "--tree-policy final-beams is for --method drafter"),
+        ({"method": "drafter", "num_speculative_tokens": 3}, "--num-speculative-tokens 3 is for --method draft-model"),
+        ({"method": "lookup", "tuned": "t.json"}, "--tuned t.json is for --method drafter"),
+        ({"tuned": "t.json", "tree_size": 8}, "--tuned t.json sizes the trees: leave --tree-size out"),
+        ({"beam_width": 2, "draft_length": 4, "tree_size": 16}, "--tree-size 16 exceeds the 15 nodes"),
+        (
+            {"beam_width": 2, "draft_length": 4, "tree_size": 10, "copying": False},
+            "--tree-size 10 exceeds the 9 nodes that --beam-width 2 and --draft-length 4 can draft",
+        ),
+        (
+            {"beam_width": 2, "draft_length": 4, "tree_size": 3},
+            "--draft-length 4 is deeper than trees of",
+        ),
+        ({"tree_size": 1}, "--tree-size is 1 but must be an integer from 2 to 1024 .--method none decodes plainly"),
+        ({"method": "magic"}, "--method is 'magic'"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_before_a_model_is_loaded(
+    given: dict[str, Any], refusal: str
+) -> None:
+    with pytest.raises(ValueError, match=refusal):
+        EngineConfig(**given)
+
+
+@pytest.mark.parametrize(
+    ("models", "given", "refusal"),
+    [
+        (
+            "drafter",
+            {"tree_size": 20, "tree_policy": "final-beams"},
+            "--tree-size 20 contradicts --tree-policy",
+        ),
+        ("drafter", {"tree_size": 24}, "--tree-size 24 exceeds the 20 nodes"),
+        ("drafter", {"beam_width": 64}, "--beam-width 64 exceeds the drafter's vocabulary of 61 tokens"),
+        ("", {"beam_width": 4}, "--beam-width 4 is for --method drafter, and --method lookup does not read it"),
+        ("", {"method": "drafter"}, "--method drafter needs a drafter: give --drafter"),
+        ("", {"method": "draft-model"}, "--method draft-model needs a draft model: give --draft-model"),
+        ("", {"tuned": "t.json"}, "--tuned t.json sizes the trees of a drafter: give --drafter"),
+        ("drafter draft-model", {}, "--drafter and --draft-model both propose tokens: name one of them with --method"),
+    ],
+)
+def test_settings_that_contradict_the_models_are_refused(models: str, given: dict[str, Any], refusal: str) -> None:
+    with pytest.raises(ValueError, match=refusal):
+        on("cpu", models, **given)
+
+
+def test_compilation_needs_plain_weights() -> None:
+    spread: Any = SimpleNamespace(**{**vars(CUDA), "is_plain": False})
+    with pytest.raises(ValueError, match="--compile needs plain weights on one device: leave it out for 'big'"):
+        resolve(EngineConfig(compile=True), spread)
+    assert not resolve(None, spread).compile
+
+
+def test_a_command_refuses_a_method_without_its_model_before_it_loads_one() -> None:
+    for more, refusal in (
+        ({"method": "drafter"}, "--method drafter needs a drafter"),
+        ({"method": "draft-model"}, "--method draft-model needs a draft model"),
+        ({"drafter": "d", "draft_model": "m"}, "name one of them with --method"),
+    ):
+        with pytest.raises(ValueError, match=refusal):
+            EngineOptions(target="no/such", **more)
+    assert EngineOptions(target="smollm2-135m").drafter_used == "smollm2-135m"
+    assert EngineOptions(target="smollm2-135m", drafter="none").drafter_used is None
+    assert EngineOptions(target="smollm2-135m", method="lookup").drafter_used is None
+
+
+def test_research_numbers_are_checked() -> None:
+    with pytest.raises(ValueError, match="--tau is 0"):
+        Drafting(method="drafter", tau=0.0)
+    with pytest.raises(ValueError, match="verify=rejection needs drafts sampled from q"):
+        Drafting(method="drafter", verify="rejection")
+
+
+def test_an_engine_keeps_its_plan() -> None:
+    given = EngineConfig(max_num_seqs=3)
+    engine = Engine(shared_target(), trained_drafter(), given)
+    assert engine.plan == resolve(given, shared_target(), trained_drafter())
+    assert Engine(shared_target(), trained_drafter(), engine.plan).plan is engine.plan
