@@ -86,7 +86,8 @@ class Served:
             try:
                 yield cls(process)
             finally:
-                process.terminate()
+                assert process.stdin is not None
+                process.stdin.close()  # the worker ends, and ends the processes that vLLM has started
 
 
 def speculative(folder: Path) -> dict[str, Any]:
