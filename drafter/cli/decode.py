@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.loading import LoadedModels, ParallelConfig
+from drafter.engine.loading import LoadedModels, TargetConfig
 from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
 from drafter.utils.io import check_output, is_stream
 from drafter.utils.options import LineOptions, Options, part_of
@@ -66,7 +66,7 @@ class DecodeOptions(Options, PromptOptions, SamplingParams, EngineOptions, Outpu
     sections: ClassVar = {
         "What to answer": PromptOptions,
         "How to sample": SamplingParams,
-        "Where to run": ParallelConfig,
+        "Where to run": TargetConfig,
         "How to draft": EngineOptions,
         "Output": OutputOptions,
     }
@@ -86,10 +86,7 @@ def decode(options: DecodeOptions) -> None:
     asked = read_prompts(options.prompt, options.prompts, raw=options.raw)
     if options.out is not None:
         check_output(options.out, overwrite=options.overwrite)
-    from drafter.engine.follow import lead_or_follow
-
-    models = options.load_models()
-    lead_or_follow(models, lambda: _decode(options, models, asked))
+    _decode(options, options.load_models(), asked)
 
 
 def _decode(options: DecodeOptions, models: LoadedModels, asked: list["NamedPrompt"]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from drafter.cli.data import RowOptions
 from drafter.distill.prompts import AnswerSettings
 from drafter.distill.ray_answers import ClusterOptions, RayAnswerer
-from drafter.engine.loading import LoadedModels, ParallelConfig
+from drafter.engine.loading import LoadedModels, TargetConfig
 from drafter.engine.settings import EngineOptions, resolve
 from drafter.utils.options import Options, part_of
 from drafter.utils.validate import within
@@ -71,7 +71,7 @@ class DistillOptions(Options, SourceOptions, AnswerSettings, EngineOptions, Serv
     sections: ClassVar = {
         "What to answer": SourceOptions,
         "How to sample": AnswerSettings,
-        "Where to run": ParallelConfig,
+        "Where to run": TargetConfig,
         "How to draft": EngineOptions,
         "Answers of a server": ServerOptions,
         "Answers of a Ray cluster": ClusterOptions,
@@ -97,8 +97,6 @@ class DistillOptions(Options, SourceOptions, AnswerSettings, EngineOptions, Serv
             raise ValueError("--ray needs --target: --ray says where the target runs")
         if self.endpoint is not None and self.ray is not None:
             raise ValueError("--endpoint and --ray both answer: give one of them")
-        if self.tensor_parallel > 1 and (self.endpoint is not None or self.ray is not None):
-            raise ValueError("--tensor-parallel splits a target of this command: leave out --endpoint and --ray")
 
 
 def distill(options: DistillOptions) -> None:
@@ -114,10 +112,7 @@ def distill(options: DistillOptions) -> None:
             _compare(server, options)
         _write(options, server)
     else:
-        from drafter.engine.follow import lead_or_follow
-
-        models = options.load_models()
-        lead_or_follow(models, lambda: _write(options, _answerer(models, options)))
+        _write(options, _answerer(options.load_models(), options))
 
 
 def _write(options: DistillOptions, answerer: "Answerer") -> None:

@@ -12,31 +12,11 @@ from drafter.serving.options import ServeOptions
 def serve(options: ServeOptions) -> int:
     """Run `drafter serve`."""
     with _ending_at_once():
-        from drafter.engine.follow import lead_or_follow
         from drafter.serving.listen import bind, listen, load_engine
-        from drafter.targets.parallel import leads
 
-        if options.tensor_parallel > 1 and not leads():
-            return _follow(options)
         socket = bind(options.host, options.port)  # before the slow loading, so that a taken port is reported at once
         with socket:
-            models = options.load_models()
-
-            def work() -> int:
-                return listen(socket, load_engine(options, models), options)
-
-            return lead_or_follow(models, work) or 0
-
-
-def _follow(options: ServeOptions) -> int:
-    """Run the leading server's engine in another process. That server is told to stop, and tells this process."""
-    from drafter.engine.follow import lead_or_follow
-
-    models = options.load_models()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    lead_or_follow(models, lambda: None)
-    return 0
+            return listen(socket, load_engine(options, options.load_models()), options)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from tqdm import tqdm
 from drafter.decoding.compile import Compiler
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer
-from drafter.engine.lockstep import Lockstep, in_lockstep
 from drafter.engine.memory import check_fit
 from drafter.engine.outputs import Completion, StreamEvent, Update, event_of
 from drafter.engine.prefix_cache import PrefixIndex
@@ -38,7 +37,6 @@ class Engine:
         drafter: the drafter in use, if there is one.
         plan: the settings in use.
         compiler: compiles the parts of a step if ``plan.compile`` is on.
-        lockstep: the other processes of the target, if there are any.
 
     Args:
         target: the model that answers.
@@ -67,14 +65,10 @@ class Engine:
         self.target = target
         self.plan = plan = config if isinstance(config, Plan) else resolve(config, target, drafter, draft_model)
         _log.info("%s", plan.reason)
-        self.lockstep = Lockstep(target.ranks)
-        is_own = proposer is not None or sizer is not None
-        has_drafter, has_draft_model = drafter is not None, draft_model is not None
-        self.lockstep.open(plan, has_drafter=has_drafter, has_draft_model=has_draft_model, is_own=is_own)
         self.compiler = compiler = Compiler(target.device, is_on=plan.compile)
-        if proposer is None and sizer is None and plan.tuned is not None:
+        self._has_own_tree = proposer is None and sizer is None  # the limit of rows belongs to the plan's tree
+        if self._has_own_tree and plan.tuned is not None:
             sizer = TreeSizer(read_tuned(Path(plan.tuned)))
-        self._has_own_tree = not is_own  # the limit of rows belongs to the plan's tree
         self._sizer = sizer if proposer is None else None
         self._by_tree: dict[Tree, Proposer] = {}
         self.drafter = drafter
@@ -202,7 +196,6 @@ class Engine:
         """Token ids of a prompt in any of its forms; ValueError for a list of anything but messages or token ids."""
         return encode_prompts(self.target, [prompt], raw=raw)[0]
 
-    @in_lockstep
     def reserve(self, num_slots: int) -> None:
         """Allocate a cache of at least ``num_slots`` slots per row, unless there is such a cache.
 
@@ -257,7 +250,6 @@ class Engine:
                 runner.warm_up(proposer, num_rows)
         _log.info("compiled the steps of %d shapes in %.1f s", len(work), time.perf_counter() - start)
 
-    @in_lockstep
     def add(
         self,
         prompt_ids: Sequence[int],
@@ -285,14 +277,12 @@ class Engine:
         self._scheduler.add(request)
         return request
 
-    @in_lockstep
     def abort(self, request_id: int) -> None:
         """Abort a request. The row is free at the next step. Unknown and finished requests are ignored."""
         request = self._scheduler.find(request_id)
         if request is not None and not request.is_finished:
             request.finish("abort")
 
-    @in_lockstep
     def step(self, proposer: Proposer | None = None) -> list[Update]:
         """One step of all rows; the updates of the rows that decoded.
 
@@ -313,7 +303,6 @@ class Engine:
         chosen, wants = self._wants([request for request in rows if request.is_prefilled])
         proposer = proposer or chosen
         result = runner.step(proposer, is_active + [False] * padding, longest, wants)
-        self.lockstep.agree(result.emitted)
         if self._sizer is not None and proposer is not self._plain:
             self._sizer.observe(
                 [len(result.emitted[item.row]) - 1 for item in rows if item.is_prefilled and item.options.speculate]
@@ -330,7 +319,7 @@ class Engine:
             ValueError: the engine has no drafter, or the new one does not fit the target or the settings, or reads
                 other hidden states than the running rows hold. The old drafter stays.
         """
-        if self.drafter is None or self.plan.method != "drafter" or self.lockstep.is_on:
+        if self.drafter is None or self.plan.method != "drafter":
             raise ValueError("this engine drafts without a drafter that could be replaced")
         contexts = contexts_of(drafter, self.target)
         if contexts != self._contexts:
@@ -369,13 +358,11 @@ class Engine:
         self._prefixes.clear()
         return dropped
 
-    @in_lockstep
     def forget(self) -> None:
         """Reset the state that drafting learned from earlier requests. No token changes. Call between requests."""
         if self._sizer is not None:
             self._sizer.forget()
 
-    @in_lockstep
     def limit_rows(self, num_rows: int) -> None:
         """Limit the number of rows (at most ``max_num_seqs``). Running requests are not interrupted."""
         self._scheduler.row_limit = max(1, min(num_rows, self.plan.max_num_seqs))

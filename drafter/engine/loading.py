@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from drafter.utils.io import first_line, recover
-from drafter.utils.validate import check_ranges, within
 
 if TYPE_CHECKING:
     from drafter.models.drafter import RecurrentDrafter
@@ -63,40 +62,9 @@ class TargetConfig:
         return load_target(
             name or self.target, dtype=self.dtype, device=self.device, revision=self.revision if is_target else None,
             trust_remote_code=self.trust_remote_code, pack=pack and not self.compile, runtime=self.runtime,
-            **(self.spread if is_target else {}),
+            device_map=self.device_map if is_target else None,
             quantization=self.quantization if is_target else "none",
         )  # fmt: skip
-
-    @property
-    def spread(self) -> dict[str, Any]:
-        """Further arguments of loading the target: how it is spread over devices."""
-        return {"device_map": self.device_map}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig(TargetConfig):
-    """Which target runs, and on how many devices.
-
-    Attributes:
-        tensor_parallel: processes that run the target together, one for each device, each with its share of every
-            layer; torchrun starts them
-    """
-
-    tensor_parallel: int = within(1, low=1, high=1024)
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
-        if self.tensor_parallel > 1 and self.device_map is not None:
-            raise ValueError("--tensor-parallel and --device-map both spread the target: give one of them")
-        if self.tensor_parallel > 1 and (self.compile or self.runtime == "openvino"):
-            flag = "--compile" if self.compile else "--runtime openvino"
-            raise ValueError(
-                f"--tensor-parallel {self.tensor_parallel} runs torch without compilation: leave {flag} out"
-            )
-
-    @property
-    def spread(self) -> dict[str, Any]:
-        return {**super().spread, "num_ranks": self.tensor_parallel}
 
 
 class LoadedModels(NamedTuple):

@@ -56,14 +56,10 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def _available_to(target: Target) -> int | None:
-    """Free memory for each process of the target: the least over all processes; None: unknown."""
+    """Free memory on all devices of the target; None: unknown."""
     devices = set(target.layer_devices) | {target.device}
     found = [available_bytes(device) for device in devices]
-    available = None if None in found else sum(filter(None, found))
-    if target.ranks is None or available is None:
-        return available
-    is_shared = target.device.type == "cpu"  # right for one machine, too low for several
-    return target.ranks.least(available // (target.ranks.size if is_shared else 1))
+    return None if None in found else sum(filter(None, found))
 
 
 def check_fit(models: Sequence[Target], num_rows: int, num_slots: int, num_nodes: int, max_depth: int) -> None:

@@ -14,7 +14,7 @@ from drafter.engine.loading import (
     NO_DRAFTER,
     NO_FILE,
     LoadedModels,
-    ParallelConfig,
+    TargetConfig,
     check_models,
     load_drafter,
     shipped_drafter,
@@ -102,7 +102,7 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions(ParallelConfig, EngineConfig):
+class EngineOptions(TargetConfig, EngineConfig):
     """The options of a command that runs an engine: the models, and what is asked of the engine.
 
     Attributes:
@@ -116,14 +116,9 @@ class EngineOptions(ParallelConfig, EngineConfig):
 
     def __post_init__(self) -> None:
         """Refuse a method without its model before anything is loaded (ValueError)."""
-        ParallelConfig.__post_init__(self)
         EngineConfig.__post_init__(self)
         has_drafter, has_draft_model = self.drafter_used is not None, self.draft_model is not None
         check_models(self.method, self.tuned, has_drafter=has_drafter, has_draft_model=has_draft_model)
-        if self.tensor_parallel > 1 and self.tuned not in (None, NO_FILE):
-            raise ValueError(
-                f"--tuned {self.tuned} was measured in one process: leave --tuned or --tensor-parallel out"
-            )
 
     @property
     def drafter_used(self) -> str | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from drafter.engine.loading import ParallelConfig
+from drafter.engine.loading import TargetConfig
 from drafter.engine.settings import EngineOptions
 from drafter.utils.options import Options
 from drafter.utils.traffic import MAX_MIB
@@ -87,7 +87,7 @@ class ServeOptions(Options, ListenOptions, LimitOptions, LearningOptions, Engine
         "Who may call": ListenOptions,
         "Limits": LimitOptions,
         "Learning from traffic": LearningOptions,
-        "Where to run": ParallelConfig,
+        "Where to run": TargetConfig,
         "How to draft": EngineOptions,
     }
     common: ClassVar = ("target", "drafter", "host", "port", "max_num_seqs", "max_model_len", "api_key")

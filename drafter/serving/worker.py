@@ -286,8 +286,6 @@ class Worker:
         try:
             deltas = [self._delta(update) for update in self.engine.step()]
         except Exception as error:
-            if self.engine.lockstep.is_on:
-                raise  # the other processes have ended or continued: the steps of this process would differ
             # Any error of a step may fail only the requests of that step.
             self._recover(error)
             return

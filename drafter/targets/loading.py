@@ -15,7 +15,6 @@ from transformers import (
 
 from drafter.targets.catalog import resolve
 from drafter.targets.device_map import load_mapped
-from drafter.targets.parallel import load_parallel
 from drafter.targets.quantized import has_plain_weights, reading_of
 from drafter.targets.sharding import load_sharded
 from drafter.utils.io import first_line
@@ -24,16 +23,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Spread(NamedTuple):
-    """How a target is spread over processes or devices; at most one of the three.
+    """How a target is spread over processes or devices; one of the two at most.
 
     Attributes:
         num_shards: processes of a node that share the weights (:mod:`drafter.targets.sharding`).
-        num_ranks: processes that run the target together (:mod:`drafter.targets.parallel`).
         device_map: ``auto`` or a file (:mod:`drafter.targets.device_map`).
     """
 
     num_shards: int = 1
-    num_ranks: int = 1
     device_map: str | None = None
 
     @property
@@ -102,9 +99,8 @@ def read_checkpoint(
     place = resolve(name)
     try:
         scheme, arguments = reading_of(place, shared)
-        if scheme and (spread.num_ranks > 1 or spread.device_map is not None or quantization != "none"):
-            where = "--device-map" if spread.device_map is not None else "--tensor-parallel"
-            flag = where if quantization == "none" else f"--quantization {quantization}"
+        if scheme and (spread.device_map is not None or quantization != "none"):
+            flag = "--device-map" if quantization == "none" else f"--quantization {quantization}"
             raise ValueError(
                 f"{flag} takes plain weights, and the checkpoint's weights are quantised already ({scheme})"
             )
@@ -137,8 +133,6 @@ def _read(
         return load_sharded(lambda: _load_model(place, dtype, shared | arguments), spread.num_shards, device, name)
     if spread.device_map is not None:
         return load_mapped(place, dtype, shared, spread.device_map, device)
-    if spread.num_ranks > 1:
-        return load_parallel(place, dtype, shared, spread.num_ranks)
     return _load_model(place, dtype, shared | arguments)
 
 

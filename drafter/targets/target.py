@@ -23,7 +23,6 @@ from drafter.targets.device_map import copy_once, layer_devices
 from drafter.targets.loading import Spread, read_checkpoint, resolve_device, resolve_dtype
 from drafter.targets.masks import chunk_mask, slot_positions, tree_mask
 from drafter.targets.openvino_runtime import OpenVINORuntime
-from drafter.targets.parallel import Ranks, join
 from drafter.targets.quantized import dense_weight, has_plain_weights
 from drafter.utils.io import first_line
 
@@ -64,7 +63,6 @@ class Target:
             scheme of rounding.
         capabilities: what probes found out about the model.
         is_sharded: other processes hold parts of the weights, and take part in every forward.
-        ranks: the processes that run the target together, each with its share of every layer; None: this one is alone.
         layer_devices: where each layer computes, if a map says so; empty: all on one device.
         is_packed: the linear layers are packed for this CPU's kernels.
         num_parameters: of the model, each shared one once.
@@ -82,7 +80,6 @@ class Target:
         quantization: str = "none",
         plain_fingerprint: str = "",
         is_sharded: bool = False,
-        ranks: Ranks | None = None,
         layer_devices: Sequence[torch.device] = (),
     ) -> None:
         self.model = model
@@ -90,7 +87,7 @@ class Target:
         self.capabilities = capabilities
         self.name = name
         self.revision = revision
-        self.is_sharded, self.ranks, self.layer_devices = is_sharded, ranks, layer_devices
+        self.is_sharded, self.layer_devices = is_sharded, layer_devices
         self.is_packed = False
         self.runtime: OpenVINORuntime | None = None
         config = model.config.get_text_config(decoder=True)
@@ -121,7 +118,6 @@ class Target:
         revision: str | None = None,
         trust_remote_code: bool = False,
         num_shards: int = 1,
-        num_ranks: int = 1,
         device_map: str | None = None,
         pack: bool = True,
         runtime: str = "torch",
@@ -135,7 +131,7 @@ class Target:
             device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``.
             revision: hub revision.
             trust_remote_code: run code that comes with the model; never done unless asked for.
-            num_shards, num_ranks, device_map: as of :class:`drafter.targets.loading.Spread`.
+            num_shards, device_map: as of :class:`drafter.targets.loading.Spread`.
             pack: on a CPU, pack the weights for its matrix kernels (:mod:`drafter.kernels.packed`). Decoding is faster,
                 but packed weights can be neither read nor trained. No effect where the kernels are missing.
             runtime: ``torch``, ``openvino`` or ``auto``: OpenVINO where ``pack`` is set, the dtype is bfloat16, and
@@ -147,9 +143,9 @@ class Target:
             ValueError: unknown name, dtype, device, runtime or scheme, unreadable files, a model that cannot be a
                 target, or a target that the named runtime or scheme cannot run.
         """
-        spread = Spread(num_shards, num_ranks, device_map)
+        spread = Spread(num_shards, device_map)
         _check_options(runtime, quantization, spread)
-        torch_device = resolve_device(device) if num_ranks == 1 else join(num_ranks, device)
+        torch_device = resolve_device(device)
         found = read_checkpoint(
             name, resolve_dtype(dtype, torch_device), torch_device, spread,
             quantization=quantization, revision=revision, trust_remote_code=trust_remote_code,
@@ -164,7 +160,7 @@ class Target:
         target = cls._checked(
             model, found.tokenizer, name=name, revision=revision,
             quantization=quantization if plain_fingerprint else found.scheme or "none",
-            plain_fingerprint=plain_fingerprint, is_sharded=num_shards > 1, ranks=Ranks() if num_ranks > 1 else None,
+            plain_fingerprint=plain_fingerprint, is_sharded=num_shards > 1,
             layer_devices=devices,
         )  # fmt: skip
         if devices:
@@ -202,8 +198,8 @@ class Target:
         """Whether all weights are plain numbers on this device and all layers attend over one store of slots: other
         targets are neither packed nor compiled.
         """
-        is_here = self.ranks is None and not self.layer_devices
-        return is_here and isinstance(self.cache_shape, CacheShape) and has_plain_weights(self.model)
+        is_uniform = not self.layer_devices and isinstance(self.cache_shape, CacheShape)
+        return is_uniform and has_plain_weights(self.model)
 
     @property
     def runtime_name(self) -> str:

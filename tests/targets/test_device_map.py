@@ -139,15 +139,7 @@ def test_maps_that_do_not_fit_are_refused(folder: Path, tmp_path: Path, text: st
         Target.load(str(folder), device="cpu", device_map=written(tmp_path, text))
 
 
-@pytest.mark.parametrize(
-    "more", [{"compile": True}, {"runtime": "openvino"}, {"tensor_parallel": 2}, {"tensor_parallel": 0}]
-)
+@pytest.mark.parametrize("more", [{"compile": True}, {"runtime": "openvino"}])
 def test_options_that_exclude_each_other(more: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="--device-map|--tensor-parallel"):
+    with pytest.raises(ValueError, match="--device-map"):
         EngineOptions(target="x", device_map="auto", **more).load()
-
-
-@pytest.mark.parametrize("more", [{"compile": True}, {"runtime": "openvino"}, {"drafter": "d", "tuned": "sizes.json"}])
-def test_processes_run_torch_as_it_is(more: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="--tensor-parallel"):
-        EngineOptions(target="x", tensor_parallel=2, **more)
