@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from drafter.decoding.compile import Compiler
-from drafter.decoding.host import NodeLists, is_few, pack, read_nodes
 from drafter.decoding.sampling import Warp
 from drafter.decoding.tree import Candidates, NodeList, pack_nodes
 
@@ -98,14 +97,8 @@ class Proposer:
         """
         raise NotImplementedError
 
-    def draft_lists(self, rows: RowState, noise_BLV: Tensor | None) -> list[NodeLists]:
-        """:meth:`draft` for a few rows on a CPU. Proposers may override this method with a faster form."""
-        return read_nodes(self.draft(rows, noise_BLV))
-
     def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
         """Draft, and pack the N - 1 best nodes behind the root of every row. Arguments as of :meth:`draft`."""
-        if is_few(rows.root_B):
-            return pack(rows.root_B.tolist(), self.draft_lists(rows, noise_BLV), self.num_nodes)
         nodes = self.draft(rows, noise_BLV)
         return Candidates(*self._pack(rows.root_B, nodes.token_BM, nodes.parent_BM, nodes.depth_BM, nodes.score_BM))
 

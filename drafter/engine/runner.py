@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafter.decoding import host
 from drafter.decoding.compile import Compiler
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Contexts, Proposer, RowState
@@ -107,14 +106,15 @@ class Runner:
 
     def _prepare(self, compiler: Compiler) -> None:
         """Compile the parts of a step, each with the dimensions that differ between calls."""
+        rows, nodes, slots = 0, 1, 1  # the dimensions of B, of N, and of S in a tensor of a row's history
         if compiler.is_on:
-            compiler.keep((self._root_B, (0,)), (self._length_B, (0,)), (self._context_BC, (0,)))
-            compiler.keep((self._history_BS, (0, 1)), (self.cache.keys, (1, 3)), (self.cache.values, (1, 3)))
-        tree = ((0, 1),) * 4
-        self._ancestors = compiler(ancestors, ((0, 1),))
-        self._forward_tree = compiler(self._tree_forward, ((0, 1), (0, 1), (0, 1, 2), (0,), (0,), (0,)))
-        self._accept = compiler(_accept, (*tree, (0, 1), (0, 1, 2)))
-        self._commit = compiler(self._commit_rows, ((0,), (0,), (0,), (0,), (0, 1), (0,)))
+            compiler.keep((self._root_B, (rows,)), (self._length_B, (rows,)), (self._context_BC, (rows,)))
+            compiler.keep((self._history_BS, (rows, slots)), (self.cache.keys, (1, 3)), (self.cache.values, (1, 3)))
+        of_B, of_BN, of_BNN = (rows,), (rows, nodes), (rows, nodes, nodes + 1)
+        self._ancestors = compiler(ancestors, (of_BN,))
+        self._forward_tree = compiler(self._tree_forward, (of_BN, of_BN, of_BNN, of_B, of_B, (0,)))
+        self._accept = compiler(_accept, (of_BN, of_BN, of_BN, of_BN, of_BN, of_BNN))
+        self._commit = compiler(self._commit_rows, (of_B, of_B, of_B, of_B, of_BN, of_B))
 
     def visible_slots(self, num_needed: int) -> int:
         """``num_needed`` rounded up to a bucket, at most ``num_slots``; ``num_slots`` for CUDA graphs."""
@@ -229,14 +229,10 @@ class Runner:
             trees = read_trees(candidates, accepted, wants.tree_rows)
         if self._contexts.read is not None:
             context_BNC = self._read_path(rows, candidates.token_BN, accepted, context_BNC)
-        if host.is_few(rows.root_B):
-            emitted = self._commit_few(accepted, emitted_BL.tolist(), context_BNC, is_active)
-            self._on_part("commit")
-        else:
-            counted_BL = torch.cat([accepted.num_accepted_B[:, None] + 1, emitted_BL], dim=1)
-            self._commit(*accepted, emitted_BL, context_BNC, rows.is_active_B)
-            self._on_part("commit")
-            emitted = self._hand_out(counted_BL, is_active)
+        counted_BL = torch.cat([accepted.num_accepted_B[:, None] + 1, emitted_BL], dim=1)
+        self._commit(*accepted, emitted_BL, context_BNC, rows.is_active_B)
+        self._on_part("commit")
+        emitted = self._hand_out(counted_BL, is_active)
         self._on_part("hand out")
         return StepResult(emitted, logprobs, trees)
 
@@ -314,11 +310,7 @@ class Runner:
         self, rows: RowState, candidates: Candidates, noise_BLV: Tensor | None, max_depth: int
     ) -> tuple[AcceptedPath, Tensor, Tensor]:
         """Run the target over the trees and accept paths: the paths, logits [B, N, V] and contexts [B, N, C]."""
-        is_few = host.is_few(rows.root_B)
-        if is_few:
-            ancestor_BNN = host.ancestors(candidates.parent_BN.tolist())
-        else:
-            ancestor_BNN = self._ancestors(candidates.parent_BN, max_depth)
+        ancestor_BNN = self._ancestors(candidates.parent_BN, max_depth)
         slot_S = self._slot_S[: rows.num_visible]
         logits_BNV, context_BNC = self._forward_tree(
             candidates.token_BN, candidates.depth_BN, ancestor_BNN, rows.length_B, rows.is_active_B, slot_S
@@ -332,10 +324,7 @@ class Runner:
         else:
             # Never compiled: rows may combine many filters, and the noise must always have the same bits.
             pick_BN = pick(logits_BNV, _by_depth(noise_BLV, candidates), rows.warp)
-            if is_few:
-                accepted = _walk(candidates, pick_BN, max_depth)
-            else:
-                accepted = self._accept(*candidates[:4], pick_BN, ancestor_BNN, max_depth)
+            accepted = self._accept(*candidates[:4], pick_BN, ancestor_BNN, max_depth)
         return accepted, logits_BNV, context_BNC
 
     def _tree_forward(
@@ -365,41 +354,6 @@ class Runner:
             context_layers=self._contexts.layers,
         )
         return TargetOutput(self.target.logits(output.hidden_BTD), output.context_BTC)
-
-    def _commit_few(
-        self, accepted: AcceptedPath, emitted: list[list[int]], context_BNC: Tensor, is_active: Sequence[bool]
-    ) -> list[list[int]]:
-        """:meth:`_commit_rows` for a few rows on a CPU; returns the emitted tokens of each row."""
-        lengths = self._length_B[: len(is_active)].tolist()
-        paths = [
-            path[: count + 1] if active else [0]
-            for path, count, active in zip(
-                accepted.path_BL.tolist(), accepted.num_accepted_B.tolist(), is_active, strict=True
-            )
-        ]
-        # Accepted nodes that already follow each other keep their slots.
-        moves = [
-            [(length + node, length + depth) for depth, node in enumerate(path) if node != depth]
-            for path, length in zip(paths, lengths, strict=True)
-        ]
-        most = max(map(len, moves))
-        if most:
-            padded = torch.tensor([[*row, *[(0, 0)] * (most - len(row))] for row in moves])
-            self.cache.move_slots(padded[:, :, 0], padded[:, :, 1])
-        kept = [
-            tokens[: len(path)] if active else []
-            for tokens, path, active in zip(emitted, paths, is_active, strict=True)
-        ]
-        contexts = [context_BNC[row, path[-1]] for row, path in enumerate(paths)]
-        # All allocations are done: a step that runs out of memory before this line has changed no row.
-        history_BS, root_B, length_B = self._history_BS.numpy(), self._root_B.numpy(), self._length_B.numpy()
-        for row, tokens in enumerate(kept):
-            if tokens:
-                self._context_BC[row] = contexts[row]
-                history_BS[row, lengths[row] + 1 : lengths[row] + 1 + len(tokens)] = tokens
-                root_B[row] = tokens[-1]
-                length_B[row] += len(tokens)
-        return kept
 
     def _commit_rows(
         self,
@@ -433,16 +387,6 @@ class Runner:
         self._context_BC[:num_rows] = context_BC
         self._root_B[:num_rows] = root_B
         self._length_B[:num_rows] = length_B
-
-
-def _walk(candidates: Candidates, pick_BN: Tensor, max_depth: int) -> AcceptedPath:
-    """:func:`accept_picks` for a few rows on a CPU."""
-    columns = candidates.token_BN, candidates.parent_BN, candidates.is_node_BN, pick_BN
-    picks = pick_BN.tolist()
-    paths = [host.walk(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
-    padded = torch.tensor([path + path[-1:] * (max_depth + 1 - len(path)) for path in paths])
-    ends = [(len(path) - 1, pick[path[-1]]) for path, pick in zip(paths, picks, strict=True)]
-    return AcceptedPath(padded, *torch.tensor(ends).unbind(1))
 
 
 def _ignore(part: str) -> None:

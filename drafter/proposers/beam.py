@@ -4,20 +4,30 @@ Shapes: B rows · W beam width (1 at the first step) · L draft length · R draf
 D hidden size · C context size · S slots of history · M drafted nodes · K children of a beam.
 """
 
+from itertools import accumulate
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drafter.decoding.compile import Compiler
-from drafter.decoding.host import is_few
 from drafter.decoding.proposer import Proposer, RowState
 from drafter.decoding.sampling import Warp, warp_logits
 from drafter.decoding.tree import NodeList
 from drafter.kernels.largest import topk
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.copying import SHARES, Copies, CopyLists, mix
+from drafter.proposers.copying import SHARES, Copies, mix
 from drafter.proposers.options import COPY_DEPTH, TreePolicy
 from drafter.targets.target import Target
+
+
+class _Level(NamedTuple):
+    """The beams of one depth: tokens, the places of their parents among the beams above, and cumulative scores."""
+
+    token_BW: Tensor
+    beam_BW: Tensor
+    total_BW: Tensor
 
 
 class BeamProposer(Proposer):
@@ -121,38 +131,49 @@ class BeamProposer(Proposer):
         noise_BLV: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens int64, parents int64 (index into the list, -1 = root) and scores float32, each [B, M]."""
-        dtype = self._dtype
-        context_B1C = context_BC[:, None].to(dtype)
+        copies = Copies.of(history_BS, position_B, self._odds_X)
+        levels, copies = self._drafted_levels(root_B, context_BC, copies, warp, noise_BLV)
+        levels += self._copied_levels(levels[-1], copies, warp, noise_BLV)
+        starts = [-1, 0, *accumulate(self.level_sizes)]  # where the level above begins; the root is -1
+        parents = [level.beam_BW + start for level, start in zip(levels, starts, strict=False)]
+        tokens, scores = [level.token_BW for level in levels], [level.total_BW for level in levels]
+        return torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1)
+
+    def _drafted_levels(
+        self, root_B: Tensor, context_BC: Tensor, copies: Copies, warp: Warp | None, noise_BLV: Tensor | None
+    ) -> tuple[list[_Level], Copies]:
+        """The beams of every drafting step, and the copies of the beams before the last step."""
+        context_B1C = context_BC[:, None].to(self._dtype)
         state_BWD = self.drafter.init_state(context_B1C)
-        token_BW = root_B[:, None]
+        token_BW, levels = root_B[:, None], list[_Level]()
         total_BW = torch.zeros_like(token_BW, dtype=torch.float32)
-        has_lists = is_few(root_B) and self._frozen_head is None  # a compiler knows tensors only
-        copies = (CopyLists if has_lists else Copies).of(history_BS, position_B, self._odds_X)
-        found = []
-        for step in range(self.max_depth):
+        for step in range(self.length):
+            context_BWC = context_B1C.expand(-1, token_BW.shape[1], -1)
+            state_BWD = self.drafter.step(context_BWC, state_BWD, self._embed(token_BW).to(self._dtype))
+            logits_BWR = self._logits(context_BWC, state_BWD)
             noise_BV = None if noise_BLV is None else noise_BLV[:, step]
-            if step < self.length:
-                context_BWC = context_B1C.expand(-1, token_BW.shape[1], -1)
-                state_BWD = self.drafter.step(context_BWC, state_BWD, self._embed(token_BW).to(dtype))
-                logits_BWR = self._logits(context_BWC, state_BWD)
-                value_BWK, token_BWK = self._rank_children(logits_BWR, copies, noise_BV, warp)
-            else:
-                value_BWK, token_BWK = self._rank_copies(copies, noise_BV, warp)
+            value_BWK, token_BWK = self._rank_children(logits_BWR, copies, noise_BV, warp)
             # W children of each parent are enough: no parent can have more among the W best of all.
-            total_BM = (total_BW[:, :, None] + value_BWK).flatten(1)
-            total_BW, best_BW = total_BM.topk(self.level_sizes[step], dim=1)
+            total_BW, best_BW = (total_BW[:, :, None] + value_BWK).flatten(1).topk(self.width, dim=1)
             beam_BW = best_BW // value_BWK.shape[2]
             token_BW = token_BWK.flatten(1).gather(1, best_BW)
+            levels.append(_Level(token_BW, beam_BW, total_BW))
             if step + 1 < self.length:
                 state_BWD = state_BWD.gather(1, beam_BW[:, :, None].expand(-1, -1, state_BWD.shape[2]))
-            start = sum(self.level_sizes[: step - 1]) if step else -1
-            found.append((token_BW, beam_BW + start if step else torch.full_like(beam_BW, -1), total_BW))
-            if step + 1 < self.max_depth:
-                if step + 1 >= self.length:  # copies alone lengthen the best beam
-                    total_BW, beam_BW, token_BW = total_BW[:, :1], beam_BW[:, :1], token_BW[:, :1]
                 copies = copies.follow(beam_BW, token_BW)
-        tokens, parents, scores = zip(*found, strict=True)
-        return torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1)
+        return levels, copies
+
+    def _copied_levels(self, last: _Level, copies: Copies, warp: Warp | None, noise_BLV: Tensor | None) -> list[_Level]:
+        """Copies alone lengthen the best beam of the last drafting step, one node a level."""
+        levels = []
+        for step in range(self.length, self.max_depth):
+            best = _Level(*(item[:, :1] for item in last))
+            copies = copies.follow(best.beam_BW, best.token_BW)
+            noise_BV = None if noise_BLV is None else noise_BLV[:, step]
+            value_B1, token_B1 = self._rank_copies(copies, noise_BV, warp)
+            last = _Level(token_B1, torch.zeros_like(token_B1), best.total_BW + value_B1)
+            levels.append(last)
+        return levels
 
     def _logits(self, context_BWC: Tensor, state_BWD: Tensor) -> Tensor:
         """The drafter's logits [B, W, R]."""
@@ -162,7 +183,7 @@ class BeamProposer(Proposer):
         return logits_BWR
 
     def _rank_children(
-        self, logits_BWR: Tensor, copies: Copies | CopyLists, noise_BV: Tensor | None, warp: Warp | None
+        self, logits_BWR: Tensor, copies: Copies, noise_BV: Tensor | None, warp: Warp | None
     ) -> tuple[Tensor, Tensor]:
         """The W best children of every beam and the copied token: log-probabilities and tokens, each [B, W, K]."""
         has_noise = warp is not None and warp.flags.has_noise
@@ -181,10 +202,8 @@ class BeamProposer(Proposer):
         value_BWK = torch.cat([value_BWK, copied_BW1], dim=2) - total_BW1
         return value_BWK, torch.cat([self._token_R[index_BWK], token_BW[:, :, None]], dim=2)
 
-    def _rank_copies(
-        self, copies: Copies | CopyLists, noise_BV: Tensor | None, warp: Warp | None
-    ) -> tuple[Tensor, Tensor]:
-        """The copied token of the one beam that is left: log-probability and token, each [B, 1, 1].
+    def _rank_copies(self, copies: Copies, noise_BV: Tensor | None, warp: Warp | None) -> tuple[Tensor, Tensor]:
+        """The copied token of the one beam that is left: log-probability and token, each [B, 1].
 
         With the noise g of the token, its rank log(share) + g exceeds the largest of many others, a Gumbel number
         around log(1 - share), with probability exp(-exp(log(1 - share) - log(share) - g)).
@@ -195,7 +214,7 @@ class BeamProposer(Proposer):
             assert warp is not None
             ranked_B1 = -(-odds_B1 - self._noise_weight * noise_BV.gather(1, token_B1)).exp()
             value_B1 = ranked_B1.where(warp.temperature_B[:, None] > 0, value_B1)
-        return value_B1[:, :, None], token_B1[:, :, None]
+        return value_B1, token_B1
 
 
 def _linear_of(weight_RX: Tensor) -> nn.Linear:

@@ -19,7 +19,6 @@ therefore drafts more tokens than the drafter has steps, without a forward of th
 Shapes: B rows · W beams · S slots of history · R draft vocabulary · X lengths of a match, 0 first.
 """
 
-import math
 from typing import NamedTuple, Self
 
 import torch
@@ -84,71 +83,6 @@ class Copies(NamedTuple):
         num_agreeing_BW = (is_match_BWS & (self.next_BS[:, None] == token_BW[:, :, None])).sum(dim=2)
         votes_BW = num_agreeing_BW.square() / is_match_BWS.sum(dim=2).clamp_min(1)
         return token_BW, self.odds_X[key_BW // num_slots] + votes_BW.log()
-
-
-class CopyLists(NamedTuple):
-    """:class:`Copies` of a few rows on a CPU: the same results from lists, which take a tenth of the time.
-
-    Attributes:
-        texts: token ids of each row up to its root.
-        lengths: of each row and beam, the length of every match by the position of its last token.
-        odds: see :class:`Copies`.
-    """
-
-    texts: list[list[int]]
-    lengths: list[list[dict[int, int]]]
-    odds: list[float]
-
-    @classmethod
-    def of(cls, token_BS: Tensor, position_B: Tensor, odds_X: Tensor) -> Self:
-        """See :meth:`Copies.of`."""
-        texts = [row[: last + 1] for row, last in zip(token_BS.tolist(), position_B.tolist(), strict=True)]
-        lengths = [[{place: _match_length(text, place) for place in _places(text, text[-1])}] for text in texts]
-        return cls(texts, lengths, odds_X.tolist())
-
-    def follow(self, beam_BW: Tensor, token_BW: Tensor) -> Self:
-        """See :meth:`Copies.follow`."""
-        rows = []
-        for text, old, beams, tokens in zip(self.texts, self.lengths, beam_BW.tolist(), token_BW.tolist(), strict=True):
-            places = {token: _places(text, token) for token in set(tokens)}
-            rows.append(
-                [
-                    {place: min(old[beam].get(place - 1, 0) + 1, len(SHARES)) for place in places[token]}
-                    for beam, token in zip(beams, tokens, strict=True)
-                ]
-            )
-        return self._replace(lengths=rows)
-
-    def best(self) -> tuple[Tensor, Tensor]:
-        """See :meth:`Copies.best`."""
-        tokens, odds = [], []
-        for text, beams in zip(self.texts, self.lengths, strict=True):
-            named = [self._best_of(text, beam) for beam in beams]
-            tokens.append([token for token, _ in named])
-            odds.append([log_odds for _, log_odds in named])
-        return torch.tensor(tokens), torch.tensor(odds)
-
-    def _best_of(self, text: list[int], beam: dict[int, int]) -> tuple[int, float]:
-        if not beam:
-            return text[0], -math.inf
-        length, place = max(zip(beam.values(), beam, strict=True))
-        num_agreeing = sum(text[other + 1] == text[place + 1] for other in beam)
-        return text[place + 1], self.odds[length] + math.log(num_agreeing**2 / len(beam))
-
-
-def _places(text: list[int], token: int) -> list[int]:
-    """Positions of a token before the root."""
-    found, place = [], -1
-    for _ in range(text.count(token) - (text[-1] == token)):
-        place = text.index(token, place + 1)
-        found.append(place)
-    return found
-
-
-def _match_length(text: list[int], place: int) -> int:
-    """Number of tokens up to ``place`` that equal the last tokens of the text; at most the number of shares."""
-    most = min(len(SHARES), place + 1)
-    return next((size for size in range(1, most) if text[place - size] != text[-1 - size]), most)
 
 
 class Mixture(NamedTuple):

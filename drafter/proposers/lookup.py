@@ -4,17 +4,11 @@ Shapes: B rows · S slots of history · M matches · L tokens that a match propo
 N tree nodes.
 """
 
-import math
-from collections import defaultdict
-from typing import Any
-
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from drafter.decoding.compile import Compiler
-from drafter.decoding.host import NodeLists, no_nodes
 from drafter.decoding.proposer import Proposer, RowState
 from drafter.decoding.tree import NodeList, merge_equal
 
@@ -82,32 +76,6 @@ def follow_matches(history_BS: Tensor, position_B: Tensor, match_BM: Tensor, num
     return history_BS.gather(1, source_BML.flatten(1)).view(source_BML.shape)
 
 
-def match_row(history_S: Any, position: int, max_ngram: int, num_matches: int) -> list[tuple[int, int]]:
-    """:func:`find_matches` of one row in host memory (numpy): length and last position of each match."""
-    end_X = np.flatnonzero(history_S[:position] == history_S[position])
-    by_length = [end_X]
-    for back in range(1, max_ngram):
-        end_X = end_X[end_X >= back]
-        end_X = end_X[history_S[end_X - back] == history_S[position - back]]
-        if not len(end_X):
-            break
-        by_length.append(end_X)
-    found: dict[int, int] = {}
-    for size in range(len(by_length), 0, -1):
-        for end in by_length[size - 1][: -num_matches - len(found) - 1 : -1].tolist():
-            if len(found) < num_matches:
-                found.setdefault(end, size)
-    return [(size, end) for end, size in found.items()]
-
-
-def follow_row(history_S: Any, position: int, end: int, num_tokens: int) -> list[int]:
-    """:func:`follow_matches` of one match in host memory."""
-    tokens: list[int] = history_S[end + 1 : min(end + num_tokens, position) + 1].tolist()
-    while len(tokens) < num_tokens:
-        tokens.append(tokens[len(tokens) - (position - end)])
-    return tokens
-
-
 class LookupProposer(Proposer):
     """Drafts the continuations of earlier occurrences of the last 1 .. ``max_ngram`` tokens.
 
@@ -158,44 +126,6 @@ class LookupProposer(Proposer):
             level_sizes=self.level_sizes,
         )
         return merge_equal(nodes)
-
-    def draft_lists(self, rows: RowState, noise_BLV: Tensor | None) -> list[NodeLists]:
-        """The same nodes from a scan of the history in host memory."""
-        history_BS = rows.history_BS.numpy()
-        return [
-            self._draft_row(history_S, position)
-            for history_S, position in zip(history_BS, rows.length_B.tolist(), strict=True)
-        ]
-
-    def _draft_row(self, history_S: Any, position: int) -> NodeLists:
-        found = match_row(history_S, position, self.max_ngram, self.num_matches)
-        follow_ML = [follow_row(history_S, position, end, self.length) for _, end in found]
-        sizes = [size for size, _ in found]
-        nodes = no_nodes()
-        above = [-1] * len(found)  # the node of each match at the level above
-        for step in range(self.length):
-            votes: dict[int, list[int]] = defaultdict(list)  # parent -> its matches
-            for match, parent in enumerate(above):
-                votes[parent].append(match)
-            shares = {}
-            for parent, voters in votes.items():
-                best = max(sizes[match] for match in voters)
-                # A match that was right so far is longer by that many tokens now.
-                none = 1 / _ODDS[min(best + step, len(_ODDS)) - 1]
-                weights = {match: _WEIGHT_PER_TOKEN ** (sizes[match] - best) for match in voters}
-                shares[parent] = weights, sum(weights.values()) + none
-            place_of: dict[tuple[int, int], int] = {}
-            weight_of: dict[int, float] = defaultdict(float)
-            for match, parent in enumerate(above):
-                key = parent, follow_ML[match][step]
-                if key not in place_of:
-                    place_of[key] = nodes.add(key[1], parent, 0.0)
-                above[match] = place_of[key]
-                weight_of[above[match]] += shares[parent][0][match]
-            for (parent, _), place in place_of.items():
-                total = nodes.scores[parent] if parent >= 0 else 0.0
-                nodes.scores[place] = total + math.log(weight_of[place] / shares[parent][1])
-        return nodes
 
     def _score(self, token_BML: Tensor, size_BM: Tensor) -> Tensor:
         """Cumulative log-probability of token l of every match, [B, L, M]."""

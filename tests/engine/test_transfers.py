@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drafter.decoding import host
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.request import RequestOptions
@@ -26,12 +25,6 @@ WAITING = {
 GREEDY = SamplingParams(max_new_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(max_new_tokens=40, temperature=1.0, top_k=20, min_p=0.01, seed=1, ignore_eos=True)
 NUCLEUS = SamplingParams(max_new_tokens=40, temperature=1.0, top_p=0.9, seed=1, ignore_eos=True)
-
-
-@pytest.fixture(autouse=True)
-def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps use tensors, as they do on an accelerator, and not the lists of a CPU."""
-    monkeypatch.setattr(host, "FEW_ROWS", 0)
 
 
 class CountWaits(TorchDispatchMode):

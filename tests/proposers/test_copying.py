@@ -6,8 +6,7 @@ import random
 import pytest
 import torch
 
-from drafter.proposers import beam
-from drafter.proposers.copying import SHARES, Copies, CopyLists, mix
+from drafter.proposers.copying import SHARES, Copies, mix
 from tests.proposers.test_beam_reference import Case
 from tests.reference import loops
 
@@ -29,11 +28,10 @@ def share_of_copy(tokens: list[int], path: list[int]) -> tuple[float, int]:
     return odds / (1 + odds), copied
 
 
-@pytest.mark.parametrize("form", [Copies, CopyLists])
-def test_the_longest_match_names_the_token_behind_it(form: type[Copies | CopyLists]) -> None:
+def test_the_longest_match_names_the_token_behind_it() -> None:
     """The first example of the module's text, with a, b, c, x = 0, 1, 2, 3; an undefined entry is behind the root."""
     token_BS, length_X = torch.tensor([[0, 1, 2, 3, 0, 1, 3]]), torch.arange(9.0)
-    copies = form.of(token_BS, torch.tensor([5]), length_X)
+    copies = Copies.of(token_BS, torch.tensor([5]), length_X)
     assert [found.tolist() for found in copies.best()] == [[[2]], [[2]]]
     copies = copies.follow(torch.tensor([[0, 0]]), torch.tensor([[2, 0]]))
     token_BW, odds_BW = copies.best()
@@ -43,10 +41,9 @@ def test_the_longest_match_names_the_token_behind_it(form: type[Copies | CopyLis
     assert [found.tolist() for found in copies.best()] == [[[2, 0]], [[2, 4]]]
 
 
-@pytest.mark.parametrize("form", [Copies, CopyLists])
-def test_all_occurrences_of_the_last_token_vote(form: type[Copies | CopyLists]) -> None:
+def test_all_occurrences_of_the_last_token_vote() -> None:
     """The second example of the module's text: of two occurrences of b, the named d follows one. e occurs nowhere."""
-    copies = form.of(torch.tensor([[1, 2, 1, 3, 1]]), torch.tensor([4]), torch.tensor([-math.inf, *range(1, 9)]))
+    copies = Copies.of(torch.tensor([[1, 2, 1, 3, 1]]), torch.tensor([4]), torch.tensor([-math.inf, *range(1, 9)]))
     token_BW, odds_BW = copies.best()
     assert token_BW.tolist() == [[3]] and odds_BW.tolist() == [[pytest.approx(1 - math.log(2))]]
     assert copies.follow(torch.tensor([[0]]), torch.tensor([[7]])).best()[1].tolist() == [[-math.inf]]
@@ -126,9 +123,7 @@ def tail_scores(case: Case, row: int, path: list[int], depth: int) -> list[float
 
 
 @pytest.mark.parametrize("block", range(3))
-@pytest.mark.parametrize("has_lists", [False, True])
-def test_search_equals_the_loop_twin(block: int, has_lists: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beam, "is_few", lambda root_B: has_lists)
+def test_search_equals_the_loop_twin(block: int) -> None:
     num_edges = num_changed = num_tails = 0
     for number in range(1000 + 20 * block, 1020 + 20 * block):
         case = Case(number, extra_depth=3)
