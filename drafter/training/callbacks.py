@@ -266,7 +266,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
         """OSError with the file's name if the disk is full; an earlier file at ``path`` stays."""
         place = Path(path)
         try:
-            with replacing(place) as new, new.open("wb") as stream:
+            with replacing(place, follows_links=False) as new, new.open("wb") as stream:
                 torch.save(checkpoint, stream)
         except (OSError, RuntimeError) as error:
             # torch.save reports a failed write as a RuntimeError of its own.

@@ -1,9 +1,10 @@
 """`drafter train`: Lightning's command line over DrafterModule and ChatDataModule."""
 
+import contextlib
 import logging
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from drafter.training import wandb_logging
 from drafter.training.callbacks import SaveWhenStopped, ShortProgressBar, WholeCheckpointIO
 from drafter.training.checkpoint import check_resumable, export_checkpoint, last_checkpoint
 from drafter.training.module import DrafterModule
-from drafter.utils.io import first_line, recover
+from drafter.utils.io import first_line, locked, recover
 from drafter.utils.options import limit_yaml
 
 __all__ = ["export_checkpoint", "main_train"]
@@ -127,10 +128,36 @@ def main_train(args: Sequence[str]) -> int:
     finally:
         sys.argv = argv
     trainer: Any = cli.trainer
-    checkpoints = str(trainer.checkpoint_callback.dirpath)
-    for name in ("best.ckpt", "last.ckpt"):
-        recover(Path(checkpoints, name))  # of a killed run; this run may never write the file again
-    ckpt_path = _resume_path(cli.config.ckpt_path, checkpoints)
+    checkpoints = Path(trainer.checkpoint_callback.dirpath)
+    with _alone(trainer):
+        for name in ("best.ckpt", "last.ckpt"):
+            recover(checkpoints / name)  # of a killed run; this run may never write the file again
+        if cli.config.ckpt_path is None and last_checkpoint(trainer) and trainer.is_global_zero:
+            raise ValueError(
+                f"{checkpoints} holds an earlier training: go on with --ckpt_path last, or give this one another "
+                "--trainer.default_root_dir"
+            )
+        _fit(trainer, cli, _resume_path(cli.config.ckpt_path, checkpoints))
+    return 0
+
+
+@contextlib.contextmanager
+def _alone(trainer: Trainer) -> Iterator[None]:
+    """Hold the lock of the run's folder (ValueError if another training has it)."""
+    if not trainer.is_global_zero:
+        yield
+        return
+    folder = Path(trainer.default_root_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ".lock").touch()
+    with locked(folder / ".lock") as is_locked:
+        if is_locked is False:
+            raise ValueError(f"another training runs in {folder}: give this one another --trainer.default_root_dir")
+        yield
+
+
+def _fit(trainer: Any, cli: TrainCLI, ckpt_path: str | None) -> None:
+    """Train, from a checkpoint if one is named, and say where the checkpoints are; errors as :func:`main_train`."""
     exit_code = 1
     restoration = _Restoration()
     # The last ones: a time limit decides before the saver looks, and other callbacks restore their part in
@@ -159,7 +186,6 @@ def main_train(args: Sequence[str]) -> int:
     wandb_logging.finish(trainer, 0)
     if trainer.is_global_zero:
         print(f"done: {trainer.global_step} steps; best {best or 'none'}, last {last or 'none'}")
-    return 0
 
 
 def _parse(args: list[str]) -> TrainCLI:
@@ -199,12 +225,12 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(_CHATTER)
 
 
-def _resume_path(ckpt_path: str | None, folder: str) -> str | None:
+def _resume_path(ckpt_path: str | None, folder: Path) -> str | None:
     """``last`` becomes the folder's ``last.ckpt`` (None if there is none yet); other names must exist."""
     if ckpt_path is None:
         return None
     if ckpt_path == "last":
-        path = Path(folder) / "last.ckpt"
+        path = folder / "last.ckpt"
         if not path.is_file():
             print(f"no checkpoint in {folder} yet: starting from the beginning", file=sys.stderr)
             return None

@@ -129,13 +129,13 @@ def append(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, follows_links: bool = True) -> Iterator[Path]:
     """A path at which the block writes a file or folder, which then takes the place of `path`.
 
-    An error in the block leaves what stood at `path`. A symbolic link stays, and its end is replaced. An OSError names
-    `path`, not the hidden place.
+    An error in the block leaves what stood at `path`. A symbolic link stays, and its end is replaced; without
+    `follows_links` the link itself is replaced. An OSError names `path`, not the hidden place.
     """
-    place = path.resolve()
+    place = path.resolve() if follows_links else path.absolute()
     place.parent.mkdir(parents=True, exist_ok=True)
     recover(place)
     try:
@@ -145,7 +145,7 @@ def replacing(path: Path) -> Iterator[Path]:
             _force_to_disk(new)
             if place.is_dir() and not new.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-            with _locked(place.parent, wait=True):  # two writers of one folder swap one after the other
+            with locked(place.parent, wait=True):  # two writers of one folder swap one after the other
                 if place.is_dir():
                     place.rename(hidden / _OLD)
                 new.replace(place)
@@ -165,7 +165,7 @@ def recover(path: Path) -> None:
         return  # no such folder, or no right to list the folder
     for hidden in found:
         # Wait for a running writer within its swap; leave a writer alone that still writes.
-        with _locked(hidden, wait=(hidden / _OLD).exists()) as is_locked:
+        with locked(hidden, wait=(hidden / _OLD).exists()) as is_locked:
             if is_locked:
                 with contextlib.suppress(OSError):  # a reader may have no right to write
                     _clear(hidden, place)
@@ -174,7 +174,7 @@ def recover(path: Path) -> None:
 def _clear(hidden: Path, place: Path) -> None:
     """Remove a hidden folder, after the end of a swap that stopped between its renames."""
     if hidden.is_dir():
-        with _locked(place.parent, wait=True):  # within another writer's swap `place` is missing, which is no kill
+        with locked(place.parent, wait=True):  # within another writer's swap `place` is missing, which is no kill
             if not place.exists() and (hidden / _OLD).exists():
                 # The old version goes aside only when the new one is whole.
                 (hidden / (_NEW if (hidden / _NEW).exists() else _OLD)).rename(place)
@@ -190,7 +190,7 @@ def _hidden_folder(place: Path) -> Iterator[Path]:
     """A locked folder beside `place`, removed at the end."""
     while True:
         hidden = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".tmp", dir=place.parent))
-        with _locked(hidden) as is_locked:
+        with locked(hidden) as is_locked:
             if is_locked is False:
                 continue  # another process took the folder for an abandoned one before the lock
             try:
@@ -201,8 +201,8 @@ def _hidden_folder(place: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, *, wait: bool = False) -> Iterator[bool | None]:
-    """True if this process holds the lock of the folder until its end; None on a file system without locks."""
+def locked(folder: Path, *, wait: bool = False) -> Iterator[bool | None]:
+    """True if this process holds the lock of the folder or file in the block; None on a file system without locks."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:

@@ -1,6 +1,7 @@
 """``drafter train`` and ``drafter export``, as functions, on a target in a folder."""
 
 import csv
+import fcntl
 import json
 import os
 import pickle
@@ -19,6 +20,7 @@ from lightning.pytorch.callbacks import timer
 
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
+from drafter.training import module as training_module
 from drafter.training.checkpoint import (
     check_resumable,
     drafter_of_checkpoint,
@@ -167,6 +169,51 @@ def test_a_stop_in_a_validation_comes_at_its_end(
     assert validations(run) == validations(whole)
 
 
+def test_a_folder_holds_one_training(place: Path, trained: Path, tmp_path: Path, capsys) -> None:
+    from drafter.cli.main import main
+
+    before = (trained / "checkpoints" / "last.ckpt").read_bytes()
+    assert main(["train", *words(place, trained, "--model.optim.lr", "0.5")]) == 2
+    assert "holds an earlier training: go on with --ckpt_path last" in capsys.readouterr().err
+    assert (trained / "checkpoints" / "last.ckpt").read_bytes() == before
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").touch()
+    with (tmp_path / "run" / ".lock").open() as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        assert main(["train", *words(place, tmp_path / "run")]) == 2
+    assert "another training runs in" in capsys.readouterr().err and not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_planted_link_is_replaced_and_not_followed(place: Path, tmp_path: Path) -> None:
+    run, mine = tmp_path / "run", tmp_path / "thesis.txt"
+    mine.write_text("years of work")
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "best.ckpt").symlink_to(mine)
+    assert main_train(words(place, run, "--trainer.max_steps", "4")) == 0
+    assert mine.read_text() == "years of work"
+    assert read_checkpoint(run / "checkpoints" / "best.ckpt")["global_step"] == 4
+
+
+def test_minutes_end_a_run_and_its_schedule(place: Path, tmp_path: Path, monkeypatch) -> None:
+    """Steps of six seconds, one minute: the time of both starts counts, and the rate has fallen when the time ends."""
+    rates: list[float] = []
+    clock = SimpleNamespace(now=0.0)
+
+    def tick(module: DrafterModule, *_: object) -> None:
+        rates.append(module.trainer.optimizers[0].param_groups[0]["lr"])
+        clock.now += 6
+
+    monkeypatch.setattr(DrafterModule, "on_train_batch_start", tick)
+    fake = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=time.perf_counter)
+    monkeypatch.setattr(training_module, "time", fake)
+    more = ("--model.optim.minutes", "1", "--model.optim.schedule", "linear", "--model.optim.lr", "1.0e-3")
+    assert main_train(words(place, tmp_path / "run", *more, "--trainer.max_steps", "4")) == 0
+    num_first = len(rates)
+    assert main_train(words(place, tmp_path / "run", *more, "--trainer.max_steps", "1000", "--ckpt_path", "last")) == 0
+    assert num_first == 4 and len(rates) == 10
+    assert rates[1] == 1e-3 and rates[-1] < 0.2e-3 and rates[5:] == sorted(rates[5:], reverse=True)
+
+
 def test_max_time_is_for_each_start(place: Path, trained_epochs: Path, monkeypatch) -> None:
     """Steps of ten seconds, fifty seconds a start, in epochs of more steps than that."""
     run, clock, starts = place / "timed", SimpleNamespace(now=0.0), 0
@@ -270,7 +317,7 @@ def test_weights_can_start_from_another_run(place: Path, trained: Path) -> None:
         torch.testing.assert_close(old, new, msg=name)
     assert before.config.embedding_scale == after.config.embedding_scale != 1
     with pytest.raises(ValueError, match="head 'tied'.*'full'"):
-        main_train(words(place, run, "--model.init_from", str(exported), "--model.drafter.head", "full"))
+        main_train(words(place, place / "full", "--model.init_from", str(exported), "--model.drafter.head", "full"))
 
 
 def test_a_tied_head_can_go_on_with_a_larger_draft_vocabulary(place: Path, trained: Path) -> None:
