@@ -14,6 +14,7 @@ from drafter.proposers.options import TreePolicy
 from drafter.targets.target import Target
 from tests.engine.drafters import answers_of, prompts_for, shared_target, trained_drafter
 from tests.engine.oracle import VOCAB, assert_lossless, requests, tiny_target
+from tests.sizes import size
 
 NO_EOS = SamplingParams(max_new_tokens=30, ignore_eos=True)
 # The drafter was trained on the answers to these: it drafts most of them right.
@@ -84,17 +85,20 @@ def test_any_tree_gives_the_oracles_tokens(rows: int, width: int, length: int, s
     assert_lossless(engine, [*((prompt, NO_EOS) for prompt in KNOWN[:3]), *requests(4, seed=rows)])
 
 
+GRID = size(((1, 16), (1, 32), (1, 9)), ((1, 5, 16), (1, 3, 32), (1, 4, 9)))  # rows, beam widths, draft lengths
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["all-nodes", "final-beams"])
-@pytest.mark.parametrize(("rows", "width", "length"), list(product((1, 5, 16), (1, 3, 32), (1, 4, 9))))
+@pytest.mark.parametrize(("rows", "width", "length"), list(product(*GRID)))
 def test_grid(rows: int, width: int, length: int, policy: TreePolicy) -> None:
     largest = 1 + width * length
-    for size in sorted({2, min(33, largest), largest}) if policy == "all-nodes" else [largest]:
+    for num_nodes in sorted({2, min(33, largest), largest}) if policy == "all-nodes" else [largest]:
         engine = new_engine(
             max_num_seqs=rows,
             beam_width=width,
             draft_length=length,
-            tree_size=size,
+            tree_size=num_nodes,
             tree_policy=policy,
             prefill_chunk=1 + length,
         )

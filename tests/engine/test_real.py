@@ -8,16 +8,15 @@ import torch
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
+from drafter.engine.loading import load_drafter, load_target
 from drafter.engine.settings import EngineConfig, Plan
-from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.options import TreePolicy
 from drafter.targets.target import Target
-from tests.engine.drafters import train_on_texts
 
 pytestmark = pytest.mark.slow
 
-NUM_TOKENS = 64
+NUM_TOKENS = 32
 PROMPTS = [
     "Why does bread rise? Answer in three sentences.",
     "Write a Python function that counts the vowels of a word.",
@@ -50,35 +49,16 @@ def hugging_face_answers() -> list[list[int]]:
 
 @cache
 def drafter() -> RecurrentDrafter:
-    """A small tied head that has read the answers before, over the few tokens that occur in them."""
-    prompts = [target().encode_chat([{"role": "user", "content": prompt}]) for prompt in PROMPTS]
-    texts = [prompt + answer for prompt, answer in zip(prompts, hugging_face_answers(), strict=True)]
-    shortest = min(len(text) for text in texts)
-    text_BT = torch.tensor([text[-shortest:] for text in texts])
-    token_R = torch.tensor([token for text in texts for token in text]).unique()
-    torch.manual_seed(0)
-    config = DrafterConfig(
-        vocab_size=target().vocab_size,
-        hidden_size=target().hidden_size,
-        head="tied",
-        num_res_blocks=1,
-        draft_vocab_size=len(token_R),
-        hidden_scale=1 / target().forward(text_BT).hidden_BTD.square().mean().sqrt().item(),
-        embedding_scale=1 / target().embed(text_BT).square().mean().sqrt().item(),
-    )
-    head = RecurrentDrafter(config).set_draft_token_ids(token_R).bind(target())
-    with torch.random.fork_rng():
-        return train_on_texts(head, target(), text_BT, num_steps=60)
+    """The one that comes with the package."""
+    return load_drafter("smollm2-135m", target())
 
 
 @pytest.mark.parametrize(
     ("rows", "width", "length", "size", "policy"),
     [
         (1, 8, 4, 24, "all-nodes"),
-        (8, 8, 4, 24, "all-nodes"),
         (8, 3, 6, 10, "all-nodes"),
-        (1, 4, 3, None, "final-beams"),
-        (8, 16, 2, 33, "all-nodes"),
+        (8, 4, 3, None, "final-beams"),
     ],
 )
 def test_answers_are_transformers_own(rows: int, width: int, length: int, size: int | None, policy: TreePolicy) -> None:
@@ -106,8 +86,6 @@ def test_seed_decides_a_sampled_answer() -> None:
 
 
 def test_exact_attention_drafts_the_text_of_plain_bfloat16_steps() -> None:
-    from drafter.engine.loading import load_drafter, load_target
-
     half = load_target("smollm2-135m", dtype="bfloat16", device="cpu")
     shipped = load_drafter("smollm2-135m", half)
 
