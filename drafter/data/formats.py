@@ -133,7 +133,7 @@ def parse_row(record: RawRow, *, format: str | None = None, columns: Mapping[str
     }
     if kind == "tokens":
         common |= {"prompt_ids": _ids(fields, "prompt_token_ids", record.where)}
-        common |= {"token_ids": _ids(_answer(fields), "token_ids", record.where)}
+        common |= {"token_ids": _ids(answer_of(fields), "token_ids", record.where)}
         if not fields.get("messages"):
             return Row(**common)
         kind = "messages"
@@ -149,7 +149,7 @@ def parse_row(record: RawRow, *, format: str | None = None, columns: Mapping[str
 
 def recognise(fields: Mapping[str, Any]) -> str | None:
     """The format that the keys of a row show; None if no key is known."""
-    if isinstance(fields.get("prompt_token_ids"), list) and isinstance(_answer(fields).get("token_ids"), list):
+    if isinstance(fields.get("prompt_token_ids"), list) and isinstance(answer_of(fields).get("token_ids"), list):
         return "tokens"
     for kind, key in (("messages", "messages"), ("sharegpt", "conversations")):
         if isinstance(fields.get(key), list):
@@ -163,7 +163,7 @@ def recognise(fields: Mapping[str, Any]) -> str | None:
     return "text" if "text" in fields else None
 
 
-def _answer(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+def answer_of(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """The object that holds ``token_ids``: the row, or the first choice of a stored reply of vLLM."""
     choices = fields.get("choices")
     return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else fields
