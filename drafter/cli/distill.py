@@ -47,13 +47,11 @@ class ServerOptions:
             the server are compared with the target first
         model: name of the target on that server; the key is read from OPENAI_API_KEY
         concurrency: requests at the same time
-        retries: further attempts after a request that failed
     """
 
     endpoint: str | None = None
     model: str | None = None
     concurrency: int = within(16, low=1)
-    retries: int = within(6, low=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +63,6 @@ class DistillOptions(Options, SourceOptions, AnswerSettings, EngineOptions, Serv
     Attributes:
         out: .jsonl file of the answers
         max_num_seqs: prompts that are answered at the same time
-        batch_tokens: limit of cached tokens at the same time; long prompts are answered in smaller batches
     """
 
     sections: ClassVar = {
@@ -78,12 +75,11 @@ class DistillOptions(Options, SourceOptions, AnswerSettings, EngineOptions, Serv
     }
     common: ClassVar = (
         "target", "prompts", "num_prompts", "out", "max_new_tokens", "temperature", "drafter", "max_num_seqs",
-        "batch_tokens", "endpoint",
+        "endpoint",
     )  # fmt: skip
     out: Path
     target: str | None = None  # type: ignore[assignment]
     max_num_seqs: int | None = 64
-    batch_tokens: int = within(65536, low=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,7 +103,7 @@ def distill(options: DistillOptions) -> None:
     elif options.endpoint is not None:
         from drafter.distill.endpoint import Endpoint
 
-        server = Endpoint(options.endpoint, options.model or "", options.concurrency, options.retries)
+        server = Endpoint(options.endpoint, options.model or "", options.concurrency)
         if options.target is not None:
             _compare(server, options)
         _write(options, server)
@@ -148,14 +144,7 @@ def _answerer(models: LoadedModels, options: DistillOptions) -> "EngineAnswerer"
 
     plan = resolve(options, *models)
     print(f"drafting: {plan.reason}", file=sys.stderr)
-    return EngineAnswerer(
-        models.target,
-        models.drafter,
-        draft_model=models.draft_model,
-        config=plan,
-        batch_size=plan.max_num_seqs,
-        batch_tokens=options.batch_tokens,
-    )
+    return EngineAnswerer(models.target, models.drafter, draft_model=models.draft_model, config=plan)
 
 
 def _compare(server: "Endpoint", options: DistillOptions) -> None:

@@ -1,6 +1,6 @@
 """Answers by an engine of this process."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,20 +9,28 @@ from drafter.distill.prompts import AnswerSettings, AnswerStream, MadeAnswer, Wa
 from drafter.targets.chat import Chat
 
 if TYPE_CHECKING:
+    from drafter.engine.engine import Engine
     from drafter.engine.settings import EngineConfig, Plan
     from drafter.models.drafter import RecurrentDrafter
     from drafter.targets.target import Target
+
+MAX_NUM_SEQS = 64  # answers that an engine makes at the same time, unless its settings say otherwise
 
 
 class EngineAnswerer:
     """Answers by an engine of this process; a drafter makes the same answers faster.
 
     Args:
+        target: the model that answers.
+        drafter: drafts for the target.
         draft_model: a smaller model for ``config.method`` draft-model.
-        config: the engine's settings (default: all are open).
-        batch_size: most rows at the same time.
-        batch_tokens: most cache slots at the same time (rows x longest prompt and answer).
+        config: the engine's settings; None: all are open, but for ``MAX_NUM_SEQS``.
+
+    Attributes:
+        refusal: what it means that a prompt has no answer.
     """
+
+    refusal = "answers left out: the prompt leaves no room in the context"
 
     def __init__(
         self,
@@ -31,31 +39,51 @@ class EngineAnswerer:
         *,
         draft_model: "Target | None" = None,
         config: "EngineConfig | Plan | None" = None,
-        batch_size: int = 64,
-        batch_tokens: int = 65536,
     ) -> None:
-        assert batch_size > 0 and batch_tokens > 0, (batch_size, batch_tokens)
-        self.target, self._drafter, self._draft_model, self._config = target, drafter, draft_model, config
-        self._batch_size, self._batch_tokens = batch_size, batch_tokens
+        from drafter.engine.settings import EngineConfig, Plan, resolve
+
+        self.target, self._drafter, self._draft_model = target, drafter, draft_model
+        asked = config or EngineConfig(max_num_seqs=MAX_NUM_SEQS)
+        self._plan = asked if isinstance(asked, Plan) else resolve(asked, target, drafter, draft_model)
 
     @property
     def identity(self) -> dict[str, Any]:
+        """The settings that, with prompts and sampling parameters, determine the answers."""
         return {"target_fingerprint": self.target.fingerprint, "dtype": str(self.target.dtype).removeprefix("torch.")}
-
-    refusal = "answers left out: the prompt leaves no room in the context"
 
     def answer(
         self, wanted: Sequence[WantedAnswer], settings: AnswerSettings, *, num_answered_before: int = 0
     ) -> AnswerStream:
+        """See :class:`drafter.distill.run.Answerer`. The shortest prompts come first: rows of a step are alike."""
+        from drafter.decoding.params import SamplingParams
+
         texts = self.target.encode_chats([Chat(item.prompt.messages, item.prompt.tools) for item in wanted])
-        encoded = list(zip(wanted, texts, strict=True))
-        limit = self.target.max_length - settings.max_new_tokens
-        for item, ids in encoded:
-            if len(ids) > limit:
-                yield item, None
-        fitting = sorted((pair for pair in encoded if len(pair[1]) <= limit), key=lambda pair: -len(pair[1]))
-        for group in _groups([len(ids) + settings.max_new_tokens for _, ids in fitting]):
-            yield from self._answer_group(fitting[group], settings)
+        pairs = sorted(zip(wanted, texts, strict=True), key=lambda pair: len(pair[1]))
+        longest = self.target.max_length - settings.max_new_tokens
+        yield from ((item, None) for item, ids in pairs if len(ids) > longest)
+        pairs = [pair for pair in pairs if len(pair[1]) <= longest]
+        params = [
+            SamplingParams(
+                max_new_tokens=settings.max_new_tokens,
+                temperature=item.temperature,
+                top_k=settings.top_k,
+                top_p=settings.top_p,
+                min_p=settings.min_p,
+                seed=item.seed,
+            )
+            for item, _ in pairs
+        ]
+        for event in self._engine(len(pairs)).stream([ids for _, ids in pairs], params):
+            done = event.completion
+            if done is not None:
+                made = MadeAnswer(
+                    done.text,
+                    "stop" if done.finish_reason == "stop" else "length",
+                    len(done.token_ids),
+                    prompt_ids=done.prompt_ids,
+                    token_ids=done.token_ids,
+                )
+                yield pairs[event.index][0], made
 
     def sample_openings(
         self, opening: Opening, seeds: Sequence[int], settings: MagpieSettings
@@ -74,57 +102,11 @@ class EngineAnswerer:
             )
             for seed in seeds
         ]
-        engine = self._engine(len(seeds), len(opening.token_ids) + settings.max_tokens)
-        completions = engine.generate([opening.token_ids] * len(seeds), params)
+        completions = self._engine(len(seeds)).generate([opening.token_ids] * len(seeds), params)
         return [(completion.text, completion.finish_reason == "stop") for completion in completions]
 
-    def _answer_group(self, pairs: Sequence[tuple[WantedAnswer, list[int]]], settings: AnswerSettings) -> AnswerStream:
-        from drafter.decoding.params import SamplingParams
-
-        params = [
-            SamplingParams(
-                max_new_tokens=settings.max_new_tokens,
-                temperature=item.temperature,
-                top_k=settings.top_k,
-                top_p=settings.top_p,
-                min_p=settings.min_p,
-                seed=item.seed,
-            )
-            for item, _ in pairs
-        ]
-        engine = self._engine(len(pairs), len(pairs[0][1]) + settings.max_new_tokens)
-        for event in engine.stream([ids for _, ids in pairs], params):
-            done = event.completion
-            if done is not None:
-                is_whole = done.finish_reason == "stop"
-                yield (
-                    pairs[event.index][0],
-                    MadeAnswer(
-                        done.text,
-                        "stop" if is_whole else "length",
-                        len(done.token_ids),
-                        prompt_ids=done.prompt_ids,
-                        token_ids=done.token_ids,
-                    ),
-                )
-
-    def _engine(self, num_rows: int, num_slots: int) -> Any:
+    def _engine(self, num_rows: int) -> "Engine":
         from drafter.engine.engine import Engine
-        from drafter.engine.settings import EngineConfig, Plan, resolve
 
-        if not isinstance(self._config, Plan):
-            config = self._config or EngineConfig(max_num_seqs=self._batch_size)
-            self._config = resolve(config, self.target, self._drafter, self._draft_model)
-        rows = max(1, min(num_rows, self._batch_size, self._batch_tokens // num_slots))
-        return Engine(
-            self.target, self._drafter, replace(self._config, max_num_seqs=rows), draft_model=self._draft_model
-        )
-
-
-def _groups(lengths: Sequence[int]) -> Iterator[slice]:
-    """Slices of descending lengths whose longest is at most 1.5 times the shortest; one cache serves a slice."""
-    start = 0
-    for index in range(1, len(lengths) + 1):
-        if index == len(lengths) or 1.5 * lengths[index] < lengths[start]:
-            yield slice(start, index)
-            start = index
+        plan = replace(self._plan, max_num_seqs=max(1, min(num_rows, self._plan.max_num_seqs)))
+        return Engine(self.target, self._drafter, plan, draft_model=self._draft_model)

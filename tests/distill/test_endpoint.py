@@ -239,7 +239,7 @@ def test_what_an_endpoint_cannot_do(server: FakeServer, prompts: str, tmp_path: 
         ({"endpoint": "http://a", "drafter": "d"}, "--drafter needs --target"),
         ({"endpoint": "http://a", "target": "t", "drafter": "d"}, "--drafter and --endpoint exclude each other"),
         ({"endpoint": "http://a", "target": "t", "ray": "auto"}, "--endpoint and --ray both answer"),
-        ({"target": "t", "batch_size": 0}, "--batch-size is 0"),
+        ({"target": "t", "max_num_seqs": 0}, "--max-num-seqs is 0"),
         ({"target": "t", "num_prompts": 0}, "--num-prompts is 0"),
     ):
         with pytest.raises(ValueError, match=reason):

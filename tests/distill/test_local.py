@@ -15,7 +15,7 @@ import pytest
 from drafter.data.formats import read_rows
 from drafter.decoding.params import SamplingParams
 from drafter.distill.journal import Journal
-from drafter.distill.local import EngineAnswerer, _groups
+from drafter.distill.local import EngineAnswerer
 from drafter.distill.prompts import AnswerSettings, AnswerStream, MadeAnswer, PromptRow, WantedAnswer
 from drafter.distill.run import DistillReport, _answer_all, distill
 from drafter.engine.engine import Engine
@@ -43,15 +43,15 @@ def rows_of(path: Path) -> dict[tuple[str, int], dict]:
 
 
 def run(target, prompts: str, out: Path, **options) -> DistillReport:
-    """`distill` by an engine. Options are fields of AnswerSettings, sizes of the engine, and arguments of `distill`."""
-    sizes = {name: options.pop(name) for name in ("batch_size", "batch_tokens") if name in options}
+    """`distill` by an engine. Options are fields of AnswerSettings, rows of the engine, and arguments of `distill`."""
+    config = EngineConfig(max_num_seqs=options.pop("max_num_seqs", 64))
     names = [item.name for item in fields(AnswerSettings) if item.name in options]
     settings = AnswerSettings(**{"max_new_tokens": 8, **{name: options.pop(name) for name in names}})
-    return distill(EngineAnswerer(target, **sizes), prompts, out, settings, progress=False, **options)
+    return distill(EngineAnswerer(target, config=config), prompts, out, settings, progress=False, **options)
 
 
 def test_answers_are_those_of_the_engine(target, prompts: str, tmp_path: Path) -> None:
-    report = run(target, prompts, tmp_path / "out.jsonl", batch_size=2)
+    report = run(target, prompts, tmp_path / "out.jsonl", max_num_seqs=2)
     rows = rows_of(tmp_path / "out.jsonl")
     engine = Engine(target, None, EngineConfig(method="none"))
     for (number, _), row in rows.items():
@@ -70,8 +70,8 @@ def test_answers_are_those_of_the_engine(target, prompts: str, tmp_path: Path) -
 
 def test_batches_do_not_change_sampled_answers(target, prompts: str, tmp_path: Path) -> None:
     options = {"temperature": (0.5, 1.0), "num_answers": 2, "seed": 3, "top_k": 50}
-    run(target, prompts, tmp_path / "a.jsonl", batch_size=1, **options)
-    run(target, prompts, tmp_path / "b.jsonl", batch_size=64, batch_tokens=120, **options)
+    run(target, prompts, tmp_path / "a.jsonl", max_num_seqs=1, **options)
+    run(target, prompts, tmp_path / "b.jsonl", max_num_seqs=64, **options)
     first, second = rows_of(tmp_path / "a.jsonl"), rows_of(tmp_path / "b.jsonl")
     assert first == second and len(first) == 10
     assert first["q0", 0]["messages"] != first["q0", 1]["messages"]
@@ -164,13 +164,6 @@ def test_answers_to_prompts_that_are_excluded_later(target, tmp_path: Path, monk
     assert report.num_done_before == 2 and report.notes["invented prompts dropped: excluded"] == 1
 
 
-def test_groups_share_a_cache_only_if_their_lengths_are_close() -> None:
-    lengths = [300, 290, 210, 199, 150, 140, 90, 10]
-    groups = [lengths[group] for group in _groups(lengths)]
-    assert groups == [[300, 290, 210], [199, 150, 140], [90], [10]]
-    assert list(_groups([])) == []
-
-
 class Killed(Exception):
     pass
 
@@ -226,8 +219,9 @@ import sys
 from drafter.distill.local import EngineAnswerer
 from drafter.distill.run import distill
 from drafter.distill.prompts import AnswerSettings
+from drafter.engine.settings import EngineConfig
 from tests.data.tiny import tiny_target
-answerer = EngineAnswerer(tiny_target(), batch_size=2)
+answerer = EngineAnswerer(tiny_target(), config=EngineConfig(max_num_seqs=2))
 distill(answerer, sys.argv[1], sys.argv[2], AnswerSettings(60, temperature=(1.0,)), progress=False)
 """
 

@@ -87,8 +87,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         DistillOptions(
             target=str(folder / "target"),
             out=folder / "alone.jsonl",
-            batch_size=8,
-            batch_tokens=4096,
+            max_num_seqs=8,
             dtype="float32",
             device="cpu",
         )
