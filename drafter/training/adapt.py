@@ -32,6 +32,7 @@ _HELD_OUT_SHARE = 10  # one prompt in ten
 _NUM_TRAFFIC, _NUM_GENERAL, _NUM_TOKENS = 40, 20, 96  # prompts that are decoded, and tokens for each
 _EPOCHS = 8
 _LR = 3e-4
+_BATCH_TOKENS, _MAX_LENGTH = 2048, 2**15
 _STATES_SHARE = 0.25  # of the minutes for the target's forward over the rows
 _SPEED_TOKENS = 2048
 _MODES = {"drafter alone": False, "with copies": True}
@@ -105,7 +106,8 @@ def adapt(
         _write_rows(work / "train.jsonl", _affordable(loading, rows, general_rows, minutes))
     checkpoint, made = work / "checkpoints" / "last.ckpt", work / "drafter"
     if not made.exists():
-        main_train([*_recipe(target, drafter, work, minutes), *words])
+        longest = max(len(row.prompt_token_ids) + len(row.token_ids) for row in (*rows, *held_out, *general_rows))
+        main_train([*_recipe(target, drafter, work, minutes, longest), *words])
         export_checkpoint(checkpoint, made)
     after = _kept(work / "after.json", lambda: _measured(loading, str(made), prompts))
     figures = {
@@ -221,8 +223,12 @@ def _affordable(
     return chosen
 
 
-def _recipe(target: str, drafter: Path, work: Path, minutes: float) -> list[str]:
-    """The words of `drafter train`: the drafter's own shape, a low learning rate that falls with the time."""
+def _recipe(target: str, drafter: Path, work: Path, minutes: float, longest: int) -> list[str]:
+    """The words of `drafter train`: the drafter's own shape, a low learning rate that falls with the time.
+
+    ``longest``: tokens of the longest row, which is cut beyond ``_MAX_LENGTH``.
+    """
+    length = min(max(longest, _BATCH_TOKENS), _MAX_LENGTH)
     config = RecurrentDrafter.from_pretrained(drafter).config
     rates = [1.0, 0.7, 0.5, 0.4, *[0.3] * config.draft_length][: config.draft_length]
     settings: dict[str, Any] = {
@@ -244,8 +250,8 @@ def _recipe(target: str, drafter: Path, work: Path, minutes: float) -> list[str]
         "model.optim.minutes": minutes,
         "data.train": work / "train.jsonl",
         "data.val": work / "val.jsonl",
-        "data.max_length": 2048,
-        "data.batch_tokens": 2048,
+        "data.max_length": length,
+        "data.batch_tokens": length,
         "data.cache_hidden_states": work / "states",
         "trainer.max_epochs": _EPOCHS,
         "trainer.precision": "bf16-mixed",
