@@ -83,9 +83,18 @@ class LlamaCpp:
         self._lib = lib = llama_cpp
         self._silence = lib.llama_log_callback(lambda *_: None)
         lib.llama_log_set(self._silence, None)
-        lib.llama_backend_init()
         self.build = built_for(lib.llama_print_system_info().decode())
-        model = lib.llama_model_load_from_file(settings["model"].encode(), lib.llama_model_default_params())
+        # On some machines llama.cpp dies in its products of packed weights (AMX); a child tries them first.
+        is_packed = survives(lambda: self._load(settings, is_packed=True)._decode(range(4)))
+        self.build += "" if is_packed else ", weights not packed"
+        self._load(settings, is_packed=is_packed)
+
+    def _load(self, settings: dict[str, Any], *, is_packed: bool) -> "LlamaCpp":
+        lib = self._lib
+        lib.llama_backend_init()
+        options = lib.llama_model_default_params()
+        options.use_extra_bufts = is_packed
+        model = lib.llama_model_load_from_file(settings["model"].encode(), options)
         if not model:
             raise SystemExit(f"llama.cpp cannot load {settings['model']}")
         params = lib.llama_context_default_params()
@@ -94,7 +103,7 @@ class LlamaCpp:
         self._context = lib.llama_init_from_model(model, params)
         self._vocabulary = lib.llama_model_get_vocab(model)
         self._memory = lib.llama_get_memory(self._context)
-        self._model = model
+        return self
 
     def _decode(self, token_ids: Sequence[int], start: int = 0, *, all_logits: bool = False) -> None:
         """One forward over tokens at the positions from `start` on, with logits of the last token or of all."""
@@ -247,6 +256,15 @@ class Vllm:
             token_ids, stats = list(output.outputs[0].token_ids), output.metrics
             seconds = stats.last_token_ts - stats.scheduled_ts
             on_answer(index, answer_of(token_ids, seconds, stats.first_token_ts - stats.scheduled_ts, len(token_ids)))
+
+
+def survives(work: Callable[[], object]) -> bool:
+    """Whether a child process does the work without dying of a signal."""
+    child = os.fork()
+    if not child:
+        work()
+        os._exit(0)
+    return not os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
 def built_for(system_info: str) -> str:
