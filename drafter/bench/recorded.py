@@ -6,7 +6,7 @@ Shapes: A answers · B answers that go on · T tokens of a text · N nodes of a 
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,11 +23,13 @@ from drafter.targets.target import Target
 _NUM_TOGETHER = 8  # answers whose contexts are held at the same time
 
 
-class RecordedAnswer(NamedTuple):
-    """The token ids of a prompt and of its answer."""
+class Recorded(Protocol):
+    """A row of traffic: the token ids of a prompt and of its answer."""
 
-    prompt_ids: Sequence[int]
-    token_ids: Sequence[int]
+    @property
+    def prompt_token_ids(self) -> Sequence[int]: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
 
 
 @torch.inference_mode()
@@ -35,7 +37,7 @@ def steps_along(
     target: Target,
     drafter: RecurrentDrafter,
     drafting: Drafting,
-    answers: Sequence[RecordedAnswer],
+    answers: Sequence[Recorded],
     on_answer: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
     """Accepted draft tokens of each step of each answer.
@@ -49,7 +51,16 @@ def steps_along(
         drafting: how to draft.
         answers: token ids, each prompt and each answer at least one token long.
         on_answer: called once for each answer.
+
+    Raises:
+        ValueError: a token that the target does not have.
     """
+    for answer in answers:
+        largest = max(*answer.prompt_token_ids, *answer.token_ids)
+        if largest >= target.vocab_size:
+            raise ValueError(
+                f"token id {largest} of a recorded answer is none of {target.name!r}: give its own traffic"
+            )
     proposer = make_proposer(drafting, target, drafter)
     accepted: list[list[int]] = []
     for start in range(0, len(answers), _NUM_TOGETHER):
@@ -61,26 +72,26 @@ def steps_along(
     return accepted
 
 
-def _contexts_of(target: Target, drafter: RecurrentDrafter, answer: RecordedAnswer) -> Tensor:
+def _contexts_of(target: Target, drafter: RecurrentDrafter, answer: Recorded) -> Tensor:
     """What the drafter reads of the target before each token of a text, [T, C]; zeros before the first."""
     contexts = contexts_of(drafter, target)
-    token_1T = torch.tensor([[*answer.prompt_ids, *answer.token_ids]], device=target.device)
+    token_1T = torch.tensor([[*answer.prompt_token_ids, *answer.token_ids]], device=target.device)
     context_1TC = target.forward(token_1T, context_layers=contexts.layers).context_BTC
     start_1C = context_1TC.new_zeros(1, contexts.size)
     return torch.cat([start_1C, context_1TC[0, :-1]])
 
 
 def _walk(
-    target: Target, proposer: Proposer, answers: Sequence[RecordedAnswer], contexts: Sequence[Tensor]
+    target: Target, proposer: Proposer, answers: Sequence[Recorded], contexts: Sequence[Tensor]
 ) -> list[list[int]]:
     """Accepted draft tokens of each step, for answers that are drafted together."""
     device, length = target.device, proposer.max_depth
-    texts = [[*answer.prompt_ids, *answer.token_ids] for answer in answers]
+    texts = [[*answer.prompt_token_ids, *answer.token_ids] for answer in answers]
     # Behind an answer no draft is right.
     ids_AT = torch.full((len(texts), max(map(len, texts)) + length + 1), -1, device=device)
     for row, text in enumerate(texts):
         ids_AT[row, : len(text)] = torch.tensor(text, device=device)
-    root_A = torch.tensor([len(answer.prompt_ids) - 1 for answer in answers], device=device)
+    root_A = torch.tensor([len(answer.prompt_token_ids) - 1 for answer in answers], device=device)
     end_A = torch.tensor([len(text) - 1 for text in texts], device=device)
     accepted: list[list[int]] = [[] for _ in answers]
     while len(running_B := (root_A < end_A).nonzero()[:, 0]):

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from drafter.bench.methods import parse_method
 from drafter.engine.loading import TargetConfig
@@ -14,8 +14,7 @@ from drafter.utils.validate import within
 if TYPE_CHECKING:
     from drafter.bench.acceptance import Acceptance, Served
     from drafter.bench.models import BenchModels
-    from drafter.bench.workload import Workload
-    from drafter.decoding.params import SamplingParams
+    from drafter.distill.client import Client
 
 _NUM_COMPARED = 4  # prompts whose greedy answers are compared with the target
 
@@ -28,6 +27,8 @@ class AskedOptions:
         drafter: folder of an exported drafter, or name of a drafter that comes with the package
         method: how tokens are drafted, in the written form of `drafter bench`, such as drafter:W4:L3:N8 or lookup
         prompts: file of prompts, hub data set, or a name: evaluation, default, mtbench, humaneval, gsm8k
+        traffic: file or folder of rows of token ids, such as that of `drafter serve --record`; drafts are counted along
+            the recorded answers, and no prompt is answered
         num_prompts: largest number of prompts, all categories alike
         max_new_tokens: longest answer in tokens
         temperature: 0 is greedy
@@ -39,6 +40,7 @@ class AskedOptions:
     drafter: str | None = None
     method: str = "drafter"
     prompts: str = "evaluation"
+    traffic: Path | None = None
     num_prompts: int | None = within(None, low=1)
     max_new_tokens: int = within(128, low=1, high=2**24)
     temperature: float = within(0.0, low=0.0)
@@ -51,9 +53,9 @@ class AskedOptions:
 class EvaluateOptions(Options, AskedOptions, TargetConfig):
     """Measure how many drafted tokens are accepted: by depth and category, here and on a server.
 
-    With --url, the same prompts go to the server. If the server accepts far less than this machine, the command warns,
-    names what differs (chat template, special tokens, dtype or quantisation, sampling, context length, speculation
-    off) and returns exit code 1.
+    With --traffic, the drafter is measured along recorded answers. With --url, the prompts go to the server too. If the
+    server accepts far less than this machine, the command warns, names what differs (chat template, special tokens,
+    dtype or quantisation, sampling, context length, speculation off) and returns exit code 1.
     """
 
     sections: ClassVar = {"What to measure": AskedOptions, "Where to run": TargetConfig}
@@ -66,51 +68,103 @@ class EvaluateOptions(Options, AskedOptions, TargetConfig):
             raise ValueError(f"--method {self.method}: evaluate measures none, drafter or lookup")
         if spec.needs_drafter and self.drafter is None:
             raise ValueError(f"--method {self.method} needs a drafter: give --drafter DIR")
+        if self.traffic is not None and (self.url is not None or not spec.needs_drafter):
+            flag = f"--url {self.url}" if self.url is not None else f"--method {self.method}"
+            raise ValueError(f"--traffic {self.traffic} counts a drafter along recorded answers: leave {flag} out")
 
 
 def evaluate(options: EvaluateOptions) -> int:
     """Run `drafter evaluate`; 1 when the server accepts far less than this machine."""
-    from tqdm import tqdm
-
-    from drafter.bench.acceptance import add_all, measure_here, measure_server, warning_lines
     from drafter.bench.models import BenchModels
-    from drafter.bench.workload import read_prompt_set
-    from drafter.decoding.params import SamplingParams
     from drafter.distill.client import Client
-    from drafter.distill.same_model import compare_models
     from drafter.engine.loading import load_drafter
     from drafter.utils.io import check_output
 
     if options.out is not None:
         check_output(options.out, overwrite=True)
-    workload = read_prompt_set(options.prompts).take(options.num_prompts).first_turns(1)
     client = card = None
     if options.url is not None:
         client = Client(options.url, flag="--url")
         card = client.model_card(options.model)  # a wrong address is known before the models are loaded
-    spec = parse_method(options.method)
     target = options.load()
-    drafter = load_drafter(options.drafter, target) if options.drafter is not None and spec.needs_drafter else None
+    is_drafter = parse_method(options.method).needs_drafter
+    drafter = load_drafter(options.drafter, target) if options.drafter is not None and is_drafter else None
     models = BenchModels(target, drafter, options.drafter or "")
+    measured = _along_traffic(options, models) if options.traffic else _of_prompts(options, models, client, card)
+    print("\n".join(_tables(measured.here, measured.served)))
+    if options.out is not None:
+        _write(options, models, measured)
+    for line in measured.warning or measured.differences:
+        print(line, file=sys.stderr)
+    return 1 if measured.warning else 0
+
+
+class _Measured(NamedTuple):
+    """Counts here and of the server, the lines of a warning, the differences of the server, and what was asked."""
+
+    here: "dict[str, Acceptance]"
+    source: dict[str, Any]
+    served: "Served | None" = None
+    warning: Sequence[str] = ()
+    differences: Sequence[str] = ()
+
+
+def _along_traffic(options: EvaluateOptions, models: "BenchModels") -> _Measured:
+    """Counts along recorded answers."""
+    from tqdm import tqdm
+
+    from drafter.bench.acceptance import Acceptance, add_all
+    from drafter.bench.recorded import steps_along
+    from drafter.data.traffic import read_traffic
+
+    assert options.traffic is not None and models.drafter is not None
+    rows = read_traffic(options.traffic)
+    fitting = [row for row in rows if len(row.prompt_token_ids) + len(row.token_ids) <= models.target.max_length]
+    if len(fitting) < len(rows):
+        print(f"{len(rows) - len(fitting)} answers exceed the target's context: left out", file=sys.stderr)
+    fitting = fitting[: options.num_prompts]
+    if not fitting:
+        raise ValueError(f"--traffic {options.traffic} holds no answer that fits the context of {models.target.name!r}")
+    plan = models.plan(parse_method(options.method), 1)
+    with tqdm(total=len(fitting), unit="answer", disable=None) as bar:
+
+        def on_answer() -> None:
+            bar.update()
+
+        steps = steps_along(models.target, models.drafter, plan, fitting, on_answer)
+    counts = add_all(Acceptance.of_steps(each) for each in steps)
+    num_tokens = sum(len(row.token_ids) for row in fitting)
+    print(f"{num_tokens / counts.num_steps:.3f} tokens per step along {len(fitting)} recorded answers")
+    return _Measured({"": counts}, {"traffic": str(options.traffic), "num_tokens": num_tokens})
+
+
+def _of_prompts(
+    options: EvaluateOptions, models: "BenchModels", client: "Client | None", card: dict[str, Any] | None
+) -> _Measured:
+    """Counts of answers to the prompts, here and on the server."""
+    from tqdm import tqdm
+
+    from drafter.bench.acceptance import add_all, measure_here, measure_server, warning_lines
+    from drafter.bench.workload import read_prompt_set
+    from drafter.decoding.params import SamplingParams
+    from drafter.distill.same_model import compare_models
+
+    workload = read_prompt_set(options.prompts).take(options.num_prompts).first_turns(1)
+    source = {"prompts": {"name": workload.name, "digest": workload.digest}}
     params = SamplingParams(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
-    served, differences, warning = None, [], []
     with tqdm(total=len(workload.items) * (1 if client is None else 2), unit="answer", disable=None) as bar:
 
         def on_answer() -> None:
             bar.update()
 
-        here = measure_here(models, models.backend(spec, 1), workload, params, on_answer)
-        if client is not None and card is not None:
-            served = measure_server(client, card, workload, params, on_answer)
-            chats = [item.messages([]) for item in workload.items if not item.is_raw]
-            differences = compare_models(client, str(card["id"]), target, chats[:_NUM_COMPARED]).lines()
-            warning = warning_lines(add_all(here.values()), served, differences)
-    print("\n".join(_tables(here, served)))
-    if options.out is not None:
-        _write(options, models, params, workload, here, served, differences)
-    for line in warning or differences:
-        print(line, file=sys.stderr)
-    return 1 if warning else 0
+        backend = models.backend(parse_method(options.method), 1)
+        here = measure_here(models, backend, workload, params, on_answer)
+        if client is None or card is None:
+            return _Measured(here, source)
+        served = measure_server(client, card, workload, params, on_answer)
+        chats = [item.messages([]) for item in workload.items if not item.is_raw]
+        differences = compare_models(client, str(card["id"]), models.target, chats[:_NUM_COMPARED]).lines()
+    return _Measured(here, source, served, warning_lines(add_all(here.values()), served, differences), differences)
 
 
 def _tables(here: "dict[str, Acceptance]", served: "Served | None") -> list[str]:
@@ -141,15 +195,7 @@ def _row(name: str, here: "Acceptance", there: "Acceptance | None", served: "Ser
     return row
 
 
-def _write(
-    options: EvaluateOptions,
-    models: "BenchModels",
-    params: "SamplingParams",
-    workload: "Workload",
-    here: "dict[str, Acceptance]",
-    served: "Served | None",
-    differences: Sequence[str],
-) -> None:
+def _write(options: EvaluateOptions, models: "BenchModels", measured: _Measured) -> None:
     import json
 
     from drafter.utils.io import write_atomic
@@ -161,13 +207,11 @@ def _write(
         "target": {"name": models.target.name, "fingerprint": models.target.fingerprint},
         "drafter": models.drafter_name or None,
         "method": options.method,
-        "prompts": {"name": workload.name, "digest": workload.digest},
-        "max_new_tokens": params.max_new_tokens,
-        "temperature": params.temperature,
-        "url": options.url,
-        "here": {name: asdict(counts) for name, counts in here.items()},
-        "server": None if served is None else asdict(served),
-        "differences": list(differences),
-        **run_record(seed=params.seed),
+        **measured.source,
+        **{name: getattr(options, name) for name in ("max_new_tokens", "temperature", "url")},
+        "here": {name: asdict(counts) for name, counts in measured.here.items()},
+        "server": None if measured.served is None else asdict(measured.served),
+        "differences": list(measured.differences),
+        **run_record(),
     }
     write_atomic(options.out, json.dumps(content, indent=2) + "\n")

@@ -10,7 +10,10 @@ import torch
 from drafter.bench.acceptance import Acceptance, acceptance_of, add_all, steps_of
 from drafter.cli.evaluate import EvaluateOptions, evaluate
 from drafter.cli.main import main
+from drafter.decoding.params import SamplingParams
 from drafter.distill.client import read_reply
+from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig
 from tests.data.tiny import write_jsonl
 from tests.distill.engine_server import EngineServer, running
 from tests.serving.live import Live, live_server
@@ -154,6 +157,22 @@ def test_a_vllm_is_counted_by_its_metrics(files: Path, accepted: tuple[int, ...]
     assert num_steps + num_accepted == 48, "two answers of 24 tokens"
     assert all(each["num_accepted"] == sum(each["reached"]) for each in counts)
     assert (code == 1) == (accepted != (2, 0, 1))
+
+
+def test_recorded_answers_are_counted_without_asking(files: Path, tmp_path: Path, capsys) -> None:
+    engine = Engine(tiny_target(), config=EngineConfig(method="none"))
+    params = SamplingParams(max_new_tokens=24)
+    prompts = [tiny_target().encode_chat([{"role": "user", "content": text}]) for text in QUESTIONS["short"]]
+    rows = [
+        {"prompt_token_ids": done.prompt_ids, "token_ids": done.token_ids} for done in engine.generate(prompts, params)
+    ]
+    write_jsonl(tmp_path / "traffic-1.jsonl", rows)
+    _, asked = run(files, None, prompts=str(files / "prompts.jsonl"))
+    code, recorded = run(files, None, traffic=tmp_path)
+    assert code == 0 and recorded["here"][""] == asked["here"]["short"]
+    assert "tokens per step along 2" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="leave --url http://x out"):
+        run(files, "http://x", traffic=tmp_path)
 
 
 def test_here_alone_and_mistakes(files: Path, tmp_path: Path, capsys) -> None:

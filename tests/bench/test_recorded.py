@@ -2,7 +2,8 @@
 
 import pytest
 
-from drafter.bench.recorded import RecordedAnswer, steps_along
+from drafter.bench.recorded import steps_along
+from drafter.data.traffic import TrafficRow
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
@@ -16,7 +17,7 @@ def test_steps_are_those_of_the_engine(context: str, num_prompts: int) -> None:
     config = Plan(method="drafter", max_num_seqs=4, beam_width=4, draft_length=3, tree_size=8)
     params = SamplingParams(max_new_tokens=30, ignore_eos=True)
     completions = Engine(target, drafter, config).generate(prompts_for(num_prompts, seed=5), params)
-    answers = [RecordedAnswer(each.prompt_ids, each.token_ids) for each in completions]
+    answers = [TrafficRow(each.prompt_ids, each.token_ids) for each in completions]
     finished: list[int] = []
     accepted = steps_along(target, drafter, config, answers, lambda: finished.append(1))
     assert [len(steps) for steps in accepted] == [each.num_target_forwards for each in completions]
@@ -28,5 +29,7 @@ def test_steps_are_those_of_the_engine(context: str, num_prompts: int) -> None:
 def test_the_longest_prompt_alone_is_walked_too() -> None:
     target, drafter = shared_target(), trained_drafter()
     config = Plan(method="drafter", beam_width=2, draft_length=2, tree_size=4)
-    assert steps_along(target, drafter, config, [RecordedAnswer([1], [2])]) == [[0]]
+    assert steps_along(target, drafter, config, [TrafficRow([1], [2])]) == [[0]]
     assert steps_along(target, drafter, config, []) == []
+    with pytest.raises(ValueError, match="token id 10000 of a recorded answer"):
+        steps_along(target, drafter, config, [TrafficRow([1], [10000])])

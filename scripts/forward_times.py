@@ -1,0 +1,212 @@
+#!/usr/bin/env python3
+"""Time of one forward over 1, 8, 16, 24 tokens, memory and start: this package beside llama.cpp, random weights.
+
+    python scripts/forward_times.py --ours bfloat16,int8,Q4_1 --llama-cpp BF16,Q8_0,Q4_0,Q4_1 \\
+        --llama-cpp-python /path/to/python --out forward-times.jsonl
+
+A Llama of --shape gets random weights, the default target's tokenizer and a GGUF file for each format. Every engine
+runs in a process of its own, one after the other, round after round. Logits of all tokens are computed, as a tree needs
+them. `bfloat16`, `float32` and `int8` load the BF16 file; another name is the file of that format, in the number format
+that the package chooses. The last table is a forecast, not a measurement.
+
+Shapes: B rows · N tokens of a row · S visible slots.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from drafter.bench.measure import PeakMemory
+from drafter.bench.process_peers import PeerProcess
+from drafter.targets.catalog import gguf_file, home_folder
+from drafter.targets.masks import chunk_mask
+from drafter.targets.target import Target
+from drafter.utils.io import append, replacing
+from drafter.utils.provenance import run_record
+from drafter.utils.tables import markdown_table
+
+# hidden, intermediate, layers, heads, key/value heads; the vocabulary is the default target's
+SHAPES = {"tiny": (256, 512, 2, 4, 2), "1b": (2048, 8192, 16, 32, 8), "3b": (3072, 8192, 28, 24, 8)}
+SIZES = (1, 8, 16, 24)
+NUM_CONTEXT, NUM_ROUNDS = 32, 10
+FORECAST_CORES = (2, 8, 16)
+MOST_BANDWIDTH = 4  # how many times the measured bandwidth the forecast assumes at most
+
+
+def random_file(shape: str, weights: str) -> Path:
+    """The GGUF file of a shape with random matrices stored as `weights`, made once. Layers share their numbers."""
+    import gguf
+
+    out = home_folder() / "gguf" / f"random-{shape}.{weights}.gguf"
+    if out.is_file():
+        return out
+    like = gguf.GGUFReader(gguf_file("smollm2-135m"))
+    hidden, intermediate, layers, heads, kv_heads = SHAPES[shape]
+    head = hidden // heads
+    vocabulary = len(like.fields["tokenizer.ggml.tokens"].contents())
+    sizes = {"q": hidden, "k": kv_heads * head, "v": kv_heads * head, "output": hidden}
+    matrices = {f"attn_{name}": (rows, hidden) for name, rows in sizes.items()}
+    matrices |= {
+        "ffn_gate": (intermediate, hidden),
+        "ffn_up": (intermediate, hidden),
+        "ffn_down": (hidden, intermediate),
+    }
+    kind, random = gguf.GGMLQuantizationType[weights], np.random.default_rng(0)
+    with replacing(out) as new:
+        writer = gguf.GGUFWriter(new, "llama")
+        writer.add_name(f"random-{shape}")
+        writer.add_context_length(2048)
+        writer.add_embedding_length(hidden)
+        writer.add_feed_forward_length(intermediate)
+        writer.add_block_count(layers)
+        writer.add_head_count(heads)
+        writer.add_head_count_kv(kv_heads)
+        writer.add_rope_dimension_count(head)
+        writer.add_rope_freq_base(10000.0)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_vocab_size(vocabulary)
+        writer.add_file_type({"F32": 0, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32}[weights])
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        for name, field in like.fields.items():
+            if name.startswith("tokenizer."):
+                inner = field.types[1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+                writer.add_key_value(name, field.contents(), field.types[0], inner)
+
+        def packed(rows: int, columns: int) -> Any:
+            values = random.standard_normal((rows, columns), dtype=np.float32) * 0.02
+            return gguf.quantize(values, kind)
+
+        layer = {name: packed(*size) for name, size in matrices.items()}
+        ones = np.ones(hidden, dtype=np.float32)
+        writer.add_tensor("token_embd.weight", packed(vocabulary, hidden), raw_dtype=kind)
+        writer.add_tensor("output_norm.weight", ones)
+        for number in range(layers):
+            for name, values in layer.items():
+                writer.add_tensor(f"blk.{number}.{name}.weight", values, raw_dtype=kind)
+            for name in ("attn_norm", "ffn_norm"):
+                writer.add_tensor(f"blk.{number}.{name}.weight", ones)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return out
+
+
+@torch.inference_mode()
+def measure_ours(name: str, shape: str) -> dict[str, Any]:
+    """Times and memory of this process with one format of weights."""
+    file = random_file(shape, "BF16" if name in ("bfloat16", "float32", "int8") else name)
+    dtype = {"bfloat16": "bfloat16", "int8": "bfloat16", "float32": "float32"}.get(name, "auto")
+    options: dict[str, Any] = {"dtype": dtype, "quantization": "int8" if name == "int8" else "none"}
+    with PeakMemory(torch.device("cpu")) as memory:
+        start = time.perf_counter()
+        target = Target.load(str(file), device="cpu", **options)
+        load_seconds = time.perf_counter() - start
+        target.fold_attention()
+        num_slots = 64 + NUM_CONTEXT
+        cache = target.new_cache(1, num_slots)
+        times: dict[int, list[float]] = {size: [] for size in SIZES}
+        for _ in range(NUM_ROUNDS + 1):
+            for size, series in times.items():
+                token_BN = torch.arange(size)[None]
+                position_BN = NUM_CONTEXT + token_BN
+                mask = chunk_mask(torch.full((1,), NUM_CONTEXT), size, num_slots)
+                start = time.perf_counter()
+                cache.plan(position_BN)
+                inputs: dict[str, Any] = {"position_BT": position_BN, "mask": mask, "cache": cache}
+                target.logits(target.forward(token_BN, **inputs).hidden_BTD)
+                series.append(1e3 * (time.perf_counter() - start))
+    ms = {str(size): round(median(series[1:]), 2) for size, series in times.items()}
+    first_ms = sum(series[0] for series in times.values())
+    facts = {"dtype": str(target.dtype).removeprefix("torch."), "runtime": target.runtime_name}
+    return {"ms": ms, "load_seconds": round(load_seconds + first_ms / 1e3, 2), "peak_bytes": memory.num_bytes, **facts}
+
+
+def measure_llama_cpp(weights: str, shape: str, python: str) -> dict[str, Any]:
+    """Times and memory of llama.cpp with one format of weights."""
+    settings = {
+        "package": "llama-cpp-python", "name": shape, "model": str(random_file(shape, weights)), "num_slots": 1,
+        "num_tokens": 512, "num_threads": torch.get_num_threads(), "is_cpu": True,
+    }  # fmt: skip
+    process = PeerProcess(settings, f"llama-cpp:{weights}:native", python)
+    try:
+        with PeakMemory(torch.device("cpu"), process.process_id) as memory:
+            process.send({"sizes": SIZES, "num_context": NUM_CONTEXT, "num_rounds": NUM_ROUNDS})
+            times = process.receive()
+        ready = process.ready
+    finally:
+        process.close()
+    ms = {size: round(value, 2) for size, value in times.items()}
+    seconds = round(ready["load_seconds"], 2)
+    return {"ms": ms, "load_seconds": seconds, "peak_bytes": memory.num_bytes, "build": ready["build"]}
+
+
+def forecast(ms: dict[str, float], cores: int) -> list[str]:
+    """Milliseconds of 1, 8 and 24 tokens on other numbers of cores: reading weights, and arithmetic for each token.
+
+    Arithmetic is shared by the cores; the bandwidth grows with the cores up to `MOST_BANDWIDTH` times.
+    """
+    per_token = max(0.0, (ms["24"] - ms["1"]) / 23)
+    reading = max(0.0, ms["1"] - per_token)
+    shown = []
+    for number in FORECAST_CORES:
+        more = number / cores
+        times = [reading / min(more, MOST_BANDWIDTH) + size * per_token / more for size in (1, 8, 24)]
+        shown.append(" / ".join(f"{value:.0f}" for value in times))
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="1b", choices=SHAPES)
+    parser.add_argument("--ours", default="bfloat16,int8,Q8_0,Q4_0,Q4_1", help="(default: %(default)s; none: nothing)")
+    parser.add_argument("--llama-cpp", default="BF16,Q8_0,Q4_0,Q4_1", help="(default: %(default)s; none: nothing)")
+    parser.add_argument("--llama-cpp-python", default=sys.executable, help="Python that has llama-cpp-python")
+    parser.add_argument("--rounds", type=int, default=2, help="processes of each engine and format (default: 2)")
+    parser.add_argument("--out", type=Path, required=True, help="results file (.jsonl) to append to")
+    parser.add_argument("--only-ours", help=argparse.SUPPRESS)  # the process that measures one of our formats
+    args = parser.parse_args()
+    if args.only_ours:
+        print(json.dumps(measure_ours(args.only_ours, args.shape)))
+        return
+    wanted = [("Drafter", name) for name in args.ours.split(",") if name != "none"]
+    wanted += [("llama.cpp", name) for name in args.llama_cpp.split(",") if name != "none"]
+    made_by, cores = run_record(), torch.get_num_threads()
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {key: [] for key in wanted}
+    for _ in range(args.rounds):
+        for engine, name in wanted:
+            if engine == "Drafter":
+                command = [sys.executable, __file__, "--shape", args.shape, "--out", str(args.out), "--only-ours", name]
+                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+                record = json.loads(done.stdout.splitlines()[-1])
+            else:
+                record = measure_llama_cpp(name, args.shape, args.llama_cpp_python)
+            found[engine, name].append(record)
+            facts = {key: made_by[key] for key in ("machine", "versions", "git_revision", "date")}
+            line = {"shape": args.shape, "engine": engine, "weights": name, "threads": cores, **record, **facts}
+            append(args.out, json.dumps(line) + "\n")
+    rows, later = [], []
+    for (engine, name), records in found.items():
+        ms = {str(size): median(record["ms"][str(size)] for record in records) for size in SIZES}
+        peak = max(record["peak_bytes"] for record in records) / 1e9
+        load = median(record["load_seconds"] for record in records)
+        title = f"{engine} {name}"
+        rows.append([title, *(f"{ms[str(size)]:.0f}" for size in SIZES), f"{peak:.1f}", f"{load:.1f}"])
+        later.append([title, *forecast(ms, cores)])
+    cpu = made_by["machine"]["cpu"]
+    print(f"Milliseconds of one forward, {args.shape} with random weights, {cores} threads, {cpu}:\n")
+    print(markdown_table(["weights", *(f"{size} tokens" for size in SIZES), "peak GB", "load, s"], rows))
+    print("Forecast, not measured: milliseconds of 1 / 8 / 24 tokens, from the times above:\n")
+    print(markdown_table(["weights", *(f"{number} cores" for number in FORECAST_CORES)], later))
+
+
+if __name__ == "__main__":
+    main()
