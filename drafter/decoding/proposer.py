@@ -3,7 +3,7 @@
 Shapes: B rows · N tree nodes · L draft length · V target vocabulary · D hidden size · C context size · S slots.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,13 +21,10 @@ class Contexts(NamedTuple):
     Attributes:
         layers: layers of the target whose hidden states form the context; empty means the final hidden state.
         size: C.
-        read: computes the contexts [B, T, C] after T committed tokens from the previous context [B, C], the target's
-            hidden states [B, T, H] and the token ids [B, T]. None: the hidden states are the contexts.
     """
 
     layers: tuple[int, ...]
     size: int
-    read: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
 
 class RowState(NamedTuple):

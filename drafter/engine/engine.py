@@ -392,8 +392,7 @@ class Engine:
     def _share_prefix(self, runner: Runner, request: Request) -> None:
         """Copy the common prefix of another row into a new row, after saving the earlier content of the row."""
         row, prefixes = request.row, self._prefixes
-        # A drafter with a memory of the text must read every token: copied slots would leave the memory empty.
-        if not self.plan.enable_prefix_caching or self._contexts.read is not None:
+        if not self.plan.enable_prefix_caching:
             return
         shared = prefixes.find(request.prompt_ids)
         spare_row = prefixes.spare_row(row, shared, range(len(self._scheduler.rows), self.plan.max_num_seqs))

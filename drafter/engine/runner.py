@@ -184,8 +184,6 @@ class Runner:
         )
         span = slice(first, first + len(rows))
         context_BTC = output.context_BTC
-        if self._contexts.read is not None:
-            context_BTC = self._contexts.read(self._context_BC[span], context_BTC, token_BT)
         last_B11 = (size_B - 1)[:, None, None].expand(-1, 1, context_BTC.shape[2])
         self._context_BC[span] = context_BTC.gather(1, last_B11)[:, 0]
         self._length_B[span] = start_B + size_B
@@ -227,23 +225,12 @@ class Runner:
             logprobs = read_logprobs(logits_BNV, accepted, emitted_BL, wants.logprob_rows, wants.num_logprobs)
         if wants is not None and wants.tree_rows:
             trees = read_trees(candidates, accepted, wants.tree_rows)
-        if self._contexts.read is not None:
-            context_BNC = self._read_path(rows, candidates.token_BN, accepted, context_BNC)
         counted_BL = torch.cat([accepted.num_accepted_B[:, None] + 1, emitted_BL], dim=1)
         self._commit(*accepted, emitted_BL, context_BNC, rows.is_active_B)
         self._on_part("commit")
         emitted = self._hand_out(counted_BL, is_active)
         self._on_part("hand out")
         return StepResult(emitted, logprobs, trees)
-
-    def _read_path(self, rows: RowState, token_BN: Tensor, accepted: AcceptedPath, hidden_BNH: Tensor) -> Tensor:
-        """The context after the accepted path at every node [B, N, C]; the drafter reads the path token by token."""
-        assert self._contexts.read is not None
-        path_BL, num_rows = accepted.path_BL, token_BN.shape[0]
-        hidden_BLH = hidden_BNH[torch.arange(num_rows, device=path_BL.device)[:, None], path_BL]
-        context_BLC = self._contexts.read(rows.context_BC, hidden_BLH, token_BN.gather(1, path_BL))
-        last_B11 = accepted.num_accepted_B[:, None, None].expand(-1, 1, context_BLC.shape[2])
-        return context_BLC.gather(1, last_B11).expand(-1, token_BN.shape[1], -1)
 
     def _hand_out(self, counted_BL: Tensor, is_active: Sequence[bool]) -> list[list[int]]:
         """Tokens of each row. Here the host waits for the device, once a step."""

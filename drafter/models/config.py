@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, get_args
 from transformers import PreTrainedConfig
 
 Cell = Literal["rnn"]
-Context = Literal["last", "fused", "history"]
+Context = Literal["last", "fused"]
 Head = Literal["full", "tied"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -46,8 +46,7 @@ class DrafterConfig(PreTrainedConfig):
         hidden_size: D, the target's hidden size, and the size of the recurrent state.
         cell: ``rnn``: s' = SiLU(W e + U s + b), as published.
         context: ``last``: the target's final hidden state; ``fused``: hidden states of ``context_layers``, each
-            normalised, through one linear layer; ``history``: the final hidden state beside a memory of the committed
-            text (:mod:`drafter.models.history`), through one linear layer.
+            normalised, through one linear layer.
         context_layers: indices into the target's hidden states (0 = embeddings), the final one last; only with
             ``fused``.
         head: ``full``: own R x 2D output matrix, as published; ``tied``: a 2D -> D projection before the target's own
@@ -119,7 +118,7 @@ class DrafterConfig(PreTrainedConfig):
     @property
     def context_size(self) -> int:
         """C: size of the context that the target hands over."""
-        return self.hidden_size * {"last": 1, "fused": len(self.context_layers), "history": 2}[self.context]
+        return self.hidden_size * (len(self.context_layers) if self.context == "fused" else 1)
 
     def _check(self) -> None:
         for name, allowed in (("cell", get_args(Cell)), ("context", get_args(Context)), ("head", get_args(Head))):

@@ -25,10 +25,8 @@ from transformers import initialization as init
 from transformers.utils import CONFIG_NAME, cached_file
 
 from drafter.kernels.packed import Int8Matrix, PackedMatrix, can_round, pack_linears
-from drafter.models.cells import CELLS, RnnCell
 from drafter.models.config import DrafterConfig, rounding_of, same_fingerprint
 from drafter.models.files import WEIGHTS, check_tensors, read_tensors
-from drafter.models.history import History
 from drafter.utils.parse import read_json_object
 
 _log = logging.getLogger(__name__)
@@ -47,6 +45,24 @@ class TargetLike(Protocol):
     def hidden_size(self) -> int: ...
     @property
     def output_weight_VD(self) -> Tensor: ...
+
+
+class RnnCell(nn.Module):
+    """The published cell: s' = SiLU(W e + U s + b) (arXiv 2403.09919, and Apple's ml-recurrent-drafter).
+
+    ``embedding_scale`` brings the embeddings to rms 1, so that W e is as large as U s from the first step of training;
+    W and the scale only occur as a product, so the scale folds into W for export.
+    """
+
+    def __init__(self, hidden_size: int, embedding_scale: float) -> None:
+        super().__init__()
+        self.embedding_scale = embedding_scale
+        self.w = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.u = nn.Linear(hidden_size, hidden_size, bias=True)
+
+    def forward(self, embedding_XD: Tensor, state_XD: Tensor) -> Tensor:
+        """Embedding [..., D], state [..., D] -> next state [..., D]."""
+        return F.silu(self.w(embedding_XD * self.embedding_scale) + self.u(state_XD))
 
 
 class ResBlock(nn.Module):
@@ -82,9 +98,8 @@ class RecurrentDrafter(PreTrainedModel):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
         size = config.hidden_size
-        self.history = History(size) if config.context == "history" else None
         self.fuse_context = nn.Linear(config.context_size, size, bias=False) if config.context != "last" else None
-        self.cell = CELLS[config.cell](size, config.embedding_scale)
+        self.cell = RnnCell(size, config.embedding_scale)
         self.blocks = nn.ModuleList(ResBlock(2 * size, config.block_rank) for _ in range(config.num_res_blocks))
         self.head = nn.Linear(2 * size, size if config.head == "tied" else config.num_outputs, bias=False)
         self.register_buffer("draft_token_ids_R", torch.arange(config.num_outputs))
@@ -114,14 +129,11 @@ class RecurrentDrafter(PreTrainedModel):
             init.normal_(module.head.weight, std=0.1 / math.sqrt(module.head.in_features))
             init.copy_(module.draft_token_ids_R, torch.arange(module.config.num_outputs))
             if module.fuse_context is not None:
-                # Starts as the final hidden state alone: the first part beside a memory, the last of several layers.
+                # Starts as the final hidden state alone, which is the last of the layers.
                 size = module.config.hidden_size
                 weight_DC = torch.zeros_like(module.fuse_context.weight)
-                place = 0 if module.config.context == "history" else weight_DC.shape[1] - size
-                weight_DC[:, place : place + size] = torch.eye(size)
+                weight_DC[:, -size:] = torch.eye(size)
                 init.copy_(module.fuse_context.weight, weight_DC)
-            if module.history is not None:
-                module.history.reset()
 
     @classmethod
     def from_apple(cls, folder: str | Path) -> Self:
@@ -254,27 +266,6 @@ class RecurrentDrafter(PreTrainedModel):
         device_type = self.device.type
         return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else self.dtype
 
-    def read(self, context_BC: Tensor, hidden_BTH: Tensor, embedding_BTD: Tensor) -> Tensor:
-        """Contexts after each of T more committed tokens: with a history its memory goes on, else they are what the
-        target hands over.
-
-        Args:
-            context_BC: context at the last token before them; zeros at a text's beginning.
-            hidden_BTH: the target's hidden state(s) at the tokens, [B, T, H].
-            embedding_BTD: the target's embeddings of the tokens.
-
-        Returns:
-            [B, T, C].
-        """
-        if self.history is None:
-            return hidden_BTH
-        scaled_BTD = hidden_BTH * self.config.hidden_scale
-        input_BTE = torch.cat([scaled_BTD, embedding_BTD * self.config.embedding_scale], dim=-1).to(self.compute_dtype)
-        memory_BD = context_BC[..., self.config.hidden_size :].to(self.compute_dtype)
-        # The drafter reads a memory as it reads a hidden state: in the target's units.
-        memory_BTD = self.history(memory_BD * self.config.hidden_scale, input_BTE) / self.config.hidden_scale
-        return torch.cat([hidden_BTH, memory_BTD.to(hidden_BTH.dtype)], dim=-1)
-
     def init_state(self, context_XC: Tensor) -> Tensor:
         """State before the root: zeros [..., D] for contexts [..., C]."""
         return context_XC.new_zeros((*context_XC.shape[:-1], self.config.hidden_size), dtype=self.compute_dtype)
@@ -300,11 +291,10 @@ class RecurrentDrafter(PreTrainedModel):
         """
         if self.fuse_context is None:
             return context_XC.to(self.compute_dtype)
-        if self.config.context == "fused":
-            lower_XAD = context_XC[..., : -self.config.hidden_size].unflatten(-1, (-1, self.config.hidden_size)).float()
-            lower_XAD = F.rms_norm(lower_XAD, lower_XAD.shape[-1:], eps=1e-6) / self.config.hidden_scale
-            last_XD = context_XC[..., -self.config.hidden_size :]
-            context_XC = torch.cat([lower_XAD.flatten(-2).to(last_XD.dtype), last_XD], dim=-1)
+        lower_XAD = context_XC[..., : -self.config.hidden_size].unflatten(-1, (-1, self.config.hidden_size)).float()
+        lower_XAD = F.rms_norm(lower_XAD, lower_XAD.shape[-1:], eps=1e-6) / self.config.hidden_scale
+        last_XD = context_XC[..., -self.config.hidden_size :]
+        context_XC = torch.cat([lower_XAD.flatten(-2).to(last_XD.dtype), last_XD], dim=-1)
         return self.fuse_context(context_XC.to(self.compute_dtype))
 
     def features(self, hidden_XD: Tensor, state_XD: Tensor) -> Tensor:

@@ -71,10 +71,4 @@ def contexts_of(drafter: RecurrentDrafter | None, target: Target) -> Contexts:
     layers, size = tuple(drafter.config.context_layers), drafter.config.context_size
     if max(layers, default=0) > target.num_layers:
         raise ValueError(f"the drafter reads layers {list(layers)} but target {target.name!r} has {target.num_layers}")
-    if drafter.history is None:
-        return Contexts(layers, size)
-    return Contexts(
-        layers,
-        size,
-        lambda context_BC, hidden_BTH, token_BT: drafter.read(context_BC, hidden_BTH, target.embed(token_BT)),
-    )
+    return Contexts(layers, size)

@@ -64,13 +64,11 @@ def trained_drafter(context: str = "last", head: str = "full", num_steps: int = 
 def train_on_texts(drafter: RecurrentDrafter, target: Target, text_BT: Tensor, num_steps: int) -> RecurrentDrafter:
     """Overfit a drafter to a few texts of the same length: cross-entropy at every position and depth."""
     with torch.no_grad():
-        hidden_BTH = target.forward(text_BT, context_layers=drafter.config.context_layers).context_BTC
+        context_BTC = target.forward(text_BT, context_layers=drafter.config.context_layers).context_BTC
         embedding_BTD = target.embed(text_BT)
     optimizer = torch.optim.Adam(drafter.parameters(), lr=1e-2)
     for _ in range(num_steps):
         optimizer.zero_grad()
-        start_BC = hidden_BTH.new_zeros(len(text_BT), drafter.config.context_size)
-        context_BTC = drafter.read(start_BC, hidden_BTH, embedding_BTD)
         _loss(drafter, text_BT, context_BTC, embedding_BTD).backward()
         optimizer.step()
     return drafter.eval()

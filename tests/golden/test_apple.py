@@ -104,7 +104,6 @@ def test_sixteen_bit_weights_stay_sixteen_bit(tmp_path: Path) -> None:
     ("settings", "match"),
     [
         ({"context": "fused", "context_layers": (1, 2)}, "context 'fused'"),
-        ({"context": "history"}, "context 'history'"),
         ({"draft_vocab_size": 9}, "draft_vocab_size 9 with head 'full'"),
     ],
 )
