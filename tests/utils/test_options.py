@@ -63,6 +63,7 @@ def read(*words: str) -> Toy:
         (["--kind", "tree"], "kind", "tree"),
         (["--sizes", "1,2,4"], "sizes", (1, 2, 4)),
         (["--tag", "a,b", "--tag", "3"], "tag", ("a,b", "3")),
+        (["--tag.some_key", "b", "--tag.c=d=e"], "tag", ("some_key=b", "c=d=e")),
         (["--names", "x,y:Z4", "--names", "z"], "names", ("x", "y:Z4", "z")),
         (["--no-check"], "check", False),
         (["--either"], "either", True),
