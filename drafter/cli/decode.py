@@ -71,6 +71,10 @@ class DecodeOptions(Options, PromptOptions, SamplingParams, EngineOptions, Outpu
         "Output": OutputOptions,
     }
     common: ClassVar = ("target", "drafter", "prompt", "prompts", "max_new_tokens", "temperature", "out", "compare")
+    rare: ClassVar = (
+        "max_line_mib", "stop_token_ids", "ignore_eos", "compile", "revision", "trust_remote_code", "tree_policy",
+        "num_speculative_tokens", "tuned", "max_model_len", "enable_prefix_caching", "prefill_chunk", "overwrite",
+    )  # fmt: skip
     max_num_seqs: int | None = 1
 
     def __post_init__(self) -> None:

@@ -41,11 +41,13 @@ class Options:
         sections: titles of the help, and the dataclasses whose fields stand below them.
         common: fields that the help shows first.
         positional: the field that is given without a flag.
+        rare: fields that seldom matter: flags and keys like the others, which the help names in its last line only.
     """
 
     sections: ClassVar[Mapping[str, type]] = {}
     common: ClassVar[tuple[str, ...]] = ()
     positional: ClassVar[str | None] = None
+    rare: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -206,7 +208,7 @@ def _parser(kind: type[Options], command: str) -> Any:
     limit_yaml()
     parser = ArgumentParser(
         prog=command, usage=f"{command} {_needed(kind)}[--flags]", description=_description(kind), exit_on_error=False,
-        allow_abbrev=False, print_config="--print-config", formatter_class=Help,
+        allow_abbrev=False, print_config="--print-config", formatter_class=Help, epilog=_rare_flags(kind),
     )  # fmt: skip
     members, hints, texts = {item.name: item for item in fields(kind)}, get_type_hints(kind), _texts(kind)
     for title, names in _titles(kind).items():
@@ -223,7 +225,7 @@ def _add(group: Any, kind: type[Options], item: "Field[Any]", hint: Any, text: s
 
     flag, plain = f"--{item.name.replace('_', '-')}", _plain(hint)
     span = range_of(kind, item.name)
-    text += f" ({span})" if span is not None else ""
+    text = argparse.SUPPRESS if item.name in kind.rare else text + (f" ({span})" if span is not None else "")
     default = item.default if item.default_factory is MISSING else item.default_factory()
     more: dict[str, Any] = {"required": True} if default is MISSING else {"default": default}
     element = get_args(plain)[0] if get_origin(plain) is tuple else plain
@@ -235,7 +237,7 @@ def _add(group: Any, kind: type[Options], item: "Field[Any]", hint: Any, text: s
         group.add_argument(flag, action=ActionYesNo(no_prefix="no-"), help=text, **more)
     elif element is not plain:
         has_commas = element is not str or bool(item.metadata.get("commas"))
-        text += "" if has_commas else "; may be repeated"
+        text += "" if has_commas or text is argparse.SUPPRESS else "; may be repeated"
         metavar = f"{metavar},..." if has_commas else metavar
         group.add_argument(
             flag, type=_Elements(element, has_commas), action=_Repeated, metavar=metavar, help=text, **more
@@ -258,6 +260,11 @@ def _titles(kind: type[Options]) -> dict[str, list[str]]:
         found[title] = [item.name for item in fields(section) if item.name in left and item.name not in inherited]
         left = [name for name in left if name not in found[title]]
     return found | {"Options": left}
+
+
+def _rare_flags(kind: type[Options]) -> str | None:
+    flags = ", ".join(f"--{name.replace('_', '-')}" for name in kind.rare)
+    return f"Flags that seldom matter (--print-config shows them all): {flags}." if flags else None
 
 
 def _needed(kind: type[Options]) -> str:
