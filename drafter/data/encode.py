@@ -33,12 +33,14 @@ class RowSettings:
         max_length: longest row in tokens; longer rows are cut, and plain text continues in a further row.
         format, columns: see :func:`drafter.data.formats.read_rows`.
         keep_unanswered: keep rows without a trained token, for training on whole texts.
+        vocab_size: the target's, where it has ids that the tokenizer lacks; None: the tokenizer's.
     """
 
     max_length: int | None = 1024
     format: str | None = None
     columns: Mapping[str, str] | None = None
     keep_unanswered: bool = False
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         check_format(self.format)
@@ -213,7 +215,7 @@ class RowEncoder:
 
     def __init__(self, tokenizer: Any, settings: RowSettings, name: str = "") -> None:
         self._tokenizer, self._settings, self._name = tokenizer, settings, name
-        self._size = len(tokenizer)
+        self._size = max(len(tokenizer), settings.vocab_size or 0)
         self._stop_ids = stop_token_ids(tokenizer)
         self._marks = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._is_template_checked = False

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from drafter.data.hidden_states import CachedStates, cache_states
 from drafter.data.loader import Gather, TrainLoader, ValLoader
 from drafter.data.rows import TokenRows, concat, split_by_prompt
 from drafter.data.stored_states import StoredFiles, StoredStates, open_stored_states
-from drafter.targets.catalog import load_tokenizer
+from drafter.targets.catalog import load_tokenizer, vocab_size_of
 from drafter.targets.target import Target
 from drafter.utils.parse import MAX_LINE_MIB, line_limit
 from drafter.utils.validate import Range, require
@@ -265,10 +266,12 @@ class ChatDataModule(LightningDataModule):
 
     def _read(self, names: list[str], what: str) -> TokenRows:
         total, parts = EncodeReport(), []
+        loading: dict[str, Any] = {"revision": self._revision, "trust_remote_code": self._trust_remote_code}
+        settings = replace(self._settings, vocab_size=vocab_size_of(self._target_name, **loading))
         with line_limit(self._max_line_mib):
             for name in names:
                 rows, report = encode_file(
-                    name, self.tokenizer, self._settings, target_name=self._target_name, progress=self._progress
+                    name, self.tokenizer, settings, target_name=self._target_name, progress=self._progress
                 )
                 parts.append(rows)
                 total.add(report)

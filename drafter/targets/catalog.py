@@ -102,6 +102,18 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
         raise ValueError(f"--target {name}: its tokenizer cannot be loaded ({first_line(error)})") from error
 
 
+def vocab_size_of(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> int | None:
+    """Rows of the output matrix of the target `name`, as its config says; None where no config says a number."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(resolve(name), revision=revision, trust_remote_code=trust_remote_code)
+        size = config.get_text_config().vocab_size
+    except (OSError, ValueError, AttributeError):
+        return None
+    return size if type(size) is int and size > 0 else None
+
+
 def _unknown(name: str) -> str:
     close = difflib.get_close_matches(name.lower(), ALIASES, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(close)}? " if close else ""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from transformers import LlamaConfig
 
 from drafter.data.module import ChatDataModule
 from drafter.data.rows import split_by_prompt
@@ -123,6 +124,20 @@ def test_val_files_of_their_own(tmp_path: Path, target: str) -> None:
 def test_bad_options(tmp_path: Path, target: str, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         module_of(tmp_path, target, **options)
+
+
+def test_ids_that_the_target_has_and_the_tokenizer_lacks(tmp_path: Path, target: str) -> None:
+    """Output matrices have rows to spare, and sampling reaches them."""
+    rows = [{"prompt_token_ids": [5, 6 + i], "token_ids": [299]} for i in range(4)]
+    name = write_jsonl(tmp_path / "ids.jsonl", rows)
+    with pytest.raises(ValueError, match="token id 299 is outside the vocabulary"):
+        ChatDataModule(train=name, target=target, **QUIET).setup()
+    LlamaConfig(vocab_size=300).save_pretrained(target)
+    data = ChatDataModule(train=name, target=target, val=0.3, **QUIET)
+    assert int(data.token_counts(300)[299]) == 3
+    name = write_jsonl(tmp_path / "b.jsonl", [{"prompt_token_ids": [5], "token_ids": [300]}])
+    with pytest.raises(ValueError, match="token id 300 is outside"):
+        ChatDataModule(train=name, target=target, **QUIET).setup()
 
 
 def test_bad_data(tmp_path: Path, target: str) -> None:
