@@ -118,7 +118,7 @@ def _along_traffic(options: EvaluateOptions, models: "BenchModels") -> _Measured
     from drafter.data.traffic import read_traffic
 
     assert options.traffic is not None and models.drafter is not None
-    rows = read_traffic(options.traffic)
+    rows = read_traffic(options.traffic, vocab_size=models.target.vocab_size)
     fitting = [row for row in rows if len(row.prompt_token_ids) + len(row.token_ids) <= models.target.max_length]
     if len(fitting) < len(rows):
         print(f"{len(rows) - len(fitting)} answers exceed the target's context: left out", file=sys.stderr)
