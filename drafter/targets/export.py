@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.func import functional_call
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.masking_utils import sdpa_mask
@@ -82,10 +83,12 @@ class ForwardProgram(nn.Module):
     Args:
         decoder: the model without its output matrix.
         mask_kinds: kinds of layers with masks of their own; empty where all layers share one.
+        given: names of the decoder's parameters that are inputs of the program.
     """
 
-    def __init__(self, decoder: PreTrainedModel, mask_kinds: Sequence[str]) -> None:
+    def __init__(self, decoder: PreTrainedModel, mask_kinds: Sequence[str], given: Sequence[str] = ()) -> None:
         super().__init__()
+        self._given = tuple(given)
         self._decoder = decoder
         self._mask_kinds = tuple(mask_kinds)
 
@@ -96,6 +99,7 @@ class ForwardProgram(nn.Module):
         masks: list[Tensor],
         keys: Tensor,
         values: Tensor,
+        weights: list[Tensor],
     ) -> tuple[Tensor, ...]:
         """Run the decoder.
 
@@ -104,6 +108,7 @@ class ForwardProgram(nn.Module):
             position_1M: int64 [1, M].
             masks: added to the scores, [B, 1, T, S + T]; one, or one for each kind of layer.
             keys, values: of all layers, [layers, B, G, S, K].
+            weights: the parameters that are inputs.
 
         Returns:
             Final hidden states [1, M, D], new keys [layers, G, M, K], new values, and the hidden states [1, M, D]
@@ -111,15 +116,15 @@ class ForwardProgram(nn.Module):
         """
         layers = range(len(keys))
         cache = ConcatCache([keys[layer] for layer in layers], [values[layer] for layer in layers])
-        output = self._decoder(
-            inputs_embeds=embedding_1MD,
-            attention_mask=dict(zip(self._mask_kinds, masks, strict=True)) if self._mask_kinds else masks[0],
-            position_ids=position_1M,
-            past_key_values=cache,
-            use_cache=True,
-            output_hidden_states=True,
-            return_dict=True,
-        )
+        inputs = {
+            "inputs_embeds": embedding_1MD,
+            "attention_mask": dict(zip(self._mask_kinds, masks, strict=True)) if self._mask_kinds else masks[0],
+            "position_ids": position_1M,
+            "past_key_values": cache,
+        }
+        settings = {"use_cache": True, "output_hidden_states": True, "return_dict": True}
+        given = dict(zip(self._given, weights, strict=True))
+        output = functional_call(self._decoder, given, (), {**inputs, **settings})
         states = (output.last_hidden_state, torch.cat(cache.new_keys), torch.cat(cache.new_values))
         return states + tuple(output.hidden_states[:-1])
 
@@ -137,9 +142,11 @@ class LogitsProgram(nn.Module):
         self._output = output
         self._logit_map = logit_map
 
-    def forward(self, hidden_MD: Tensor) -> Tensor:
-        """Logits of final hidden states."""
-        return self._logit_map(self._output(hidden_MD))
+    def forward(self, hidden_MD: Tensor, weights: list[Tensor]) -> Tensor:
+        """Logits of final hidden states; ``weights``: the matrix, where it is an input."""
+        return self._logit_map(
+            functional_call(self._output, dict(zip(("weight",), weights, strict=False)), (hidden_MD,))
+        )
 
 
 def check_exportable(model: PreTrainedModel) -> None:
@@ -156,6 +163,7 @@ def export_forward(
     shape: CacheShape,
     hidden_size: int,
     mask_kinds: Sequence[str] = (),
+    given: Sequence[str] = (),
 ) -> ExportedProgram:
     """The decoder's forward as a program with any number of rows, tokens and slots (:class:`ForwardProgram`).
 
@@ -165,6 +173,7 @@ def export_forward(
         shape: of its keys and values.
         hidden_size: D of the embeddings.
         mask_kinds: kinds of layers with masks of their own; empty where all layers share one.
+        given: names of the decoder's parameters that are inputs of the program, behind the others.
 
     Raises:
         Exception: of any kind that `torch.export` raises for code that it cannot record.
@@ -180,22 +189,30 @@ def export_forward(
     any_size = torch.export.Dim.AUTO
     by_store = {1: any_size, 3: any_size}
     by_mask = [{0: any_size, 2: any_size, 3: any_size}] * num_masks
+    weights = [decoder.get_parameter(name) for name in given]
     with _attention_by_rows(model):
         return torch.export.export(
-            ForwardProgram(decoder, mask_kinds).eval(),
-            (embedding_1MD, torch.arange(rows * tokens)[None], masks, *stores),
-            dynamic_shapes=({1: any_size}, {1: any_size}, by_mask, by_store, by_store),
+            ForwardProgram(decoder, mask_kinds, given).eval(),
+            (embedding_1MD, torch.arange(rows * tokens)[None], masks, *stores, weights),
+            dynamic_shapes=({1: any_size}, {1: any_size}, by_mask, by_store, by_store, [None] * len(weights)),
             strict=False,
         )
 
 
 @torch.no_grad()
-def export_logits(output: nn.Module, logit_map: LogitMap, hidden_size: int) -> ExportedProgram:
-    """The output matrix as a program for any number of hidden states (:class:`LogitsProgram`); errors as above."""
+def export_logits(
+    output: nn.Module, logit_map: LogitMap, hidden_size: int, *, is_given: bool = False
+) -> ExportedProgram:
+    """The output matrix as a program for any number of hidden states (:class:`LogitsProgram`); errors as above.
+
+    ``is_given``: the matrix is an input.
+    """
     weight: Any = output.weight
     hidden_MD = torch.zeros(3, hidden_size, dtype=weight.dtype)
-    sizes = ({0: torch.export.Dim.AUTO},)
-    return torch.export.export(LogitsProgram(output, logit_map), (hidden_MD,), dynamic_shapes=sizes, strict=False)
+    weights = [weight] if is_given else []
+    sizes = ({0: torch.export.Dim.AUTO}, [None] * len(weights))
+    inputs = hidden_MD, weights
+    return torch.export.export(LogitsProgram(output, logit_map), inputs, dynamic_shapes=sizes, strict=False)
 
 
 @contextmanager

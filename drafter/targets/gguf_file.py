@@ -31,22 +31,64 @@ def convert_gguf(file: Path, folder: Path, *, progress: bool = True) -> None:
     """
     check_magic(file)
     with _quiet(progress):
-        try:
+        with _reading(file):
             model = _load_model(file)
             tokenizer = _load_tokenizer(file, model.config.max_position_embeddings)
-        except Exception as error:  # of any type: transformers and gguf parse the bytes
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(
-                f"{file} cannot be read as a GGUF model ({reason}). It may be damaged: fetch it again."
-            ) from error
         model.save_pretrained(folder, max_shard_size="1TB")
         tokenizer.save_pretrained(folder)
+
+
+def describe_gguf(file: Path, folder: Path) -> None:
+    """Write configuration, tokenizer and chat template of `file`'s model, without its weights.
+
+    `folder` must exist. ValueError when the file is damaged or its architecture is unknown.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    check_magic(file)
+    with _quiet(progress=False):
+        with _reading(file):
+            config = _plain_config(AutoConfig.from_pretrained(file.parent, gguf_file=file.name))
+            config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+            tokenizer = _load_tokenizer(file, config.max_position_embeddings)
+        config.save_pretrained(folder)
+        _generation_config(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """ValueError in one line for whatever the block raises: transformers and gguf parse the bytes."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(
+            f"{file} cannot be read as a GGUF model ({reason}). It may be damaged: fetch it again."
+        ) from error
+
+
+def _plain_config(config: Any) -> Any:
+    """The configuration without the mark of quantisation."""
+    description = config.to_dict()
+    for key in ("quantization_config", "_model_name_or_path"):
+        description.pop(key, None)
+    return type(config).from_dict(description)
+
+
+def _generation_config(config: Any) -> Any:
+    from transformers import GenerationConfig
+
+    return GenerationConfig(
+        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+    )
 
 
 def _load_model(file: Path) -> Any:
     """The model of `file`, as if it had never been quantised."""
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM
 
     reader: Any = AutoModelForCausalLM
     loaded, report = reader.from_pretrained(
@@ -56,18 +98,13 @@ def _load_model(file: Path) -> Any:
         raise ValueError(f"it lacks weights, such as {min(report['missing_keys'])}")
     # The loaded model is marked as quantised although its weights are plain, and so refuses to be saved: its weights
     # move into a model built without memory of its own ("meta"), from a config without that mark.
-    description = loaded.config.to_dict()
-    for key in ("quantization_config", "_model_name_or_path"):
-        description.pop(key, None)
-    config = type(loaded.config).from_dict(description)
+    config = _plain_config(loaded.config)
     config.architectures = [type(loaded).__name__]
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain.load_state_dict(loaded.state_dict(), strict=True, assign=True)
     plain.tie_weights()
-    plain.generation_config = GenerationConfig(
-        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
-    )
+    plain.generation_config = _generation_config(config)
     return plain
 
 

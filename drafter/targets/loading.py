@@ -77,8 +77,13 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype!r} is unknown: use auto, {', '.join(DTYPES)}")
+        raise ValueError(f"--dtype {dtype!r} is unknown: use auto, stored, {', '.join(DTYPES)}")
     return DTYPES[dtype]
+
+
+def read_tokenizer(place: Path | str, **shared: Any) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a folder or hub id; None where the folder has none."""
+    return AutoTokenizer.from_pretrained(place, **shared) if _has_tokenizer(place) else None
 
 
 def read_checkpoint(
@@ -105,7 +110,7 @@ def read_checkpoint(
                 f"{flag} takes plain weights, and the checkpoint's weights are quantised already ({scheme})"
             )
         model = _read(place, name, dtype, device, spread, shared, arguments)
-        tokenizer = AutoTokenizer.from_pretrained(place, **shared) if _has_tokenizer(place) else None
+        tokenizer = read_tokenizer(place, **shared)
     except Exception as error:
         # Transformers reads the folder: damaged files raise errors of any type there.
         kind = "" if isinstance(error, OSError | ValueError | RuntimeError | ImportError) else type(error).__name__

@@ -3,7 +3,7 @@
 Shapes: M tokens of a program · I input size · O output size of a matrix · G groups of inputs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,38 +35,58 @@ def split_stores(ov: Any, model: Any, num_leading: int, num_layers: int) -> Any:
     return ov.Model([output.get_node() for output in model.outputs], inputs, "forward")
 
 
-def use_matrices(ov: Any, model: Any, matrices: Mapping[int, Grouped]) -> None:
-    """Multiply by integers in groups where the program multiplies by placeholders.
+def use_matrices(ov: Any, model: Any, matrices: Sequence[Grouped]) -> Any:
+    """The program with integers in groups in place of its last inputs, which are the matrices [O, I] of products.
 
     Matrices of one form that multiply the same input become one; a split hands out the parts of the product.
 
     Args:
         ov: the module ``openvino``.
         model: as recorded.
-        matrices: by the address of the placeholder [O, I] that stands in the program.
+        matrices: one for each of the last inputs.
 
     Raises:
-        ValueError: the program does something else with a placeholder than multiply by its transpose.
+        ValueError: the program does something else with a matrix than multiply by its transpose.
     """
+    first = len(model.inputs) - len(matrices)
     groups: dict[Any, list[tuple[Any, Grouped]]] = {}
-    used = set()
-    for node in model.get_ordered_ops():
-        if node.get_type_name() != "MatMul" or node.input_value(1).get_node().get_type_name() != "Constant":
-            continue
-        address = node.input_value(1).get_node().data.ctypes.data
-        if address in matrices:
-            used.add(address)
-            assert node.get_attributes()["transpose_b"], node
+    for port, matrix in zip(model.inputs[first:], matrices, strict=True):
+        for node in _products_with(port):
             source = node.input_value(0)
-            matrix = matrices[address]
             key = source.get_node().get_name(), source.get_index(), matrix.form
             groups.setdefault(key, []).append((node, matrix))
-    if len(used) < len(matrices):
-        raise ValueError(f"{len(matrices) - len(used)} of its matrices are no factors of products")
     for group in groups.values():
         nodes = [node for node, _ in group]
         product = _grouped_product(ov, nodes[0].input_value(0), join([matrix for _, matrix in group]))
         _hand_out(ov, product, nodes, [matrix.shape[0] for _, matrix in group])
+    return ov.Model([output.get_node() for output in model.outputs], model.get_parameters()[:first], "program")
+
+
+def with_type(ov: Any, model: Any, dtype: str, *, has_outputs: bool) -> Any:
+    """The float32 program with inputs of another number format, and outputs too if ``has_outputs``."""
+    steps = ov.preprocess.PrePostProcessor(model)
+    wanted = getattr(ov.Type, dtype)
+    for index, port in enumerate(model.inputs):
+        if port.element_type == ov.Type.f32:
+            steps.input(index).tensor().set_element_type(wanted)
+    for index in range(len(model.outputs) if has_outputs else 0):
+        steps.output(index).tensor().set_element_type(wanted)
+    return steps.build()
+
+
+def _products_with(port: Any) -> list[Any]:
+    """The products ``x times matrix transposed`` of a matrix that is an input; ValueError for another use."""
+    found = []
+    for reader in port.get_target_inputs():
+        node = reader.get_node()
+        is_turned = node.get_type_name() == "Transpose"
+        for user in list(node.output(0).get_target_inputs()) if is_turned else [reader]:
+            product = user.get_node()
+            is_product = product.get_type_name() == "MatMul" and user.get_index() == 1
+            if not is_product or product.get_attributes()["transpose_b"] == is_turned:
+                raise ValueError("a matrix is no factor of a product")
+            found.append(product)
+    return found
 
 
 def _grouped_product(ov: Any, source: Any, matrix: Grouped) -> Any:

@@ -25,7 +25,7 @@ from drafter.targets.cache import CacheShape, SlotCache
 from drafter.targets.capabilities import Capabilities
 from drafter.targets.export import check_exportable, export_forward, export_logits
 from drafter.targets.openvino_files import FORWARD, HEAD, keep, key_of_model, programs_folder
-from drafter.targets.openvino_graph import join_products, split_stores, use_matrices
+from drafter.targets.openvino_graph import join_products, split_stores, use_matrices, with_type
 from drafter.targets.stored import Grouped
 from drafter.utils.io import first_line
 
@@ -42,6 +42,7 @@ class OpenVINORuntime:
         embed: int64 [1, M] to embeddings [1, M, D].
         capabilities: of the model, whose layers all have keys of one shape.
         dtype: of embeddings, keys, values and states.
+        precision: of the arithmetic, as OpenVINO names it; empty: the number format's.
         rounded_together: activations that share a scale of 8 bits; 0: activations are not rounded.
 
     Raises:
@@ -55,6 +56,7 @@ class OpenVINORuntime:
         capabilities: Capabilities,
         *,
         dtype: torch.dtype,
+        precision: str = "",
         rounded_together: int = 0,
     ) -> None:
         assert isinstance(capabilities.cache_shape, CacheShape)
@@ -67,8 +69,7 @@ class OpenVINORuntime:
         check_dtype(dtype)
         self._settings = {
             "PERFORMANCE_HINT": "LATENCY",
-            # OpenVINO rounds activations to 8 bits in float32 kernels; in bfloat16 it unpacks the weights instead.
-            "INFERENCE_PRECISION_HINT": "f32" if rounded_together else _PRECISIONS[dtype],
+            "INFERENCE_PRECISION_HINT": precision or _PRECISIONS[dtype],
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
             # Pinned threads of OpenVINO and threads of torch that share their cores wait for each other.
             "ENABLE_CPU_PINNING": False,
@@ -208,7 +209,8 @@ class OpenVINORuntime:
 
     def _read(self, tensor: Any) -> Tensor:
         """OpenVINO's memory as a tensor, valid until the next run."""
-        return torch.from_numpy(tensor.data).view(self._dtype)
+        found = torch.from_numpy(tensor.data)
+        return found if found.dtype == torch.float32 else found.view(self._dtype)
 
 
 class _Stores:
@@ -310,7 +312,12 @@ def mask_kinds(capabilities: Capabilities) -> tuple[str, ...]:
 
 
 def write_programs(
-    folder: Path, model: PreTrainedModel, capabilities: Capabilities, matrices: Mapping[int, Grouped]
+    folder: Path,
+    model: PreTrainedModel,
+    capabilities: Capabilities,
+    matrices: Mapping[str, Grouped],
+    output_matrix: Grouped | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write the programs of decoder and output matrix to a folder.
 
@@ -318,27 +325,34 @@ def write_programs(
         folder: exists.
         model: of the programs.
         capabilities: of the model.
-        matrices: in place of parameters, by the parameter's address.
+        matrices: in place of parameters of the decoder, by name.
+        output_matrix: in place of the output matrix.
+        dtype: of embeddings, keys, values and states (None: the model's); logits keep the model's.
 
     Raises:
         ValueError: the model's code cannot be recorded or converted.
     """
     ov = import_openvino()
-    shape, kinds = capabilities.cache_shape, mask_kinds(capabilities)
+    decoder, shape, kinds = capabilities.decoder, capabilities.cache_shape, mask_kinds(capabilities)
     assert isinstance(shape, CacheShape)
     output: Any = model.get_output_embeddings()
     hidden_size = output.weight.shape[1]
     with tqdm(total=3, desc="Exporting the target to OpenVINO, once", disable=None) as bar, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            recorded = export_forward(model, capabilities.decoder, shape, hidden_size, kinds)
+            given = [name for name, _ in decoder.named_parameters() if name in matrices]
+            recorded = export_forward(model, decoder, shape, hidden_size, kinds, given)
             bar.update()
-            forward = split_stores(ov, ov.convert_model(recorded), 2 + (len(kinds) or 1), shape.num_layers)
-            head = ov.convert_model(export_logits(output, capabilities.logit_map, hidden_size))
-            at_head = {address: matrix for address, matrix in matrices.items() if address == output.weight.data_ptr()}
-            use_matrices(ov, forward, {key: matrix for key, matrix in matrices.items() if key not in at_head})
-            use_matrices(ov, head, at_head)
+            forward = use_matrices(ov, ov.convert_model(recorded), [matrices[name] for name in given])
+            forward = split_stores(ov, forward, 2 + (len(kinds) or 1), shape.num_layers)
+            is_given = output_matrix is not None
+            head = ov.convert_model(export_logits(output, capabilities.logit_map, hidden_size, is_given=is_given))
+            if output_matrix is not None:
+                head = use_matrices(ov, head, [output_matrix])
             join_products(ov, forward)
+            if dtype not in (None, model.dtype):
+                forward = with_type(ov, forward, _PRECISIONS[dtype], has_outputs=True)
+                head = with_type(ov, head, _PRECISIONS[dtype], has_outputs=False)  # logits stay finer
             bar.update()
             ov.save_model(forward, folder / FORWARD, compress_to_fp16=False)
             ov.save_model(head, folder / HEAD, compress_to_fp16=False)

@@ -1,7 +1,7 @@
 """Matrices as a GGUF file stores them: small integers in groups with a scale and an offset, never unpacked as a whole.
 
 A weight is ``scale * integer + offset``; the integers are centred around 0. Source of the block layouts: the
-specification of GGUF's quantisation types (Q4_0, Q4_1, Q4_K, Q8_0).
+specification of GGUF's quantisation types (Q4_0, Q4_1, Q4_K, Q6_K, Q8_0).
 
 Shapes: O outputs · I inputs · G groups of consecutive inputs · X any leading dimensions.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 _BLOCK = 32
-_SUPER_BLOCK = 256  # of Q4_K: eight groups
+_SUPER_BLOCK = 256  # of Q4_K and Q6_K: eight groups of 32, sixteen of 16
 
 
 class Grouped(NamedTuple):
@@ -61,6 +61,26 @@ class Grouped(NamedTuple):
         if self.offset_OG is not None:
             weight += self.offset_OG[:, :, None]
         return torch.from_numpy(weight.reshape(num_rows, -1))
+
+
+def save_matrix(matrix: Grouped, folder: Path, name: str) -> None:
+    """Write a matrix as arrays, which :func:`load_matrix` maps into memory."""
+    for part in ("packed", "scale_OG", "offset_OG"):
+        array = getattr(matrix, part)
+        if array is not None:
+            np.save(folder / f"{name}.{part}.npy", array)
+
+
+def load_matrix(folder: Path, name: str) -> Grouped | None:
+    """The matrix that was saved under a name, mapped into memory; None where there is none."""
+    parts = {part: folder / f"{name}.{part}.npy" for part in ("packed", "scale_OG", "offset_OG")}
+    if not parts["packed"].is_file():
+        return None
+    found = {part: np.load(file, mmap_mode="r") if file.is_file() else None for part, file in parts.items()}
+    packed, scale_OG = found["packed"], found["scale_OG"]
+    assert packed is not None and scale_OG is not None
+    bits = 4 if packed.dtype == np.uint8 else 8
+    return Grouped(packed, bits, scale_OG, found["offset_OG"])
 
 
 def join(matrices: list[Grouped]) -> Grouped:
@@ -153,6 +173,24 @@ def _read_q4_k(blocks: np.ndarray) -> Grouped:
     return Grouped(_pack(integers.reshape(num_rows, -1, _BLOCK)), 4, scale_OG, offset_OG)
 
 
+def _read_q6_k(blocks: np.ndarray) -> Grouped:
+    """Blocks of 256: 128 bytes of low halves, 64 bytes of high bits, sixteen scales of 8 bits and their unit.
+
+    Of each half block, byte l of the high bits holds the bits of integers l, l + 32, l + 64 and l + 96, whose low
+    halves are in the bytes l and l + 32, the latter two above.
+    """
+    num_rows = len(blocks)
+    by_block = blocks.reshape(num_rows, -1, 210)
+    low = by_block[:, :, :128].reshape(num_rows, -1, 2, 2, 32)
+    high = by_block[:, :, 128:192].reshape(num_rows, -1, 2, 1, 32)
+    halves = np.concatenate([low & 15, low >> 4], axis=3)
+    bits = np.concatenate([high >> shift & 3 for shift in (0, 2, 4, 6)], axis=3)
+    integers = (halves | bits << 4).astype(np.int8) - 32
+    unit = by_block[:, :, 208:].copy().view(np.float16).astype(np.float32)
+    scale_OG = (unit * by_block[:, :, 192:208].copy().view(np.int8)).reshape(num_rows, -1)
+    return Grouped(integers.reshape(num_rows, -1), 8, scale_OG, None)
+
+
 def _pack(integers: np.ndarray) -> np.ndarray:
     """uint8 [O, G, 32] of 0 .. 15 -> uint8 [O, I / 2]: neighbours share a byte, as signed numbers -8 .. 7."""
     signed = integers ^ 8
@@ -163,6 +201,7 @@ _READERS: dict[str, Callable[[np.ndarray], Grouped]] = {
     "Q4_0": lambda blocks: _read_q4(blocks, has_minimum=False),
     "Q4_1": lambda blocks: _read_q4(blocks, has_minimum=True),
     "Q4_K": _read_q4_k,
+    "Q6_K": _read_q6_k,
     "Q8_0": _read_q8,
 }
 

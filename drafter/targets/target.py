@@ -6,6 +6,7 @@ Shapes: B rows · T tokens of a forward · S visible cache slots · V vocabulary
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -18,12 +19,14 @@ from drafter.kernels.rounded import round_linears
 from drafter.targets.attention import use_folded_attention
 from drafter.targets.cache import CacheShape, MixedShape, SlotCache
 from drafter.targets.capabilities import Capabilities, LogitMap, final_norm, fingerprint_of, probe, refusal
+from drafter.targets.catalog import stored_file
 from drafter.targets.chat import Chat, encode_chats, encode_texts
 from drafter.targets.device_map import copy_once, layer_devices
-from drafter.targets.loading import Spread, read_checkpoint, resolve_device, resolve_dtype
+from drafter.targets.loading import Spread, read_checkpoint, read_tokenizer, resolve_device, resolve_dtype
 from drafter.targets.masks import chunk_mask, slot_positions, tree_mask
 from drafter.targets.openvino_runtime import OpenVINORuntime
 from drafter.targets.quantized import dense_weight, has_plain_weights
+from drafter.targets.stored_target import StoredTarget, load_stored
 from drafter.utils.io import first_line
 
 _log = logging.getLogger(__name__)
@@ -64,7 +67,8 @@ class Target:
         capabilities: what probes found out about the model.
         is_sharded: other processes hold parts of the weights, and take part in every forward.
         layer_devices: where each layer computes, if a map says so; empty: all on one device.
-        is_packed: the linear layers are packed for this CPU's kernels.
+        is_packed: torch cannot read the weights of the layers, which are packed for this CPU's kernels or stored.
+        is_stored: the target runs from the integers of its GGUF file; the model's modules have no weights.
         num_parameters: of the model, each shared one once.
         runtime: runs forwards over a slot cache and the output matrix instead of torch; None: torch runs them.
     """
@@ -81,6 +85,7 @@ class Target:
         plain_fingerprint: str = "",
         is_sharded: bool = False,
         layer_devices: Sequence[torch.device] = (),
+        stored: StoredTarget | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -88,18 +93,18 @@ class Target:
         self.name = name
         self.revision = revision
         self.is_sharded, self.layer_devices = is_sharded, layer_devices
-        self.is_packed = False
-        self.runtime: OpenVINORuntime | None = None
+        self.is_packed = self.is_stored = stored is not None
+        self.runtime = None if stored is None else stored.runtime
+        self._dtype = None if stored is None else stored.output.dtype
         config = model.config.get_text_config(decoder=True)
         output: Any = model.get_output_embeddings()
-        embedding: Any = model.get_input_embeddings()
-        self.embedding_weight_VD: Tensor = dense_weight(embedding, config.hidden_size)
-        self.output_weight_VD: Tensor = dense_weight(output, self.embedding_weight_VD.shape[1])
+        self.vocab_size, self.hidden_size = (
+            self.output_weight_VD.shape if stored is None else stored.output.matrix.shape
+        )
         bias = getattr(output, "bias", None)
         self.output_bias_V: Tensor | None = None if bias is None else bias.detach()
-        self.vocab_size, self.hidden_size = self.output_weight_VD.shape
         self.num_layers = int(config.num_hidden_layers)
-        self.num_parameters = count_parameters(model)
+        self.num_parameters = count_parameters(model) if stored is None else stored.num_parameters
         positions = int(getattr(config, "max_position_embeddings", 0) or 0)
         self.max_length = min(positions, MAX_POSITIONS) if positions > 0 else MAX_POSITIONS
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
@@ -127,7 +132,8 @@ class Target:
 
         Args:
             name: for instance ``smollm2-135m``, ``meta-llama/Llama-3.1-8B-Instruct``, ``./my-model``, ``model.gguf``.
-            dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (bfloat16 on CUDA, float32 on CPU).
+            dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (bfloat16 on CUDA, float32 on CPU); or ``stored``:
+                the integers of a GGUF file, with activations rounded to 8 bits, by OpenVINO on a CPU.
             device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``.
             revision: hub revision.
             trust_remote_code: run code that comes with the model; never done unless asked for.
@@ -146,6 +152,12 @@ class Target:
         spread = Spread(num_shards, device_map)
         _check_options(runtime, quantization, spread)
         torch_device = resolve_device(device)
+        if dtype == "stored":
+            if runtime == "torch" or not (pack and spread.is_whole and torch_device.type == "cpu"):
+                raise ValueError("--dtype stored runs with OpenVINO on a CPU: give another --dtype")
+            if quantization != "none":
+                raise ValueError(f"--quantization {quantization} rounds plain weights: leave it out, or --dtype stored")
+            return cls._load_stored(name, revision)
         found = read_checkpoint(
             name, resolve_dtype(dtype, torch_device), torch_device, spread,
             quantization=quantization, revision=revision, trust_remote_code=trust_remote_code,
@@ -181,12 +193,39 @@ class Target:
         return cls._checked(model, tokenizer, name=name or getattr(model, "name_or_path", "") or type(model).__name__)
 
     @classmethod
+    def _load_stored(cls, name: str, revision: str | None) -> "Target":
+        """A target that runs from the integers of its GGUF file."""
+        found = stored_file(name)
+        if found is None:
+            raise ValueError(f"--dtype stored runs GGUF files, and target {name!r} has none here: give another --dtype")
+        try:
+            made = load_stored(*found, torch.bfloat16, lambda model: cls._checked(model, None, name=name).capabilities)
+        except ValueError as error:
+            raise ValueError(f"--dtype stored cannot run target {name!r}: {error}; give another --dtype") from error
+        return cls(
+            made.model, read_tokenizer(found.place), made.capabilities,
+            name=name, revision=revision, plain_fingerprint=made.fingerprint, stored=made,
+        )  # fmt: skip
+
+    @classmethod
     def _checked(cls, model: PreTrainedModel, tokenizer: Any, *, name: str, **fields: Any) -> "Target":
         """Freeze the model, ask it what it can do, and compare a small tree with its paths."""
         model.eval().requires_grad_(False)
         target = cls(model, tokenizer, probe(model, name), name=name, **fields)
         _check_tree_forward(target)
         return target
+
+    @cached_property
+    def embedding_weight_VD(self) -> Tensor:
+        """Input embeddings as plain numbers, [V, D]."""
+        config = self.model.config.get_text_config(decoder=True)
+        return dense_weight(self.model.get_input_embeddings(), config.hidden_size)
+
+    @cached_property
+    def output_weight_VD(self) -> Tensor:
+        """The output matrix as plain numbers, [V, D]."""
+        size = self.hidden_size if self.is_stored else self.embedding_weight_VD.shape[1]
+        return dense_weight(self.model.get_output_embeddings(), size)
 
     @property
     def cache_shape(self) -> CacheShape | MixedShape:
@@ -199,7 +238,7 @@ class Target:
         targets are neither packed nor compiled.
         """
         is_uniform = not self.layer_devices and isinstance(self.cache_shape, CacheShape)
-        return is_uniform and has_plain_weights(self.model)
+        return is_uniform and not self.is_stored and has_plain_weights(self.model)
 
     @property
     def runtime_name(self) -> str:
@@ -209,12 +248,12 @@ class Target:
     @property
     def device(self) -> torch.device:
         """Device of the input embeddings, where token ids go."""
-        return self.embedding_weight_VD.device
+        return torch.device("cpu") if self.is_stored else self.embedding_weight_VD.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Floating point type of the weights."""
-        return self.embedding_weight_VD.dtype
+        return self._dtype or self.embedding_weight_VD.dtype
 
     @property
     def has_plain_logits(self) -> bool:
@@ -251,6 +290,8 @@ class Target:
             hidden [B, T, D] and context [B, T, C].
         """
         assert cache is None or mask is not None, "a forward over a slot cache needs its mask"
+        if self.is_stored and cache is None:
+            return self._forward_alone(token_BT, context_layers)
         if self.runtime is not None and cache is not None and cache.is_read_as_stored:
             assert mask is not None and position_BT is not None
             masks = list(self._visible(mask, position_BT, cache).values())
@@ -269,6 +310,15 @@ class Target:
             return TargetOutput(hidden_BTD, hidden_BTD)
         states = [output.hidden_states[i].to(hidden_BTD.device) for i in context_layers]
         return TargetOutput(hidden_BTD, torch.cat(states, dim=-1))
+
+    def _forward_alone(self, token_BT: Tensor, context_layers: Sequence[int]) -> TargetOutput:
+        """A causal forward of stored weights, over a cache of its own."""
+        num_rows, num_tokens = token_BT.shape
+        cache = self.new_cache(num_rows, num_tokens)
+        position_BT = torch.arange(num_tokens).expand(num_rows, -1)
+        cache.plan(position_BT)
+        mask = chunk_mask(torch.zeros(num_rows, dtype=torch.int64), num_tokens, num_tokens)
+        return self.forward(token_BT, position_BT=position_BT, mask=mask, cache=cache, context_layers=context_layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output logits [..., V] of final hidden states [..., D], with the model's own scaling or soft cap."""
@@ -305,6 +355,8 @@ class Target:
         Raises:
             ValueError: exact attention of a model whose attention is not SDPA.
         """
+        if exact_attention and self.is_stored:
+            raise ValueError("--exact-attention computes with unpacked weights: give --dtype bfloat16 or float32")
         if exact_attention and not self.fold_attention():
             raise ValueError(f"--exact-attention needs a target that runs with SDPA attention; {self.name!r} does not")
         read_dtype = torch.float64 if exact_attention else None

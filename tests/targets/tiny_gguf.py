@@ -25,8 +25,10 @@ def byte_letters() -> list[str]:
     return [chr(code) for code in [*printable, *others]]
 
 
-def write_gguf(path: Path, *, pre_tokenizer: str = "smollm", seed: int = 0, **fields: int) -> Path:
-    """Random float and Q8_0 weights, the vocabulary SPECIAL + bytes + two blanks, one merge (blank, blank).
+def write_gguf(
+    path: Path, *, pre_tokenizer: str = "smollm", seed: int = 0, matrices: str = "F32", **fields: int
+) -> Path:
+    """Random weights, Q8_0 embeddings, matrices of a type; the vocabulary SPECIAL + bytes + two blanks, one merge.
 
     ``fields`` replaces numbers of the header, which the weights then do not fit.
     """
@@ -57,7 +59,12 @@ def write_gguf(path: Path, *, pre_tokenizer: str = "smollm", seed: int = 0, **fi
     kind = gguf.GGMLQuantizationType.Q8_0
     writer.add_tensor("token_embd.weight", gguf.quants.quantize(quantised, kind), raw_dtype=kind)
     for name, shape in _shapes().items():
-        writer.add_tensor(name, random.standard_normal(shape).astype(np.float32))
+        weight = random.standard_normal(shape).astype(np.float32)
+        if len(shape) == 2 and matrices != "F32":
+            kind = gguf.GGMLQuantizationType[matrices]
+            writer.add_tensor(name, gguf.quants.quantize(weight * 0.2, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, weight)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,0 +1,124 @@
+"""Targets that run from the integers of their GGUF file: the text of the unpacked weights, in every type of matrix."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from drafter.decoding.params import SamplingParams
+from drafter.engine.engine import Engine
+from drafter.engine.settings import Plan
+from drafter.targets.catalog import stored_file
+from drafter.targets.stored import Grouped, load_matrix, read_matrix, save_matrix
+from drafter.targets.stored_target import load_stored
+from drafter.targets.target import Target
+from tests.targets.tiny_gguf import write_gguf
+
+TYPES = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")
+PROMPTS = [[3 + (size * 7 + place) % 250 for place in range(size)] for size in (3, 9, 17)]
+PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True)
+
+
+def drawn_blocks(kind: str, num_rows: int = 6, num_blocks: int = 2) -> np.ndarray:
+    """Random blocks of a type, with scales of usual sizes."""
+    random = np.random.default_rng(0)
+    quantisation = gguf.GGMLQuantizationType[kind]
+    if not kind.endswith("_K"):
+        return gguf.quants.quantize(random.standard_normal((num_rows, 32 * num_blocks), np.float32), quantisation)
+    size = gguf.GGML_QUANT_SIZES[quantisation][1]
+    blocks = random.integers(0, 256, size=(num_rows, num_blocks, size), dtype=np.uint8)
+    units = (np.abs(random.standard_normal((num_rows, num_blocks, 2))) * 0.01).astype(np.float16)
+    if kind == "Q4_K":
+        blocks[:, :, :4] = units.view(np.uint8)
+    else:
+        blocks[:, :, -2:] = units[:, :, :1].copy().view(np.uint8)
+    return blocks.reshape(num_rows, -1)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_matrices_in_groups_are_the_unpacked_ones(kind: str, tmp_path: Path) -> None:
+    blocks = drawn_blocks(kind)
+    wanted = torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind]))
+    matrix = read_matrix(blocks, kind)
+    assert matrix.shape == tuple(wanted.shape)
+    # Integers that are centred around 0 cost offsets of 24 bits their last bit.
+    torch.testing.assert_close(matrix.dense(), wanted, rtol=0, atol=1e-5 if kind == "Q4_K" else 0)
+    assert torch.equal(matrix.rows(np.array([4, 1])).dense(), matrix.dense()[[4, 1]])
+    save_matrix(matrix, tmp_path, "a")
+    again = load_matrix(tmp_path, "a")
+    assert isinstance(again, Grouped) and torch.equal(again.dense(), matrix.dense())
+    assert load_matrix(tmp_path, "b") is None
+
+
+def test_other_types_are_refused() -> None:
+    with pytest.raises(ValueError, match="matrices of type Q2_K have no form"):
+        read_matrix(drawn_blocks("Q8_0"), "Q2_K")
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+
+
+def texts(target: Target, method: Any) -> list[list[int]]:
+    engine = Engine(target, config=Plan(method=method, max_num_seqs=2, tree_size=1 if method == "none" else 6))
+    return [list(completion.token_ids) for completion in engine.generate(PROMPTS, PARAMS)]
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.usefixtures("home")
+def test_text_with_float32_activations_is_that_of_generate(kind: str, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", matrices=kind)
+    unpacked = Target.load(str(file), dtype="float32", device="cpu", pack=False)
+    model: Any = unpacked.model
+    wanted = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        output = model.generate(ids, do_sample=False, max_new_tokens=24, min_new_tokens=24, eos_token_id=None)
+        wanted.append(output[0, len(prompt) :].tolist())
+    found = stored_file(str(file))
+    assert found is not None
+    probe = lambda model: Target.from_model(model).capabilities  # noqa: E731
+    made = load_stored(*found, torch.float32, probe, is_exact=True)
+    target = Target(made.model, None, made.capabilities, name="stored", plain_fingerprint=made.fingerprint, stored=made)
+    assert texts(target, "none") == texts(target, "lookup") == wanted
+    assert target.fingerprint == unpacked.fingerprint and target.num_parameters == unpacked.num_parameters
+    assert torch.equal(target.embedding_weight_VD, unpacked.embedding_weight_VD)
+    assert {weight.device.type for weight in target.model.parameters()} == {"meta"}
+    token_BT = torch.tensor(PROMPTS[1])[None]
+    contexts = [each.forward(token_BT, context_layers=(0, 1)).context_BTC for each in (target, unpacked)]
+    assert torch.allclose(*contexts, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("home")
+def test_stored_is_a_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("this CPU has no bfloat16 arithmetic")
+    file = str(write_gguf(tmp_path / "tiny.gguf", matrices="Q4_1"))
+    target = Target.load(file, device="cpu", runtime="auto", dtype="stored")
+    assert target.is_stored and target.dtype == torch.bfloat16 and target.tokenizer is not None
+    assert target.eos_token_ids == (2,) and not target.is_plain
+    assert list((tmp_path / "home").rglob("model.safetensors")) == []
+    with pytest.raises(ValueError, match="--exact-attention computes with unpacked weights: give --dtype"):
+        target.new_cache(1, 8, exact_attention=True)
+    assert [len(text) for text in texts(target, "lookup")] == [24] * 3
+    # A later start probes and exports nothing.
+    monkeypatch.setattr("drafter.targets.stored_target.write_programs", lambda *_: 1 / 0)
+    again = Target.load(file, device="cpu", runtime="openvino", dtype="stored")
+    assert texts(again, "none") == texts(target, "none")
+
+
+@pytest.mark.usefixtures("home")
+def test_what_has_no_integers_is_refused_in_one_line(tmp_path: Path) -> None:
+    floats = str(write_gguf(tmp_path / "floats.gguf"))
+    with pytest.raises(ValueError, match="--dtype stored runs with OpenVINO on a CPU"):
+        Target.load(floats, device="cpu", dtype="stored", runtime="torch")
+    with pytest.raises(ValueError, match="--quantization int8 rounds plain weights"):
+        Target.load(floats, device="cpu", dtype="stored", runtime="auto", quantization="int8")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="runs GGUF files, and target .* has none here"):
+        Target.load(str(tmp_path / "folder"), device="cpu", dtype="stored", runtime="auto")
