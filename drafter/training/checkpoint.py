@@ -203,7 +203,9 @@ def _keep_sizes(drafter: RecurrentDrafter, before: Path, after: Path) -> None:
     if sizes.is_file() and config.is_file():
         shapes = [_shape(found) for found in (read_json_object(config), drafter.config.to_dict())]
         if shapes[0] == shapes[1]:
-            shutil.copy(sizes, after / TUNED_FILE)
+            kept = read_json_object(sizes)
+            kept.pop("drafter_fingerprint", None)  # a file that names no drafter fits every drafter of its shape
+            (after / TUNED_FILE).write_text(json.dumps(kept) + "\n", encoding="utf-8")
         else:
             print(f"{sizes} was measured with a drafter of another shape and is left out", file=sys.stderr)
 

@@ -89,7 +89,7 @@ def test_a_gain_is_written_and_measured_sizes_stay(
     out.mkdir()
     for name in ("config.json", "model.safetensors"):
         (out / name).write_bytes((place / "drafter" / name).read_bytes())
-    (out / "tuned.json").write_text("{}")
+    (out / "tuned.json").write_text('{"method": "drafter", "drafter_fingerprint": "of the old weights"}')
     assert main(words(place, out)) == 0
     shown = capsys.readouterr().out
     assert "traffic (8 prompts), with copies" in shown and "the new drafter is in" in shown
@@ -100,7 +100,7 @@ def test_a_gain_is_written_and_measured_sizes_stay(
     before, after = (RecurrentDrafter.from_pretrained(folder) for folder in (place / "drafter", out))
     assert before.config.draft_length == after.config.draft_length
     assert any(not a.equal(b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
-    assert (out / "tuned.json").read_text() == "{}"
+    assert json.loads((out / "tuned.json").read_text()) == {"method": "drafter"}
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
