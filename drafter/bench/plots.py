@@ -84,8 +84,7 @@ def plot_rates(condition: Condition, by_size: dict[int, list[Summary]]) -> Figur
     figure, axes = _figure(6.2, 3.8, "Tokens per second by batch size", _subtitle(condition))
     for place, (label, style) in enumerate(zip(shown, _styles(list(shown.values())), strict=True)):
         known = [(size, s.rate) for size in sizes for s in by_size[size] if s.label == label]
-        spread = 2 ** (0.12 * (place - (len(shown) - 1) / 2) / max(1, len(shown) - 1))
-        x, y = [size * spread for size, _ in known], [rate.middle for _, rate in known]
+        x, y = [size * _aside(place, len(shown)) for size, _ in known], [rate.middle for _, rate in known]
         axes.errorbar(x, y, yerr=_errors([rate for _, rate in known]), label=label, **style)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -112,10 +111,10 @@ def plot_tree_sizes(condition: Condition, methods: Sequence[Summary]) -> Figure 
     figure, axes = _figure(7.2, 4.0, title, f"{_subtitle(condition)}, batch size {condition.batch_size}")
     axes.axhline(1.0, color=_FAINT, linewidth=1)
     styles = cycle({"color": colour, "marker": marker} for colour, marker in zip(_COLOURS, _MARKERS, strict=True))
-    for length, style in zip(lengths, styles, strict=False):
-        x = [size for size in sizes if (length, size) in best]
-        spans = [best[length, size] for size in x]
-        label = f"{length} drafting steps"
+    for place, (length, style) in enumerate(zip(lengths, styles, strict=False)):
+        known = [size for size in sizes if (length, size) in best]
+        x, spans = [size * _aside(place, len(lengths)) for size in known], [best[length, size] for size in known]
+        label = f"L = {length}"
         axes.errorbar(x, [span.middle for span in spans], yerr=_errors(spans), label=label, **style)
     axes.grid(axis="y", color=_GRID, linewidth=0.6)
     _log_ticks(axes, sizes)
@@ -136,6 +135,11 @@ def _save(figure: Figure, out: Path, name: str) -> Path:
 def _errors(spans: Sequence[Span]) -> list[list[float]]:
     """Distances from the median to the least and to the greatest, as matplotlib's errorbar takes them."""
     return [[span.middle - span.low for span in spans], [span.high - span.middle for span in spans]]
+
+
+def _aside(place: int, num: int) -> float:
+    """A factor on a logarithmic axis that moves the marks of one of ``num`` lines aside, so that none hides another."""
+    return float(2 ** (0.12 * (place - (num - 1) / 2) / max(1, num - 1)))
 
 
 def _fastest(methods: Sequence[Summary]) -> list[Summary]:

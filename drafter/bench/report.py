@@ -18,7 +18,8 @@ def report(records: Sequence[BenchRecord]) -> str:
     sections = [_TITLE, _provenance(records)]
     for condition, methods in tables.items():
         title = f"## {condition.prompts}, batch size {condition.batch_size}, {condition.sampling}\n"
-        sections += [title, _about(condition, methods), _main_table(methods), *_category_tables(methods)]
+        builds = [f"{method.label} was built for {method.build}.\n" for method in methods if method.build]
+        sections += [title, _about(condition, methods), _main_table(methods), *builds, *_category_tables(methods)]
     sections += _batch_tables(tables)
     loads = [record for record in records if record["kind"] == "load"]
     sections += ["## Load on a server\n", load_table(loads)] if loads else []

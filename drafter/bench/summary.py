@@ -62,7 +62,8 @@ class Summary:
 
     Attributes:
         label: the method, with its drafter, weights or measured sizes where results hold several.
-        engine: name of the engine that decodes, and the instruction sets that it was built for if it says so.
+        engine: name of the engine that decodes.
+        build: the instruction sets that the engine was built for; empty where it does not say.
         num_rounds: number of runs.
         rate: tokens per second.
         speedup: over plain decoding of this package, round by round; None without such runs.
@@ -81,6 +82,7 @@ class Summary:
 
     label: str
     engine: str
+    build: str
     num_rounds: int
     rate: Span
     speedup: Span | None
@@ -191,10 +193,10 @@ def _summarise(label: str, rounds: list[BenchRecord], methods: dict[str, list[Be
     plain = {name: [{**r["by_category"].get(name, {}), "round": r["round"]} for r in baseline] for name in categories}
     speedups = {name: _speedup(by_category[name], plain[name]) for name in categories}
     steps = {name: _tokens_per_step(by_category[name]) for name in categories}
-    build = f" ({first['build']})" if first.get("build") else ""
     return Summary(
         label=label,
-        engine=first.get("engine", engine_of(first["method"])) + build,
+        engine=first.get("engine", engine_of(first["method"])),
+        build=first.get("build", ""),
         num_rounds=len(rounds),
         rate=Span.of([_rate(record) for record in rounds]),
         speedup=_speedup(rounds, baseline),

@@ -246,7 +246,7 @@ def test_other_engines_are_named_and_set_beside_llama_cpp() -> None:
     ours = run("none", rate=40.0, tokens_per_step=1.0)
     versions = {**ours["versions"], "xllamacpp": "2026.10.11549"}
     peers = [
-        run("llama-cpp:BF16", rate=50.0, tokens_per_step=1.0, versions=versions),
+        run("llama-cpp:BF16", rate=50.0, tokens_per_step=1.0, versions=versions, build="AVX AVX2"),
         run("openvino-genai:F16", rate=60.0, tokens_per_step=1.0),
     ]
     text = report([ours, *peers])
@@ -254,4 +254,5 @@ def test_other_engines_are_named_and_set_beside_llama_cpp() -> None:
     assert "engine" in rows["method"] and "over llama.cpp BF16" in rows["method"]
     assert "OpenVINO GenAI" in rows["openvino-genai:F16"] and "1.20x (1.20 to 1.20)" in rows["openvino-genai:F16"]
     assert "0.80x (0.80 to 0.80)" in rows["none"] and "xllamacpp 2026.10.11549" in text
+    assert "llama-cpp:BF16 was built for AVX AVX2." in text
     assert "engine" not in report([ours]) and "llama.cpp" not in report([ours, peers[1]])
