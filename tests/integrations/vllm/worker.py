@@ -62,7 +62,7 @@ def mend_expand() -> None:
     import torch
     from vllm.utils import cpu_triton_utils
 
-    def expand(output: Any, input_val: Any, cu_num_tokens: Any, replace_from: Any, replace_to: Any, **_: Any) -> None:
+    def expand(output: Any, input_val: Any, cu_num_tokens: Any, replace_from: Any, replace_to: Any, *_: Any) -> None:
         counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
         values = torch.where(input_val == replace_from, replace_to, input_val).to(output.dtype)
         output.copy_(values.repeat_interleave(counts))
