@@ -229,7 +229,7 @@ def test_sampled_tokens_have_the_distribution_of_the_target(tiny: tuple[Target, 
     with Served.start(options, VLLM_ENABLE_V1_MULTIPROCESSING="0", MEND_VLLM_CPU="1") as served:
         found = served.ask([prompt] * num_samples, batch=num_samples, max_tokens=4, temperature=0.8, ignore_eos=True)
     print(f"temperature 0.8: drafts {found['num_drafts']}, accepted {found['num_accepted']}")
-    assert found["num_accepted"][0] > 0.1 * found["num_drafts"]
+    assert found["num_accepted"][0] > 500, "enough drafts are taken to spoil a distribution"
     drawn_BT = torch.tensor(found["token_ids"])
     before_X = torch.empty(1, 0, dtype=torch.int64)  # every text of tokens so far, with its probability
     weight_X = torch.ones(1, dtype=torch.float64)
