@@ -127,13 +127,15 @@ def run(name: str, args: argparse.Namespace, target: Target, prompts: list[Promp
             "trainer.max_steps": args.steps,
             "trainer.val_check_interval": args.steps,
             "trainer.default_root_dir": args.work / name,
+            "ckpt_path": "last",
         }
     )
     if args.token_counts:
         settings["model.drafter.token_counts"] = args.token_counts
     if not states.exists():  # one step of the run that wants the most of the states
         most = VARIANTS["context-fused"] | VARIANTS["length-8"]
-        main_train(words_of(settings | most | {"trainer.max_steps": 1, "trainer.limit_val_batches": 0}))
+        once = {"trainer.max_steps": 1, "trainer.limit_val_batches": 0, "trainer.default_root_dir": args.work / "first"}
+        main_train(words_of(settings | most | once))
     start = time.process_time()
     if main_train(words_of(settings)):
         raise SystemExit(f"{name}: training failed")
