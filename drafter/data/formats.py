@@ -121,7 +121,7 @@ def parse_row(record: RawRow, *, format: str | None = None, columns: Mapping[str
     if kind is None:
         raise ValueError(
             f"{record.where}: no known keys{_keys(fields)}; known are messages, conversations, instruction + output, "
-            "prompt, turns, text (name others with --column)"
+            "prompt, turns, text: rename the keys, or give --column to distill and data inspect"
         )
     common: dict[str, Any] = {
         "id": _text_or_none(fields.get("id", fields.get("question_id"))),

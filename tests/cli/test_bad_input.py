@@ -175,8 +175,8 @@ DOUBLING = "{% set n = namespace(x='a' * 999) %}{% for i in range(40) %}{% set n
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (NESTED, "took longer than 1 seconds"),
-        ("{{ 10 ** (10 ** 10) }}", "took longer than 1 seconds"),
+        (NESTED, "took longer than 0.25 seconds"),
+        ("{{ 10 ** (10 ** 10) }}", "took longer than 0.25 seconds"),
         (DOUBLING, "takes more than 64 MiB of memory"),
         ("{{ 1 / 0 }}", "division by zero"),
     ],
@@ -190,7 +190,7 @@ def test_chat_templates_of_strangers(
     template: str,
     message: str,
 ) -> None:
-    monkeypatch.setattr(limits, "MAX_SECONDS", 1.0)
+    monkeypatch.setattr(limits, "MAX_SECONDS", 0.25)
     monkeypatch.setattr(limits, "MAX_BYTES", 64 << 20)
     copy, file = tmp_path / "target", tmp_path / "p.jsonl"
     shutil.copytree(target, copy)
