@@ -39,13 +39,14 @@ class DistillReport:
     """Counts of a run.
 
     Attributes:
-        num_answers: answers that the whole file shall hold.
+        num_prompts, num_answers: prompts, and answers that the whole file shall hold.
         num_done_before: answers of earlier runs.
         num_new, num_tokens: answers of this run, and their tokens.
         seconds: from the first request to the last answer.
         notes: further counts, by what was counted.
     """
 
+    num_prompts: int = 0
     num_answers: int = 0
     num_done_before: int = 0
     num_new: int = 0
@@ -56,7 +57,8 @@ class DistillReport:
     def lines(self) -> list[str]:
         """The report as text, one line for each count that is not zero."""
         speed = f", {self.num_tokens / self.seconds:,.0f} tokens/s" if self.seconds > 0 and self.num_new else ""
-        total = f"{self.num_done_before + self.num_new:,} of {self.num_answers:,} answers"
+        num_done = self.num_done_before + self.num_new
+        total = f"{num_done:,} of {self.num_answers:,} answers to {self.num_prompts:,} prompts"
         lines = [f"{total}; new: {self.num_new:,} with {self.num_tokens:,} tokens{speed}"]
         return lines + [f"{count:,} {what}" for what, count in self.notes.items() if count]
 
@@ -164,6 +166,7 @@ def _answer_all(
 
     done = keys_of(journal.rows, str(journal.path))
     wanted = missing_answers(prompts, settings, done)
+    report.num_prompts = len(prompts)
     report.num_answers = len(prompts) * settings.num_answers
     report.num_done_before = report.num_answers - len(wanted)
     bar = tqdm(

@@ -63,7 +63,7 @@ def test_answers_are_those_of_the_engine(target, prompts: str, tmp_path: Path) -
         assert row["source"] == "prompts.jsonl" and row["temperature"] == 0.0
     assert len(rows) == report.num_new == report.num_answers == 5
     assert report.num_tokens == sum(row["num_tokens"] for row in rows.values())
-    assert "5 of 5 answers; new: 5 with" in report.lines()[0]
+    assert "5 of 5 answers to 5 prompts; new: 5 with" in report.lines()[0]
     conversations = list(read_rows(tmp_path / "out.jsonl"))
     assert [row.is_cut for row in conversations] == [row["finish_reason"] == "length" for row in rows.values()]
 
