@@ -147,6 +147,7 @@ def config_first(words: Sequence[str]) -> list[str]:
 
 def limit_yaml() -> None:
     """Let jsonargparse read files and values within the limits of :mod:`drafter.utils.parse`."""
+    import yaml
     from jsonargparse import set_loader
     from jsonargparse._loaders_dumpers import yaml_load
 
@@ -156,7 +157,7 @@ def limit_yaml() -> None:
         parse_yaml(text, "YAML")
         return yaml_load(text)
 
-    set_loader("yaml", load, (ValueError,))
+    set_loader("yaml", load, (ValueError, yaml.YAMLError))  # the parser in C refuses some escapes more
 
 
 class _Elements:

@@ -116,6 +116,7 @@ def test_wrong_words_are_refused_by_name(words: list[str], message: str) -> None
         ("kind: tre", "Got value: tre"),
         ("- a", "config"),
         ("{", "broken YAML"),
+        ('out: "\\ud800"', "escape"),
         (BOMB, "more than 1,000,000 values"),
         ("[" * 500 + "]" * 500, "nested deeper"),
         ("x: " + "a" * (1 << 20), "larger than 1,048,576 bytes"),
