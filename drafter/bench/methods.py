@@ -18,9 +18,9 @@ GGUF_WEIGHTS = ("F32", "F16", "BF16", "Q8_0", "Q4_1", "Q4_0")
 
 # Options after a method's name; letters and the names of `_NUMBERS` take a number.
 _OPTIONS: dict[str, tuple[str, ...]] = {
-    "none": ("compiled",),
-    "drafter": ("W", "L", "N", "tau", "noise", "final-beams", "uncoupled", "alone", "tuned", "compiled"),
-    "lookup": ("W", "L", "N", "compiled"),
+    "none": (),
+    "drafter": ("W", "L", "N", "tau", "noise", "final-beams", "uncoupled", "alone", "tuned"),
+    "lookup": ("W", "L", "N"),
     "draft-model": ("G", "rejection"),
     "hf-generate": (),
     "hf-lookup": ("G",),
@@ -50,7 +50,6 @@ _WORDS = {
     "final-beams": ("tree_policy", "final-beams"),
     "uncoupled": ("coupled", False),
     "alone": ("copying", False),
-    "compiled": ("compile", True),
     "rejection": ("verify", "rejection"),
 }
 _ENGINES = {"hf": "transformers", "llama-cpp": "llama.cpp", "openvino-genai": "OpenVINO GenAI", "vllm": "vLLM"}

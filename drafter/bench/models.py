@@ -72,6 +72,7 @@ class BenchModels(NamedTuple):
         draft_model: the smaller model, for methods that need one.
         peer_target: the target of transformers' methods; None is ``target``.
         pythons: the Python of each environment that holds an engine, by name.
+        compile: compile the engine's steps; None: on CUDA only.
     """
 
     target: Target
@@ -80,6 +81,7 @@ class BenchModels(NamedTuple):
     draft_model: Target | None = None
     peer_target: Target | None = None
     pythons: Mapping[str, str] = {}
+    compile: bool | None = None
 
     def backend(self, spec: MethodSpec, batch_size: int) -> Backend:
         """A backend for one method that answers ``batch_size`` prompts at a time.
@@ -106,7 +108,7 @@ class BenchModels(NamedTuple):
             ValueError: a tuned method has no file of measured sizes.
         """
         tuned = str(self.tuned_file()) if spec.is_tuned else NO_FILE
-        config = EngineConfig(**spec.config, max_num_seqs=batch_size, tuned=tuned)
+        config = EngineConfig(**spec.config, max_num_seqs=batch_size, tuned=tuned, compile=self.compile)
         drafter = self.drafter if spec.needs_drafter else None
         plan = resolve(config, self.target, drafter, self.draft_model if spec.needs_draft_model else None)
         return replace(plan, **spec.knobs)

@@ -50,41 +50,29 @@ def weights_file(name: str, weights: str) -> Path:
     out = home_folder() / "gguf" / f"{stem}-{digest}.{weights}.gguf"
     if not out.is_file():
         with replacing(out) as new:
-            tensors = ((tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type)) for tensor in reader.tensors)
-            write_gguf(new, reader, tensors, weights)
+            _write_rounded(new, reader, weights)
     return out
 
 
-def write_gguf(out: Path, like: Any, tensors: Any, weights: str, changes: Mapping[str, Any] | None = None) -> None:
-    """A GGUF file with the fields of another, which a reader holds, and matrices stored as `weights`.
-
-    Args:
-        out: the file to write.
-        like: reader of the file whose fields are taken.
-        tensors: pairs of a name and a float32 array.
-        weights: format of the matrices; vectors stay float32.
-        changes: fields with other values.
-
-    Raises:
-        ValueError: a matrix has rows that `weights` cannot store.
-    """
+def _write_rounded(out: Path, reader: Any, weights: str) -> None:
+    """A GGUF file with the fields and numbers of another, and matrices stored as `weights`; vectors stay float32."""
     import gguf
 
-    changes = changes or {}
-    writer = gguf.GGUFWriter(out, str(like.fields["general.architecture"].contents()))
+    writer = gguf.GGUFWriter(out, str(reader.fields["general.architecture"].contents()))
     made_anew = ("general.architecture", "general.file_type", "general.quantization_version")
-    for field in like.fields.values():
+    for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name not in made_anew:
             inner = field.types[1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(field.name, changes.get(field.name, field.contents()), field.types[0], inner)
+            writer.add_key_value(field.name, field.contents(), field.types[0], inner)
     writer.add_file_type(_FILE_TYPES[weights])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    for name, values in tensors:
+    for tensor in reader.tensors:
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
         kind = gguf.GGMLQuantizationType[weights if values.ndim > 1 else "F32"]
         try:
-            writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+            writer.add_tensor(tensor.name, gguf.quantize(values, kind), raw_dtype=kind)
         except gguf.QuantError as error:
-            raise ValueError(f"tensor {name} cannot be stored as {weights}: {error}") from error
+            raise ValueError(f"tensor {tensor.name} cannot be stored as {weights}: {error}") from error
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

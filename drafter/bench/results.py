@@ -29,7 +29,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "run": {
         "run_id": str, "round": int, "method": str, "engine?": str, "build?": str, "batch_size": int,
         "temperature": float, "max_new_tokens": int, "seed?": (int, None), "device": str,
-        "drafter?": (str, None), "drafter_fingerprint?": (str, None),
+        "compile?": (bool, None), "drafter?": (str, None), "drafter_fingerprint?": (str, None),
         "tuned_digest?": (str, None),
         "target": {"name": str, "dtype": str, "num_parameters": int},
         "prompts": {"name": str, "digest": str, "num_prompts": int, "num_answers": int},

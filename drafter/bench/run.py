@@ -170,6 +170,7 @@ class _Bench:
             "draft_model": settings.draft_model if spec.needs_draft_model else None,
             "method": spec.label,
             **({"drafter_fingerprint": self._drafter_fingerprint} if spec.needs_drafter else {}),
+            **({} if self._models.compile is None or spec.is_peer else {"compile": self._models.compile}),
             **({"tuned_digest": self._tuned_digest} if spec.is_tuned else {}),
             "prompts": {"name": point.workload.name, "digest": point.workload.digest},
             "batch_size": point.batch_size,

@@ -151,12 +151,13 @@ def _labels(runs: Sequence[BenchRecord]) -> list[str]:
             names.get(record.get("drafter") or "", ""),
             f"weights {(record.get('drafter_fingerprint') or 'unknown')[:8]}",
             f"sizes {(record.get('tuned_digest') or 'unknown')[:8]}",
+            f"compile {record.get('compile', 'auto')}",
         )
         for record in runs
     ]
     values: dict[str, list[set[str]]] = {}
     for record, note in zip(runs, notes, strict=True):
-        for seen, value in zip(values.setdefault(record["method"], [set(), set(), set()]), note, strict=True):
+        for seen, value in zip(values.setdefault(record["method"], [set(), set(), set(), set()]), note, strict=True):
             seen.add(value)
     labels = []
     for record, note in zip(runs, notes, strict=True):

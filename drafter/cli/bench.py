@@ -227,7 +227,8 @@ def _load_models(settings: BenchSettings) -> "BenchModels":
     if any(spec.needs_drafter for spec in settings.specs):
         assert settings.drafter is not None
         drafter = load_drafter(settings.drafter, target)
-    return BenchModels(target, drafter, settings.drafter or "", draft_model, peer_target, settings.pythons)
+    name, compile = settings.drafter or "", settings.compile
+    return BenchModels(target, drafter, name, draft_model, peer_target, settings.pythons, compile)
 
 
 def _check_out(out: Path) -> None:

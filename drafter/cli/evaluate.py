@@ -89,7 +89,7 @@ def evaluate(options: EvaluateOptions) -> int:
     target = options.load()
     is_drafter = parse_method(options.method).needs_drafter
     drafter = load_drafter(options.drafter, target) if options.drafter is not None and is_drafter else None
-    models = BenchModels(target, drafter, options.drafter or "")
+    models = BenchModels(target, drafter, options.drafter or "", compile=options.compile)
     measured = _along_traffic(options, models) if options.traffic else _of_prompts(options, models, client, card)
     print("\n".join(_tables(measured.here, measured.served)))
     if options.out is not None:

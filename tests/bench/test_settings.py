@@ -13,7 +13,7 @@ def test_options_become_settings_of_the_engine_and_numbers_of_the_proposers() ->
         ("drafter:W6:L3:N12:uncoupled", {"beam_width": 6, "draft_length": 3, "tree_size": 12}, {"coupled": False}),
         ("drafter:W6:L3:final-beams", {"beam_width": 6, "draft_length": 3, "tree_policy": "final-beams"}, {}),
         ("drafter:W6:tau1.5:noise0.5", {"beam_width": 6}, {"tau": 1.5, "noise_weight": 0.5}),
-        ("drafter:alone:compiled", {"copying": False, "compile": True}, {}),
+        ("drafter:alone", {"copying": False}, {}),
         ("draft-model:G3:rejection", {"num_speculative_tokens": 3}, {"verify": "rejection"}),
         ("lookup:W3:L6:N8", {"tree_size": 8}, {"num_matches": 3, "lookup_length": 6}),
     ):
@@ -35,7 +35,7 @@ def test_options_become_settings_of_the_engine_and_numbers_of_the_proposers() ->
         ("drafter:tau1.2.3", "holds no number"),
         ("drafter:W2:L2:N99", "--tree-size 99"),
         ("drafter:W0", "--beam-width"),
-        ("none:W4", "takes compiled$"),
+        ("none:W4", "takes none"),
         ("vllm:W4", "takes none"),
         ("hf-generate:G4", "no option"),
         ("", "unknown method ''"),
