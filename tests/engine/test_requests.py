@@ -206,15 +206,15 @@ def test_trees_tell_what_was_accepted() -> None:
 def failing_once(engine: Engine, error: Exception, *, after: int) -> None:
     """The runner's step raises once, after some good ones, when its work is half done."""
     assert engine._runner is not None
-    commit, calls = engine._runner._commit_few, [0]
+    commit, calls = engine._runner._commit, [0]
 
-    def broken(*args: object) -> list[list[int]]:
+    def broken(*args: object) -> None:
         calls[0] += 1
         if calls[0] == after:
             raise error
-        return commit(*args)  # type: ignore[arg-type]
+        commit(*args)  # type: ignore[arg-type]
 
-    engine._runner._commit_few = broken  # type: ignore[method-assign,assignment]
+    engine._runner._commit = broken  # type: ignore[method-assign,assignment]
 
 
 def test_dropped_rows_are_gone_and_waiting_requests_go_on() -> None:
