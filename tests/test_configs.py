@@ -31,15 +31,17 @@ def parse_train_words(words: list[str]) -> None:
 
 
 def parse_serve(file: Path) -> None:
-    """The options of `drafter serve`, which check themselves; under ray/, the arguments of our application."""
+    """The options of `drafter serve`, which check themselves; under ray/, our arguments within Ray's own schema."""
     from drafter.serving.options import ServeOptions
     from drafter.serving.ray_app import read_args
     from drafter.utils.options import read_options
 
     if file.parent.name == "ray":
-        (application,) = yaml.safe_load(file.read_text())["applications"]
-        assert application["import_path"] == "drafter.serving.ray_app:app"
-        assert read_args(application["args"])[0].target
+        schema = pytest.importorskip("ray.serve.schema").ServeDeploySchema
+        (application,) = schema.parse_obj(yaml.safe_load(file.read_text())).applications
+        assert application.import_path == "drafter.serving.ray_app:app"
+        assert [deployment.name for deployment in application.deployments] == ["drafter"]
+        assert read_args(application.args).target
         return
     assert read_options(ServeOptions, ["--config", str(file)])
 

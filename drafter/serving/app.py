@@ -33,6 +33,8 @@ _PAGE_POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _BODY_SECONDS = 30.0
+_LEAST_BODY_BYTES = 2 * 2**20  # largest body, unless the rows are long
+_TOKEN_BYTES = 32  # of a body for each token of a row: text has about four, a list of token ids seven
 _GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
 _OUTCOME_OF = {401: "unauthorized", 429: "overloaded", 503: "overloaded", 504: "timed_out", CLOSED_BY_CLIENT: "hung_up"}
 
@@ -57,7 +59,8 @@ def create_app(engine: Engine, options: ServeOptions) -> FastAPI:
 
     app = FastAPI(title="Drafter", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
-    app.add_middleware(Guard, api_keys=options.api_keys, max_body_bytes=options.max_body_bytes, metrics=server.metrics)
+    max_body_bytes = max(_LEAST_BODY_BYTES, _TOKEN_BYTES * server.max_length)
+    app.add_middleware(Guard, api_keys=options.api_keys, max_body_bytes=max_body_bytes, metrics=server.metrics)
     if options.cors_origin:  # the outermost layer, so that pages can read errors as well
         app.add_middleware(CORSMiddleware, allow_origins=options.cors_origin, allow_methods=["*"], allow_headers=["*"])
     _add_error_handlers(app)

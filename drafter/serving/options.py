@@ -44,13 +44,11 @@ class LimitOptions:
         max_queue: answers that may wait for a row; further requests get status 429
         request_timeout: seconds that a request may take
         drain_seconds: seconds that running answers get when the server is told to stop
-        max_body_bytes: largest request body
     """
 
     max_queue: int = within(64, low=0, high=10**6)
     request_timeout: float = within(600.0, above=0.0)
     drain_seconds: float = within(30.0, low=0.0)
-    max_body_bytes: int = within(2 * 2**20, low=1, high=2**31)
 
 
 @dataclass(frozen=True, kw_only=True)

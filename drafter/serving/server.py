@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -21,21 +21,12 @@ from drafter.serving.metrics import Metrics
 from drafter.serving.options import ServeOptions
 from drafter.serving.protocol import GREEDY_BELOW, ApiError, ChatRequest, CompletionRequest, Generation
 from drafter.serving.record import TrafficLog
-from drafter.serving.stream import CLOSED_BY_CLIENT, DONE, KEEP_ALIVE, OUTCOME, EventStream, event, hung_up
+from drafter.serving.stream import CLOSED_BY_CLIENT, DONE, KEEP_ALIVE, OUTCOME, EventStream, attend, event
 from drafter.serving.worker import Worker
 from drafter.utils.io import first_line
 
 _KEEP_ALIVE_SECONDS = 15.0
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, so that the seeds of all choices of one request differ
-
-
-class _Deadline(NamedTuple):
-    """The end of a request's time, by the event loop's clock."""
-
-    at: float
-
-    def seconds_left(self) -> float:
-        return max(0.0, self.at - asyncio.get_running_loop().time())
 
 
 class Server:
@@ -114,7 +105,7 @@ class Server:
         """Answer a conversation."""
         deadline = self._deadline()
         self._check(body, 1)
-        prompt_ids = await self.encoder.chat([turn.plain for turn in body.messages], deadline.seconds_left())
+        prompt_ids = await self.encoder.chat([turn.plain for turn in body.messages], _seconds_left(deadline))
         answer = ChatAnswer(self.model, body, [prompt_ids], self._params(body, 1))
         return await self._respond(answer, request, deadline, is_stream=bool(body.stream))
 
@@ -122,7 +113,7 @@ class Server:
         """Continue texts."""
         deadline = self._deadline()
         self._check(body, len(body.prompts))
-        prompts = [await self.encoder.prompt(prompt, deadline.seconds_left()) for prompt in body.prompts]
+        prompts = [await self.encoder.prompt(prompt, _seconds_left(deadline)) for prompt in body.prompts]
         answer = CompletionAnswer(self.model, body, prompts, self._params(body, len(prompts)))
         return await self._respond(answer, request, deadline, is_stream=bool(body.stream))
 
@@ -153,43 +144,40 @@ class Server:
         )
         return [replace(first, seed=_seed(body, choice)) for _ in range(num_prompts) for choice in range(body.n or 1)]
 
-    async def _respond(self, answer: Answer, request: Request, deadline: "_Deadline", *, is_stream: bool) -> Response:
+    async def _respond(self, answer: Answer, request: Request, deadline: float, *, is_stream: bool) -> Response:
         self.worker.submit(answer)
         if not is_stream:
             return await self._whole(answer, request, deadline)
         try:
-            async with asyncio.timeout_at(deadline.at):
+            async with asyncio.timeout_at(deadline):
                 await answer.accepted()
         except BaseException:
             self.worker.abandon(answer)
             raise
         return EventStream(
             self._events(answer, request),
-            deadline=deadline.at,
+            deadline=deadline,
             on_timeout=partial(self._end_stream, request, "timed_out", self._timeout_error()),
             on_hang_up=partial(request.scope.__setitem__, OUTCOME, "hung_up"),
         )
 
-    async def _whole(self, answer: Answer, request: Request, deadline: "_Deadline") -> Response:
+    async def _whole(self, answer: Answer, request: Request, deadline: float) -> Response:
         async def collect() -> None:
             async for delta in answer.deltas():
                 if delta is not None:
                     answer.collect(delta)
 
         collecting = asyncio.create_task(collect())
-        watching = asyncio.create_task(hung_up(request.receive))
         try:
-            timeout = deadline.seconds_left()
-            await asyncio.wait({collecting, watching}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if collecting.done():
+            end = await attend(collecting, request.receive, deadline)
+            if end == "done":
                 collecting.result()
                 return JSONResponse(answer.whole())
-            if watching.done():
+            if end == "left":
                 return Response(status_code=CLOSED_BY_CLIENT)
             raise self._timeout_error()
         finally:
             collecting.cancel()
-            watching.cancel()
             self.worker.abandon(answer)
 
     async def _events(self, answer: Answer, request: Request) -> AsyncGenerator[bytes, None]:
@@ -215,8 +203,9 @@ class Server:
         request.scope[OUTCOME] = outcome
         return event(error.body)
 
-    def _deadline(self) -> "_Deadline":
-        return _Deadline(asyncio.get_running_loop().time() + self.request_timeout)
+    def _deadline(self) -> float:
+        """The end of a request's time, by the event loop's clock."""
+        return asyncio.get_running_loop().time() + self.request_timeout
 
     def _timeout_error(self) -> ApiError:
         message = f"the answer took longer than {self.request_timeout:g} seconds"
@@ -226,3 +215,7 @@ class Server:
 def _seed(body: Generation, choice: int) -> int:
     """The seed of a choice: the client's, another for each further choice, or a random seed."""
     return secrets.randbits(64) if body.seed is None else (body.seed + choice * _SEED_STRIDE) % 2**64
+
+
+def _seconds_left(deadline: float) -> float:
+    return max(0.0, deadline - asyncio.get_running_loop().time())

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from typing import Any, Literal
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -20,10 +20,23 @@ def event(chunk: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-async def hung_up(receive: Receive) -> None:
-    """Return when the client has closed the connection. The body must have been read before."""
-    while (await receive())["type"] != "http.disconnect":
-        continue
+async def attend(work: "asyncio.Task[None]", receive: Receive, deadline: float) -> Literal["done", "left", "late"]:
+    """Wait for the end of the work, a client that leaves, or the deadline (event loop's clock), whichever comes first.
+
+    The body must have been read before.
+    """
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            continue
+
+    watching = asyncio.create_task(watch())
+    try:
+        timeout = max(0.0, deadline - asyncio.get_running_loop().time())
+        await asyncio.wait({work, watching}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        return "done" if work.done() else "left" if watching.done() else "late"
+    finally:
+        watching.cancel()
 
 
 class EventStream(Response):
@@ -31,7 +44,7 @@ class EventStream(Response):
 
     Args:
         events: the events; the response closes the generator in every case, so that its ``finally`` frees the rows.
-        deadline: a time of the event loop's clock; None: no deadline.
+        deadline: a time of the event loop's clock.
         on_timeout: returns the last event when the deadline passes.
         on_hang_up: called when the client leaves before the end.
     """
@@ -42,7 +55,7 @@ class EventStream(Response):
         self,
         events: AsyncGenerator[bytes, None],
         *,
-        deadline: float | None,
+        deadline: float,
         on_timeout: Callable[[], bytes],
         on_hang_up: Callable[[], None],
     ) -> None:
@@ -59,13 +72,11 @@ class EventStream(Response):
         """Send the response (ASGI)."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         sending = asyncio.create_task(self._send(send))
-        watching = asyncio.create_task(hung_up(receive))
         try:
-            timeout = None if self._deadline is None else max(0.0, self._deadline - asyncio.get_running_loop().time())
-            await asyncio.wait({sending, watching}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
+            end = await attend(sending, receive, self._deadline)
+            if end == "done":
                 sending.result()
-            elif watching.done():
+            elif end == "left":
                 self._on_hang_up()
             else:
                 await _cancel(sending)
@@ -75,7 +86,6 @@ class EventStream(Response):
                         await send({"type": "http.response.body", "body": self._on_timeout(), "more_body": False})
         finally:
             await _cancel(sending)
-            await _cancel(watching)
 
     async def _send(self, send: Send) -> None:
         async with contextlib.aclosing(self._events) as events:

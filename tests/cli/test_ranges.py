@@ -11,13 +11,12 @@ from drafter.cli.main import COMMANDS, load_command, options_class
 from drafter.decoding.params import SamplingParams
 from drafter.engine.request import RequestOptions
 from drafter.engine.settings import EngineConfig
-from drafter.serving.ray_app import ReplicaOptions
 from drafter.training.options import Objective, OptimOptions
 from drafter.utils.validate import Range, check_ranges, range_of
 
 OWNERS = [
     *(kind for name in COMMANDS if (kind := options_class(load_command(name))) is not None),
-    *(SamplingParams, EngineConfig, RequestOptions, ReplicaOptions, Objective, OptimOptions),
+    *(SamplingParams, EngineConfig, RequestOptions, Objective, OptimOptions),
 ]
 
 

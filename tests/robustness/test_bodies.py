@@ -30,7 +30,7 @@ def cpu_seconds(pid: int) -> float:
 def test_random_bodies_against_a_process(place: Place) -> None:
     words = [
         *("--target", place.target, "--drafter", place.drafter, "--device", "cpu", "--model-name", "tiny"),
-        *("--max-num-seqs", "2", "--max-model-len", "64", "--max-queue", "6", "--max-body-bytes", "50000"),
+        *("--max-num-seqs", "2", "--max-model-len", "64", "--max-queue", "6"),
         *("--beam-width", "4", "--draft-length", "2", "--tree-size", "8"),
     ]
     chance = random.Random(SEED)

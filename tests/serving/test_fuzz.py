@@ -30,7 +30,7 @@ _FIELDS = [
 def small() -> Iterator[Live]:
     """Short rows, so that every answer is short."""
     engine = tiny_engine(max_num_seqs=2, max_model_len=64, beam_width=4, tree_size=8)
-    with live_server(engine, max_queue=6, max_body_bytes=50_000) as server:
+    with live_server(engine, max_queue=6) as server:
         yield server
 
 

@@ -9,18 +9,16 @@ from typing import Any
 
 import pytest
 
-from drafter.serving.ray_app import ReplicaOptions, read_args
+from drafter.serving.ray_app import deployment_of, read_args
 from tests.tiny_files import make_drafter, make_target
 
 NUM_REQUESTS = 200
 PORT = 18_423
 
 
-def test_arguments_are_a_serve_files_and_the_replicas() -> None:
-    options, replicas = read_args({"target": "t", "max_num_seqs": 4, "ray": {"max_replicas": 3, "num_gpus": 0.5}})
+def test_arguments_are_a_serve_files() -> None:
+    options = read_args({"target": "t", "max_num_seqs": 4})
     assert (options.target, options.max_num_seqs) == ("t", 4)
-    assert replicas == ReplicaOptions(max_replicas=3, num_gpus=0.5)
-    assert read_args({"target": "t"})[1] == ReplicaOptions()
 
 
 @pytest.mark.parametrize(
@@ -30,10 +28,6 @@ def test_arguments_are_a_serve_files_and_the_replicas() -> None:
         ({"target": "t", "tarpet": 1}, "args: .*'tarpet' is not accepted"),
         ({"target": "t", "max_num_seqs": "x"}, "args: .*max_num_seqs.*Got value: x"),
         ({"target": "t", "port": 8000}, "port is the cluster's"),
-        ({"target": "t", "ray": {"replicas": 2}}, "args: ray: .*'replicas' is not accepted"),
-        ({"target": "t", "ray": {"min_replicas": 2}}, "min_replicas is 2 and max_replicas 1"),
-        ({"target": "t", "ray": {"num_gpus": -1}}, "num_gpus is -1"),
-        ({"target": "t", "ray": {"target_requests": 0}}, "target_requests is 0"),
     ],
 )
 def test_bad_arguments_are_refused(args: dict[str, Any], match: str) -> None:
@@ -54,14 +48,12 @@ def cluster(models: dict[str, str]) -> Iterator[str]:
     ray = pytest.importorskip("ray")
     from ray import serve
 
-    from drafter.serving.ray_app import app
-
     ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": PORT})
-        sizes = {"min_replicas": 2, "max_replicas": 2, "num_cpus": 1}
         args = {**models, "model_name": "tiny", "dtype": "float32", "device": "cpu", "max_num_seqs": 4, "max_queue": 64}
-        serve.run(app({**args, "max_model_len": 120, "beam_width": 4, "draft_length": 2, "ray": sizes}), name="drafter")
+        options = read_args({**args, "max_model_len": 120, "beam_width": 4, "draft_length": 2})
+        serve.run(deployment_of(options).options(num_replicas=2).bind(), name="drafter")
         yield f"http://127.0.0.1:{PORT}"
         serve.shutdown()
     finally:
