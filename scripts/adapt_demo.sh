@@ -3,7 +3,7 @@
 #   bash scripts/adapt_demo.sh [--minutes 6] [--answers 300]
 # The server answers two streams of requests (translation from German; a fixed JSON form after a long system prompt) and
 # general prompts, which are not recorded. `drafter adapt` learns the recorded answers beside the server and replaces the
-# drafter's folder; the server swaps. Tokens per step over time go to docs/results/adapt-demo.jsonl and its picture.
+# drafter's folder; the server swaps. Tokens per step over time go to runs/adapt-demo: results.jsonl and adapt.svg.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/venv.sh
@@ -14,5 +14,5 @@ rm -rf $run
 mkdir -p $run
 drafter target fetch smollm2-135m
 cp -r drafter/assets/smollm2-135m $run/drafter
-python scripts/adapt_demo.py run $run "$@" --out docs/results/adapt-demo.jsonl
-python scripts/adapt_demo.py draw docs/results/adapt-demo.jsonl --out docs/img/adapt.svg
+python scripts/adapt_demo.py run $run "$@" --out $run/results.jsonl
+python scripts/adapt_demo.py draw $run/results.jsonl --out $run/adapt.svg
