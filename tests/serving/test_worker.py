@@ -154,14 +154,14 @@ def test_one_bad_job_refuses_its_call_alone() -> None:
     run(test)
 
 
-def break_step(engine: Engine, error: Exception, *, at: int, times: int = 1) -> list[int]:
-    """The engine's step raises, from its ``at``-th call on, so many times; the number of rows at each failure."""
+def break_step(engine: Engine, error: Exception, *, at: int, requests: int) -> list[int]:
+    """The ``at``-th step with so many requests raises; the number of rows at the failure."""
     step, count = engine.step, [0]
     failed: list[int] = []
 
     def broken() -> list[Update]:
-        count[0] += 1
-        if at <= count[0] < at + times:
+        count[0] += engine.num_running + engine.num_waiting >= requests
+        if count[0] == at and not failed:
             engine._arrange(engine._runner)  # type: ignore[arg-type]
             failed.append(engine.num_running)
             raise error
@@ -176,7 +176,7 @@ def test_failed_step_fails_its_requests_and_no_others(caplog: pytest.LogCaptureF
     engine = tiny_engine(max_num_seqs=2)
 
     async def test(worker: Worker) -> None:
-        break_step(engine, RuntimeError("the sky fell"), at=4)
+        break_step(engine, RuntimeError("the sky fell"), at=4, requests=4)
         calls = [submit(worker, f"call {n}", params=params) for n in range(4)]
         results = await asyncio.gather(*(collect(call) for call in calls), return_exceptions=True)
         for result in results[:2]:
@@ -199,7 +199,7 @@ def test_out_of_memory_sheds_the_latest_half(error: Exception) -> None:
     engine = tiny_engine(max_num_seqs=4)
 
     async def test(worker: Worker) -> None:
-        failed = break_step(engine, error, at=4)
+        failed = break_step(engine, error, at=4, requests=6)
         calls = [submit(worker, f"call {n}", params=params) for n in range(6)]
         results = await asyncio.gather(*(collect(call) for call in calls), return_exceptions=True)
         assert failed == [4]
@@ -218,7 +218,7 @@ def test_out_of_memory_with_one_row_fails_it_and_goes_on() -> None:
     engine = tiny_engine(max_num_seqs=2)
 
     async def test(worker: Worker) -> None:
-        break_step(engine, MemoryError(), at=2, times=1)
+        break_step(engine, MemoryError(), at=2, requests=1)
         with pytest.raises(ApiError) as caught:
             await collect(submit(worker, "alone"))
         assert caught.value.status == 503 and caught.value.code == "out_of_memory"
