@@ -77,6 +77,7 @@ class DecodeOptions(Options, PromptOptions, SamplingParams, EngineOptions, Outpu
     rare: ClassVar = (
         "max_line_mib", "stop_token_ids", "ignore_eos", "compile", "revision", "trust_remote_code", "tree_policy",
         "num_speculative_tokens", "tuned", "max_model_len", "enable_prefix_caching", "prefill_chunk", "overwrite",
+        "device_map",
     )  # fmt: skip
     max_num_seqs: int | None = 1
 

@@ -89,6 +89,7 @@ class ServeOptions(Options, ListenOptions, LimitOptions, LearningOptions, Engine
         "How to draft": EngineOptions,
     }
     common: ClassVar = ("target", "drafter", "host", "port", "max_num_seqs", "max_model_len", "api_key")
+    rare: ClassVar = ("compile", "revision", "trust_remote_code", "tree_policy", "num_speculative_tokens")
     enable_prefix_caching: bool | None = True
 
     def __post_init__(self) -> None:
