@@ -120,7 +120,7 @@ def test_answers_go_on_while_drafters_take_over(following: Live, drafter: Path) 
         names = {"temperature": params["temperature"], "seed": number, "max_new_tokens": 120, "ignore_eos": True}
         wanted, count = offline(messages, **names).text, 0
         fields: dict[str, Any] = {"model": MODEL, "messages": messages, "extra_body": {"ignore_eos": True}, **params}
-        while not done.is_set():
+        while not (done.is_set() and count):
             if number % 3:
                 text = following.client.chat.completions.create(**fields).choices[0].message.content
             else:
