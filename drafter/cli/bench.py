@@ -124,7 +124,10 @@ def bench_sweep(options: SweepOptions) -> None:
     """Run `drafter bench sweep`."""
     methods, left_out = sweep_methods(options.beam_widths, options.draft_lengths, options.tree_sizes)
     if left_out:
-        print(f"left out, because W and L draft fewer nodes: {', '.join(left_out)}", file=sys.stderr)
+        print(
+            f"left out, because N nodes are too few for L or too many for W and L: {', '.join(left_out)}",
+            file=sys.stderr,
+        )
     settings = BenchSettings(
         **vars(part_of(options, WorkloadOptions)),
         **vars(part_of(options, TargetConfig)),
@@ -150,10 +153,11 @@ def sweep_methods(
         for length in lengths:
             largest = 1 + width * length
             for size in sizes or (min(largest, _LARGEST_SWEPT_TREE),):
-                (methods if size <= largest else left_out).append(f"drafter:W{width}:L{length}:N{size}")
+                (methods if length < size <= largest else left_out).append(f"drafter:W{width}:L{length}:N{size}")
     if not methods:
         raise ValueError(
-            "--tree-sizes are all larger than --beam-widths and --draft-lengths can draft: lower them or leave them out"
+            "--tree-sizes are all smaller than --draft-lengths ask for, or larger than --beam-widths and --draft-lengths "
+            "can draft: leave them out"
         )
     return tuple(dict.fromkeys(methods)), tuple(dict.fromkeys(left_out))
 

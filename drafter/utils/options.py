@@ -195,6 +195,10 @@ def _parser(kind: type[Options], command: str) -> Any:
     class Help(DefaultHelpFormatter):
         """Shows no types, which the placeholders name, and a default only where there is one that no text names."""
 
+        def add_argument(self, action: argparse.Action) -> None:
+            if action.dest not in kind.rare:
+                super().add_argument(action)
+
         def _get_type_str(self, action: argparse.Action) -> None:
             return None
 
@@ -226,7 +230,7 @@ def _add(group: Any, kind: type[Options], item: "Field[Any]", hint: Any, text: s
 
     flag, plain = f"--{item.name.replace('_', '-')}", _plain(hint)
     span = range_of(kind, item.name)
-    text = argparse.SUPPRESS if item.name in kind.rare else text + (f" ({span})" if span is not None else "")
+    text += f" ({span})" if span is not None else ""
     default = item.default if item.default_factory is MISSING else item.default_factory()
     more: dict[str, Any] = {"required": True} if default is MISSING else {"default": default}
     element = get_args(plain)[0] if get_origin(plain) is tuple else plain
@@ -238,7 +242,7 @@ def _add(group: Any, kind: type[Options], item: "Field[Any]", hint: Any, text: s
         group.add_argument(flag, action=ActionYesNo(no_prefix="no-"), help=text, **more)
     elif element is not plain:
         has_commas = element is not str or bool(item.metadata.get("commas"))
-        text += "" if has_commas or text is argparse.SUPPRESS else "; may be repeated"
+        text += "" if has_commas else "; may be repeated"
         metavar = f"{metavar},..." if has_commas else metavar
         group.add_argument(
             flag, type=_Elements(element, has_commas), action=_Repeated, metavar=metavar, help=text, **more

@@ -59,13 +59,16 @@ class Handler(BaseHTTPRequestHandler):
             self.server.keys.add(self.headers.get("Authorization"))
         num_bodies = len(self.server.bodies)
         is_refused = self.server.failure == "status" or num_bodies > self.server.most_bodies
-        if is_refused or (self.server.failure == "some" and num_bodies % 2):
+        is_refused = is_refused or (self.server.failure == "some" and num_bodies % 2 == 1)
+        if is_refused:
             self.send_error(503, "busy")
         else:
             self._start("text/event-stream")
             self._stream("messages" in body)
-        with self.server.lock:
+        with self.server.lock:  # before the last event, as the client sends its next request after that event
             self.server.num_present -= 1
+        if not is_refused and self.server.failure != "event":
+            self.wfile.write(b"data: [DONE]\n\n")
 
     def _start(self, kind: str) -> None:
         self.send_response(200)
@@ -82,7 +85,6 @@ class Handler(BaseHTTPRequestHandler):
             self._event({"choices": [{"delta": {"content": "ab"}} if is_chat else {"text": "ab"}]})
         if self.server.has_usage:
             self._event({"choices": [], "usage": {"completion_tokens": 2 * NUM_PIECES}})
-        self.wfile.write(b"data: [DONE]\n\n")
 
     def _event(self, content: dict[str, Any]) -> None:
         self.wfile.write(f"data: {json.dumps(content)}\n\n".encode())

@@ -57,12 +57,12 @@ def test_sweeps_of_two_drafters_stand_side_by_side(
     words += ["--tree-sizes", "2,5", "--out", str(tmp_path / "s.jsonl")]
     assert main([*words, "--drafter", files["drafter"]]) == 0
     shown = capsys.readouterr()
-    # Plain decoding and five shapes, at two batch sizes.
-    left_out = "drafter:W1:L1:N5, drafter:W1:L2:N5, drafter:W2:L1:N5"
-    assert "12 runs made" in shown.err and f"fewer nodes: {left_out}" in shown.err
+    # Plain decoding and three shapes, at two batch sizes.
+    left_out = "drafter:W1:L1:N5, drafter:W1:L2:N2, drafter:W1:L2:N5, drafter:W2:L1:N5, drafter:W2:L2:N2"
+    assert "8 runs made" in shown.err and f"too many for W and L: {left_out}" in shown.err
     assert main([*words, "--drafter", files["other"]]) == 0
     shown = capsys.readouterr()
-    assert "10 runs made" in shown.err, "plain decoding is measured once"
+    assert "6 runs made" in shown.err, "plain decoding is measured once"
     assert "drafter:W2:L2:N5 (drafter" in shown.out and "drafter:W2:L2:N5 (other" in shown.out
 
 

@@ -103,7 +103,7 @@ def test_our_own_server_runs_its_target_and_gives_its_tokens(tmp_path: Path) -> 
             body = {"model": "tiny", "messages": chat("Why?"), "return_token_ids": True, "stream": True}
             assert "only for whole answers" in http.post("/v1/chat/completions", json=body).json()["error"]["message"]
     for row in map(json.loads, (tmp_path / "o.jsonl").read_text().splitlines()):
-        (alone,) = plain_engine(method="none", tree_size=None).generate(
+        (alone,) = plain_engine(method="none", tree_size=1).generate(
             [row["messages"][:-1]], SamplingParams(max_new_tokens=9)
         )
         assert row["token_ids"] == alone.token_ids and row["prompt_token_ids"] == alone.prompt_ids

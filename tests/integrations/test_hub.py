@@ -155,7 +155,7 @@ def test_check_finds_a_wrong_export(tmp_path: Path) -> None:
     ("words", "match"),
     [
         (["--check"], "--check belongs to the published format"),
-        (["--target", "x"], "--target belongs to the published format"),
+        (["--target", "x"], "--target belongs to the formats for other programs"),
         (["--public"], "--public says how --push-to-hub"),
         (["--format", "apple", "--target", "nobody-knows-it"], "unknown target"),
         (["--format", "pear"], "pear"),
