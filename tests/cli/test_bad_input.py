@@ -159,7 +159,6 @@ def test_lines_longer_than_the_limit(target: str, refused: Refusal, tmp_path: Pa
     for words in (
         ["decode", *both, "1"],
         ["distill", *both, "1", *out],
-        ["bench", *both, "1", "--methods", "none", *out],
         ["tune", *both, "1", "--drafter", "x", *out],
         ["data", "inspect", str(file), "--target", target, "--max-line-mib", "1"],
         ["train", "--model.target", target, "--data.train", str(file), "--data.max_line_mib", "1"],
