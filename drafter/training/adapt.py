@@ -91,14 +91,15 @@ def adapt(
     """
     check_export(out)
     rows, held_out = split(read_traffic(traffic))
-    if len(held_out) < MIN_HELD_OUT:
+    prompts = {"traffic": prompts_of(held_out, _NUM_TRAFFIC)}
+    if len(prompts["traffic"]) < MIN_HELD_OUT:
         num_prompts = len({tuple(row.prompt_token_ids) for row in (*rows, *held_out)})
         raise ValueError(
             f"--traffic {traffic} holds {num_prompts} different prompts: about {MIN_HELD_OUT * _HELD_OUT_SHARE} are "
             "needed, so that those held out tell a gain from chance; record more"
         )
     general_rows, general_held_out = split(read_traffic(general)) if general is not None else ([], [])
-    prompts = {"traffic": prompts_of(held_out, _NUM_TRAFFIC), "general": prompts_of(general_held_out, _NUM_GENERAL)}
+    prompts["general"] = prompts_of(general_held_out, _NUM_GENERAL)
     work = _work_folder(out, [target, drafter, minutes, *words], [*rows, *general_rows])
     before = _kept(work / "before.json", lambda: _measured(loading, str(drafter), prompts))
     if not (work / "train.jsonl").exists():

@@ -132,10 +132,14 @@ def test_an_interrupted_call_goes_on(place: Path, tmp_path: Path, monkeypatch: p
 def test_mistakes_are_one_line(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = tmp_path / "few.jsonl"
     few.write_text(json.dumps({"prompt_token_ids": [1, 2], "token_ids": [3]}) + "\n")
+    held_out = next([index] for index in range(1, 90) if split([TrafficRow([index], [3])])[1])
+    rows = [{"prompt_token_ids": held_out, "token_ids": [index]} for index in range(1, 90)]
+    (tmp_path / "same.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     for more, message in (
         (["--traffic", str(few)], "1 different prompts: about 80 are needed"),
+        (["--traffic", str(tmp_path / "same.jsonl")], "1 different prompts: about 80 are needed"),
         (["--traffic", str(tmp_path / "none")], "none"),
         (["--minutes", "0"], "--minutes is 0.0"),
         (["--out", str(tmp_path / "mine")], "is no exported drafter"),
