@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -15,6 +14,7 @@ from tqdm import tqdm
 from drafter.bench.results import BenchRecord, run_id, spread
 from drafter.bench.settings import LoadSettings
 from drafter.bench.workload import Item, Workload
+from drafter.distill.client import key_header
 from drafter.utils.io import first_line
 from drafter.utils.provenance import run_record
 
@@ -80,8 +80,7 @@ async def _run_all(
     levels: Sequence[LoadLevel],
     on_record: Callable[[BenchRecord], object] | None,
 ) -> list[BenchRecord]:
-    key = os.environ.get("OPENAI_API_KEY")
-    headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})}
+    headers = {"Accept-Encoding": "identity"} | key_header()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(timeout=_TIMEOUT, headers=headers, limits=limits) as client:
         model = settings.model or await _first_model(client, settings)

@@ -76,6 +76,7 @@ class Client:
             raise ValueError(
                 f"{self.flag} {printable(self.url)!r} must be an http or https address, such as http://host:8000/v1"
             )
+        key_header()
 
     @property
     def root(self) -> str:
@@ -138,6 +139,18 @@ class Client:
         return asyncio.run(_exchange(method, address, body, self.timeout))
 
 
+def key_header() -> dict[str, str]:
+    """The header with the key of OPENAI_API_KEY, without white space around the key; empty without a key.
+
+    Raises:
+        ValueError: the key holds a character that no header may hold.
+    """
+    key = os.environ.get("OPENAI_API_KEY", "").strip()
+    if not (key.isascii() and key.isprintable()):  # httpx's own error would show the key
+        raise ValueError("OPENAI_API_KEY holds a character that no key has, such as an end of line: set it again")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 @cache
 def _certificates() -> Any:
     import httpx
@@ -149,8 +162,7 @@ async def _exchange(method: str, address: str, body: Mapping[str, Any] | None, s
     """Send a request; the bytes of the answer, within ``seconds`` and the limit of size."""
     import httpx
 
-    key = os.environ.get("OPENAI_API_KEY")
-    headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    headers = {"Accept-Encoding": "identity"} | key_header()
     content = None if body is None else json.dumps(body).encode()
     headers |= {} if body is None else {"Content-Type": "application/json"}
     limits = httpx.Timeout(None, connect=_CONNECT_SECONDS)

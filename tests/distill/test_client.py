@@ -89,6 +89,19 @@ def test_the_key_travels_to_no_other_place(status: int) -> None:
         ]  # fmt: skip
 
 
+def test_no_error_shows_a_key_that_no_header_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    with strange(lambda handler: handler.send_error(418)) as server:
+        monkeypatch.setenv("OPENAI_API_KEY", "hush\r\n")
+        with pytest.raises(ServerError):
+            Client(server.url).get(server.url)
+        assert server.seen[0][2] == "Bearer hush"
+    for key in ("hush\nhush", "hush\x7f", "hushé"):
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+        with pytest.raises(ValueError, match="OPENAI_API_KEY") as caught:
+            Client("http://localhost")
+        assert "hush" not in str(caught.value)
+
+
 def test_a_reply_has_limits_of_size_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def drip(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)
