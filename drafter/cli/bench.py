@@ -156,8 +156,8 @@ def sweep_methods(
                 (methods if length < size <= largest else left_out).append(f"drafter:W{width}:L{length}:N{size}")
     if not methods:
         raise ValueError(
-            "--tree-sizes are all smaller than --draft-lengths ask for, or larger than --beam-widths and --draft-lengths "
-            "can draft: leave them out"
+            "--tree-sizes are all smaller than --draft-lengths ask for, or larger than --beam-widths and "
+            "--draft-lengths can draft: leave them out"
         )
     return tuple(dict.fromkeys(methods)), tuple(dict.fromkeys(left_out))
 
