@@ -14,8 +14,8 @@ from tqdm import tqdm
 from drafter.bench.results import BenchRecord, run_id, spread
 from drafter.bench.settings import LoadSettings
 from drafter.bench.workload import Item, Workload
-from drafter.distill.client import key_header
 from drafter.utils.io import first_line
+from drafter.utils.key import key_header
 from drafter.utils.provenance import run_record
 
 _TIMEOUT = httpx.Timeout(60.0, connect=10.0)  # of one read; a server that drips bytes meets _SECONDS

@@ -14,7 +14,6 @@ Use ``Client(url).complete(path, body)``, ``.get(address)`` and ``.model_card(mo
 import asyncio
 import email.utils
 import json
-import os
 import threading
 import time
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drafter.utils.io import printable
+from drafter.utils.key import key_header
 from drafter.utils.parse import parse_json
 
 if TYPE_CHECKING:
@@ -137,18 +137,6 @@ class Client:
 
     def _exchange(self, method: str, address: str, body: Mapping[str, Any] | None) -> bytes:
         return asyncio.run(_exchange(method, address, body, self.timeout))
-
-
-def key_header() -> dict[str, str]:
-    """The header with the key of OPENAI_API_KEY, without white space around the key; empty without a key.
-
-    Raises:
-        ValueError: the key holds a character that no header may hold.
-    """
-    key = os.environ.get("OPENAI_API_KEY", "").strip()
-    if not (key.isascii() and key.isprintable()):  # httpx's own error would show the key
-        raise ValueError("OPENAI_API_KEY holds a character that no key has, such as an end of line: set it again")
-    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 @cache
