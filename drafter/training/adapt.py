@@ -20,6 +20,7 @@ import torch
 
 from drafter.data.traffic import TrafficRow, read_traffic
 from drafter.models.drafter import RecurrentDrafter
+from drafter.models.files import WEIGHTS
 from drafter.targets.target import Target
 from drafter.training.callbacks import count_steps
 from drafter.training.checkpoint import check_export, export_checkpoint
@@ -100,7 +101,7 @@ def adapt(
         )
     general_rows, general_held_out = split(read_traffic(general)) if general is not None else ([], [])
     prompts["general"] = prompts_of(general_held_out, _NUM_GENERAL)
-    work = _work_folder(out, [target, drafter, minutes, *words], [*rows, *general_rows])
+    work = _work_folder(out, [target, drafter, _digest(drafter / WEIGHTS), minutes, *words], [*rows, *general_rows])
     before = _kept(work / "before.json", lambda: _measured(loading, str(drafter), prompts))
     if not (work / "train.jsonl").exists():
         _write_rows(work / "val.jsonl", held_out[:_NUM_TRAFFIC])
@@ -265,6 +266,11 @@ def _recipe(target: str, drafter: Path, work: Path, minutes: float, longest: int
 
 def _yaml(value: int | None) -> int | str:
     return "null" if value is None else value
+
+
+def _digest(file: Path) -> str:
+    """Hash of a file; empty without the file."""
+    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() if file.is_file() else ""
 
 
 def _work_folder(out: Path, settings: Sequence[object], rows: Sequence[TrafficRow]) -> Path:

@@ -129,6 +129,27 @@ def test_an_interrupted_call_goes_on(place: Path, tmp_path: Path, monkeypatch: p
     assert steps[0] == 4 and not work.exists()
 
 
+def test_another_drafter_under_the_same_name_begins_anew(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_measured", lambda *_: {})
+    monkeypatch.setattr(module, "main_train", stop)
+    drafter = RecurrentDrafter.from_pretrained(place / "drafter")
+    drafter.save_pretrained(tmp_path / "old")
+    mark = tmp_path / ".new.adapt" / "mark"
+    for is_changed in (False, False, True):
+        if is_changed:
+            next(drafter.parameters()).data.add_(1.0)
+            drafter.save_pretrained(tmp_path / "old")
+        was_there = mark.exists()
+        assert main(words(place, tmp_path / "new", "--drafter", str(tmp_path / "old"))) == 130
+        assert mark.exists() == (was_there and not is_changed)
+        mark.touch()
+
+
 def test_mistakes_are_one_line(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = tmp_path / "few.jsonl"
     few.write_text(json.dumps({"prompt_token_ids": [1, 2], "token_ids": [3]}) + "\n")
