@@ -99,6 +99,8 @@ class EngineConfig:
             for name in _TREE_FIELDS:
                 if getattr(self, name) is not None:
                     raise ValueError(f"--tuned {self.tuned} sizes the trees: leave {_flag(name)} out, or --tuned none")
+            if self.copying is False:
+                raise ValueError(f"--tuned {self.tuned} was measured with copies: leave --no-copying out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,6 +338,8 @@ def _measured(
     # Sizes are measured with plain weights on one device.
     if path is None or not path.is_file() or not target.is_plain:
         return "nothing was measured (`drafter tune` measures)"
+    if config.copying is False:  # the measured trees may have more nodes than the beams alone draft
+        return "the measured sizes are for drafts with copies"
     sizes = read_tuned(path)
     reason = misfit(sizes, target, drafter, is_compiled=is_compiled)
     if not reason:

@@ -97,6 +97,7 @@ def test_the_reason_says_what_was_given(models: str, given: dict[str, Any], reas
         ({"method": "drafter", "num_speculative_tokens": 3}, "--num-speculative-tokens 3 is for --method draft-model"),
         ({"method": "lookup", "tuned": "t.json"}, "--tuned t.json is for --method drafter"),
         ({"tuned": "t.json", "tree_size": 8}, "--tuned t.json sizes the trees: leave --tree-size out"),
+        ({"tuned": "t.json", "copying": False}, "--tuned t.json was measured with copies: leave --no-copying out"),
         ({"beam_width": 2, "draft_length": 4, "tree_size": 16}, "--tree-size 16 exceeds the 15 nodes"),
         (
             {"beam_width": 2, "draft_length": 4, "tree_size": 10, "copying": False},

@@ -124,6 +124,8 @@ def test_measured_sizes_are_the_default_unless_the_tree_is_given(tmp_path: Path)
     assert resolve(EngineConfig(tuned=path), target, trained_drafter()).tuned == path
     assert resolve(EngineConfig(tuned="none"), target, drafter).tuned is None
     assert resolve(EngineConfig(tree_size=9), target, drafter).tuned is None
+    alone = resolve(EngineConfig(copying=False), target, drafter)  # a measured tree may need the copies' nodes
+    assert alone.tuned is None and alone.reason.endswith("the measured sizes are for drafts with copies")
 
 
 def test_every_change_of_the_drafters_weights_changes_its_fingerprint() -> None:
