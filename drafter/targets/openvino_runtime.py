@@ -10,6 +10,7 @@ import math
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -61,7 +62,7 @@ class OpenVINORuntime:
     ) -> None:
         assert isinstance(capabilities.cache_shape, CacheShape)
         self._ov = import_openvino()
-        self._core: Any = self._ov.Core()
+        self._core = openvino_core()
         self._dtype = dtype
         self._embed = embed
         self._shape = capabilities.cache_shape
@@ -297,11 +298,21 @@ def import_openvino() -> Any:
     return openvino
 
 
+@cache
+def openvino_core() -> Any:
+    """OpenVINO's core, the only one of this process: it lives to the end (ValueError as of :func:`import_openvino`).
+
+    A core sets up a stack for signals and frees the stack with itself, although the thread still uses the stack where
+    another core was made in between: the next Ctrl-C would then be a segmentation fault.
+    """
+    return import_openvino().Core()
+
+
 def check_dtype(dtype: torch.dtype) -> None:
     """ValueError for a number format that OpenVINO does not compute in on this CPU."""
     if dtype not in _PRECISIONS:
         raise ValueError(f"it runs in float32 and bfloat16, not in {str(dtype).removeprefix('torch.')}")
-    capabilities = import_openvino().Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    capabilities = openvino_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     if dtype == torch.bfloat16 and "BF16" not in capabilities:
         raise ValueError("this CPU has no bfloat16 arithmetic")
 

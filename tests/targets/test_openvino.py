@@ -1,6 +1,8 @@
 """OpenVINO as runtime of a target: the same hidden states, the same tokens, and reasons where it cannot run."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,18 @@ def test_number_formats_that_openvino_does_not_compute_in_are_refused() -> None:
     target = Target.from_model(tiny("Llama").model.to(torch.float16), name="half")
     with pytest.raises(ValueError, match="runs in float32 and bfloat16, not in float16"):
         target.use_openvino()
+
+
+def test_a_signal_after_two_targets_reaches_its_handler() -> None:
+    """OpenVINO sets up a stack for signals: the stack of the first target must not be freed under the second."""
+    code = (
+        "import gc, os, signal; from tests.targets.test_openvino import on_openvino, tiny\n"
+        "one, other = (on_openvino(tiny('Llama')) for _ in range(2))\n"
+        "del one; gc.collect(); del other; gc.collect()\n"
+        "signal.signal(signal.SIGINT, lambda *_: print('handled')); os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "handled\n"), done.stderr
 
 
 def test_an_exported_program_is_kept_and_other_weights_get_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
