@@ -4,6 +4,7 @@ A thread that runs such a program can neither be stopped nor limited in memory; 
 """
 
 import contextlib
+import faulthandler
 import json
 import os
 import resource
@@ -78,6 +79,7 @@ def limited_map(function: Callable[[Item], Any], items: Sequence[Item], what: st
 
 def _work(function: Callable[[Item], Any], items: Sequence[Item], writing: int) -> NoReturn:
     """Write an answer for each item, in the forked process."""
+    faulthandler.disable()  # the end of this process is expected
     try:
         for number in (signal.SIGPROF, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)  # the end of this process, within C as well

@@ -103,8 +103,6 @@ def test_missing_things(target: str, refused: Refusal, tmp_path: Path) -> None:
         ("--tree-size", "1025"),
         ("--max-num-seqs", "0"),
         ("--num-speculative-tokens", "0"),
-        ("--tau", "0"),
-        ("--noise-weight", "-1"),
         ("--max-new-tokens", "0"),
         ("--temperature", "-0.5"),
         ("--temperature", ".nan"),
