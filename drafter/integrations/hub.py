@@ -34,7 +34,7 @@ def generate(model, drafter=None, **arguments):
         raise ValueError("say where the drafter is: model.generate(..., drafter='FOLDER OR HUB NAME')")
     return generate_with_drafter(model, drafter=drafter, **arguments)
 '''
-_REQUIREMENTS = "drafter>={version}\n"
+_REQUIREMENTS = "recurrent-drafter>={version}\n"
 _CHECK_TOKENS = 48  # generated for each prompt of a check
 _CHECK_DEPTH = 4
 

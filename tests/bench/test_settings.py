@@ -95,9 +95,9 @@ def test_other_engines_say_what_they_are() -> None:
 
 def test_a_sweep_drafts_every_shape_that_can_be_and_names_the_others() -> None:
     assert sweep_methods((1, 4), (2,), ()) == (("drafter:W1:L2:N3", "drafter:W4:L2:N9"), ())
-    assert sweep_methods((1, 64), (4,), (4, 16)) == (
-        ("drafter:W1:L4:N4", "drafter:W64:L4:N4", "drafter:W64:L4:N16"),
-        ("drafter:W1:L4:N16",),
+    assert sweep_methods((1, 64), (4,), (4, 5, 16)) == (
+        ("drafter:W1:L4:N5", "drafter:W64:L4:N5", "drafter:W64:L4:N16"),
+        ("drafter:W1:L4:N4", "drafter:W1:L4:N16", "drafter:W64:L4:N4"),
     )
     assert sweep_methods((64,), (4,), ()) == (("drafter:W64:L4:N64",), ())
     with pytest.raises(ValueError, match="--tree-sizes"):

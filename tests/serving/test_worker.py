@@ -155,12 +155,14 @@ def test_one_bad_job_refuses_its_call_alone() -> None:
 
 
 def break_step(engine: Engine, error: Exception, *, at: int, requests: int) -> list[int]:
-    """The ``at``-th step with so many requests raises; the number of rows at the failure."""
+    """The ``at``-th step raises, and no step is done before so many requests came; the number of rows at the failure."""
     step, count = engine.step, [0]
     failed: list[int] = []
 
     def broken() -> list[Update]:
-        count[0] += engine.num_running + engine.num_waiting >= requests
+        if not failed and engine.num_running + engine.num_waiting < requests:
+            return []
+        count[0] += 1
         if count[0] == at and not failed:
             engine._arrange(engine._runner)  # type: ignore[arg-type]
             failed.append(engine.num_running)

@@ -138,7 +138,7 @@ def test_a_run_without_a_last_step_needs_a_constant_learning_rate(tmp_path) -> N
     data = FakeData(greedy_rows(make_target()), 1)
     for schedule in ("cosine", "linear"):
         module = make_module(make_target(), optim={"schedule": schedule})
-        with pytest.raises(ValueError, match=f"schedule {schedule}.*--trainer.max_steps or --trainer.max_epochs"):
+        with pytest.raises(ValueError, match=f"schedule {schedule}.*--trainer.max_steps, --trainer.max_epochs or"):
             make_trainer(tmp_path, **limits).fit(module, datamodule=data)
     module = make_module(make_target(), optim={"schedule": "constant", "warmup_steps": 2})
     rates: list[float] = []
