@@ -145,7 +145,8 @@ class BeamProposer(Proposer):
         """The beams of every drafting step, and the copies of the beams before the last step."""
         context_B1C = context_BC[:, None].to(self._dtype)
         state_BWD = self.drafter.init_state(context_B1C)
-        token_BW, levels = root_B[:, None], list[_Level]()
+        token_BW = root_B[:, None]
+        levels: list[_Level] = []
         total_BW = torch.zeros_like(token_BW, dtype=torch.float32)
         for step in range(self.length):
             context_BWC = context_B1C.expand(-1, token_BW.shape[1], -1)

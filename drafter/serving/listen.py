@@ -43,6 +43,7 @@ def load_engine(options: ServeOptions, models: LoadedModels | None = None) -> En
     config = part_of(options, EngineConfig)
     config = replace(config, max_model_len=config.max_model_len or min(target.max_length, DEFAULT_CONTEXT))
     engine = Engine(target, models.drafter, config, draft_model=models.draft_model)
+    _log.info("drafting: %s", engine.plan.reason)
     num_slots = min(engine.plan.max_model_len or target.max_length, target.max_length) + engine.proposer.num_nodes
     num_bytes = cache_bytes(target, engine.plan.max_num_seqs, num_slots)
     free = available_bytes(target.device)
