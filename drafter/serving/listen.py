@@ -43,7 +43,6 @@ def load_engine(options: ServeOptions, models: LoadedModels | None = None) -> En
     config = part_of(options, EngineConfig)
     config = replace(config, max_model_len=config.max_model_len or min(target.max_length, DEFAULT_CONTEXT))
     engine = Engine(target, models.drafter, config, draft_model=models.draft_model)
-    _log.info("drafting: %s", engine.plan.reason)
     num_slots = min(engine.plan.max_model_len or target.max_length, target.max_length) + engine.proposer.num_nodes
     num_bytes = cache_bytes(target, engine.plan.max_num_seqs, num_slots)
     free = available_bytes(target.device)
@@ -88,6 +87,7 @@ def listen(socket: sockets.socket, engine: Engine, options: ServeOptions) -> int
     """Serve until a signal or a failure of the engine; return the exit code, 0 or 1."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    _log.info("drafting: %s", engine.plan.reason)
     app = create_app(engine, options)
     config = uvicorn.Config(
         app, log_config=None, access_log=False, log_level="warning", server_header=False, http=ApiProtocol

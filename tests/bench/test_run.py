@@ -155,7 +155,8 @@ def test_other_weights_in_the_same_folder_are_another_run(tmp_path: Path, models
     assert len({method.label for methods in summarise(drafted).values() for method in methods}) == 2
 
 
-def test_a_tuned_method_goes_by_its_file(tmp_path: Path, models: BenchModels) -> None:
+def test_a_tuned_method_goes_by_its_file(tmp_path: Path, models: BenchModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the drafter's name is no folder there
     target = models.target
 
     def write(tree: Tree) -> None:

@@ -155,7 +155,7 @@ def test_one_bad_job_refuses_its_call_alone() -> None:
 
 
 def break_step(engine: Engine, error: Exception, *, at: int, requests: int) -> list[int]:
-    """The ``at``-th step raises, and no step is done before so many requests came; the number of rows at the failure."""
+    """The ``at``-th step raises, and no step is done before so many requests came; the rows at the failure."""
     step, count = engine.step, [0]
     failed: list[int] = []
 
