@@ -121,8 +121,9 @@ SOURCES = [
 
 
 def wrong_installs(text: str, extras: set[str]) -> list[str]:
-    """Commands that would install the stranger's package `drafter`, or an extra that does not exist."""
-    strangers = re.findall(r"""pip install[^\n`]*?[ "']drafter(?=["'\[`\s]|$)|(?<![\w.-])drafter\[[a-z]""", text)
+    """Commands that would install a stranger's package (ours is on no index), or an extra that does not exist."""
+    name = "(?:recurrent-)?drafter"
+    strangers = re.findall(rf"""pip install[^\n`]*?[ "']{name}(?=["'\[`\s]|$)|(?<![\w.-]){name}\[[a-z]""", text)
     named = [extra for group in re.findall(r"[\"' ]\.\[([a-z,]+)\]", text) for extra in group.split(",")]
     return [*strangers, *sorted(set(named) - extras)]
 
@@ -131,7 +132,13 @@ def test_no_message_and_no_page_installs_another_package() -> None:
     extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     for file in SOURCES:
         assert not wrong_installs(file.read_text(errors="replace"), extras), file
-    for bad in ("pip install drafter", "pip install -U 'drafter[serve]'", "(extra `drafter[x]`)", "-e '.[nothing]'"):
+    for bad in (
+        "pip install drafter",
+        "pip install -U 'drafter[serve]'",
+        "(extra `drafter[x]`)",
+        "-e '.[nothing]'",
+        "pip install recurrent-drafter",
+    ):
         assert wrong_installs(bad, extras), bad
 
 

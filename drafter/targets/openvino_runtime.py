@@ -294,7 +294,8 @@ def import_openvino() -> Any:
     try:
         import openvino
     except ImportError as error:
-        raise ValueError("openvino is not installed: pip install 'recurrent-drafter[openvino]'") from error
+        command = "pip install -c constraints.txt -e '.[openvino]'"
+        raise ValueError(f"openvino is not installed: in the repository, {command}") from error
     return openvino
 
 
@@ -342,6 +343,7 @@ def write_programs(
 
     Raises:
         ValueError: the model's code cannot be recorded or converted.
+        OSError: a file cannot be written.
     """
     ov = import_openvino()
     decoder, shape, kinds = capabilities.decoder, capabilities.cache_shape, mask_kinds(capabilities)
@@ -365,9 +367,12 @@ def write_programs(
                 forward = with_type(ov, forward, _PRECISIONS[dtype], has_outputs=True)
                 head = with_type(ov, head, _PRECISIONS[dtype], has_outputs=False)  # logits stay finer
             bar.update()
-            ov.save_model(forward, folder / FORWARD, compress_to_fp16=False)
-            ov.save_model(head, folder / HEAD, compress_to_fp16=False)
-            bar.update()
         except Exception as error:
             # Code that cannot be recorded or converted raises errors of all kinds, of torch and of OpenVINO.
             raise ValueError(f"its code cannot be exported ({first_line(error)})") from error
+        for program, name in ((forward, FORWARD), (head, HEAD)):
+            try:
+                ov.save_model(program, folder / name, compress_to_fp16=False)
+            except RuntimeError as error:  # OpenVINO's form of a full disk
+                raise OSError(f"{folder / name} cannot be written, perhaps for want of space: {error}") from error
+        bar.update()

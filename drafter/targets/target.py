@@ -400,7 +400,7 @@ class Target:
             )
         try:
             runtime = OpenVINORuntime.of_model(self.model, self.capabilities)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise ValueError(
                 f"--runtime openvino cannot run target {self.name!r}: {error}; use --runtime torch"
             ) from error

@@ -91,6 +91,18 @@ def test_code_that_cannot_be_recorded_is_refused_and_leaves_no_file(monkeypatch:
     assert target.runtime is None and files() == before
 
 
+def test_a_full_disk_is_named_and_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("basic_ios::clear: iostream error")  # of OpenVINO, on a full disk
+
+    monkeypatch.setattr(openvino_runtime.import_openvino(), "save_model", fail)
+    target = tiny("Llama", vocab_size=101)
+    before = files()
+    with pytest.raises(ValueError, match="cannot be written, perhaps for want of space.*; use --runtime torch"):
+        target.use_openvino()
+    assert target.runtime is None and files() == before
+
+
 def files() -> set[Path]:
     return set((home_folder() / "openvino").rglob("*.xml"))
 

@@ -34,7 +34,7 @@ _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
 _REFUSAL = "this drafter cannot be written for vLLM"
 _CARD = """# Recurrent drafter for {name}, as vLLM reads it
 
-In an environment with vLLM ({versions} was tested) and this package (`pip install --no-deps recurrent-drafter`):
+In an environment with vLLM ({versions} was tested) and this package (in its repository, `pip install --no-deps -e .`):
 
 ```
 vllm serve {name} --speculative-config \\
