@@ -333,7 +333,7 @@ class Engine:
             self.warm_up([proposer, *by_tree.values()])
             for tried in () if self.compiler.is_on else (proposer, *by_tree.values()):
                 self._runner.warm_up(tried, 1)
-        self.drafter, self.proposer, self._by_tree = drafter, proposer, by_tree
+        self.drafter, self.proposer, self._by_tree, self._plain = drafter, proposer, by_tree, proposer.plain
         if self._sizer is not None:
             self._sizer.forget()
 
