@@ -45,6 +45,7 @@ def test_reduced_quickstart(
     assert names == {"config.json", "model.safetensors", "run.json", "README.md", "custom_generate"}
 
     decode = ["decode", "--target", TARGET, "--prompts", str(PROMPTS), "--max-new-tokens", "24"]
+    decode += ["--dtype", "float32"]
     drafted, batched = ["--drafter", "drafter"], ["--drafter", "drafter", "--max-num-seqs", "4", "--tree-size", "12"]
     runs = {"plain": ["--method", "none"], "drafted": drafted, "batched": batched}
     for name, words in runs.items():
@@ -55,7 +56,7 @@ def test_reduced_quickstart(
         assert [row["token_ids"] for row in other] == [row["token_ids"] for row in plain]
         assert [row["finish_reason"] for row in other] == [row["finish_reason"] for row in plain]
     capsys.readouterr()
-    assert main([*decode[:-1], "8", *drafted, "--compare"]) == 0
+    assert main([*decode, "--max-new-tokens", "8", *drafted, "--compare"]) == 0
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 11 and all(line.endswith("yes") for line in table[2:])
 

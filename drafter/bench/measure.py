@@ -4,6 +4,7 @@ Shapes: T tokens of one text · D hidden size · V vocabulary.
 """
 
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
@@ -67,14 +68,18 @@ def compare(target: Target, oracle: Transcript, other: Transcript) -> dict[str, 
     }
 
 
-@torch.inference_mode()
 def _margin(target: Target, turn: AnsweredTurn, difference: Difference) -> float:
     """The target's preference for the oracle's token; nan where a text has ended."""
     expected, given = difference.token_ids
     if expected is None or given is None:
         return math.nan
-    text = turn.prompt_ids + turn.answer.token_ids[: difference.position]
-    hidden_BTD = target.forward(torch.tensor([text], device=target.device)).hidden_BTD
+    return logit_margin(target, turn.prompt_ids + turn.answer.token_ids[: difference.position], expected, given)
+
+
+@torch.inference_mode()
+def logit_margin(target: Target, token_ids: Sequence[int], expected: int, given: int) -> float:
+    """The target's logit of one next token minus the logit of another, after a text of token ids."""
+    hidden_BTD = target.forward(torch.tensor([[*token_ids]], device=target.device)).hidden_BTD
     logits_V = target.logits(hidden_BTD[:, -1:])[0, 0].float()
     return float(logits_V[expected] - logits_V[given])
 

@@ -29,8 +29,9 @@ class TargetConfig:
 
     Attributes:
         target: alias, hub id, folder or .gguf file of the language model
-        dtype: number format of the models (default: auto, which is bfloat16 on CUDA and float32 elsewhere);
-            stored: the integers of a GGUF file, with activations rounded to 8 bits, on a CPU
+        dtype: number format of the models (default: auto, which is bfloat16 on CUDA and on a CPU with bfloat16
+            instructions and OpenVINO, and float32 elsewhere); stored: the integers of a GGUF file, with activations
+            rounded to 8 bits, on a CPU
         device: auto, cpu, cuda or cuda:1
         compile: compile the steps with torch.compile (default: on CUDA only)
         runtime: runtime of the target's forward; auto: OpenVINO for bfloat16 on a CPU if OpenVINO is installed and can

@@ -1,6 +1,8 @@
 """Reads a target: model and tokenizer of a folder, a hub id or a .gguf file, on whichever devices the layers go."""
 
 from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,9 @@ from drafter.targets.sharding import load_sharded
 from drafter.utils.io import first_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CPU_INFO = Path("/proc/cpuinfo")
+# Bytes of weights. Smaller targets decode a whole answer in less time than an export to OpenVINO takes.
+_LEAST_OPENVINO_BYTES = 40_000_000
 
 
 class Spread(NamedTuple):
@@ -73,12 +78,38 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Turn ``float32``, ``bfloat16``, ``float16`` or ``auto`` (bfloat16 on CUDA, else float32) into a torch dtype."""
+    """Turn ``float32``, ``bfloat16``, ``float16`` or ``auto`` (bfloat16 on CUDA, else float32) into a torch dtype.
+
+    :func:`openvino_dtype` has the meaning of ``auto`` where OpenVINO may run the target.
+    """
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype!r} is unknown: use auto, stored, {', '.join(DTYPES)}")
     return DTYPES[dtype]
+
+
+def openvino_dtype(name: str) -> str:
+    """What ``auto`` means where OpenVINO may run the target on a CPU.
+
+    ``bfloat16`` for a target worth an export on a processor that computes in bfloat16 (AVX-512 BF16 or AMX), if
+    OpenVINO is installed; else ``float32``. ValueError for an unknown target.
+    """
+    if find_spec("openvino") is None or not _has_bfloat16_instructions():
+        return "float32"
+    place = resolve(name)
+    files = list(place.glob("*.safetensors")) if isinstance(place, Path) else []
+    is_small = bool(files) and sum(file.stat().st_size for file in files) < _LEAST_OPENVINO_BYTES
+    return "float32" if is_small else "bfloat16"
+
+
+@cache
+def _has_bfloat16_instructions() -> bool:
+    """Whether this processor multiplies matrices of bfloat16 numbers; False where the system does not say."""
+    if not _CPU_INFO.is_file():
+        return False
+    flags = next((line for line in _CPU_INFO.read_text().splitlines() if line.startswith("flags")), "")
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags.split())
 
 
 def read_tokenizer(place: Path | str, **shared: Any) -> PreTrainedTokenizerBase | None:

@@ -22,7 +22,14 @@ from drafter.targets.capabilities import Capabilities, LogitMap, final_norm, fin
 from drafter.targets.catalog import stored_file
 from drafter.targets.chat import Chat, encode_chats, encode_texts
 from drafter.targets.device_map import copy_once, layer_devices
-from drafter.targets.loading import Spread, read_checkpoint, read_tokenizer, resolve_device, resolve_dtype
+from drafter.targets.loading import (
+    Spread,
+    openvino_dtype,
+    read_checkpoint,
+    read_tokenizer,
+    resolve_device,
+    resolve_dtype,
+)
 from drafter.targets.masks import chunk_mask, slot_positions, tree_mask
 from drafter.targets.openvino_runtime import OpenVINORuntime
 from drafter.targets.quantized import dense_weight, has_plain_weights
@@ -132,8 +139,9 @@ class Target:
 
         Args:
             name: for instance ``smollm2-135m``, ``meta-llama/Llama-3.1-8B-Instruct``, ``./my-model``, ``model.gguf``.
-            dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (bfloat16 on CUDA, float32 on CPU); or ``stored``:
-                the integers of a GGUF file, with activations rounded to 8 bits, by OpenVINO on a CPU.
+            dtype: ``float32``, ``bfloat16``, ``float16`` or ``stored``: the integers of a GGUF file, with activations
+                rounded to 8 bits, by OpenVINO on a CPU. ``auto`` is bfloat16 on CUDA, and on a CPU with bfloat16
+                instructions where ``runtime`` allows OpenVINO and ``pack`` is set; else float32.
             device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``.
             revision: hub revision.
             trust_remote_code: run code that comes with the model; never done unless asked for.
@@ -158,6 +166,8 @@ class Target:
             if quantization != "none":
                 raise ValueError(f"--quantization {quantization} rounds plain weights: leave it out, or --dtype stored")
             return cls._load_stored(name, revision)
+        if dtype == "auto" and runtime != "torch" and pack and spread.is_whole and torch_device.type == "cpu":
+            dtype = openvino_dtype(name)
         found = read_checkpoint(
             name, resolve_dtype(dtype, torch_device), torch_device, spread,
             quantization=quantization, revision=revision, trust_remote_code=trust_remote_code,

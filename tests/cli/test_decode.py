@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from drafter.cli.decode import DecodeOptions
+from drafter.cli.decode import DecodeOptions, _verdict
 from drafter.cli.main import main
+from drafter.engine.outputs import Completion
+from drafter.targets.target import Target
 from drafter.utils.traffic import traffic_files
 from tests.cli.test_main import fails
 from tests.tiny_files import make_drafter, make_target
@@ -73,6 +76,20 @@ def test_decode_without_a_drafter(target: str, capsys: pytest.CaptureFixture[str
     shown = capsys.readouterr()
     assert "drafting: lookup, N 8: default for a CPU; there is no drafter" in shown.err
     assert shown.out.count("yes") == 2
+
+
+def test_a_difference_is_named_with_the_targets_margin(target: str) -> None:
+    model = Target.load(target, device="cpu")
+    plain, *others = ([4, 9, 11, 2], [4, 9, 30, 2], [4, 9])
+    shown = [_verdict(model, written(plain), written(other), is_greedy=True) for other in (plain, *others)]
+    logits_V = model.logits(model.forward(torch.tensor([[5, 6, 4, 9]])).hidden_BTD)[0, -1]
+    margin = abs(float(logits_V[11] - logits_V[30]))
+    assert shown == ["yes", f"no: token 3, logits {margin:.3f} apart", "no: one ends at token 2"]
+    assert _verdict(model, written(plain), written(others[0]), is_greedy=False) == "no: token 3"
+
+
+def written(token_ids: list[int]) -> Completion:
+    return Completion(0, [5, 6], token_ids, "", "length", 1, 1.0, 1.0, [])
 
 
 def test_decode_prints_and_chats(

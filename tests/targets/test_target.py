@@ -14,6 +14,7 @@ from torch import Tensor
 
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
+from drafter.targets import loading
 from drafter.targets.cache import SlotCache
 from drafter.targets.loading import resolve_device, resolve_dtype
 from drafter.targets.masks import chunk_mask, tree_mask
@@ -297,6 +298,32 @@ def test_dtypes_by_name() -> None:
     assert resolve_dtype("float16", cpu) == torch.float16
     with pytest.raises(ValueError, match="int8"):
         resolve_dtype("int8", cpu)
+
+
+def test_auto_is_bfloat16_for_openvino_on_a_processor_that_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    weights, info = tmp_path / "model.safetensors", tmp_path / "cpuinfo"
+    monkeypatch.setattr(loading, "_CPU_INFO", info)
+    monkeypatch.setattr(loading, "find_spec", lambda name: name == "openvino")
+
+    def found(flags: str, num_bytes: int) -> str:
+        loading._has_bfloat16_instructions.cache_clear()
+        info.write_text(f"processor : 0\nflags\t: fpu {flags}\n")
+        with weights.open("wb") as stream:
+            stream.truncate(num_bytes)
+        return loading.openvino_dtype(str(tmp_path))
+
+    try:
+        assert [found(flags, 10**8) for flags in ("avx512_bf16", "amx_bf16", "avx512f")] == [
+            "bfloat16", "bfloat16", "float32",
+        ]  # fmt: skip
+        assert found("amx_bf16", 10**7) == "float32", "a small target answers before its export is done"
+        monkeypatch.setattr(loading, "find_spec", lambda name: None)
+        assert found("amx_bf16", 10**8) == "float32"
+    finally:
+        loading._has_bfloat16_instructions.cache_clear()
 
 
 @pytest.mark.parametrize("content", [[{"type": "text", "text": "hey"}], 7])
