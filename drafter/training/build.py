@@ -5,7 +5,6 @@ Shapes: B rows · T tokens · V target vocabulary · R draft vocabulary · D hid
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +15,8 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 from drafter.training.checkpoint import drafter_of_checkpoint
 from drafter.training.options import DrafterOptions
-from drafter.utils.parse import read_json_object
 
 _NUM_SCALE_PROMPTS = 8
-# Fields that the draft vocabulary does not decide: drafters that differ in these fields fit each other.
-_NOT_SHAPE = {"draft_length", "token_counts"}
 
 
 class Built(NamedTuple):
@@ -38,8 +34,7 @@ def build_drafter(target: Target, data: Any, options: DrafterOptions, init_from:
         data: a ChatDataModule (``token_counts`` and ``val_prompts`` are used).
         options: shape.
         init_from: exported folder or checkpoint to take weights, constants and draft vocabulary from. A tied head has
-            no weights for single tokens, so its draft vocabulary may get another size and is then chosen anew. A
-            drafter with the context ``last`` may continue with ``fused``, which starts as the last hidden state.
+            no weights for single tokens, so its draft vocabulary may get another size and is then chosen anew.
 
     Raises:
         ValueError: ``init_from`` has another shape or target, or the draft vocabulary is larger than the target's.
@@ -59,21 +54,18 @@ def build_drafter(target: Target, data: Any, options: DrafterOptions, init_from:
         target_fingerprint=target.fingerprint,
     )
     if init_from is not None:
-        return _continued(target, data, options, config, init_from)
+        return _continued(target, data, config, init_from)
     drafter = RecurrentDrafter(config)
-    notes = _choose_vocabulary(drafter, target, data, options)
+    notes = _choose_vocabulary(drafter, target, data)
     drafter.set_scales(*measure_scales(target, data.val_prompts(_NUM_SCALE_PROMPTS)))
     return Built(drafter.bind(target), notes)
 
 
-def _choose_vocabulary(drafter: RecurrentDrafter, target: Target, data: Any, options: DrafterOptions) -> list[str]:
-    """Set the draft vocabulary by the counts of the options or of the answers; return a line about the vocabulary."""
+def _choose_vocabulary(drafter: RecurrentDrafter, target: Target, data: Any) -> list[str]:
+    """Set the draft vocabulary by the counts of the answers; return a line about the vocabulary."""
     if drafter.config.draft_vocab_size is None:
         return []
-    if options.token_counts is not None:
-        count_V = read_token_counts(options.token_counts, target.vocab_size)
-    else:
-        count_V = data.token_counts(target.vocab_size)
+    count_V = data.token_counts(target.vocab_size)
     ids_R = choose_draft_vocabulary(count_V, drafter.config.num_outputs, always=target.eos_token_ids)
     drafter.set_draft_token_ids(ids_R)
     return [f"draft vocabulary: {len(ids_R):,} tokens cover {coverage(count_V, ids_R):.2%} of the answers"]
@@ -82,7 +74,6 @@ def _choose_vocabulary(drafter: RecurrentDrafter, target: Target, data: Any, opt
 def drafter_config(options: DrafterOptions, *, vocab_size: int, hidden_size: int, **target: Any) -> DrafterConfig:
     """The config of a drafter of this shape; ``target``: the fields that name the target."""
     shape = asdict(options)
-    del shape["token_counts"]
     if options.draft_vocab_size == vocab_size:
         shape["draft_vocab_size"] = None
     return DrafterConfig(vocab_size=vocab_size, hidden_size=hidden_size, **shape, **target)
@@ -90,7 +81,7 @@ def drafter_config(options: DrafterOptions, *, vocab_size: int, hidden_size: int
 
 def expect_same_shape(config: DrafterConfig, saved: dict[str, Any]) -> None:
     """ValueError, naming the first field, when weights saved with ``saved`` do not fit ``config``."""
-    shape = [field.name for field in fields(DrafterOptions) if field.name not in _NOT_SHAPE]
+    shape = [field.name for field in fields(DrafterOptions) if field.name != "draft_length"]  # any depth fits
     for name in ("vocab_size", "hidden_size", *shape):
         mine, theirs = getattr(config, name), saved.get(name)
         if name == "context_layers":
@@ -114,23 +105,17 @@ def summary_lines(drafter: RecurrentDrafter) -> Iterator[str]:
     yield f"input scales: hidden {config.hidden_scale:g}, embedding {config.embedding_scale:g}"
 
 
-def _continued(target: Target, data: Any, options: DrafterOptions, config: DrafterConfig, init_from: str) -> Built:
+def _continued(target: Target, data: Any, config: DrafterConfig, init_from: str) -> Built:
     drafter, notes = drafter_of_checkpoint(init_from).float(), []
     before = drafter.config
-    has_new_size = config.head == before.head == "tied" and config.num_outputs != before.num_outputs
-    has_new_context = (config.context, before.context) == ("fused", "last")
-    if has_new_size or has_new_context:
-        kept: dict[str, Any] = {"draft_vocab_size": config.draft_vocab_size} if has_new_size else {}
-        if has_new_context:
-            kept |= {"context": config.context, "context_layers": config.context_layers}
-        expect_same_shape(config, before.to_dict() | kept)
+    if config.head == before.head == "tied" and config.num_outputs != before.num_outputs:
+        expect_same_shape(config, before.to_dict() | {"draft_vocab_size": config.draft_vocab_size})
         weights = drafter.state_dict()
+        del weights["draft_token_ids_R"]
         drafter = RecurrentDrafter(config)
         drafter.set_scales(before.hidden_scale, before.embedding_scale)
-        if has_new_size:
-            del weights["draft_token_ids_R"]
         drafter.load_state_dict(weights, strict=False)
-        notes = _choose_vocabulary(drafter, target, data, options) if has_new_size else []
+        notes = _choose_vocabulary(drafter, target, data)
     expect_same_shape(config, drafter.config.to_dict())
     drafter.bind(target)
     drafter.config.draft_length = config.draft_length
@@ -157,30 +142,6 @@ def choose_draft_vocabulary(count_V: Tensor, size: int, always: Iterable[int] = 
 def coverage(count_V: Tensor, token_ids_R: Tensor) -> float:
     """Share of counted tokens that lie in the draft vocabulary."""
     return float(count_V[token_ids_R].sum() / count_V.sum().clamp_min(1))
-
-
-def read_token_counts(path: str, vocab_size: int) -> Tensor:
-    """Counts [V] from a JSON file {token id: count}.
-
-    Raises:
-        ValueError: unreadable, or ids outside the vocabulary.
-    """
-    try:
-        table = read_json_object(Path(path))
-        pairs = [(int(token), int(count)) for token, count in table.items()]
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"--model.drafter.token_counts {path!r} is no JSON object {{token id: count}}: {error}"
-        ) from error
-    count_V = torch.zeros(vocab_size, dtype=torch.int64)
-    for token, count in pairs:
-        if not 0 <= token < vocab_size or count < 0:
-            raise ValueError(
-                f"--model.drafter.token_counts {path!r}: token {token} with count {count} does not fit a vocabulary of "
-                f"{vocab_size} tokens"
-            )
-        count_V[token] = count
-    return count_V
 
 
 @torch.no_grad()

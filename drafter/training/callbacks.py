@@ -38,13 +38,6 @@ from drafter.utils.io import replacing
 _MEASURED_TOGETHER = 8  # prompts
 
 
-def tokens_per_step(
-    target: Target, drafter: RecurrentDrafter, prompts: Sequence[Prompt], config: EngineConfig, params: SamplingParams
-) -> float:
-    """Tokens over target forwards of all prompts together, by the real decoder; see :func:`decode_answers`."""
-    return mean_tokens_per_step(decode_answers(target, drafter, prompts, config, params))
-
-
 def decode_answers(
     target: Target,
     drafter: RecurrentDrafter,
@@ -129,7 +122,6 @@ class TokensPerStep(Callback):
         beam_width: int = 8,
         draft_length: int = 4,
         tree_size: int = 24,
-        every_n_validations: int = 1,
     ) -> None:
         """
         Args:
@@ -138,24 +130,18 @@ class TokensPerStep(Callback):
             beam_width: W of the engine.
             draft_length: L of the engine.
             tree_size: N of the engine.
-            every_n_validations: number of validations between two decodings; the sanity check decodes nothing.
         """
-        if num_prompts < 1 or every_n_validations < 1:
-            raise ValueError("TokensPerStep: num_prompts and every_n_validations must be at least 1")
+        if num_prompts < 1:
+            raise ValueError(f"TokensPerStep: num_prompts is {num_prompts} but must be at least 1")
         self._num_prompts = num_prompts
-        self._every = every_n_validations
         self._params = SamplingParams(max_new_tokens=max_new_tokens)
         self._draft_length = draft_length
         self._config = EngineConfig(
             max_num_seqs=num_prompts, beam_width=beam_width, draft_length=draft_length, tree_size=tree_size
         )
-        self._num_validations = 0
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking:
-            return
-        self._num_validations += 1
-        if self._num_validations % self._every:
             return
         values = torch.zeros(1 + self._draft_length, dtype=torch.float64, device=pl_module.device)
         module: Any = pl_module
@@ -196,10 +182,11 @@ class SaveWhenStopped(Callback):
         self._signal = 0
         self._before: dict[int, Any] = {}
         self._step = 0  # of the last whole step
+        self.has_started = False  # before, an error is one of the checkpoint that a run resumes from
         self._saved_step = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._signal, self._step, self._saved_step = 0, trainer.global_step, -1
+        self._signal, self._step, self._saved_step, self.has_started = 0, trainer.global_step, -1, True
         if threading.current_thread() is threading.main_thread():
             self._before = {
                 number: signal.signal(number, self._take_note) for number in (signal.SIGINT, signal.SIGTERM)

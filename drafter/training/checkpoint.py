@@ -14,7 +14,7 @@ from torch import Tensor
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.utils.io import check_output_folder, first_line, recover, replacing
-from drafter.utils.parse import read_json_object
+from drafter.utils.parse import check_shape, read_json_object
 
 # Prefix of the drafter's tensors in the state dict of DrafterModule.
 PREFIX = "drafter."
@@ -31,12 +31,11 @@ _SHAPE = (
     "block_rank",
     "draft_vocab_size",
 )
-# Keys of a checkpoint that this module reads, with their types.
-_KINDS: dict[str, Any] = {
-    **dict.fromkeys(("drafter_config", "state_dict", "metrics", "loops", "average"), dict),
-    **dict.fromkeys(("num_positions", "global_step", "epoch"), int),
+# What this module reads of a checkpoint; `state_dict` holds tensors alone.
+_CONTENT: dict[str, Any] = {
+    **{"drafter_config": {}, "state_dict": {}, "metrics?": {"*": float}, "num_positions?": int, "global_step?": int},
+    **{"epoch?": int, "data?": {}, "hyper_parameters?": {}},
 }
-_TRAINER_PARTS = ("loops", "optimizer_states", "lr_schedulers", "epoch", "global_step", "callbacks")
 _CARD = """---
 library_name: drafter
 pipeline_tag: text-generation
@@ -93,18 +92,11 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise ValueError(
             f"checkpoint {str(path)!r} cannot be read: it is damaged or no checkpoint ({first_line(error)})"
         ) from error
-    if not isinstance(checkpoint, dict) or "drafter_config" not in checkpoint or "state_dict" not in checkpoint:
-        raise ValueError(f"checkpoint {str(path)!r} holds no drafter: give a .ckpt file that `drafter train` wrote")
-    for name, kind in _KINDS.items():
-        if name in checkpoint and not isinstance(checkpoint[name], kind):
-            raise ValueError(f"checkpoint {str(path)!r} is damaged: {name} is {_short(checkpoint[name])}")
-    for part in ("state_dict", "average"):
-        for name, value in checkpoint.get(part, {}).items():
-            if not (isinstance(name, str) and isinstance(value, Tensor)):
-                raise ValueError(f"checkpoint {str(path)!r} is damaged: {part}, tensor {name!r} is {_short(value)}")
-    for name, value in checkpoint.get("metrics", {}).items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"checkpoint {str(path)!r} is damaged: metric {name!r} is {_short(value)}")
+    where = f"checkpoint {str(path)!r}"
+    check_shape(checkpoint, _CONTENT, where)
+    for name, value in checkpoint["state_dict"].items():
+        if not (isinstance(name, str) and isinstance(value, Tensor)):
+            raise ValueError(f"{where} is damaged: state_dict, {name!r} is no tensor")
     return checkpoint
 
 
@@ -115,35 +107,13 @@ def last_checkpoint(trainer: Any) -> str:
     return str(path) if checkpoints is not None and path.is_file() else ""
 
 
-def check_resumable(path: str | Path) -> None:
-    """Check that a training can continue from a checkpoint, before anything is loaded (ValueError if not)."""
-    checkpoint = read_checkpoint(path)
-    missing = [name for name in _TRAINER_PARTS if name not in checkpoint]
-    if missing:
-        raise ValueError(
-            f"--ckpt_path {str(path)!r} holds a drafter but no training to go on with ({missing[0]} is missing): start "
-            "one from its weights with --model.init_from"
-        )
-    loops = checkpoint["loops"]
-    if not isinstance(loops.get("fit_loop"), dict) or "epoch_loop.batch_progress" not in loops["fit_loop"]:
-        raise ValueError(f"--ckpt_path {str(path)!r} is damaged: its loops lack the progress of the training")
-
-
-def _short(value: Any) -> str:
-    """A value of the wrong kind in a few words."""
-    text = repr(value) if isinstance(value, str | int | float | bool | None) else type(value).__name__
-    return text if len(text) <= 40 else text[:40] + "..."
-
-
 def drafter_from_checkpoint(checkpoint: dict[str, Any]) -> RecurrentDrafter:
-    """The drafter of :func:`read_checkpoint`'s result: the average of its weights, where the run kept one."""
+    """The drafter of :func:`read_checkpoint`'s result."""
     config = DrafterConfig.from_fields(checkpoint["drafter_config"], "checkpoint, drafter_config")
     state: dict[str, Tensor] = {
         name.removeprefix(PREFIX): value for name, value in checkpoint["state_dict"].items() if name.startswith(PREFIX)
     }
-    drafter = RecurrentDrafter.from_tensors(config, state, "checkpoint")
-    average = checkpoint.get("average", {})
-    return RecurrentDrafter.from_tensors(config, state | average, "checkpoint, average") if average else drafter
+    return RecurrentDrafter.from_tensors(config, state, "checkpoint")
 
 
 def drafter_of_checkpoint(path: str | Path) -> RecurrentDrafter:

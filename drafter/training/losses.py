@@ -1,17 +1,16 @@
-"""Losses of a drafter: each loss in plain code as the reference, and all losses chunked and fused.
+"""Losses of a drafter: the definition of each, and both in chunks, so that few logits are in memory at a time.
 
-For a pair, q = softmax(z / temperature) is the drafter's distribution over the draft vocabulary, p the target's.
+For a pair, q = softmax(z) is the drafter's distribution over the draft vocabulary, p the target's.
 
 - cross-entropy: -log q[label], the published objective;
 - forward KL: sum p log(p / q).
 
-Two implementations give the same values. :func:`chunked_loss` computes every logit of the draft vocabulary and writes
-the gradient by hand. :func:`sampled_loss` computes the logits of few tokens for each pair (the target's likeliest, and
-a sample of the others that stands for all of them), which costs a fraction.
+:func:`exact_loss` computes every logit of the draft vocabulary. :func:`sampled_loss` computes the logits of few tokens
+for each pair (the target's likeliest, and a sample of the others that stands for all of them), which costs a fraction.
 
 Mass of the target outside the draft vocabulary: p is the target's distribution *renormalised over the draft
-vocabulary*, and pairs whose label is outside have weight 0. When the labels are the target's own samples, the
-chance of weight 1 is exactly the inside mass, so on average each pair is weighted by the mass that p had inside before
+vocabulary*, and pairs whose label is outside are left out. When the labels are the target's own samples, the chance
+that a pair is kept is exactly the inside mass, so on average each pair is weighted by the mass that p had inside before
 it was renormalised; no logits outside the draft vocabulary are ever computed.
 
 Shapes: P pairs · M teacher positions · C pairs or positions of a chunk · R draft vocabulary · F feature size of the
@@ -19,7 +18,7 @@ head (D for a tied head, 2D for a full one) · D hidden size · K likeliest toke
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,27 +26,39 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from drafter.utils.validate import check_ranges, within
+
 _BLOCK_BYTES = 2**20  # a MiB
 
 
 @dataclass(frozen=True)
 class LossMix:
-    """Weights of the losses and the temperature of both distributions.
+    """Weights of the losses.
 
-    Raises:
-        ValueError: a negative weight, no positive one, or a temperature that is not positive.
+    Attributes:
+        cross_entropy: weight of -log q[next token of the text].
+        kl: weight of the forward KL from the target's distribution.
     """
 
-    cross_entropy: float = 0.0
-    kl: float = 1.0
-    temperature: float = 1.0
+    cross_entropy: float = within(0.0, low=0.0)
+    kl: float = within(1.0, low=0.0)
 
     def __post_init__(self) -> None:
-        weights = (self.cross_entropy, self.kl)
-        if min(weights) < 0 or max(weights) <= 0:
-            raise ValueError(f"loss weights (cross_entropy, kl) are {weights}: none below 0, one above")
-        if not self.temperature > 0:
-            raise ValueError(f"loss temperature is {self.temperature} but must be above 0")
+        check_ranges(self, "model.objective.")
+        if max(self.cross_entropy, self.kl) <= 0:
+            raise ValueError("--model.objective.cross_entropy and kl are both 0: one of the weights must be above 0")
+
+
+class PairLosses(NamedTuple):
+    """A loss over pairs.
+
+    Attributes:
+        loss_P: float32 loss of each pair, with gradient.
+        rank_P: how many draft tokens have a higher logit than the ranked one; float32 and estimated if sampled.
+    """
+
+    loss_P: Tensor
+    rank_P: Tensor
 
 
 def cross_entropy(logits_PR: Tensor, label_P: Tensor) -> Tensor:
@@ -62,200 +73,97 @@ def forward_kl(logits_PR: Tensor, teacher_logits_PR: Tensor) -> Tensor:
 
 
 def mixed_loss(logits_PR: Tensor, teacher_logits_PR: Tensor, label_P: Tensor, mix: LossMix) -> Tensor:
-    """The reference of the chunked loss: every logit at once, gradients by autograd. float32 [P]."""
-    z_PR, teacher_PR = logits_PR / mix.temperature, teacher_logits_PR / mix.temperature
-    loss_P = torch.zeros(len(label_P), dtype=torch.float32, device=logits_PR.device)
+    """The weighted sum of both losses, float32 [P]; a loss without weight is not computed."""
+    loss_P = torch.zeros(len(label_P), device=logits_PR.device)
     if mix.cross_entropy:
-        loss_P = loss_P + mix.cross_entropy * cross_entropy(z_PR, label_P)
+        loss_P = loss_P + mix.cross_entropy * cross_entropy(logits_PR, label_P)
     if mix.kl:
-        loss_P = loss_P + mix.kl * forward_kl(z_PR, teacher_PR)
+        loss_P = loss_P + mix.kl * forward_kl(logits_PR, teacher_logits_PR)
     return loss_P
 
 
-class PairTargets(NamedTuple):
-    """The targets of pairs.
-
-    Attributes:
-        label_P: int64 draft index of the text's next token.
-        weight_P: float32 weight of each pair in the sum.
-        teacher_P: int64 index of each pair's row in ``hidden_MD``.
-        hidden_MD: the target's final hidden states.
-        teacher_logits: maps [C, D] to the target's logits over the draft vocabulary [C, R].
-        ranked_P: draft index whose rank among the drafter's logits is counted (-1: counts as last); None: no ranks.
-    """
-
-    label_P: Tensor
-    weight_P: Tensor
-    teacher_P: Tensor
-    hidden_MD: Tensor
-    teacher_logits: Callable[[Tensor], Tensor]
-    ranked_P: Tensor | None = None
+# Features of some pairs [C, F], output rows [R, F], and which pairs these are -> loss and rank of each.
+_ChunkLoss = Callable[[Tensor, Tensor, slice], PairLosses]
 
 
-class LossOutput(NamedTuple):
-    """A loss over pairs.
-
-    Attributes:
-        loss: weighted sum over pairs, with gradient.
-        loss_P: loss of each pair.
-        rank_P: number of draft tokens with a higher logit than ``ranked_P``; empty without ``ranked_P``.
-    """
-
-    loss: Tensor
-    loss_P: Tensor
-    rank_P: Tensor
-
-
-def chunked_loss(
-    feature_PF: Tensor, weight_RF: Tensor, targets: PairTargets, mix: LossMix, *, memory_mib: int = 256
-) -> LossOutput:
-    """The weighted sum of :func:`mixed_loss` over pairs; at no time are the logits of all pairs in memory.
-
-    Pairs are taken in the order of their teacher position, so that the target's distribution at a position is computed
-    once for all depths. The gradient is computed with the loss, and the chunk's logits are freed: ``memory_mib`` bounds
-    the memory (besides features and their gradient), and the backward pass recomputes nothing.
-
-    Args:
-        feature_PF: factors of the output rows, in the dtype of the computation.
-        weight_RF: output rows over the draft vocabulary; they get a gradient if they require one.
-        targets: the targets of the pairs.
-        mix: weights of the losses.
-        memory_mib: budget for logits of one chunk.
-    """
-    loss, loss_P, rank_P = _ChunkedLoss.apply(feature_PF, weight_RF, targets, mix, memory_mib)
-    return LossOutput(loss, loss_P, rank_P)
-
-
-class _ChunkedLoss(torch.autograd.Function):
-    """Loss and gradient in one pass. With frozen rows W the gradient of a feature is q W - p W. The product p W is
-    computed once for each teacher position, so that no [P, R] tensor of p is needed.
-    """
+class _ByChunks(torch.autograd.Function):
+    """Losses chunk by chunk. A chunk's gradient is computed with its loss, and its logits are freed."""
 
     @staticmethod
     def forward(
-        ctx: Any, feature_PF: Tensor, weight_RF: Tensor, targets: PairTargets, mix: LossMix, memory_mib: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        wants_grad, wants_row_grad = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        work = _Work(feature_PF, weight_RF.to(feature_PF.dtype), targets, mix, wants_grad, wants_row_grad)
-        with torch.autocast(feature_PF.device.type, enabled=False):
-            for pairs_C, first, last in _chunks(targets, len(weight_RF), feature_PF.element_size(), memory_mib):
-                work.add_chunk(pairs_C, first, last)
-        ctx.save_for_backward(work.grad_PF, work.grad_RF)
+        ctx: Any, feature_PF: Tensor, weight_RF: Tensor, chunk_loss: _ChunkLoss, size: int
+    ) -> tuple[Tensor, Tensor]:
+        wanted = ctx.needs_input_grad[:2]
+        rows_RF = weight_RF.detach().to(feature_PF.dtype).requires_grad_(wanted[1])
+        losses: list[PairLosses] = []
+        grads: list[Tensor] = []
+        grad_RF = torch.zeros_like(weight_RF, dtype=torch.float32) if wanted[1] else None
+        for start in range(0, max(1, len(feature_PF)), size):
+            here = slice(start, start + size)
+            with torch.set_grad_enabled(any(wanted)), torch.autocast(feature_PF.device.type, enabled=False):
+                leaf_CF = feature_PF[here].detach().requires_grad_(any(wanted))
+                found = chunk_loss(leaf_CF, rows_RF, here)
+                if any(wanted):
+                    inputs = [leaf_CF, rows_RF] if wanted[1] else [leaf_CF]
+                    grad_CF, *grad_rows = torch.autograd.grad(found.loss_P.sum(), inputs)
+                    grads.append(grad_CF)
+                    if grad_RF is not None:
+                        grad_RF += grad_rows[0]
+            losses.append(PairLosses(found.loss_P.detach(), found.rank_P))
+        ctx.save_for_backward(torch.cat(grads) if grads else None, grad_RF)
         ctx.row_dtype = weight_RF.dtype
-        ctx.mark_non_differentiable(work.loss_P, work.rank_P)
-        return (work.loss_P * targets.weight_P).sum(), work.loss_P, work.rank_P
+        loss_P, rank_P = (torch.cat(parts) for parts in zip(*losses, strict=True))
+        ctx.mark_non_differentiable(rank_P)
+        return loss_P, rank_P
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_P: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_PF, grad_RF = ctx.saved_tensors
-        row_grad = grad_RF.mul_(grad).to(ctx.row_dtype) if ctx.needs_input_grad[1] else None
-        return (grad_PF * grad.to(grad_PF.dtype) if ctx.needs_input_grad[0] else None), row_grad, None, None, None
+        # Rows are trained on the mean of all pairs only, so that one factor serves every pair.
+        row_grad = None if grad_RF is None else grad_RF.mul_(grad_P[0] if len(grad_P) else 0).to(ctx.row_dtype)
+        return grad_PF * grad_P[:, None].to(grad_PF.dtype), row_grad, None, None
 
 
-def _chunks(
-    targets: PairTargets, num_outputs: int, element_size: int, memory_mib: int
-) -> Iterator[tuple[Tensor, int, int]]:
-    """Indices of pairs, by rising teacher position, with the range of positions of each chunk."""
-    order_P = targets.teacher_P.argsort(stable=True)
-    # Three blocks of logits live at a time: the drafter's, its softmax, the target's.
-    size = max(1, memory_mib * _BLOCK_BYTES // (3 * num_outputs * element_size))
-    teacher_P = targets.teacher_P[order_P]
-    firsts = teacher_P[::size].tolist()
-    lasts = [*teacher_P[size - 1 :: size].tolist(), *teacher_P[-1:].tolist()]
-    for pairs_C, first, last in zip(order_P.split(size), firsts, lasts, strict=False):
-        yield pairs_C, first, last + 1
+def _by_chunks(feature_PF: Tensor, weight_RF: Tensor, chunk_loss: _ChunkLoss, size: int) -> PairLosses:
+    if not torch.is_grad_enabled():  # which a Function cannot see
+        feature_PF, weight_RF = feature_PF.detach(), weight_RF.detach()
+    return PairLosses(*_ByChunks.apply(feature_PF, weight_RF, chunk_loss, size))
 
 
-class _Work:
-    """Accumulates loss, ranks and gradients over chunks."""
+def exact_loss(
+    feature_PF: Tensor,
+    weight_RF: Tensor,
+    label_P: Tensor,
+    teacher_logits: Callable[[slice], Tensor],
+    mix: LossMix,
+    *,
+    ranked_P: Tensor | None = None,
+    memory_mib: int = 256,
+) -> PairLosses:
+    """:func:`mixed_loss` of each pair; at no time are the logits of all pairs in memory.
 
-    def __init__(
-        self, feature_PF: Tensor, weight_RF: Tensor, targets: PairTargets, mix: LossMix, grad: bool, row_grad: bool
-    ) -> None:
-        self.feature_PF, self.weight_RF, self.targets, self.mix = feature_PF, weight_RF, targets, mix
-        num_pairs = len(feature_PF)
-        self.loss_P = torch.zeros(num_pairs, dtype=torch.float32, device=feature_PF.device)
-        num_ranks = num_pairs if targets.ranked_P is not None else 0
-        self.rank_P = torch.full((num_ranks,), len(weight_RF), dtype=torch.int64, device=feature_PF.device)
-        self.grad_PF = torch.zeros_like(feature_PF) if grad or row_grad else feature_PF.new_empty(0)
-        self.grad_RF = torch.zeros_like(weight_RF, dtype=torch.float32) if row_grad else feature_PF.new_empty(0)
-        self.row_grad = row_grad
+    Args:
+        feature_PF: factors of the output rows, in the dtype of the computation.
+        weight_RF: output rows over the draft vocabulary. Rows that require a gradient get that of a sum in which all
+            pairs weigh the same.
+        label_P: int64 draft index of the text's next token.
+        teacher_logits: the target's logits over the draft vocabulary for some of the pairs [C, R].
+        mix: weights of the losses.
+        ranked_P: draft index whose rank is counted (-1: counts as last); None: the label.
+        memory_mib: budget for logits of one chunk.
+    """
+    ranked_P = label_P if ranked_P is None else ranked_P
 
-    def add_chunk(self, pairs_C: Tensor, first: int, last: int) -> None:
-        """Loss and gradient of the pairs ``pairs_C``, whose teacher positions lie in first .. last - 1.
+    def chunk_loss(feature_CF: Tensor, rows_RF: Tensor, here: slice) -> PairLosses:
+        z_CR = feature_CF @ rows_RF.T
+        own_C1 = z_CR.detach().gather(1, ranked_P[here].clamp_min(0)[:, None])
+        rank_C = (z_CR.detach() > own_C1).sum(dim=-1).where(ranked_P[here] >= 0, len(rows_RF))
+        teacher_CR = teacher_logits(here) if mix.kl else z_CR
+        return PairLosses(mixed_loss(z_CR, teacher_CR, label_P[here], mix), rank_C)
 
-        With f the features of a pair, W the output rows, T the temperature, a and b the weights of the two losses:
-
-        1. logits z = W f / T and q = softmax(z); lse(z) = z[label] - log q[label].
-        2. a * cross-entropy = -a log q[label].
-        3. b * KL(p || q) = b (sum p log p - p . z + lse(z)), where p . z = (p W) . f / T needs no logit of the pair.
-        4. dz = (a + b) q - a onehot(label) - b p.
-        5. df = dz W / T = ((a + b) q W - a W[label] - b p W) / T.
-        6. dW = dz^T f / T, only for a head that is trained: p itself is needed here.
-        """
-        mix, targets = self.mix, self.targets
-        feature_CF = self.feature_PF[pairs_C]
-        label_C1 = targets.label_P[pairs_C, None]
-        # Step 1. log q[label] is the log of one entry of the softmax; smaller than the smallest float counts as that.
-        z_CR = feature_CF @ self.weight_RF.T
-        self._rank(z_CR, pairs_C)
-        if mix.temperature != 1:
-            z_CR.div_(mix.temperature)
-        q_CR = z_CR.softmax(dim=-1)
-        log_q_C = q_CR.gather(1, label_C1).squeeze(1).float().clamp_min(1e-38).log()
-        # Step 2, and its part of the sum that step 5 subtracts.
-        loss_C = -mix.cross_entropy * log_q_C
-        pull_CF = mix.cross_entropy * self.weight_RF[label_C1.squeeze(1)]
-        p_CR = None
-        if mix.kl:  # Step 3, and its part of step 5.
-            moments = _TargetMoments.at(targets, first, last, self.weight_RF, mix.temperature)
-            row_C = targets.teacher_P[pairs_C] - first
-            p_CR = moments.p_MR[row_C] if self.row_grad else None
-            mean_row_CF = moments.mean_row_MF[row_C]
-            lse_C = z_CR.gather(1, label_C1).squeeze(1).float() - log_q_C
-            expected_C = (feature_CF.float() * mean_row_CF.float()).sum(dim=-1) / mix.temperature
-            loss_C = loss_C + mix.kl * (moments.negentropy_M[row_C] - expected_C + lse_C)
-            pull_CF = pull_CF + mix.kl * mean_row_CF
-        push_CR = q_CR if mix.cross_entropy + mix.kl == 1 else q_CR.mul_(mix.cross_entropy + mix.kl)
-        self.loss_P[pairs_C] = loss_C
-        if len(self.grad_PF):  # Steps 5 and 6, times the weight of each pair.
-            scale_C1 = (targets.weight_P[pairs_C, None] / mix.temperature).to(feature_CF.dtype)
-            self.grad_PF[pairs_C] = (push_CR @ self.weight_RF - pull_CF).mul_(scale_C1)
-            if self.row_grad:
-                grad_CR = push_CR if p_CR is None else push_CR - mix.kl * p_CR
-                self._add_row_grad(grad_CR, label_C1, feature_CF * scale_C1)
-
-    def _add_row_grad(self, grad_CR: Tensor, label_C1: Tensor, scaled_CF: Tensor) -> None:
-        """Step 6 of :meth:`add_chunk`; ``grad_CR`` still lacks the label's part of step 4."""
-        if self.mix.cross_entropy:
-            grad_CR.scatter_add_(1, label_C1, grad_CR.new_full((1, 1), -self.mix.cross_entropy).expand_as(label_C1))
-        self.grad_RF += grad_CR.T @ scaled_CF
-
-    def _rank(self, z_CR: Tensor, pairs_C: Tensor) -> None:
-        if self.targets.ranked_P is None:
-            return
-        ranked_C = self.targets.ranked_P[pairs_C]
-        own_C1 = z_CR.gather(1, ranked_C.clamp_min(0)[:, None])
-        self.rank_P[pairs_C] = (z_CR > own_C1).sum(dim=-1).where(ranked_C >= 0, z_CR.shape[1])
-
-
-class _TargetMoments(NamedTuple):
-    """The target at the positions of a chunk: p, sum p log p, and the mean output row p W."""
-
-    p_MR: Tensor
-    negentropy_M: Tensor
-    mean_row_MF: Tensor
-
-    @classmethod
-    def at(cls, targets: PairTargets, first: int, last: int, weight_RF: Tensor, temperature: float) -> "_TargetMoments":
-        z_MR = targets.teacher_logits(targets.hidden_MD[first:last])
-        if temperature != 1:
-            z_MR = z_MR / temperature
-        p_MR = z_MR.softmax(dim=-1)
-        # log-sum-exp from the largest entry; amax runs over whole vectors, which argmax does not on the CPU.
-        lse_M = z_MR.amax(dim=-1).float() - p_MR.amax(dim=-1).float().log()
-        negentropy_M = (p_MR * z_MR).sum(dim=-1, dtype=torch.float32) - lse_M
-        return cls(p_MR.to(weight_RF.dtype), negentropy_M, p_MR.to(weight_RF.dtype) @ weight_RF)
+    # Six blocks of float32 live at a time: both logits, both log-softmaxes, the products and their gradient.
+    size = max(1, memory_mib * _BLOCK_BYTES // (6 * len(weight_RF) * 4))
+    return _by_chunks(feature_PF, weight_RF, chunk_loss, size)
 
 
 _MASKED = -1e4  # added to the logit of a repeated column: finite, and without weight
@@ -332,18 +240,6 @@ def sample_tokens(
     )
 
 
-class SampledOutput(NamedTuple):
-    """A sampled loss.
-
-    Attributes:
-        loss_P: loss of each pair, with gradient.
-        rank_P: estimated number of draft tokens with a higher logit than the label, float32.
-    """
-
-    loss_P: Tensor
-    rank_P: Tensor
-
-
 def sampled_loss(
     feature_PF: Tensor,
     weight_RF: Tensor,
@@ -353,11 +249,11 @@ def sampled_loss(
     mix: LossMix,
     *,
     memory_mib: int = 64,
-) -> SampledOutput:
+) -> PairLosses:
     """:func:`mixed_loss` of each pair over few tokens: the label, the position's likeliest ones, and the shared ones.
 
     A shared token that stands for n tokens counts n times in the sums of p and q: log n is added to both logits. If
-    every token is shared, the values equal those of :func:`mixed_loss`.
+    every token is shared, the values equal those of :func:`mixed_loss`. The ranks are those of the labels.
 
     Args:
         feature_PF: factors of the output rows, in the dtype of the computation.
@@ -369,62 +265,29 @@ def sampled_loss(
         memory_mib: budget for logits of one chunk.
     """
     assert not weight_RF.requires_grad, "a sampled loss has frozen output rows"
-    loss_P, rank_P = _SampledLoss.apply(feature_PF, weight_RF, label_P, teacher_P, sample, mix, memory_mib)
-    return SampledOutput(loss_P, rank_P)
+    num_shared, num_top = len(sample.index_S), sample.top_MK.shape[1]
+    shared_SF = weight_RF[sample.index_S]
+    # Column of each draft token among the shared tokens; other tokens go to a last column.
+    column_R = torch.full((len(weight_RF),), num_shared, device=weight_RF.device)
+    column_R[sample.index_S] = torch.arange(num_shared, device=weight_RF.device)
+    bias_1S = torch.cat([sample.log_weight_S, sample.log_weight_S.new_zeros(1)])[None]
 
+    def chunk_loss(feature_CF: Tensor, rows_RF: Tensor, here: slice) -> PairLosses:
+        label_C, teacher_C = label_P[here], teacher_P[here]
+        label_logit_C = (sample.hidden_MD[teacher_C].float() * rows_RF[label_C].float()).sum(dim=-1)
+        top_CJ = torch.cat([label_C[:, None], sample.top_MK[teacher_C]], dim=1)
+        bias_CJ = torch.zeros(top_CJ.shape, device=top_CJ.device)
+        bias_CJ[:, 1:] = (top_CJ[:, 1:] == label_C[:, None]) * _MASKED
+        bias_CS = bias_1S.repeat(len(label_C), 1).scatter_(1, column_R[top_CJ], _MASKED)[:, :num_shared]
+        bias_CA = torch.cat([bias_CJ, bias_CS], dim=1)
+        known = (label_logit_C[:, None], sample.top_logits_MK[teacher_C], sample.logits_MS[teacher_C])
+        known_CA = torch.cat([part.float() for part in known], dim=1)
+        own_CJ = torch.einsum("cjf,cf->cj", rows_RF[top_CJ], feature_CF)
+        z_CA = torch.cat([own_CJ, feature_CF @ shared_SF.T], dim=1).float()
+        is_better_CA = z_CA.detach() > z_CA.detach()[:, :1]
+        loss_C = mixed_loss(z_CA + bias_CA, known_CA + bias_CA, torch.zeros_like(label_C), mix)
+        return PairLosses(loss_C, (is_better_CA * bias_CA.exp()).sum(dim=-1))
 
-class _SampledLoss(torch.autograd.Function):
-    """Loss and gradient of a chunk in one pass, by autograd over the chunk; its logits are freed at the end."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        feature_PF: Tensor,
-        weight_RF: Tensor,
-        label_P: Tensor,
-        teacher_P: Tensor,
-        sample: TokenSample,
-        mix: LossMix,
-        memory_mib: int,
-    ) -> tuple[Tensor, Tensor]:
-        num_shared, num_top = len(sample.index_S), sample.top_MK.shape[1]
-        rows_SF = weight_RF[sample.index_S]
-        # Column of each draft token among the shared tokens; other tokens go to a last column.
-        column_R = torch.full((len(weight_RF),), num_shared, device=weight_RF.device)
-        column_R[sample.index_S] = torch.arange(num_shared, device=weight_RF.device)
-        weight_S = sample.log_weight_S * mix.temperature
-        bytes_of_pair = 32 * num_shared + feature_PF.element_size() * 2 * num_top * feature_PF.shape[1]
-        size = max(1, memory_mib * _BLOCK_BYTES // bytes_of_pair)
-        losses, ranks, grads = [], [], []
-        for feature_CF, label_C, teacher_C in zip(
-            *(part.split(size) for part in (feature_PF, label_P, teacher_P)), strict=True
-        ):
-            label_logit_C = (sample.hidden_MD[teacher_C].float() * weight_RF[label_C].float()).sum(dim=-1)
-            top_CJ = torch.cat([label_C[:, None], sample.top_MK[teacher_C]], dim=1)
-            bias_CJ = torch.zeros(top_CJ.shape, device=top_CJ.device)
-            bias_CJ[:, 1:] = (top_CJ[:, 1:] == label_C[:, None]) * _MASKED
-            bias_CS = torch.cat([weight_S, weight_S.new_zeros(1)]).repeat(len(label_C), 1)
-            bias_CS = bias_CS.scatter_(1, column_R[top_CJ], _MASKED)[:, :num_shared]
-            bias_CA = torch.cat([bias_CJ, bias_CS], dim=1)
-            known = (label_logit_C[:, None], sample.top_logits_MK[teacher_C], sample.logits_MS[teacher_C])
-            known_CA = torch.cat([part.float() for part in known], dim=1)
-            with torch.enable_grad(), torch.autocast(feature_CF.device.type, enabled=False):
-                leaf_CF = feature_CF.detach().requires_grad_()
-                own_CJ = torch.einsum("cjf,cf->cj", weight_RF[top_CJ], leaf_CF)
-                z_CA = torch.cat([own_CJ, leaf_CF @ rows_SF.T], dim=1).float()
-                loss_C = mixed_loss(z_CA + bias_CA, known_CA + bias_CA, torch.zeros_like(label_C), mix)
-                (grad_CF,) = torch.autograd.grad(loss_C.sum(), leaf_CF)
-            is_better_CA = z_CA.detach() > z_CA.detach()[:, :1]
-            ranks.append((is_better_CA * (bias_CA / mix.temperature).exp()).sum(dim=-1))
-            losses.append(loss_C.detach())
-            grads.append(grad_CF)
-        ctx.save_for_backward(torch.cat(grads) if grads else feature_PF)
-        loss_P = torch.cat(losses) if losses else feature_PF.new_zeros(0, dtype=torch.float32)
-        rank_P = torch.cat(ranks) if ranks else feature_PF.new_zeros(0, dtype=torch.float32)
-        ctx.mark_non_differentiable(rank_P)
-        return loss_P, rank_P
-
-    @staticmethod
-    def backward(ctx: Any, grad_P: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_PF,) = ctx.saved_tensors
-        return (grad_PF * grad_P[:, None].to(grad_PF.dtype), *(None,) * 6)
+    bytes_of_pair = 32 * num_shared + feature_PF.element_size() * 2 * num_top * feature_PF.shape[1]
+    size = max(1, memory_mib * _BLOCK_BYTES // bytes_of_pair)
+    return _by_chunks(feature_PF, weight_RF, chunk_loss, size)

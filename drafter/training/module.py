@@ -20,14 +20,11 @@ from drafter.data.batch import ChatBatch
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target, TargetOutput
 from drafter.training.build import build_drafter, expect_same_shape, summary_lines
-from drafter.training.checkpoint import PREFIX, last_checkpoint
-from drafter.training.losses import LossOutput, PairTargets, chunked_loss, sample_tokens, sampled_loss
-from drafter.training.metrics import NUM_RANKS, AnswerRanks, DepthCounts, best_tree
+from drafter.training.checkpoint import last_checkpoint
+from drafter.training.losses import PairLosses, exact_loss, sample_tokens, sampled_loss
+from drafter.training.metrics import DepthCounts
 from drafter.training.options import DrafterOptions, Objective, OptimOptions
 from drafter.training.pairs import Pairs, draft_index_of, per_depth, reached, select_pairs
-
-# Trees for which the expected tokens per step are logged: (W, L, N).
-TREES = ((8, 4, 24), (12, 5, 63))
 
 _PICK_CHUNK = 1024  # positions whose logits over the whole vocabulary are held at once
 
@@ -39,7 +36,6 @@ class Teacher:
         target: the frozen model.
         weight_RD: its output rows over the draft vocabulary in the dtype of the loss; the target's own matrix when
             nothing has to be selected or converted.
-        seconds: wall time spent in :meth:`forward` so far; on an accelerator, the time to start its work.
     """
 
     def __init__(self, target: Target, draft_token_ids_R: Tensor, dtype: torch.dtype) -> None:
@@ -48,16 +44,12 @@ class Teacher:
         weight_VD = target.output_weight_VD
         is_whole = len(self._ids_R) == len(weight_VD)
         self.weight_RD = (weight_VD if is_whole else weight_VD[self._ids_R]).to(dtype).contiguous()
-        self.seconds = 0.0
 
     @torch.no_grad()
     def forward(self, token_BT: Tensor, context_layers: tuple[int, ...]) -> TargetOutput:
         """The target's forward in the target's dtype, without autocast."""
-        start = time.perf_counter()
         with torch.autocast(token_BT.device.type, enabled=False):
-            output = self.target.forward(token_BT, context_layers=context_layers)
-        self.seconds += time.perf_counter() - start
-        return output
+            return self.target.forward(token_BT, context_layers=context_layers)
 
     @torch.no_grad()
     def logits(self, hidden_CD: Tensor) -> Tensor:
@@ -87,10 +79,10 @@ class PairedBatch(NamedTuple):
 
 
 class BatchResult(NamedTuple):
-    """The loss to minimise, and on request the loss and rank of each pair."""
+    """The loss to minimise, and on request the exact loss and rank of each pair."""
 
     loss: Tensor
-    output: LossOutput | None
+    exact: PairLosses | None
 
 
 class DrafterModule(LightningModule):
@@ -106,7 +98,6 @@ class DrafterModule(LightningModule):
     drafter: RecurrentDrafter
     teacher: Teacher
     _draft_index_V: Tensor
-    _features: Callable[[Tensor, Tensor], Tensor]
 
     def __init__(
         self,
@@ -120,7 +111,6 @@ class DrafterModule(LightningModule):
         objective: Objective = Objective(),  # noqa: B008 (frozen)
         optim: OptimOptions = OptimOptions(),  # noqa: B008 (frozen)
         init_from: str | None = None,
-        compile: bool = False,
         seed: int = 0,
     ) -> None:
         """
@@ -135,7 +125,6 @@ class DrafterModule(LightningModule):
             objective: the losses and their weights.
             optim: optimizer and learning rate.
             init_from: exported drafter or checkpoint to start the weights (and the draft vocabulary) from.
-            compile: compile the drafter's layers with torch.compile.
             seed: seed of the choice of positions when depth_rates are below 1.
         """
         super().__init__()
@@ -150,13 +139,11 @@ class DrafterModule(LightningModule):
                 "objective": asdict(objective),
                 "optim": asdict(optim),
                 "init_from": init_from,
-                "compile": compile,
                 "seed": seed,
             }
         )
         self.options, self.objective, self.optim_options = drafter, objective, optim
         self._rates = objective.rates(drafter.draft_length)
-        self._depth_weight_K = torch.tensor(objective.weights(drafter.draft_length))
         self._load_target: Callable[[str], Target] = lambda device: Target.load(
             target,
             dtype=target_dtype,
@@ -167,26 +154,12 @@ class DrafterModule(LightningModule):
             num_shards=self.trainer.num_devices if shard_target else 1,
             pack=False,
         )
-        self._compile = compile
         self._seed = seed
         self.num_positions = 0
         self._num_tokens = 0
         self._val_counts: DepthCounts | None = None
-        self._val_ranks: list[AnswerRanks] = []
-        self._loss_sum: Tensor | None = None  # sums of the steps since the last log, on the device
-        self._num_summed = 0
-        self._best_loss = math.inf
-        self._average: dict[str, Tensor] = {}
-        self._is_averaged = False  # whether the drafter holds the average, and _average the weights
-        self._clock: tuple[float, int, int, float] = (0.0, 0, 0, 0.0)
+        self._clock: tuple[float, int, int] = (0.0, 0, 0)
         self._began = time.monotonic()
-
-    @classmethod
-    def with_target(cls, target: Target, **options: Any) -> "DrafterModule":
-        """A module for a target that is already in memory; options as in the constructor."""
-        module = cls(target=target.name, **options)
-        module._load_target = lambda device: target
-        return module
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
@@ -213,7 +186,6 @@ class DrafterModule(LightningModule):
                 f"--model.objective.shared_tokens {self.objective.shared_tokens} needs a tied head and a target whose "
                 "logits are products with its output matrix: give 0"
             )
-        self._features = torch.compile(self.drafter.features, dynamic=True) if self._compile else self.drafter.features
         if self.trainer.is_global_zero:
             # Not self.print, which needs a progress bar; there is none yet.
             print("\n".join([*built.notes, *summary_lines(self.drafter)]), flush=True)
@@ -267,12 +239,6 @@ class DrafterModule(LightningModule):
                 "trained_tokens": data.train_rows.num_trained_tokens,
                 "train_on": data.train_on,
             }
-        if self._average:
-            checkpoint["average"] = dict(self._average)
-            if self._is_averaged:  # saved during a validation
-                weights, average = checkpoint["state_dict"], checkpoint["average"]
-                for name in average:
-                    weights[PREFIX + name], average[name] = average[name], weights[PREFIX + name]
         metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         checkpoint["metrics"] = {
             name: value for name, value in metrics.items() if name.startswith("val/") and math.isfinite(value)
@@ -294,8 +260,6 @@ class DrafterModule(LightningModule):
         self.drafter.set_scales(saved["hidden_scale"], saved["embedding_scale"])
         self.num_positions = int(checkpoint["num_positions"])
         self._began = time.monotonic() - float(checkpoint.get("seconds", 0.0))
-        average = checkpoint.get("average", {}) if self.optim_options.average else {}
-        self._average = {name: tensor.to(self.device) for name, tensor in average.items()}
         ids_R = checkpoint["state_dict"]["drafter.draft_token_ids_R"]
         if not torch.equal(ids_R.cpu(), self.drafter.draft_token_ids_R.cpu()):
             raise ValueError(
@@ -322,33 +286,32 @@ class DrafterModule(LightningModule):
         target_output = self._target_states(batch)
         feature_PF = self._pair_features(batch.token_BT, target_output.context_BTC, pairs)
         hidden_MD = target_output.hidden_BTD.flatten(0, 1)[pairs.position_M]
-        weight_P = self._depth_weight_K.to(feature_PF.device)[pairs.depth_P]
-        output = None
         if is_exact or not self.objective.shared_tokens:
-            weight_P = weight_P / weight_P.sum().clamp_min(1e-9)
-            output = self._exact(feature_PF, hidden_MD, pairs, weight_P, with_ranks)
-            loss = output.loss
-        else:
-            if with_ranks:
-                with torch.no_grad():
-                    output = self._exact(feature_PF, hidden_MD, pairs, weight_P, with_ranks)
-            loss = self._sampled(feature_PF, hidden_MD, pairs, weight_P)
-        return BatchResult(loss, output)
+            exact = self._exact(feature_PF, hidden_MD, pairs, with_ranks)
+            return BatchResult(exact.loss_P.sum() / max(1, len(exact.loss_P)), exact)
+        with torch.no_grad():
+            seen = self._exact(feature_PF, hidden_MD, pairs, with_ranks) if with_ranks else None
+        return BatchResult(self._sampled(feature_PF, hidden_MD, pairs), seen)
 
-    def _exact(
-        self, feature_PF: Tensor, hidden_MD: Tensor, pairs: Pairs, weight_P: Tensor, with_ranks: bool
-    ) -> LossOutput:
+    def _exact(self, feature_PF: Tensor, hidden_MD: Tensor, pairs: Pairs, with_ranks: bool) -> PairLosses:
+        """The loss of each pair over all tokens; with ranks those of the target's own picks, else those of the text."""
         is_tied = self.drafter.config.head == "tied"
         ranked_P = None
         if with_ranks:
             index_V = self._draft_index_V.to(hidden_MD.device)
             ranked_P = index_V[self.teacher.picks(hidden_MD)][pairs.teacher_P]
-        targets = PairTargets(pairs.label_P, weight_P, pairs.teacher_P, hidden_MD, self.teacher.logits, ranked_P)
-        weight_RF = self.teacher.weight_RD if is_tied else self.drafter.output_rows()
-        return chunked_loss(feature_PF, weight_RF, targets, self.objective.mix, memory_mib=self.objective.memory_mib)
+        return exact_loss(
+            feature_PF,
+            self.teacher.weight_RD if is_tied else self.drafter.output_rows(),
+            pairs.label_P,
+            lambda here: self.teacher.logits(hidden_MD[pairs.teacher_P[here]]),
+            self.objective,
+            ranked_P=ranked_P,
+            memory_mib=self.objective.memory_mib,
+        )
 
-    def _sampled(self, feature_PF: Tensor, hidden_MD: Tensor, pairs: Pairs, weight_P: Tensor) -> Tensor:
-        """The weighted sum of sampled losses; the weight is 0 for pairs out of reach."""
+    def _sampled(self, feature_PF: Tensor, hidden_MD: Tensor, pairs: Pairs) -> Tensor:
+        """The mean of the sampled losses of the pairs within reach."""
         weight_RD, options = self.teacher.weight_RD, self.objective
         sample = sample_tokens(
             hidden_MD,
@@ -358,12 +321,13 @@ class DrafterModule(LightningModule):
             generator=self._generator(),
             memory_mib=options.memory_mib,
         )
-        output = sampled_loss(
-            feature_PF, weight_RD, pairs.label_P, pairs.teacher_P, sample, options.mix, memory_mib=options.memory_mib
+        found = sampled_loss(
+            feature_PF, weight_RD, pairs.label_P, pairs.teacher_P, sample, options, memory_mib=options.memory_mib
         )
-        if options.reach:
-            weight_P = weight_P * reached(output.rank_P, pairs.num_starts, options.reach)
-        return (output.loss_P * weight_P).sum() / weight_P.sum().clamp_min(1e-9)
+        if not options.reach:
+            return found.loss_P.sum() / max(1, len(found.loss_P))
+        weight_P = reached(found.rank_P, pairs.num_starts, options.reach).to(found.loss_P.dtype)
+        return (found.loss_P * weight_P).sum() / weight_P.sum().clamp_min(1)
 
     def _target_states(self, batch: ChatBatch) -> TargetOutput:
         if batch.hidden_BTD is not None:
@@ -384,7 +348,7 @@ class DrafterModule(LightningModule):
             state_ND = self.drafter.step(context_NC[:num], state_ND[:num], embedding_ND)
             states.append(state_ND)
             hiddens.append(hidden_ND[:num])
-        return self._features(torch.cat(hiddens), torch.cat(states))
+        return self.drafter.features(torch.cat(hiddens), torch.cat(states))
 
     def _generator(self) -> torch.Generator:
         """A generator keyed by the number of the batch, so that a resumed run makes the same choices."""
@@ -400,9 +364,6 @@ class DrafterModule(LightningModule):
         trainer: Any = self.trainer
         is_logged = (trainer.global_step + 1) % trainer.log_every_n_steps == 0
         result = self.run_batch(paired, with_ranks=is_logged, is_exact=False)
-        loss = result.loss.detach()
-        self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
-        self._num_summed += 1
         self.num_positions += paired.pairs.num_starts[0] * trainer.world_size
         self._num_tokens += paired.num_tokens * trainer.world_size
         self.log("train/loss", result.loss, prog_bar=True)
@@ -410,48 +371,9 @@ class DrafterModule(LightningModule):
         if self.optim_options.minutes and trainer.strategy.reduce_boolean_decision(self._time_share() >= 1, all=False):
             trainer.should_stop = True
         if is_logged:
-            self._expect_progress()
-            self._log_details("train", paired.pairs, result)
+            self._log_details(paired.pairs, result)
             self._log_speed()
         return result.loss
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """One step of the optimizer, and the average of the weights one step on."""
-        super().optimizer_step(*args, **kwargs)
-        decay = self.optim_options.average
-        if not decay:
-            return
-        weights = {name: weight.detach() for name, weight in self.drafter.named_parameters()}
-        if not self._average:
-            self._average = {name: weight.clone() for name, weight in weights.items()}
-        # A fixed decay would keep the first weights for long, so early averages run over all steps so far.
-        share = max(1 - decay, 1 / (self.trainer.global_step + 1))
-        torch._foreach_lerp_([*self._average.values()], [*weights.values()], share)
-
-    def _swap_average(self) -> None:
-        """Exchange the weights and their average."""
-        self._is_averaged = not self._is_averaged
-        for name, weight in self.drafter.named_parameters() if self._average else ():
-            weight.data, self._average[name] = self._average[name], weight.data
-
-    def on_validation_start(self) -> None:
-        self._swap_average()
-
-    def on_validation_end(self) -> None:
-        self._swap_average()
-
-    def _expect_progress(self) -> None:
-        """Stop a run whose mean loss since the last call is far above its best.
-
-        Twice the best loss plus 1 is far outside the noise of data, and a learning rate too high soon exceeds this
-        limit.
-        """
-        assert self._loss_sum is not None
-        mean = float(self._loss_sum) / self._num_summed
-        self._loss_sum, self._num_summed = None, 0
-        if mean > 2 * self._best_loss + 1:
-            self._stop_diverged(f"the loss rose to {mean:.3g} after it had been {self._best_loss:.3g}")
-        self._best_loss = min(self._best_loss, mean)
 
     def configure_gradient_clipping(
         self,
@@ -475,50 +397,39 @@ class DrafterModule(LightningModule):
     def validation_step(self, paired: PairedBatch, batch_idx: int) -> None:
         pairs = paired.pairs
         result = self.run_batch(paired, with_ranks=True)
-        assert result.output is not None
         self.log("val/loss", result.loss, prog_bar=True, batch_size=max(1, len(pairs.depth_P)), sync_dist=True)
-        counts = self._counts(pairs, result.output)
+        counts = self._counts(pairs, result)
         self._val_counts = counts if self._val_counts is None else self._val_counts.plus(counts)
-        rank_NK = per_depth(result.output.rank_P, pairs.num_starts, NUM_RANKS)
-        self._val_ranks.append(AnswerRanks.of(rank_NK, pairs.start_N, paired.batch.loss_mask_BT))
 
     def on_validation_epoch_end(self) -> None:
         if self._val_counts is None:
             return
         counts = DepthCounts(*(self.trainer.strategy.reduce(part, reduce_op="sum") for part in self._val_counts))
-        ranks, self._val_counts, self._val_ranks = self._val_ranks, None, []
+        self._val_counts = None
         self.log_dict({f"val/{name}": value for name, value in counts.accuracies().items()})
-        shares = counts.rank_shares()
-        for width, length, size in TREES:
-            tree = best_tree(shares[:length], size - 1, width)
-            walked = torch.tensor([part.walk(tree) for part in ranks], dtype=torch.float64).sum(dim=0)
-            tokens, steps = self.trainer.strategy.reduce(walked.to(self.device), reduce_op="sum").tolist()
-            self.log(f"val/expected_tokens_per_step_n{size}", tokens / max(1, steps))
         self.log("val/positions", float(self.num_positions))
 
-    def _counts(self, pairs: Pairs, output: LossOutput) -> DepthCounts:
-        rank_NK = per_depth(output.rank_P, pairs.num_starts, 0)
-        return DepthCounts.of(
-            rank_NK, per_depth(torch.ones_like(pairs.depth_P, dtype=torch.bool), pairs.num_starts, False)
-        )
+    def _counts(self, pairs: Pairs, result: BatchResult) -> DepthCounts:
+        assert result.exact is not None
+        is_valid_NK = per_depth(torch.ones_like(pairs.depth_P, dtype=torch.bool), pairs.num_starts, False)
+        return DepthCounts.of(per_depth(result.exact.rank_P, pairs.num_starts, 0), is_valid_NK)
 
-    def _log_details(self, stage: str, pairs: Pairs, result: BatchResult) -> None:
-        assert result.output is not None
-        accuracies = self._counts(pairs, result.output).accuracies()
+    def _log_details(self, pairs: Pairs, result: BatchResult) -> None:
+        assert result.exact is not None
+        accuracies = self._counts(pairs, result).accuracies()
         self.log_dict(
-            {f"{stage}/{name}": value for name, value in accuracies.items() if name.startswith(("top1", "top8"))}
+            {f"train/{name}": value for name, value in accuracies.items() if name.startswith(("top1", "top8"))}
         )
-        for depth, loss_P in enumerate(result.output.loss_P.split(list(pairs.num_starts)), 1):
-            self.log(f"{stage}/loss_d{depth}", loss_P.sum() / max(1, len(loss_P)))
+        for depth, loss_P in enumerate(result.exact.loss_P.split(list(pairs.num_starts)), 1):
+            self.log(f"train/loss_d{depth}", loss_P.sum() / max(1, len(loss_P)))
 
     def _log_speed(self) -> None:
         """Log the speed of all processes since the last logged step; the other processes count like this one."""
-        now = (time.perf_counter(), self._num_tokens, self.num_positions, self.teacher.seconds)
-        seconds, tokens, positions, in_target = (new - old for new, old in zip(now, self._clock, strict=True))
+        now = (time.perf_counter(), self._num_tokens, self.num_positions)
+        seconds, tokens, positions = (new - old for new, old in zip(now, self._clock, strict=True))
         if self._clock[0] > 0:
             self.log("train/tokens_per_s", tokens / seconds)
             self.log("train/positions_per_s", positions / seconds, prog_bar=True)
-            self.log("train/target_share", in_target / seconds)
         self._clock = now
         self.log("train/lr", float(self.trainer.optimizers[0].param_groups[0]["lr"]))
 

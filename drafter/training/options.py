@@ -21,7 +21,6 @@ class DrafterOptions:
         block_rank: rank of these blocks' matrices; None = full matrices. Keeps the drafter of a wide target small.
         draft_vocab_size: number of tokens that can be drafted, the most frequent in the training answers; None = all.
         draft_length: depth to which the drafter is trained.
-        token_counts: JSON file {token id: count} to choose the draft vocabulary by, instead of the training data.
     """
 
     context: Literal["last", "fused"] = "last"
@@ -31,18 +30,15 @@ class DrafterOptions:
     block_rank: int | None = None
     draft_vocab_size: int | None = None
     draft_length: int = 4
-    token_counts: str | None = None
 
 
 @dataclass(frozen=True)
-class Objective:
+class Objective(LossMix):
     """Weights and settings of the losses of :mod:`drafter.training.losses`.
 
     Attributes:
         cross_entropy: weight of -log q[next token of the text].
         kl: weight of the forward KL from the target's distribution.
-        temperature: temperature of both distributions.
-        depth_weights: weight of each depth; None = all 1.
         depth_rates: share of starts trained at each depth, not rising; None = all 1. Saves work on depths that decoding
             seldom reaches.
         shared_tokens: number of tokens of the draft vocabulary, chosen for each batch, from which losses are estimated
@@ -53,10 +49,6 @@ class Objective:
         memory_mib: budget for logits held at once.
     """
 
-    cross_entropy: float = within(0.0, low=0.0)
-    kl: float = within(1.0, low=0.0)
-    temperature: float = within(1.0, above=0.0)
-    depth_weights: tuple[float, ...] | None = within(None, low=0.0)
     depth_rates: tuple[float, ...] | None = within(None, above=0.0, high=1.0)
     shared_tokens: int = within(0, low=0)
     top_tokens: int = within(32, low=1)
@@ -64,45 +56,30 @@ class Objective:
     memory_mib: int = within(64, low=1)
 
     def __post_init__(self) -> None:
-        check_ranges(self, "model.objective.")
+        super().__post_init__()
         if self.reach and not self.shared_tokens:
             raise ValueError(
                 f"--model.objective.reach {self.reach} needs the sampled loss: give --model.objective.shared_tokens too"
             )
-        if self.depth_weights is not None and max(self.depth_weights) <= 0:
-            raise ValueError(f"--model.objective.depth_weights {list(self.depth_weights)}: one must be above 0")
         rates = self.depth_rates
         if rates is not None and sorted(rates, reverse=True) != list(rates):
             raise ValueError(f"--model.objective.depth_rates {list(rates)} must not rise")
-        _ = self.mix
-
-    @property
-    def mix(self) -> LossMix:
-        """Weights for the fused loss."""
-        return LossMix(self.cross_entropy, self.kl, self.temperature)
 
     def rates(self, draft_length: int) -> tuple[float, ...]:
         """Share of starts at each of ``draft_length`` depths."""
-        return self._per_depth("depth_rates", self.depth_rates, draft_length)
-
-    def weights(self, draft_length: int) -> tuple[float, ...]:
-        """Weight of each of ``draft_length`` depths."""
-        return self._per_depth("depth_weights", self.depth_weights, draft_length)
-
-    def _per_depth(self, name: str, values: tuple[float, ...] | None, draft_length: int) -> tuple[float, ...]:
-        if values is None:
+        if self.depth_rates is None:
             return (1.0,) * draft_length
-        if len(values) != draft_length:
+        if len(self.depth_rates) != draft_length:
             raise ValueError(
-                f"--model.objective.{name} has {len(values)} values, but --model.drafter.draft_length is "
-                f"{draft_length}: give one for each depth"
+                f"--model.objective.depth_rates has {len(self.depth_rates)} values, but --model.drafter.draft_length "
+                f"is {draft_length}: give one for each depth"
             )
-        return tuple(values)
+        return self.depth_rates
 
 
 @dataclass(frozen=True)
 class OptimOptions:
-    """AdamW, its learning rate over the steps of the run, and the average of the weights.
+    """AdamW, and its learning rate over the steps of the run.
 
     Attributes:
         lr: peak learning rate.
@@ -110,11 +87,8 @@ class OptimOptions:
         schedule: ``wsd`` stays at the peak and falls linearly over the last ``decay_share`` of the steps; ``cosine``
             and ``linear`` fall from the peak on; ``constant`` does not fall.
         decay_share: share of the steps over which ``wsd`` falls.
-        final_share: share of the peak learning rate at the end.
         weight_decay: decoupled weight decay, on matrices only.
         betas: betas of Adam.
-        average: decay per step of the exponential moving average of the weights, which validation and export use;
-            0 = no average.
         minutes: the run ends after this time, of all its starts together, and the schedule falls with the time where
             the time runs out before the steps; 0 = no limit. The making of cached hidden states counts too.
     """
@@ -123,16 +97,14 @@ class OptimOptions:
     warmup_steps: int = within(100, low=0)
     schedule: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
     decay_share: float = within(0.4, low=0.0, high=1.0)
-    final_share: float = within(0.0, low=0.0, high=1.0)
     weight_decay: float = within(0.0, low=0.0)
     betas: tuple[float, float] = within((0.9, 0.99), low=0.0, high=1.0)
-    average: float = within(0.0, low=0.0, high=1.0)
     minutes: float = within(0.0, low=0.0)
 
     def __post_init__(self) -> None:
         check_ranges(self, "model.optim.")
-        if 1.0 in (*self.betas, self.average):
-            raise ValueError(f"--model.optim.betas {self.betas} and average {self.average} must be below 1")
+        if 1.0 in self.betas:
+            raise ValueError(f"--model.optim.betas {self.betas} must be below 1")
 
     def factor(self, num_steps: int | float, time_share: Callable[[], float] = lambda: 0.0) -> Callable[[int], float]:
         """Step (0-based) -> share of the peak learning rate, for a run of ``num_steps`` steps (may be infinite).
@@ -167,7 +139,6 @@ class OptimOptions:
                 return 1.0
             place = max(step, time_share() * num_steps)
             done = min(1.0, max(0.0, place - start) / max(1, num_steps - start))
-            left = (1 + math.cos(math.pi * done)) / 2 if self.schedule == "cosine" else 1 - done
-            return self.final_share + (1 - self.final_share) * left
+            return (1 + math.cos(math.pi * done)) / 2 if self.schedule == "cosine" else 1 - done
 
         return factor

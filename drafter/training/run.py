@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger
@@ -18,12 +18,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from drafter.data.module import ChatDataModule
 from drafter.training import wandb_logging
 from drafter.training.callbacks import SaveWhenStopped, ShortProgressBar, WholeCheckpointIO
-from drafter.training.checkpoint import check_resumable, export_checkpoint, last_checkpoint
+from drafter.training.checkpoint import last_checkpoint, read_checkpoint
 from drafter.training.module import DrafterModule
 from drafter.utils.io import first_line, locked, recover
 from drafter.utils.options import limit_yaml
-
-__all__ = ["export_checkpoint", "main_train"]
 
 _DEFAULT_FOLDER = "runs/drafter"
 # Messages of Lightning at every start that need no action.
@@ -36,15 +34,6 @@ _IDLE_WARNINGS = (
     r".*isinstance\(treespec, LeafSpec\).*",
     ".*is not supported by the model summary.*",
 )
-
-
-class _Restoration(Callback):
-    """Tells whether a checkpoint's state is restored: until then an error is one of the checkpoint's values."""
-
-    is_over = False
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.is_over = True
 
 
 class TrainCLI(LightningCLI):
@@ -159,10 +148,10 @@ def _alone(trainer: Trainer) -> Iterator[None]:
 def _fit(trainer: Any, cli: TrainCLI, ckpt_path: str | None) -> None:
     """Train, from a checkpoint if one is named, and say where the checkpoints are; errors as :func:`main_train`."""
     exit_code = 1
-    restoration = _Restoration()
-    # The last ones: a time limit decides before the saver looks, and other callbacks restore their part in
+    saver = SaveWhenStopped()
+    # The last one: a time limit decides before the saver looks, and other callbacks restore their part in
     # on_train_start.
-    trainer.callbacks += [SaveWhenStopped(), restoration]
+    trainer.callbacks.append(saver)
     try:
         trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path, weights_only=True)
         exit_code = 0
@@ -173,7 +162,7 @@ def _fit(trainer: Any, cli: TrainCLI, ckpt_path: str | None) -> None:
             raise KeyboardInterrupt from error
         raise
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
-        if ckpt_path is None or restoration.is_over:
+        if ckpt_path is None or saver.has_started:
             raise
         kind = type(error).__name__
         raise ValueError(f"--ckpt_path {ckpt_path!r} cannot be resumed: {kind}: {first_line(error)}") from error
@@ -235,5 +224,5 @@ def _resume_path(ckpt_path: str | None, folder: Path) -> str | None:
             print(f"no checkpoint in {folder} yet: starting from the beginning", file=sys.stderr)
             return None
         ckpt_path = str(path)
-    check_resumable(ckpt_path)
+    read_checkpoint(ckpt_path)  # before anything is loaded
     return ckpt_path

@@ -88,7 +88,7 @@ def damaged_checkpoint(data: bytes, chance: random.Random) -> bytes:
     if chance.random() < 0.4:
         return damaged(data, chance)
     value = torch.load(io.BytesIO(data), weights_only=True)
-    part = chance.choice(["", "drafter_config", "state_dict", "loops", "average", "metrics", "optimizer_states"])
+    part = chance.choice(["", "drafter_config", "state_dict", "loops", "metrics", "optimizer_states"])
     odd = [*VALUES, torch.zeros(0), torch.zeros(3, 3), torch.full((2,), float("nan"))]
     if part and isinstance(value[part], dict | list):
         value[part] = mutated(value[part], chance, odd)

@@ -134,7 +134,6 @@ def test_train(place: Place, tmp_path: Path) -> None:
         one, other = (read_checkpoint(folder / "run" / "checkpoints" / "last.ckpt") for folder in (whole, out))
         assert one["global_step"] == other["global_step"] == 8
         assert all(torch.equal(other["state_dict"][name], value) for name, value in one["state_dict"].items())
-        assert all(torch.equal(other["average"][name], value) for name, value in one["average"].items())
 
     def words(out: Path) -> list[str]:
         return place.training(out / "run", "--trainer.val_check_interval", "2")

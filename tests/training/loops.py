@@ -30,9 +30,9 @@ def list_pairs(tokens: list[list[int]], masks: list[list[bool]], draft_ids: list
     return pairs
 
 
-def losses(z: list[float], teacher: list[float], label: int, temperature: float) -> tuple[float, float]:
+def losses(z: list[float], teacher: list[float], label: int) -> tuple[float, float]:
     """Cross-entropy and forward KL of one pair."""
-    q, p = _softmax(z, temperature), _softmax(teacher, temperature)
+    q, p = _softmax(z), _softmax(teacher)
     kl = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
     return -math.log(q[label]), kl
 
@@ -47,37 +47,6 @@ def conditional_hits(ranks: list[list[int]], valid: list[list[bool]], depth: int
     return total, hits
 
 
-def best_chance(shares: list[list[float]], num_nodes: int) -> float:
-    """Sum of the largest products of shares over all paths, by listing every node."""
-    nodes, layer = [], [1.0]
-    for share in shares:
-        layer = [parent * s for parent in layer for s in share]
-        nodes += layer
-    return sum(sorted(nodes, reverse=True)[:num_nodes])
-
-
-def walk(ranks: list[list[list[int]]], answers: list[list[bool]], tree: list[tuple[int, ...]]) -> tuple[int, int]:
-    """Tokens and steps of writing the answers, token by token."""
-    tokens = steps = 0
-    for rank_TK, answer_T in zip(ranks, answers, strict=True):
-        budget = 0  # tokens that the last step still hands out
-        for place in range(2, len(answer_T)):
-            if not (answer_T[place] and answer_T[place - 1]):
-                budget = 0
-                continue
-            if answer_T[0] and all(answer_T[:place]):
-                continue  # nothing stands before this answer
-            if budget == 0:
-                path = rank_TK[place - 2]
-                steps += 1
-                budget = 1
-                while budget <= len(path) and tuple(path[:budget]) in tree:
-                    budget += 1
-            tokens += 1
-            budget -= 1
-    return tokens, steps
-
-
-def _softmax(z: list[float], temperature: float) -> list[float]:
-    weights = [math.exp(x / temperature) for x in z]
+def _softmax(z: list[float]) -> list[float]:
+    weights = [math.exp(x) for x in z]
     return [w / sum(weights) for w in weights]

@@ -61,7 +61,6 @@ def test_training_from_stored_states_is_training_from_our_own(tmp_path: Path, la
         torch.manual_seed(3)
         module, seen = make_module(target, drafter=drafter), Losses()
         make_trainer(tmp_path, max_steps=6, check_val_every_n_epoch=1, callbacks=[seen]).fit(module, datamodule=data)
-        assert module.teacher.seconds == 0  # the target ran no forward over a batch
         losses[name] = seen.seen
     assert len(losses["own"]) > 6
     for name in ("speculators", "vllm"):  # a forward over one row rounds a little otherwise than a forward over many

@@ -10,8 +10,6 @@ import torch
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
-from drafter.training.callbacks import tokens_per_step
-from drafter.training.checkpoint import drafter_of_checkpoint
 from drafter.training.module import DrafterModule
 from drafter.training.options import Objective
 from drafter.training.pairs import reached
@@ -43,7 +41,7 @@ def test_overfits_the_targets_own_text(tmp_path) -> None:
     [
         ({"head": "full", "draft_vocab_size": None}, {"cross_entropy": 1.0, "kl": 0.0}),
         ({"head": "tied", "draft_vocab_size": 100, "block_rank": 4}, {"depth_rates": (1.0, 0.8, 0.5)}),
-        ({"context": "fused", "context_layers": (0, 1, 2)}, {"temperature": 2.0, "depth_weights": (1.0, 0.5, 0.25)}),
+        ({"context": "fused", "context_layers": (0, 1, 2)}, {"shared_tokens": 16, "reach": 4}),
     ],
 )
 def test_gradient_reaches_the_drafter_and_only_it(drafter: dict, objective: dict, tmp_path) -> None:
@@ -74,17 +72,17 @@ def test_loss_is_that_of_each_pair_by_itself(tmp_path) -> None:
     """The batch's loss against drafter and target called position by position with plain loops."""
     target = make_target()
     rows = [row[: 12 - i % 3] for i, row in enumerate(greedy_rows(target, 4))]
-    module = make_module(target, objective={"depth_weights": (1.0, 0.5, 0.25)}, drafter={"draft_vocab_size": 40})
+    module = make_module(target, drafter={"draft_vocab_size": 40})
     data = FakeData(rows, 1)
     make_trainer(tmp_path, max_steps=1, limit_val_batches=0).fit(module, datamodule=data)
     drafter, ids = module.drafter, module.drafter.draft_token_ids_R.tolist()
-    total = weights = 0.0
+    total = num = 0.0
     with torch.no_grad():
         for row in rows:
             hidden = target.forward(torch.tensor([row])).hidden_BTD[0]
             for t in range(len(row)):
                 state = drafter.init_state(hidden[t])
-                for k, weight in enumerate((1.0, 0.5, 0.25), 1):
+                for k in range(1, 4):
                     if t + 1 + k >= len(row):
                         break
                     state = drafter.step(hidden[t], state, target.embed(torch.tensor(row[t + k])))
@@ -92,10 +90,10 @@ def test_loss_is_that_of_each_pair_by_itself(tmp_path) -> None:
                         break
                     log_p = target.logits(hidden[t + k])[ids].log_softmax(dim=-1)
                     log_q = drafter.logits(hidden[t], state).log_softmax(dim=-1)
-                    total += weight * float((log_p.exp() * (log_p - log_q)).sum())
-                    weights += weight
+                    total += float((log_p.exp() * (log_p - log_q)).sum())
+                    num += 1
         result = module.run_batch(module.select(data.batch, (1.0,) * 3))
-    assert float(result.loss) == pytest.approx(total / weights, rel=1e-4)
+    assert float(result.loss) == pytest.approx(total / num, rel=1e-4)
 
 
 def test_bfloat16_learns_too(tmp_path) -> None:
@@ -152,23 +150,6 @@ def test_a_run_without_a_last_step_needs_a_constant_learning_rate(tmp_path) -> N
     assert rates == [0.01, 0.01, 0.01]
 
 
-def test_depths_without_weight_are_counted_too(tmp_path) -> None:
-    """The same drafter is as good at a depth whether that depth is trained or not."""
-    target = make_target()
-    data = FakeData(greedy_rows(target), 1)
-    module = fit(tmp_path, target, 40)
-    paired = module.select(data.batch, (1.0,) * 3)
-    with torch.no_grad():
-        weighted = module.run_batch(paired, with_ranks=True)
-        module._depth_weight_K = torch.tensor([1.0, 0.0, 1.0])
-        other = module.run_batch(paired, with_ranks=True)
-    assert torch.equal(other.output.rank_P, weighted.output.rank_P)
-    torch.testing.assert_close(other.output.loss_P, weighted.output.loss_P)
-    is_second_P = paired.pairs.depth_P == 1
-    assert (weighted.output.rank_P[is_second_P] == 0).float().mean() > 0.3
-    assert float(other.loss) == pytest.approx(float(weighted.output.loss_P[~is_second_P].mean()), rel=1e-5)
-
-
 def test_a_sampled_loss_of_all_tokens_trains_as_the_exact_one(tmp_path) -> None:
     """With every token of the vocabulary in the sample both give the same weights after some steps."""
     target = make_target()
@@ -187,35 +168,16 @@ def test_pairs_out_of_reach_weigh_nothing(tmp_path) -> None:
     module = fit(tmp_path, target, 12)
     module.objective = Objective(shared_tokens=target.vocab_size, reach=1)
     paired = module.select(data.batch, (1.0,) * 3)
-    module._depth_weight_K = torch.ones(3)
     with torch.no_grad():
-        exact = module.run_batch(paired, with_ranks=True).output
+        exact = module.run_batch(paired, with_ranks=True).exact
         got = module.run_batch(paired, is_exact=False).loss
-        teacher = module.run_batch(paired).output.loss_P
+        teacher = module.run_batch(paired).exact.loss_P
     hidden = target.forward(data.batch.token_BT).hidden_BTD.flatten(0, 1)
     picks = module._draft_index_V[target.logits(hidden).argmax(dim=-1)][paired.pairs.position_M[paired.pairs.teacher_P]]
     assert torch.equal(picks, paired.pairs.label_P)  # greedy text: the rank of the pick is the rank of the label
     is_reached = reached(exact.rank_P, paired.pairs.num_starts, 1)
     assert 0.2 < is_reached.float().mean() < 0.95
     assert float(got) == pytest.approx(float(teacher[is_reached].mean()), rel=1e-4)
-
-
-def test_the_average_of_the_weights_is_validated_and_exported(tmp_path) -> None:
-    """The exported drafter is the mean of the weights after each of the first steps (a slower decay starts later)."""
-    target = make_target()
-    module = make_module(target, optim={"average": 0.9})
-    seen: list[torch.Tensor] = []
-    validated: list[torch.Tensor] = []
-    module.on_train_batch_end = lambda *_: seen.append(module.drafter.head.weight.detach().clone())
-    module.on_validation_epoch_end = lambda: validated.append(module.drafter.head.weight.detach().clone())
-    trainer = make_trainer(tmp_path, max_steps=4, val_check_interval=4)
-    trainer.fit(module, datamodule=FakeData(greedy_rows(target), 4))
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    exported = drafter_of_checkpoint(tmp_path / "last.ckpt").head.weight
-    torch.testing.assert_close(validated[-1], exported)
-    assert torch.equal(module.drafter.head.weight, seen[-1]) and not torch.equal(exported, seen[-1])
-    mean = torch.stack(seen).mean(dim=0)
-    assert (exported - mean).norm() < 0.3 * (seen[-1] - mean).norm()
 
 
 def test_a_step_waits_for_the_device_once(tmp_path, monkeypatch) -> None:
@@ -242,17 +204,6 @@ def test_a_step_waits_for_the_device_once(tmp_path, monkeypatch) -> None:
     assert [sum(found.values()) for found in counts] == [1, 1, 1], counts
 
 
-def test_a_loss_that_rises_far_above_its_best_stops_the_run() -> None:
-    module = make_module(make_target())
-    module._stop_diverged = lambda what: (_ for _ in ()).throw(ValueError(what))  # without a trainer
-    for loss in (8.0, 3.0, 1.5, 2.5, 3.9):
-        module._loss_sum, module._num_summed = torch.tensor(2 * loss), 2
-        module._expect_progress()
-    module._loss_sum, module._num_summed = torch.tensor(8.2), 2
-    with pytest.raises(ValueError, match=r"the loss rose to 4.1 after it had been 1.5"):
-        module._expect_progress()
-
-
 def test_validation_logs_counts_of_the_whole_set(tmp_path) -> None:
     target = make_target()
     module = make_module(target, objective={"cross_entropy": 1.0}, optim={"lr": 0.02})
@@ -260,7 +211,6 @@ def test_validation_logs_counts_of_the_whole_set(tmp_path) -> None:
     trainer.fit(module, datamodule=FakeData(greedy_rows(target), 30))
     logged = trainer.callback_metrics
     assert logged["val/top1_d1"] > 0.5 and logged["val/top8_d3"] >= logged["val/top1_d3"]
-    assert 1.5 < logged["val/expected_tokens_per_step_n24"] <= logged["val/expected_tokens_per_step_n63"] + 0.1 <= 7
     assert logged["val/positions"] == module.num_positions > 0
 
 
@@ -281,28 +231,12 @@ def test_divergence_names_step_and_checkpoint(tmp_path) -> None:
         )
 
 
-def test_cached_states_give_the_same_loss(tmp_path) -> None:
+def test_cached_states_give_the_same_loss(tmp_path, monkeypatch) -> None:
     target = make_target()
     module = fit(tmp_path, target, 1)
     batch = FakeData(greedy_rows(target), 1).batch
     cached = batch._replace(hidden_BTD=target.forward(batch.token_BT).hidden_BTD)
-    seconds = module.teacher.seconds
     with torch.no_grad():
-        with_cache = module.run_batch(module.select(cached, (1.0,) * 3)).loss
-        assert module.teacher.seconds == seconds
-        assert torch.equal(with_cache, module.run_batch(module.select(batch, (1.0,) * 3)).loss)
-
-
-@pytest.mark.parametrize("num_steps", [6, 25])
-def test_the_estimate_of_tokens_per_step_is_near_the_decoders(num_steps: int, tmp_path) -> None:
-    """Half-trained drafters, on the same answers: within a tenth of the real decoder's figure."""
-    target = make_target()
-    rows = greedy_rows(target, 12, 60)
-    module = make_module(target, objective={"cross_entropy": 1.0, "kl": 0.0}, optim={"lr": 0.02})
-    trainer = make_trainer(tmp_path, max_steps=num_steps, check_val_every_n_epoch=1)
-    trainer.fit(module, datamodule=FakeData(rows, num_steps))
-    config = EngineConfig(max_num_seqs=12, beam_width=8, draft_length=3, tree_size=24, copying=False)
-    params = SamplingParams(max_new_tokens=57, ignore_eos=True)
-    real = tokens_per_step(target, module.drafter, [row[:3] for row in rows], config, params)
-    assert real > 1.2
-    assert trainer.callback_metrics["val/expected_tokens_per_step_n24"] == pytest.approx(real, rel=0.1)
+        own = module.run_batch(module.select(batch, (1.0,) * 3)).loss
+        monkeypatch.setattr(module.teacher, "forward", None)
+        assert torch.equal(module.run_batch(module.select(cached, (1.0,) * 3)).loss, own)

@@ -2,7 +2,6 @@
 
 import csv
 import fcntl
-import json
 import os
 import pickle
 import shutil
@@ -22,7 +21,6 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 from drafter.training import module as training_module
 from drafter.training.checkpoint import (
-    check_resumable,
     drafter_of_checkpoint,
     export_checkpoint,
     model_card,
@@ -57,7 +55,7 @@ def words(place: Path, run: Path, *more: str) -> list[str]:
         *("--data.max_length", "64", "--data.batch_tokens", "256"),
         *("--data.progress", "false", "--model.drafter.draft_vocab_size", "50", "--model.drafter.draft_length", "3"),
         *("--model.objective.depth_rates", "[1.0, 0.7, 0.5]", "--model.optim.warmup_steps", "2"),
-        *("--model.objective.shared_tokens", "16", "--model.objective.reach", "8", "--model.optim.average", "0.7"),
+        *("--model.objective.shared_tokens", "16", "--model.objective.reach", "8"),
         *("--trainer.accelerator", "cpu", "--trainer.devices", "1", "--trainer.max_steps", str(NUM_STEPS)),
         *(
             "--trainer.default_root_dir",
@@ -95,7 +93,6 @@ def assert_same_end(whole: Path, resumed: Path) -> None:
     for name in ("num_positions", "global_step", "metrics"):
         assert one[name] == other[name], name
     assert all(torch.equal(other["state_dict"][name], value) for name, value in one["state_dict"].items())
-    assert all(torch.equal(other["average"][name], value) for name, value in one["average"].items()) and one["average"]
     moments = [checkpoint["optimizer_states"][0]["state"] for checkpoint in (one, other)]
     assert all(torch.equal(moments[0][i]["exp_avg_sq"], moments[1][i]["exp_avg_sq"]) for i in moments[0])
     assert read_checkpoint(resumed / "checkpoints" / "best.ckpt")["metrics"]["val/loss"] == one["metrics"]["val/loss"]
@@ -116,8 +113,8 @@ def test_a_run_leaves_checkpoints_curves_and_its_config(trained: Path, place: Pa
     config = (trained / "logs" / "version_0" / "config.yaml").read_text()
     assert "draft_vocab_size: 50" in config
     header = (trained / "logs" / "version_0" / "metrics.csv").read_text().splitlines()[0].split(",")
-    wanted = {"train/loss", "train/loss_d3", "train/top8_d2", "train/tokens_per_s", "train/target_share", "train/lr"}
-    assert wanted | {"val/loss", "val/cond4_d2", "val/expected_tokens_per_step_n24"} <= set(header)
+    wanted = {"train/loss", "train/loss_d3", "train/top8_d2", "train/tokens_per_s", "train/lr"}
+    assert wanted | {"val/loss", "val/cond4_d2"} <= set(header)
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
@@ -338,25 +335,16 @@ def test_checkpoints_that_cannot_be_resumed_are_one_line(place: Path, trained: P
     from drafter.cli.main import main
 
     sound = torch.load(trained / "checkpoints" / "last.ckpt", weights_only=True)
-    parts = {name: value for name, value in sound.items() if name != "loops"}
-    torch.save(parts, tmp_path / "none.ckpt")
-    torch.save(parts | {"loops": {"fit_loop": {"state_dict": 5}}}, tmp_path / "odd.ckpt")
-    torch.save(parts | {"loops": {"fit_loop": {"epoch_loop": {}}}}, tmp_path / "bare.ckpt")
-    (tmp_path / "text.ckpt").write_text("no checkpoint")
-    (tmp_path / "pickle.ckpt").write_bytes(pickle.dumps(Path("/")))
     whole = (trained / "checkpoints" / "last.ckpt").read_bytes()
     (tmp_path / "cut.ckpt").write_bytes(whole[: len(whole) // 2])
-    for file in sorted(tmp_path.glob("*.ckpt")):
-        with pytest.raises(ValueError, match=str(file)) as found:
-            check_resumable(file)
-        assert "\n" not in str(found.value)
+    (tmp_path / "pickle.ckpt").write_bytes(pickle.dumps(Path("/")))
     # Values that only Lightning or torch reads.
-    torch.save(parts | {"loops": {"validate_loop": {}}}, tmp_path / "other.ckpt")
+    torch.save(sound | {"loops": {"validate_loop": {}}}, tmp_path / "other.ckpt")
     torch.save(sound | {"optimizer_states": ["x"]}, tmp_path / "optimizer.ckpt")
-    for name in ("cut.ckpt", "other.ckpt", "optimizer.ckpt"):
-        assert main(["train", *words(place, tmp_path / "run", "--ckpt_path", str(tmp_path / name))]) == 2
+    for file in sorted(tmp_path.glob("*.ckpt")):
+        assert main(["train", *words(place, tmp_path / "run", "--ckpt_path", str(file))]) == 2
         error = capsys.readouterr().err
-        assert name in error and "Traceback" not in error
+        assert file.name in error and "Traceback" not in error
 
 
 @pytest.mark.parametrize(
@@ -400,11 +388,6 @@ def test_cached_hidden_states_train_the_same_drafter(place: Path, trained: Path,
     )
 
 
-def test_last_without_a_checkpoint_starts_from_the_beginning(place: Path, tmp_path, capsys) -> None:
-    assert main_train(words(place, tmp_path / "run", "--ckpt_path", "last", "--trainer.max_steps", "1")) == 0
-    assert "starting from the beginning" in capsys.readouterr().err
-
-
 def test_resuming_with_another_shape_is_refused(place: Path, trained: Path, tmp_path) -> None:
     checkpoint = str(trained / "checkpoints" / "last.ckpt")
     with pytest.raises(ValueError, match="num_res_blocks 2.*asks for 1"):
@@ -445,7 +428,7 @@ def test_export_refuses_and_leaves_nothing_half_written(trained: Path, tmp_path,
     with pytest.raises(ValueError, match="cannot be read"):
         export_checkpoint(damaged, tmp_path / "out")
     torch.save({"state_dict": {}}, damaged)
-    with pytest.raises(ValueError, match="holds no drafter"):
+    with pytest.raises(ValueError, match="lacks drafter_config"):
         export_checkpoint(damaged, tmp_path / "out")
 
     sound = torch.load(checkpoint, weights_only=True)
@@ -456,7 +439,6 @@ def test_export_refuses_and_leaves_nothing_half_written(trained: Path, tmp_path,
         ({"state_dict": state | {"drafter.head.weight": torch.zeros(2)}}, "head.weight"),
         ({"state_dict": state | {"drafter.head.weight": "x"}}, "head.weight"),
         ({"state_dict": state | {"drafter.more": torch.zeros(2)}}, "more"),
-        ({"average": {"head.weight": 5}}, "average, tensor 'head.weight' is 5"),
         ({"drafter_config": 5}, "drafter_config"),
         ({"drafter_config": {**sound["drafter_config"], "hidden_size": "x"}}, "hidden_size"),
         ({"metrics": 5}, "metrics"),
@@ -485,23 +467,3 @@ def test_export_refuses_and_leaves_nothing_half_written(trained: Path, tmp_path,
         export_checkpoint(checkpoint, exported)
     assert drafter_of_checkpoint(exported).config.vocab_size
     assert sorted(file.name for file in tmp_path.iterdir()) == ["damaged.ckpt", "exported", "mine"]
-
-
-@pytest.mark.slow
-def test_weights_and_biases_writes_a_run_without_network_or_account(place: Path, tmp_path, monkeypatch) -> None:
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    logger = json.dumps({"class_path": "WandbLogger", "init_args": {"offline": True, "save_dir": str(tmp_path)}})
-    assert main_train(words(place, tmp_path / "run", "--trainer.logger", logger)) == 0
-    import wandb
-
-    wandb.finish()
-    (run,) = (tmp_path / "wandb").glob("offline-run-*")
-    (log,) = run.glob("*.wandb")
-    # The service that writes the file is a process of its own and may lag behind.
-    names = (b"train/loss", b"val/loss", b"train/top1_d1")
-    deadline = time.monotonic() + 30
-    while not all(name in log.read_bytes() for name in names) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert all(name in log.read_bytes() for name in names)
