@@ -161,7 +161,7 @@ def _ask(client: Client, item: Item, body: dict[str, Any]) -> Reply | ServerErro
 
 def acceptance_of(reply: Reply) -> Acceptance | None:
     """Counts that an answer of our own server reports; None if the answer reports none."""
-    details = reply.whole["choices"][0].get("details")
+    details = reply.details
     if not details:
         return None
     try:

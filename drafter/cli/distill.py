@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from drafter.cli.data import RowOptions
 from drafter.distill.prompts import AnswerSettings
 from drafter.distill.ray_answers import ClusterOptions, RayAnswerer
-from drafter.engine.loading import LoadedModels, TargetConfig
+from drafter.engine.loading import TargetConfig
 from drafter.engine.settings import EngineOptions, resolve
 from drafter.utils.options import Options, part_of
 from drafter.utils.validate import within
@@ -75,7 +75,12 @@ class DistillOptions(Options, SourceOptions, AnswerSettings, EngineOptions, Serv
     }
     common: ClassVar = (
         "target", "prompts", "num_prompts", "out", "max_new_tokens", "temperature", "drafter", "max_num_seqs",
-        "endpoint",
+        "endpoint", "model",
+    )  # fmt: skip
+    rare: ClassVar = (
+        "max_line_mib", "min_p", "compile", "device_map", "revision", "trust_remote_code", "beam_width",
+        "draft_length", "tree_size", "tree_policy", "copying", "num_speculative_tokens", "tuned", "max_model_len",
+        "enable_prefix_caching", "prefill_chunk", "ray_workers", "ray_gpus", "ray_cpus",
     )  # fmt: skip
     out: Path
     target: str | None = None  # type: ignore[assignment]
@@ -108,7 +113,7 @@ def distill(options: DistillOptions) -> None:
             _compare(server, options)
         _write(options, server)
     else:
-        _write(options, _answerer(options.load_models(), options))
+        _write(options, engine_answerer(options))
 
 
 def _write(options: DistillOptions, answerer: "Answerer") -> None:
@@ -136,12 +141,9 @@ def _write(options: DistillOptions, answerer: "Answerer") -> None:
 
 def engine_answerer(options: DistillOptions) -> "EngineAnswerer":
     """An engine with its own models, as each worker of a cluster has one."""
-    return _answerer(options.load_models(), options)
-
-
-def _answerer(models: LoadedModels, options: DistillOptions) -> "EngineAnswerer":
     from drafter.distill.local import EngineAnswerer
 
+    models = options.load_models()
     plan = resolve(options, *models)
     print(f"drafting: {plan.reason}", file=sys.stderr)
     return EngineAnswerer(models.target, models.drafter, draft_model=models.draft_model, config=plan)
@@ -163,5 +165,7 @@ def _compare(server: "Endpoint", options: DistillOptions) -> None:
         )
     for line in found.lines():
         print(f"warning: the server differs from the target: {line}", file=sys.stderr)
-    if not found.lines():
+    if not found.num_tokens:
+        print("warning: the server gives no token ids, so it is not compared with the target", file=sys.stderr)
+    elif not found.lines():
         print(f"the server runs the target: {found.num_tokens} greedy tokens agree", file=sys.stderr)

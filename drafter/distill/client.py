@@ -12,14 +12,14 @@ Use ``Client(url).complete(path, body)``, ``.get(address)`` and ``.model_card(mo
 """
 
 import asyncio
-import email.utils
 import json
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
 from drafter.utils.io import printable
 from drafter.utils.key import key_header
@@ -41,7 +41,7 @@ class ServerError(Exception):
     Attributes:
         code: the status.
         reason: the server's message, in one printable line.
-        retry_after: seconds of the header Retry-After; 0 without the header.
+        retry_after: seconds of the header Retry-After; 0 where it names none.
     """
 
     def __init__(self, code: int, reason: str, retry_after: float = 0.0) -> None:
@@ -96,47 +96,36 @@ class Client:
             ServerError, OSError, ValueError: see the module.
         """
         wants_ids = not self._has_no_ids.is_set()
+        content = {**body, _IDS: True} if wants_ids else body
         try:
-            return read_reply(self._post(path, {**body, _IDS: True} if wants_ids else body))
+            return read_reply(_json(asyncio.run(_exchange("POST", self.address(path), content, self.timeout))))
         except ServerError as error:
             if not (wants_ids and error.code in (400, 422) and _IDS in error.reason):
                 raise
         self._has_no_ids.set()
-        return read_reply(self._post(path, body))
+        return self.complete(path, body)
 
     def get(self, address: str) -> str:
         """The text at a whole address; errors as of :meth:`complete`."""
-        return self._exchange("GET", address, None).decode("utf-8", errors="replace")
+        return asyncio.run(_exchange("GET", address, None, self.timeout)).decode("utf-8", errors="replace")
 
-    def model_card(self, model: str | None = None) -> dict[str, Any]:
-        """The entry of a model in the server's list; None: the first model.
-
-        Returns:
-            ``id`` and, where the server gives them in this form, ``owned_by`` (text), ``max_model_len`` and
-            ``max_length`` (positive integers), ``speculation`` (truth value).
+    def model_card(self, model: str | None = None) -> dict[str, str]:
+        """``id`` and ``owned_by`` of a model in the server's list; None: the first model.
 
         Raises:
             ValueError: the server does not answer, or lists no such model.
         """
         try:
-            cards = _cards_of(_json(self.get(self.address("models")).encode()))
-        except ServerError as error:
-            raise ValueError(f"{self.flag} {self.url} lists no models: {error}") from error
+            cards = _checked(_Cards, _json(self.get(self.address("models")).encode()), "no list of models").data
         except OSError as error:
             raise ValueError(f"{self.flag} {self.url}: the server does not answer ({error})") from error
-        except ValueError as error:
-            raise ValueError(f"{self.flag} {self.url} lists no models: no server with OpenAI's protocol?") from error
-        names = [card["id"] for card in cards]
+        except (ServerError, ValueError) as error:
+            raise ValueError(f"{self.flag} {self.url} lists no models: {error}") from error
+        names = [card.id for card in cards]
         if not names or (model is not None and model not in names):
             shown = printable(", ".join(names)) or "nothing"
             raise ValueError(f"--model {model} is not served at {self.url}: it serves {shown}")
-        return cards[names.index(model) if model is not None else 0]
-
-    def _post(self, path: str, body: Mapping[str, Any]) -> Any:
-        return _json(self._exchange("POST", self.address(path), body))
-
-    def _exchange(self, method: str, address: str, body: Mapping[str, Any] | None) -> bytes:
-        return asyncio.run(_exchange(method, address, body, self.timeout))
+        return cards[names.index(model) if model is not None else 0].model_dump()
 
 
 @cache
@@ -194,21 +183,80 @@ async def _refusal(response: "httpx.Response") -> ServerError:
         text = found["message"] if isinstance(found, dict) else found
     except (ValueError, KeyError, AttributeError):
         pass  # not OpenAI's form: the text as it came
-    return ServerError(response.status_code, printable(str(text)) or printable(reason), _retry_after(response))
-
-
-def _retry_after(response: "httpx.Response") -> float:
-    """Seconds of the header Retry-After, which holds a number or a date; 0 without the header."""
-    value = response.headers.get("Retry-After", "").strip()
-    if value.isascii() and value.isdecimal():
-        return float(value)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except (ValueError, TypeError, OverflowError):
-        return 0.0
+    wait = response.headers.get("Retry-After", "")
+    seconds = float(wait) if wait.isascii() and wait.isdecimal() else 0.0
+    return ServerError(response.status_code, printable(str(text)) or printable(reason), seconds)
 
 
 # -- checked values of replies --------------------------------------------------------------------------------------
+
+_Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+_Logprob = Annotated[float, Field(ge=-MAX_COUNT, le=MAX_COUNT)]
+_Ids = Annotated[list[_Count], FailFast()]  # one fault is enough: a list of faults would take gigabytes
+
+
+class _Part(BaseModel):
+    """An object of a reply: null is an absent field, other fields are ignored, no type is converted."""
+
+    model_config = ConfigDict(strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        return {name: part for name, part in value.items() if part is not None} if isinstance(value, dict) else value
+
+
+class _Message(_Part):
+    content: str = ""
+    reasoning: str = ""  # vLLM's name
+    reasoning_content: str = ""  # SGLang's
+    tool_calls: Annotated[list[dict[str, Any]], FailFast()] = []
+
+
+class _Token(_Part):
+    logprob: _Logprob
+
+
+class _Logprobs(_Part):
+    content: Annotated[list[_Token], FailFast()] = []  # of a chat
+    token_logprobs: Annotated[list[_Logprob], FailFast()] = []  # of a completion
+
+
+class _Choice(_Part):
+    message: _Message = _Message()
+    text: str = ""
+    finish_reason: str = "stop"
+    prompt_token_ids: _Ids = []
+    token_ids: _Ids = []
+    response_token_ids: _Ids = []  # of older SGLang
+    logprobs: _Logprobs = _Logprobs()
+    details: Any = None
+
+    @model_validator(mode="after")
+    def _has_text(self) -> "_Choice":
+        if "text" not in self.model_fields_set and not self.message.model_fields_set:
+            raise ValueError("neither message nor text")
+        return self
+
+
+class _Usage(_Part):
+    prompt_tokens: _Count = 0
+    completion_tokens: _Count = 0
+
+
+class _Completion(_Part):
+    choices: Annotated[list[_Choice], FailFast()] = Field(min_length=1)
+    prompt_token_ids: _Ids = []
+    usage: _Usage = _Usage()
+
+
+class _Card(_Part):
+    id: str = Field(min_length=1)
+    owned_by: str = ""
+
+
+class _Cards(_Part):
+    data: Annotated[list[_Card], FailFast()]
 
 
 class Reply(NamedTuple):
@@ -217,75 +265,56 @@ class Reply(NamedTuple):
     Attributes:
         text: without reasoning and tool calls, if the server separates them from the text.
         finish_reason: the server's own word.
-        num_prompt_tokens, num_tokens: tokens of prompt and answer; 0 if the server does not count.
+        num_tokens: tokens of the answer; 0 if the server does not count.
         prompt_ids, token_ids: None if the server gives no token ids; at least 0, perhaps outside a vocabulary.
         reasoning: text of the reasoning; empty when there is none.
         tool_calls: in OpenAI's form.
-        logprobs: text and natural logarithm of the probability of each token; None if the server gives none.
-        whole: the whole response; ``choices`` is a list that begins with an object, other fields are unchecked.
+        logprobs: natural logarithm of the probability of each token; empty if the server gives none.
+        details: what `drafter serve` says of the answer's drafts, unchecked; None from other servers.
     """
 
     text: str
     finish_reason: str
-    num_prompt_tokens: int
     num_tokens: int
     prompt_ids: list[int] | None
     token_ids: list[int] | None
     reasoning: str
     tool_calls: list[dict[str, Any]]
-    logprobs: list[tuple[str, float]] | None
-    whole: dict[str, Any]
+    logprobs: list[float]
+    details: Any
 
 
 def read_reply(response: Any) -> Reply:
-    """The first choice of an answer.
-
-    vLLM puts the prompt's ids beside the choices, SGLang into the choice; both call the answer's ids ``token_ids``
-    (older SGLang ``response_token_ids``). vLLM calls the reasoning ``reasoning``, SGLang ``reasoning_content``.
+    """The first choice of an answer. vLLM puts the prompt's ids beside the choices, SGLang into the choice.
 
     Raises:
         ValueError: the answer is no completion, or a field has another type or range.
     """
-    choices = _typed(response, dict, "reply").get("choices")
-    if not isinstance(choices, list) or not choices:
-        raise ValueError("the reply is no completion: choices is no list with an entry")
-    choice = _typed(choices[0], dict, "choice")
-    message = _typed(choice.get("message"), dict, "message")
-    if "content" not in message and "text" not in choice:
-        raise ValueError("the reply is no completion: the choice has neither message nor text")
-    usage = _typed(response.get("usage"), dict, "usage")
-    calls = _typed(message.get("tool_calls"), list, "tool_calls")
+    found = _checked(_Completion, response, "the reply is no completion")
+    choice, message = found.choices[0], found.choices[0].message
     return Reply(
-        _text(message["content"] if "content" in message else choice["text"], "text"),
-        _text(choice.get("finish_reason"), "finish_reason") or "stop",
-        _count(usage.get("prompt_tokens"), "usage.prompt_tokens"),
-        _count(usage.get("completion_tokens"), "usage.completion_tokens"),
-        _ids(response.get("prompt_token_ids") or choice.get("prompt_token_ids"), "prompt_token_ids"),
-        _ids(choice.get("token_ids") or choice.get("response_token_ids"), "token_ids"),
-        _text(message.get("reasoning_content") or message.get("reasoning"), "reasoning"),
-        [_typed(call, dict, "tool call") for call in calls],
-        _logprobs(_typed(choice.get("logprobs"), dict, "logprobs")),
-        response,
+        message.content or choice.text,
+        choice.finish_reason,
+        found.usage.completion_tokens,
+        found.prompt_token_ids or choice.prompt_token_ids or None,
+        choice.token_ids or choice.response_token_ids or None,
+        message.reasoning_content or message.reasoning,
+        message.tool_calls,
+        [token.logprob for token in choice.logprobs.content] or choice.logprobs.token_logprobs,
+        choice.details,
     )
 
 
-def _cards_of(value: Any) -> list[dict[str, Any]]:
-    """Checked entries of the list of models; ValueError for another form."""
-    cards = _typed(_typed(value, dict, "list of models").get("data"), list, "data")
-    found = []
-    for card in cards:
-        if not isinstance(card, dict) or not isinstance(card.get("id"), str) or not card["id"]:
-            raise ValueError("the list of models holds an entry without a name")
-        kept: dict[str, Any] = {"id": card["id"]}
-        if isinstance(card.get("owned_by"), str):
-            kept["owned_by"] = card["owned_by"]
-        if isinstance(card.get("speculation"), bool):
-            kept["speculation"] = card["speculation"]
-        for name in ("max_model_len", "max_length"):
-            if type(card.get(name)) is int and 0 < card[name] <= MAX_COUNT:
-                kept[name] = card[name]
-        found.append(kept)
-    return found
+_Kind = TypeVar("_Kind", bound=_Part)
+
+
+def _checked(kind: type[_Kind], value: Any, problem: str) -> _Kind:
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(map(str, fault["loc"]))
+        raise ValueError(printable(f"{problem}: {place}{': ' if place else ''}{fault['msg']}")) from error
 
 
 def _json(data: bytes) -> Any:
@@ -296,54 +325,3 @@ def _json(data: bytes) -> Any:
     except ValueError as error:
         raise ValueError("the reply holds half a surrogate pair or a number that is not finite") from error
     return value
-
-
-def _typed(value: Any, kind: type, name: str) -> Any:
-    """The value, or an empty one for null; ValueError for another type."""
-    if value is None:
-        return kind()
-    if not isinstance(value, kind):
-        raise ValueError(f"the reply is no completion: {name} is {type(value).__name__}, not {kind.__name__}")
-    return value
-
-
-def _text(value: Any, name: str) -> str:
-    text: str = _typed(value, str, name)
-    return text
-
-
-def _count(value: Any, name: str) -> int:
-    """A number of tokens or steps; 0 for null."""
-    if value is None:
-        return 0
-    if type(value) is not int or not 0 <= value <= MAX_COUNT:
-        raise ValueError(f"the reply's {name} must be an integer from 0 to {MAX_COUNT:,}")
-    return value
-
-
-def _ids(value: Any, name: str) -> list[int] | None:
-    """Token ids; None for null and for an empty list."""
-    if value is None or value == []:
-        return None
-    if not isinstance(value, list) or not all(type(token) is int and 0 <= token <= MAX_COUNT for token in value):
-        raise ValueError(f"the reply's {name} must be a list of token ids")
-    return value
-
-
-def _logprobs(value: Mapping[str, Any]) -> list[tuple[str, float]] | None:
-    """Text and log-probability of each token, from a chat (list of objects) or a completion (parallel lists)."""
-    if value.get("content"):
-        entries = [_typed(entry, dict, "logprobs") for entry in _typed(value["content"], list, "logprobs")]
-        pairs = [(entry.get("token"), entry.get("logprob")) for entry in entries]
-    elif value.get("tokens"):
-        texts, numbers = (_typed(value.get(name), list, "logprobs") for name in ("tokens", "token_logprobs"))
-        if len(texts) != len(numbers):
-            raise ValueError("the reply's logprobs have lists of different lengths")
-        pairs = list(zip(texts, numbers, strict=True))
-    else:
-        return None
-    for text, number in pairs:
-        is_number = isinstance(number, int | float) and not isinstance(number, bool)
-        if not isinstance(text, str) or not (is_number and -MAX_COUNT <= number <= MAX_COUNT):
-            raise ValueError("the reply's logprobs must be pairs of text and finite number")
-    return [(text, float(number)) for text, number in pairs]

@@ -3,7 +3,7 @@
 import queue
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from drafter.distill.client import Client, Reply, ServerError
@@ -12,10 +12,6 @@ from drafter.distill.prompts import AnswerSettings, AnswerStream, MadeAnswer, Wa
 _RETRYABLE = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 _REFUSED = {400, 413, 422}  # the server refuses this prompt (too long, filtered) and may answer others
 _MAX_REFUSED_AT_START = 8
-
-
-class EndpointError(OSError):
-    """The server is unusable: wrong address, model or key, or no answer after all retries."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +33,10 @@ class Endpoint:
     retries: int = 6
     timeout: float = 600.0
     pause: float = 1.0
+    client: Client = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _ = self.client
+        object.__setattr__(self, "client", Client(self.url, self.timeout))
         if not self.model:
             raise ValueError("--endpoint needs --model, the name that the server knows the target by")
 
@@ -47,10 +44,6 @@ class Endpoint:
     def identity(self) -> dict[str, Any]:
         """The settings that determine the answers, without the address."""
         return {"endpoint_model": self.model}
-
-    @property
-    def client(self) -> Client:
-        return Client(self.url, self.timeout)
 
     @property
     def chat_url(self) -> str:
@@ -69,14 +62,14 @@ class Endpoint:
             num_answered_before: answers with these settings from earlier runs.
 
         Raises:
-            EndpointError: the server is unusable; answers yielded before stay valid.
+            OSError: the server is unusable (address, model, key, or no answer after all retries); answers yielded
+                before stay valid.
         """
         todo: queue.SimpleQueue[WantedAnswer | None] = queue.SimpleQueue()
-        done: queue.SimpleQueue[tuple[WantedAnswer, MadeAnswer | _Refused | BaseException]] = queue.SimpleQueue()
+        done: queue.SimpleQueue[tuple[WantedAnswer, MadeAnswer | BaseException]] = queue.SimpleQueue()
         for item in wanted:
             todo.put(item)
         stop = threading.Event()
-        client = self.client
 
         def work() -> None:
             while not stop.is_set():
@@ -84,7 +77,7 @@ class Endpoint:
                 if item is None:
                     return
                 try:
-                    done.put((item, self._ask(client, item, settings, stop)))
+                    done.put((item, self._ask(item, settings, stop)))
                 except BaseException as error:  # a bug: the reader waits for every item and raises the error
                     done.put((item, error))
                     return
@@ -102,48 +95,44 @@ class Endpoint:
         try:
             for _ in wanted:
                 item, result = done.get()
-                if isinstance(result, BaseException):
-                    raise result
-                num_refused += isinstance(result, _Refused)
-                num_answered += isinstance(result, MadeAnswer)
-                if isinstance(result, _Refused):
+                if isinstance(result, MadeAnswer):
+                    num_answered += 1
+                    yield item, result
+                elif isinstance(result, ServerError):
+                    num_refused += 1
                     if not num_answered and num_refused >= limit:
-                        raise EndpointError(f"{self.chat_url} refuses every prompt: {result.reason}")
+                        raise OSError(f"{self.chat_url} refuses every prompt: {result}")
                     yield item, None
                 else:
-                    yield item, result
+                    raise result
         finally:
             stop.set()
 
     def _ask(
-        self, client: Client, item: WantedAnswer, settings: AnswerSettings, stop: threading.Event
-    ) -> "MadeAnswer | _Refused | EndpointError":
+        self, item: WantedAnswer, settings: AnswerSettings, stop: threading.Event
+    ) -> MadeAnswer | ServerError | OSError:
+        """The answer, the refusal of the prompt, or the reason why the server is unusable."""
         problem = ""
         body = _body(self.model, item, settings)
         for attempt in range(self.retries + 1):
             wait = self.pause * 2**attempt
             try:
-                return _made(client.complete("chat/completions", body))
+                return made_answer(self.client.complete("chat/completions", body))
             except ServerError as error:
                 problem = str(error)
                 if error.code in _REFUSED:
-                    return _Refused(problem)
+                    return error
                 if error.code not in _RETRYABLE:
-                    return EndpointError(f"{self.chat_url} answers {problem}")
+                    return OSError(f"{self.chat_url} answers {problem}")
                 wait = max(wait, error.retry_after)
             except (OSError, ValueError) as error:
                 problem = f"{type(error).__name__}: {error}"
             if attempt < self.retries and stop.wait(min(wait, 60.0)):
                 break
-        return EndpointError(
+        return OSError(
             f"{self.chat_url} gave no answer in {self.retries + 1} attempts ({problem}); finished answers are "
             "kept, run the same command again to continue"
         )
-
-
-@dataclass(frozen=True)
-class _Refused:
-    reason: str
 
 
 def _body(model: str, item: WantedAnswer, settings: AnswerSettings) -> dict[str, Any]:
@@ -156,21 +145,16 @@ def _body(model: str, item: WantedAnswer, settings: AnswerSettings) -> dict[str,
     }
     if item.prompt.tools:
         body["tools"] = list(item.prompt.tools)
-    if settings.top_p < 1:
-        body["top_p"] = settings.top_p
-    # OpenAI has no such fields, but vLLM and SGLang do; sent only where the user asks for them.
-    if settings.top_k:
-        body["top_k"] = settings.top_k
-    if settings.min_p:
-        body["min_p"] = settings.min_p
-    return body
+    # Sent only where the user asks for them: OpenAI has no top_k and min_p, but vLLM and SGLang do.
+    given = {"top_p": settings.top_p if settings.top_p < 1 else 0, "top_k": settings.top_k, "min_p": settings.min_p}
+    return body | {name: value for name, value in given.items() if value}
 
 
-def _made(reply: Reply) -> MadeAnswer:
-    is_cut = reply.finish_reason == "length"
+def made_answer(reply: Reply) -> MadeAnswer:
+    """The answer of a reply, with token ids if the server gives those of prompt and answer."""
     return MadeAnswer(
         reply.text,
-        "length" if is_cut else "stop",
+        "length" if reply.finish_reason == "length" else "stop",
         reply.num_tokens,
         reasoning=reply.reasoning,
         tool_calls=tuple(reply.tool_calls),

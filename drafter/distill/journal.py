@@ -16,7 +16,6 @@ from typing import Any
 from drafter.utils.io import is_stream, write_atomic
 from drafter.utils.parse import parse_json, read_json_object, read_lines
 
-_BLOCK = 1 << 20
 _OTHER_FORMATS = (".json", ".parquet")  # suffixes that `read_records` reads as other formats
 
 
@@ -69,7 +68,7 @@ class Journal:
         try:
             self._lock()
             self._check_settings(json.loads(json.dumps(settings)))
-            self.num_torn_bytes = self._cut_torn_line()
+            self.num_torn_bytes = 0
             self.rows = list(self._read(check_row))
         except BaseException:
             self._file.close()
@@ -105,7 +104,7 @@ class Journal:
     def _check_settings(self, settings: dict[str, Any]) -> None:
         is_new = self._file.seek(0, os.SEEK_END) == 0
         if self.settings_path.is_file() and not is_new:
-            recorded = self._recorded_settings()
+            recorded = read_json_object(self.settings_path)
             for name in {**settings, **recorded}:
                 if settings.get(name) != recorded.get(name):
                     raise ValueError(
@@ -120,31 +119,16 @@ class Journal:
         else:
             write_atomic(self.settings_path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
-    def _recorded_settings(self) -> dict[str, Any]:
-        try:
-            return read_json_object(self.settings_path)
-        except ValueError as error:
-            raise ValueError(f"{error}: give another --out, or restore the file") from error
-
-    def _cut_torn_line(self) -> int:
-        """Remove the bytes after the last line feed; their number."""
-        size = self._file.seek(0, os.SEEK_END)
-        end = size
-        while end > 0:
-            start = max(0, end - _BLOCK)
-            self._file.seek(start)
-            found = self._file.read(end - start).rfind(b"\n")
-            if found >= 0:
-                end = start + found + 1
-                break
-            end = start
-        if end < size:
-            self._file.truncate(end)
-        return size - end
-
     def _read(self, check_row: Callable[[dict[str, Any], str], object]) -> Iterator[dict[str, Any]]:
+        """The rows; an incomplete last line is removed from the file."""
+        size = 0
         with self.path.open("rb") as stream:
             for number, line in read_lines(stream, str(self.path)):
+                if not line.endswith(b"\n"):
+                    self._file.truncate(size)
+                    self.num_torn_bytes = len(line)
+                    return
+                size += len(line)
                 where = f"{self.path}, line {number}"
                 try:
                     row = parse_json(line, where, only_depth=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from drafter.distill.magpie import MagpieSettings, Opening
+from drafter.distill.magpie import MAX_TOKENS, TEMPERATURE, TOP_P, Opening
 from drafter.distill.prompts import AnswerSettings, AnswerStream, MadeAnswer, WantedAnswer
 from drafter.targets.chat import Chat
 
@@ -85,17 +85,15 @@ class EngineAnswerer:
                 )
                 yield pairs[event.index][0], made
 
-    def sample_openings(
-        self, opening: Opening, seeds: Sequence[int], settings: MagpieSettings
-    ) -> list[tuple[str, bool]]:
+    def sample_openings(self, opening: Opening, seeds: Sequence[int]) -> list[tuple[str, bool]]:
         """One continuation of the user turn's opening for each seed: (text, whether the text is complete)."""
         from drafter.decoding.params import SamplingParams
 
         params = [
             SamplingParams(
-                max_new_tokens=settings.max_tokens,
-                temperature=settings.temperature,
-                top_p=settings.top_p,
+                max_new_tokens=MAX_TOKENS,
+                temperature=TEMPERATURE,
+                top_p=TOP_P,
                 seed=seed,
                 stop=opening.stop,
                 stop_token_ids=opening.stop_token_ids,

@@ -7,8 +7,8 @@ So no data set is needed to train a drafter.
 import re
 import sys
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,19 +35,10 @@ class Opening(NamedTuple):
     stop: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class MagpieSettings:
-    """Number, length limit and sampling parameters of the invented prompts."""
+MAX_TOKENS, TEMPERATURE, TOP_P = 160, 1.0, 0.99  # of an invented prompt
 
-    num_prompts: int
-    max_tokens: int = 160
-    temperature: float = 1.0
-    top_p: float = 0.99
-    seed: int = 0
-
-
-# One continuation for each seed: (text, whether the text is complete).
-Sampler = Callable[[Opening, Sequence[int], MagpieSettings], Sequence[tuple[str, bool]]]
+# One continuation of the opening for each seed: (text, whether the text is complete).
+Sampler = Callable[[Opening, Sequence[int]], Sequence[tuple[str, bool]]]
 
 
 def user_opening(tokenizer: Any, name: str) -> Opening:
@@ -99,26 +90,28 @@ def invent_prompts(
     path: Path,
     tokenizer: Any,
     sample: Sampler,
-    settings: MagpieSettings,
+    num_prompts: int,
     *,
     target_name: str,
-    identity: dict[str, Any],
+    recorded: Mapping[str, Any],
+    seed: int = 0,
     shard: Shard | None = None,
     exclude: Exclusion | None = None,
     progress: bool = True,
-) -> tuple[list[PromptRow], dict[str, int]]:
+) -> tuple[list[PromptRow], Counter[str]]:
     """Prompts that the target invents, kept in the journal ``path``. A later call continues the journal.
 
     The seed of candidate i depends on i, and candidates are judged in order, so an interrupted run ends with the same
-    prompts. A shard takes every ``total``-th candidate. Prompts of earlier calls that ``exclude`` matches are replaced.
+    prompts. A shard takes every ``total``-th candidate.
 
     Args:
         path: file of the journal.
         tokenizer: the target's tokenizer.
         sample: samples continuations; see ``Sampler``.
-        settings: number, length and sampling parameters.
+        num_prompts: prompts of all shards together.
         target_name: the target's name, for messages.
-        identity: further settings that determine the texts, such as the target's fingerprint.
+        recorded: settings that determine the texts beside the seed, such as the target's fingerprint.
+        seed: seed of sampling.
         shard: part of the candidates.
         exclude: texts that no prompt may contain.
         progress: show a bar.
@@ -129,107 +122,64 @@ def invent_prompts(
     Raises:
         ValueError: the target invents almost no usable prompt.
     """
-    shard = shard or Shard()
+    from tqdm import tqdm
+
+    shard, exclude = shard or Shard(), exclude or Exclusion()
     opening = user_opening(tokenizer, target_name)
-    wanted = settings.num_prompts // shard.total + (shard.index <= settings.num_prompts % shard.total)
-    recorded = {**asdict(settings), "shard": str(shard), **identity}
-    del recorded["num_prompts"]
-    with Journal(path, recorded, _check_row) as journal:
-        collector = _Collector(journal, tokenizer, exclude or Exclusion(), wanted)
-        _collect(collector, opening, sample, settings, shard, target_name, progress)
-        rows = collector.rows[:wanted]
-    prompts = [PromptRow(row["id"], ({"role": "user", "content": row["prompt"]},), "magpie") for row in rows]
-    return prompts, collector.dropped
+    wanted = num_prompts // shard.total + (shard.index <= num_prompts % shard.total)
+    sampling = {"max_tokens": MAX_TOKENS, "temperature": TEMPERATURE, "top_p": TOP_P, "seed": seed}
+    dropped: Counter[str] = Counter()
+    with Journal(path, {**sampling, "shard": str(shard), **recorded}, _check_row) as journal:
+        rows = list(journal.rows)
+        seen = {_normal(row["prompt"]) for row in rows}
+        special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        number, num_barren = rows[-1]["candidate"] + 1 if rows else 0, 0
+        bar = tqdm(
+            total=wanted,
+            initial=min(len(rows), wanted),
+            desc="inventing prompts",
+            unit="prompt",
+            disable=not progress,
+            file=sys.stderr,
+        )
+        with bar:
+            while len(rows) < wanted:
+                before = len(rows)
+                size = min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, 5 * (wanted - before) // 4))
+                numbers = [n for n in range(number, number + size * shard.total) if shard.owns(n)]
+                number = numbers[-1] + 1
+                texts = sample(opening, [derive_seed(seed, "magpie", n) for n in numbers])
+                for candidate, (text, is_whole) in zip(numbers, texts, strict=True):
+                    if len(rows) == wanted:
+                        break
+                    text = text.strip()
+                    problem = (None if is_whole else "cut") or problem_of(text, special)
+                    problem = problem or ("seen before" if _normal(text) in seen else None)
+                    problem = problem or ("excluded" if exclude.matches(text) else None)
+                    if problem is not None:
+                        dropped[problem] += 1
+                        continue
+                    seen.add(_normal(text))
+                    row = {"id": f"magpie-{candidate}", "source": "magpie", "candidate": candidate, "prompt": text}
+                    journal.append(row)
+                    rows.append(row)
+                bar.update(len(rows) - before)
+                num_barren = 0 if len(rows) > before else num_barren + 1
+                if num_barren == _MAX_BARREN_BLOCKS:
+                    counts = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
+                    raise ValueError(
+                        f"target {target_name!r} invented {before} of {wanted} usable prompts and then no more "
+                        f"({counts}): lower --num-prompts or give --prompts FILE"
+                    )
+    prompts = [PromptRow(row["id"], ({"role": "user", "content": row["prompt"]},), "magpie") for row in rows[:wanted]]
+    return prompts, dropped
 
 
 def _check_row(row: dict[str, Any], where: str) -> None:
-    """ValueError unless the row is one that `_Collector.offer` writes."""
+    """ValueError unless the row is one of :func:`invent_prompts`."""
     parse_row(RawRow(row, where, 0), format="prompt")
     check_id(row, where, number="candidate")
 
 
-class _Collector:
-    """Judges candidates in order and writes the usable ones.
-
-    ``rows`` are the journal's rows without the excluded ones; an earlier run may have had no exclusion.
-    """
-
-    def __init__(self, journal: Journal, tokenizer: Any, exclude: Exclusion, wanted: int) -> None:
-        self.journal = journal
-        self.rows = [row for row in journal.rows if not exclude.matches(row["prompt"])]
-        self.wanted = wanted
-        num_excluded = len(journal.rows) - len(self.rows)
-        self.dropped: dict[str, int] = {"excluded": num_excluded} if num_excluded else {}
-        self.last = journal.rows[-1]["candidate"] if journal.rows else -1
-        self._exclude = exclude
-        self._special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self._seen = {_normal(row["prompt"]) for row in self.rows}
-
-    @property
-    def is_done(self) -> bool:
-        return len(self.rows) >= self.wanted
-
-    def offer(self, number: int, text: str, is_whole: bool) -> None:
-        """Keep the candidate if it is usable and prompts are still missing."""
-        text = text.strip()
-        if self.is_done:
-            return
-        problem = None if is_whole else "cut"
-        problem = problem or problem_of(text, self._special)
-        problem = problem or ("seen before" if _normal(text) in self._seen else None)
-        problem = problem or ("excluded" if self._exclude.matches(text) else None)
-        if problem is not None:
-            self.dropped[problem] = self.dropped.get(problem, 0) + 1
-            return
-        self._seen.add(_normal(text))
-        row = {"id": f"magpie-{number}", "source": "magpie", "candidate": number, "prompt": text}
-        self.journal.append(row)
-        self.rows.append(row)
-
-
-def _collect(
-    collector: _Collector,
-    opening: Opening,
-    sample: Sampler,
-    settings: MagpieSettings,
-    shard: Shard,
-    target_name: str,
-    progress: bool,
-) -> None:
-    """Sample candidates in blocks until enough prompts are collected."""
-    from tqdm import tqdm
-
-    next_number = collector.last + 1
-    num_barren = 0
-    done = min(len(collector.rows), collector.wanted)
-    with tqdm(
-        total=collector.wanted,
-        initial=done,
-        desc="inventing prompts",
-        unit="prompt",
-        disable=not progress,
-        file=sys.stderr,
-    ) as bar:
-        while not collector.is_done:
-            num_candidates = min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, 5 * (collector.wanted - done) // 4))
-            numbers = [n for n in range(next_number, next_number + num_candidates * shard.total) if shard.owns(n)]
-            texts = sample(opening, [derive_seed(settings.seed, "magpie", number) for number in numbers], settings)
-            for number, (text, is_whole) in zip(numbers, texts, strict=True):
-                collector.offer(number, text, is_whole)
-            num_barren = 0 if len(collector.rows) > done else num_barren + 1
-            bar.update(len(collector.rows) - done)
-            done = len(collector.rows)
-            if num_barren == _MAX_BARREN_BLOCKS:
-                raise ValueError(
-                    f"target {target_name!r} invented {done} of {collector.wanted} usable prompts and then no more "
-                    f"({_counts(collector.dropped)}): lower --num-prompts or give --prompts FILE"
-                )
-            next_number = numbers[-1] + 1
-
-
 def _normal(text: str) -> str:
     return " ".join(re.findall(r"\w+", text.casefold()))
-
-
-def _counts(dropped: dict[str, int]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items())) or "none dropped"

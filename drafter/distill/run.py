@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from drafter.distill.journal import Journal, check_name
 from drafter.distill.local import EngineAnswerer
-from drafter.distill.magpie import MagpieSettings, invent_prompts
+from drafter.distill.magpie import invent_prompts
 from drafter.distill.prompts import (
     AnswerSettings,
     AnswerStream,
@@ -112,15 +112,20 @@ def distill(
         progress: show a bar.
 
     Raises:
-        ValueError: wrong options or prompts; ``out`` was written with other settings, or holds answers to excluded
-            prompts.
+        ValueError: wrong options or prompts; ``out`` was written with other settings.
         OSError: the disk is full or the server does not answer; finished rows are kept.
     """
     settings, report = settings or AnswerSettings(), DistillReport()
     check_name(out)
     part, unwanted = Shard.parse(shard), Exclusion.read(exclude)
+    excluded = {} if exclude is None else {"exclude": exclude}
     if prompts == MAGPIE:
-        asked = _invented(answerer, Path(out), num_prompts, settings.seed, part, unwanted, report, progress)
+        if not isinstance(answerer, EngineAnswerer):
+            raise ValueError(
+                "--prompts magpie needs --target on this machine: a chat endpoint cannot continue an open user turn. "
+                "Invent the prompts here first, then answer the .prompts.jsonl file with --endpoint or --ray"
+            )
+        asked = _invented(answerer, excluded, Path(out), num_prompts, settings.seed, part, unwanted, report, progress)
         origin = MAGPIE
     else:
         found = select_prompts(
@@ -134,23 +139,11 @@ def distill(
         asked, origin = found.prompts, _digest(found.prompts)
         report.notes["repeated prompts left out"] = found.num_duplicates
         report.notes["prompts left out: on the excluded list"] = found.num_excluded
-    recorded = {**asdict(settings), "shard": str(part), "prompts": origin, **answerer.identity}
+    recorded = {**asdict(settings), "shard": str(part), "prompts": origin, **answerer.identity, **excluded}
     with Journal(out, recorded, check_answer) as journal:
-        _check_excluded(journal, unwanted)
         report.notes["bytes of an incomplete last line removed"] = journal.num_torn_bytes
         _answer_all(answerer, asked, settings, journal, report, progress)
     return report
-
-
-def _check_excluded(journal: Journal, exclude: Exclusion) -> None:
-    """ValueError when the file holds answers to excluded prompts, from a run without this exclusion."""
-    ids = {row["id"]: None for row in journal.rows if exclude.matches_any(row["messages"][:-1])}
-    if ids:
-        shown = ", ".join(list(ids)[:3]) + (", ..." if len(ids) > 3 else "")
-        raise ValueError(
-            f"--out {journal.path} holds answers to {len(ids)} prompts that are on the excluded list (id {shown}): "
-            "remove their lines to go on, or give another --out"
-        )
 
 
 def _answer_all(
@@ -193,7 +186,8 @@ def _answer_all(
 
 
 def _invented(
-    answerer: Answerer,
+    answerer: EngineAnswerer,
+    excluded: Mapping[str, Any],
     out: Path,
     num_prompts: int | None,
     seed: int,
@@ -203,20 +197,16 @@ def _invented(
     progress: bool,
 ) -> list[PromptRow]:
     """Prompts that the target invents, kept beside ``out``."""
-    if not isinstance(answerer, EngineAnswerer):
-        raise ValueError(
-            "--prompts magpie needs --target on this machine: a chat endpoint cannot continue an open user turn. "
-            "Invent the prompts here first, then answer the .prompts.jsonl file with --endpoint or --ray"
-        )
     if num_prompts is None:
         raise ValueError("--prompts magpie needs --num-prompts, the number of prompts to invent")
     prompts, dropped = invent_prompts(
         out.with_name(out.name.removesuffix(".jsonl") + ".prompts.jsonl"),
         answerer.target.tokenizer,
         answerer.sample_openings,
-        MagpieSettings(num_prompts, seed=seed),
+        num_prompts,
         target_name=answerer.target.name,
-        identity=answerer.identity,
+        recorded={**answerer.identity, **excluded},
+        seed=seed,
         shard=shard,
         exclude=exclude,
         progress=progress,

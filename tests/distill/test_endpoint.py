@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from drafter.cli.distill import DistillOptions
-from drafter.distill.endpoint import Endpoint, EndpointError
+from drafter.distill.endpoint import Endpoint
 from drafter.distill.prompts import AnswerSettings
 from drafter.distill.run import distill
 from tests.data.tiny import chat, write_jsonl
@@ -163,7 +163,7 @@ def test_a_server_that_stays_away_keeps_finished_answers(server: FakeServer, pro
         if body["messages"][-1]["content"] == "Q7"
         else (200, answer_of(body), {})
     )
-    with pytest.raises(EndpointError, match=r"no answer in 4 attempts .HTTP 503: out of memory.; finished answers"):
+    with pytest.raises(OSError, match=r"no answer in 4 attempts .HTTP 503: out of memory.; finished answers"):
         run(prompts, out, endpoint_of(server, concurrency=2))
     before = answered(out)
     assert "7" not in before and len(before) >= 5
@@ -184,7 +184,7 @@ def test_a_refused_prompt_is_counted_and_the_rest_goes_on(server: FakeServer, pr
     report = run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
     assert report.notes[Endpoint.refusal] == 1 and report.num_new == 11 and server.counts["Q7"] == 1
     server.reply = lambda body, count: (400, {"error": {"message": "unknown field"}}, {})
-    with pytest.raises(EndpointError, match="refuses every prompt: HTTP 400: unknown field"):
+    with pytest.raises(OSError, match="refuses every prompt: HTTP 400: unknown field"):
         run(prompts, tmp_path / "other.jsonl", endpoint_of(server))
 
 
@@ -209,25 +209,25 @@ def test_a_server_that_came_to_refuse_everything_is_noticed(server: FakeServer, 
     server.reply = lambda body, count: (
         (401, {}, {}) if body["messages"][-1]["content"] == "Q4" else (200, answer_of(body), {})
     )
-    with pytest.raises(EndpointError, match="HTTP 401"):
+    with pytest.raises(OSError, match="HTTP 401"):
         run(prompts, tmp_path / "out.jsonl", endpoint_of(server, concurrency=1))
     assert len(answered(tmp_path / "out.jsonl")) == 4
     server.reply = lambda body, count: (400, {"error": {"message": "unknown field"}}, {})
-    with pytest.raises(EndpointError, match="refuses every prompt: HTTP 400: unknown field"):
+    with pytest.raises(OSError, match="refuses every prompt: HTTP 400: unknown field"):
         run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
 def test_a_wrong_key_or_model_stops_at_once(server: FakeServer, prompts: str, tmp_path: Path, status: int) -> None:
     server.reply = lambda body, count: (status, {"message": "no such model"}, {})
-    with pytest.raises(EndpointError, match=f"answers HTTP {status}: no such model"):
+    with pytest.raises(OSError, match=f"answers HTTP {status}: no such model"):
         run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
     assert set(server.counts.values()) == {1}
 
 
 def test_nobody_listens(prompts: str, tmp_path: Path) -> None:
     endpoint = Endpoint("http://127.0.0.1:9", "m", retries=1, pause=0.01)
-    with pytest.raises(EndpointError, match="no answer in 2 attempts"):
+    with pytest.raises(OSError, match="no answer in 2 attempts"):
         run(prompts, tmp_path / "out.jsonl", endpoint)
 
 
@@ -239,6 +239,7 @@ def test_what_an_endpoint_cannot_do(server: FakeServer, prompts: str, tmp_path: 
         ({"endpoint": "http://a", "drafter": "d"}, "--drafter needs --target"),
         ({"endpoint": "http://a", "target": "t", "drafter": "d"}, "--drafter and --endpoint exclude each other"),
         ({"endpoint": "http://a", "target": "t", "ray": "auto"}, "--endpoint and --ray both answer"),
+        ({"endpoint": "http://a", "ray": "auto"}, "--ray needs --target"),
         ({"target": "t", "max_num_seqs": 0}, "--max-num-seqs is 0"),
         ({"target": "t", "num_prompts": 0}, "--num-prompts is 0"),
     ):

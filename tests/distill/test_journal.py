@@ -47,14 +47,6 @@ def test_a_file_cut_anywhere_keeps_its_whole_rows(tmp_path: Path, data: st.DataO
     assert path.read_bytes() == whole
 
 
-def test_a_torn_line_longer_than_a_block(tmp_path: Path) -> None:
-    fill(tmp_path / "a.jsonl", ROWS[:1])
-    with (tmp_path / "a.jsonl").open("ab") as stream:
-        stream.write(b"x" * 2_500_000)
-    with Journal(tmp_path / "a.jsonl", {"seed": 1}) as journal:
-        assert journal.rows == ROWS[:1] and journal.num_torn_bytes == 2_500_000
-
-
 def test_other_settings_are_refused(tmp_path: Path) -> None:
     fill(tmp_path / "a.jsonl")
     before = (tmp_path / "a.jsonl").read_bytes()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from drafter.distill.magpie import MagpieSettings, Opening, invent_prompts, problem_of, user_opening
+from drafter.distill.magpie import Opening, invent_prompts, problem_of, user_opening
 from drafter.distill.prompts import Exclusion, Shard
 from tests.data.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
@@ -66,13 +66,11 @@ class FakeSampler:
         self.dies_after = dies_after
         self.num_texts = num_texts
         self.num_calls = 0
-        self.num_seeds = 0
 
-    def __call__(self, opening: Opening, seeds: Sequence[int], settings: MagpieSettings) -> list[tuple[str, bool]]:
+    def __call__(self, opening: Opening, seeds: Sequence[int]) -> list[tuple[str, bool]]:
         if self.num_calls == self.dies_after:
             raise InterruptedError
         self.num_calls += 1
-        self.num_seeds += len(seeds)
         kinds = ["What about number {}, my friend?", "short {}", "Is it the number {} that you mean?"]
         return [(kinds[seed % 3].format(seed % self.num_texts), seed % 5 != 0) for seed in seeds]
 
@@ -82,9 +80,10 @@ def invent(path: Path, sampler: FakeSampler, num_prompts: int = 60, **options):
         path,
         TOKENIZER,
         sampler,
-        MagpieSettings(num_prompts, seed=1),
+        num_prompts,
         target_name="tiny",
-        identity={"target": "tiny"},
+        recorded={"target": "tiny"},
+        seed=1,
         progress=False,
         **options,
     )
@@ -122,19 +121,6 @@ def test_repeated_and_excluded_texts_are_dropped(tmp_path: Path) -> None:
     unwanted = Exclusion([prompts[0].messages[0]["content"]])
     fewer, dropped = invent(tmp_path / "q.jsonl", FakeSampler(num_texts=20), 12, exclude=unwanted)
     assert fewer[0] == prompts[1] and dropped["excluded"] > 0
-
-
-def test_prompts_excluded_later_are_replaced(tmp_path: Path) -> None:
-    """The list is the one of a run that knew of the exclusion from its start."""
-    more, _ = invent(tmp_path / "p.jsonl", FakeSampler(), 30)
-    unwanted = Exclusion([more[3].messages[0]["content"], more[28].messages[0]["content"]])
-    fresh, _ = invent(tmp_path / "fresh.jsonl", FakeSampler(), 30, exclude=unwanted)
-    fewer, dropped = invent(tmp_path / "p.jsonl", FakeSampler(dies_after=0), 20, exclude=unwanted)
-    assert fewer == fresh[:20] == more[:3] + more[4:21] and dropped == {"excluded": 2}
-    later, dropped = invent(tmp_path / "p.jsonl", FakeSampler(), 30, exclude=unwanted)
-    assert later == fresh and later[:27] == more[:3] + more[4:28] and dropped["excluded"] == 2
-    again, dropped = invent(tmp_path / "p.jsonl", FakeSampler(dies_after=0), 30, exclude=unwanted)
-    assert again == later and dropped == {"excluded": 2}
 
 
 def test_a_target_that_invents_nothing_is_told_so(tmp_path: Path) -> None:

@@ -60,18 +60,6 @@ def test_a_worker_gets_the_whole_prompt() -> None:
     assert _unpacked(json.loads(json.dumps(asdict(item)))) == item
 
 
-def test_cluster_without_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["distill", "--out", str(tmp_path / "a.jsonl"), "--ray", "auto", "--endpoint", "http://x", "--model", "m"]
-    assert main(words) == 2
-    assert "--ray needs --target" in capsys.readouterr().err
-
-
-def test_cluster_and_endpoint_together_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["distill", "--target", "t", "--out", str(tmp_path / "a.jsonl"), "--ray", "auto"]
-    assert main([*words, "--endpoint", "http://x", "--model", "m"]) == 2
-    assert "--endpoint and --ray both answer: give one of them" in capsys.readouterr().err
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with a target, prompts, the answers of one engine here, and a cluster of this machine."""

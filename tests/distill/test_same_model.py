@@ -9,7 +9,7 @@ import torch
 from drafter.data.encode import RowSettings, encode_file
 from drafter.data.formats import read_rows
 from drafter.decoding.params import SamplingParams
-from drafter.distill.client import Client, read_reply
+from drafter.distill.client import Client
 from drafter.distill.endpoint import Endpoint
 from drafter.distill.prompts import AnswerSettings
 from drafter.distill.run import distill
@@ -42,12 +42,15 @@ def compare(engine: EngineServer, target: Target) -> Comparison:
         return compare_models(Client(engine.url), "tiny", target, PROMPTS)
 
 
-@pytest.mark.parametrize("style", ["vllm", "sglang", "plain", "strict"])
+@pytest.mark.parametrize("style", ["vllm", "sglang"])
 def test_the_target_itself_has_no_difference(target: Target, style: str) -> None:
     found = compare(EngineServer(target, style), target)
-    assert found.prompt == "same" and found.lines() == []
-    assert found.num_tokens > (4 if style in ("vllm", "sglang") else 0) and found.num_other_picks == 0
-    assert found.difference == pytest.approx(0, abs=1e-4)
+    assert found.lines() == [] and found.num_tokens > 4 and found.num_other_picks == 0
+    assert len(found.differences) == found.num_tokens and found.difference == pytest.approx(0, abs=1e-4)
+
+
+def test_a_server_without_token_ids_is_not_compared(target: Target) -> None:
+    assert compare(EngineServer(target, "strict"), target) == Comparison()
 
 
 @pytest.mark.parametrize(
@@ -58,7 +61,6 @@ def test_the_target_itself_has_no_difference(target: Target, style: str) -> None
             "chat template: from prompt token 1 on the server reads",
         ),
         ({"extra_ids": (0,)}, "special tokens: from prompt token 1 on"),
-        ({"extra_ids": (0,), "style": "plain"}, "chat template or special tokens: the server counts"),
         ({"temperature": 3.0}, "sampling parameters: "),
     ],
 )
@@ -79,7 +81,7 @@ def noisy(target: Target, share: float) -> Target:
 
 def test_rounded_weights_and_another_model(target: Target) -> None:
     rounded = compare(EngineServer(noisy(target, 0.1)), target)
-    assert rounded.is_rounded and not rounded.is_other_model
+    assert not rounded.is_other_model
     assert any(line.startswith("dtype or quantisation: log-probabilities differ by") for line in rounded.lines())
     assert compare(EngineServer(noisy(target, 3.0)), target).is_other_model
 
@@ -107,7 +109,7 @@ def test_our_own_server_runs_its_target_and_gives_its_tokens(tmp_path: Path) -> 
             [row["messages"][:-1]], SamplingParams(max_new_tokens=9)
         )
         assert row["token_ids"] == alone.token_ids and row["prompt_token_ids"] == alone.prompt_ids
-    assert found.prompt == "same" and not found.lines() and found.num_tokens > 0
+    assert not found.lines() and found.num_tokens > 0
     assert found.difference == pytest.approx(0, abs=1e-4)
 
 
@@ -177,13 +179,3 @@ def test_reasoning_and_tool_calls_are_trained_on_as_the_template_makes_them(tmp_
     answer = '[think]Let me look.[/think]{"name": "weather", "arguments": {"city": "Oslo"}}<|end|>'
     assert tokenizer.decode(trained) == answer
     assert "drops reasoning or tool calls" in encode_rows([fields])[0].problem
-
-
-def test_a_reply_is_read_in_every_form() -> None:
-    choice = {"text": "ab", "logprobs": {"tokens": ["a", "b"], "token_logprobs": [-1, -2]}, "finish_reason": "stop"}
-    reply = read_reply({"choices": [choice | {"response_token_ids": [3, 4], "prompt_token_ids": [1]}]})
-    assert reply.text == "ab" and reply.token_ids == [3, 4] and reply.prompt_ids == [1]
-    assert reply.logprobs == [("a", -1.0), ("b", -2.0)] and reply.num_tokens == 0
-    for broken in ({"choices": []}, [], {"choices": [{"message": "x"}]}):
-        with pytest.raises(ValueError, match="the reply is no completion"):
-            read_reply(broken)
