@@ -94,29 +94,6 @@ def test_missing_things(target: str, refused: Refusal, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [
-        ("--beam-width", "0"),
-        ("--draft-length", "0"),
-        ("--tree-size", "-3"),
-        ("--tree-size", "1025"),
-        ("--max-num-seqs", "0"),
-        ("--num-speculative-tokens", "0"),
-        ("--max-new-tokens", "0"),
-        ("--temperature", "-0.5"),
-        ("--temperature", ".nan"),
-        ("--top-k", "-1"),
-        ("--top-p", "0"),
-        ("--min-p", "1.5"),
-        ("--seed", str(2**64)),
-    ],
-)
-def test_values_out_of_range(target: str, drafter: str, refused: Refusal, flag: str, value: str) -> None:
-    words = ["decode", "--target", target, "--drafter", drafter, "--device", "cpu", "--prompt", "hi", flag, value]
-    refused(words, flag, value.lstrip("."))
-
-
 def test_damaged_weights(target: str, drafter: str, refused: Refusal, tmp_path: Path) -> None:
     for name, folder in (("target", target), ("drafter", drafter)):
         copy = tmp_path / name
@@ -137,16 +114,6 @@ def test_damaged_index_of_a_sharded_target(target: str, refused: Refusal, tmp_pa
     (copy / "model.safetensors").rename(copy / "model-00001-of-00001.safetensors")
     (copy / "model.safetensors.index.json").write_text(index)
     refused(decode(str(copy), "--prompt", "hi"), "--target", "cannot be loaded")
-
-
-def test_a_value_of_any_length_is_repeated_in_part(target: str, drafter: str, refused: Refusal, tmp_path: Path) -> None:
-    copy = tmp_path / "drafter"
-    shutil.copytree(drafter, copy)
-    header = json.dumps({"a": "a" * 3000}).encode()
-    (copy / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    words = ["decode", "--target", target, "--device", "cpu", "--prompt", "hi", "--drafter", str(copy)]
-    refused(words, "model.safetensors is damaged", "a" * 500 + "aaa ...")
-    refused(["x" * 5000], "unknown command 'xxx", "xxx ...")
 
 
 def test_lines_longer_than_the_limit(target: str, refused: Refusal, tmp_path: Path) -> None:

@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from itertools import count
 from typing import Any, Literal
 
 import torch
 
 from drafter.targets.target import Target
+from tests.distill.loopback import send, serving
 
 
 @dataclass
@@ -21,7 +22,7 @@ class EngineServer:
 
     Attributes:
         target: what it runs.
-        style: whose additions to the protocol it has; plain has none, strict refuses unknown fields, as OpenAI does.
+        style: whose additions to the protocol it has; strict refuses unknown fields, as OpenAI does.
         template: chat template instead of the tokenizer's own.
         extra_ids: tokens put before every prompt of a chat.
         temperature: above 0, requests are sampled at it, whatever they ask for.
@@ -31,13 +32,12 @@ class EngineServer:
     """
 
     target: Target
-    style: Literal["vllm", "sglang", "plain", "strict"] = "vllm"
+    style: Literal["vllm", "sglang", "strict"] = "vllm"
     template: str | None = None
     extra_ids: Sequence[int] = ()
     temperature: float = 0.0
     max_length: int = 10_000
     accepted: Sequence[int] = ()
-    with_request_metrics: bool = False
     bodies: list[dict[str, Any]] = field(default_factory=list)
     counters: Counter[str] = field(default_factory=Counter)
     url: str = ""
@@ -73,7 +73,7 @@ class EngineServer:
         if body.get("return_token_ids") and self.style in ("vllm", "sglang"):
             choice["token_ids"] = ids
             (reply if self.style == "vllm" else choice)["prompt_token_ids"] = prompt_ids
-        self._count(len(ids), reply, choice, body)
+        self._count(len(ids))
         return 200, reply
 
     def get(self, path: str) -> str:
@@ -104,8 +104,8 @@ class EngineServer:
                 break
         return ids[len(prompt_ids) :], logprobs
 
-    def _count(self, num_tokens: int, reply: dict[str, Any], choice: dict[str, Any], body: dict[str, Any]) -> None:
-        """The counters that vLLM keeps, and what both report of one request."""
+    def _count(self, num_tokens: int) -> None:
+        """The counters that vLLM keeps."""
         left, steps = num_tokens, []
         while left > 0:
             accepted = self.accepted[len(steps) % len(self.accepted)] if self.accepted else 0
@@ -118,14 +118,6 @@ class EngineServer:
                 for position in range(max(self.accepted)):
                     self.counters[f"position {position}"] += sum(step > position for step in steps)
             self.counters["tokens"] += num_tokens
-        if self.with_request_metrics and self.accepted:
-            histogram = [steps.count(k) for k in range(max(self.accepted) + 1)]
-            stats = {"mean_acceptance_length": 1 + sum(steps) / len(steps), "acceptance_histogram": histogram}
-            reply["metrics"] = {"speculative_decoding": stats | {"num_spec_steps": len(steps)}}
-        if body.get("return_meta_info") and self.style == "sglang":
-            choice["meta_info"] = (
-                {"completion_tokens": num_tokens, "spec_verify_ct": len(steps)} if self.accepted else {}
-            )
 
     def _metrics(self) -> str:
         labels = 'engine="0",model_name="tiny"'
@@ -147,30 +139,14 @@ class EngineServer:
 def running(server: EngineServer) -> Iterator[EngineServer]:
     """Serve on a loopback port, and stop at the end."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            status, reply = server.post(self.path, body)
-            self._send(status, json.dumps(reply))
+    def respond(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        status, text = 200, ""
+        if handler.command == "POST":
+            status, reply = server.post(handler.path, json.loads(body))
+            text = json.dumps(reply)
+        else:
+            text = server.get(handler.path)
+        send(handler, status, text.encode())
 
-        def do_GET(self) -> None:
-            self._send(200, server.get(self.path))
-
-        def _send(self, status: int, text: str) -> None:
-            data = text.encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Keep the test's output quiet."""
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.url = f"http://127.0.0.1:{http.server_address[1]}"
-    threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
-    try:
+    with serving(respond) as server.url:
         yield server
-    finally:
-        http.shutdown()
-        http.server_close()

@@ -2,12 +2,11 @@
 
 import json
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from http.server import BaseHTTPRequestHandler
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -16,57 +15,30 @@ from drafter.distill.client import Client, ServerError, read_reply
 from drafter.distill.endpoint import made_answer
 from drafter.distill.prompts import PromptRow, WantedAnswer, row_of
 from tests.data.tiny import chat
+from tests.distill.loopback import send, serving
 
 SEED, NUM_WRONG = 28, 450
-Respond = Callable[[BaseHTTPRequestHandler], None]
 
 
-class StrangeServer:
-    """Calls ``respond`` for each request; ``seen`` holds method, path and key of each."""
-
-    def __init__(self, respond: Respond) -> None:
-        self.seen: list[tuple[str, str, str | None]] = []
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                server.seen.append((self.command, self.path, self.headers["Authorization"]))
-                self.rfile.read(int(self.headers["Content-Length"] or 0))
-                try:
-                    respond(self)
-                except OSError:
-                    self.close_connection = True  # the client went away
-
-            do_POST = do_GET
-
-            def log_message(self, format: str, *args: object) -> None:
-                """Keep the test's output quiet."""
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
-        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+class Seen(NamedTuple):
+    url: str
+    requests: list[tuple[str, str | None]]  # method and key
 
 
 @contextmanager
-def strange(respond: Respond) -> Iterator[StrangeServer]:
-    server = StrangeServer(respond)
-    try:
-        yield server
-    finally:
-        server.http.shutdown()
-        server.http.server_close()
+def strange(respond: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[Seen]:
+    seen: list[tuple[str, str | None]] = []
+
+    def note(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        seen.append((handler.command, handler.headers["Authorization"]))
+        respond(handler)
+
+    with serving(note) as url:
+        yield Seen(url, seen)
 
 
-def sending(data: bytes, status: int = 200, **headers: str) -> Respond:
-    def respond(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(status)
-        for name, value in {"Content-Length": str(len(data)), **headers}.items():
-            handler.send_header(name.replace("_", "-"), value)
-        handler.end_headers()
-        handler.wfile.write(data)
-
-    return respond
+def sending(data: bytes, status: int = 200, **headers: str) -> Callable[[BaseHTTPRequestHandler], None]:
+    return lambda handler: send(handler, status, data, **headers)
 
 
 @pytest.fixture(autouse=True)
@@ -84,9 +56,8 @@ def test_the_key_travels_to_no_other_place(status: int) -> None:
             assert str(caught.value).isprintable()
         with pytest.raises(ValueError, match="lists no models: HTTP 30"):
             Client(named.url).model_card()
-        assert other.seen == [] and [(method, value) for method, _, value in named.seen] == [
-            ("POST", "Bearer hush"), ("GET", "Bearer hush"), ("GET", "Bearer hush")
-        ]  # fmt: skip
+        assert other.requests == []
+        assert named.requests == [("POST", "Bearer hush"), ("GET", "Bearer hush"), ("GET", "Bearer hush")]
 
 
 def test_no_error_shows_a_key_that_no_header_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +65,7 @@ def test_no_error_shows_a_key_that_no_header_may_hold(monkeypatch: pytest.Monkey
         monkeypatch.setenv("OPENAI_API_KEY", "hush\r\n")
         with pytest.raises(ServerError):
             Client(server.url).get(server.url)
-        assert server.seen[0][2] == "Bearer hush"
+        assert server.requests[0][1] == "Bearer hush"
     for key in ("hush\nhush", "hush\x7f", "hushé"):
         monkeypatch.setenv("OPENAI_API_KEY", key)
         with pytest.raises(ValueError, match="OPENAI_API_KEY") as caught:

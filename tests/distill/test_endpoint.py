@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from drafter.distill.endpoint import Endpoint
 from drafter.distill.prompts import AnswerSettings
 from drafter.distill.run import distill
 from tests.data.tiny import chat, write_jsonl
+from tests.distill.loopback import send, serving
 
 Reply = tuple[int, object, dict[str, str]]
 
@@ -27,55 +28,49 @@ def answer_of(body: dict) -> object:
 class FakeServer:
     """Answers by ``reply(body, how often this prompt came)``; counts requests and how many came at once."""
 
+    url = ""
+
     def __init__(self) -> None:
         self.reply: Callable[[dict, int], Reply] = lambda body, count: (200, answer_of(body), {})
         self.bodies: list[dict] = []
         self.headers: list[dict] = []
         self.counts: Counter[str] = Counter()
         self.most_at_once = self.at_once = 0
-        lock = threading.Lock()
-        fake = self
+        self._lock = threading.Lock()
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with lock:
-                    fake.bodies.append(body)
-                    fake.headers.append(dict(self.headers) | {"path": self.path})
-                    prompt = body["messages"][-1]["content"]
-                    fake.counts[prompt] += 1
-                    count = fake.counts[prompt]
-                    fake.at_once += 1
-                    fake.most_at_once = max(fake.most_at_once, fake.at_once)
-                status, payload, headers = fake.reply(body, count)
-                with lock:
-                    fake.at_once -= 1
-                data = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
-                self.send_response(status)
-                for name, value in headers.items():
-                    self.send_header(name, value)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, format: str, *args: object) -> None:
-                """Keep the test's output quiet."""
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
+    def __call__(self, handler: BaseHTTPRequestHandler, data: bytes) -> None:
+        body = json.loads(data)
+        with self._lock:
+            self.bodies.append(body)
+            self.headers.append(dict(handler.headers) | {"path": handler.path})
+            prompt = body["messages"][-1]["content"]
+            self.counts[prompt] += 1
+            count = self.counts[prompt]
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
+        status, payload, headers = self.reply(body, count)
+        with self._lock:
+            self.at_once -= 1
+        send(handler, status, payload if isinstance(payload, bytes) else json.dumps(payload).encode(), **headers)
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
     monkeypatch.setenv("NO_PROXY", "*")
     fake = FakeServer()
-    yield fake
-    fake.close()
+    with serving(fake) as fake.url:
+        yield fake
+
+
+def refusing(status: int, message: str, is_refused: Callable[[int], bool]) -> Callable[[dict, int], Reply]:
+    """A server that refuses some of the prompts Q0, Q1, ..., and answers the others."""
+
+    def reply(body: dict, count: int) -> Reply:
+        if is_refused(int(body["messages"][-1]["content"][1:])):
+            return status, {"error": {"message": message}}, {}
+        return 200, answer_of(body), {}
+
+    return reply
 
 
 @pytest.fixture
@@ -144,11 +139,10 @@ def test_bad_endpoints(options: dict, message: str) -> None:
         (503, {"error": {"message": "busy"}}, {}),
         (429, b"slow down", {"Retry-After": "0"}),
         (429, b"", {"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}),
-        (429, b"", {"Retry-After": "soon"}),
         (200, b"not json", {}),
         (200, {"choices": []}, {}),
     ],
-    ids=["503", "429", "429-date", "429-nonsense", "no-json", "no-choice"],
+    ids=["503", "429", "429-date", "no-json", "no-choice"],
 )
 def test_passing_failures_are_retried(server: FakeServer, prompts: str, tmp_path: Path, failure: Reply) -> None:
     server.reply = lambda body, count: failure if count <= 2 else (200, answer_of(body), {})
@@ -158,11 +152,7 @@ def test_passing_failures_are_retried(server: FakeServer, prompts: str, tmp_path
 
 def test_a_server_that_stays_away_keeps_finished_answers(server: FakeServer, prompts: str, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    server.reply = lambda body, count: (
-        (503, {"error": {"message": "out of\nmemory"}}, {})
-        if body["messages"][-1]["content"] == "Q7"
-        else (200, answer_of(body), {})
-    )
+    server.reply = refusing(503, "out of\nmemory", lambda number: number == 7)
     with pytest.raises(OSError, match=r"no answer in 4 attempts .HTTP 503: out of memory.; finished answers"):
         run(prompts, out, endpoint_of(server, concurrency=2))
     before = answered(out)
@@ -176,11 +166,7 @@ def test_a_server_that_stays_away_keeps_finished_answers(server: FakeServer, pro
 
 
 def test_a_refused_prompt_is_counted_and_the_rest_goes_on(server: FakeServer, prompts: str, tmp_path: Path) -> None:
-    server.reply = lambda body, count: (
-        (400, {"error": {"message": "too long"}}, {})
-        if body["messages"][-1]["content"] == "Q7"
-        else (200, answer_of(body), {})
-    )
+    server.reply = refusing(400, "too long", lambda number: number == 7)
     report = run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
     assert report.notes[Endpoint.refusal] == 1 and report.num_new == 11 and server.counts["Q7"] == 1
     server.reply = lambda body, count: (400, {"error": {"message": "unknown field"}}, {})
@@ -191,11 +177,7 @@ def test_a_refused_prompt_is_counted_and_the_rest_goes_on(server: FakeServer, pr
 def test_a_finished_run_is_finished_when_it_is_started_again(server: FakeServer, tmp_path: Path) -> None:
     """Only the refused prompts are left, and are refused again: more of them than a new run would put up with."""
     prompts = write_jsonl(tmp_path / "p.jsonl", [{"id": str(i), "prompt": f"Q{i}"} for i in range(24)])
-    server.reply = lambda body, count: (
-        (400, {"error": {"message": "too long"}}, {})
-        if int(body["messages"][-1]["content"][1:]) >= 14
-        else (200, answer_of(body), {})
-    )
+    server.reply = refusing(400, "too long", lambda number: number >= 14)
     first = run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
     before = (tmp_path / "out.jsonl").read_bytes()
     again = run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
@@ -206,9 +188,7 @@ def test_a_finished_run_is_finished_when_it_is_started_again(server: FakeServer,
 
 def test_a_server_that_came_to_refuse_everything_is_noticed(server: FakeServer, tmp_path: Path) -> None:
     prompts = write_jsonl(tmp_path / "p.jsonl", [{"id": str(i), "prompt": f"Q{i}"} for i in range(24)])
-    server.reply = lambda body, count: (
-        (401, {}, {}) if body["messages"][-1]["content"] == "Q4" else (200, answer_of(body), {})
-    )
+    server.reply = refusing(401, "no", lambda number: number == 4)
     with pytest.raises(OSError, match="HTTP 401"):
         run(prompts, tmp_path / "out.jsonl", endpoint_of(server, concurrency=1))
     assert len(answered(tmp_path / "out.jsonl")) == 4

@@ -13,7 +13,6 @@ from drafter.distill.prompts import (
     Shard,
     builtin_prompts,
     check_answer,
-    derive_seed,
     keys_of,
     missing_answers,
     select_prompts,
@@ -110,6 +109,7 @@ def test_jobs_have_their_own_seeds_and_temperatures() -> None:
     settings = AnswerSettings(temperature=(0.0, 0.7, 1.0), num_answers=3, seed=4)
     wanted = missing_answers(PROMPTS, settings, set())
     assert len(wanted) == 120 and len({item.seed for item in wanted}) == 120
+    assert all(0 <= item.seed < 2**63 for item in wanted)
     for start in range(0, 120, 3):
         assert sorted(item.temperature for item in wanted[start : start + 3]) == [0.0, 0.7, 1.0]
     done = {wanted[5].key, wanted[7].key}
@@ -125,22 +125,11 @@ def test_a_mix_is_kept_with_one_answer_per_prompt() -> None:
     assert min(counts.values()) >= 12
 
 
-def test_seeds_are_63_bits_and_fixed() -> None:
-    assert 0 <= derive_seed(0, "a", 1) < 2**63
-    assert derive_seed(0, "a", 1) == derive_seed(0, "a", 1) != derive_seed(0, "a", 2)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"max_new_tokens": 0}, "--max-new-tokens is 0"),
-        ({"num_answers": 0}, "--num-answers is 0"),
         ({"temperature": ()}, "names no temperature"),
-        ({"temperature": (-1.0,)}, "--temperature is -1.0"),
         ({"temperature": (float("nan"),)}, "--temperature is nan"),
-        ({"top_k": -1}, "--top-k is -1"),
-        ({"top_p": 0.0}, "--top-p is 0.0"),
-        ({"min_p": 1.5}, "--min-p is 1.5"),
         ({"num_answers": 2}, "greedy answers to one prompt are all the same"),
     ],
 )

@@ -17,12 +17,13 @@ from drafter.distill.same_model import Comparison, compare_models
 from drafter.targets.target import Target
 from tests.data.tiny import CHAT_TEMPLATE, chat, encode_rows, tiny_tokenizer, write_jsonl
 from tests.distill.engine_server import EngineServer, running
-from tests.distill.test_endpoint import FakeServer
+from tests.distill.test_endpoint import FakeServer, server
 from tests.serving.live import live_server
 from tests.serving.tiny import tiny_engine as plain_engine
 from tests.serving.tiny import tiny_target as served_target
 from tests.training.fakes import make_target
 
+__all__ = ["server"]  # a fixture
 PROMPTS = [chat("Why 15?"), chat("Why 16?")]
 
 
@@ -86,13 +87,11 @@ def test_rounded_weights_and_another_model(target: Target) -> None:
     assert compare(EngineServer(noisy(target, 3.0)), target).is_other_model
 
 
-def test_ids_outside_the_vocabulary_are_one_line(target: Target) -> None:
-    server = FakeServer()
+def test_ids_outside_the_vocabulary_are_one_line(target: Target, server: FakeServer) -> None:
     choice = {"message": {"content": "x"}, "token_ids": [10**8], "finish_reason": "stop"}
     server.reply = lambda body, count: (200, {"choices": [choice], "prompt_token_ids": [1]}, {})
     with pytest.raises(ValueError, match="token id 100000000 is outside the vocabulary of"):
         compare_models(Client(server.url), "tiny", target, PROMPTS)
-    server.close()
 
 
 def test_our_own_server_runs_its_target_and_gives_its_tokens(tmp_path: Path) -> None:
@@ -158,8 +157,9 @@ CALL = {"id": "1", "type": "function", "function": {"name": "weather", "argument
 
 
 @pytest.mark.parametrize("reasoning_key", ["reasoning", "reasoning_content"])
-def test_reasoning_and_tool_calls_are_trained_on_as_the_template_makes_them(tmp_path: Path, reasoning_key: str) -> None:
-    server = FakeServer()
+def test_reasoning_and_tool_calls_are_trained_on_as_the_template_makes_them(
+    tmp_path: Path, server: FakeServer, reasoning_key: str
+) -> None:
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
     prompts = write_jsonl(tmp_path / "p.jsonl", [{"id": "a", "prompt": "Rain?", "tools": tools}])
     message = {"role": "assistant", "content": None, reasoning_key: "Let me look.", "tool_calls": [CALL]}
@@ -167,7 +167,6 @@ def test_reasoning_and_tool_calls_are_trained_on_as_the_template_makes_them(tmp_
         200, {"choices": [{"message": message, "finish_reason": "tool_calls"}], "usage": {"completion_tokens": 7}}, {}
     )  # fmt: skip
     distill(Endpoint(server.url, "m"), prompts, tmp_path / "o.jsonl", progress=False)
-    server.close()
     assert server.bodies[0]["tools"] == tools
     (row,) = read_rows(tmp_path / "o.jsonl")
     assert row.tools == tuple(tools) and row.messages[-1]["reasoning_content"] == "Let me look."

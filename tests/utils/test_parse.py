@@ -33,11 +33,9 @@ BOMB = "a: &a [1,2,3,4,5,6,7,8,9]\n" + "".join(
     "text, words",
     [
         ("[" * 100_000, "nested deeper"),
-        ("[" * 500 + "]" * 500, "nested deeper"),
         ('{"a":' * 100_000, "nested deeper"),
         ("[1" + "0" * 400 + "]", "beyond the limit"),
         ("1" * 5000, "too many digits"),
-        ("[1,", "broken JSON"),
         ("", "broken JSON"),
         ("[" + "1," * 1_100_000 + "1]", "more than"),
     ],
@@ -77,11 +75,9 @@ def test_other_bytes_and_other_files(tmp_path: Path) -> None:
     [
         ("[" * 5000, "nested deeper"),
         ("a: &a [*a]", "nested deeper"),
-        ("&a {b: *a}", "nested deeper"),
         (BOMB, "more than"),
         ("a: !!python/object/apply:os.system [ls]", "broken YAML"),
         ('a: !!int ""', "broken YAML"),
-        ("a: !!timestamp x", "broken YAML"),
         ("? [1]\n: 2", "broken YAML"),
         ("a: " + "9" * 5000, "broken YAML"),
         ("a: 1" + "0" * 400, "beyond the limit"),

@@ -3,9 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
-from drafter.utils.io import write_atomic
 from drafter.utils.provenance import run_record, write_run_record
 
 
@@ -33,12 +30,3 @@ def test_record_lies_in_a_folder_or_beside_a_file(tmp_path: Path) -> None:
     beside = write_run_record(tmp_path / "answers.jsonl", settings={"path": tmp_path})
     assert beside == tmp_path / "answers.run.json"
     assert json.loads(beside.read_text())["settings"] == {"path": str(tmp_path)}
-
-
-def test_broken_off_write_keeps_the_old_file(tmp_path: Path) -> None:
-    file = tmp_path / "new" / "out.jsonl"
-    write_atomic(file, "old\n")
-    with pytest.raises(UnicodeEncodeError):
-        write_atomic(file, "new \ud800\n")
-    assert file.read_text() == "old\n"
-    assert [path.name for path in file.parent.iterdir()] == ["out.jsonl"]
