@@ -25,9 +25,10 @@ def test_weights_are_integers_times_an_exact_scale(dtype: torch.dtype) -> None:
         assert torch.allclose(rounded(x).double(), expected, atol=1e-5 if dtype == torch.float32 else 3e-2)
 
 
-@pytest.mark.skipif(not can_pack(torch.device("cpu"), torch.float32), reason="no packed kernels on this machine")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packing_a_rounded_layer_changes_no_product(dtype: torch.dtype) -> None:
+    if not can_pack(torch.device("cpu"), dtype):
+        pytest.skip(f"no packed kernels for {dtype} on this machine")
     torch.manual_seed(0)
     rounded = RoundedLinear(nn.Linear(96, 160).to(dtype))
     packed = PackedLinear(rounded, keep_weight=True)
