@@ -1,23 +1,20 @@
 #!/usr/bin/env bash
-# On a machine with a CUDA device: the tests that need one, then the times of a step's parts. No network is needed.
+# On a machine with a CUDA device: the tests that need one, then the times of steps with each tree. No network is needed.
 #   scripts/gpu_check.sh [FOLDER OF SMOLLM2-135M] [OUT.json]
-# PYTHON: the interpreter to use (torch, transformers and tqdm must be there; pytest for the tests).
+# PYTHON: the interpreter to use, with the package's requirements; pytest for the tests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1
 python="${PYTHON:-python3}"
-target="${1:-}"
-out="${2:-gpu-check.json}"
 
 status=0
 if "$python" -c 'import pytest' 2>/dev/null; then
     # Only the files with such tests are read: others may need packages that are not here.
     mapfile -t files < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
-    if [ "${#files[@]}" -gt 0 ]; then
-        timeout 150 "$python" -m pytest -m gpu -o addopts= -q --durations 5 "${files[@]}" || status=$?
-    fi
+    timeout 150 "$python" -m pytest -m gpu -o addopts= -q --durations 5 "${files[@]}" || status=$?
 else
     echo "gpu_check: pytest is not installed, so the tests are left out" >&2
 fi
-"$python" scripts/gpu_check.py --out "$out" ${target:+--target "$target"} --seconds "${SECONDS_LEFT:-330}"
+"$python" -m drafter tune --target "${1:-smollm2-135m}" --drafter smollm2-135m --device cuda --dtype bfloat16 \
+    --batch-sizes 1,8,32 --out "${2:-gpu-check.json}" --overwrite
 exit "$status"
