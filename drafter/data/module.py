@@ -16,6 +16,7 @@ from drafter.data.encode import EncodeReport, RowSettings, encode_file
 from drafter.data.hidden_states import CachedStates, cache_states
 from drafter.data.loader import Gather, TrainLoader, ValLoader
 from drafter.data.rows import TokenRows, concat, split_by_prompt
+from drafter.data.stored_states import StoredFiles, StoredStates, open_stored_states
 from drafter.targets.catalog import load_tokenizer, vocab_size_of
 from drafter.targets.target import Target
 from drafter.utils.parse import MAX_LINE_MIB, line_limit
@@ -50,6 +51,8 @@ class ChatDataModule(LightningDataModule):
         revision: str | None = None,
         trust_remote_code: bool = False,
         cache_hidden_states: str | None = None,
+        hidden_states: str | None = None,
+        hidden_states_layers: list[int] | None = None,
         progress: bool = True,
     ) -> None:
         """
@@ -70,9 +73,17 @@ class ChatDataModule(LightningDataModule):
             trust_remote_code: run the target's own tokenizer code.
             cache_hidden_states: folder for the target's hidden states, which are computed once and read in every epoch.
                 The cache takes 2 bytes x hidden size per kept position, and rounds the states to bfloat16.
+            hidden_states: folder of the target's hidden states that vLLM or speculators stored, read instead of
+                computed. Every row needs a file with its tokens.
+            hidden_states_layers: layers in these files, without the last layer; None: the drafter's context layers.
             progress: show progress bars.
         """
         super().__init__()
+        if hidden_states is not None and cache_hidden_states is not None:
+            raise ValueError(
+                f"--data.hidden_states {hidden_states} is read and --data.cache_hidden_states {cache_hidden_states} "
+                "computed: give one of them"
+            )
         require("data.max_length", max_length, Range(low=2, high=2**24))
         require("data.batch_tokens", batch_tokens, Range(low=2))
         require("data.max_line_mib", max_line_mib, Range(low=1, high=1024))
@@ -101,7 +112,9 @@ class ChatDataModule(LightningDataModule):
         self._revision = revision
         self._trust_remote_code = trust_remote_code
         self._states_folder = cache_hidden_states
-        self._states: dict[str, CachedStates] = {}
+        self._stored_folder = hidden_states
+        self._stored_layers = hidden_states_layers
+        self._states: dict[str, CachedStates | StoredStates] = {}
         self._progress = progress
         self._tokenizer: Any = None
         self._rows: tuple[TokenRows, TokenRows] | None = None
@@ -152,22 +165,32 @@ class ChatDataModule(LightningDataModule):
         return ValLoader(rows, gather_rows, **self._batching())
 
     def cache_states(self, target: Target, *, draft_length: int, context_layers: Sequence[int] = ()) -> None:
-        """Fill the hidden-state cache, if ``cache_hidden_states`` names a folder; to be called before the loaders.
+        """Fill the hidden-state cache, if ``cache_hidden_states`` names a folder, or open the files of
+        ``hidden_states``; to be called before the loaders.
 
         Batches then carry ``hidden_BTD`` (and ``context_BTC`` with ``context_layers``) in the target's dtype, and their
         rows begin ``draft_length + 1`` positions before the first token that is trained on.
         """
-        if self._states_folder is None:
+        if self._states_folder is None and self._stored_folder is None:
             return
-        for part, rows in (("train", self._trained_rows()), ("val", self.val_rows)):
+        parts = {"train": self._trained_rows(), "val": self.val_rows}
+        shape: dict[str, Any] = {"margin": draft_length + 1, "context_layers": context_layers}
+        files = None
+        if self._stored_folder is not None:
+            longest = max(int(rows.length_R.max()) for rows in parts.values())
+            files = StoredFiles(self._stored_folder, longest=longest, progress=self._progress)
+        for part, rows in parts.items():
+            if files is not None:
+                states = open_stored_states(files, rows, target, stored_layers=self._stored_layers, **shape)
+                self._states[part] = states
+                continue
             self._states[part] = cache_states(
-                self._states_folder,
+                str(self._states_folder),
                 rows,
                 target,
-                margin=draft_length + 1,
-                context_layers=context_layers,
                 batch_tokens=self._batch_tokens,
                 progress=self._progress,
+                **shape,
             )
 
     def val_prompts(self, num: int) -> list[list[int]]:
@@ -224,7 +247,7 @@ class ChatDataModule(LightningDataModule):
         """The rows of ``train`` or ``val``, and the function that makes batches of rows."""
         rows = self._trained_rows() if part == "train" else self.val_rows
         states = None
-        if self._states_folder is not None:
+        if self._states_folder is not None or self._stored_folder is not None:
             if part not in self._states:
                 raise ValueError("hidden states on disk: the cache is not made yet; call cache_states(target) first")
             states = self._states[part]

@@ -290,5 +290,8 @@ def final_norm(model: PreTrainedModel, name: str) -> nn.Module:
             hook.remove()
     found = [module for module, output in made if output.shape == hidden_BTD.shape and torch.equal(output, hidden_BTD)]
     if not found:
-        raise ValueError(f"target {name!r} has no norm behind its last layer that makes the final hidden states")
+        raise ValueError(
+            f"--data.hidden_states: target {name!r} has no norm behind its last layer that could be applied to "
+            "stored states: use --data.cache_hidden_states"
+        )
     return copy.deepcopy(found[-1]).cpu()

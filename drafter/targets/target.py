@@ -343,14 +343,15 @@ class Target:
         return use_folded_attention(self.model)
 
     def final_norm(self) -> nn.Module:
-        """A copy, on the CPU, of the norm behind the last layer: states [..., D] in and out.
+        """A copy, on the CPU, of the norm behind the last layer, for states [..., D] that were stored before the norm.
 
         Raises:
             ValueError: the weights are spread over processes, or the target has no such module.
         """
         if self.is_sharded:
             raise ValueError(
-                f"target {self.name!r}: the weights of the final norm lie on several processes: load it whole"
+                "--data.hidden_states applies the target's final norm, whose weights lie on several processes: train "
+                "without --model.shard_target"
             )
         return final_norm(self.model, self.name)
 

@@ -1,0 +1,58 @@
+"""Files of hidden states as vLLM and speculators write them, made by the tests."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from drafter.data.rows import TokenRows
+from drafter.targets.capabilities import decoder_of
+from drafter.targets.target import Target
+
+
+@torch.no_grad()
+def states_before_norm(target: Target, token_T: Tensor, layers: Sequence[int]) -> Tensor:
+    """[T, L, D]: the inputs of these layers, then the output of the last layer before the final norm."""
+    seen: list[Tensor] = []
+    decoder = decoder_of(target.model)
+    hook = decoder.norm.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    try:
+        output = decoder(input_ids=token_T.long()[None], use_cache=False, output_hidden_states=True)
+    finally:
+        hook.remove()
+    return torch.stack([*(output.hidden_states[layer][0] for layer in layers), seen[0][0]], dim=1)
+
+
+def write_file(path: Path, state_TLD: Tensor, token_T: Tensor, *, is_float8: bool = False) -> None:
+    """One text. In float8 every token has one scale over all its layers, as speculators' FP8 connector writes it."""
+    tensors = {"hidden_states": state_TLD.contiguous(), "token_ids": token_T.long()}
+    if is_float8:
+        largest = torch.finfo(torch.float8_e4m3fn).max
+        scale_T11 = (state_TLD.float().abs().amax(dim=(1, 2), keepdim=True) / largest).clamp(min=1e-12)
+        tensors["hidden_states"] = (state_TLD.float() / scale_T11).to(torch.float8_e4m3fn)
+        tensors["hidden_states_scales"] = scale_T11
+    save_file(tensors, path)
+
+
+def write_speculators(
+    folder: Path, rows: TokenRows, target: Target, layers: Sequence[int] = (), *, is_float8: bool = False
+) -> None:
+    """``hs_{i}.safetensors`` of whole rows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for row in range(len(rows)):
+        token_T, _ = rows.row(row)
+        state_TLD = states_before_norm(target, token_T, layers)
+        write_file(folder / f"hs_{row}.safetensors", state_TLD, token_T, is_float8=is_float8)
+
+
+def write_vllm(folder: Path, rows: TokenRows, target: Target, layers: Sequence[int] = ()) -> None:
+    """Files named by requests that wrote the answers: no state for the last answer token and what stands behind."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for row in range(len(rows)):
+        token_T, loss_mask_T = rows.row(row)
+        end = int(loss_mask_T.nonzero()[-1])
+        path = folder / f"chatcmpl-{97 * row % 89:x}{row}.safetensors"
+        write_file(path, states_before_norm(target, token_T[:end], layers), token_T[:end])
+        path.with_name(path.name + ".lock").touch()  # vLLM leaves the lock files
