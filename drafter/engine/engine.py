@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,6 @@ class Engine:
         config: what the user asks for; None: all is open. A :class:`Plan` is used as it is.
         draft_model: a smaller model of the same tokenizer; needed for ``method="draft-model"``.
         proposer: drafts instead of the proposer of ``plan.method``.
-        on_part: called with the name of each part of a step when the part is done; for measurements.
         sizer: chooses the tree of every step; None: the file ``plan.tuned``, or the one tree of the settings.
 
     Raises:
@@ -59,7 +58,6 @@ class Engine:
         *,
         draft_model: Target | None = None,
         proposer: Proposer | None = None,
-        on_part: Callable[[str], None] | None = None,
         sizer: Sizer | None = None,
     ) -> None:
         self.target = target
@@ -78,7 +76,6 @@ class Engine:
         self.proposer = proposer or make_proposer(
             plan, target, drafter, draft_model, compiler, prefill_chunk=plan.prefill_chunk
         )
-        self._on_part = on_part
         self._contexts = contexts_of(drafter if plan.method == "drafter" else None, target)
         self._models = [target] if draft_model is None else [target, draft_model]
         self._scheduler = Scheduler(plan.max_num_seqs)
@@ -215,7 +212,7 @@ class Engine:
         self._prefixes.clear()
         self._runner = None  # the old caches are freed before the new ones are made
         self.proposer.reserve(0, 0)
-        check_fit(self._models, self.plan.max_num_seqs, num_slots, self.proposer.num_nodes, self.proposer.max_depth)
+        check_fit(self._models, self.plan.max_num_seqs, num_slots, self.proposer.num_nodes)
         self._runner = Runner(
             self.target,
             self.plan.max_num_seqs,
@@ -224,7 +221,6 @@ class Engine:
             is_rejection=self.plan.verify == "rejection",
             compiler=self.compiler,
             exact_attention=self.plan.exact_attention,
-            on_part=self._on_part,
         )
         self.proposer.reserve(self.plan.max_num_seqs, num_slots)
         plain = [self._plain] if self._plain is not None else []
@@ -283,13 +279,8 @@ class Engine:
         if request is not None and not request.is_finished:
             request.finish("abort")
 
-    def step(self, proposer: Proposer | None = None) -> list[Update]:
-        """One step of all rows; the updates of the rows that decoded.
-
-        Args:
-            proposer: drafts this step in place of the engine's own proposer, for measurements; at most as many nodes,
-                and no state of its own by row.
-        """
+    def step(self) -> list[Update]:
+        """One step of all rows; the updates of the rows that decoded."""
         runner = self._runner
         assert runner is not None, "step without a request"
         self._arrange(runner)
@@ -300,8 +291,7 @@ class Engine:
             return []
         padding = min(bucket(len(rows)), self.plan.max_num_seqs) - len(rows)
         longest = max(request.num_committed for request in rows)
-        chosen, wants = self._wants([request for request in rows if request.is_prefilled])
-        proposer = proposer or chosen
+        proposer, wants = self._wants([request for request in rows if request.is_prefilled])
         result = runner.step(proposer, is_active + [False] * padding, longest, wants)
         if self._sizer is not None and proposer is not self._plain:
             self._sizer.observe(

@@ -1,6 +1,6 @@
-"""Memory of a step in addition to the weights, and the check that an engine fits.
+"""The check that the caches and logits of an engine fit the free memory.
 
-Shapes: B rows · N tree nodes · L draft length · V vocabulary · S slots.
+Shapes: B rows · N tree nodes · S slots.
 """
 
 from collections.abc import Sequence
@@ -10,34 +10,12 @@ import torch
 
 from drafter.targets.target import Target
 
-_WORD = 8  # bytes of the integers and float64 numbers that noise is made of
-_SCORE = 4  # bytes of noise and of warped logits
 _MEMINFO = Path("/proc/meminfo")
 
 
 def cache_bytes(target: Target, num_rows: int, num_slots: int) -> int:
     """Keys and values of all rows."""
     return target.cache_shape.num_bytes(num_rows, num_slots, target.dtype)
-
-
-def step_bytes(target: Target, num_rows: int, num_nodes: int, max_depth: int, *, has_noise: bool) -> int:
-    """Peak memory of a decoding step, without weights and cache: logits, and the noise of rows that sample.
-
-    A greedy step holds B N V logits of b bytes. A sampling step has the larger of two peaks. At the pick: the logits,
-    the noise of all L + 1 depths, in a tree the noise of every node, and the logits after temperature, together
-    B V (N b + 4 (L + 1) + 8 N) bytes. While the noise is made: three words for each number of the noise; on a CPU the
-    noise and four words for each token. Other tensors are small if V is large compared with the hidden size. Filters
-    (top-k, top-p) are not counted.
-    """
-    logits = num_rows * num_nodes * target.vocab_size * target.dtype.itemsize
-    if not has_noise:
-        return logits
-    by_depth = num_rows * (max_depth + 1) * target.vocab_size
-    by_node = num_rows * num_nodes * target.vocab_size
-    picking = logits + _SCORE * by_depth + _SCORE * (1 + (max_depth > 0)) * by_node
-    if target.device.type == "cpu":
-        return max(picking, _SCORE * by_depth + 4 * _WORD * target.vocab_size)
-    return max(picking, 3 * _WORD * by_depth)
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -62,12 +40,12 @@ def _available_to(target: Target) -> int | None:
     return None if None in found else sum(filter(None, found))
 
 
-def check_fit(models: Sequence[Target], num_rows: int, num_slots: int, num_nodes: int, max_depth: int) -> None:
-    """Refuse an engine whose cache and step do not fit, before they are allocated.
+def check_fit(models: Sequence[Target], num_rows: int, num_slots: int, num_nodes: int) -> None:
+    """Refuse an engine whose caches and logits do not fit, before they are allocated.
 
     Args:
         models: the target and, if there is one, the draft model, which has a cache of its own.
-        num_rows, num_slots, num_nodes, max_depth: B, S, N, L.
+        num_rows, num_slots, num_nodes: B, S, N.
 
     Raises:
         ValueError: the memory is too small; the message has both numbers.
@@ -75,7 +53,7 @@ def check_fit(models: Sequence[Target], num_rows: int, num_slots: int, num_nodes
     target = models[0]
     available = _available_to(target)
     cache = sum(cache_bytes(model, num_rows, num_slots) for model in models)
-    step = step_bytes(target, num_rows, num_nodes, max_depth, has_noise=False)
+    step = num_rows * num_nodes * target.vocab_size * target.dtype.itemsize
     if available is not None and cache + step > available:
         raise ValueError(
             f"{num_rows} rows of {num_slots} slots need {cache / 2**30:.2f} GiB for keys and values and a step with "

@@ -4,7 +4,7 @@ Shapes: B rows of a step · T tokens of a prefill chunk · N tree nodes · L dra
 C context size · S slots of a row.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,7 +65,6 @@ class Runner:
         is_rejection: verify by the two-model rule instead of keyed noise.
         compiler: compiles the parts of a step; None: no part is compiled.
         exact_attention: compute the target's attention in float64.
-        on_part: called with the name of each part of a step when the part is done; for measurements.
     """
 
     def __init__(
@@ -78,14 +77,12 @@ class Runner:
         is_rejection: bool = False,
         compiler: Compiler | None = None,
         exact_attention: bool = False,
-        on_part: Callable[[str], None] | None = None,
     ) -> None:
         self.target = target
         self.num_rows = num_rows
         self.num_slots = num_slots
         self._contexts = contexts = contexts or Contexts((), target.hidden_size)
         self._is_rejection = is_rejection
-        self._on_part = on_part or _ignore
         device = target.device
         target.fold_attention()
         self.cache = target.new_cache(num_rows, num_slots, exact_attention=exact_attention)
@@ -204,7 +201,6 @@ class Runner:
             Tokens and further results.
         """
         self._compiler.begin_step()
-        self._on_part("begin")
         num_rows = len(is_active)
         warp = self._warp(num_rows)
         rows = self._row_state(
@@ -215,9 +211,7 @@ class Runner:
         candidates = proposer.propose(rows, noise_BLV)
         if wants is not None and wants.plain_rows:
             candidates = self._without_drafts(candidates, wants.plain_rows)
-        self._on_part("propose")
         accepted, logits_BNV, context_BNC = self._verify(rows, candidates, noise_BLV, proposer.max_depth)
-        self._on_part("accept")
         emitted_BL = accepted.emitted(candidates)
         logprobs: dict[int, list[TokenLogprob]] = {}
         trees: dict[int, StepTree] = {}
@@ -227,9 +221,7 @@ class Runner:
             trees = read_trees(candidates, accepted, wants.tree_rows)
         counted_BL = torch.cat([accepted.num_accepted_B[:, None] + 1, emitted_BL], dim=1)
         self._commit(*accepted, emitted_BL, context_BNC, rows.is_active_B)
-        self._on_part("commit")
         emitted = self._hand_out(counted_BL, is_active)
-        self._on_part("hand out")
         return StepResult(emitted, logprobs, trees)
 
     def _hand_out(self, counted_BL: Tensor, is_active: Sequence[bool]) -> list[list[int]]:
@@ -302,7 +294,6 @@ class Runner:
         logits_BNV, context_BNC = self._forward_tree(
             candidates.token_BN, candidates.depth_BN, ancestor_BNN, rows.length_B, rows.is_active_B, slot_S
         )
-        self._on_part("forward")
         if self._is_rejection:
             log_p_BNV = warped_log_probs(logits_BNV, rows.warp)
             noise_BNV = self._noise(rows, candidates.token_BN.shape[1] - 1, stream=STREAM_RESIDUAL)
@@ -374,10 +365,6 @@ class Runner:
         self._context_BC[:num_rows] = context_BC
         self._root_B[:num_rows] = root_B
         self._length_B[:num_rows] = length_B
-
-
-def _ignore(part: str) -> None:
-    """The default of ``on_part``."""
 
 
 def _accept(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine import memory, runner
+from drafter.engine import runner
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig, Plan
 from drafter.engine.sizes import PLAIN, _plan_of
@@ -96,17 +96,6 @@ def test_a_row_limit_outlives_a_larger_cache() -> None:
         engine.add(prompt, NO_EOS)
     engine.step()
     assert engine.num_running == 1
-
-
-def test_a_draft_models_cache_must_fit_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft_model = tiny_target(), tiny_target(1)
-    engine = Engine(target, config=EngineConfig(method="draft-model", max_num_seqs=2), draft_model=draft_model)
-    alone = memory.cache_bytes(target, 2, 128) + memory.step_bytes(target, 2, 6, 5, has_noise=False)
-    monkeypatch.setattr(memory, "available_bytes", lambda device: alone)
-    with pytest.raises(ValueError, match="2 rows of 128 slots need"):
-        engine.reserve(100)
-    monkeypatch.setattr(memory, "available_bytes", lambda device: alone + memory.cache_bytes(draft_model, 2, 128))
-    engine.reserve(100)
 
 
 def test_drafters_that_cannot_work_are_refused_before_the_first_step() -> None:
