@@ -71,15 +71,14 @@ def add_all(parts: Iterable[Acceptance]) -> Acceptance:
 
 
 def measure_here(
-    models: BenchModels, backend: Backend, workload: Workload, params: SamplingParams, on_answer: Callable[[], None]
+    models: BenchModels, backend: Backend, workload: Workload, params: SamplingParams, on_answer: Callable[[], object]
 ) -> ByCategory:
     """Counts of the engine of this process, by category."""
-    backend.reserve(models.longest(workload, params.max_new_tokens))
-    transcript = models.converse(backend, workload, params, on_answer).transcript
+    prompts = models.encode(workload.items)
+    backend.reserve(models.room(prompts, params.max_new_tokens))
     counts: ByCategory = {}
-    for item, turns in zip(workload.items, transcript, strict=True):
-        for turn in turns:
-            counts.setdefault(item.category, Acceptance()).add(Acceptance.of_steps(turn.answer.num_accepted or []))
+    for item, answer in zip(workload.items, backend.answer(prompts, params, on_answer), strict=True):
+        counts.setdefault(item.category, Acceptance()).add(Acceptance.of_steps(answer.num_accepted or []))
     return counts
 
 
@@ -106,7 +105,7 @@ class Served:
 
 
 def measure_server(
-    client: Client, card: Mapping[str, Any], workload: Workload, params: SamplingParams, on_answer: Callable[[], None]
+    client: Client, card: Mapping[str, Any], workload: Workload, params: SamplingParams, on_answer: Callable[[], object]
 ) -> Served:
     """Counts of a server for the same prompts, category by category, one prompt at a time.
 
@@ -147,8 +146,7 @@ def measure_server(
 
 
 def _ask(client: Client, item: Item, body: dict[str, Any]) -> Reply | ServerError:
-    path = "completions" if item.is_raw else "chat/completions"
-    asked = {"prompt": item.turns[0]} if item.is_raw else {"messages": item.messages([])}
+    path, asked = item.request()
     try:
         return client.complete(path, body | asked)
     except ServerError as error:

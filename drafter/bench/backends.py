@@ -27,16 +27,6 @@ class TimedAnswer(NamedTuple):
     num_accepted: list[int] | None
 
 
-class AnsweredTurn(NamedTuple):
-    """One turn of a conversation: the prompt with all earlier turns, and the answer."""
-
-    prompt_ids: list[int]
-    answer: TimedAnswer
-
-
-Transcript = list[list[AnsweredTurn]]  # conversation by conversation, turn by turn
-
-
 class Backend:
     """One method at one batch size. A subclass implements :meth:`answer`.
 
@@ -63,7 +53,7 @@ class Backend:
         """Drop everything learnt from earlier answers. Called between runs."""
 
     def answer(
-        self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], None]
+        self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], object]
     ) -> list[TimedAnswer]:
         """Answers in the order of the prompts; ``on_answer`` is called once for each finished answer."""
         raise NotImplementedError

@@ -155,13 +155,16 @@ async def _ask(client: httpx.AsyncClient, settings: LoadSettings, model: str, it
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    asked = {"prompt": item.turns[0]} if item.is_raw else {"messages": item.messages([])}
-    url = f"{settings.base}/{'completions' if item.is_raw else 'chat/completions'}"
+    path, asked = item.request()
+    url = f"{settings.base}/{path}"
     start = time.perf_counter()
     times: list[float] = []
     num_tokens = 0
     try:
-        async with asyncio.timeout(_SECONDS), client.stream("POST", url, json=body | asked) as response:
+        async with (
+            asyncio.timeout(_SECONDS),
+            client.stream("POST", url, json=body | asked) as response,
+        ):
             if response.status_code != httpx.codes.OK:
                 text = b"".join([piece async for piece in _pieces(response)]).decode(errors="replace")
                 return TimedReply(error=f"HTTP {response.status_code}: {text[:200]}")

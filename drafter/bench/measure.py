@@ -3,16 +3,14 @@
 Shapes: T tokens of one text · D hidden size · V vocabulary.
 """
 
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from drafter.bench.backends import AnsweredTurn, Transcript
 from drafter.targets.target import Target
 
 CUDA_ALLOCATED = "GPU memory allocated by tensors"
@@ -21,59 +19,40 @@ RESIDENT_OF_PEER = "resident memory of the engine's own process"
 _MAX_MARGINS = 16  # one forward of the target for each
 
 
-class Difference(NamedTuple):
-    """The first token at which a conversation differs from the oracle's.
-
-    Attributes:
-        conversation: place of the conversation.
-        turn: turn of the conversation, from 0 on.
-        position: position of the token in the answer.
-        token_ids: the oracle's token and the other token; None for a text that has ended.
-    """
-
-    conversation: int
-    turn: int
-    position: int
-    token_ids: tuple[int | None, int | None]
-
-
-def first_differences(oracle: Transcript, other: Transcript) -> list[Difference]:
-    """The first difference of every conversation that has one; later differences follow from the first."""
-    differences = []
-    for place, (expected, given) in enumerate(zip(oracle, other, strict=True)):
-        pairs = (
-            Difference(place, turn, position, tokens)
-            for turn, (one, two) in enumerate(zip(expected, given, strict=True))
-            for position, tokens in enumerate(zip_longest(one.answer.token_ids, two.answer.token_ids))
-            if tokens[0] != tokens[1]
-        )
-        differences += [pair] if (pair := next(pairs, None)) is not None else []
+def first_differences(oracle: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> dict[int, int]:
+    """Position of the first token that differs, by the place of each text that has one."""
+    differences = {}
+    for place, texts in enumerate(zip(oracle, other, strict=True)):
+        pairs = enumerate(zip_longest(*texts))
+        position = next((position for position, (one, two) in pairs if one != two), None)
+        if position is not None:
+            differences[place] = position
     return differences
 
 
-def compare(target: Target, oracle: Transcript, other: Transcript) -> dict[str, Any]:
+def compare(
+    target: Target, prompts: Sequence[Sequence[int]], oracle: Sequence[Sequence[int]], other: Sequence[Sequence[int]]
+) -> dict[str, Any]:
     """The fields of a record that compare a method's texts with the oracle's.
 
     Returns:
-        num_prompts, num_identical, and ``margins`` of the first texts that differ: the target's logit of the oracle's
-        token minus its logit of the other token, from one plain forward, in nats.
+        num_prompts, num_identical, the first positions that differ, and ``margins`` of the first texts that differ:
+        the target's logit of the oracle's token minus its logit of the other token, from one plain forward, in nats.
+        A text that has ended has no margin.
     """
-    differences = first_differences(oracle, other)
-    margins = [_margin(target, oracle[each.conversation][each.turn], each) for each in differences[:_MAX_MARGINS]]
+    positions = first_differences(oracle, other)
+    margins = []
+    for place, position in list(positions.items())[:_MAX_MARGINS]:
+        one, two = oracle[place], other[place]
+        if position < min(len(one), len(two)):
+            text = [*prompts[place], *one[:position]]
+            margins.append(round(logit_margin(target, text, one[position], two[position]), 6))
     return {
         "num_prompts": len(oracle),
-        "num_identical": len(oracle) - len(differences),
-        "first_positions": [difference.position for difference in differences],
-        "margins": [round(margin, 6) for margin in margins if math.isfinite(margin)],
+        "num_identical": len(oracle) - len(positions),
+        "first_positions": list(positions.values()),
+        "margins": margins,
     }
-
-
-def _margin(target: Target, turn: AnsweredTurn, difference: Difference) -> float:
-    """The target's preference for the oracle's token; nan where a text has ended."""
-    expected, given = difference.token_ids
-    if expected is None or given is None:
-        return math.nan
-    return logit_margin(target, turn.prompt_ids + turn.answer.token_ids[: difference.position], expected, given)
 
 
 @torch.inference_mode()

@@ -1,14 +1,13 @@
-"""The models of a benchmark: they make its backends and hold its conversations."""
+"""The models of a benchmark, which make its backends."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from drafter.bench.backends import AnsweredTurn, Backend, TimedAnswer, Transcript
+from drafter.bench.backends import Backend, TimedAnswer
 from drafter.bench.methods import MethodSpec
-from drafter.bench.workload import Item, Workload
+from drafter.bench.workload import Item
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.loading import NO_FILE, tuned_path
@@ -17,8 +16,6 @@ from drafter.engine.settings import EngineConfig, Plan, resolve
 from drafter.engine.text import encode_prompts
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
-
-_TEMPLATE_TOKENS = 64  # upper bound for the tokens of a chat template in each turn
 
 
 class EngineBackend(Backend):
@@ -37,7 +34,7 @@ class EngineBackend(Backend):
         self.engine.forget()
 
     def answer(
-        self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], None]
+        self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], object]
     ) -> list[TimedAnswer]:
         """Answer all prompts (see :class:`Backend`)."""
         requests = [self.engine.add(prompt, params, want_text=False) for prompt in prompts]
@@ -55,15 +52,8 @@ def _answer_of(request: Request) -> TimedAnswer:
     return TimedAnswer(request.token_ids, request.seconds, first_token_seconds, forwards, accepted)
 
 
-class Conversations(NamedTuple):
-    """Transcripts of all conversations, and the seconds of all answers together."""
-
-    transcript: Transcript
-    seconds: float
-
-
 class BenchModels(NamedTuple):
-    """The models of a benchmark: they make its backends and hold its conversations.
+    """The models of a benchmark, which make its backends.
 
     Attributes:
         target: the language model.
@@ -120,42 +110,11 @@ class BenchModels(NamedTuple):
             raise ValueError(f"--methods drafter:tuned needs {path}: write it with `drafter tune`")
         return path
 
-    def encode(self, items: Sequence[Item], answers: Sequence[list[str]] | None = None) -> list[list[int]]:
-        """Token ids of conversations up to the turn that comes after ``answers``, without answers the first turn."""
-        each = [[]] * len(items) if answers is None else answers
-        prompts = [
-            self.target.encode(item.turns[0]) if item.is_raw else item.messages(texts)
-            for item, texts in zip(items, each, strict=True)
-        ]
+    def encode(self, items: Sequence[Item]) -> list[list[int]]:
+        """Token ids of prompts."""
+        prompts = [item.messages if item.text is None else self.target.encode(item.text) for item in items]
         return encode_prompts(self.target, prompts, raw=False)
 
-    def longest(self, workload: Workload, max_new_tokens: int) -> int:
-        """Upper bound of the tokens of the longest conversation, its last answer included."""
-        lengths = []
-        for item, first in zip(workload.items, self.encode(workload.items), strict=True):
-            later = sum(len(self.target.encode(turn)) + _TEMPLATE_TOKENS for turn in item.turns[1:])
-            lengths.append(len(first) + later + len(item.turns) * max_new_tokens)
-        return min(max(lengths), self.target.max_length)
-
-    def converse(
-        self, backend: Backend, workload: Workload, params: SamplingParams, on_answer: Callable[[], None]
-    ) -> Conversations:
-        """Transcripts of all conversations and the seconds that they took.
-
-        All first turns come first; a later turn follows the backend's own answers. The clock runs while the backend
-        answers, not while text is encoded or decoded.
-        """
-        transcript: Transcript = [[] for _ in workload.items]
-        texts: list[list[str]] = [[] for _ in workload.items]
-        seconds = 0.0
-        for turn in range(workload.num_turns):
-            asked = [index for index, item in enumerate(workload.items) if len(item.turns) > turn]
-            prompts = self.encode([workload.items[index] for index in asked], [texts[index] for index in asked])
-            start = time.perf_counter()
-            answers = backend.answer(prompts, params, on_answer)
-            seconds += time.perf_counter() - start
-            for index, prompt, answer in zip(asked, prompts, answers, strict=True):
-                transcript[index].append(AnsweredTurn(prompt, answer))
-                if turn + 1 < len(workload.items[index].turns):
-                    texts[index].append(self.target.decode(answer.token_ids))
-        return Conversations(transcript, seconds)
+    def room(self, prompts: Sequence[list[int]], max_new_tokens: int) -> int:
+        """Tokens of the longest prompt and its answer."""
+        return min(max(map(len, prompts)) + max_new_tokens, self.target.max_length)

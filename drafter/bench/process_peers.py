@@ -130,7 +130,7 @@ class ProcessBackend(Backend):
             self._process = None
 
     def answer(
-        self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], None]
+        self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], object]
     ) -> list[TimedAnswer]:
         """Answer all prompts (see :class:`drafter.bench.backends.Backend`)."""
         names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")

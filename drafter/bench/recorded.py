@@ -38,7 +38,7 @@ def steps_along(
     drafter: RecurrentDrafter,
     drafting: Drafting,
     answers: Sequence[Recorded],
-    on_answer: Callable[[], None] = lambda: None,
+    on_answer: Callable[[], object] = lambda: None,
 ) -> list[list[int]]:
     """Accepted draft tokens of each step of each answer.
 

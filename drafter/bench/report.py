@@ -60,8 +60,7 @@ def _about(condition: Condition, methods: Sequence[Summary]) -> str:
     rounds = " or ".join(str(number) for number in sorted({summary.num_rounds for summary in methods}))
     return (
         f"{condition.target}, {condition.dtype}, {parameters} parameters; {condition.num_prompts} prompts, "
-        f"{condition.num_answers} answers of at most {condition.max_new_tokens} tokens; {rounds} rounds; prompts "
-        f"{condition.digest}.\n"
+        f"answers of at most {condition.max_new_tokens} tokens; {rounds} rounds; prompts {condition.digest}.\n"
     )
 
 

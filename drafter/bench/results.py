@@ -32,7 +32,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "compile?": (bool, None), "drafter?": (str, None), "drafter_fingerprint?": (str, None),
         "tuned_digest?": (str, None),
         "target": {"name": str, "dtype": str, "num_parameters": int},
-        "prompts": {"name": str, "digest": str, "num_prompts": int, "num_answers": int},
+        "prompts": {"name": str, "digest": str, "num_prompts": int},
         "settings?": {"beam_width?": (int, None), "draft_length?": (int, None), "tree_size?": (int, None)},
         "seconds": float, "num_tokens": int, "num_forwards": (int, None), "acceptance": ([int], None),
         "by_category": {"*": {"seconds": (float, None), "num_tokens": int, "num_forwards": (int, None)}},

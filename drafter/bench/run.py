@@ -3,8 +3,8 @@
 import gc
 import hashlib
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from drafter.bench.backends import Backend, TimedAnswer, Transcript
+from drafter.bench.backends import Backend, TimedAnswer
 from drafter.bench.measure import PeakMemory, compare
 from drafter.bench.methods import BASELINE, MethodSpec, parse_method
-from drafter.bench.models import BenchModels, Conversations
+from drafter.bench.models import BenchModels
 from drafter.bench.results import BenchRecord, append_result, histogram, resume_results, run_id, spread
 from drafter.bench.settings import BenchSettings
 from drafter.bench.workload import Workload
@@ -31,6 +31,7 @@ class _Point(NamedTuple):
     """The conditions that all methods of a round share."""
 
     workload: Workload
+    prompts: list[list[int]]
     temperature: float
     batch_size: int
 
@@ -64,29 +65,20 @@ def run_benchmark(settings: BenchSettings, models: BenchModels, workloads: list[
             )
     bench = _Bench(settings, models, out)
     points = [
-        _Point(workload, temperature, batch_size)
+        _Point(workload, models.encode(workload.items), temperature, batch_size)
         for workload in workloads
         for temperature in settings.temperatures
         for batch_size in settings.batch_sizes
     ]
-    num_pending = [len(bench.pending(point)) for point in points]
-    num_turns = [sum(len(item.turns) for item in point.workload.items) for point in points]
-    total = sum(runs * turns for runs, turns in zip(num_pending, num_turns, strict=True))
-    with _quiet_collector(), tqdm(total=total, desc="Benchmark", unit="answer", disable=None) as bar:
-        for point in points:
-            bench.run_point(point, bar)
-    return sum(num_pending)
-
-
-@contextmanager
-def _quiet_collector() -> Iterator[None]:
-    """Exclude present objects from garbage collection, so that no run pays for scanning them."""
+    pending = [bench.pending(point) for point in points]
+    total = sum(len(runs) * len(point.prompts) for runs, point in zip(pending, points, strict=True))
     gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+    gc.freeze()  # no run pays for scanning the objects that are there now
+    with tqdm(total=total, desc="Benchmark", unit="answer", disable=None) as bar:
+        for point, runs in zip(points, pending, strict=True):
+            bench.measure(point, runs, bar)
+    gc.unfreeze()
+    return sum(map(len, pending))
 
 
 class _Bench:
@@ -97,60 +89,61 @@ class _Bench:
         self._done = {record["run_id"] for record in resume_results(out)}
         self._made_by = run_record(seed=settings.seed)
         self._device = device_name(models.target.device)
-        self._left_out: set[str] = set()
 
     def pending(self, point: _Point) -> list[_Run]:
         """Runs that the results file lacks, in the order of running."""
-        runs = []
-        for round_number in range(self._settings.rounds):
-            for spec in self._settings.specs:
-                if spec.is_one_at_a_time and point.batch_size > 1:
-                    self._note(f"{spec.label} answers one prompt at a time: left out at batch size {point.batch_size}")
-                    continue
-                name = run_id({**self._identity(point, spec), "round": round_number})
-                if name not in self._done:
-                    runs.append(_Run(spec, round_number, name))
-        return runs
+        specs = []
+        for spec in self._settings.specs:
+            if spec.is_one_at_a_time and point.batch_size > 1:
+                reason = f"left out at batch size {point.batch_size}"
+                print(f"{spec.label} answers one prompt at a time: {reason}", file=sys.stderr)
+            else:
+                specs.append(spec)
+        runs = [
+            _Run(spec, number, run_id({**self._identity(point, spec), "round": number}))
+            for number in range(self._settings.rounds)
+            for spec in specs
+        ]
+        return [run for run in runs if run.id not in self._done]
 
-    def run_point(self, point: _Point, bar: "tqdm[Any]") -> None:
-        """All rounds of one point."""
+    def measure(self, point: _Point, runs: Sequence[_Run], bar: "tqdm[Any]") -> None:
+        """All runs of one point."""
         backends: dict[str, Backend] = {}
-        oracle: Transcript | None = None
+        params = self._settings.sampling(point.temperature)
+        oracle: list[list[int]] = []
         try:
-            for run in self.pending(point):
+            for run in runs:
                 bar.set_postfix_str(f"{run.spec.label} B={point.batch_size} round {run.round + 1}")
                 if run.spec.label not in backends:
                     backends[run.spec.label] = self._warm(point, run.spec)
-                if oracle is None and run.spec.label != BASELINE:
-                    oracle = self._converse(self._warm(point, parse_method(BASELINE)), point, None).transcript
+                if not oracle and run.spec.label != BASELINE:
+                    plain = self._warm(point, parse_method(BASELINE))
+                    oracle = [answer.token_ids for answer in plain.answer(point.prompts, params, lambda: None)]
                 backend = backends[run.spec.label]
                 backend.forget()  # rounds repeat the prompts, so a remembered answer would be a perfect draft
                 gc.collect()
                 with PeakMemory(self._models.target.device, backend.process_id) as memory:
-                    conversations = self._converse(backend, point, bar)
-                oracle = oracle or conversations.transcript
-                record = self._record(point, run, backend, conversations, oracle)
+                    start = time.perf_counter()
+                    answers = backend.answer(point.prompts, params, bar.update)
+                    seconds = time.perf_counter() - start
+                oracle = oracle or [answer.token_ids for answer in answers]
+                record = self._record(point, run, backend, answers, seconds)
+                if point.temperature == 0 or not run.spec.is_peer:  # peers draw random numbers of their own
+                    texts = [answer.token_ids for answer in answers]
+                    record["identical"] = compare(self._models.target, point.prompts, oracle, texts)
                 record["peak_memory_bytes"] = {"bytes": memory.num_bytes, "of": memory.kind}
                 append_result(self._out, record)
-                self._done.add(run.id)
         finally:
             for backend in backends.values():
                 backend.close()
 
-    def _converse(self, backend: Backend, point: _Point, bar: "tqdm[Any] | None") -> Conversations:
-        def advance() -> None:
-            if bar is not None:
-                bar.update()
-
-        return self._models.converse(backend, point.workload, self._settings.sampling(point.temperature), advance)
-
     def _warm(self, point: _Point, spec: MethodSpec) -> Backend:
         """A backend after one short batch: memory is allocated and steps are compiled before the clock runs."""
         backend = self._models.backend(spec, point.batch_size)
-        backend.reserve(self._models.longest(point.workload, self._settings.max_new_tokens))
+        backend.reserve(self._models.room(point.prompts, self._settings.max_new_tokens))
         params = self._settings.sampling(point.temperature)
         params = replace(params, max_new_tokens=min(_WARM_UP_TOKENS, params.max_new_tokens))
-        backend.answer(self._models.encode(point.workload.items[: point.batch_size]), params, lambda: None)
+        backend.answer(point.prompts[: point.batch_size], params, lambda: None)
         backend.forget()
         return backend
 
@@ -190,13 +183,9 @@ class _Bench:
         return hashlib.sha256(self._models.tuned_file().read_bytes()).hexdigest()[:16]
 
     def _record(
-        self, point: _Point, run: _Run, backend: Backend, conversations: Conversations, oracle: Transcript
+        self, point: _Point, run: _Run, backend: Backend, answers: Sequence[TimedAnswer], seconds: float
     ) -> BenchRecord:
-        transcript, made_by = conversations.transcript, self._made_by
-        answers = [turn.answer for turns in transcript for turn in turns]
-        is_comparable = point.temperature == 0 or not run.spec.is_peer
-        identity = self._identity(point, run.spec)
-        counts = {"num_prompts": len(point.workload.items), "num_answers": len(answers)}
+        made_by, identity = self._made_by, self._identity(point, run.spec)
         return {
             "kind": "run",
             "run_id": run.id,
@@ -204,14 +193,14 @@ class _Bench:
             **identity,
             "engine": run.spec.engine,
             **({"build": backend.build} if backend.build else {}),
-            "prompts": {**identity["prompts"], **counts},
+            "prompts": {**identity["prompts"], "num_prompts": len(point.prompts)},
             "settings": {} if run.spec.is_peer else self._settings_of(run.spec, point.batch_size),
-            "seconds": round(conversations.seconds, 6),
+            "seconds": round(seconds, 6),
             **_sums(answers),
-            "by_category": self._by_category(point, transcript),
+            "by_category": self._by_category(point, answers),
             "first_token_seconds": spread([answer.first_token_seconds for answer in answers]),
             "latency_seconds": spread([answer.seconds for answer in answers]),
-            "identical": compare(self._models.target, oracle, transcript) if is_comparable else None,
+            "identical": None,
             "machine": {**made_by["machine"], "device": self._device, "threads": torch.get_num_threads()},
             "versions": {**made_by["versions"], **backend.versions},
             "git_revision": made_by["git_revision"],
@@ -223,23 +212,18 @@ class _Bench:
         used = asdict(self._models.plan(spec, batch_size))
         return used | {"tuned": Path(used["tuned"]).name if used["tuned"] else None}
 
-    def _by_category(self, point: _Point, transcript: Transcript) -> dict[str, Any]:
+    def _by_category(self, point: _Point, answers: Sequence[TimedAnswer]) -> dict[str, Any]:
         """Sums by category. Seconds are None for batches, whose rows share them."""
         sums = {}
         for category in point.workload.categories:
-            places = [place for place, item in enumerate(point.workload.items) if item.category == category]
-            answers = [turn.answer for place in places for turn in transcript[place]]
-            seconds = round(sum(answer.seconds for answer in answers), 6) if point.batch_size == 1 else None
-            sums[category] = {"num_answers": len(answers), "seconds": seconds, **_sums(answers)}
+            pairs = zip(point.workload.items, answers, strict=True)
+            own = [answer for item, answer in pairs if item.category == category]
+            seconds = round(sum(answer.seconds for answer in own), 6) if point.batch_size == 1 else None
+            sums[category] = {"num_answers": len(own), "seconds": seconds, **_sums(own)}
         return sums
 
-    def _note(self, text: str) -> None:
-        if text not in self._left_out:
-            self._left_out.add(text)
-            print(text, file=sys.stderr)
 
-
-def _sums(answers: list[TimedAnswer]) -> dict[str, Any]:
+def _sums(answers: Sequence[TimedAnswer]) -> dict[str, Any]:
     """Tokens, target forwards and the histogram of accepted draft tokens per step; None where unknown."""
     forwards = [answer.num_forwards for answer in answers if answer.num_forwards is not None]
     kept = [answer.num_accepted for answer in answers if answer.num_accepted is not None]

@@ -20,13 +20,11 @@ class WorkloadOptions:
     Attributes:
         prompts: file of prompts, hub data set, or a name: evaluation, default, mtbench, humaneval, gsm8k
         num_prompts: largest number of prompts of each set, all categories alike
-        num_turns: largest number of turns of each conversation
         max_new_tokens: longest answer in tokens
     """
 
     prompts: tuple[str, ...] = ("evaluation",)
     num_prompts: int | None = within(None, low=1)
-    num_turns: int | None = within(None, low=1)
     max_new_tokens: int = within(128, low=1, high=2**24)
 
 

@@ -23,7 +23,6 @@ class Condition(NamedTuple):
     prompts: str
     digest: str
     num_prompts: int
-    num_answers: int
     max_new_tokens: int
     temperature: float
     batch_size: int
@@ -71,7 +70,7 @@ class Summary:
         tokens_per_step: generated tokens per target forward; None where unknown.
         category_speedups: speedup over plain decoding by category (batch size 1).
         category_tokens_per_step: by category, for methods that draft.
-        num_identical: conversations identical to plain decoding, of ``num_prompts``; None where texts are not compared.
+        num_identical: texts identical to plain decoding, of ``num_prompts``; None where texts are not compared.
         margins: the target's logit margins where texts first differ.
         first_token_seconds: median over answers, median over rounds.
         latency_seconds: likewise, of whole answers.
@@ -176,7 +175,6 @@ def _condition_of(record: BenchRecord, has_seeds: bool) -> Condition:
         prompts["name"],
         prompts["digest"],
         prompts["num_prompts"],
-        prompts["num_answers"],
         record["max_new_tokens"],
         record["temperature"],
         record["batch_size"],

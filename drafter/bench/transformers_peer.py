@@ -39,7 +39,7 @@ class TransformersBackend(Backend):
         self._num_forwards = 0
 
     def answer(
-        self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], None]
+        self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], object]
     ) -> list[TimedAnswer]:
         """Answer all prompts (see :class:`drafter.bench.backends.Backend`)."""
         answers: list[TimedAnswer] = []

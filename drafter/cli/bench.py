@@ -208,8 +208,7 @@ def _measure(settings: BenchSettings, output: ResultOptions) -> None:
     _check_out(output.out)
     if output.report is not None:
         _check_report(output.report)
-    sets = [read_prompt_set(name) for name in settings.prompts]
-    workloads = [prompts.take(settings.num_prompts).first_turns(settings.num_turns) for prompts in sets]
+    workloads = [read_prompt_set(name).take(settings.num_prompts) for name in settings.prompts]
     num_runs = run_benchmark(settings, _load_models(settings), workloads, output.out)
     print(f"{num_runs} runs made, results in {output.out}", file=sys.stderr)
     records = read_results([output.out])

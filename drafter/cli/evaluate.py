@@ -149,7 +149,7 @@ def _of_prompts(
     from drafter.decoding.params import SamplingParams
     from drafter.distill.same_model import compare_models
 
-    workload = read_prompt_set(options.prompts).take(options.num_prompts).first_turns(1)
+    workload = read_prompt_set(options.prompts).take(options.num_prompts)
     source = {"prompts": {"name": workload.name, "digest": workload.digest}}
     params = SamplingParams(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
     with tqdm(total=len(workload.items) * (1 if client is None else 2), unit="answer", disable=None) as bar:
@@ -162,7 +162,7 @@ def _of_prompts(
         if client is None or card is None:
             return _Measured(here, source)
         served = measure_server(client, card, workload, params, on_answer)
-        chats = [item.messages([]) for item in workload.items if not item.is_raw]
+        chats = [list(item.messages) for item in workload.items if item.text is None]
         differences = compare_models(client, str(card["id"]), models.target, chats[:_NUM_COMPARED]).lines()
     return _Measured(here, source, served, warning_lines(add_all(here.values()), served, differences), differences)
 

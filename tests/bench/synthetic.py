@@ -36,7 +36,7 @@ def run(
         "device": "Example CPU, 2 threads",
         "drafter": "runs/drafter" if method.startswith("drafter") else None,
         "method": method,
-        "prompts": {"name": "mtbench", "digest": "0123456789abcdef", "num_prompts": 40, "num_answers": 80},
+        "prompts": {"name": "mtbench", "digest": "0123456789abcdef", "num_prompts": 40},
         "batch_size": batch_size,
         "temperature": 0.0,
         "max_new_tokens": 128,

@@ -16,7 +16,7 @@ from drafter.bench.settings import LoadSettings
 from drafter.bench.workload import Item, Workload
 from drafter.cli.main import main
 
-WORKLOAD = Workload("mine", (Item("0", "", ("hello",)), Item("1", "", ("once",), is_raw=True)))
+WORKLOAD = Workload("mine", (Item("", ({"role": "user", "content": "hello"},)), Item("", text="once")))
 NUM_PIECES, PIECE_SECONDS = 4, 0.01
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from drafter.bench import run as run_module
-from drafter.bench.backends import AnsweredTurn, TimedAnswer
 from drafter.bench.measure import PeakMemory, compare, first_differences
 from drafter.bench.models import BenchModels, EngineBackend
 from drafter.bench.report import report
@@ -25,11 +24,12 @@ from drafter.engine.sizes import PLAIN, MeasuredTree, RowPlan, Tree, TunedSizes,
 from drafter.utils.io import write_atomic
 from tests.serving.tiny import tiny_drafter, tiny_target
 
-ITEMS = (
-    Item("a", "math", ("What is one and one?", "And two?")),
-    Item("b", "writing", ("Write a word.",)),
-    Item("c", "math", ("Count.",)),
-)
+
+def asked(category: str, text: str) -> Item:
+    return Item(category, ({"role": "user", "content": text},))
+
+
+ITEMS = (asked("math", "What is one and one?"), asked("writing", "Write a word."), asked("math", "Count."))
 WORKLOAD = Workload("mine", ITEMS)
 SETTINGS = BenchSettings(
     target="tiny",
@@ -58,12 +58,12 @@ def test_methods_take_turns_and_agree_with_plain_decoding(tmp_path: Path, models
     assert [record["round"] for record in records] == [0] * 4 + [1] * 4
     for record in records:
         assert record["identical"] == {"num_prompts": 3, "num_identical": 3, "first_positions": [], "margins": []}
-        assert 0 < record["num_tokens"] <= 40 and record["prompts"]["num_answers"] == 4
+        assert 0 < record["num_tokens"] <= 30 and record["prompts"]["num_prompts"] == 3
         assert record["seconds"] > 0 and record["peak_memory_bytes"]["bytes"] > 2**20
         assert 0 < record["first_token_seconds"]["median"] <= record["latency_seconds"]["median"] <= record["seconds"]
         assert list(record["by_category"]) == ["math", "writing"]
         assert sum(item["num_tokens"] for item in record["by_category"].values()) == record["num_tokens"]
-        assert record["by_category"]["math"]["num_answers"] == 3
+        assert record["by_category"]["math"]["num_answers"] == 2
     plain, drafted, _, peer = records[:4]
     assert plain["num_forwards"] == plain["num_tokens"] == peer["num_tokens"] == peer["num_forwards"]
     assert plain["acceptance"] == [plain["num_tokens"]] and plain["settings"]["max_num_seqs"] == 1
@@ -136,7 +136,7 @@ def test_warm_up_runs_before_the_clock(tmp_path: Path, models: BenchModels, monk
     monkeypatch.setattr(run_module, "_WARM_UP_TOKENS", 2)
     settings = replace(SETTINGS, methods=("none",), batch_sizes=(2,), rounds=2)
     run_benchmark(settings, models, [WORKLOAD], tmp_path / "r.jsonl")
-    assert events == ["2 of 2", "3 of 10", "1 of 10", "3 of 10", "1 of 10"]  # then two turns, twice
+    assert events == ["2 of 2", "3 of 10", "3 of 10"]  # then two rounds
 
 
 def test_other_weights_in_the_same_folder_are_another_run(tmp_path: Path, models: BenchModels) -> None:
@@ -181,15 +181,9 @@ def test_a_tuned_method_goes_by_its_file(tmp_path: Path, models: BenchModels, mo
     assert again["tuned_digest"] != record["tuned_digest"]
 
 
-def _turn(prompt: list[int], token_ids: list[int]) -> AnsweredTurn:
-    return AnsweredTurn(prompt, TimedAnswer(token_ids, 1.0, 0.5, len(token_ids), None))
-
-
-def test_the_first_difference_of_a_conversation_counts() -> None:
-    oracle = [[_turn([1], [5, 6]), _turn([1, 5, 6, 2], [7])], [_turn([3], [8, 9])], [_turn([4], [1])]]
-    other = [[_turn([1], [5, 6]), _turn([1, 5, 6, 2], [9])], [_turn([3], [8])], [_turn([4], [1])]]
-    found = first_differences(oracle, other)
-    assert [tuple(difference) for difference in found] == [(0, 1, 0, (7, 9)), (1, 0, 1, (9, None))]
+def test_the_first_difference_of_a_text_counts() -> None:
+    oracle, other = [[5, 6, 7], [8, 9], [1]], [[5, 4, 9], [8], [1]]
+    assert first_differences(oracle, other) == {0: 1, 1: 1}
 
 
 def test_margins_are_the_targets_own_preference() -> None:
@@ -198,7 +192,7 @@ def test_margins_are_the_targets_own_preference() -> None:
     (completion,) = Engine(target, config=EngineConfig(method="none")).generate([prompt])
     right = completion.token_ids
     wrong = [*right[:2], (right[2] + 1) % target.vocab_size, *right[3:]]
-    result = compare(target, [[_turn(prompt, right)]], [[_turn(prompt, wrong)]])
+    result = compare(target, [prompt], [right], [wrong])
     with torch.no_grad():
         hidden = target.forward(torch.tensor([prompt + right[:2]])).hidden_BTD
         logits = target.logits(hidden[:, -1])[0]

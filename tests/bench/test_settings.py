@@ -62,7 +62,6 @@ def test_methods_come_once() -> None:
         ({"batch_sizes": ()}, "--batch-sizes is empty"),
         ({"rounds": 0}, "--rounds is 0"),
         ({"num_prompts": 0}, "--num-prompts is 0"),
-        ({"num_turns": 0}, "--num-turns is 0"),
         ({"temperatures": ()}, "--temperatures"),
         ({"temperatures": (-1.0,)}, "--temperature"),
         ({"max_new_tokens": 0}, "--max-new-tokens"),

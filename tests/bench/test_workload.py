@@ -16,38 +16,35 @@ def write(path: Path, rows: list[object]) -> str:
     return str(path)
 
 
-def test_rows_of_every_form_become_conversations(tmp_path: Path) -> None:
+def asked(text: str) -> tuple[dict[str, str], ...]:
+    return ({"role": "user", "content": text},)
+
+
+def test_rows_of_every_form_become_prompts(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "be brief"}, *asked("why"), {"role": "assistant", "content": "so"}]
     rows = [
-        {"id": "a", "category": "math", "prompt": "unused", "turns": ["one", "two"]},
+        {"category": "math", "turns": ["one", "two"]},
         {"prompt": "hello", "completion": "unused"},
-        {"messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why"},
-                      {"role": "assistant", "content": "so"}, {"role": "user", "content": "and"}]},
+        {"messages": [*chat, *asked("and")]},
         {"text": "once upon"},
-    ]  # fmt: skip
+    ]
     workload = read_prompt_set(write(tmp_path / "mine.jsonl", rows))
-    assert workload.name == "mine" and workload.categories == ["math"] and workload.num_turns == 2
-    assert workload.items[0] == Item("a", "math", ("one", "two"))
-    assert workload.items[1] == Item("1", "", ("hello",))
-    assert workload.items[2].turns == ("and",) and [m["content"] for m in workload.items[2].history] == [
-        "be brief",
-        "why",
-        "so",
-    ]
-    assert workload.items[3] == Item("3", "", ("once upon",), is_raw=True)
-
-
-def test_a_turn_follows_the_methods_own_answers() -> None:
-    item = Item("a", "", ("one", "two"), history=({"role": "system", "content": "be brief"},))
-    assert item.messages([]) == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one"}]
-    assert item.messages(["first"])[-2:] == [
-        {"role": "assistant", "content": "first"},
-        {"role": "user", "content": "two"},
-    ]
+    assert workload.name == "mine" and workload.categories == ["math"]
+    assert workload.items[0] == Item("math", asked("one")) and workload.items[1] == Item("", asked("hello"))
+    assert workload.items[2].request() == ("chat/completions", {"messages": [*chat, *asked("and")]})
+    assert workload.items[3].request() == ("completions", {"prompt": "once upon"})
 
 
 @pytest.mark.parametrize(
     "row",
-    [{"turns": []}, {"turns": "one"}, {"turns": ["one", ""]}, {"turns": ["one", 2]}, {"prompt": "x", "category": 3}],
+    [
+        {"turns": []},
+        {"turns": "one"},
+        {"turns": ["", "two"]},
+        {"turns": ["one", 2]},
+        {"prompt": "x", "category": 3},
+        {"prompt_token_ids": [1], "token_ids": [2]},
+    ],
 )
 def test_bad_rows_are_refused_with_their_place(tmp_path: Path, row: dict[str, object]) -> None:
     path = write(tmp_path / "bad.jsonl", [{"prompt": "fine"}, row])
@@ -66,30 +63,18 @@ def test_empty_and_missing_files_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_fewer_prompts_come_from_all_categories() -> None:
-    items = tuple(Item(str(i), category, ("x",)) for i, category in enumerate("aaabb"))
+    items = tuple(Item(category, text=str(i)) for i, category in enumerate("aaabb"))
     workload = Workload("w", items)
-    assert [item.id for item in workload.take(3).items] == ["0", "1", "3"]
-    assert [item.id for item in workload.take(4).items] == ["0", "1", "3", "4"]
+    assert [item.text for item in workload.take(3).items] == ["0", "1", "3"]
+    assert [item.text for item in workload.take(4).items] == ["0", "1", "3", "4"]
     assert workload.take(None) is workload and workload.take(9) is workload
 
 
-def test_conversations_can_be_broken_off() -> None:
-    workload = Workload("w", (Item("0", "", ("x", "y", "z")), Item("1", "", ("x",))))
-    assert [item.turns for item in workload.first_turns(2).items] == [("x", "y"), ("x",)]
-    assert workload.first_turns(None) is workload and workload.first_turns(1).num_turns == 1
-
-
 def test_the_digest_changes_with_what_is_asked() -> None:
-    one = Workload("w", (Item("0", "a", ("x", "y")),))
-    assert one.digest == Workload("other", (Item("9", "a", ("x", "y")),)).digest
-    assert one.digest != Workload("w", (Item("0", "b", ("x", "y")),)).digest
-    assert one.digest != Workload("w", (Item("0", "a", ("xy",)),)).digest
-
-
-def test_raw_takes_single_prompts_only(tmp_path: Path) -> None:
-    assert read_prompt_set(write(tmp_path / "a.jsonl", [{"prompt": "x"}]), raw=True).items[0].is_raw
-    with pytest.raises(ValueError, match="--raw"):
-        read_prompt_set(write(tmp_path / "b.jsonl", [{"turns": ["x", "y"]}]), raw=True)
+    one = Workload("w", (Item("a", asked("x")),))
+    assert one.digest == Workload("other", (Item("a", asked("x")),)).digest
+    others = [Workload("w", (item,)) for item in (Item("b", asked("x")), Item("a", asked("y")), Item("a", text="x"))]
+    assert len({one.digest, *(other.digest for other in others)}) == 4
 
 
 ROWS = {
@@ -104,9 +89,9 @@ def test_named_sets_are_read_by_their_own_columns(name: str, monkeypatch: pytest
     monkeypatch.setattr(datasets, "load_dataset", lambda *words, **options: [ROWS[name], ROWS[name]])
     workload = read_prompt_set(name)
     expected = {
-        "mtbench": Item("81", "writing", ("one", "two")),
-        "humaneval": Item("HumanEval/0", "code", ("def f():",)),
-        "gsm8k": Item("0", "math", ("How many?",)),
+        "mtbench": Item("writing", asked("one")),
+        "humaneval": Item("code", asked("def f():")),
+        "gsm8k": Item("math", asked("How many?")),
     }
     assert workload.name == name and workload.items[0] == expected[name]
 
@@ -139,5 +124,5 @@ def test_the_packages_own_prompts_have_names_and_need_no_hub(monkeypatch: pytest
     evaluation = read_prompt_set("evaluation")
     assert evaluation.name == "evaluation" and len(evaluation.items) == 20
     assert len(evaluation.categories) == 10 and len(evaluation.take(10).categories) == 10
-    texts = {item.turns[0] for item in read_prompt_set("default").items}
-    assert not texts & {item.turns[0] for item in evaluation.items}, "calibration prompts are not evaluated"
+    texts = {item.messages[-1]["content"] for item in read_prompt_set("default").items}
+    assert not texts & {item.messages[-1]["content"] for item in evaluation.items}, "calibrated on"

@@ -52,7 +52,7 @@ def test_one_command_measures_and_prints_the_table(
 def test_sweeps_of_two_drafters_stand_side_by_side(
     files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["bench", "sweep", "--target", files["target"], "--prompts", files["prompts"], "--num-turns", "1"]
+    words = ["bench", "sweep", "--target", files["target"], "--prompts", files["prompts"]]
     words += ["--batch-sizes", "1,2", "--beam-widths", "1,2", "--draft-lengths", "1,2", "--max-new-tokens", "2"]
     words += ["--tree-sizes", "2,5", "--out", str(tmp_path / "s.jsonl")]
     assert main([*words, "--drafter", files["drafter"]]) == 0
