@@ -4,6 +4,7 @@ Shapes: B rows · N tree nodes · L draft length (paths have L + 1 entries) · V
 K listed tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -107,10 +108,36 @@ def event_of(index: int, update: Update) -> StreamEvent:
     return StreamEvent(index, update.token_ids, request.text.take() if request.text is not None else "", completion)
 
 
-def read_logprobs(
-    logits_BNV: Tensor, accepted: AcceptedPath, emitted_BL: Tensor, rows: list[int], num_top: int
-) -> dict[int, list[TokenLogprob]]:
-    """Log-probabilities of the emitted tokens of some rows.
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy the results of a step to the CPU in one transfer, however many there are. Here the host waits.
+
+    Args:
+        tensors: int64 or float32 of any shapes, on one device.
+
+    Returns:
+        The same tensors on the CPU.
+    """
+    return _unpack(torch.cat([_words(tensor) for tensor in tensors]).cpu(), tensors)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor as int64 [X], the bits of a float32 in the lower half."""
+    return (tensor.contiguous().view(torch.int32) if tensor.is_floating_point() else tensor).long().flatten()
+
+
+def _unpack(words_X: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of the shapes and dtypes of ``like`` from their packed words."""
+    parts = words_X.split([tensor.numel() for tensor in like])
+    return [
+        (part.int().view(torch.float32) if tensor.is_floating_point() else part).view(tensor.shape)
+        for part, tensor in zip(parts, like, strict=True)
+    ]
+
+
+def logprob_tensors(
+    logits_BNV: Tensor, accepted: AcceptedPath, emitted_BL: Tensor, row_R: Tensor, num_top: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of the tokens that some rows emit.
 
     The token emitted at depth d was picked by the target at the path's node of depth d.
 
@@ -118,18 +145,29 @@ def read_logprobs(
         logits_BNV: the target's logits at every node.
         accepted: the accepted paths.
         emitted_BL: tokens that the step emits, [B, L + 1].
-        rows: the wanted rows.
+        row_R: the wanted rows.
         num_top: K, number of likeliest tokens to list.
 
     Returns:
-        For each row one entry for each emitted token.
+        Log-probabilities of the emitted tokens [R, L + 1]; the likeliest tokens and theirs [R, L + 1, K].
     """
-    row_R = torch.tensor(rows, device=logits_BNV.device)
     logprob_RLV = logits_BNV[row_R[:, None], accepted.path_BL[row_R]].float().log_softmax(dim=2)
     picked_RL = logprob_RLV.gather(2, emitted_BL[row_R][:, :, None])[:, :, 0]
     top_RLK = logprob_RLV.topk(min(num_top, logprob_RLV.shape[2]), dim=2)
-    counts = (accepted.num_accepted_B[row_R] + 1).tolist()
-    lists = zip(rows, counts, picked_RL.tolist(), top_RLK.indices.tolist(), top_RLK.values.tolist(), strict=True)
+    return picked_RL, top_RLK.indices, top_RLK.values
+
+
+def read_logprobs(
+    rows: list[int], counts: list[int], picked_RL: Tensor, token_RLK: Tensor, value_RLK: Tensor
+) -> dict[int, list[TokenLogprob]]:
+    """For each row one entry for each emitted token, of :func:`logprob_tensors` on the CPU.
+
+    Args:
+        rows: the wanted rows.
+        counts: emitted tokens of each of them.
+        picked_RL, token_RLK, value_RLK: of :func:`logprob_tensors`.
+    """
+    lists = zip(rows, counts, picked_RL.tolist(), token_RLK.tolist(), value_RLK.tolist(), strict=True)
     return {
         row: [
             TokenLogprob(logprob, list(zip(ids, values, strict=True)))
@@ -139,24 +177,28 @@ def read_logprobs(
     }
 
 
-def read_trees(candidates: Candidates, accepted: AcceptedPath, rows: list[int]) -> dict[int, StepTree]:
-    """The trees of some rows, without padding nodes."""
-    row_R = torch.tensor(rows, device=candidates.token_BN.device)
+def tree_tensor(candidates: Candidates, accepted: AcceptedPath) -> Tensor:
+    """The trees of all rows and their paths, int64 [B, 3 N + L + 3]: tokens, parents, is-node flags, path, depth of
+    the last accepted node, bonus token.
+    """
     columns = (candidates.token_BN, candidates.parent_BN, candidates.is_node_BN.long(), accepted.path_BL)
-    ends = torch.stack([accepted.num_accepted_B, accepted.bonus_B], dim=1)
-    num_nodes = candidates.token_BN.shape[1]
-    trees = {}
-    # Everything in one transfer.
-    for row, line in zip(rows, torch.cat([*columns, ends], dim=1)[row_R].tolist(), strict=True):
+    return torch.cat([*columns, accepted.num_accepted_B[:, None], accepted.bonus_B[:, None]], dim=1)
+
+
+def read_trees(rows: list[int], num_nodes: int, trees: Tensor) -> dict[int, StepTree]:
+    """The trees of some rows, without padding nodes, of :func:`tree_tensor` on the CPU with trees of N nodes."""
+    found, lines = {}, trees.tolist()
+    for row in rows:
+        line = lines[row]
         tokens, parents, is_node = (line[start * num_nodes : (start + 1) * num_nodes] for start in range(3))
         num_accepted, bonus_id = line[-2:]
         kept = [node for node in range(num_nodes) if is_node[node]]
         place = {node: index for index, node in enumerate(kept)}
         path = line[3 * num_nodes : 3 * num_nodes + num_accepted + 1]
-        trees[row] = StepTree(
+        found[row] = StepTree(
             [tokens[node] for node in kept],
             [place[parents[node]] for node in kept],
             [place[node] for node in path],
             bonus_id,
         )
-    return trees
+    return found

@@ -16,7 +16,15 @@ from drafter.decoding.proposer import Contexts, Proposer, RowState
 from drafter.decoding.sampling import STREAM_RESIDUAL, Warp, gumbel_noise, make_warp, pick, warped_log_probs
 from drafter.decoding.tree import Candidates, ancestors
 from drafter.decoding.verify import AcceptedPath, accept_picks, accept_samples
-from drafter.engine.outputs import StepTree, TokenLogprob, read_logprobs, read_trees
+from drafter.engine.outputs import (
+    StepTree,
+    TokenLogprob,
+    logprob_tensors,
+    read_logprobs,
+    read_trees,
+    to_host,
+    tree_tensor,
+)
 from drafter.targets.masks import chunk_mask, tree_mask
 from drafter.targets.target import Target, TargetOutput
 
@@ -213,22 +221,42 @@ class Runner:
             candidates = self._without_drafts(candidates, wants.plain_rows)
         accepted, logits_BNV, context_BNC = self._verify(rows, candidates, noise_BLV, proposer.max_depth)
         emitted_BL = accepted.emitted(candidates)
+        results = self._results(candidates, accepted, logits_BNV, emitted_BL, wants)
+        self._commit(*accepted, emitted_BL, context_BNC, rows.is_active_B)
+        return self._hand_out(results, is_active, candidates.token_BN.shape[1], wants)
+
+    def _results(
+        self,
+        candidates: Candidates,
+        accepted: AcceptedPath,
+        logits_BNV: Tensor,
+        emitted_BL: Tensor,
+        wants: StepWants | None,
+    ) -> list[Tensor]:
+        """What :meth:`_hand_out` reads: number and ids of the emitted tokens [B, L + 2], and the further results."""
+        results = [torch.cat([accepted.num_accepted_B[:, None] + 1, emitted_BL], dim=1)]
+        if wants is not None and wants.logprob_rows:
+            row_R = self._sent(wants.logprob_rows)
+            results += logprob_tensors(logits_BNV, accepted, emitted_BL, row_R, wants.num_logprobs)
+        if wants is not None and wants.tree_rows:
+            results.append(tree_tensor(candidates, accepted))
+        return results
+
+    def _hand_out(
+        self, results: list[Tensor], is_active: Sequence[bool], num_nodes: int, wants: StepWants | None
+    ) -> StepResult:
+        """The tokens of each row and the further results. Here the host waits for the device, once a step."""
+        counted_BL, *others = to_host(results)
+        lines = counted_BL.tolist()
+        emitted = [line[1 : 1 + line[0]] if active else [] for line, active in zip(lines, is_active, strict=True)]
         logprobs: dict[int, list[TokenLogprob]] = {}
         trees: dict[int, StepTree] = {}
         if wants is not None and wants.logprob_rows:
-            logprobs = read_logprobs(logits_BNV, accepted, emitted_BL, wants.logprob_rows, wants.num_logprobs)
+            rows = wants.logprob_rows
+            logprobs = read_logprobs(rows, [lines[row][0] for row in rows], *others[:3])
         if wants is not None and wants.tree_rows:
-            trees = read_trees(candidates, accepted, wants.tree_rows)
-        counted_BL = torch.cat([accepted.num_accepted_B[:, None] + 1, emitted_BL], dim=1)
-        self._commit(*accepted, emitted_BL, context_BNC, rows.is_active_B)
-        emitted = self._hand_out(counted_BL, is_active)
+            trees = read_trees(wants.tree_rows, num_nodes, others[-1])
         return StepResult(emitted, logprobs, trees)
-
-    def _hand_out(self, counted_BL: Tensor, is_active: Sequence[bool]) -> list[list[int]]:
-        """Tokens of each row. Here the host waits for the device, once a step."""
-        return [
-            line[1 : 1 + line[0]] if active else [] for line, active in zip(counted_BL.tolist(), is_active, strict=True)
-        ]
 
     def warm_up(self, proposer: Proposer, num_rows: int) -> None:
         """Run steps without an active row, at the smallest and largest number of visible slots; no row changes."""
@@ -249,10 +277,10 @@ class Runner:
             self._active = tuple(is_active), self._sent(is_active)
         return self._active[1]
 
-    def _sent(self, flags: Sequence[bool]) -> Tensor:
-        """Flags on the device, copied without a wait."""
+    def _sent(self, values: Sequence[int]) -> Tensor:
+        """Flags or row numbers on the device, copied without a wait."""
         device = self.target.device
-        return torch.tensor(flags, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        return torch.tensor(values, pin_memory=device.type != "cpu").to(device, non_blocking=True)
 
     def _without_drafts(self, candidates: Candidates, rows: list[int]) -> Candidates:
         """The same trees, with padding instead of the drafted nodes of ``rows``."""

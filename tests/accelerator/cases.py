@@ -1,0 +1,213 @@
+"""The cases of an accelerator that refuses, run as ``python -m tests.accelerator.cases``: one line of JSON for each.
+
+A case builds the parts on the CPU, replaces their weights by tensors of :mod:`tests.accelerator.device`, and runs them.
+Its line holds the result, or the error.
+"""
+
+import copy
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import product
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from drafter.decoding.params import SamplingParams
+from drafter.engine import outputs
+from drafter.engine.engine import Engine
+from drafter.engine.request import RequestOptions
+from drafter.engine.settings import Plan
+from drafter.models.config import DrafterConfig
+from drafter.models.drafter import RecurrentDrafter
+from drafter.targets.capabilities import decoder_of
+from drafter.targets.target import Target
+from tests.accelerator.device import Refuser
+
+GREEDY = SamplingParams(max_new_tokens=32, ignore_eos=True)
+FILTERED = SamplingParams(max_new_tokens=32, temperature=1.0, top_k=20, top_p=0.9, min_p=0.01, seed=1, ignore_eos=True)
+_SIZES = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+}  # fmt: skip
+# A window of 8 tokens is shorter than the visible slots, so every forward has a mask for each kind of layer.
+_MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "gemma": {"model_type": "gemma2", "sliding_window": 8, "query_pre_attn_scalar": 16},
+    "windows": {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+}
+refuser = Refuser()
+
+
+@cache
+def cpu_target(kind: str) -> Target:
+    """A small target on the CPU. It answers the questions of :mod:`drafter.targets.capabilities` there."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**_SIZES, **_MODELS[kind])
+    return Target.from_model(AutoModelForCausalLM.from_config(config), name=kind)
+
+
+def target_of(kind: str) -> Target:
+    """The same target with weights on the device."""
+    target = cpu_target(kind)
+    model = refuser.put(lambda: copy.deepcopy(target.model))
+    capabilities = target.capabilities._replace(decoder=decoder_of(model))
+    placed = Target.__new__(Target)
+    # The library of quantised weights would ask these tensors, which are of no plain type, for their numbers.
+    placed.__dict__["embedding_weight_VD"] = model.get_input_embeddings().weight.detach()
+    placed.__dict__["output_weight_VD"] = model.get_output_embeddings().weight.detach()
+    placed.__init__(model, None, capabilities, name=kind, plain_fingerprint=target.fingerprint)  # type: ignore[misc]
+    return placed
+
+
+def drafter_of(target: Target, head: str = "tied") -> RecurrentDrafter:
+    """A drafter of the target, on its device."""
+    config = DrafterConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        head=head,
+        num_res_blocks=1,
+        draft_vocab_size=target.vocab_size // 2,
+    )
+    return refuser.put(lambda: RecurrentDrafter(config).eval()).bind(target)
+
+
+def _host_numbers() -> None:
+    """Let the host read numbers where a step hands out its results: ones."""
+    unpack = outputs._unpack
+
+    def numbered(words_X: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        words_X = refuser.numbers(words_X)
+        with unset_fake_temporarily():
+            return unpack(words_X, [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in like])
+
+    outputs._unpack = numbered  # type: ignore[assignment]
+
+
+def engine_of(target: Target, **settings: Any) -> Engine:
+    """An engine of the target with a drafter, unless the settings name another method."""
+    fields = {"method": "drafter", "max_num_seqs": 8, "beam_width": 4, "draft_length": 4, "tree_size": 12}
+    config = Plan(**{**fields, **settings})
+    drafter = drafter_of(target) if config.method == "drafter" else None
+    draft_model = target_of("llama") if config.method == "draft-model" else None
+    return Engine(target, drafter, config, draft_model=draft_model)
+
+
+def settled(engine: Engine, num_rows: int, params: SamplingParams, options: RequestOptions | None = None) -> Engine:
+    """The engine with rows that have all been decoding."""
+    engine.reserve(128)
+    for row in range(num_rows):
+        engine.add(list(range(3, 20 + row)), params, options)
+    engine.step()
+    engine.step()
+    return engine
+
+
+def step(
+    engine: Engine, num_rows: int, params: SamplingParams, options: RequestOptions | None = None
+) -> dict[str, int]:
+    """Copies of one step of rows that have all been decoding."""
+    settled(engine, num_rows, params, options)
+    refuser.clear()
+    assert len(engine.step()) == num_rows
+    return refuser.copies
+
+
+def reads_of_prefill() -> int:
+    """Reads of steps that fill prompts in, in chunks, while no row decodes."""
+    engine = engine_of(target_of("windows"), prefill_chunk=16)
+    engine.reserve(256)
+    for size in (100, 90, 40):
+        engine.add(list(range(size)), GREEDY)
+    refuser.clear()
+    assert engine.step() == [] == engine.step()
+    return refuser.copies.get("read", 0)
+
+
+def reads_of_shared_prefixes() -> int:
+    """Reads of a step, beyond its own, in which requests share the prompts of finished and of running ones."""
+    engine = engine_of(target_of("llama"), enable_prefix_caching=True)
+    engine.reserve(128)
+    prompt = list(range(50))
+    first, second = engine.add(prompt, GREEDY), engine.add(prompt[::-1], GREEDY)
+    engine.step()
+    engine.step()
+    engine.abort(first.request_id)
+    new = [engine.add([*start, 5, 6], FILTERED) for start in (prompt, prompt, prompt[::-1])]
+    refuser.clear()
+    assert engine.step()
+    assert all(request.num_shared >= 40 for request in new), (new, second)
+    return refuser.copies["read"] - 1
+
+
+def _cases_of_steps() -> dict[str, Callable[[], Any]]:
+    cases: dict[str, Callable[[], Any]] = {}
+    samplings = {"greedy": GREEDY, "sampled": FILTERED}
+    for kind, num_rows, word in product(_MODELS, (1, 8), samplings):
+        cases[f"step-{kind}-{num_rows}-{word}"] = lambda k=kind, n=num_rows, w=word: step(
+            engine_of(target_of(k)), n, samplings[w]
+        )
+    for method, word in product(("none", "lookup", "draft-model"), samplings):
+        cases[f"step-{method}-{word}"] = lambda m=method, w=word: step(
+            engine_of(target_of("llama"), method=m), 2, samplings[w]
+        )
+    cases["step-rejection-rule"] = lambda: step(
+        engine_of(target_of("llama"), method="draft-model", verify="rejection"), 2, FILTERED
+    )
+    asked = RequestOptions(num_logprobs=3, want_tree=True)
+    cases["step-with-logprobs-and-trees"] = lambda: step(engine_of(target_of("llama")), 8, FILTERED, asked)
+    return cases
+
+
+def _refusals() -> dict[str, Callable[[], Any]]:
+    """Programs that the device must refuse; without these cases the others would prove nothing."""
+    x = refuser.numberless(8)
+    return {
+        "refused-item": lambda: x.sum().item(),
+        "refused-bool": lambda: bool((x > 0).any()),
+        "refused-tolist": lambda: x.tolist(),
+        "refused-numpy": lambda: x.numpy(),
+        "refused-nonzero": lambda: x.nonzero(),
+        "refused-mask": lambda: x[x > 0],
+        "refused-unique": lambda: x.unique(),
+        "refused-repeat": lambda: x.repeat_interleave(x.long()),
+        "refused-two-devices": lambda: x + torch.zeros(8),
+        "refused-index-of-the-host": lambda: torch.zeros(8)[x.long()],
+        "counted-read": lambda: (x.cpu(), x.to("cpu"), torch.zeros(8).copy_(x), refuser.copies)[-1],
+        "counted-sent": lambda: (torch.tensor([1], device=x.device), torch.zeros(8).to(x.device), refuser.copies)[-1],
+    }
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    **_cases_of_steps(),
+    "reads-of-prefill": reads_of_prefill,
+    "reads-of-shared-prefixes": reads_of_shared_prefixes,
+    **_refusals(),
+}
+
+
+def main(names: Sequence[str]) -> None:
+    """Run the named cases, or all."""
+    _host_numbers()
+    for kind in _MODELS:
+        cpu_target(kind)
+    for name, case in CASES.items():
+        if names and name not in names:
+            continue
+        refuser.clear()
+        try:
+            with refuser.on():
+                found = {"name": name, "found": case()}
+        except Exception as error:
+            places = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
+            own = [place for place in places if "/drafter/" in place][-4:]
+            found = {"name": name, "error": type(error).__name__, "text": str(error)[:300], "places": own}
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

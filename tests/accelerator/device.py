@@ -1,0 +1,179 @@
+"""A device of torch's own without arithmetic: tensors have shapes and a device, and no numbers.
+
+A GPU accepts programs that read its numbers in the middle of a step, and shapes that depend on numbers; both are slow
+there without a word. Here they raise, and so does an operation on tensors of this device and of the CPU. The device is
+registered for the whole process, so the cases run in a process of their own (:mod:`tests.accelerator.cases`).
+
+    reads of numbers        ``.item()``, ``bool()``, ``.tolist()``, ``.numpy()``: raised; ``.cpu()`` and other copies to
+                            the CPU: counted
+    shapes from numbers     ``nonzero``, boolean masks, ``unique``, ``repeat_interleave``: raised
+    two devices             raised, but for numbers of no dimension, which torch allows
+    copies to the device    counted where the host would wait: not from pinned memory
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+
+NAME = "refuser"
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class _Backend:
+    """What torch asks the module of a device."""
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        """The device draws no numbers."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Backend())  # type: ignore[no-untyped-call]
+DEVICE = torch.device(NAME, 0)
+
+
+class HiddenReadError(Exception):
+    """The host asks for numbers of the device past the dispatcher."""
+
+
+class TwoDevicesError(Exception):
+    """An index on another device than the tensor, which FakeTensorMode lets pass."""
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies between the host and the device: ``read`` and ``sent``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func._schema.name, kwargs or {}
+        if name.startswith("aten::index") and isinstance(args[1], list | tuple):
+            _expect_one_device(args[0], args[1])
+        if name not in ("aten::to", "aten::_to_copy", "aten::copy_"):
+            return func(*args, **kwargs)
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        source = given["src" if name == "aten::copy_" else "self"]
+        device = given.get("device") or given.get("other", source).device
+        if name != "aten::copy_" and source.device.type == "cpu" and torch.device(device).type == NAME:
+            # A small tensor of the CPU keeps its numbers, which have no place on the device.
+            result = torch.empty(source.shape, dtype=given.get("dtype") or source.dtype, device=device)
+        else:
+            result = func(*args, **kwargs)
+        self._count(source, result, is_free=bool(given.get("non_blocking")))
+        return result
+
+    def _count(self, source: Tensor, result: Tensor, *, is_free: bool) -> None:
+        places = source.device.type, result.device.type
+        if places == (NAME, "cpu"):
+            self.found["read"] += 1
+        elif places == ("cpu", NAME) and not is_free:
+            self.found["sent"] += 1
+
+
+def _expect_one_device(tensor: Tensor, indices: Sequence[Tensor | None]) -> None:
+    """torch refuses an index on the device of a tensor on the CPU, and copies an index of the CPU to the device."""
+    places = {index.device for index in indices if index is not None and index.ndim > 0} - {tensor.device}
+    if places:
+        raise TwoDevicesError(f"indices on {places} of a tensor on {tensor.device}")
+
+
+class Refuser:
+    """The device, switched on by :meth:`on`.
+
+    Attributes:
+        copies: counted since the last :meth:`clear`.
+    """
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._copies = Copies()
+
+    @property
+    def copies(self) -> dict[str, int]:
+        """Copies by kind."""
+        return {kind: number for kind, number in self._copies.found.items() if number}
+
+    def clear(self) -> None:
+        """Count from 0."""
+        self._copies.found.clear()
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Tensors that are made in here have no numbers."""
+        kept = torch.tensor, Tensor.tolist, Tensor.numpy
+
+        def tensor(data: Any, *, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+            with unset_fake_temporarily():
+                made = kept[0](data, **kwargs)
+            return made if device is None else made.to(device)
+
+        def refuse(read: Any) -> Any:
+            def refused(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+                if tensor.device.type == NAME:
+                    raise HiddenReadError(f"{read.__name__} of {tuple(tensor.shape)}")
+                with unset_fake_temporarily():
+                    return read(tensor, *args, **kwargs)
+
+            return refused
+
+        torch.tensor = tensor
+        Tensor.tolist, Tensor.numpy = refuse(kept[1]), refuse(kept[2])  # type: ignore[method-assign]
+        try:
+            with self.mode, self._copies:
+                yield
+        finally:
+            torch.tensor = kept[0]
+            Tensor.tolist, Tensor.numpy = kept[1:]  # type: ignore[method-assign]
+
+    def numberless(self, *shape: int) -> Tensor:
+        """A float32 tensor of the device."""
+        with self.mode:
+            return torch.empty(shape, device=DEVICE)
+
+    def numbers(self, tensor: Tensor) -> Tensor:
+        """A tensor of ones on the CPU, which has numbers, in place of a copy that has none."""
+        with unset_fake_temporarily():
+            return torch.ones(tensor.shape, dtype=tensor.dtype)
+
+    def put(self, make: Callable[[], Module]) -> Module:
+        """A module that is made on the CPU, with tensors of the device in place of all weights and buffers."""
+        with unset_fake_temporarily():
+            module = make()
+        with self.mode:
+            kept: dict[int, Any] = {}
+            for part in module.modules():
+                for name, value in part._parameters.items():
+                    if value is not None:
+                        if id(value) not in kept:
+                            new = torch.empty(value.shape, dtype=value.dtype, device=DEVICE)
+                            kept[id(value)] = nn.Parameter(new, requires_grad=value.requires_grad)
+                        part._parameters[name] = kept[id(value)]
+                for name, value in part._buffers.items():
+                    if value is not None:
+                        part._buffers[name] = torch.empty(value.shape, dtype=value.dtype, device=DEVICE)
+        return module
