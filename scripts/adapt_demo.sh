@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/venv.sh
-use_venv
+use_venv serve,bench
 
 run=runs/adapt-demo
 rm -rf $run

@@ -1,9 +1,10 @@
 """`drafter adapt`: a drafter learns recorded traffic, and takes the place of ``out`` only if held-out prompts gained.
 
-The work lies in a hidden folder beside ``out``: the rows, the target's hidden states, checkpoints. The same call goes
-on where an earlier one was stopped; the folder goes when the result is known.
+The work lies in a hidden folder beside ``out``: the rows as the first call found them, the target's hidden states,
+checkpoints. The same call goes on where an earlier one was stopped; the folder goes when the result is known.
 """
 
+import contextlib
 import gc
 import hashlib
 import json
@@ -12,7 +13,7 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from drafter.targets.target import Target
 from drafter.training.callbacks import count_steps
 from drafter.training.checkpoint import check_export, export_checkpoint
 from drafter.training.run import main_train
-from drafter.utils.io import write_atomic
+from drafter.utils.io import locked, write_atomic
 from drafter.utils.tables import format_table
 
 MIN_HELD_OUT = 8  # prompts: fewer cannot tell a gain from chance
@@ -36,6 +37,7 @@ _LR = 3e-4
 _BATCH_TOKENS, _MAX_LENGTH = 2048, 2**15
 _STATES_SHARE = 0.25  # of the minutes for the target's forward over the rows
 _SPEED_TOKENS = 2048
+_LOCK, _KEY, _FROZEN, _MADE = "adapt.lock", "key.json", "frozen.json", "drafter"  # of the hidden folder
 _MODES = {"drafter alone": False, "with copies": True}
 
 
@@ -88,41 +90,32 @@ def adapt(
         Whether ``out`` was written.
 
     Raises:
-        ValueError: unreadable rows, too few prompts, a drafter of another target, or ``out`` holds something else.
+        ValueError: unreadable rows, too few prompts, a drafter of another target, ``out`` holds something else, or
+            another call works on ``out``.
     """
     check_export(out)
-    rows, held_out = split(read_traffic(traffic))
-    prompts = {"traffic": prompts_of(held_out, _NUM_TRAFFIC)}
-    if len(prompts["traffic"]) < MIN_HELD_OUT:
-        num_prompts = len({tuple(row.prompt_token_ids) for row in (*rows, *held_out)})
-        raise ValueError(
-            f"--traffic {traffic} holds {num_prompts} different prompts: about {MIN_HELD_OUT * _HELD_OUT_SHARE} are "
-            "needed, so that those held out tell a gain from chance; record more"
-        )
-    general_rows, general_held_out = split(read_traffic(general)) if general is not None else ([], [])
-    prompts["general"] = prompts_of(general_held_out, _NUM_GENERAL)
-    work = _work_folder(out, [target, drafter, _digest(drafter / WEIGHTS), minutes, *words], [*rows, *general_rows])
-    before = _kept(work / "before.json", lambda: _measured(loading, str(drafter), prompts))
-    if not (work / "train.jsonl").exists():
-        _write_rows(work / "val.jsonl", held_out[:_NUM_TRAFFIC])
-        _write_rows(work / "train.jsonl", _affordable(loading, rows, general_rows, minutes))
-    checkpoint, made = work / "checkpoints" / "last.ckpt", work / "drafter"
-    if not made.exists():
-        longest = max(len(row.prompt_token_ids) + len(row.token_ids) for row in (*rows, *held_out, *general_rows))
-        main_train([*_recipe(target, drafter, work, minutes, longest), *words])
-        export_checkpoint(checkpoint, made)
-    after = _kept(work / "after.json", lambda: _measured(loading, str(made), prompts))
-    figures = {
-        (name, mode): compared(before[name][mode], after[name][mode])
-        for name in prompts if prompts[name] for mode in _MODES
-    }  # fmt: skip
-    print(table(figures, {name: len(found) for name, found in prompts.items()}))
-    has_gained = figures["traffic", "with copies"].has_gained
-    if has_gained:
-        measured = {f"{name}, {mode}": figure._asdict() for (name, mode), figure in figures.items()}
-        facts = {"from": str(drafter), "answers": len(rows), "minutes": minutes, "tokens_per_step": measured}
-        export_checkpoint(checkpoint, out, facts={"adapted": facts})
-    shutil.rmtree(work)
+    settings = [target, drafter, traffic, general, minutes, *words]
+    with _work_folder(out, settings, _digest(drafter / WEIGHTS)) as work:
+        if not (work / _FROZEN).exists():
+            _freeze(loading, work, traffic, general, minutes)
+        frozen = json.loads((work / _FROZEN).read_text(encoding="utf-8"))
+        prompts = frozen["prompts"]
+        before = _kept(work / "before.json", lambda: _measured(loading, str(drafter), prompts))
+        checkpoint, made = work / "checkpoints" / "last.ckpt", work / _MADE
+        if not made.exists():
+            main_train([*_recipe(target, drafter, work, minutes, frozen["longest"]), *words])
+            export_checkpoint(checkpoint, made)
+        after = _kept(work / "after.json", lambda: _measured(loading, str(made), prompts))
+        figures = {
+            (name, mode): compared(before[name][mode], after[name][mode])
+            for name in prompts if prompts[name] for mode in _MODES
+        }  # fmt: skip
+        print(table(figures, {name: len(found) for name, found in prompts.items()}))
+        has_gained = figures["traffic", "with copies"].has_gained
+        if has_gained:
+            measured = {f"{name}, {mode}": figure._asdict() for (name, mode), figure in figures.items()}
+            facts = {"from": str(drafter), "answers": frozen["answers"], "minutes": minutes}
+            export_checkpoint(checkpoint, out, facts={"adapted": facts | {"tokens_per_step": measured}})
     return has_gained
 
 
@@ -273,17 +266,66 @@ def _digest(file: Path) -> str:
     return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() if file.is_file() else ""
 
 
-def _work_folder(out: Path, settings: Sequence[object], rows: Sequence[TrafficRow]) -> Path:
-    """The hidden folder beside ``out``; what it holds of other rows or settings is removed."""
+@contextlib.contextmanager
+def _work_folder(out: Path, settings: Sequence[object], drafter: str) -> Iterator[Path]:
+    """The hidden folder beside ``out`` for one process (ValueError for a second one), removed when the work is done.
+
+    What an earlier call left there stays if its settings and the hash ``drafter`` of the weights were the same.
+    """
     work = out.absolute().with_name(f".{out.name}.adapt")
-    key = hashlib.blake2b(repr((list(map(str, settings)), rows)).encode(), digest_size=16).hexdigest()
-    place = work / "key"
-    if work.exists() and not (place.is_file() and place.read_text(encoding="utf-8") == key):
-        shutil.rmtree(work)
     work.mkdir(parents=True, exist_ok=True)
-    if not place.exists():
-        write_atomic(place, key)
-    return work
+    (work / _LOCK).touch()
+    with locked(work / _LOCK) as is_locked:
+        if is_locked is False:
+            raise ValueError(f"another `drafter adapt` works on --out {out}: wait for its end, or give another --out")
+        key, place = repr(list(map(str, settings))), work / _KEY
+        found = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
+        # A call that was stopped at its end may have written into the drafter's own folder already.
+        same = (found.get("drafter"), _digest(work / _MADE / WEIGHTS))
+        if found.get("settings") == key and drafter in same:
+            print(f"going on with an earlier call and its answers; to begin anew, delete {work}", file=sys.stderr)
+        else:
+            place.unlink(missing_ok=True)
+            for entry in work.iterdir():
+                if entry.is_dir():
+                    shutil.rmtree(entry)
+                elif entry.name != _LOCK:
+                    entry.unlink()
+            write_atomic(place, json.dumps({"settings": key, "drafter": drafter}))
+        is_over = False
+        try:
+            yield work
+            is_over = True
+        finally:
+            if is_over or not (work / _FROZEN).exists():
+                _remove(work)
+
+
+def _remove(work: Path) -> None:
+    (work / _KEY).unlink()  # the first to go: a half removed folder begins anew
+    shutil.rmtree(work)
+
+
+def _freeze(loading: Loading, work: Path, traffic: Path, general: Path | None, minutes: float) -> None:
+    """Put the rows of this work into the folder: a server may go on recording. Errors as :func:`adapt`.
+
+    The file ``_FROZEN`` is the last to be written.
+    """
+    rows, held_out = split(read_traffic(traffic))
+    prompts = {"traffic": prompts_of(held_out, _NUM_TRAFFIC)}
+    if len(prompts["traffic"]) < MIN_HELD_OUT:
+        num_prompts = len({tuple(row.prompt_token_ids) for row in (*rows, *held_out)})
+        raise ValueError(
+            f"--traffic {traffic} holds {num_prompts} different prompts: about {MIN_HELD_OUT * _HELD_OUT_SHARE} are "
+            "needed, so that those held out tell a gain from chance; record more"
+        )
+    general_rows, general_held_out = split(read_traffic(general)) if general is not None else ([], [])
+    prompts["general"] = prompts_of(general_held_out, _NUM_GENERAL)
+    chosen = _affordable(loading, rows, general_rows, minutes)
+    _write_rows(work / "val.jsonl", held_out[:_NUM_TRAFFIC])
+    _write_rows(work / "train.jsonl", chosen)
+    longest = max(len(row.prompt_token_ids) + len(row.token_ids) for row in (*chosen, *held_out))
+    write_atomic(work / _FROZEN, json.dumps({"prompts": prompts, "answers": len(rows), "longest": longest}))
 
 
 def _kept(file: Path, make: Callable[[], Counts]) -> Counts:

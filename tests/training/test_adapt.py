@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 
@@ -113,20 +114,61 @@ def test_without_a_gain_nothing_is_changed(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_interrupted_call_goes_on(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_call_goes_on_with_its_rows(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Although a server has recorded more in the meantime."""
+    traffic = tmp_path / "traffic"
+    shutil.copytree(place / "traffic", traffic)
+
     def stop_here(trained: DrafterModule, *_: object) -> None:
         if trained.trainer.global_step == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
+    command = words(place, tmp_path / "new", "--traffic", str(traffic))
     with monkeypatch.context() as patch:
         patch.setattr(DrafterModule, "on_train_batch_start", stop_here)
-        assert main(words(place, tmp_path / "new")) == 130
+        assert main(command) == 130
     work = tmp_path / ".new.adapt"
-    assert [path.name for path in tmp_path.iterdir()] == [work.name] and (work / "checkpoints" / "last.ckpt").is_file()
+    assert not (tmp_path / "new").exists() and (work / "checkpoints" / "last.ckpt").is_file()
+    (traffic / "traffic-3.jsonl").write_text('{"prompt_token_ids": [9, 9], "token_ids": [9]}\n')
+    assert "going on" not in capsys.readouterr().err
     steps: list[int] = []
     monkeypatch.setattr(DrafterModule, "on_train_batch_start", lambda trained, *_: steps.append(trained.global_step))
-    assert main(words(place, tmp_path / "new")) in (0, 3)
+    assert main(command) in (0, 3)
+    assert "going on with an earlier call" in capsys.readouterr().err
     assert steps[0] == 4 and not work.exists()
+
+
+def test_a_call_that_was_stopped_at_its_end_does_not_train_again(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new drafter is in its own folder already, and stays the only version."""
+    out = tmp_path / "drafter"
+    shutil.copytree(place / "drafter", out)
+    command = words(place, out, "--drafter", str(out))
+    kept: list[Path] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_remove", kept.append)
+        assert main(command) == 0
+    weights = (out / "model.safetensors").read_bytes()
+    assert kept and weights != (place / "drafter" / "model.safetensors").read_bytes()
+    monkeypatch.setattr(module, "main_train", lambda _: pytest.fail("trains again"))
+    assert main(command) == 0
+    assert (out / "model.safetensors").read_bytes() == weights and os.listdir(tmp_path) == ["drafter"]
+
+
+def test_a_second_call_for_one_folder_is_refused(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def second(*_: object) -> None:
+        assert main(words(place, tmp_path / "new")) == 2
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_measured", lambda *_: {})
+    monkeypatch.setattr(module, "main_train", second)
+    assert main(words(place, tmp_path / "new")) == 130
+    assert "error: another `drafter adapt` works on --out" in capsys.readouterr().err
 
 
 def test_another_drafter_under_the_same_name_begins_anew(
