@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
@@ -12,22 +11,19 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from drafter.engine.engine import Engine
 from drafter.serving.metrics import Metrics
 from drafter.serving.options import ServeOptions
-from drafter.serving.protocol import ApiError, ChatRequest, CompletionRequest, ErrorBody, error_of
+from drafter.serving.protocol import ApiError, ChatRequest, CompletionRequest, error_of, server_error, timed_out
 from drafter.serving.server import Server
-from drafter.serving.stream import CLOSED_BY_CLIENT, OUTCOME
+from drafter.serving.stream import CLOSED_BY_CLIENT, STATUS
 
-_Responses = dict[int | str, dict[str, Any]]
-_ERRORS: _Responses = {
-    status: {"model": ErrorBody} for status in (400, 401, 404, 408, 409, 413, 415, 429, 500, 503, 504)
-}
-_STREAM: _Responses = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 _PAGE_POLICY = (
     "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -35,6 +31,7 @@ _PAGE_POLICY = (
 _BODY_SECONDS = 30.0
 _LEAST_BODY_BYTES = 2 * 2**20  # largest body, unless the rows are long
 _TOKEN_BYTES = 32  # of a body for each token of a row: text has about four, a list of token ids seven
+_CLOSE = {"Connection": "close"}  # the rest of the body is not read
 _GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
 _OUTCOME_OF = {401: "unauthorized", 429: "overloaded", 503: "overloaded", 504: "timed_out", CLOSED_BY_CLIENT: "hung_up"}
 
@@ -63,85 +60,83 @@ def create_app(engine: Engine, options: ServeOptions) -> FastAPI:
     app.add_middleware(Guard, api_keys=options.api_keys, max_body_bytes=max_body_bytes, metrics=server.metrics)
     if options.cors_origin:  # the outermost layer, so that pages can read errors as well
         app.add_middleware(CORSMiddleware, allow_origins=options.cors_origin, allow_methods=["*"], allow_headers=["*"])
-    _add_error_handlers(app)
-    _add_generation(app, server)
-    _add_rest(app, server)
+    _add_error_handlers(app, options.request_timeout)
+    _add_endpoints(app, server)
     return app
 
 
-def _add_error_handlers(app: FastAPI) -> None:
-    def respond(error: ApiError) -> JSONResponse:
-        return JSONResponse(error.body, error.status, error.headers)
+def _respond(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body, error.status, error.headers)
 
+
+def _add_error_handlers(app: FastAPI, request_timeout: float) -> None:
     @app.exception_handler(ApiError)
     async def on_api_error(_: Request, error: ApiError) -> JSONResponse:
-        return respond(error)
+        return _respond(error)
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return respond(error_of(list(error.errors())))
+        return _respond(error_of(list(error.errors())))
 
     @app.exception_handler(HTTPException)
     async def on_http_error(_: Request, error: HTTPException) -> JSONResponse:
-        response = respond(ApiError(error.status_code, str(error.detail)))
+        response = _respond(ApiError(error.status_code, str(error.detail)))
         response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(TimeoutError)
     async def on_timeout(_: Request, error: TimeoutError) -> JSONResponse:
-        return respond(ApiError(504, "the request took too long", kind="server_error", code="timeout"))
+        return _respond(timed_out(request_timeout))
 
     @app.exception_handler(Exception)
     async def on_error(_: Request, error: Exception) -> JSONResponse:
-        return respond(ApiError(500, "an internal error", kind="server_error"))
+        return _respond(server_error(500, "an internal error"))
 
 
-def _add_generation(app: FastAPI, server: Server) -> None:
-    @app.post("/v1/chat/completions", response_model=None, responses=_ERRORS | _STREAM)
+def _add_endpoints(app: FastAPI, server: Server) -> None:
+    page = (files("drafter.serving") / "page.html").read_text(encoding="utf-8")
+
+    @app.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await server.chat(body, request)
 
-    @app.post("/v1/completions", response_model=None, responses=_ERRORS | _STREAM)
+    @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await server.complete(body, request)
 
-
-def _add_rest(app: FastAPI, server: Server) -> None:
-    page = (files("drafter.serving") / "page.html").read_text(encoding="utf-8")
-
-    @app.get("/v1/models", responses={401: _ERRORS[401]})
+    @app.get("/v1/models")
     async def models() -> Mapping[str, Any]:
         return {"object": "list", "data": [server.model_card]}
 
-    @app.get("/v1/models/{name:path}", responses={401: _ERRORS[401], 404: _ERRORS[404]})
+    @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Mapping[str, Any]:
         if name != server.model.name:
             raise ApiError(404, f"model {name!r} is not served here", param="model", code="model_not_found")
         return server.model_card
 
-    @app.post("/v1/drafter/reload", responses={status: _ERRORS[status] for status in (400, 401, 409)})
+    @app.post("/v1/drafter/reload")
     async def reload_drafter() -> Mapping[str, Any]:
         """Load the drafter's folder again, and let the drafter take over between two steps."""
         return await server.reload_drafter()
 
-    @app.get("/health", responses={503: {}})
+    @app.get("/health")
     async def health() -> Response:
         """Liveness: 503 when only a restart helps. ``tokenization`` is ``stuck`` while one text delays the others."""
         is_alive = server.worker.state != "dead"
         status = {"status": "ok" if is_alive else "dead", "tokenization": server.encoder.state}
         return JSONResponse(status, 200 if is_alive else 503)
 
-    @app.get("/ready", responses={503: {}})
+    @app.get("/ready")
     async def ready() -> Response:
         """Readiness: 503 while the server starts and while the server shuts down."""
         state = server.worker.state
         return JSONResponse({"status": state}, 200 if state == "ready" else 503)
 
-    @app.get("/metrics", response_class=Response)
+    @app.get("/metrics")
     async def metrics() -> Response:
         return Response(server.metrics.render(), media_type="text/plain; version=0.0.4")
 
-    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
+    @app.get("/", include_in_schema=False)
     async def index() -> Response:
         return HTMLResponse(page, headers={"Content-Security-Policy": _PAGE_POLICY, "Cache-Control": "no-cache"})
 
@@ -164,14 +159,6 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check a request, then call the application."""
-        if scope["type"] == "http" and _header(scope, b"content-length") and _header(scope, b"transfer-encoding"):
-            # A proxy may find another end of the body, and read the rest as a further request.
-            error = ApiError(400, "the request has both Content-Length and Transfer-Encoding: send one of them")
-            await _send_error(error, send, closes=True)
-            return
-        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
-            await self._app(scope, receive, send)
-            return
         status = 500
 
         async def watched(message: Message) -> None:
@@ -181,98 +168,72 @@ class Guard:
             await send(message)
 
         try:
-            try:
-                self._check_key(scope)
-                body = await self._read_body(scope, receive) if scope["method"] == "POST" else None
-            except ApiError as error:
-                await _send_error(error, watched)
-            except ConnectionError:
-                status = CLOSED_BY_CLIENT
-            else:
-                await self._app(scope, receive if body is None else _replay(body, receive), watched)
+            body = await self._check(scope, receive) if scope["type"] == "http" else None
+        except ApiError as error:
+            await _respond(error)(scope, receive, watched)
+        except ClientDisconnect:
+            status = CLOSED_BY_CLIENT
+        else:
+            await self._app(scope, receive if body is None else _replay(body, receive), watched)
         finally:
-            if scope["path"] in _GENERATION_PATHS and scope["method"] == "POST":
-                outcome = scope.get(OUTCOME) or _OUTCOME_OF.get(status)
-                if outcome is None:
-                    outcome = "completed" if status < 400 else "refused" if status < 500 else "failed"
-                self._metrics.requests.labels(outcome).inc()
+            if scope["type"] == "http" and scope["path"] in _GENERATION_PATHS and scope["method"] == "POST":
+                status = scope.get(STATUS, status)
+                other = "completed" if status < 400 else "refused" if status < 500 else "failed"
+                self._metrics.requests.labels(_OUTCOME_OF.get(status, other)).inc()
 
-    def _check_key(self, scope: Scope) -> None:
-        if not self._digests:
-            return
-        kind, _, key = _header(scope, b"authorization").partition(b" ")
-        # All digests have one length and all are compared, so the time reveals nothing about a key.
-        given = _digest(key.strip())
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        if kind.lower() != b"bearer" or not any(matches):
-            raise ApiError(
-                401, "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'", code="invalid_api_key"
-            )
-
-    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
-        """The whole body of a request.
+    async def _check(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The body of a request to the API; None for a request without a body, or elsewhere.
 
         Raises:
-            ApiError: the body is too large, too slow, or not JSON.
-            ConnectionError: the client left.
+            ApiError: the key is wrong, or the body is ambiguous, too large, too slow, or not JSON.
+            ClientDisconnect: the client left.
         """
-        kind = _header(scope, b"content-type").partition(b";")[0].strip().lower()
-        if kind != b"application/json":
+        headers = Headers(scope=scope)
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # A proxy may find another end of the body, and read the rest as a further request.
+            message = "the request has both Content-Length and Transfer-Encoding: send one of them"
+            raise ApiError(400, message, headers=_CLOSE)
+        if not scope["path"].startswith("/v1/"):
+            return None
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        # All digests have one length and all are compared, so the time reveals nothing about a key.
+        given = _digest(key.strip().encode("latin-1"))
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        if matches and (kind.lower() != "bearer" or not any(matches)):
+            message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        if scope["method"] != "POST":
+            return None
+        if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             # A browser sends the forms of other web sites without asking; no form has this content type.
             raise ApiError(415, "the body must be JSON: send 'Content-Type: application/json'")
-        declared = _header(scope, b"content-length")
+        too_large = ApiError(
+            413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large", headers=_CLOSE
+        )
+        declared = headers.get("content-length", "")
         if declared.isdigit() and int(declared) > self._max_body_bytes:
-            raise self._too_large()
-        parts, size = [], 0
+            raise too_large
+        body = bytearray()
         try:
             async with asyncio.timeout(_BODY_SECONDS):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ConnectionError
-                    part = message.get("body", b"")
-                    size += len(part)
-                    if size > self._max_body_bytes:
-                        raise self._too_large()
-                    parts.append(part)
-                    if not message.get("more_body", False):
-                        return b"".join(parts)
+                async for part in Request(scope, receive).stream():
+                    body += part
+                    if len(body) > self._max_body_bytes:
+                        raise too_large
         except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {_BODY_SECONDS:.0f} seconds") from None
-
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large")
+            raise ApiError(408, f"the body did not arrive within {_BODY_SECONDS:.0f} seconds", headers=_CLOSE) from None
+        return bytes(body)
 
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _header(scope: Scope, name: bytes) -> bytes:
-    return next((value for key, value in scope["headers"] if key == name), b"")
-
-
 def _replay(body: bytes, receive: Receive) -> Receive:
     """A ``receive`` that returns the body once, and then the client's messages: only a hang-up can follow."""
-    is_first = True
+    waiting = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:
-        nonlocal is_first
-        if is_first:
-            is_first = False
-            return {"type": "http.request", "body": body, "more_body": False}
-        return await receive()
+        return waiting.pop() if waiting else await receive()
 
     return replayed
-
-
-async def _send_error(error: ApiError, send: Send, *, closes: bool = False) -> None:
-    body = json.dumps(error.body).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
-    if error.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    if closes or error.status in (408, 413):
-        headers.append((b"connection", b"close"))  # the rest of the body is not read
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

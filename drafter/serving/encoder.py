@@ -1,9 +1,8 @@
-"""Prompts to token ids in a process that can be killed: a chat template is a program of the model's author.
+"""Prompts to token ids in a process of its own: a chat template is a program of the model's author.
 
 A thread that renders a template cannot be stopped, and its memory cannot be limited. So a child process of the server
-loads the tokenizer and forks workers, one at a time. A worker has a memory limit, and a system alarm ends a worker
-whose request takes too long. The child then reports the cause to the server and forks the next worker within
-milliseconds. The processes exchange one line of JSON for each request and one for each result.
+loads the tokenizer, and forks a process with limits of time and memory for each text. Server and child exchange one
+line of JSON for each text and one for each result.
 """
 
 import asyncio
@@ -14,16 +13,18 @@ import signal
 import sys
 import tempfile
 import time
+from functools import partial
 from typing import Any
 
-from drafter.serving.protocol import ApiError
+from drafter.serving.protocol import ApiError, server_error
 from drafter.targets.chat import encode_chat, encode_text, load_saved_tokenizer
-from drafter.utils.limits import MAX_SECONDS, limit_memory, took_too_long, took_too_much
+from drafter.utils.limits import MAX_SECONDS, limited_map
 
+_Asked = str | list[dict[str, str]]  # a text or a conversation
 _STUCK_SECONDS = 2.0  # `/health` reports a request that takes longer
-_CHARS_LOOKED_AT = 16  # for each token of a row; text has about four characters a token
-_LINE_BYTES = 1 << 28  # limit of one result, larger than the token ids of any row
+_LINE_BYTES = 1 << 28  # of one result, larger than the token ids of any row
 _START_SECONDS = 120.0
+_LONGEST_SECONDS = 6 * MAX_SECONDS  # the limit on the processor time of one text comes before
 
 
 class Encoder:
@@ -38,7 +39,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Any, name: str, max_length: int, *, escape_special_tokens: bool = False) -> None:
         self._tokenizer = tokenizer
-        self._setup = {"name": name, "max_length": max_length, "escape": escape_special_tokens}
+        self._setup = {"name": name, "max_length": max_length, "seconds": MAX_SECONDS, "escape": escape_special_tokens}
         self._lock = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -86,117 +87,73 @@ class Encoder:
                 os.killpg(process.pid, signal.SIGKILL)  # the group holds the worker as well
             await process.wait()
 
-    async def chat(self, messages: list[dict[str, str]], seconds: float) -> list[int]:
+    async def chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a conversation.
 
         Raises:
             ApiError: 400 where the template refuses the messages, fails, or takes too much time or memory, and for a
-                text that is far too long; 504 when the request's ``seconds`` end before.
+                text that is far too long; 503 where the child has ended.
         """
-        return await self._ask("messages", {"messages": messages}, seconds)
+        return await self._ask("messages", messages)
 
-    async def prompt(self, prompt: str | list[int], seconds: float) -> list[int]:
+    async def prompt(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a raw prompt, with the errors of :meth:`chat`. A list of token ids is returned unchanged."""
-        return prompt if isinstance(prompt, list) else await self._ask("prompt", {"prompt": prompt}, seconds)
+        return prompt if isinstance(prompt, list) else await self._ask("prompt", prompt)
 
-    async def _ask(self, param: str, request: dict[str, Any], seconds: float) -> list[int]:
+    async def _ask(self, param: str, asked: _Asked) -> list[int]:
         # Shielded: the result of a client that leaves must not stay in the pipe for the next client.
-        exchange = asyncio.ensure_future(asyncio.shield(self._exchange(request | {"seconds": MAX_SECONDS})))
-        try:
-            answer = await asyncio.wait_for(exchange, max(0.0, seconds))
-        except TimeoutError:
-            raise ApiError(
-                504, "the request took too long: its text could not be tokenized", kind="server_error", code="timeout"
-            ) from None
-        if "token_ids" in answer:
-            return list(answer["token_ids"])
-        raise ApiError(answer.get("status", 400), answer["error"], param=param, code=answer.get("code"))
+        found = await asyncio.shield(asyncio.ensure_future(self._exchange(asked)))
+        if found is None:
+            raise server_error(503, "the tokenizer's process ended: try again later")
+        if "token_ids" in found:
+            return list(found["token_ids"])
+        raise ApiError(400, found["error"], param=param, code=found["code"])
 
-    async def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def _exchange(self, asked: _Asked) -> dict[str, Any] | None:
+        """The child's result; None if the child has ended. The next text starts another child."""
         async with self._lock:
             try:
                 await self.start()
                 assert self._process is not None and self._process.stdin and self._process.stdout
                 self._busy_since = time.monotonic()
-                self._process.stdin.write(json.dumps(request).encode() + b"\n")
+                self._process.stdin.write(json.dumps(asked).encode() + b"\n")
                 await self._process.stdin.drain()
-                async with asyncio.timeout(2 * MAX_SECONDS):  # the worker's own alarm comes before
-                    line = await self._process.stdout.readline()
-                return dict(json.loads(line))
+                async with asyncio.timeout(_LONGEST_SECONDS):
+                    return dict(json.loads(await self._process.stdout.readline()))
             except (OSError, ValueError, TimeoutError):
-                # The child has ended; the next request starts another child.
                 await self._kill()
-                return {"status": 503, "error": "the tokenizer's process ended: try again later"}
+                return None
             finally:
                 self._busy_since = None
 
 
-# -- in the child --------------------------------------------------------------------------------------------------
-
-
 def run_child() -> None:
-    """Load the tokenizer; fork workers until the server closes the pipe."""
-    answers = os.dup(1)
+    """Load the tokenizer; answer texts until the server closes the pipe."""
+    results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # printed text goes to the error stream
     setup = json.loads(sys.argv[1])
     tokenizer = load_saved_tokenizer(setup["folder"], trust_remote_code=setup["trust_remote_code"])
-    longest = max(map(len, tokenizer.get_vocab()))
-    _send(answers, {"loaded": True})
+    most_chars = setup["max_length"] * max(map(len, tokenizer.get_vocab()))
+    encode = partial(_encode, tokenizer, setup, most_chars)
+    result: dict[str, Any] = {"token_ids": []}
+    what = f"the chat template or tokenizer of {setup['name']!r}"
     while True:
-        worker = os.fork()
-        if worker == 0:
-            _work(tokenizer, setup, longest, answers)
-        status = os.waitpid(worker, 0)[1]
-        if os.WIFEXITED(status):
-            return  # the server closed the pipe
-        number = os.WTERMSIG(status)
-        is_slow = number == signal.SIGALRM
-        _send(answers, _failed(setup, took_too_long() if is_slow else "ended its process"))
-
-
-def _work(tokenizer: Any, setup: dict[str, Any], longest: int, answers: int) -> None:
-    """Answer requests until the pipe is closed, then end the process."""
-    limit_memory()
-    requests = os.fdopen(os.dup(0), "rb")
-    while line := requests.readline():
-        request = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, request["seconds"])  # SIGALRM ends the process even within C code
+        print(json.dumps(result), file=results, flush=True)
+        line = sys.stdin.buffer.readline()
+        if not line:
+            return
         try:
-            answer: dict[str, Any] = _encode(tokenizer, setup, longest, request)
-        except MemoryError:
-            answer = _failed(setup, took_too_much())
+            (result,) = limited_map(encode, [json.loads(line)], what, setup["seconds"])
         except ValueError as error:
-            answer = {"error": str(error)}
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        _send(answers, answer)
-    os._exit(0)
+            result = {"error": str(error), "code": "template_failed"}
 
 
-def _failed(setup: dict[str, Any], reason: str) -> dict[str, Any]:
-    error = f"the chat template or tokenizer of {setup['name']!r} {reason} with this text"
-    return {"error": error, "code": "template_failed"}
-
-
-def _encode(tokenizer: Any, setup: dict[str, Any], longest: int, request: dict[str, Any]) -> dict[str, Any]:
-    """The result of one request."""
-    max_length, escape = setup["max_length"], setup["escape"]
-    messages = request.get("messages")
-    texts = [turn["content"] for turn in messages] if messages is not None else [request["prompt"]]
-    num_chars = sum(map(len, texts))
-    start = _CHARS_LOOKED_AT * max_length
-    is_hopeless = len(texts) > max_length or num_chars > longest * max_length
-    if not is_hopeless and num_chars > start:
-        # The cut may split a word into more tokens than the whole word has; a tenth is enough room.
-        is_hopeless = len(encode_text(tokenizer, "".join(texts)[:start])) > 1.1 * max_length + 16
-    if is_hopeless:
-        error = f"the prompt is far longer than the context of {max_length} tokens: shorten it"
+def _encode(tokenizer: Any, setup: dict[str, Any], most_chars: int, asked: _Asked) -> dict[str, Any]:
+    """The result of one text or conversation."""
+    texts = [asked] if isinstance(asked, str) else [turn["content"] for turn in asked]
+    if len(texts) > setup["max_length"] or sum(map(len, texts)) > most_chars:
+        error = f"the prompt is far longer than the context of {setup['max_length']} tokens: shorten it"
         return {"error": error, "code": "context_length_exceeded"}
-    if messages is None:
-        return {"token_ids": encode_text(tokenizer, request["prompt"], escape_special_tokens=escape)}
-    return {"token_ids": encode_chat(tokenizer, messages, setup["name"], escape_special_tokens=escape)}
-
-
-def _send(answers: int, answer: dict[str, Any]) -> None:
-    data = json.dumps(answer).encode() + b"\n"
-    while data:
-        data = data[os.write(answers, data) :]
+    if isinstance(asked, str):
+        return {"token_ids": encode_text(tokenizer, asked, escape_special_tokens=setup["escape"])}
+    return {"token_ids": encode_chat(tokenizer, asked, setup["name"], escape_special_tokens=setup["escape"])}

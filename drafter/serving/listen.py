@@ -2,14 +2,12 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
 import socket as sockets
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import h11
 import uvicorn
@@ -21,7 +19,6 @@ from drafter.engine.memory import available_bytes, cache_bytes
 from drafter.engine.settings import EngineConfig
 from drafter.serving.app import create_app
 from drafter.serving.options import DEFAULT_CONTEXT, ServeOptions
-from drafter.serving.protocol import ApiError
 from drafter.serving.server import Server
 from drafter.utils.options import part_of
 
@@ -156,19 +153,14 @@ async def _serve(
 
 
 class ApiProtocol(H11Protocol):
-    """One connection: limits the time of headers, refuses ambiguous bodies, and sends errors in the API's shape."""
+    """A connection that is closed when the headers of a request do not arrive in time."""
 
-    _header_timer: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer for the first request."""
         super().connection_made(transport)
-        self._header_timer = self.loop.call_later(HEADER_SECONDS, self._give_up)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer."""
-        self._stop_timer()
-        super().connection_lost(exc)
+        self._watch_headers()
 
     def data_received(self, data: bytes) -> None:
         """Read bytes; start or stop the timer."""
@@ -181,32 +173,10 @@ class ApiProtocol(H11Protocol):
         self._watch_headers()
 
     def _watch_headers(self) -> None:
-        is_within_headers = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
-        if not is_within_headers:
-            self._stop_timer()
-        elif self._header_timer is None:
-            self._header_timer = self.loop.call_later(HEADER_SECONDS, self._give_up)
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer invalid HTTP with an error, and close the connection."""
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self._send_error(ApiError(400, "the request is no valid HTTP/1.1"))
-        self.transport.close()
-
-    def _give_up(self) -> None:
-        self._header_timer = None
-        if self.conn.our_state is h11.IDLE and self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
-            self._send_error(ApiError(408, f"the headers did not arrive within {HEADER_SECONDS:g} seconds"))
-        self.transport.close()
-
-    def _send_error(self, error: ApiError) -> None:
-        body = json.dumps(error.body).encode()
-        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
-        events: list[Any] = [h11.Response(status_code=error.status, headers=headers), h11.Data(data=body)]
-        for event in [*events, h11.EndOfMessage()]:
-            self.transport.write(self.conn.send(event) or b"")
-
-    def _stop_timer(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
+        is_first = self.cycle is None
+        is_within_headers = self.conn.their_state is h11.IDLE and (is_first or bool(self.conn.trailing_data[0]))
+        if not is_within_headers and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        elif is_within_headers and self._timer is None:
+            self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)

@@ -6,9 +6,9 @@ fields (``user``, ``metadata``, ``store``, ...) change no answer; the server ign
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
 from pydantic_core import PydanticCustomError
 
 from drafter.decoding.params import SamplingParams
@@ -43,8 +43,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
-    "moderation": (),
-    "thinking": (),
     "grammar": (),
     "structured_outputs": (),
     "guided_json": (),
@@ -63,17 +61,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "logits_processors": ([],),
     "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
-    "typical_p": (1,),
-    "tfs": (1,),
-    "top_a": (0,),
-    "xtc_probability": (0,),
-    "dry_multiplier": (0,),
-    "mirostat": (0,),
 }
-
-_OWN_ERRORS = ("unsupported_parameter", "unicode", "content", "prompt", "stop", "stream_options", "logprobs")
 
 _REFUSED_MESSAGE_FIELDS: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "function_call": (), "audio": ()}
 
@@ -87,7 +76,7 @@ class ApiError(Exception):
         kind: the ``type`` of OpenAI's error object.
         param: name of the wrong field, if a field is wrong.
         code: short name for programs.
-        retry_after: seconds after which the client may try again.
+        headers: HTTP headers of the response.
     """
 
     def __init__(
@@ -98,7 +87,7 @@ class ApiError(Exception):
         kind: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
-        retry_after: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -106,7 +95,7 @@ class ApiError(Exception):
         self.kind = kind
         self.param = param
         self.code = code
-        self.retry_after = retry_after
+        self.headers = dict(headers or {})
 
     @property
     def body(self) -> dict[str, Any]:
@@ -116,25 +105,22 @@ class ApiError(Exception):
         param = None if self.param is None else self.param.encode("utf-8", "replace").decode()
         return {"error": {"message": message, "type": self.kind, "param": param, "code": self.code}}
 
-    @property
-    def headers(self) -> dict[str, str]:
-        """HTTP headers of the error."""
-        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+
+def try_later(seconds: int) -> dict[str, str]:
+    """The header that tells a client when to try again."""
+    return {"Retry-After": str(seconds)}
 
 
-class ErrorDetail(BaseModel):
-    """The inner object of an error response."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
+def server_error(
+    status: int, message: str, *, code: str | None = None, headers: Mapping[str, str] | None = None
+) -> ApiError:
+    """An error that is not the client's."""
+    return ApiError(status, message, kind="server_error", code=code, headers=headers)
 
 
-class ErrorBody(BaseModel):
-    """The body of an error response."""
-
-    error: ErrorDetail
+def timed_out(seconds: float) -> ApiError:
+    """The error of a request that took too long."""
+    return server_error(504, f"the answer took longer than {seconds:g} seconds", code="timeout")
 
 
 def _same(given: Any, neutral: Any) -> bool:
@@ -153,22 +139,9 @@ def _refuse(data: Any, refused: Mapping[str, tuple[Any, ...]]) -> Any:
     return data
 
 
-def _whole_text(value: Any) -> Any:
-    """Refuse text with half a surrogate pair (JSON can say "\\ud83d"), which no tokenizer takes."""
-    if isinstance(value, str) and not _is_encodable(value):
-        raise PydanticCustomError("unicode", "the text holds half a surrogate pair, which is no character")
-    return value
-
-
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-_Text = Annotated[StrictStr, BeforeValidator(_whole_text)]
+_Item = TypeVar("_Item")
+_Many = Annotated[list[_Item], Field(min_length=1, fail_fast=True)]  # of a million wrong items, the first is an error
+_Text = Annotated[StrictStr, Field(max_length=2**31)]  # with a limit, half a surrogate pair is refused
 
 
 class TextPart(BaseModel):
@@ -182,7 +155,7 @@ class Message(BaseModel):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[_Text | list[TextPart], BeforeValidator(lambda value: _content(value))]
+    content: _Text | _Many[TextPart]
 
     @model_validator(mode="before")
     @classmethod
@@ -194,46 +167,6 @@ class Message(BaseModel):
         """The message as chat templates take messages; newlines join the parts of the content."""
         text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
-
-
-def _content(value: Any) -> Any:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        for part in value:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind != "text" or not isinstance(part.get("text"), str):
-                raise PydanticCustomError("content", "every part of a content must be of type text and have a text")
-        return value
-    raise PydanticCustomError("content", "content must be a string or a list of text parts")
-
-
-def _prompt(value: Any) -> Any:
-    items = value if isinstance(value, list) else []
-    is_ids = all(_is_id(item) for item in items)
-    is_texts = all(isinstance(item, str) for item in items)
-    is_id_lists = all(isinstance(item, list) and all(_is_id(token) for token in item) for item in items)
-    if isinstance(value, str) or (items and (is_ids or is_texts or is_id_lists)):
-        return value
-    raise PydanticCustomError(
-        "prompt", "prompt must be a string, a list of strings, a list of token ids, or a list of token id lists"
-    )
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _stop(value: Any) -> Any:
-    texts = [value] if isinstance(value, str) else value
-    if texts is None:
-        return None
-    is_list = isinstance(texts, list) and len(texts) <= MAX_STOPS
-    if not is_list or not all(isinstance(text, str) and 1 <= len(text) <= MAX_STOP_LENGTH for text in texts):
-        raise PydanticCustomError(
-            "stop", f"stop must be a string or a list of at most {MAX_STOPS}, each of 1 to {MAX_STOP_LENGTH} characters"
-        )
-    return value
 
 
 class StreamOptions(BaseModel):
@@ -253,7 +186,8 @@ def _limits(name: str, low: float | None = None) -> Any:
 _Number = Annotated[float, Field(strict=True)]
 _Count = Annotated[StrictInt, Field(ge=1)]  # the server cuts a larger number to the context
 _TokenId = Annotated[StrictInt, _limits("stop_token_ids")]
-_StopText = Annotated[_Text, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+_PromptId = Annotated[StrictInt, Field(ge=0)]
+_StopText = Annotated[StrictStr, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
 class Generation(BaseModel):
@@ -268,9 +202,7 @@ class Generation(BaseModel):
     top_k: Annotated[StrictInt, _limits("top_k", -1)] | None = None
     min_p: Annotated[_Number, _limits("min_p")] | None = None
     seed: Annotated[StrictInt, _limits("seed")] | None = None
-    stop: Annotated[
-        _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOPS)] | None, BeforeValidator(_stop)
-    ] = None
+    stop: _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=64)] | None = None
     n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: StrictBool | None = None
@@ -320,7 +252,7 @@ class Generation(BaseModel):
 class ChatRequest(Generation):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: _Many[Message]
     max_completion_tokens: _Count | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -347,7 +279,7 @@ class ChatRequest(Generation):
 class CompletionRequest(Generation):
     """Body of ``POST /v1/completions``."""
 
-    prompt: Annotated[_Text | list[_Text] | list[StrictInt] | list[list[StrictInt]], BeforeValidator(_prompt)]
+    prompt: _Text | _Many[_Text] | _Many[_PromptId] | _Many[_Many[_PromptId]]
     logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @property
@@ -370,8 +302,12 @@ class CompletionRequest(Generation):
 
 
 def error_of(errors: list[Any]) -> ApiError:
-    """The API's error for one of pydantic's errors about a body; errors of this module's own validators come first."""
-    first = next((error for error in errors if error["type"] in _OWN_ERRORS), errors[0])
+    """The API's error for one of pydantic's errors about a body.
+
+    A value that fits no type of a union has an error for each of the types: the deepest one says most, and a value out
+    of range says more than a type that was never meant.
+    """
+    first = max(errors, key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])))
     context = first.get("ctx") or {}
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {context.get('error', first['msg'])}", code="invalid_json")

@@ -1,12 +1,12 @@
-"""Server: makes calls for the engine from the API's requests, and responses from the deltas of the calls."""
+"""Server: makes answers for the engine from the API's requests, and sends them."""
 
 import asyncio
+import contextlib
 import hashlib
 import secrets
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -19,9 +19,9 @@ from drafter.serving.encoder import Encoder
 from drafter.serving.follow import Follower
 from drafter.serving.metrics import Metrics
 from drafter.serving.options import ServeOptions
-from drafter.serving.protocol import GREEDY_BELOW, ApiError, ChatRequest, CompletionRequest, Generation
+from drafter.serving.protocol import GREEDY_BELOW, ApiError, ChatRequest, CompletionRequest, Generation, timed_out
 from drafter.serving.record import TrafficLog
-from drafter.serving.stream import CLOSED_BY_CLIENT, DONE, KEEP_ALIVE, OUTCOME, EventStream, attend, event
+from drafter.serving.stream import CLOSED_BY_CLIENT, EventStream, is_attended
 from drafter.serving.worker import Worker
 from drafter.utils.io import first_line
 
@@ -38,7 +38,7 @@ class Server:
             raise ValueError(f"target {target.name!r} has no tokenizer: a server needs a tokenizer")
         if engine.plan.max_model_len is None:
             raise ValueError("the rows of a server have one size: set max_model_len (--max-model-len)")
-        self.request_timeout = options.request_timeout
+        self._seconds = options.request_timeout
         self.metrics = Metrics()
         self._traffic = None
         if options.record is not None:
@@ -82,7 +82,7 @@ class Server:
             self._following = asyncio.create_task(self.follower.follow())
 
     async def stop(self) -> None:
-        """End the thread and the process. Open calls fail."""
+        """End the thread and the process. Open answers fail."""
         if self._following is not None:
             self._following.cancel()
         await self.worker.stop()
@@ -102,34 +102,29 @@ class Server:
         return {"drafter": self.follower.digest, "replaced": is_replaced}
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
-        """Answer a conversation."""
-        deadline = self._deadline()
-        self._check(body, 1)
-        prompt_ids = await self.encoder.chat([turn.plain for turn in body.messages], _seconds_left(deadline))
-        answer = ChatAnswer(self.model, body, [prompt_ids], self._params(body, 1))
-        return await self._respond(answer, request, deadline, is_stream=bool(body.stream))
+        """Answer a conversation (TimeoutError after the request's time)."""
+        async with asyncio.timeout(self._seconds) as limit:
+            self._check(body, 1)
+            prompts = [await self.encoder.chat([turn.plain for turn in body.messages])]
+            return await self._respond(ChatAnswer(self.model, body, prompts, self._params(body, 1)), request, limit)
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
-        """Continue texts."""
-        deadline = self._deadline()
-        self._check(body, len(body.prompts))
-        prompts = [await self.encoder.prompt(prompt, _seconds_left(deadline)) for prompt in body.prompts]
-        answer = CompletionAnswer(self.model, body, prompts, self._params(body, len(prompts)))
-        return await self._respond(answer, request, deadline, is_stream=bool(body.stream))
+        """Continue texts (TimeoutError after the request's time)."""
+        async with asyncio.timeout(self._seconds) as limit:
+            self._check(body, len(body.prompts))
+            prompts = [await self.encoder.prompt(prompt) for prompt in body.prompts]
+            answer = CompletionAnswer(self.model, body, prompts, self._params(body, len(prompts)))
+            return await self._respond(answer, request, limit)
 
     def _check(self, body: Generation, num_prompts: int) -> None:
         """ApiError for an unknown model, or when the worker has no room."""
         if body.model != self.model.name:
-            raise ApiError(
-                404,
-                f"model {body.model!r} is not served here: use {self.model.name!r}",
-                param="model",
-                code="model_not_found",
-            )
+            message = f"model {body.model!r} is not served here: use {self.model.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
         self.worker.check(num_prompts * (body.n or 1))
 
     def _params(self, body: ChatRequest | CompletionRequest, num_prompts: int) -> list[SamplingParams]:
-        """Sampling parameters of each answer; the choices of a prompt differ in the seed."""
+        """Sampling parameters of each text; the texts of a prompt differ in the seed."""
         temperature = 1.0 if body.temperature is None else body.temperature
         first = SamplingParams(
             max_new_tokens=min(body.limit or self.max_length, self.max_length),
@@ -144,78 +139,27 @@ class Server:
         )
         return [replace(first, seed=_seed(body, choice)) for _ in range(num_prompts) for choice in range(body.n or 1)]
 
-    async def _respond(self, answer: Answer, request: Request, deadline: float, *, is_stream: bool) -> Response:
+    async def _respond(self, answer: Answer, request: Request, limit: asyncio.Timeout) -> Response:
         self.worker.submit(answer)
-        if not is_stream:
-            return await self._whole(answer, request, deadline)
-        try:
-            async with asyncio.timeout_at(deadline):
+        with contextlib.ExitStack() as on_exit:
+            on_exit.callback(self.worker.abandon, answer)
+            if answer.body.stream:
                 await answer.accepted()
-        except BaseException:
-            self.worker.abandon(answer)
-            raise
-        return EventStream(
-            self._events(answer, request),
-            deadline=deadline,
-            on_timeout=partial(self._end_stream, request, "timed_out", self._timeout_error()),
-            on_hang_up=partial(request.scope.__setitem__, OUTCOME, "hung_up"),
-        )
+                on_exit.pop_all()  # the end of the stream frees the rows
+                return EventStream(self._chunks(answer), limit.when() or 0.0, timed_out(self._seconds))
+            work = asyncio.create_task(answer.whole())
+            on_exit.callback(work.cancel)
+            is_done = await is_attended(work, request.receive)
+            return JSONResponse(work.result()) if is_done else Response(status_code=CLOSED_BY_CLIENT)
 
-    async def _whole(self, answer: Answer, request: Request, deadline: float) -> Response:
-        async def collect() -> None:
-            async for delta in answer.deltas():
-                if delta is not None:
-                    answer.collect(delta)
-
-        collecting = asyncio.create_task(collect())
+    async def _chunks(self, answer: Answer) -> AsyncGenerator[dict[str, Any] | None, None]:
         try:
-            end = await attend(collecting, request.receive, deadline)
-            if end == "done":
-                collecting.result()
-                return JSONResponse(answer.whole())
-            if end == "left":
-                return Response(status_code=CLOSED_BY_CLIENT)
-            raise self._timeout_error()
-        finally:
-            collecting.cancel()
-            self.worker.abandon(answer)
-
-    async def _events(self, answer: Answer, request: Request) -> AsyncGenerator[bytes, None]:
-        try:
-            for chunk in answer.opening():
-                yield event(chunk)
-            async for delta in answer.deltas(_KEEP_ALIVE_SECONDS):
-                if delta is None:
-                    yield KEEP_ALIVE
-                    continue
-                for chunk in answer.chunks(delta):
-                    yield event(chunk)
-            for chunk in answer.closing():
-                yield event(chunk)
-            yield DONE
-        except ApiError as error:
-            yield self._end_stream(request, "overloaded" if error.status == 503 else "failed", error)
+            async for chunk in answer.chunks(_KEEP_ALIVE_SECONDS):
+                yield chunk
         finally:
             self.worker.abandon(answer)
-
-    def _end_stream(self, request: Request, outcome: str, error: ApiError) -> bytes:
-        """The error as the last event, because the status was sent with the first."""
-        request.scope[OUTCOME] = outcome
-        return event(error.body)
-
-    def _deadline(self) -> float:
-        """The end of a request's time, by the event loop's clock."""
-        return asyncio.get_running_loop().time() + self.request_timeout
-
-    def _timeout_error(self) -> ApiError:
-        message = f"the answer took longer than {self.request_timeout:g} seconds"
-        return ApiError(504, message, kind="server_error", code="timeout")
 
 
 def _seed(body: Generation, choice: int) -> int:
     """The seed of a choice: the client's, another for each further choice, or a random seed."""
     return secrets.randbits(64) if body.seed is None else (body.seed + choice * _SEED_STRIDE) % 2**64
-
-
-def _seconds_left(deadline: float) -> float:
-    return max(0.0, deadline - asyncio.get_running_loop().time())

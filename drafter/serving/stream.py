@@ -3,28 +3,22 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Callable
-from typing import Any, Literal
+from collections.abc import AsyncGenerator
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": waiting\n\n"  # a comment, which clients skip; proxies keep the connection open
-OUTCOME = "drafter.outcome"  # key of the ASGI scope under which a response records how the request ended
+from drafter.serving.protocol import ApiError
+
+_DONE = b"data: [DONE]\n\n"
+_KEEP_ALIVE = b": waiting\n\n"  # a comment, which clients skip; proxies keep the connection open
+STATUS = "drafter.status"  # key of the ASGI scope: the status of an answer that ended after its first byte
 CLOSED_BY_CLIENT = 499  # no standard status; the client has left and reads none
 
 
-def event(chunk: dict[str, Any]) -> bytes:
-    """One event on one data line; JSON has no raw line breaks."""
-    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-
-async def attend(work: "asyncio.Task[None]", receive: Receive, deadline: float) -> Literal["done", "left", "late"]:
-    """Wait for the end of the work, a client that leaves, or the deadline (event loop's clock), whichever comes first.
-
-    The body must have been read before.
-    """
+async def is_attended(work: "asyncio.Task[Any]", receive: Receive) -> bool:
+    """Wait for the end of the work, or for a client that leaves: False. The body must have been read before."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -32,9 +26,8 @@ async def attend(work: "asyncio.Task[None]", receive: Receive, deadline: float) 
 
     watching = asyncio.create_task(watch())
     try:
-        timeout = max(0.0, deadline - asyncio.get_running_loop().time())
-        await asyncio.wait({work, watching}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        return "done" if work.done() else "left" if watching.done() else "late"
+        await asyncio.wait({work, watching}, return_when=asyncio.FIRST_COMPLETED)
+        return work.done()
     finally:
         watching.cancel()
 
@@ -43,58 +36,66 @@ class EventStream(Response):
     """A response that sends events until they end, the client hangs up, or the deadline passes.
 
     Args:
-        events: the events; the response closes the generator in every case, so that its ``finally`` frees the rows.
+        chunks: JSON objects, and None where the client waits; the response closes the generator in every case, so that
+            its ``finally`` frees the rows.
         deadline: a time of the event loop's clock.
-        on_timeout: returns the last event when the deadline passes.
-        on_hang_up: called when the client leaves before the end.
+        late: the last event when the deadline passes.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        *,
-        deadline: float,
-        on_timeout: Callable[[], bytes],
-        on_hang_up: Callable[[], None],
-    ) -> None:
+    def __init__(self, chunks: AsyncGenerator[dict[str, Any] | None, None], deadline: float, late: ApiError) -> None:
         self.status_code = 200
         self.background = None
         # Proxies must not cache or buffer a stream.
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._events = events
+        self._chunks = chunks
         self._deadline = deadline
-        self._on_timeout = on_timeout
-        self._on_hang_up = on_hang_up
+        self._late = late
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response (ASGI)."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        sending = asyncio.create_task(self._send(send))
+        sending = asyncio.create_task(self._send(scope, send))
         try:
-            end = await attend(sending, receive, self._deadline)
-            if end == "done":
-                sending.result()
-            elif end == "left":
-                self._on_hang_up()
-            else:
-                await _cancel(sending)
-                # A client that does not read would block this send as well, so the send gets one second.
-                with contextlib.suppress(TimeoutError, OSError):
-                    async with asyncio.timeout(1.0):
-                        await send({"type": "http.response.body", "body": self._on_timeout(), "more_body": False})
+            async with asyncio.timeout_at(self._deadline):
+                if await is_attended(sending, receive):
+                    sending.result()
+                else:
+                    scope[STATUS] = CLOSED_BY_CLIENT
+        except TimeoutError:
+            await _cancel(sending)
+            # A client that does not read would block this send as well, so the send gets one second.
+            with contextlib.suppress(TimeoutError, OSError):
+                async with asyncio.timeout(1.0):
+                    await _send_error(self._late, scope, send)
         finally:
             await _cancel(sending)
 
-    async def _send(self, send: Send) -> None:
-        async with contextlib.aclosing(self._events) as events:
-            async for chunk in events:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def _send(self, scope: Scope, send: Send) -> None:
+        try:
+            async with contextlib.aclosing(self._chunks) as chunks:
+                async for chunk in chunks:
+                    data = _KEEP_ALIVE if chunk is None else _event(chunk)
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+        except ApiError as error:
+            await _send_error(error, scope, send)
+        else:
+            await send({"type": "http.response.body", "body": _DONE, "more_body": False})
 
 
-async def _cancel(task: asyncio.Task[None]) -> None:
+def _event(chunk: dict[str, Any]) -> bytes:
+    """One event on one data line; JSON has no raw line breaks."""
+    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def _send_error(error: ApiError, scope: Scope, send: Send) -> None:
+    """The error as the last event, because the status 200 was sent with the first."""
+    scope[STATUS] = error.status
+    await send({"type": "http.response.body", "body": _event(error.body), "more_body": False})
+
+
+async def _cancel(task: "asyncio.Task[None]") -> None:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError, OSError):
         await task

@@ -1,7 +1,7 @@
-"""Worker: the engine on its own thread. Calls join and leave between steps; deltas go back to the event loop.
+"""Worker: the engine on its own thread. Answers join and leave between steps; their entries go back to the event loop.
 
-Only the engine's thread uses the engine. The event loop sends commands through a queue and counts open answers. The
-engine's thread posts all deltas of a step in one callback.
+Only the engine's thread uses the engine. The event loop sends commands through a queue and counts open texts. The
+engine's thread posts all entries of a step in one callback.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal
 
@@ -21,11 +21,10 @@ import torch
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.outputs import Update
-from drafter.engine.request import Request
 from drafter.models.drafter import RecurrentDrafter
-from drafter.serving.calls import Call, Delta, Feed
+from drafter.serving.answers import Answer, Choice
 from drafter.serving.metrics import Metrics
-from drafter.serving.protocol import ApiError
+from drafter.serving.protocol import ApiError, server_error, try_later
 from drafter.serving.record import TrafficLog
 from drafter.utils.io import first_line
 
@@ -43,13 +42,13 @@ class Worker:
 
     Args:
         engine: the engine; no other thread may use the engine.
-        max_queue: answers that may wait for a row; the worker refuses further answers.
+        max_queue: texts that may wait for a row; the worker refuses further texts.
         metrics: counters of the server.
         traffic: records the finished answers; None: no recording.
 
     Attributes:
         state: ``starting`` until the engine has generated its first tokens, ``draining`` when the worker takes no new
-            calls, ``dead`` when the engine's thread has ended by an error.
+            answers, ``dead`` when the engine's thread has ended by an error.
         ended: set when the thread has ended.
     """
 
@@ -60,12 +59,11 @@ class Worker:
         self._metrics = metrics
         self._traffic = traffic
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._calls: set[Call] = set()  # calls with open answers; event loop only
+        self._answers: set[Answer] = set()  # answers with open texts; event loop only
         self._swaps: set[asyncio.Future[None]] = set()  # event loop only
-        self._busy_since = 0.0  # event loop only
-        self._feeds: dict[int, Feed] = {}  # by request id; engine's thread only
+        self._choices: dict[int, Choice] = {}  # by request id; engine's thread only
         self._stop_error: ApiError | None = None  # engine's thread only
-        self._durations: deque[float] = deque(maxlen=32)  # seconds of the last answers
+        self._durations: deque[float] = deque(maxlen=32)  # seconds of the last texts
         self._num_rows_allowed = engine.plan.max_num_seqs
         self._retry_rows_at = math.inf
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -77,7 +75,7 @@ class Worker:
     # -- on the event loop -----------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the thread; return when the engine has generated its first tokens. Deltas go to the loop of this call.
+        """Start the thread; return when the engine has generated its first tokens. Entries go to this call's loop.
 
         Raises:
             ValueError: the engine failed at its first tokens.
@@ -93,49 +91,38 @@ class Worker:
 
     @property
     def num_open(self) -> int:
-        """Number of answers that were accepted and are not finished."""
-        return sum(call.num_open for call in self._calls)
+        """Number of texts that were accepted and are not finished."""
+        return sum(answer.num_open for answer in self._answers)
 
-    def submit(self, call: Call) -> None:
-        """Accept all answers of a call, or refuse all.
+    def submit(self, answer: Answer) -> None:
+        """Accept all texts of an answer, or refuse all (ApiError, see :meth:`check`)."""
+        self.check(answer.num_open)
+        self._answers.add(answer)
+        self._commands.put(partial(self._add, answer))
 
-        Raises:
-            ApiError: see :meth:`check`.
-        """
-        self.check(call.num_open)
-        if not self._calls:
-            self._busy_since = time.perf_counter()
-        self._calls.add(call)
-        self._commands.put(partial(self._add, call))
-
-    def check(self, num_answers: int) -> None:
-        """Check that the worker would accept a call of ``num_answers`` answers now.
+    def check(self, num_texts: int) -> None:
+        """Check that the worker would accept an answer of ``num_texts`` texts now.
 
         Raises:
-            ApiError: 429 when the queue is full, 503 when the server stops or its engine has failed, 400 when the call
-                alone is larger than the queue.
+            ApiError: 429 when the queue is full, 503 when the server stops or its engine has failed, 400 when the
+                answer alone is larger than the queue.
         """
         if self.state in ("draining", "dead"):
             what = "is shutting down" if self.state == "draining" else "has lost its engine"
-            raise ApiError(503, f"the server {what}: try again later", kind="server_error", retry_after=5)
-        if num_answers > self.capacity:
-            raise ApiError(
-                400, f"{num_answers} answers were asked for at once, this server takes {self.capacity}", param="n"
-            )
-        if self.num_open + num_answers > self.capacity:
-            raise ApiError(
-                429,
-                "all rows are busy and the queue is full: try again later",
-                kind="rate_limit_error",
-                code="queue_full",
-                retry_after=self._seconds_to_wait(num_answers),
-            )
+            raise server_error(503, f"the server {what}: try again later", headers=try_later(5))
+        if num_texts > self.capacity:
+            message = f"{num_texts} answers were asked for at once, this server takes {self.capacity}"
+            raise ApiError(400, message, param="n")
+        if self.num_open + num_texts > self.capacity:
+            wait = self._seconds_to_wait(num_texts)
+            message = "all rows are busy and the queue is full: try again later"
+            raise ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=try_later(wait))
 
-    def abandon(self, call: Call) -> None:
-        """Free the rows of a call whose client has left. A finished call needs no change."""
-        if call in self._calls:
-            self._calls.remove(call)
-            self._commands.put(partial(self._drop_calls, {call}))
+    def abandon(self, answer: Answer) -> None:
+        """Free the rows of an answer whose client has left. A finished answer needs no change."""
+        if answer in self._answers:
+            self._answers.remove(answer)
+            self._commands.put(partial(self._drop, {answer}))
 
     async def replace_drafter(self, drafter: RecurrentDrafter) -> None:
         """Draft with another drafter from the next step on; running answers go on with the same tokens.
@@ -152,48 +139,39 @@ class Worker:
         await done
 
     def drain(self) -> None:
-        """Refuse new calls; open calls go on."""
+        """Refuse new answers; open answers go on."""
         if self.state in ("starting", "ready"):
             self.state = "draining"
 
     async def stop(self) -> None:
-        """End the thread. Open calls fail."""
+        """End the thread. Open answers fail."""
         if self.state != "dead":
             self.state = "draining"
-        error = ApiError(503, "the server was shut down before the answer was finished", kind="server_error")
+        error = server_error(503, "the server was shut down before the answer was finished")
         self._commands.put(partial(setattr, self, "_stop_error", error))
         await asyncio.to_thread(self._thread.join)
 
-    def _seconds_to_wait(self, num_answers: int) -> int:
-        """Estimated seconds until ``num_answers`` further answers get rows, from the durations of the last answers.
-
-        Before the first answer is finished, the estimate uses the time since the engine got work.
-        """
-        if self._durations:
-            mean = sum(self._durations) / len(self._durations)
-        else:
-            mean = max(1.0, time.perf_counter() - self._busy_since)
-        num_rounds = (self.num_open + num_answers) / self.engine.plan.max_num_seqs - 1.0
+    def _seconds_to_wait(self, num_texts: int) -> int:
+        """Estimated seconds until further texts get rows, from the durations of the last texts."""
+        mean = sum(self._durations) / len(self._durations) if self._durations else 1.0
+        num_rounds = (self.num_open + num_texts) / self.engine.plan.max_num_seqs - 1.0
         return max(1, min(_LONGEST_RETRY, math.ceil(mean * num_rounds)))
 
-    def _deliver(self, deltas: list[tuple[Call, Delta]]) -> None:
-        for call, delta in deltas:
-            if call in self._calls:  # otherwise the call was abandoned
-                call.put(delta)
-                if not call.num_open:
-                    self._calls.remove(call)
+    def _deliver(self, entries: list[tuple[Answer, dict[str, Any]]]) -> None:
+        for answer, entry in entries:
+            if answer in self._answers:  # otherwise the answer was abandoned
+                answer.put(entry)
+                if not answer.num_open:
+                    self._answers.remove(answer)
 
-    def _fail(self, calls: set[Call], error: ApiError) -> None:
-        for call in calls & self._calls:
-            self._calls.remove(call)
-            call.fail(error)
+    def _fail(self, answers: set[Answer], error: ApiError) -> None:
+        for answer in answers & self._answers:
+            self._answers.remove(answer)
+            answer.fail(error)
 
     def _end(self, error: ApiError) -> None:
-        """Fail all open calls, because the thread has ended.
-
-        The thread sets the state before it posts this callback, so no call can follow.
-        """
-        self._fail(set(self._calls), error)
+        """Fail all open answers. The thread has set the state before this callback, so no answer can follow."""
+        self._fail(set(self._answers), error)
         for done in set(self._swaps):
             self._settle(done, ValueError("the engine has ended"))
         self.ended.set()
@@ -217,7 +195,7 @@ class Worker:
         finally:
             if self._stop_error is None:
                 self.state = "dead"
-            broken = ApiError(500, "the engine has ended by an error", kind="server_error")
+            broken = server_error(500, "the engine has ended by an error")
             self._post(self._end, self._stop_error or broken)
 
     def _warm_up(self) -> bool:
@@ -249,20 +227,21 @@ class Worker:
             command()
             is_idle = False
 
-    def _add(self, call: Call) -> None:
-        added: list[Request] = []
+    def _add(self, answer: Answer) -> None:
+        choices: list[Choice] = []
+        per_prompt = len(answer.params) // len(answer.prompts)
         try:
-            for place, params in enumerate(call.params):
-                prompt_ids = call.prompts[place // call.num_choices]
-                added.append(self.engine.add(prompt_ids, params, call.options))
+            for index, params in enumerate(answer.params):
+                request = self.engine.add(answer.prompts[index // per_prompt], params, answer.options)
+                choices.append(Choice(answer, index, request))
         except ValueError as error:
-            for request in added:
-                self.engine.abort(request.request_id)
-            self._post(self._fail, {call}, ApiError(400, str(error), code=_code_of(error)))
+            for choice in choices:
+                self.engine.abort(choice.request.request_id)
+            code = "context_length_exceeded" if "context" in str(error) else None
+            self._post(self._fail, {answer}, ApiError(400, str(error), code=code))
             return
-        for place, request in enumerate(added):
-            self._feeds[request.request_id] = Feed(call, place, request)
-        self._post(call.accept)
+        self._choices |= {choice.request.request_id: choice for choice in choices}
+        self._post(answer.accept, choices)
 
     def _replace_drafter(self, drafter: RecurrentDrafter, done: "asyncio.Future[None]") -> None:
         try:
@@ -274,17 +253,17 @@ class Worker:
         else:
             self._post(self._settle, done)
 
-    def _drop_calls(self, calls: set[Call]) -> None:
-        for request_id in [key for key, feed in self._feeds.items() if feed.call in calls]:
+    def _drop(self, answers: set[Answer]) -> None:
+        for request_id in [key for key, choice in self._choices.items() if choice.answer in answers]:
             self.engine.abort(request_id)
-            del self._feeds[request_id]
+            del self._choices[request_id]
 
     def _step(self) -> None:
         started = time.perf_counter()
         if started >= self._retry_rows_at:
             self._allow_rows(self._num_rows_allowed * 2)
         try:
-            deltas = [self._delta(update) for update in self.engine.step()]
+            entries = list(self._entries(self.engine.step()))
         except Exception as error:
             # Any error of a step may fail only the requests of that step.
             self._recover(error)
@@ -292,42 +271,41 @@ class Worker:
         self._metrics.steps.inc()
         self._metrics.step_seconds.observe(time.perf_counter() - started)
         self._count_rows()
-        self._post(self._deliver, deltas)
+        if entries:
+            self._post(self._deliver, entries)
 
-    def _delta(self, update: Update) -> tuple[Call, Delta]:
-        """The call of an update, and the delta for its client."""
-        request_id = update.request.request_id
-        feed = self._feeds[request_id]
-        self._count(feed.call, update)
-        if update.request.is_finished:
-            del self._feeds[request_id]
-            if self._traffic is not None and feed.call.may_record:
-                self._traffic.add(update.request)
-        return feed.call, feed.take(update)
+    def _entries(self, updates: list[Update]) -> Iterator[tuple[Answer, dict[str, Any]]]:
+        """The entries of a step with their answers."""
+        for update in updates:
+            request = update.request
+            choice = self._choices[request.request_id]
+            self._count(choice.answer.arrived, update)
+            if request.is_finished:
+                del self._choices[request.request_id]
+                if self._traffic is not None and choice.answer.body.record is not False:
+                    self._traffic.add(request)
+            entry = choice.take(update)
+            if entry is not None:
+                yield choice.answer, entry
 
     def _recover(self, error: Exception) -> None:
-        """Fail the calls of a failed step, or their later half when memory ran out, and go on."""
+        """Fail the answers of a failed step, or their later half when memory ran out, and go on."""
         is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
         num_running = self.engine.num_running
         keep = num_running // 2 if is_memory else 0
         if is_memory:
             _log.warning("out of memory with %d rows; going on with %d", num_running, max(keep, 1), exc_info=error)
-            failure = ApiError(
-                503,
-                "the server ran out of memory: try again later",
-                kind="server_error",
-                code="out_of_memory",
-                retry_after=5,
-            )
+            message = "the server ran out of memory: try again later"
+            failure = server_error(503, message, code="out_of_memory", headers=try_later(5))
         else:
             _log.error("a step with %d rows failed", num_running, exc_info=error)
-            failure = ApiError(500, "an internal error ended this answer", kind="server_error")
+            failure = server_error(500, "an internal error ended this answer")
         self._metrics.failed_steps.labels("memory" if is_memory else "error").inc()
         dropped = {request.request_id for request in self.engine.drop(keep)}
         if not dropped:  # the step failed before any row changed: the waiting requests would fail the next step too
-            dropped = set(self._feeds)
-        failed = {self._feeds[request_id].call for request_id in dropped & self._feeds.keys()}
-        self._drop_calls(failed)
+            dropped = set(self._choices)
+        failed = {self._choices[request_id].answer for request_id in dropped & self._choices.keys()}
+        self._drop(failed)
         self._post(self._fail, failed, failure)
         if is_memory:
             self._allow_rows(max(keep, 1))
@@ -353,7 +331,7 @@ class Worker:
 
     # -- counting --------------------------------------------------------------------------------------------------
 
-    def _count(self, call: Call, update: Update) -> None:
+    def _count(self, arrived: float, update: Update) -> None:
         metrics, request = self._metrics, update.request
         num_tokens = len(update.token_ids)
         metrics.target_forwards.inc()
@@ -362,12 +340,12 @@ class Worker:
         metrics.drafted_tokens.inc(request.num_accepted[-1])
         now = time.perf_counter()
         if request.num_forwards == 1:
-            metrics.first_token_seconds.observe(now - call.arrived)
+            metrics.first_token_seconds.observe(now - arrived)
             metrics.prompt_tokens.inc(len(request.prompt_ids))
             metrics.shared_tokens.inc(request.num_shared)
         if request.finish_reason is not None:
             metrics.answers.labels(request.finish_reason).inc()
-            metrics.answer_seconds.observe(now - call.arrived)
+            metrics.answer_seconds.observe(now - arrived)
             self._durations.append(request.seconds)
             num_further = len(request.token_ids) - num_tokens
             if request.first_token is not None and num_further > 0:
@@ -376,8 +354,3 @@ class Worker:
     def _count_rows(self) -> None:
         self._metrics.active_rows.set(self.engine.num_running)
         self._metrics.queue_depth.set(self.engine.num_waiting)
-
-
-def _code_of(error: ValueError) -> str | None:
-    """The API's error code of a refused prompt; None for errors without a code."""
-    return "context_length_exceeded" if "context" in str(error) else None

@@ -289,24 +289,20 @@ def test_two_ends_of_a_body_are_refused_and_the_connection_is_closed(live: Live)
         assert answer.count(b"HTTP/1.1") == 1 and b"connection: close" in answer.lower()
 
 
-def test_bytes_that_are_no_http_get_the_api_s_error(live: Live) -> None:
+def test_bytes_that_are_no_http_are_refused(live: Live) -> None:
     for data in (b"\x16\x03\x01\x02\x00\x01\x00", b"GET /\r\n\r\n", b"\0" * 100 + b"\r\n\r\n"):
-        answer = raw(live, data + b"\r\n\r\n")
-        head, _, body = answer.partition(b"\r\n\r\n")
-        assert b"400" in head.split(b"\r\n")[0] and b"application/json" in head
-        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+        assert raw(live, data + b"\r\n\r\n").startswith(b"HTTP/1.1 400")
 
 
 def test_slow_headers_end_the_connection(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listen, "HEADER_SECONDS", 0.3)
     start = time.monotonic()
     assert raw(live) == b"", "nothing was sent"
-    answer = raw(live, b"GET /health HTTP/1.1\r\n", b"Host: x\r\n", b"X-Slow: 1")
-    assert answer.startswith(b"HTTP/1.1 408") and b"headers did not arrive" in answer
+    assert raw(live, b"GET /health HTTP/1.1\r\n", b"Host: x\r\n", b"X-Slow: 1") == b""
     whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     answer = raw(live, whole, b"GET /health HT")
-    assert answer.startswith(b"HTTP/1.1 200") and b"HTTP/1.1 408" in answer, "the second request of a connection"
-    assert time.monotonic() - start < 15
+    assert answer.count(b"HTTP/1.1 200") == 1, "the second request of a connection never comes"
+    assert time.monotonic() - start < 4, "the server's own limit for idle connections is 5 seconds"
     with live.http() as client:  # a request that takes longer than its headers may
         assert client.post(CHAT, json=BODY | {"max_tokens": 100}).status_code == 200
 

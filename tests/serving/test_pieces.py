@@ -8,8 +8,8 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.outputs import Update
 from drafter.engine.request import Request
 from drafter.engine.text import IncrementalText
-from drafter.serving.answers import TokenNames
-from drafter.serving.calls import Call, Feed, Piece
+from drafter.serving.answers import Choice, CompletionAnswer, Model, TokenNames
+from drafter.serving.protocol import CompletionRequest
 from tests.data.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -20,26 +20,29 @@ def ids(text: str) -> list[int]:
     return TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
 
-def run(steps: list[list[int]], *, stop: tuple[str, ...] = (), limit: int = 100) -> list[tuple[str, list[Piece]]]:
+def run(
+    steps: list[list[int]], *, stop: tuple[str, ...] = (), limit: int = 100
+) -> list[tuple[str, list[tuple[str, bool]]]]:
     """Feed an answer step by step; what was released after each."""
     text = IncrementalText(lambda tokens: TOKENIZER.decode(tokens, skip_special_tokens=True), stop)
     params = SamplingParams(stop=stop)
     request = Request(0, [1], params, limit, frozenset([EOS]), text)
-    feed = Feed(Call([[1]], [params], wants_pieces=True), 0, request)
+    body = CompletionRequest(model="m", prompt="x", stream=True, details=True)
+    choice = Choice(CompletionAnswer(Model("m", "f", TokenNames(TOKENIZER)), body, [[1]], [params]), 0, request)
     released = []
     for emitted in steps:
         if request.is_finished:
             break
-        delta = feed.take(Update(request, request.extend(emitted)))
-        released.append((delta.text, delta.pieces))
+        entry = choice.take(Update(request, request.extend(emitted)))
+        released.append(("", []) if entry is None else (entry["text"], entry["details"]["tokens"]))
     return released
 
 
 def test_pieces_carry_their_text_and_origin() -> None:
     first, second = run([ids("abc"), [*ids("d"), EOS]])
     assert first[0] == "abc"
-    assert [(piece.text, piece.is_drafted) for piece in first[1]] == [("a", True), ("b", True), ("c", False)]
-    assert [(piece.text, piece.is_drafted) for piece in second[1]] == [("d", True)], "a stop token is no text"
+    assert first[1] == [("a", True), ("b", True), ("c", False)]
+    assert second[1] == [("d", True)], "a stop token is no text"
 
 
 def test_a_character_of_several_tokens_comes_with_its_last() -> None:
@@ -48,7 +51,7 @@ def test_a_character_of_several_tokens_comes_with_its_last() -> None:
     released = run([[token] for token in tokens], limit=5)
     assert [text for text, _ in released] == ["x", "", "", "\u20ac", "y"]
     assert [len(pieces) for _, pieces in released] == [1, 0, 0, 3, 1]
-    assert [piece.text for piece in released[3][1]] == ["", "", "\u20ac"]
+    assert [text for text, _ in released[3][1]] == ["", "", "\u20ac"]
 
 
 def test_held_text_holds_its_tokens() -> None:
@@ -60,16 +63,16 @@ def test_held_text_holds_its_tokens() -> None:
 def test_tokens_of_a_stop_string_are_never_shown() -> None:
     released = run([[token] for token in ids("ab\u20ac")], stop=("\u20ac",))
     assert [text for text, _ in released] == ["a", "b", "", "", ""]
-    assert [[piece.text for piece in pieces] for _, pieces in released] == [["a"], ["b"], [], [], []]
+    assert [[text for text, _ in pieces] for _, pieces in released] == [["a"], ["b"], [], [], []]
     whole = run([ids("abENDcd")], stop=("END",))
     assert whole == [("ab", whole[0][1])]
-    assert [piece.text for piece in whole[0][1]] == ["a", "b"]
+    assert [text for text, _ in whole[0][1]] == ["a", "b"]
 
 
 def test_a_token_cut_by_a_stop_string_shows_what_is_left_of_it() -> None:
     the = TOKENIZER.convert_tokens_to_ids("the")
     ((text, pieces),) = run([[the]], stop=("e",))
-    assert text == "th" and [piece.text for piece in pieces] == ["th"]
+    assert text == "th" and [text for text, _ in pieces] == ["th"]
 
 
 def test_unfinished_character_at_the_end_shows_as_the_decoder_shows_it() -> None:
@@ -97,7 +100,7 @@ def test_text_and_pieces_agree_however_the_steps_are_cut(seed: int) -> None:
     shown_text = shown_pieces = ""
     for fresh, pieces in run([*steps, [EOS]], stop=stop, limit=1000):
         shown_text += fresh
-        shown_pieces += "".join(piece.text for piece in pieces)
+        shown_pieces += "".join(text for text, _ in pieces)
         assert wanted.startswith(shown_text), "nothing of a stop string, no broken character"
         assert shown_text.startswith(shown_pieces), "tokens never run ahead of the text"
     assert shown_text == shown_pieces == wanted

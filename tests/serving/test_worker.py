@@ -14,9 +14,9 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.outputs import Update
 from drafter.engine.settings import EngineConfig
-from drafter.serving.calls import Call, Delta
+from drafter.serving.answers import Answer, CompletionAnswer, Model, TokenNames
 from drafter.serving.metrics import Metrics
-from drafter.serving.protocol import ApiError
+from drafter.serving.protocol import ApiError, CompletionRequest
 from drafter.serving.worker import Worker
 from drafter.targets.target import Target
 from tests.serving.tiny import save_target, tiny_engine, tiny_target
@@ -24,8 +24,10 @@ from tests.serving.tiny import save_target, tiny_engine, tiny_target
 LONG = SamplingParams(max_new_tokens=200, ignore_eos=True)
 
 
-def submit(worker: Worker, *texts: str, params: SamplingParams = LONG) -> Call:
-    call = Call([tiny_target().encode(text) for text in texts], [params] * len(texts))
+def submit(worker: Worker, *prompts: list[int] | str, params: SamplingParams = LONG) -> Answer:
+    ids = [tiny_target().encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    body = CompletionRequest(model="tiny", prompt="x", stream=True)
+    call = CompletionAnswer(Model("tiny", "", TokenNames(tiny_target().tokenizer)), body, ids, [params] * len(ids))
     worker.submit(call)
     return call
 
@@ -44,19 +46,12 @@ def run(test: Callable[[Worker], Coroutine[Any, Any, None]], engine: Engine | No
     asyncio.run(main())
 
 
-async def collect(call: Call) -> list[str]:
+async def collect(call: Answer) -> list[str]:
     texts = [""] * len(call.params)
-    async for delta in call.deltas():
-        assert delta is not None
-        texts[delta.place] += delta.text
+    async for entry in call.entries():
+        assert entry is not None
+        texts[entry["index"]] += entry["text"]
     return texts
-
-
-async def first_delta(call: Call) -> Delta:
-    async for delta in call.deltas():
-        assert delta is not None
-        return delta
-    raise AssertionError("no news")
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -72,7 +67,7 @@ def answer(text: str, params: SamplingParams) -> str:
 def test_requests_join_and_leave_between_steps() -> None:
     async def test(worker: Worker) -> None:
         long = submit(worker, "a long one")
-        await first_delta(long)
+        await anext(aiter(long.entries()))
         short = [SamplingParams(max_new_tokens=5 + n, ignore_eos=True) for n in range(3)]
         calls = [submit(worker, f"short {n}", params=params) for n, params in enumerate(short)]
         texts = [(await collect(call))[0] for call in calls]
@@ -119,7 +114,7 @@ def test_abandoned_call_frees_its_row_within_one_step() -> None:
         return updates
 
     loops: list[asyncio.AbstractEventLoop] = []
-    calls: list[Call] = []
+    calls: list[Answer] = []
 
     async def hang_up() -> None:
         worker_of[0].abandon(calls[0])
@@ -142,14 +137,13 @@ def test_abandoned_call_frees_its_row_within_one_step() -> None:
 def test_one_bad_job_refuses_its_call_alone() -> None:
     async def test(worker: Worker) -> None:
         good = submit(worker, "good", params=SamplingParams(max_new_tokens=4, ignore_eos=True))
-        bad = Call([tiny_target().encode("fine"), [1, 99999]], [LONG, LONG])
-        worker.submit(bad)
+        bad = submit(worker, "fine", [1, 99999])
         with pytest.raises(ApiError, match="not in the vocabulary") as caught:
             await bad.accepted()
         assert caught.value.status == 400
         await good.accepted()
         await collect(good)
-        assert worker.num_open == 0 and not worker._feeds
+        assert worker.num_open == 0 and not worker._choices
 
     run(test)
 
