@@ -15,7 +15,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from drafter.engine.engine import Engine
 from drafter.engine.loading import LoadedModels
-from drafter.engine.memory import available_bytes, cache_bytes
 from drafter.engine.settings import EngineConfig
 from drafter.serving.app import create_app
 from drafter.serving.options import DEFAULT_CONTEXT, ServeOptions
@@ -41,18 +40,7 @@ def load_engine(options: ServeOptions, models: LoadedModels | None = None) -> En
     config = replace(config, max_model_len=config.max_model_len or min(target.max_length, DEFAULT_CONTEXT))
     engine = Engine(target, models.drafter, config, draft_model=models.draft_model)
     num_slots = min(engine.plan.max_model_len or target.max_length, target.max_length) + engine.proposer.num_nodes
-    num_bytes = cache_bytes(target, engine.plan.max_num_seqs, num_slots)
-    free = available_bytes(target.device)
-    try:
-        if free is not None and num_bytes > free:  # Linux would grant the memory, and kill the process later
-            raise MemoryError
-        engine.reserve(num_slots)
-    except (RuntimeError, MemoryError) as error:
-        raise ValueError(
-            f"the cache of {engine.plan.max_num_seqs} rows of {num_slots} slots takes {num_bytes / 2**30:.1f} GiB, "
-            f"{'more than there is' if free is None else f'of which {free / 2**30:.1f} GiB are free'}: "
-            "lower --max-num-seqs or --max-model-len"
-        ) from error
+    engine.reserve(num_slots)
     return engine
 
 

@@ -31,7 +31,6 @@ from drafter.utils.io import first_line
 State = Literal["starting", "ready", "draining", "dead"]
 
 _log = logging.getLogger("drafter.serving")
-_RECOVERY_SECONDS = 30.0  # from running out of memory until the worker tries twice the rows
 _LONGEST_RETRY = 600  # largest number of seconds in a Retry-After header
 _WARM_UP = SamplingParams(max_new_tokens=4, ignore_eos=True)
 _WARM_UP_PROMPT = 40  # tokens: more than a step has, so that the program for prompts runs as well
@@ -64,8 +63,6 @@ class Worker:
         self._choices: dict[int, Choice] = {}  # by request id; engine's thread only
         self._stop_error: ApiError | None = None  # engine's thread only
         self._durations: deque[float] = deque(maxlen=32)  # seconds of the last texts
-        self._num_rows_allowed = engine.plan.max_num_seqs
-        self._retry_rows_at = math.inf
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._is_warm = asyncio.Event()
@@ -260,8 +257,6 @@ class Worker:
 
     def _step(self) -> None:
         started = time.perf_counter()
-        if started >= self._retry_rows_at:
-            self._allow_rows(self._num_rows_allowed * 2)
         try:
             entries = list(self._entries(self.engine.step()))
         except Exception as error:
@@ -294,7 +289,7 @@ class Worker:
         num_running = self.engine.num_running
         keep = num_running // 2 if is_memory else 0
         if is_memory:
-            _log.warning("out of memory with %d rows; going on with %d", num_running, max(keep, 1), exc_info=error)
+            _log.warning("out of memory with %d rows; going on with %d", num_running, keep, exc_info=error)
             message = "the server ran out of memory: try again later"
             failure = server_error(503, message, code="out_of_memory", headers=try_later(5))
         else:
@@ -308,20 +303,11 @@ class Worker:
         self._drop(failed)
         self._post(self._fail, failed, failure)
         if is_memory:
-            self._allow_rows(max(keep, 1))
             # The traceback holds the frames of the step and with them its tensors.
             error.__traceback__ = None
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-
-    def _allow_rows(self, num_rows: int) -> None:
-        """Limit the rows in use. The limit doubles after `_RECOVERY_SECONDS` until all rows are allowed again."""
-        most = self.engine.plan.max_num_seqs
-        self._num_rows_allowed = min(num_rows, most)
-        self.engine.limit_rows(self._num_rows_allowed)
-        is_bound = self._num_rows_allowed < most
-        self._retry_rows_at = time.perf_counter() + _RECOVERY_SECONDS if is_bound else math.inf
 
     def _post(self, callback: Callable[..., None], *args: Any) -> None:
         """Run a function on the event loop."""

@@ -155,7 +155,7 @@ def test_taken_port_is_told_before_anything_is_loaded(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--max-num-seqs", "1000", "--max-model-len", "16000000"], "lower --max-num-seqs or --max-model-len"),
+        (["--max-num-seqs", "1000", "--max-model-len", "16000000"], "lower --max-num-seqs, --max-model-len"),
         (["--drafter", "nowhere"], "--drafter nowhere"),
         (["--method", "draft-model"], "--draft-model"),
     ],

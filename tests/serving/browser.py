@@ -35,13 +35,6 @@ class Browser:
     def open(self, url: str) -> None:
         self.call("POST", "/url", url=url)
 
-    def size(self, width: int, height: int) -> None:
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self.cdp("Emulation.setDeviceMetricsOverride", **metrics)
-
-    def cdp(self, command: str, **params: Any) -> Any:
-        return self.call("POST", "/goog/cdp/execute", cmd=command, params=params)
-
     def run(self, script: str, *args: Any) -> Any:
         """The value of a script's ``return``."""
         return self.call("POST", "/execute/sync", script=script, args=list(args))
@@ -69,11 +62,6 @@ class Browser:
             assert time.monotonic() < deadline, f"waited in vain for {script}"
             time.sleep(0.05)
 
-    def errors(self) -> list[str]:
-        """What the page complained about on its console."""
-        entries = self.call("POST", "/se/log", type="browser")
-        return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
-
 
 @contextmanager
 def browser() -> Iterator[Browser]:
@@ -89,7 +77,7 @@ def browser() -> Iterator[Browser]:
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
             flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
-            options = {"goog:chromeOptions": {"args": flags}, "goog:loggingPrefs": {"browser": "ALL"}}
+            options = {"goog:chromeOptions": {"args": flags}}
             answer = http.post("/session", json={"capabilities": {"alwaysMatch": options}})
             assert answer.status_code == 200, answer.text
             window = Browser(http, answer.json()["value"]["sessionId"])

@@ -1,6 +1,7 @@
 """The official openai client against a live server."""
 
 import math
+from typing import Any
 
 import openai
 import pytest
@@ -37,22 +38,14 @@ def test_chat_is_the_targets_own_answer(idle: Live) -> None:
 
 
 def test_chat_streams_the_same(idle: Live) -> None:
-    stream = idle.client.chat.completions.create(**GREEDY, stream=True)
-    chunks = list(stream)
+    create = idle.client.chat.completions.create
+    *chunks, last = create(**GREEDY, stream=True, stream_options={"include_usage": True})
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == offline(MESSAGES).text
-    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
-    assert chunks[-1].choices[0].finish_reason == "length"
-    assert len({chunk.id for chunk in chunks}) == 1
-    assert all(chunk.usage is None for chunk in chunks)
-
-
-def test_stream_ends_with_usage_if_asked(idle: Live) -> None:
-    stream = idle.client.chat.completions.create(**GREEDY, stream=True, stream_options={"include_usage": True})
-    *others, last = list(stream)
-    assert all(chunk.usage is None for chunk in others)
-    assert last.choices == [] and last.usage is not None
-    assert last.usage.completion_tokens == 24
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert len({chunk.id for chunk in chunks}) == 1 and all(chunk.usage is None for chunk in chunks)
+    assert last.choices == [] and last.usage.completion_tokens == 24
+    assert all(chunk.usage is None and chunk.choices for chunk in create(**GREEDY, stream=True)), "unless asked"
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
@@ -109,20 +102,21 @@ def test_seeds(idle: Live) -> None:
     assert len(unseeded) == 3, "without a seed each answer is drawn anew"
 
 
-def test_sampling_filters_reach_the_engine(idle: Live) -> None:
-    fields = GREEDY | {"temperature": 1.3, "max_tokens": 16, "seed": 3, "top_p": 0.8}
-    extra = {"top_k": 20, "min_p": 0.02, "ignore_eos": True}
-    answer = idle.client.chat.completions.create(**fields, extra_body=extra)
-    wanted = offline(MESSAGES, temperature=1.3, max_new_tokens=16, seed=3, top_p=0.8, **extra)
-    assert answer.choices[0].message.content == wanted.text
-
-
-@pytest.mark.parametrize("fields", [{"top_p": 0}, {"top_k": 1}, {"temperature": 1e-30}])
-def test_extreme_values_mean_greedy(idle: Live, fields: dict[str, float]) -> None:
-    top_k = {"top_k": fields["top_k"]} if "top_k" in fields else {}
-    body = GREEDY | {"temperature": 1.0} | {name: value for name, value in fields.items() if name != "top_k"}
-    answer = idle.client.chat.completions.create(**body, extra_body=top_k)
-    assert answer.choices[0].message.content == offline(MESSAGES).text
+@pytest.mark.parametrize(
+    ("fields", "params"),
+    [
+        ({"top_p": 0}, {}),
+        ({"top_k": 1}, {}),
+        ({"temperature": 1e-30}, {}),
+        ({"temperature": 1.3, "seed": 3, "top_p": 0.8, "top_k": 20, "min_p": 0.02}, {"temperature": 1.3, "seed": 3,
+         "top_p": 0.8, "top_k": 20, "min_p": 0.02}),
+    ],
+)  # fmt: skip
+def test_sampling_parameters_reach_the_engine(idle: Live, fields: dict[str, Any], params: dict[str, Any]) -> None:
+    """Extreme values mean greedy."""
+    body = GREEDY | {"temperature": 1.0, "extra_body": {"ignore_eos": True} | fields}
+    answer = idle.client.chat.completions.create(**body)
+    assert answer.choices[0].message.content == offline(MESSAGES, ignore_eos=True, **params).text
 
 
 def test_text_parts_and_developer_role(idle: Live) -> None:

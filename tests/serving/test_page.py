@@ -54,7 +54,6 @@ def test_a_name_with_markup_stays_in_json() -> None:
 @pytest.fixture(scope="module")
 def window() -> Iterator[Browser]:
     with browser() as found:
-        found.size(1280, 800)
         yield found
 
 
@@ -90,39 +89,7 @@ def test_a_chat_in_the_browser(live: Live, window: Browser) -> None:
     assert window.run("return [...document.querySelectorAll('.answer .text')].at(-1).textContent") == again.text
     window.click("#new")
     window.wait("document.querySelector('.hello')")
-    assert window.errors() == []
     live.wait_until_idle()
-
-
-@needs_browser
-def test_stopping_frees_the_row(live: Live, window: Browser) -> None:
-    window.open(live.url)
-    window.wait(f"document.getElementById('model').textContent === '{MODEL}'")
-    before = live.metric("requests_total", outcome="hung_up")
-    window.run("window.fetchBody = JSON.stringify; JSON.stringify = (v) => fetchBody({...v, ignore_eos: true})")
-    ask(window, "Talk without end.", 100_000)
-    window.wait("document.querySelectorAll('.answer .text span').length > 1")
-    window.click("#send")
-    window.wait("!document.querySelector('.answer.live')")
-    live.wait_until_idle()
-    finished = live.metric("requests_total", outcome="hung_up") == before + 1
-    assert finished or "stopped" not in window.text(".facts"), "stopped in time, or the answer was faster"
-
-
-@needs_browser
-def test_what_markup_a_model_writes_stays_text(live: Live, window: Browser) -> None:
-    window.open(live.url)
-    window.wait(f"document.getElementById('model').textContent === '{MODEL}'")
-    script = """
-        const tree = { tokens: ['a', '<b>x</b>', '"&'], parents: [0, 0, 1], path: [0, 1], bonus: '<i>' };
-        drawTree(tree);
-        return document.querySelectorAll('#tree b, #tree i').length;
-    """
-    assert window.run(script) == 0
-    assert "<b>x</b>" in window.text("#tree")
-    ask(window, "<img src=x onerror=alert(1)>", 2)
-    window.wait("!document.querySelector('.answer.live') && document.querySelector('.answer')")
-    assert window.count("#log img") == 0 and "<img" in window.text(".user")
 
 
 @needs_browser
@@ -142,19 +109,3 @@ def test_page_of_a_server_that_wants_a_key_and_has_no_drafter(window: Browser) -
         ask(window, "hello", 4)
         window.wait("document.querySelector('.facts b')")
         assert window.count(".answer .text .d") == 0
-
-
-@needs_browser
-@pytest.mark.parametrize("width", [360, 768, 1280])
-def test_nothing_sticks_out(live: Live, window: Browser, width: int) -> None:
-    window.size(width, 740)
-    try:
-        window.open(live.url)
-        window.wait(f"document.getElementById('model').textContent === '{MODEL}'")
-        ask(window, "x" * 150, 8)
-        window.wait("document.querySelector('.facts b')")
-        assert window.run("return document.documentElement.scrollWidth") <= width
-        script = "return document.getElementById('send').getBoundingClientRect().bottom"
-        assert window.run(script) <= 740, "the way to answer is in view"
-    finally:
-        window.size(1280, 800)
