@@ -16,7 +16,6 @@ from drafter.cli.decode import DecodeOptions, _verdict
 from drafter.cli.main import main
 from drafter.engine.outputs import Completion
 from drafter.targets.target import Target
-from drafter.utils.traffic import traffic_files
 from tests.cli.test_main import fails
 from tests.tiny_files import make_drafter, make_target
 
@@ -132,27 +131,6 @@ def test_decode_says_what_drafts(target: str, drafter: str, capsys: pytest.Captu
         assert ("3 target forwards" in shown[-1]) or "none" not in line
 
 
-def test_interrupted_decode_keeps_what_is_finished(
-    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from drafter.engine.engine import Engine
-
-    stream = Engine.stream
-
-    def broken_off(self: Engine, *args: Any, **words: Any) -> Iterator[Any]:
-        for event in stream(self, *args, **words):
-            yield event
-            if event.completion is not None:
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr(Engine, "stream", broken_off)
-    out = tmp_path / "out.jsonl"
-    words = ["--method", "none", "--prompt", "a", "--prompt", "b", "--max-new-tokens", "3", "--out", str(out)]
-    assert main(["decode", "--target", target, "--device", "cpu", *words]) == 130
-    assert not out.exists()
-    assert [row["id"] for row in rows_of(tmp_path / "out.jsonl.partial")] == ["0"]
-
-
 def test_foreign_files_are_kept_and_pipes_are_written_to(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,17 +189,3 @@ def test_the_help_lists_at_most_26_flags_and_names_the_others(capsys: pytest.Cap
     rest = " ".join(shown.split()).rpartition("Flags that seldom matter")[2].replace("- ", "-")
     flags = {f"--{item.name.replace('_', '-')}" for item in fields(DecodeOptions)}
     assert {flag for flag in flags if flag not in own} == set(re.findall(r"--[a-z-]+", rest)) - {"--print-config"}
-
-
-def test_decode_records_answers_when_told(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, out = tmp_path / "traffic", tmp_path / "out.jsonl"
-    common = ["decode", "--target", target, "--device", "cpu", "--max-new-tokens", "3", "--record", str(folder)]
-    assert main([*common, "--prompt", "one", "--prompt", "two", "--out", str(out)]) == 0
-    assert main([*common, "--prompt", "three", "--compare", "--stop", "secret"]) == 0
-    lines = ["four", "/exit"]
-    monkeypatch.setattr("builtins.input", lambda _: lines.pop(0))
-    assert main(common) == 0
-    rows = [row for file in traffic_files(folder) for row in rows_of(file)]
-    assert len(rows) == 4 and [row["token_ids"] for row in rows[:2]] == [row["token_ids"] for row in rows_of(out)]
-    assert [row["prompt_token_ids"] for row in rows[:2]] == [row["prompt_token_ids"] for row in rows_of(out)]
-    assert all(row["max_new_tokens"] == 3 and "stop" not in row for row in rows)
