@@ -217,7 +217,7 @@ class _Calibration:
         return TunedSizes(
             device=device_name(self._target.device),
             dtype=dtype_name(self._target.dtype),
-            is_compiled=is_compiled(self._compile, self._target.device),
+            compile=is_compiled(self._compile, self._target.device),
             target_fingerprint=self._target.fingerprint,
             plans=tuple(RowPlan(rows, self._choices(rows, times)) for rows, times in self._seconds.items()),
             drafter_fingerprint=fingerprint_of_weights(self._drafter),

@@ -14,22 +14,19 @@ import torch
 from drafter.decoding.compile import Compiler
 from drafter.decoding.proposer import Proposer, RootOnly
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.options import Drafting, most_nodes
+from drafter.proposers.options import Drafting
 from drafter.proposers.table import make_proposer
 from drafter.targets.target import Target
 from drafter.utils.parse import check_shape, read_json
 from drafter.utils.provenance import cpu_name
 
-_MAX_SIZE = 4096  # of a file's beam width, draft length and tree size
 SCHEMA = "drafter-tuned/1"
 
+_MAX_SIZE = 4096  # of a file's beam width, draft length and tree size
 _WINDOW = 128  # row-steps in the exponential average of acceptance
 _PRIOR = 16.0  # weight of the calibration in that average, in drafted tokens
+_MEMORY = 2048  # plain steps in which most of a bad acceptance is forgotten, so that a tree is tried again
 _GAIN_TO_SWITCH = 1.02  # speed-up for which the present tree is replaced
-_PROBE_ROW_STEPS = 16  # row-steps of a probe
-_MIN_PROBE_STEPS = 4  # smallest number of steps of a probe
-_FIRST_PAUSE = 256  # plain steps before the first probe; each failed probe doubles the pause
-_LONGEST_PAUSE = 4096
 
 
 class Tree(NamedTuple):
@@ -99,7 +96,7 @@ class TunedSizes:
     Attributes:
         device: name of the device, and the number of threads of a CPU.
         dtype: number format of the target.
-        is_compiled: True if the steps were compiled.
+        compile: True if the steps were compiled.
         target_fingerprint: sample of the target's output matrix.
         plans: plans in the order of their rows.
         drafter_fingerprint: hash of the drafter's weights in that number format; empty if unknown.
@@ -108,7 +105,7 @@ class TunedSizes:
 
     device: str
     dtype: str
-    is_compiled: bool
+    compile: bool
     target_fingerprint: str
     plans: tuple[RowPlan, ...]
     drafter_fingerprint: str = ""
@@ -138,27 +135,14 @@ class TunedSizes:
             {"num_rows": plan.num_rows, "choices": [{**item.tree._asdict(), **item.measured} for item in plan.choices]}
             for plan in self.plans
         ]
-        named = {key: getattr(self, name) for key, name in _NAMES.items()}
-        return {"schema": SCHEMA, **named, "plans": plans}
+        return {"schema": SCHEMA, **{name: getattr(self, name) for name in _FACTS}, "plans": plans}
 
 
-# Keys of the file -> fields of TunedSizes.
-_NAMES = {
-    **{name: name for name in ("device", "dtype", "runtime", "target_fingerprint", "drafter_fingerprint")},
-    "compile": "is_compiled",
-}
-_SHAPE = {
-    "device": str,
-    "dtype": str,
-    "runtime?": str,
-    "target_fingerprint": str,
-    "drafter_fingerprint?": str,
-    "compile": bool,
-    "plans": [{
-        "num_rows": int,
-        "choices": [{**dict.fromkeys(Tree._fields, int), "tokens_per_step": float, "step_seconds": float}],
-    }],
+_FACTS = {
+    "device": str, "dtype": str, "runtime": str, "compile": bool, "target_fingerprint": str, "drafter_fingerprint": str,
 }  # fmt: skip
+_CHOICE = {**dict.fromkeys(Tree._fields, int), "tokens_per_step": float, "step_seconds": float}
+_SHAPE = {"schema": str, **_FACTS, "plans": [{"num_rows": int, "choices": [_CHOICE]}]}
 
 
 def read_tuned(path: Path) -> TunedSizes:
@@ -172,18 +156,14 @@ def read_tuned(path: Path) -> TunedSizes:
         found = read_json(path)
     except ValueError as error:
         raise ValueError(f"--tuned {error}") from error
-    schema = found.get("schema") if isinstance(found, dict) else None
-    if schema != SCHEMA:
-        raise ValueError(f"--tuned {path}: schema is {schema!r} but must be {SCHEMA!r}: run `drafter tune` again")
     try:
         check_shape(found, _SHAPE, "the file")
-        named = {name: found[key] for key, name in _NAMES.items() if key in found}
-        if not found["plans"]:
-            raise ValueError("no plans")
+        if found["schema"] != SCHEMA or not found["plans"]:
+            raise ValueError(f"its schema is {found['schema']!r} but must be {SCHEMA!r}, with plans")
         plans = sorted(map(_plan_of, found["plans"]), key=lambda plan: plan.num_rows)
     except ValueError as error:
-        raise ValueError(f"--tuned {path}: damaged ({error}): run `drafter tune` again") from error
-    return TunedSizes(plans=tuple(plans), **named)
+        raise ValueError(f"--tuned {path}: {error}: run `drafter tune` again") from error
+    return TunedSizes(plans=tuple(plans), **{name: found[name] for name in _FACTS})
 
 
 def is_tuned_file(path: Path) -> bool:
@@ -199,17 +179,12 @@ def _plan_of(item: Mapping[str, Any]) -> RowPlan:
     choices = []
     for entry in item["choices"]:
         tree = Tree(*(entry[name] for name in Tree._fields))
-        most = most_nodes(tree.beam_width, tree.draft_length)
-        if tree.tree_size > most or not all(1 <= size <= _MAX_SIZE for size in tree):
-            raise ValueError(f"tree {[*tree]}")
         choice = MeasuredTree(PLAIN if tree.is_plain else tree, entry["tokens_per_step"], entry["step_seconds"])
-        if choice.tokens_per_step < 1 or choice.step_seconds <= 0:
-            raise ValueError(f"measured {choice.measured} for tree {[*tree]}")
+        if not all(1 <= size <= _MAX_SIZE for size in tree) or choice.tokens_per_step < 1 or choice.step_seconds <= 0:
+            raise ValueError(f"impossible numbers: {entry}")
         choices.append(choice)
-    if not any(choice.tree.is_plain for choice in choices):
-        raise ValueError("no measurement of plain decoding")
-    if item["num_rows"] < 1:
-        raise ValueError(f"num_rows {item['num_rows']}")
+    if item["num_rows"] < 1 or not any(choice.tree.is_plain for choice in choices):
+        raise ValueError(f"no measurement of plain decoding for {item['num_rows']} rows")
     return RowPlan(item["num_rows"], tuple(choices))
 
 
@@ -238,8 +213,8 @@ class TreeSizer(Sizer):
 
     The recent acceptance is a ratio: accepted draft tokens over the accepted draft tokens of the calibration. Both
     numbers decay exponentially. The ratio scales the tokens per step of all trees alike, which is an approximation.
-    Plain decoding is the fastest choice where no tree pays. Plain decoding shows no acceptance, so a probe of a few
-    steps with the calibrated tree follows after a pause. Every failed probe doubles the pause.
+    Plain decoding is the fastest choice where no tree pays. Plain steps show no acceptance, so they slowly forget the
+    low ratio, until a tree is the fastest choice again for a few steps.
     """
 
     def __init__(self, sizes: TunedSizes) -> None:
@@ -253,10 +228,6 @@ class TreeSizer(Sizer):
         self._expected = 0.0
         self._prior = _PRIOR
         self._present: MeasuredTree | None = None
-        self._num_plain = 0  # plain steps since the last step with drafts
-        self._pause = _FIRST_PAUSE
-        self._num_probe_steps = 0  # remaining steps of the present probe
-        self._is_after_probe = False
 
     @property
     def ratio(self) -> float:
@@ -270,16 +241,14 @@ class TreeSizer(Sizer):
         if plan is None:
             self._present = None  # no measurement for so many rows
             return PLAIN
-        if self._num_probe_steps > 0:
-            self._present = plan.best()
-            return self._present.tree
-        self._present = self._fastest(plan)
-        if self._present.tree.is_plain and not plan.best().tree.is_plain:
-            self._wait(plan, num_rows)
-        else:
-            self._num_plain = 0
-            self._pause = _FIRST_PAUSE if self._is_after_probe else self._pause
-            self._is_after_probe = False
+        best = plan.best(self.ratio)
+        tree = None if self._present is None else self._present.tree
+        present = next((choice for choice in plan.choices if choice.tree == tree), best)
+        is_clear = best.rate(self.ratio) > _GAIN_TO_SWITCH * present.rate(self.ratio)
+        self._present = best if is_clear else present
+        if self._present.tree.is_plain:
+            self._fade(1 - 1 / _MEMORY)
+            self._prior += (_PRIOR - self._prior) / _MEMORY
         return self._present.tree
 
     def observe(self, num_accepted: Sequence[int]) -> None:
@@ -287,31 +256,15 @@ class TreeSizer(Sizer):
         if self._present is None or self._present.tree.is_plain or not num_accepted:
             return
         keep = (1 - 1 / _WINDOW) ** len(num_accepted)
-        self._kept = self._kept * keep + sum(num_accepted)
-        self._expected = self._expected * keep + len(num_accepted) * (self._present.tokens_per_step - 1.0)
+        self._fade(keep)
         self._prior *= keep
-        self._num_probe_steps = max(0, self._num_probe_steps - 1)
+        self._kept += sum(num_accepted)
+        self._expected += len(num_accepted) * (self._present.tokens_per_step - 1.0)
 
-    def _fastest(self, plan: RowPlan) -> MeasuredTree:
-        """The best choice at the recent acceptance; the present tree unless another tree is clearly faster."""
-        best = plan.best(self.ratio)
-        tree = None if self._present is None else self._present.tree
-        present = next((choice for choice in plan.choices if choice.tree == tree), best)
-        return best if best.rate(self.ratio) > _GAIN_TO_SWITCH * present.rate(self.ratio) else present
-
-    def _wait(self, plan: RowPlan, num_rows: int) -> None:
-        """Count a plain step; start a probe after the pause."""
-        if self._is_after_probe:  # the probe has failed
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-            self._is_after_probe = False
-        self._num_plain += 1
-        if self._num_plain <= self._pause:
-            return
-        self._num_plain = 0
-        self._kept = self._expected = self._prior = 0.0
-        self._num_probe_steps = max(_MIN_PROBE_STEPS, -(-_PROBE_ROW_STEPS // num_rows))
-        self._is_after_probe = True
-        self._present = plan.best()
+    def _fade(self, keep: float) -> None:
+        """Weigh all earlier observations less."""
+        self._kept *= keep
+        self._expected *= keep
 
 
 def sized_proposers(
@@ -367,21 +320,18 @@ def misfit(
 
     A drafter of None fits every file, and a file without drafter fits every drafter.
     """
-    measured_drafter = sizes.drafter_fingerprint
-    present_drafter = measured_drafter
-    if drafter is not None and measured_drafter:
-        present_drafter = fingerprint_of_weights(drafter)
-    pairs = (
-        ("device", sizes.device, device_name(target.device)),
-        ("dtype", sizes.dtype, dtype_name(target.dtype)),
-        ("runtime", sizes.runtime, target.runtime_name),
-        ("compilation", *("on" if is_on else "off" for is_on in (sizes.is_compiled, is_compiled))),
-        ("target", sizes.target_fingerprint, target.fingerprint),
-        ("drafter", measured_drafter, present_drafter),
-    )
-    for what, measured, present in pairs:
-        if measured != present:
-            return f"was measured for another {what} ({measured}, not {present})"
+    knows_drafter = drafter is not None and sizes.drafter_fingerprint
+    present = {
+        "device": device_name(target.device),
+        "dtype": dtype_name(target.dtype),
+        "runtime": target.runtime_name,
+        "compile": is_compiled,
+        "target_fingerprint": target.fingerprint,
+        "drafter_fingerprint": fingerprint_of_weights(drafter) if knows_drafter else sizes.drafter_fingerprint,
+    }
+    for name, value in present.items():
+        if getattr(sizes, name) != value:
+            return f"was measured for another {name.partition('_')[0]} ({getattr(sizes, name)}, not {value})"
     return ""
 
 

@@ -60,11 +60,11 @@ def measured(**changes: object) -> dict[str, object]:
     ("changes", "reason"),
     [
         ({"schema": "other/1"}, "schema is 'other/1'"),
-        ({"plans": []}, "damaged"),
+        ({"plans": []}, "with plans"),
         ({"plans": [{"num_rows": 1, "choices": []}]}, "plain"),
-        ({"plans": [{"num_rows": 0, "choices": [measured()]}]}, "num_rows"),
-        ({"plans": [{"num_rows": 1, "choices": [measured(step_seconds=0)]}]}, "measured"),
-        ({"plans": [{"num_rows": 1, "choices": [measured(tree_size=99)]}]}, "tree"),
+        ({"plans": [{"num_rows": 0, "choices": [measured()]}]}, "for 0 rows"),
+        ({"plans": [{"num_rows": 1, "choices": [measured(step_seconds=0)]}]}, "impossible"),
+        ({"plans": [{"num_rows": 1, "choices": [measured(tree_size=9999)]}]}, "impossible"),
         ({"device": 3}, "device is a number, but must be a text"),
     ],
 )
@@ -152,17 +152,13 @@ def test_the_tree_shrinks_while_fewer_drafts_are_kept_and_grows_again() -> None:
     assert seen[-1] == LARGE and sizer.ratio == pytest.approx(1.0, abs=0.05)
 
 
-def test_rejected_drafts_lead_to_plain_decoding_and_ever_rarer_probes() -> None:
+def test_rejected_drafts_lead_to_plain_decoding_and_are_tried_again_now_and_then() -> None:
     sizer = TreeSizer(sizes_of())
     seen = _drive(sizer, 20000, kept_per_step={SMALL: 0.0, LARGE: 0.0})
     first_plain = seen.index(PLAIN)
     assert first_plain < 60
-    probes = [i for i in range(first_plain, len(seen)) if seen[i] != PLAIN and seen[i - 1] == PLAIN]
-    pauses = [later - earlier for earlier, later in zip(probes, probes[1:], strict=False)]
-    assert pauses == sorted(pauses) and pauses[1] > 1.8 * pauses[0] and pauses[-1] <= 4096 + 16
-    drafted = Counter(seen[first_plain:])
-    assert drafted[PLAIN] > 0.97 * len(seen[first_plain:])
-    # The text becomes easy again: the next probe sees it, and drafting goes on.
+    assert 0.97 < Counter(seen[first_plain:])[PLAIN] / len(seen[first_plain:]) < 1
+    # The text becomes easy again: the next try sees it, and drafting goes on.
     assert _drive(sizer, 5000, kept_per_step={SMALL: 0.5, LARGE: 1.0})[-1] == LARGE
 
 
