@@ -8,7 +8,7 @@ before that call.
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from drafter.engine.loading import (
     NO_DRAFTER,
@@ -216,54 +216,48 @@ def resolve(
         "prefill_chunk": config.prefill_chunk or _PREFILL_CHUNK,
         "compile": is_compiled(config.compile, target.device) and target.is_plain,
         "dtype": dtype_name(target.dtype),
+        "copying": config.copying is not False,
     }
-    if method == "none":
-        return Plan(**common, reason=f"none: {_origin(config, ('method',), target)}")
+    note, limit = "", None
+    is_open = all(getattr(config, name) is None for name in _TREE_FIELDS)
+    if method == "drafter" and drafter is not None and is_open and config.tuned != NO_FILE:
+        sizes, where = _measured(config, target, drafter, is_compiled=common["compile"])
+        if sizes is not None:
+            most = max(each.tree_size for each in sizes.trees)
+            return Plan(**common, tuned=where, tree_size=most, reason=f"{sizes.summary()}: measured, {where}")
+        note = f"; {where}"
+    elif method == "lookup" and drafter is None and config.method is None:
+        note = "; there is no drafter"
+    cheap = _CHEAP_TOKENS_CPU if target.device.type == "cpu" else _CHEAP_TOKENS
+    default = _LARGE_TREE if common["max_num_seqs"] * _LARGE_TREE["tree_size"] <= cheap else _SMALL_TREE
+    tree, text = _tree_of(config, method, default, drafter)
+    if method in ("drafter", "lookup") and is_open:
+        limit = cheap // tree["tree_size"]
+        text += f", plain decoding above {limit} rows" if limit < common["max_num_seqs"] else ""
+    reason = f"{text}: {_origin(config, method, target)}{note}"
+    return Plan(**common, **tree, max_drafted_rows=limit, reason=reason)
+
+
+def _tree_of(
+    config: EngineConfig, method: Method, default: dict[str, int], drafter: "RecurrentDrafter | None"
+) -> tuple[dict[str, Any], str]:
+    """The numbers of a method's trees by field of :class:`Drafting`, and method and numbers for people."""
     if method == "draft-model":
         num_tokens = config.num_speculative_tokens or Drafting.num_speculative_tokens
-        origin = _origin(config, ("method", "num_speculative_tokens"), target)
-        reason = f"draft-model, {num_tokens} tokens a step: {origin}"
-        return Plan(**common, tree_size=1 + num_tokens, num_speculative_tokens=num_tokens, reason=reason)
-    cheap = _CHEAP_TOKENS_CPU if target.device.type == "cpu" else _CHEAP_TOKENS
-    tree = _LARGE_TREE if common["max_num_seqs"] * _LARGE_TREE["tree_size"] <= cheap else _SMALL_TREE
-    if drafter is None or method == "lookup":
-        size = config.tree_size or tree["tree_size"]
-        limit = None if config.tree_size else cheap // size
-        reason = f"lookup, N {size}{_limited(limit, common)}: {_origin(config, ('method', 'tree_size'), target)}"
-        reason += "; there is no drafter" if drafter is None and config.method is None else ""
-        matches = tree["beam_width"]
-        return Plan(**common, tree_size=size, num_matches=matches, max_drafted_rows=limit, reason=reason)
-    return _drafter_plan(config, target, drafter, common, tree, cheap)
-
-
-def _drafter_plan(
-    config: EngineConfig,
-    target: "Target",
-    drafter: "RecurrentDrafter",
-    common: dict[str, Any],
-    default: dict[str, int],
-    cheap: int,
-) -> Plan:
-    """The plan of method drafter: measured trees, or one tree; ``cheap``: tokens that a forward verifies cheaply."""
-    common["copying"] = config.copying is not False
-    is_open = all(getattr(config, name) is None for name in _TREE_FIELDS)
-    note = ""
-    if is_open and config.tuned != NO_FILE:
-        found = _measured(config, target, drafter, is_compiled=common["compile"])
-        if not isinstance(found, str):
-            most = max(tree.tree_size for tree in found.sizes.trees)
-            reason = f"{found.sizes.summary()}: measured, {found.path}"
-            return Plan(**common, tuned=str(found.path), tree_size=most, reason=reason)
-        note = f"; {found}"
-    shape = _drafter_tree(config, default, drafter.config.num_outputs, has_copies=common["copying"])
-    limit = cheap // shape["tree_size"] if is_open else None
-    text = f"drafter, W {shape['beam_width']} L {shape['draft_length']} N {shape['tree_size']}"
-    text += ("" if shape["tree_policy"] == "all-nodes" else ", final beams") + (
-        "" if common["copying"] else ", no copies"
-    )
-    named = [name for name in ("tree_policy", "copying") if getattr(config, name) is not None]
-    origin = _origin(config, ("method", *_TREE_FIELDS[:3], *named), target)
-    return Plan(**common, **shape, max_drafted_rows=limit, reason=f"{text}{_limited(limit, common)}: {origin}{note}")
+        return (
+            {"tree_size": 1 + num_tokens, "num_speculative_tokens": num_tokens},
+            f"draft-model, {num_tokens} tokens a step",
+        )
+    if method == "lookup":
+        size = config.tree_size or default["tree_size"]
+        return {"tree_size": size, "num_matches": default["beam_width"]}, f"lookup, N {size}"
+    if method == "none" or drafter is None:
+        return {}, method
+    has_copies = config.copying is not False
+    tree = _drafter_tree(config, default, drafter.config.num_outputs, has_copies=has_copies)
+    text = f"drafter, W {tree['beam_width']} L {tree['draft_length']} N {tree['tree_size']}"
+    text += "" if tree["tree_policy"] == "all-nodes" else ", final beams"
+    return tree, text + ("" if has_copies else ", no copies")
 
 
 def _default_method(target: "Target", drafter: "RecurrentDrafter | None", draft_model: "Target | None") -> Method:
@@ -311,41 +305,32 @@ def _drafter_tree(
     return {"beam_width": width, "draft_length": length, "tree_size": size, "tree_policy": policy}
 
 
-class _Measured(NamedTuple):
-    """A file of measured sizes that fits."""
-
-    path: Path
-    sizes: "TunedSizes"
-
-
 def _measured(
     config: EngineConfig, target: "Target", drafter: "RecurrentDrafter", *, is_compiled: bool
-) -> _Measured | str:
-    """The measured sizes, or the reason why there are none.
+) -> tuple["TunedSizes | None", str]:
+    """The measured sizes and their file, or None and the reason why there are none.
 
     Raises:
         ValueError: the file is damaged, or the user's file does not fit.
     """
     from drafter.engine.sizes import misfit, read_tuned
 
-    if config.tuned is not None:
-        sizes = read_tuned(Path(config.tuned))
-        reason = misfit(sizes, target, drafter, is_compiled=is_compiled)
-        if reason:
-            raise ValueError(f"--tuned {config.tuned} {reason}: run `drafter tune` here, or leave it out")
-        return _Measured(Path(config.tuned), sizes)
-    path = tuned_path(drafter.name_or_path) if drafter.name_or_path else None
-    # Sizes are measured with plain weights on one device.
-    if path is None or not path.is_file() or not target.is_plain:
-        return "nothing was measured (`drafter tune` measures)"
-    if config.copying is False:  # the measured trees may have more nodes than the beams alone draft
-        return "the measured sizes are for drafts with copies"
+    path = Path(config.tuned) if config.tuned is not None else None
+    if path is None:
+        path = tuned_path(drafter.name_or_path) if drafter.name_or_path else None
+        # Sizes are measured with plain weights on one device.
+        if path is None or not path.is_file() or not target.is_plain:
+            return None, "nothing was measured (`drafter tune` measures)"
+        if config.copying is False:  # the measured trees may have more nodes than the beams alone draft
+            return None, "the measured sizes are for drafts with copies"
     sizes = read_tuned(path)
     reason = misfit(sizes, target, drafter, is_compiled=is_compiled)
     if not reason:
-        return _Measured(path, sizes)
+        return sizes, str(path)
+    if config.tuned is not None:
+        raise ValueError(f"--tuned {path} {reason}: run `drafter tune` here, or leave it out")
     _log.warning("%s is not used: it %s", path, reason)
-    return "the measured sizes do not fit"
+    return None, "the measured sizes do not fit"
 
 
 def _refuse_unused(config: EngineConfig, method: Method) -> None:
@@ -359,19 +344,15 @@ def _refuse_unused(config: EngineConfig, method: Method) -> None:
         raise ValueError(f"{given} is for {readers}, and --method {method} does not read it: leave one of them out")
 
 
-def _origin(config: EngineConfig, names: tuple[str, ...], target: "Target") -> str:
-    """The origin of the settings ``names``: what was given, and the device whose defaults the others are."""
+def _origin(config: EngineConfig, method: Method, target: "Target") -> str:
+    """The origin of the settings of a method: what was given, and the device whose defaults the others are."""
+    names = [name for name in ("method", *_READ_BY[method]) if name != "tuned"]
     given = [name for name in names if getattr(config, name) is not None]
-    if len(given) == len(names):
+    if all(name in given or name in ("tree_policy", "copying") for name in names):
         return "as given"
     device = "a CPU" if target.device.type == "cpu" else target.device.type.upper()
     default = f"default for {device}" + (" with OpenVINO" if target.runtime is not None else "")
     return f"{', '.join(map(_flag, given))} as given, otherwise {default}" if given else default
-
-
-def _limited(limit: int | None, common: dict[str, Any]) -> str:
-    has_limit = limit is not None and limit < common["max_num_seqs"]
-    return f", plain decoding above {limit} rows" if has_limit else ""
 
 
 def _flag(name: str) -> str:

@@ -320,14 +320,14 @@ def misfit(
 
     A drafter of None fits every file, and a file without drafter fits every drafter.
     """
-    knows_drafter = drafter is not None and sizes.drafter_fingerprint
+    own = sizes.drafter_fingerprint
     present = {
         "device": device_name(target.device),
         "dtype": dtype_name(target.dtype),
         "runtime": target.runtime_name,
         "compile": is_compiled,
         "target_fingerprint": target.fingerprint,
-        "drafter_fingerprint": fingerprint_of_weights(drafter) if knows_drafter else sizes.drafter_fingerprint,
+        "drafter_fingerprint": fingerprint_of_weights(drafter) if drafter is not None and own else own,
     }
     for name, value in present.items():
         if getattr(sizes, name) != value:
