@@ -9,9 +9,8 @@ from drafter.decoding.compile import is_compiled
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
-from drafter.targets.masks import chunk_mask
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
-from tests.engine.oracle import assert_lossless, tiny_target
+from tests.engine.oracle import assert_lossless
 
 GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(max_new_tokens=24, temperature=0.8, top_p=0.9, seed=3, ignore_eos=True)
@@ -46,30 +45,3 @@ def test_compiled_steps_give_the_oracles_texts_and_nothing_is_compiled_after_the
     plain = Engine(shared_target(), drafter, replace(config, compile=False))
     # Inductor may round a score otherwise, and so draft another tree, but seldom.
     assert kept == pytest.approx(assert_lossless(plain, [(prompt, GREEDY) for prompt in prompts]), rel=0.05)
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_compiled_forwards_write_into_the_cache_and_copy_nothing_of_it() -> None:
-    from torch._inductor.utils import run_and_get_code
-
-    torch.compiler.reset()
-    target = tiny_target()
-    target.fold_attention()
-    cache = target.new_cache(2, 50)
-    slot_BT, start_B = torch.tensor([[0, 1], [3, 4]]), torch.tensor([0, 3])
-
-    def forward(token_BT: torch.Tensor) -> torch.Tensor:
-        cache.plan(slot_BT, num_visible=8)
-        mask = chunk_mask(start_B, 2, 8)
-        return target.forward(token_BT, position_BT=slot_BT, mask=mask, cache=cache).hidden_BTD
-
-    token_BT = torch.tensor([[3, 4], [5, 6]])
-    wanted_BTD, wanted_keys = forward(token_BT), cache.keys.clone()
-    cache.keys.zero_()
-    got_BTD, (code,) = run_and_get_code(torch.compile(forward, fullgraph=True), token_BT)
-    assert torch.allclose(got_BTD, wanted_BTD, atol=1e-5)
-    assert torch.allclose(cache.keys, wanted_keys, atol=1e-5)
-    # Straight into the arguments of the graph, not into copies of them.
-    assert code.count("torch.ops.drafter.write_slots.default(arg") == target.num_layers
-    assert "index_put" not in code

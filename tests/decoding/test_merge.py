@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.decoding.tree import Candidates, NodeList, merge_equal
+from drafter.decoding.tree import NodeList, merge_equal
 from tests.reference.merge_loop import Node, merge_loop, paths_of
 
 
@@ -38,20 +38,6 @@ def nodes_of(nodes: NodeList, row: int) -> list[Node]:
     return paths_of(nodes.token_BM[row].tolist(), nodes.parent_BM[row].tolist(), nodes.score_BM[row].tolist())
 
 
-def assert_tree(tree: Candidates) -> None:
-    """Parents first and one level above, real parents of real nodes, no two equal children, padding on its own."""
-    num_nodes = tree.token_BN.shape[1]
-    for token, parent, depth, is_node in zip(*(item.tolist() for item in tree[:4]), strict=True):
-        assert is_node[0] and depth[0] == 0 and parent[0] == 0
-        for node in range(1, num_nodes):
-            if is_node[node]:
-                assert parent[node] < node and is_node[parent[node]] and depth[node] == depth[parent[node]] + 1
-            else:
-                assert parent[node] == node
-        edges = [(parent[node], token[node]) for node in range(1, num_nodes) if is_node[node]]
-        assert len(set(edges)) == len(edges)
-
-
 def test_worked_example() -> None:
     inf = math.inf
     nodes = NodeList(
@@ -73,16 +59,3 @@ def test_merging_equals_the_loop(seed: int) -> None:
         found = nodes_of(merged, row)
         assert len({node.path for node in found}) == len(found)
         assert {node.path: pytest.approx(node.score) for node in found} == merge_loop(listed)
-
-
-@settings(max_examples=150, deadline=None)
-@given(seed=st.integers(0, 10**6), num_nodes=st.integers(1, 12))
-def test_what_is_packed_is_a_tree_of_the_best(seed: int, num_nodes: int) -> None:
-    generator = random.Random(seed)
-    merged = merge_equal(random_list(generator, 3))
-    num_nodes = min(num_nodes, 1 + merged.token_BM.shape[1])
-    tree = merged.pack(torch.tensor([0, 1, 2]), num_nodes)
-    assert_tree(tree)
-    for row in range(3):
-        num_real = min(num_nodes - 1, len(nodes_of(merged, row)))
-        assert int(tree.is_node_BN[row].sum()) == 1 + num_real

@@ -157,27 +157,6 @@ def test_equal_logits_share_their_fate():
         assert finite_logit_tokens(warp_logits(logits_BNV, make_warp([params]))[0, 0]) == [0, 1, 2, 3]
 
 
-def test_low_precision_logits_are_warped_in_float32():
-    logits_BNV = random_logits(2, 3, 100, seed=4).bfloat16()
-    warp = make_warp([Params(0.7, top_p=0.9), Params(0.0)])
-    warped_BNV = warp_logits(logits_BNV, warp)
-    assert warped_BNV.dtype == torch.float32
-    assert torch.equal(warped_BNV, warp_logits(logits_BNV.float(), warp))
-
-
-def test_inputs_stay_as_they_are():
-    logits_BNV, noise_BNV = random_logits(1, 2, 50), random_logits(1, 2, 50, seed=5)
-    copies = logits_BNV.clone(), noise_BNV.clone()
-    pick(logits_BNV, noise_BNV, make_warp([Params(1.0, 5, 0.9, 0.1)]))
-    assert torch.equal(logits_BNV, copies[0]) and torch.equal(noise_BNV, copies[1])
-
-
-def test_flags_say_what_any_row_uses():
-    assert make_warp([Params(0.0, top_k=7, top_p=0.5, min_p=0.5)]).flags == sampling.WarpFlags(False, 0, False, False)
-    assert make_warp([Params(1.0, top_k=7), Params(0.5, top_k=9)]).flags == sampling.WarpFlags(True, 9, False, False)
-    assert make_warp([Params(0.0), Params(1.0, top_p=0.5, min_p=0.1)]).flags == sampling.WarpFlags(True, 0, True, True)
-
-
 def test_greedy_takes_the_lowest_of_equal_logits():
     logits_BNV = torch.tensor([[[0.0, 5.0, 5.0]]])
     assert pick(logits_BNV, None, make_warp([Params(0.0)])).item() == 1
@@ -214,13 +193,3 @@ def test_log_probs_of_greedy_rows_have_all_mass_on_the_argmax():
     log_prob_BNV = warped_log_probs(torch.tensor([[[1.0, 3.0, 3.0]]]).expand(2, 1, 3), make_warp([Params(0), Params()]))
     assert log_prob_BNV[0, 0].tolist() == [MINUS_INF, 0.0, MINUS_INF]
     assert log_prob_BNV[1, 0].exp().sum().item() == pytest.approx(1.0)
-
-
-@pytest.mark.slow
-def test_compiled_pick_is_the_same():
-    logits_BNV = random_logits(2, 4, 600, seed=7)
-    noise_BNV = gumbel_noise(torch.arange(2), torch.arange(4).expand(2, -1), torch.arange(600))
-    warp = make_warp([Params(0.7, top_k=50, top_p=0.9, min_p=0.01), Params(0.0)])
-    assert torch.equal(
-        torch.compile(pick, fullgraph=True)(logits_BNV, noise_BNV, warp), pick(logits_BNV, noise_BNV, warp)
-    )

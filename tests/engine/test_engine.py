@@ -50,12 +50,6 @@ def test_hugging_face_generates_the_same() -> None:
         assert completion.finish_reason == "length" and completion.prompt_ids == prompt
 
 
-def test_autoregressive_decoding_takes_one_forward_per_token() -> None:
-    engine = new_engine(method="none", tree_size=1)
-    for completion in engine.generate(KNOWN[:5], NO_EOS):
-        assert completion.num_target_forwards == 30 and completion.tokens_per_step == 1.0
-
-
 def test_trained_drafter_keeps_long_paths() -> None:
     """Otherwise the tests below would say little."""
     completions = new_engine().generate(KNOWN, NO_EOS)
@@ -297,22 +291,6 @@ def test_seed_alone_decides_a_sampled_answer() -> None:
     assert ids(plain) == alone
 
 
-def test_every_kind_of_sampling_in_one_batch() -> None:
-    params = [
-        NO_EOS,
-        replace(NO_EOS, temperature=1.0, seed=1),
-        replace(NO_EOS, temperature=0.3, top_k=5, seed=2),
-        replace(NO_EOS, temperature=2.0, top_p=0.5, seed=3),
-        replace(NO_EOS, temperature=1.5, min_p=0.2, seed=4),
-        replace(NO_EOS, temperature=1.0, top_k=20, top_p=0.9, min_p=0.05, seed=-5),
-        replace(NO_EOS, temperature=1e-3, seed=2**64 - 1),
-    ]
-    engine = new_engine(max_num_seqs=7)
-    assert_lossless(engine, [(KNOWN[0], one) for one in params])
-    greedy, cold = engine.generate([KNOWN[0]] * 2, [params[0], params[-1]])
-    assert greedy.token_ids == cold.token_ids
-
-
 @pytest.mark.parametrize("name", ["Gemma2", "GPT2", "Phi3", "GptOss"])
 def test_other_architectures(name: str) -> None:
     """Eager attention, learnt positions, fused projections, attention sinks; an untrained drafter with wide beams."""
@@ -328,27 +306,6 @@ def test_other_architectures(name: str) -> None:
     prompt, params = next((prompt, params) for prompt, params in asked if params.temperature == 0)
     answer = engine.generate([prompt], replace(params, max_new_tokens=12))[0].token_ids
     assert answer == hugging_face_answer(target, prompt, 12)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits_run(dtype: torch.dtype) -> None:
-    """Rounding differs between shapes of a batch there, so only what any numbers must give is asked for."""
-    target = Target.from_model(tiny_target(2).model.to(dtype), name="half")
-    drafter = trained_drafter().__class__(trained_drafter().config).to(dtype).eval()
-    drafter.config.target_fingerprint = ""
-    engine = Engine(target, drafter, EngineConfig(beam_width=8, draft_length=3, tree_size=20))
-    params = [replace(NO_EOS, temperature=0.8 * (i % 2), top_p=0.9, seed=i) for i in range(6)]
-    for completion in engine.generate(KNOWN[:6], params):
-        assert len(completion.token_ids) == 30 and completion.finish_reason == "length"
-        assert all(0 <= token < VOCAB for token in completion.token_ids)
-        assert 1.0 <= completion.tokens_per_step <= 4.0
-
-
-def test_progress_bar_is_shown_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    new_engine().generate(KNOWN[:2], NO_EOS, progress=True)
-    assert "2/2" in capsys.readouterr().err
-    new_engine().generate(KNOWN[:2], NO_EOS)
-    assert capsys.readouterr().err == ""
 
 
 def test_beyond_so_many_rows_steps_are_plain() -> None:

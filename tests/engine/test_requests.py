@@ -33,13 +33,6 @@ def chat(text: str) -> list[int]:
     return tiny_target().encode_chat([{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}])
 
 
-def test_common_length() -> None:
-    assert common_length([1, 2, 3], [1, 2, 4, 5]) == 2
-    assert common_length([], [1]) == 0
-    assert common_length([1, 2], [1, 2, 3]) == 2
-    assert common_length([2], [1]) == 0
-
-
 def test_prefix_index_finds_the_longest_and_leaves_two_tokens() -> None:
     index = PrefixIndex()
     prompt = list(range(100, 140))
@@ -56,24 +49,6 @@ def test_prefix_index_finds_the_longest_and_leaves_two_tokens() -> None:
     assert index.find(prompt[: MIN_SHARED_TOKENS + 1]) is None, "too short to be worth it"
     index.clear()
     assert index.find(prompt) is None
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_prefix_index_agrees_with_a_loop(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    held = [torch.randint(2, (40,), generator=generator).tolist() for _ in range(8)]
-    prompt = [*held[seed][: 20 + seed], *([1] * 20)]
-    index = PrefixIndex()
-    for row, tokens in enumerate(held):
-        index.hold(row, tokens)
-    lengths = []
-    for tokens in held:
-        count = 0
-        while count < min(len(tokens), len(prompt) - 2) and tokens[count] == prompt[count]:
-            count += 1
-        lengths.append(count)
-    found = index.find(prompt)
-    assert found is not None and found.num_tokens == max(lengths) == lengths[found.row]
 
 
 def test_what_a_row_held_is_saved_where_it_was_missed_least() -> None:
@@ -154,14 +129,6 @@ def test_speculation_off_is_one_token_a_forward_and_the_same_text() -> None:
     assert plain.token_ids == drafted.token_ids
     assert plain.tokens_per_step == 1.0 and sum(plain.num_accepted) == 0
     assert drafted.tokens_per_step > 1.0 and sum(drafted.num_accepted) > 0
-
-
-def test_step_without_speculating_rows_runs_the_root_alone() -> None:
-    engine = tiny_engine()
-    request = engine.add(chat("Name a colour."), GREEDY, RequestOptions(speculate=False, want_tree=True))
-    trees = [update.tree for update in run(engine)]
-    assert all(tree is not None and len(tree.token_ids) == 1 for tree in trees)
-    assert request.token_ids == plain_answer(request.prompt_ids)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -279,8 +246,3 @@ def test_row_limit_shrinks_as_rows_finish() -> None:
     requests[2].finish("stop")
     assert scheduler.schedule().started == [requests[4]]
     assert [item.request_id for item in scheduler.rows] == [3, 4]
-
-
-def test_options_are_checked() -> None:
-    with pytest.raises(ValueError, match="num-logprobs is -1"):
-        RequestOptions(num_logprobs=-1)

@@ -37,9 +37,3 @@ def test_padded_steps_round_as_trees_do(max_num_seqs: int, num_nodes: int) -> No
         trained_drafter().bind(shared_target())
     assert tokens_per_step > 1.2
     assert drafted == texts(target, padded, prompts)[0]
-
-
-def test_padded_steps_are_plain_decoding_in_float32() -> None:
-    prompts = prompts_for(4, seed=4)
-    padded = texts(shared_target(), Plan(method="none", tree_size=9), prompts)
-    assert padded == texts(shared_target(), Plan(method="none"), prompts)

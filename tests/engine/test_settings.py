@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
-from drafter.proposers.options import Drafting
 from tests.engine.drafters import shared_target, trained_drafter
 from tests.engine.oracle import tiny_target
 
@@ -158,17 +156,3 @@ def test_a_command_refuses_a_method_without_its_model_before_it_loads_one() -> N
     assert EngineOptions(target="smollm2-135m").drafter_used == "smollm2-135m"
     assert EngineOptions(target="smollm2-135m", drafter="none").drafter_used is None
     assert EngineOptions(target="smollm2-135m", method="lookup").drafter_used is None
-
-
-def test_research_numbers_are_checked() -> None:
-    with pytest.raises(ValueError, match="--tau is 0"):
-        Drafting(method="drafter", tau=0.0)
-    with pytest.raises(ValueError, match="verify=rejection needs drafts sampled from q"):
-        Drafting(method="drafter", verify="rejection")
-
-
-def test_an_engine_keeps_its_plan() -> None:
-    given = EngineConfig(max_num_seqs=3)
-    engine = Engine(shared_target(), trained_drafter(), given)
-    assert engine.plan == resolve(given, shared_target(), trained_drafter())
-    assert Engine(shared_target(), trained_drafter(), engine.plan).plan is engine.plan

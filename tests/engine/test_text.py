@@ -8,7 +8,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
 from drafter.engine.text import IncrementalText
-from tests.data.tiny import END, tiny_tokenizer
+from tests.data.tiny import tiny_tokenizer
 from tests.serving.tiny import tiny_engine, tiny_target
 
 TOKENIZER = tiny_tokenizer()
@@ -43,34 +43,6 @@ def test_characters_of_several_tokens_come_whole() -> None:
     assert pieces == ["a", "", "é", "", "", "", "😀", "b", ""]
 
 
-def test_unfinished_character_is_shown_at_the_end_as_the_decoder_shows_it() -> None:
-    token_ids = encode("a😀")[:3]
-    text = IncrementalText(decode)
-    pieces = push_all(text, token_ids)
-    assert pieces[:-1] == ["a", "", ""] and text.text == "".join(pieces) == decode(token_ids)
-    assert "\ufffd" in text.text
-
-
-def test_a_stop_string_in_what_the_end_brings_is_cut() -> None:
-    words = {1: "a END\ufffd"}
-    text = IncrementalText(lambda token_ids: "".join(words[token] for token in token_ids), ("END",))
-    text.push(1)
-    text.finish()
-    assert text.text == "a " and text.is_stopped
-
-
-def test_broken_bytes_within_a_text_do_not_hold_it_back_for_ever() -> None:
-    token_ids = encode("a") + encode("😀")[:2] + encode("bcd")
-    text = IncrementalText(decode)
-    pieces = push_all(text, token_ids)
-    assert text.text == decode(token_ids) and pieces[-2] == "d"
-
-
-def test_special_tokens_bring_no_text() -> None:
-    special = TOKENIZER.convert_tokens_to_ids(END)
-    assert push_all(IncrementalText(decode), [special, *encode("ab"), special]) == ["", "a", "b", "", ""]
-
-
 @pytest.mark.parametrize(
     ("text", "stops", "wanted", "is_stopped"),
     [
@@ -89,11 +61,6 @@ def test_stop_strings(text: str, stops: tuple[str, ...], wanted: str, is_stopped
     incremental = IncrementalText(decode, stops)
     pieces = push_all(incremental, encode(text))
     assert "".join(pieces) == incremental.text == wanted and incremental.is_stopped == is_stopped
-
-
-def test_nothing_of_a_stop_string_is_ever_shown() -> None:
-    pieces = push_all(IncrementalText(decode, ("###",)), encode("a#b##c###d"))
-    assert pieces == ["a", "", "#b", "", "", "##c", "", "", "", ""]
 
 
 # Letters of one to four bytes, merges of the tokenizer, and a stop string's own letters, so that all of it happens.

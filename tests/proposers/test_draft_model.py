@@ -2,17 +2,13 @@
 
 import pytest
 import torch
-from scipy import stats
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from drafter.decoding.params import SamplingParams
-from drafter.decoding.sampling import STREAM_DRAFT, STREAM_RESIDUAL, gumbel_noise
-from drafter.decoding.tree import Candidates
-from drafter.decoding.verify import accept_samples
 from drafter.engine.engine import Engine
-from drafter.engine.settings import EngineConfig, Plan
+from drafter.engine.settings import Plan
 from drafter.proposers.draft_model import DraftModelProposer, check_same_vocabulary
 from drafter.targets.target import Target
 from tests.engine.oracle import VOCAB, answer, assert_lossless, requests, tiny_target
@@ -32,11 +28,6 @@ def test_oracle(max_num_seqs: int, gamma: int, draft_seed: int) -> None:
     )
     rate = assert_lossless(engine, requests())
     assert rate >= 1.0
-
-
-def test_uncoupled_is_lossless_too() -> None:
-    engine = engine_of(tiny_target(0), tiny_target(0), coupled=False)
-    assert_lossless(engine, requests())
 
 
 @pytest.mark.parametrize("gamma", [1, 3, 6])
@@ -69,66 +60,6 @@ def test_rejection_does_not_depend_on_the_batch() -> None:
     assert [c.token_ids for c in one] == [c.token_ids for c in other]
 
 
-def draft_chains(log_q_GV: torch.Tensor, seed_B: torch.Tensor) -> tuple[Candidates, torch.Tensor]:
-    """Chains of gamma drafts that are samples of q, for B seeds; and the picks' positions [B, N]."""
-    num_rows, (gamma, num_tokens) = seed_B.shape[0], log_q_GV.shape
-    position_BN = torch.arange(1, gamma + 2).expand(num_rows, -1)
-    noise_BGV = gumbel_noise(seed_B, position_BN[:, :-1], torch.arange(num_tokens), stream=STREAM_DRAFT)
-    token_BG = (log_q_GV + noise_BGV).argmax(dim=2)
-    node_N = torch.arange(gamma + 1)
-    token_BN = torch.cat([torch.zeros(num_rows, 1, dtype=torch.int64), token_BG], dim=1)
-    tree = Candidates(
-        token_BN,
-        (node_N - 1).clamp_min(0).expand_as(token_BN),
-        node_N.expand_as(token_BN),
-        torch.ones_like(token_BN, dtype=torch.bool),
-        log_q_GV.expand(num_rows, -1, -1),
-    )
-    return tree, position_BN
-
-
-@pytest.mark.parametrize("case", ["different", "equal", "disjoint", "greedy-q"])
-def test_rejection_rule_draws_from_p(case: str) -> None:
-    """First and second emitted tokens of 60,000 chains against p, by chi-square; false alarms below 1e-6 each."""
-    num_rows, num_tokens, gamma = 60_000, 6, 2
-    generator = torch.Generator().manual_seed(5)
-    log_p_NV = torch.randn(gamma + 1, num_tokens, generator=generator).log_softmax(1)
-    log_q_GV = 1.5 * torch.randn(gamma, num_tokens, generator=generator).log_softmax(1)
-    if case == "equal":
-        log_q_GV = log_p_NV[:-1].clone()
-    elif case == "disjoint":
-        log_q_GV[:, ::2] = -torch.inf
-        log_p_NV[:, 1::2] = -torch.inf
-    elif case == "greedy-q":
-        log_q_GV[:, 1:] = -torch.inf
-    log_p_NV, log_q_GV = log_p_NV.log_softmax(1), log_q_GV.log_softmax(1)
-    seed_B = torch.arange(num_rows)
-    tree, position_BN = draft_chains(log_q_GV, seed_B)
-    noise_BNV = gumbel_noise(seed_B, position_BN, torch.arange(num_tokens), stream=STREAM_RESIDUAL)
-    accepted = accept_samples(tree, log_p_NV.expand(num_rows, -1, -1), seed_B, position_BN, noise_BNV)
-    emitted_BL = accepted.emitted(tree)
-
-    first = torch.bincount(emitted_BL[:, 0], minlength=num_tokens).double()
-    assert chi_square_p(first, log_p_NV[0].exp() * num_rows) > 1e-6
-    has_second_B = accepted.num_accepted_B >= 1
-    if has_second_B.any():
-        second = torch.bincount(emitted_BL[has_second_B, 1], minlength=num_tokens).double()
-        assert chi_square_p(second, log_p_NV[1].exp() * has_second_B.sum()) > 1e-6
-    # The share of kept first drafts is 1 - total variation: sum of min(p, q).
-    expected = float(torch.minimum(log_p_NV[0].exp(), log_q_GV[0].exp()).sum())
-    assert float(has_second_B.float().mean()) == pytest.approx(expected, abs=0.01)
-
-
-def chi_square_p(counts: torch.Tensor, expected: torch.Tensor) -> float:
-    """P value; what cannot happen must not have happened."""
-    possible = expected > 0
-    assert counts[~possible].sum() == 0
-    if possible.sum() == 1:
-        return 1.0
-    scale = counts.sum() / expected[possible].double().sum()
-    return float(stats.chisquare(counts[possible], expected[possible].double() * scale).pvalue)
-
-
 def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({w: i for i, w in enumerate(words)}, words[0])))
 
@@ -142,11 +73,6 @@ def test_foreign_vocabulary_is_refused() -> None:
     check_same_vocabulary(one, one)
     with pytest.raises(ValueError, match="'other'.*differ in 4 entries"):
         check_same_vocabulary(other, one)
-
-
-def test_draft_model_must_be_given() -> None:
-    with pytest.raises(ValueError, match="--draft-model"):
-        Engine(tiny_target(), config=EngineConfig(method="draft-model"))
 
 
 def test_cache_follows_a_moved_row() -> None:

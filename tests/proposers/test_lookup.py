@@ -7,10 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.decoding.params import SamplingParams
 from drafter.decoding.tree import merge_equal
 from drafter.engine.engine import Engine
-from drafter.engine.settings import EngineConfig, Plan
+from drafter.engine.settings import Plan
 from drafter.proposers.lookup import (
     _ODDS,
     _WEIGHT_PER_TOKEN,
@@ -84,12 +83,6 @@ def test_tree_merges_equal_prefixes() -> None:
     assert merge_equal(proposer.draft(rows, None)).score_BM.isinf().tolist() == [[False, True, False, False]]
 
 
-def test_chain_is_a_tree_of_one_match() -> None:
-    rows = rows_of([[1, 2, 3, 5, 1, 2, 4, 6, 1, 2]])
-    tree = LookupProposer(1, 4, 4, torch.device("cpu")).propose(rows, None)
-    assert tree.token_BN.tolist() == [[2, 4, 6, 1, 2]] and tree.parent_BN.tolist() == [[0, 0, 1, 2, 3]]
-
-
 @pytest.mark.parametrize(
     ("max_num_seqs", "tree_size", "num_matches", "lookup_length", "max_ngram"),
     [(1, 24, 8, 10, 8), (4, 24, 8, 10, 8), (3, 6, 1, 5, 2), (8, 2, 4, 10, 1), (4, 64, 8, 3, 3), (2, 1, 8, 10, 8)],
@@ -106,9 +99,3 @@ def test_oracle(max_num_seqs: int, tree_size: int, num_matches: int, lookup_leng
     )
     rate = assert_lossless(Engine(tiny_target(), config=config), requests())
     assert rate >= 1.0
-
-
-def test_repetitive_text_is_fast() -> None:
-    """A target that loops is drafted nearly whole."""
-    asked = (((1, 2, 3), SamplingParams(max_new_tokens=64, ignore_eos=True)),)
-    assert assert_lossless(Engine(tiny_target(3), config=EngineConfig(method="lookup")), asked) > 1.5
