@@ -16,7 +16,7 @@ from drafter.engine.memory import check_fit
 from drafter.engine.outputs import Completion, StreamEvent, Update, event_of
 from drafter.engine.prefix_cache import PrefixIndex
 from drafter.engine.request import Request, RequestOptions
-from drafter.engine.runner import PrefillRow, Runner, StepResult, StepWants
+from drafter.engine.runner import Runner, StepResult, StepWants
 from drafter.engine.scheduler import Scheduler, bucket, neighbours
 from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
 from drafter.engine.sizes import Sizer, Tree, TreeSizer, read_tuned, sized_proposers
@@ -26,6 +26,7 @@ from drafter.proposers.table import contexts_of, make_proposer
 from drafter.targets.target import Target
 
 _log = logging.getLogger(__name__)
+_NO_OPTIONS = RequestOptions()
 
 
 class Engine:
@@ -63,26 +64,22 @@ class Engine:
         self.target = target
         self.plan = plan = config if isinstance(config, Plan) else resolve(config, target, drafter, draft_model)
         _log.info("%s", plan.reason)
-        self.compiler = compiler = Compiler(target.device, is_on=plan.compile)
+        self.compiler = Compiler(target.device, is_on=plan.compile)
         self._has_own_tree = proposer is None and sizer is None  # the limit of rows belongs to the plan's tree
         if self._has_own_tree and plan.tuned is not None:
             sizer = TreeSizer(read_tuned(Path(plan.tuned)))
         self._sizer = sizer if proposer is None else None
-        self._by_tree: dict[Tree, Proposer] = {}
-        self.drafter = drafter
-        if proposer is None and sizer is not None:
-            self._by_tree = sized_proposers(plan, sizer, target, drafter, compiler)
-            proposer = next(iter(self._by_tree.values()))
-        self.proposer = proposer or make_proposer(
-            plan, target, drafter, draft_model, compiler, prefill_chunk=plan.prefill_chunk
-        )
-        self._contexts = contexts_of(drafter if plan.method == "drafter" else None, target)
         self._models = [target] if draft_model is None else [target, draft_model]
+        for model in self._models:
+            model.fold_attention()
+        self.drafter = drafter
+        self.proposer, self._by_tree = (proposer, {}) if proposer is not None else self._proposers(drafter)
+        self._contexts = contexts_of(drafter if plan.method == "drafter" else None, target)
         self._scheduler = Scheduler(plan.max_num_seqs)
         self._runner: Runner | None = None
         self._ids = count()
         self._plain = self.proposer.plain
-        self._prefixes = PrefixIndex()
+        self._prefixes = PrefixIndex() if plan.enable_prefix_caching else None
         self._is_arranged = True
 
     @classmethod
@@ -209,19 +206,12 @@ class Engine:
         num_slots = -(-num_slots // 64) * 64
         row_limit, self._scheduler = self._scheduler.row_limit, Scheduler(self.plan.max_num_seqs)
         self.limit_rows(row_limit)
-        self._prefixes.clear()
+        if self._prefixes is not None:
+            self._prefixes.clear()
         self._runner = None  # the old caches are freed before the new ones are made
         self.proposer.reserve(0, 0)
         check_fit(self._models, self.plan.max_num_seqs, num_slots, self.proposer.num_nodes)
-        self._runner = Runner(
-            self.target,
-            self.plan.max_num_seqs,
-            num_slots,
-            contexts=self._contexts,
-            is_rejection=self.plan.verify == "rejection",
-            compiler=self.compiler,
-            exact_attention=self.plan.exact_attention,
-        )
+        self._runner = Runner(self.target, self.plan, num_slots, self._contexts, self.compiler)
         self.proposer.reserve(self.plan.max_num_seqs, num_slots)
         plain = [self._plain] if self._plain is not None else []
         self.warm_up([self.proposer, *self._by_tree.values(), *plain])
@@ -268,8 +258,7 @@ class Engine:
         elif params.stop:
             raise ValueError(f"stop strings {params.stop} need a tokenizer of {self.target.name!r}, and want_text")
         stop_ids = frozenset((*own_stops, *params.stop_token_ids))
-        options = options or RequestOptions()
-        request = Request(next(self._ids), list(prompt_ids), params, limit, stop_ids, text, options)
+        request = Request(next(self._ids), list(prompt_ids), params, limit, stop_ids, text, options or _NO_OPTIONS)
         self._scheduler.add(request)
         return request
 
@@ -314,11 +303,7 @@ class Engine:
         contexts = contexts_of(drafter, self.target)
         if contexts != self._contexts:
             raise ValueError("the drafter reads other hidden states of the target: restart with this drafter")
-        if self._sizer is None:
-            proposer, by_tree = make_proposer(self.plan, self.target, drafter, None, self.compiler), {}
-        else:
-            by_tree = sized_proposers(self.plan, self._sizer, self.target, drafter, self.compiler)
-            proposer = next(iter(by_tree.values()))
+        proposer, by_tree = self._proposers(drafter)
         if self._runner is not None:
             self.warm_up([proposer, *by_tree.values()])
             for tried in () if self.compiler.is_on else (proposer, *by_tree.values()):
@@ -345,7 +330,8 @@ class Engine:
         if len(dropped) == len(running):
             self._scheduler.rows.clear()  # the content of their slots is unknown
         self._is_arranged = True
-        self._prefixes.clear()
+        if self._prefixes is not None:
+            self._prefixes.clear()
         return dropped
 
     def forget(self) -> None:
@@ -359,31 +345,40 @@ class Engine:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
+    def _proposers(self, drafter: RecurrentDrafter | None) -> tuple[Proposer, dict[Tree, Proposer]]:
+        """The proposer with the most nodes, and the proposers of all trees that the sizer may choose."""
+        if self._sizer is not None:
+            by_tree = sized_proposers(self.plan, self._sizer, self.target, drafter, self.compiler)
+            return next(iter(by_tree.values())), by_tree
+        draft_model = self._models[1] if len(self._models) > 1 else None
+        chunk = self.plan.prefill_chunk
+        return make_proposer(self.plan, self.target, drafter, draft_model, self.compiler, prefill_chunk=chunk), {}
+
     def _arrange(self, runner: Runner) -> None:
         """Free finished rows, start waiting requests, close gaps."""
         self._is_arranged = False
         scheduler = self._scheduler
-        if self.plan.enable_prefix_caching:
+        if self._prefixes is not None:
             # The tokens of running rows matter only if a waiting request may share them.
             self._prefixes.note(item for item in scheduler.rows if item.is_finished or scheduler.waiting)
         started, moves = scheduler.schedule()
         for source, destination in moves:
             runner.move(source, destination, scheduler.rows[destination].num_committed)
             self.proposer.move(source, destination)
-            self._prefixes.copy(source, destination)
+            if self._prefixes is not None:
+                self._prefixes.copy(source, destination)
         for request in started:
             runner.admit(request.row, request.prompt_ids, request.params)
             self.proposer.admit(request.row, request.prompt_ids)
-            self._share_prefix(runner, request)
+            if self._prefixes is not None:
+                self._share_prefix(runner, request, self._prefixes)
             request.start()
         runner.vacate(len(scheduler.rows))
         self._is_arranged = True
 
-    def _share_prefix(self, runner: Runner, request: Request) -> None:
+    def _share_prefix(self, runner: Runner, request: Request, prefixes: PrefixIndex) -> None:
         """Copy the common prefix of another row into a new row, after saving the earlier content of the row."""
-        row, prefixes = request.row, self._prefixes
-        if not self.plan.enable_prefix_caching:
-            return
+        row = request.row
         shared = prefixes.find(request.prompt_ids)
         spare_row = prefixes.spare_row(row, shared, range(len(self._scheduler.rows), self.plan.max_num_seqs))
         if spare_row is not None:
@@ -425,7 +420,7 @@ class Engine:
 
     def _prefill(self, runner: Runner) -> None:
         for run in neighbours(self._scheduler.prefill_chunks(self.plan.prefill_chunk)):
-            runner.prefill([PrefillRow(c.request.row, c.start, c.request.prompt_ids[c.start : c.stop]) for c in run])
+            runner.prefill(run)
             for chunk in run:
                 chunk.request.num_prefilled = chunk.stop
 

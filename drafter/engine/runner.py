@@ -25,18 +25,13 @@ from drafter.engine.outputs import (
     to_host,
     tree_tensor,
 )
+from drafter.engine.scheduler import PrefillChunk
+from drafter.engine.settings import Plan
 from drafter.targets.masks import chunk_mask, tree_mask
 from drafter.targets.target import Target, TargetOutput
 
+_NO_PARAMS = SamplingParams()  # of rows without a request
 _SLOT_BUCKET = 128  # visible slots are rounded up to a multiple of this, so that few shapes occur
-
-
-class PrefillRow(NamedTuple):
-    """Prompt tokens for the slots start .. start + len(token_ids) - 1 of a row."""
-
-    row: int
-    start: int
-    token_ids: list[int]
 
 
 class StepWants(NamedTuple):
@@ -67,33 +62,20 @@ class Runner:
 
     Args:
         target: the frozen model.
-        num_rows: largest number of rows that run together.
+        plan: its number of rows, acceptance rule and attention.
         num_slots: slots of a row; a row needs slots for its greatest length plus N.
         contexts: the context that the drafter reads.
-        is_rejection: verify by the two-model rule instead of keyed noise.
-        compiler: compiles the parts of a step; None: no part is compiled.
-        exact_attention: compute the target's attention in float64.
+        compiler: compiles the parts of a step.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        num_rows: int,
-        num_slots: int,
-        *,
-        contexts: Contexts | None = None,
-        is_rejection: bool = False,
-        compiler: Compiler | None = None,
-        exact_attention: bool = False,
-    ) -> None:
+    def __init__(self, target: Target, plan: Plan, num_slots: int, contexts: Contexts, compiler: Compiler) -> None:
         self.target = target
-        self.num_rows = num_rows
+        self.num_rows = num_rows = plan.max_num_seqs
         self.num_slots = num_slots
-        self._contexts = contexts = contexts or Contexts((), target.hidden_size)
-        self._is_rejection = is_rejection
+        self._contexts = contexts
+        self._is_rejection = plan.verify == "rejection"
         device = target.device
-        target.fold_attention()
-        self.cache = target.new_cache(num_rows, num_slots, exact_attention=exact_attention)
+        self.cache = target.new_cache(num_rows, num_slots, exact_attention=plan.exact_attention)
         self._root_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._length_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._seed_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -101,16 +83,17 @@ class Runner:
         # One entry more than slots, because the last root follows the last committed token.
         self._history_BS = torch.zeros(num_rows, num_slots + 1, dtype=torch.int64, device=device)
         self._token_V = torch.arange(target.vocab_size, device=device)
-        self._params = [SamplingParams()] * num_rows
+        self._params = [_NO_PARAMS] * num_rows
         self._warps: dict[int, Warp] = {}
         self._active: tuple[tuple[bool, ...], Tensor] = (), torch.zeros(0)
         self._slot_S = torch.arange(num_slots, device=device)
         self._spare_slot = torch.tensor(self.cache.spare_slot, device=device)
-        self._compiler = compiler = compiler or Compiler(device, is_on=False)
-        self._prepare(compiler)
+        self._compiler = compiler
+        self._compile_parts()
 
-    def _prepare(self, compiler: Compiler) -> None:
+    def _compile_parts(self) -> None:
         """Compile the parts of a step, each with the dimensions that differ between calls."""
+        compiler = self._compiler
         rows, nodes, slots = 0, 1, 1  # the dimensions of B, of N, and of S in a tensor of a row's history
         if compiler.is_on:
             compiler.keep((self._root_B, (rows,)), (self._length_B, (rows,)), (self._context_BC, (rows,)))
@@ -146,9 +129,9 @@ class Runner:
     def vacate(self, first_row: int) -> None:
         """Empty the rows from ``first_row`` on. They become padding of a bucket, which never samples."""
         self._length_B[first_row:] = 0
-        unset = [SamplingParams()] * (self.num_rows - first_row)
-        if self._params[first_row:] != unset:
-            self._params[first_row:] = unset
+        left = self._params[first_row:]
+        if any(params is not _NO_PARAMS for params in left):
+            self._params[first_row:] = [_NO_PARAMS] * len(left)
             self._warps.clear()
 
     def move(self, source: int, destination: int, num_slots: int) -> None:
@@ -160,25 +143,26 @@ class Runner:
         self._warps.clear()
 
     @torch.inference_mode()
-    def prefill(self, rows: Sequence[PrefillRow]) -> None:
-        """Write prompt tokens of neighbouring rows to the cache in one forward, padded to the longest row.
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
+        """Write prompt tokens of neighbouring rows to the cache in one forward, padded to the longest chunk.
 
         Args:
-            rows: consecutive rows in rising order.
+            chunks: of consecutive rows in rising order.
         """
-        first = rows[0].row
-        assert [item.row for item in rows] == list(range(first, first + len(rows)))
+        first = chunks[0].request.row
+        assert [chunk.request.row for chunk in chunks] == list(range(first, first + len(chunks)))
         device = self.target.device
-        sizes = [len(item.token_ids) for item in rows]
+        sizes = [chunk.stop - chunk.start for chunk in chunks]
         width = max(sizes)
-        token_BT = torch.tensor([item.token_ids + [0] * (width - len(item.token_ids)) for item in rows], device=device)
-        start_B = torch.tensor([item.start for item in rows], device=device)
+        tokens = [chunk.request.prompt_ids[chunk.start : chunk.stop] for chunk in chunks]
+        token_BT = torch.tensor([ids + [0] * (width - len(ids)) for ids in tokens], device=device)
+        start_B = torch.tensor([chunk.start for chunk in chunks], device=device)
         size_B = torch.tensor(sizes, device=device)
         offset_T = torch.arange(width, device=device)
         position_BT = start_B[:, None] + offset_T
         # Padding writes to the spare slot, which no query sees.
         slot_BT = torch.where(offset_T < size_B[:, None], position_BT, self.cache.spare_slot)
-        num_visible = self.visible_slots(max(item.start for item in rows) + width)
+        num_visible = self.visible_slots(max(chunk.start for chunk in chunks) + width)
         self.cache.plan(slot_BT, first_row=first, num_visible=num_visible)
         output = self.target.forward(
             token_BT,
@@ -187,7 +171,7 @@ class Runner:
             cache=self.cache,
             context_layers=self._contexts.layers,
         )
-        span = slice(first, first + len(rows))
+        span = slice(first, first + len(chunks))
         context_BTC = output.context_BTC
         last_B11 = (size_B - 1)[:, None, None].expand(-1, 1, context_BTC.shape[2])
         self._context_BC[span] = context_BTC.gather(1, last_B11)[:, 0]

@@ -62,7 +62,6 @@ class DraftModelProposer(Proposer):
         self._coupled = coupled
         self._prefill_chunk = prefill_chunk
         self._token_V = torch.arange(target.vocab_size, device=target.device)
-        draft.fold_attention()
         self._cache: SlotCache = draft.new_cache(0, 0)
 
     @cached_property
