@@ -31,6 +31,7 @@ class ExportOptions(Options):
         push_to_hub: upload the folder to this repository of the hub, OWNER/NAME
         public: make a new repository of --push-to-hub public instead of private
         target: with --format apple or vllm: the drafter's target, where the training run's name does not find it
+        copying: with --format vllm: mix the drafts with copies from the text
         check: with --format apple: compare logits and tokens per step of both formats on a few prompts
     """
 
@@ -43,6 +44,7 @@ class ExportOptions(Options):
     push_to_hub: str | None = None
     public: bool = False
     target: str | None = None
+    copying: bool = True
     check: bool = False
 
     def __post_init__(self) -> None:
@@ -50,6 +52,8 @@ class ExportOptions(Options):
             raise ValueError("--check belongs to the published format: add --format apple")
         if self.format == "drafter" and self.target is not None:
             raise ValueError("--target belongs to the formats for other programs: add --format apple or --format vllm")
+        if self.format != "vllm" and not self.copying:
+            raise ValueError("--no-copying belongs to the drafter's folder for vLLM: add --format vllm")
         if self.public and self.push_to_hub is None:
             raise ValueError("--public says how --push-to-hub uploads: add --push-to-hub OWNER/NAME")
 
@@ -63,7 +67,8 @@ def export(options: ExportOptions) -> None:
         from drafter.training.checkpoint import drafter_of_checkpoint
 
         drafter = drafter_of_checkpoint(options.checkpoint)
-        export_vllm(drafter, options.out, target=_target_of(options, drafter), dtype=options.dtype)
+        target = _target_of(options, drafter)
+        export_vllm(drafter, options.out, target=target, dtype=options.dtype, copying=options.copying)
     else:
         from drafter.training.checkpoint import export_checkpoint
 

@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafter.integrations.vllm import ARCHITECTURE, TESTED_VERSIONS
+from drafter.integrations.vllm.copies import PLACE_SIZE
 from drafter.integrations.vllm.folder import (
+    COPYING_KEY,
     DRAFTER_KEY,
     FINAL_NORM,
     OUTPUT_ROWS,
@@ -53,10 +55,13 @@ The drafter belongs to one target, which is checked when vLLM loads it:
 | layers, hidden size, vocabulary | {num_layers}, {hidden_size}, {vocab_size} |
 | fingerprint of the output matrix | `{fingerprint}` |
 | context, head, draft vocabulary | {context}, {head}, {num_outputs} tokens |
+| copies from the text | {copying} |
 """
 
 
-def export_vllm(drafter: RecurrentDrafter, out: Path, *, target: Target, dtype: str = "bfloat16") -> Path:
+def export_vllm(
+    drafter: RecurrentDrafter, out: Path, *, target: Target, dtype: str = "bfloat16", copying: bool = True
+) -> Path:
     """Write a drafter as a folder for vLLM; the folder is complete or not there at all.
 
     Args:
@@ -64,6 +69,7 @@ def export_vllm(drafter: RecurrentDrafter, out: Path, *, target: Target, dtype: 
         out: the folder; an earlier one is replaced.
         target: the drafter's, with plain weights.
         dtype: ``float32`` or ``bfloat16`` weights. vLLM converts them to the target's number format.
+        copying: mix the drafts with copies from the text.
 
     Raises:
         ValueError: vLLM cannot run the drafter or lend it what it needs of the target; the message names the field.
@@ -93,22 +99,23 @@ def export_vllm(drafter: RecurrentDrafter, out: Path, *, target: Target, dtype: 
     with replacing(out) as folder:
         folder.mkdir()
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        text = json.dumps(_config(config, facts, target, dtype), indent=2) + "\n"
-        (folder / "config.json").write_text(text, encoding="utf-8")
-        (folder / "README.md").write_text(_card(config, facts), encoding="utf-8")
+        fields = _config(config, facts, target, dtype, copying)
+        (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        (folder / "README.md").write_text(_card(config, facts, copying), encoding="utf-8")
         shutil.copymode(folder / "config.json", folder / WEIGHTS)  # safetensors writes for one user only
     return out
 
 
-def _config(config: DrafterConfig, facts: TargetFacts, target: Target, dtype: str) -> dict[str, Any]:
-    """``config.json``: vLLM reads a Llama of hidden size 2D, whose one layer has keys of the target's shape."""
+def _config(config: DrafterConfig, facts: TargetFacts, target: Target, dtype: str, copying: bool) -> dict[str, Any]:
+    """``config.json``: vLLM reads a Llama of the size of a state, whose one layer has keys of the target's shape."""
     text = target.model.config.get_text_config(decoder=True)
     num_heads = int(text.num_attention_heads)
     layers = config.context_layers or (target.num_layers,)
+    num_more = -(-PLACE_SIZE // num_heads) * num_heads if copying else 0  # heads share a hidden size evenly
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
-        "hidden_size": 2 * config.hidden_size,
+        "hidden_size": 2 * config.hidden_size + num_more,
         "intermediate_size": 2 * config.hidden_size,
         "num_hidden_layers": 1,
         "num_attention_heads": num_heads,
@@ -120,12 +127,13 @@ def _config(config: DrafterConfig, facts: TargetFacts, target: Target, dtype: st
         "tie_word_embeddings": False,
         "dtype": dtype,
         "eagle_aux_hidden_state_layer_ids": sorted(set(layers)),
+        COPYING_KEY: copying,
         DRAFTER_KEY: config.to_diff_dict(),
         TARGET_KEY: facts._asdict(),
     }
 
 
-def _card(config: DrafterConfig, facts: TargetFacts) -> str:
+def _card(config: DrafterConfig, facts: TargetFacts, copying: bool) -> str:
     return _CARD.format(
         **facts._asdict(),
         versions=", ".join(TESTED_VERSIONS),
@@ -133,6 +141,7 @@ def _card(config: DrafterConfig, facts: TargetFacts) -> str:
         context=config.context,
         head=config.head,
         num_outputs=config.num_outputs,
+        copying="yes" if copying else "no",
     )
 
 

@@ -6,8 +6,8 @@
     lm_head.weight    [R, D]   output rows of the draft vocabulary, for a tied head over a part of the vocabulary
 
 A tied head over the whole vocabulary shares the target's output matrix in vLLM's memory. ``config.json`` describes to
-vLLM a draft model of hidden size 2D with one attention layer; the drafter's own fields stand under ``drafter``, the
-target's under ``target``.
+vLLM a draft model of hidden size 2D or a few more with one attention layer; the drafter's own fields stand under
+``drafter``, the target's under ``target``, and ``copying`` says whether drafts are mixed with copies from the text.
 
 Shapes: R draft vocabulary · D the target's hidden size.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 from drafter.models.config import DrafterConfig, same_fingerprint
 from drafter.models.files import FLOATS, WEIGHTS
 
-DRAFTER_KEY, TARGET_KEY = "drafter", "target"
+DRAFTER_KEY, TARGET_KEY, COPYING_KEY = "drafter", "target", "copying"
 FINAL_NORM, OUTPUT_ROWS = "final_norm.weight", "lm_head.weight"
 
 

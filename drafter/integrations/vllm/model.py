@@ -8,25 +8,31 @@ size 2D therefore carries [h; s]: h, the context as the head reads it, stays as 
     compute_logits([h; s])                                  ->  logits over the target's vocabulary
 
 The input ids of the first call are shifted by one, so that its last token is the root. vLLM keeps no state of a draft
-model but keys and values, and needs a layer that has some: the attention layer here is never called.
+model but keys and values, and needs a layer that has some: the attention layer here is never called. With copies from
+the text, its slots hold the text, and the state is a few numbers larger (:mod:`drafter.integrations.vllm.copies`).
 
-Shapes: T tokens of a forward · A states of the target's layers · C context size · D hidden size · R draft vocabulary ·
-V vocabulary.
+Shapes: T tokens of a forward · B rows · A states of the target's layers · C context size · D hidden size · E size of a
+state · R draft vocabulary · V vocabulary · M blocks of a row.
 """
 
+import logging
 from collections.abc import Iterable
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
+from drafter.integrations.vllm.copies import PLACE_SIZE, CopyMixer, Text, decode_place, encode_place
 from drafter.integrations.vllm.folder import (
+    COPYING_KEY,
     DRAFTER_KEY,
     FINAL_NORM,
     OUTPUT_ROWS,
@@ -39,6 +45,8 @@ from drafter.integrations.vllm.folder import (
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 
+_log = logging.getLogger(__name__)
+
 
 class _LentByTarget(nn.Module):
     """The part of a draft model that vLLM fills: the target's embeddings, and memory for keys and values."""
@@ -50,14 +58,29 @@ class _LentByTarget(nn.Module):
         self.embed_tokens.register_parameter("weight", None)
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         # vLLM reads the number of a layer off its name; the target's layers have the numbers below.
+        self.attn_name = f"model.layers.{num_layers}.self_attn.attn"
         self.attn = Attention(
             model.get_num_attention_heads(parallel),
             model.get_head_size(),
             scale=1.0,
             num_kv_heads=model.get_num_kv_heads(parallel),
             cache_config=vllm_config.cache_config,
-            prefix=f"model.layers.{num_layers}.self_attn.attn",
+            prefix=self.attn_name,
         )
+
+
+class _Rows(NamedTuple):
+    """The texts of the rows of a forward.
+
+    Attributes:
+        text: where their tokens lie.
+        block_BM: the blocks of every row, in order.
+        num_slots: of the longest row, or more.
+    """
+
+    text: Text
+    block_BM: Tensor
+    num_slots: int
 
 
 class RecurrentDrafterEagle3(Eagle3LlamaForCausalLM):
@@ -89,6 +112,12 @@ class RecurrentDrafterEagle3(Eagle3LlamaForCausalLM):
             num_features = size if drafter_config.head == "tied" else 2 * size
             self.lm_head = ParallelLMHead(drafter_config.num_outputs, num_features, prefix="lm_head")
         self.logits_processor = LogitsProcessor(drafter_config.num_outputs)
+        self._has_copies = bool(getattr(self.config, COPYING_KEY, False))
+        self._num_more = self.config.hidden_size - 2 * size
+        if self._num_more < (PLACE_SIZE if self._has_copies else 0):
+            raise ValueError(f"config.json, hidden_size is {self.config.hidden_size}: export the drafter again")
+        self._mixer: CopyMixer | None = None
+        self._rows: _Rows | None = None
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Build the drafter of the folder's tensors; ValueError naming a tensor that is missing or does not fit."""
@@ -101,9 +130,11 @@ class RecurrentDrafterEagle3(Eagle3LlamaForCausalLM):
             if OUTPUT_ROWS not in lent:
                 del drafter.head  # its rows now lie in lm_head, this process's share of them
         self.drafter = nn.Module.to(drafter, self.final_norm.device, self._dtype)
+        if self._has_copies:
+            self._mixer = CopyMixer(self._draft_token_ids, self._target.vocab_size)
 
     def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
-        """States before the root: the target's states [T, A D], before the final norm -> [h; 0], [T, 2D]."""
+        """States before the root: the target's states [T, A D], before the final norm -> [h; 0], [T, E]."""
         assert self.drafter is not None
         size = self._drafter_config.hidden_size
         state_TAD = hidden_states.unflatten(-1, (-1, size))[:, self._order]
@@ -111,7 +142,7 @@ class RecurrentDrafterEagle3(Eagle3LlamaForCausalLM):
         last_TD = F.rms_norm(state_TAD[:, -1].float(), (size,), self.final_norm.float(), epsilon)
         context_TC = torch.cat([state_TAD[:, :-1].flatten(1), last_TD.to(hidden_states.dtype)], dim=-1)
         hidden_TD = self.drafter.fuse(context_TC)
-        return torch.cat([hidden_TD, torch.zeros_like(hidden_TD)], dim=-1)
+        return F.pad(hidden_TD, (0, size + self._num_more))
 
     def embed_input_ids(
         self, input_ids: Tensor, multimodal_embeddings: Any = None, is_multimodal: Any = None
@@ -122,25 +153,48 @@ class RecurrentDrafterEagle3(Eagle3LlamaForCausalLM):
     def forward(
         self, input_ids: Tensor, positions: Tensor, hidden_states: Tensor, inputs_embeds: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Feed a token to every state: ids [T], states [h; s] of [T, 2D] -> the next states, twice."""
+        """Feed a token to every state: ids [T], states [h; s] of [T, E] -> the next states, twice."""
         assert self.drafter is not None
         embedding_TD = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
-        hidden_TD, state_TD = hidden_states.chunk(2, dim=-1)
-        next_TE = torch.cat([hidden_TD, self.drafter.step(hidden_TD, state_TD, embedding_TD)], dim=-1)
+        hidden_TD, state_TD, more_TX = self._parts(hidden_states)
+        parts = [hidden_TD, self.drafter.step(hidden_TD, state_TD, embedding_TD), more_TX]
+        if self._has_copies:
+            self._rows = self._keep_text(input_ids)
+            parts[2:] = encode_place(more_TX[:, :PLACE_SIZE], positions), more_TX[:, PLACE_SIZE:]
+        next_TE = torch.cat(parts, dim=-1)
         return next_TE, next_TE
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """Logits of states [T, 2D] over the target's vocabulary [T, V]; -inf for tokens that are never drafted."""
-        logits_TR = self.logits_processor(self.lm_head, self._features(hidden_states))
+        """Logits of states [B, E] over the target's vocabulary [B, V]; -inf for tokens that are never drafted."""
+        logits_BR = self.logits_processor(self.lm_head, self._features(hidden_states))
+        rows = self._rows
+        if self._mixer is not None and rows is not None and len(hidden_states) == len(rows.block_BM):
+            place = decode_place(self._parts(hidden_states)[2][:, :PLACE_SIZE])
+            return self._mixer.mix_copies(logits_BR, rows.text.read(rows.block_BM, rows.num_slots), place)
         if self._drafter_config.draft_vocab_size is None:
-            return logits_TR
-        logits_TV = logits_TR.new_full((len(logits_TR), self._target.vocab_size), -torch.inf)
-        return logits_TV.index_copy_(1, self._draft_token_ids, logits_TR)
+            return logits_BR
+        logits_BV = logits_BR.new_full((len(logits_BR), self._target.vocab_size), -torch.inf)
+        return logits_BV.index_copy_(1, self._draft_token_ids, logits_BR)
 
     def get_top_tokens(self, hidden_states: Tensor) -> Tensor:
-        """The most likely token of every state, [T, 2D] -> [T], for vLLM's option use_local_argmax_reduction."""
-        index_T = self.logits_processor.get_top_tokens(self.lm_head, self._features(hidden_states))
-        return self._draft_token_ids[index_T]
+        """The most likely token of every state, [B, E] -> [B], for vLLM's option use_local_argmax_reduction."""
+        if self._has_copies:  # a copy is weighed against the sum over all tokens
+            return self.compute_logits(hidden_states).argmax(-1)
+        index_B = self.logits_processor.get_top_tokens(self.lm_head, self._features(hidden_states))
+        return self._draft_token_ids[index_B]
+
+    def _keep_text(self, token_T: Tensor) -> _Rows | None:
+        """Put the tokens of a forward into their slots; None where vLLM tries the model without a text."""
+        metadata, _, cache_PHNC, slot_T = get_attention_context(self.model.attn_name)
+        if metadata is None or slot_T is None:
+            return None
+        block_BM = getattr(metadata, "block_table", None)
+        if block_BM is None:
+            _warn_of_no_blocks(type(metadata).__name__)
+            return None
+        text = Text(cache_PHNC)
+        text.write(slot_T, token_T)
+        return _Rows(text, block_BM, metadata.max_seq_len)
 
     @property
     def _draft_token_ids(self) -> Tensor:
@@ -149,7 +203,18 @@ class RecurrentDrafterEagle3(Eagle3LlamaForCausalLM):
 
     def _features(self, hidden_states: Tensor) -> Tensor:
         assert self.drafter is not None
-        return self.drafter.features(*hidden_states.chunk(2, dim=-1))
+        return self.drafter.features(*self._parts(hidden_states)[:2])
+
+    def _parts(self, state_TE: Tensor) -> list[Tensor]:
+        """h, s, and the numbers of the copies."""
+        size = self._drafter_config.hidden_size
+        return list(state_TE.split([size, size, self._num_more], dim=-1))
+
+
+@cache
+def _warn_of_no_blocks(name: str) -> None:
+    _log.warning("%s has no table of blocks: drafts do without copies from the text; choose another attention backend "
+                 "(attention_backend of --speculative-config)", name)  # fmt: skip
 
 
 def _check_target(target: TargetFacts, vllm_config: VllmConfig) -> None:

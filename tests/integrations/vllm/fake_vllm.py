@@ -60,6 +60,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.32.0+cpu") -> Reg
         "vllm": {"ModelRegistry": registry, "__version__": version},
         "vllm.config": {"VllmConfig": object},
         f"{layers}.attention": {"Attention": Attention},
+        f"{layers}.attention.attention": {"get_attention_context": lambda name: (None, None, torch.tensor([]), None)},
         f"{layers}.logits_processor": {"LogitsProcessor": LogitsProcessor},
         f"{layers}.vocab_parallel_embedding": {"ParallelLMHead": ParallelLMHead},
         "vllm.model_executor.models.llama_eagle3": {"Eagle3LlamaForCausalLM": nn.Module},

@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from drafter.integrations.vllm.export import export_vllm
 from drafter.integrations.vllm.folder import TargetFacts, fingerprint_in
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
+from drafter.proposers.beam import BeamProposer
 from drafter.targets.target import Target
-from tests.engine.oracle import VOCAB, tiny_target
+from tests.engine.oracle import VOCAB, rows_of, tiny_target
 from tests.integrations.vllm import fake_vllm
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -117,6 +119,73 @@ def test_drafts_of_every_form_are_the_drafters_own(form: str, tmp_path: Path, mo
     check_drafts(model, drafter, target, layers)
 
 
+class Cache:
+    """What vLLM lays around a forward: blocks of a cache, their table, and the slots that the tokens go to."""
+
+    def __init__(self, num_rows: int, num_blocks: int, block_size: int) -> None:
+        self.cache_PHNC = torch.zeros(1 + num_rows * num_blocks, 2, block_size, 16)
+        shuffled = 1 + torch.randperm(num_rows * num_blocks)
+        self.block_BM = shuffled.view(num_rows, num_blocks).int()
+        self.block_size = block_size
+        self.context: tuple[SimpleNamespace | None, None, Tensor, Tensor | None] = (None, None, self.cache_PHNC, None)
+
+    def prepare(self, rows: list[int], row_T: Tensor, position_T: Tensor) -> None:
+        """The next forward has these tokens of these rows."""
+        block_T = self.block_BM[row_T, position_T // self.block_size].long()
+        metadata = SimpleNamespace(block_table=self.block_BM[rows], max_seq_len=int(position_T.max()) + 1)
+        slot_T = block_T * self.block_size + position_T % self.block_size
+        self.context = (metadata, None, self.cache_PHNC, slot_T)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("form", ["low rank, scaled", "reduced", "tied, reduced, fused"])
+def test_chains_with_copies_are_those_of_our_beam_search(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows: chunks of a prompt, a step whose drafts were rejected, padding; texts that repeat themselves."""
+    torch.manual_seed(3)
+    target = tiny_target()
+    drafter = drafter_for(target, **FORMS[form])
+    with torch.no_grad():
+        drafter.head.weight.mul_(0.02)  # flat enough for copies to win now and then
+    folder = export_vllm(drafter, tmp_path / "out", target=target, dtype="float32")
+    model = served(monkeypatch, folder, target)
+    cache = Cache(num_rows=2, num_blocks=4, block_size=8)
+    monkeypatch.setattr(sys.modules[type(model).__module__], "get_attention_context", lambda _: cache.context)
+    # The first token is found once: position 0 is in no slot.
+    token_BT = torch.cat([torch.tensor([[20], [21]]), torch.tensor([30, 31, 32, 33, 34, 30, 31, 35]).repeat(2, 3)], 1)
+    token_BT[1, 9:] += 3
+    states = [torch.stack(x) for x in zip(*(states_before_the_norm(target, row_T) for row_T in token_BT), strict=True)]
+    layers = json.loads((folder / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"]
+    handed_BTE = torch.cat([states[layer] for layer in layers], dim=-1)
+    proposer = BeamProposer(drafter.bind(target), target, 1, 3, num_nodes=4, copying=True)
+    plain = BeamProposer(drafter, target, 1, 3, num_nodes=4)
+    num_changed = 0
+    # (first position, tokens, rejected drafts) of a step for every row
+    for spans in (((0, 6, 0), (0, 9, 0)), ((6, 4, 3), (9, 1, 3)), ((10, 1, 0), (10, 4, 1)), ((11, 3, 0), (14, 5, 0))):
+        row_T = torch.cat([torch.full((count + wrong,), row) for row, (_, count, wrong) in enumerate(spans)])
+        position_T = torch.cat([torch.arange(first, first + count + wrong) for first, count, wrong in spans])
+        last_B = torch.tensor([first + count - 1 for first, count, _ in spans])
+        input_T = token_BT[row_T, position_T + 1].where(position_T <= last_B[row_T], 40)
+        sampled_B = torch.tensor([int(((row_T == row) & (position_T == last_B[row])).nonzero()) for row in (0, 1)])
+        cache.prepare([0, 1], row_T, position_T)
+        output, state_TE = model(input_T, position_T, model.combine_hidden_states(handed_BTE[row_T, position_T]))
+        drafts, state_BE = [model.compute_logits(output[sampled_B]).argmax(-1)], state_TE[sampled_B]
+        for depth in (1, 2):
+            cache.prepare([0, 1], torch.arange(2), last_B + depth)
+            _, state_BE = model(drafts[-1], last_B + depth, state_BE)
+            assert torch.equal(model.get_top_tokens(state_BE), model.compute_logits(state_BE).argmax(-1))
+            drafts.append(model.compute_logits(state_BE).argmax(-1))
+        rows = rows_of([row_T[: last + 2].tolist() for row_T, last in zip(token_BT, last_B, strict=True)])
+        context = [target.forward(row_T[None, : last + 1], context_layers=drafter.config.context_layers)
+                   for row_T, last in zip(token_BT, last_B, strict=True)]  # fmt: skip
+        rows = rows._replace(context_BC=torch.cat([given.context_BTC[:, -1] for given in context]))
+        wanted_BL = proposer.draft(rows, None).token_BM
+        assert torch.equal(torch.stack(drafts, 1), wanted_BL)
+        num_changed += int((plain.draft(rows, None).token_BM != wanted_BL).any(1).sum())
+    assert num_changed >= 3, "copies change the chains"
+
+
 def test_norms_and_embeddings_of_the_gemma_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     config = Gemma3TextConfig(
@@ -181,6 +250,10 @@ def test_another_target_and_broken_folders_are_refused(tmp_path: Path, monkeypat
         save_file(changed | ({} if wrong is None else {name: wrong.bfloat16()}), weights)
         with pytest.raises(ValueError, match=message):
             served(monkeypatch, folder, target)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
+    with pytest.raises(ValueError, match="hidden_size is 64: export the drafter again"):
+        served(monkeypatch, folder, target)
     with pytest.raises(ValueError, match="target.num_layers is 'x'"):
         TargetFacts.read(json.loads((folder / "config.json").read_text())["target"] | {"num_layers": "x"})
 
@@ -227,5 +300,12 @@ def test_command_line_writes_the_folder_and_its_card(tmp_path: Path, capsys: pyt
     assert load_file(tmp_path / "out" / "model.safetensors")["cell.u.weight"].dtype == torch.float32
     card = (tmp_path / "out" / "README.md").read_text()
     assert "vllm serve tiny-0 --speculative-config" in card and target.fingerprint in card
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["copying"] and config["hidden_size"] == 64 + 4 and "copies from the text | yes" in card
+    assert main([*words, "--target", str(tmp_path / "target"), "--no-copying"]) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert not config["copying"] and config["hidden_size"] == 64
     assert main([*words[:2], "--format", "drafter", "--out", str(tmp_path / "x"), "--target", "y"]) == 2
     assert "--target belongs to the formats for other programs" in capsys.readouterr().err
+    assert main([*words[:2], "--format", "drafter", "--out", str(tmp_path / "x"), "--no-copying"]) == 2
+    assert "--no-copying belongs to the drafter's folder for vLLM" in capsys.readouterr().err

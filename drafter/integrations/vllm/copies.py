@@ -1,0 +1,135 @@
+"""Copies from the text in vLLM's chain: where the text is kept, and how its copies change the logits.
+
+vLLM hands a draft model neither the text nor memory of its own, except for keys and values. The attention layer of the
+draft model is never called, so :class:`Text` keeps token ids in its slots. Input ids arrive shifted by one: slot s
+holds the token of position s + 1. A rejected draft is overwritten when vLLM reaches its position again, and the blocks
+of a cached prefix hold their tokens already, because vLLM computes the last block of a prefix again for a draft model.
+
+From one draft token to the next, vLLM hands a draft model its own output back. Four numbers behind [h; s] therefore
+carry the slot of the root and how many tokens were drafted behind it (:func:`encode_place`).
+
+Shapes: B rows · T tokens of a forward · P blocks of the cache · H key/value heads · N slots of a block · C elements of
+a slot · M blocks of a row · S slots of a text · R draft vocabulary · V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from drafter.proposers.copying import SHARES, Copies, mix
+from drafter.proposers.lookup import match_lengths
+
+# Every number format of two bytes holds the integers up to 256.
+_BASE = 256
+_NUM_DIGITS = 3
+PLACE_SIZE = 1 + _NUM_DIGITS
+
+
+class Text:
+    """Token ids in the slots of a layer's key/value cache, whose elements may have any number format.
+
+    Args:
+        cache_PHNC: the layer's cache, which nobody reads as numbers; the elements of a slot lie side by side.
+    """
+
+    def __init__(self, cache_PHNC: Tensor) -> None:
+        self._token_PN = cache_PHNC[:, 0].view(torch.int32)[..., 0]
+
+    def write(self, slot_T: Tensor, token_T: Tensor) -> None:
+        """Put token ids into slots; -1 names no slot, and its token goes to block 0, which vLLM gives to no text."""
+        slot_T, num_slots = slot_T.clamp_min(0), self._token_PN.shape[1]
+        self._token_PN[slot_T // num_slots, slot_T % num_slots] = token_T.int()
+
+    def read(self, block_BM: Tensor, num_slots: int) -> Tensor:
+        """The first ``num_slots`` tokens of every row, whose blocks are given in order: int64 [B, S]."""
+        num_blocks = -(-num_slots // self._token_PN.shape[1])
+        return self._token_PN[block_BM[:, :num_blocks].long()].flatten(1)[:, :num_slots].long()
+
+
+class Place(NamedTuple):
+    """Where the text of a state ends.
+
+    Attributes:
+        root_B: slot of the root, int64.
+        num_drafted_B: tokens of the chain behind the root that the state has read, int64.
+    """
+
+    root_B: Tensor
+    num_drafted_B: Tensor
+
+
+def encode_place(before_TX: Tensor, position_T: Tensor) -> Tensor:
+    """The numbers of a state that has read one more token.
+
+    Zeros are a state that has read nothing: its first token, at ``position``, is a root.
+
+    >>> first = encode_place(torch.zeros(1, 4), torch.tensor([70000]))
+    >>> first
+    tensor([[  1., 112.,  17.,   1.]])
+    >>> decode_place(encode_place(first, torch.tensor([70001])))
+    Place(root_B=tensor([70000]), num_drafted_B=tensor([1]))
+
+    Args:
+        before_TX: the numbers before, [T, 4].
+        position_T: slot of the token.
+    """
+    place = torch.tensor([_BASE**digit for digit in range(_NUM_DIGITS)], device=before_TX.device)
+    digit_TX = (position_T[:, None] // place % _BASE).to(before_TX.dtype)
+    return torch.cat([before_TX[:, :1] + 1, before_TX[:, 1:].where(before_TX[:, :1] > 0, digit_TX)], dim=1)
+
+
+def decode_place(number_BX: Tensor) -> Place:
+    """What :func:`encode_place` wrote, [B, 4]."""
+    place = torch.tensor([_BASE**digit for digit in range(_NUM_DIGITS)], device=number_BX.device)
+    number_BX = number_BX.long()
+    return Place((number_BX[:, 1:] * place).sum(1), (number_BX[:, 0] - 1).clamp_min(0))
+
+
+def copies_of(token_BS: Tensor, place: Place, odds_X: Tensor) -> Copies:
+    """Earlier occurrences of the last tokens, for the one beam of every row.
+
+    As in our engine, the last tokens may be drafted, and their earlier occurrences end before the root.
+
+    Args:
+        token_BS: token ids by slot; entries behind the last drafted token are undefined. int64.
+        place: see above.
+        odds_X: see :class:`Copies`.
+    """
+    last_slot = token_BS.shape[1] - 1
+    root_B = place.root_B.clamp_max(last_slot)
+    position_B = (root_B + place.num_drafted_B).clamp_max(last_slot)
+    copies = Copies.of(token_BS, root_B, odds_X)
+    return copies._replace(length_BWS=match_lengths(token_BS, position_B, len(SHARES))[:, None])
+
+
+class CopyMixer:
+    """Mixes copies into logits by the rule of :mod:`drafter.proposers.copying`.
+
+    Args:
+        token_R: token ids of the draft vocabulary, int64.
+        vocab_size: V.
+    """
+
+    def __init__(self, token_R: Tensor, vocab_size: int) -> None:
+        self._token_R = token_R
+        self._index_V = torch.full((vocab_size,), -1, device=token_R.device)
+        self._index_V[token_R] = torch.arange(len(token_R), device=token_R.device)
+        self._odds_X = torch.tensor((0.0, *SHARES), device=token_R.device).logit()
+
+    def mix_copies(self, logits_BR: Tensor, token_BS: Tensor, place: Place) -> Tensor:
+        """Logits of the mixture over the target's vocabulary, float32 [B, V]; -inf for tokens that cannot follow.
+
+        Args:
+            logits_BR: of the draft vocabulary; float32 logits are changed in place.
+            token_BS, place: as of :func:`copies_of`.
+        """
+        vocab_size = len(self._index_V)
+        # A window of the target frees blocks, and their slots hold anything.
+        token_BS = token_BS.where((token_BS >= 0) & (token_BS < vocab_size), -1)
+        token_B1, odds_B1 = copies_of(token_BS, place, self._odds_X).best()
+        mixture = mix(logits_BR[:, None].float(), self._index_V[token_B1], odds_B1)
+        logits_BV = mixture.logits_BWR.new_full((len(logits_BR), vocab_size), -torch.inf)
+        logits_BV.index_copy_(1, self._token_R, mixture.logits_BWR[:, 0])
+        # Without a match, the mixture has no place for a copy: the named token keeps its own logit.
+        return logits_BV.scatter_(1, token_B1, mixture.copied_BW1[:, 0])
