@@ -81,7 +81,7 @@ def greedy_answers(target: Target, args: argparse.Namespace) -> list[TrafficRow]
     workload = read_prompt_set(args.prompts).take(args.num_prompts)
     engine = Engine(target, config=EngineConfig(method="none", max_num_seqs=args.batch_size))
     prompts = BenchModels(target).encode(workload.items)
-    completions = engine.generate(prompts, SamplingParams(max_new_tokens=args.max_new_tokens), progress=True)
+    completions = engine.generate(prompts, SamplingParams(max_new_tokens=args.max_new_tokens))
     return [TrafficRow(each.prompt_ids, each.token_ids) for each in completions]
 
 

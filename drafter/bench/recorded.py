@@ -14,6 +14,7 @@ from torch import Tensor
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer, RowState
 from drafter.decoding.sampling import make_warp
+from drafter.decoding.tree import ancestors
 from drafter.decoding.verify import accept_picks
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.options import Drafting
@@ -108,7 +109,7 @@ def _walk(
         )
         tree = proposer.propose(rows, None)
         pick_BN = ids_BT.gather(1, position_B[:, None] + tree.depth_BN + 1)
-        num_accepted_B = accept_picks(tree, pick_BN, tree.ancestors(length), length).num_accepted_B
+        num_accepted_B = accept_picks(tree, pick_BN, ancestors(tree.parent_BN, length), length).num_accepted_B
         root_A[running_B] += num_accepted_B + 1
         for row, num in zip(running_B.tolist(), num_accepted_B.tolist(), strict=True):
             accepted[row].append(num)

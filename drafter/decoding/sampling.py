@@ -27,11 +27,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from drafter.decoding.params import SamplingParams
 from drafter.kernels.largest import argmax
 
 # Streams keep draws for different purposes at one position independent of each other.
@@ -121,19 +122,6 @@ def uniform_noise(seed_B: Tensor, position_BT: Tensor, stream: int) -> Tensor:
     return _uniform(word_BT).float().clamp_(max=1.0 - 2.0**-24)
 
 
-class WarpParams(Protocol):
-    """The part of a row's sampling parameters that make_warp reads."""
-
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def min_p(self) -> float: ...
-
-
 @dataclass(frozen=True)
 class WarpFlags:
     """Facts about the rows of a Warp on the host, so that a filter without rows costs nothing."""
@@ -154,7 +142,7 @@ class Warp(NamedTuple):
     flags: WarpFlags
 
 
-def make_warp(params: Iterable[WarpParams], device: torch.device | str = "cpu") -> Warp:
+def make_warp(params: Iterable[SamplingParams], device: torch.device | str = "cpu") -> Warp:
     """B sampling parameters -> Warp on device. A greedy row loses its filters, which cannot change the argmax."""
     rows = [(p.temperature, p.top_k, p.top_p, p.min_p) if p.temperature > 0 else (0.0, 0, 1.0, 0.0) for p in params]
     temperature, top_k, top_p, min_p = ([row[i] for row in rows] for i in range(4))

@@ -35,10 +35,6 @@ class Candidates(NamedTuple):
     # Draft distributions of the nodes' tokens, [B, N - 1, V]: only for drafts that are samples (two-model chain).
     log_q_BNV: Tensor | None = None
 
-    def ancestors(self, max_depth: int) -> Tensor:
-        """Which nodes are a node's ancestors, bool [B, N, N] (see :func:`ancestors`)."""
-        return ancestors(self.parent_BN, max_depth)
-
 
 def ancestors(parent_BN: Tensor, max_depth: int) -> Tensor:
     """[b, i, j] is True where j is i or an ancestor of i; ``max_depth`` gathers climb the whole tree.
@@ -118,10 +114,6 @@ class NodeList(NamedTuple):
     def depth_BM(self) -> Tensor:
         """Depth of every place, int64 [B, M]."""
         return _depths(self.level_sizes, self.token_BM.device).expand_as(self.token_BM)
-
-    def pack(self, root_B: Tensor, num_nodes: int) -> Candidates:
-        """The ``num_nodes - 1`` best nodes behind their root (see :func:`pack_nodes`); no two may be equal."""
-        return pack_nodes(root_B, self.token_BM, self.parent_BM, self.depth_BM, self.score_BM, num_nodes)
 
 
 @cache

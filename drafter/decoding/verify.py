@@ -48,7 +48,7 @@ def accept_picks(candidates: Candidates, pick_BN: Tensor, ancestor_BNN: Tensor, 
     Args:
         candidates: the verified tree.
         pick_BN: the target's own pick at each node, int64 [B, N].
-        ancestor_BNN: :meth:`Candidates.ancestors`.
+        ancestor_BNN: of :func:`drafter.decoding.tree.ancestors`.
         max_depth: L.
 
     Returns:

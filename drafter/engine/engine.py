@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,14 @@ class Engine:
         sizer: Sizer | None = None,
     ) -> None:
         self.target = target
-        self.plan = plan = config if isinstance(config, Plan) else resolve(config, target, drafter, draft_model)
+        plan = config if isinstance(config, Plan) else resolve(config, target, drafter, draft_model)
         _log.info("%s", plan.reason)
-        self.compiler = Compiler(target.device, is_on=plan.compile)
-        self._has_own_tree = proposer is None and sizer is None  # the limit of rows belongs to the plan's tree
-        if self._has_own_tree and plan.tuned is not None:
+        if proposer is not None or sizer is not None:
+            plan = replace(plan, tuned=None, max_drafted_rows=None)  # both belong to the plan's own tree
+        elif plan.tuned is not None:
             sizer = TreeSizer(read_tuned(Path(plan.tuned)))
+        self.plan = plan
+        self.compiler = Compiler(target.device, is_on=plan.compile)
         self._sizer = sizer if proposer is None else None
         self._models = [target] if draft_model is None else [target, draft_model]
         for model in self._models:
@@ -108,7 +111,6 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         raw: bool = False,
-        progress: bool = False,
     ) -> list[Completion]:
         """Answer prompts.
 
@@ -116,7 +118,6 @@ class Engine:
             prompts: texts (one user message each, or raw text), message lists, or token id lists.
             params: one for all prompts, or one for each prompt.
             raw: texts go to the model as they are, without chat template.
-            progress: show a bar.
 
         Returns:
             Completions in the order of the prompts.
@@ -124,17 +125,8 @@ class Engine:
         Raises:
             ValueError: an empty or too long prompt, parameters that need a tokenizer, or another call is running.
         """
-        done: list[Completion | None] = [None] * len(prompts)
-        with tqdm(total=len(prompts), desc="Decoding", unit="prompt", disable=not progress) as bar:
-            num_tokens = 0
-            for event in self.stream(prompts, params, raw=raw):
-                num_tokens += len(event.token_ids)
-                if event.completion is not None:
-                    done[event.index] = event.completion
-                    bar.update()
-                    elapsed = bar.format_dict["elapsed"]
-                    bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s" if elapsed else "")
-        return [completion for completion in done if completion is not None]
+        done = [event.completion for event in self.stream(prompts, params, raw=raw) if event.completion is not None]
+        return sorted(done, key=lambda completion: completion.index)
 
     def stream(
         self,
@@ -389,25 +381,19 @@ class Engine:
             request.num_prefilled = request.num_shared = shared.num_tokens
         prefixes.hold(row, request.prompt_ids[: request.num_prefilled])
 
-    def _wants(self, active: list[Request]) -> tuple[Proposer, StepWants | None]:
+    def _wants(self, active: list[Request]) -> tuple[Proposer, StepWants]:
         """The proposer of this step, and the further outputs that the active rows want."""
         plain_rows = [item.row for item in active if not item.options.speculate]
-        wanted = [item.options.num_logprobs for item in active if item.options.num_logprobs is not None]
-        wants = StepWants(
-            plain_rows,
-            [item.row for item in active if item.options.num_logprobs is not None],
-            max(wanted, default=0),
-            [item.row for item in active if item.options.want_tree],
-        )
-        most = self.plan.max_drafted_rows if self._has_own_tree else None
+        num_logprobs = {item.row: item.options.num_logprobs for item in active if item.options.num_logprobs is not None}
+        tree_rows = [item.row for item in active if item.options.want_tree]
+        wants = StepWants(plain_rows, list(num_logprobs), max(num_logprobs.values(), default=0), tree_rows)
+        most = self.plan.max_drafted_rows
         is_plain = len(plain_rows) == len(active) or (most is not None and len(active) > most)
         if is_plain and self._plain is not None:
             return self._plain, wants._replace(plain_rows=[])
         if self._sizer is not None:
-            proposer = self._by_tree[self._sizer.choose(len(self._scheduler.rows))]
-        else:
-            proposer = self.proposer
-        return proposer, wants if any(wants) else None
+            return self._by_tree[self._sizer.choose(len(self._scheduler.rows))], wants
+        return self.proposer, wants
 
     def _update(self, request: Request, result: StepResult) -> Update:
         row = request.row

@@ -49,6 +49,9 @@ class StepWants(NamedTuple):
     tree_rows: list[int]
 
 
+NO_WANTS = StepWants([], [], 0, [])
+
+
 class StepResult(NamedTuple):
     """All emitted tokens of each row (none for inactive rows), and the further results by row."""
 
@@ -179,7 +182,7 @@ class Runner:
 
     @torch.inference_mode()
     def step(
-        self, proposer: Proposer, is_active: Sequence[bool], max_committed: int, wants: StepWants | None = None
+        self, proposer: Proposer, is_active: Sequence[bool], max_committed: int, wants: StepWants = NO_WANTS
     ) -> StepResult:
         """Propose, verify, accept, commit for the rows 0 .. len(is_active)-1.
 
@@ -201,7 +204,7 @@ class Runner:
         has_noise = warp.flags.has_noise and not self._is_rejection  # the rejection rule draws its own noise
         noise_BLV = self._noise(rows, proposer.max_depth) if has_noise else None
         candidates = proposer.propose(rows, noise_BLV)
-        if wants is not None and wants.plain_rows:
+        if wants.plain_rows:
             candidates = self._without_drafts(candidates, wants.plain_rows)
         accepted, logits_BNV, context_BNC = self._verify(rows, candidates, noise_BLV, proposer.max_depth)
         emitted_BL = accepted.emitted(candidates)
@@ -215,19 +218,19 @@ class Runner:
         accepted: AcceptedPath,
         logits_BNV: Tensor,
         emitted_BL: Tensor,
-        wants: StepWants | None,
+        wants: StepWants,
     ) -> list[Tensor]:
         """What :meth:`_hand_out` reads: number and ids of the emitted tokens [B, L + 2], and the further results."""
         results = [torch.cat([accepted.num_accepted_B[:, None] + 1, emitted_BL], dim=1)]
-        if wants is not None and wants.logprob_rows:
+        if wants.logprob_rows:
             row_R = self._sent(wants.logprob_rows)
             results += logprob_tensors(logits_BNV, accepted, emitted_BL, row_R, wants.num_logprobs)
-        if wants is not None and wants.tree_rows:
+        if wants.tree_rows:
             results.append(tree_tensor(candidates, accepted))
         return results
 
     def _hand_out(
-        self, results: list[Tensor], is_active: Sequence[bool], num_nodes: int, wants: StepWants | None
+        self, results: list[Tensor], is_active: Sequence[bool], num_nodes: int, wants: StepWants
     ) -> StepResult:
         """The tokens of each row and the further results. Here the host waits for the device, once a step."""
         counted_BL, *others = to_host(results)
@@ -235,10 +238,10 @@ class Runner:
         emitted = [line[1 : 1 + line[0]] if active else [] for line, active in zip(lines, is_active, strict=True)]
         logprobs: dict[int, list[TokenLogprob]] = {}
         trees: dict[int, StepTree] = {}
-        if wants is not None and wants.logprob_rows:
+        if wants.logprob_rows:
             rows = wants.logprob_rows
             logprobs = read_logprobs(rows, [lines[row][0] for row in rows], *others[:3])
-        if wants is not None and wants.tree_rows:
+        if wants.tree_rows:
             trees = read_trees(wants.tree_rows, num_nodes, others[-1])
         return StepResult(emitted, logprobs, trees)
 

@@ -16,7 +16,7 @@ from drafter import reference
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import RowState
 from drafter.decoding.sampling import STREAM_ACCEPT, gumbel_noise, make_warp, uniform_noise
-from drafter.decoding.tree import Candidates, pack_nodes
+from drafter.decoding.tree import Candidates, ancestors, pack_nodes
 from drafter.decoding.verify import accept_picks, accept_samples
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
@@ -262,7 +262,7 @@ def test_ancestors_and_walk_equal_both_references():
         rng = random.Random(number)
         trees, candidates, max_depth = random_trees(rng)
         extra = rng.randint(0, 2)  # a proposer's L may exceed the depth that its tree reached
-        ancestor_BNN = candidates.ancestors(max_depth + extra)
+        ancestor_BNN = ancestors(candidates.parent_BN, max_depth + extra)
         # Picks that often agree with a child, so that walks get long.
         picks = []
         for tree in trees:

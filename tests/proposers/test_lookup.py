@@ -75,8 +75,8 @@ def test_garbage_behind_the_root_is_never_read() -> None:
 def test_tree_merges_equal_prefixes() -> None:
     """Two matches of (1, 2) go on with 3 5 and 3 6: one node 3 with two children."""
     rows = rows_of([[1, 2, 3, 5, 1, 2, 3, 6, 1, 2]])
-    proposer = LookupProposer(2, 2, 4, torch.device("cpu"))
-    tree = proposer.draft(rows, None).pack(rows.root_B, 5)
+    proposer = LookupProposer(2, 2, 4, torch.device("cpu"), 5)
+    tree = proposer.propose(rows, None)
     assert tree.token_BN.tolist() == [[2, 3, 0, 6, 5]]
     assert tree.parent_BN.tolist() == [[0, 0, 2, 1, 1]]
     assert tree.is_node_BN.tolist() == [[True, True, False, True, True]]
