@@ -16,6 +16,7 @@ from drafter.cli.decode import DecodeOptions, _verdict
 from drafter.cli.main import main
 from drafter.engine.outputs import Completion
 from drafter.targets.target import Target
+from drafter.utils.traffic import traffic_files
 from tests.cli.test_main import fails
 from tests.tiny_files import make_drafter, make_target
 
@@ -189,3 +190,17 @@ def test_the_help_lists_at_most_26_flags_and_names_the_others(capsys: pytest.Cap
     rest = " ".join(shown.split()).rpartition("Flags that seldom matter")[2].replace("- ", "-")
     flags = {f"--{item.name.replace('_', '-')}" for item in fields(DecodeOptions)}
     assert {flag for flag in flags if flag not in own} == set(re.findall(r"--[a-z-]+", rest)) - {"--print-config"}
+
+
+def test_decode_records_answers_when_told(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, out = tmp_path / "traffic", tmp_path / "out.jsonl"
+    common = ["decode", "--target", target, "--device", "cpu", "--max-new-tokens", "3", "--record", str(folder)]
+    assert main([*common, "--prompt", "one", "--prompt", "two", "--out", str(out)]) == 0
+    assert main([*common, "--prompt", "three", "--compare", "--stop", "secret"]) == 0
+    lines = ["four", "/exit"]
+    monkeypatch.setattr("builtins.input", lambda _: lines.pop(0))
+    assert main(common) == 0
+    rows = [row for file in traffic_files(folder) for row in rows_of(file)]
+    assert len(rows) == 4 and [row["token_ids"] for row in rows[:2]] == [row["token_ids"] for row in rows_of(out)]
+    assert [row["prompt_token_ids"] for row in rows[:2]] == [row["prompt_token_ids"] for row in rows_of(out)]
+    assert all(row["max_new_tokens"] == 3 and "stop" not in row for row in rows)
