@@ -196,8 +196,7 @@ class Engine:
                 "set --max-model-len to the longest prompt and answer together"
             )
         num_slots = -(-num_slots // 64) * 64
-        row_limit, self._scheduler = self._scheduler.row_limit, Scheduler(self.plan.max_num_seqs)
-        self.limit_rows(row_limit)
+        self._scheduler = Scheduler(self.plan.max_num_seqs)
         if self._prefixes is not None:
             self._prefixes.clear()
         self._runner = None  # the old caches are freed before the new ones are made
@@ -330,10 +329,6 @@ class Engine:
         """Reset the state that drafting learned from earlier requests. No token changes. Call between requests."""
         if self._sizer is not None:
             self._sizer.forget()
-
-    def limit_rows(self, num_rows: int) -> None:
-        """Limit the number of rows (at most ``max_num_seqs``). Running requests are not interrupted."""
-        self._scheduler.row_limit = max(1, min(num_rows, self.plan.max_num_seqs))
 
     # -- inside ----------------------------------------------------------------------------------------------------
 

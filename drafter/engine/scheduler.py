@@ -29,15 +29,12 @@ class Scheduler:
 
     Running requests have the rows 0 .. n-1, so that a step runs over the first rows only. A waiting request takes a
     finished row; without one, the last running request moves there.
-
-    Attributes:
-        row_limit: most rows in use. A lower limit takes effect as rows finish.
     """
 
     def __init__(self, num_rows: int) -> None:
         self.waiting: deque[Request] = deque()
         self.rows: list[Request] = []
-        self.row_limit = num_rows
+        self._num_rows = num_rows
 
     @property
     def has_work(self) -> bool:
@@ -60,7 +57,7 @@ class Scheduler:
         while row < len(self.rows):
             if not self.rows[row].is_finished:
                 row += 1
-            elif self.waiting and len(self.rows) <= self.row_limit:
+            elif self.waiting:
                 self._release(row)
                 started.append(self._start(row))
             elif self.rows[-1].is_finished:
@@ -72,7 +69,7 @@ class Scheduler:
                 moves.append((last.row, row))
                 last.row = row
                 self.rows[row] = last
-        while self.waiting and len(self.rows) < self.row_limit:
+        while self.waiting and len(self.rows) < self._num_rows:
             self.rows.append(self.waiting[0])
             started.append(self._start(len(self.rows) - 1))
         return Schedule(started, moves)

@@ -77,16 +77,6 @@ def test_one_prompt_is_no_list_of_prompts(prompts: Any) -> None:
         Engine(shared_target()).generate(prompts)
 
 
-def test_a_row_limit_outlives_a_larger_cache() -> None:
-    engine = Engine(shared_target(), config=EngineConfig(method="none", max_num_seqs=4))
-    engine.limit_rows(1)
-    engine.reserve(200)
-    for prompt in KNOWN:
-        engine.add(prompt, NO_EOS)
-    engine.step()
-    assert engine.num_running == 1
-
-
 def test_drafters_that_cannot_work_are_refused_before_the_first_step() -> None:
     fields: dict[str, Any] = {"vocab_size": shared_target().vocab_size, "hidden_size": shared_target().hidden_size}
     elsewhere = RecurrentDrafter(DrafterConfig(**fields)).to("meta")

@@ -205,20 +205,10 @@ def test_rows_that_are_kept_after_a_failed_step_are_unharmed() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         run(engine)
     assert engine.drop(keep=2) == requests[2:]
-    engine.limit_rows(2)
     late = [engine.add(chat(f"Late {i}?"), GREEDY) for i in range(3)]
-    most = 0
-    while engine.has_work:
-        engine.step()
-        most = max(most, engine.num_running)
-    assert most == 2
+    run(engine)
     for request in (*requests[:2], *late):
         assert request.token_ids == plain_answer(request.prompt_ids)
-    engine.limit_rows(100)
-    for i in range(4):
-        engine.add(chat(f"More {i}?"), GREEDY)
-    engine.step()
-    assert engine.num_running == 4
 
 
 def test_prompts_are_prefilled_in_order_of_arrival() -> None:
@@ -230,19 +220,3 @@ def test_prompts_are_prefilled_in_order_of_arrival() -> None:
     scheduler.rows.sort(key=lambda item: item.row)
     (chunk,) = scheduler.prefill_chunks(32)
     assert (chunk.request.request_id, chunk.start, chunk.stop) == (0, 0, 32)
-
-
-def test_row_limit_shrinks_as_rows_finish() -> None:
-    scheduler = Scheduler(4)
-    requests = [Request(i, [1], GREEDY, 5, frozenset()) for i in range(6)]
-    for request in requests:
-        scheduler.add(request)
-    assert scheduler.schedule().started == requests[:4]
-    scheduler.row_limit = 2
-    requests[0].finish("stop")
-    assert scheduler.schedule().started == []
-    assert [item.request_id for item in scheduler.rows] == [3, 1, 2]
-    requests[1].finish("stop")
-    requests[2].finish("stop")
-    assert scheduler.schedule().started == [requests[4]]
-    assert [item.request_id for item in scheduler.rows] == [3, 4]
