@@ -1,4 +1,4 @@
-"""Property tests: beam search, tree packing and acceptance against the readable reference and the loop twins.
+"""Property tests: beam search, tree packing and acceptance against the readable reference.
 
 Random drafters, over 200 cases in all. A search is compared by its set of paths: two nodes whose scores differ by less
 than rounding may come in either order. Cases where rounding could decide what is kept are counted, and must be rare.
@@ -112,10 +112,6 @@ class Case:
             noise = self.noise_BLV[row, depth][self.drafter.draft_token_ids_R].tolist()
         return loops.rank_children(logits, noise, self.tau, self.noise_weight, p.temperature, p.top_k, p.top_p, p.min_p)
 
-    def child_logits(self, row, path):
-        """The drafter's logits [R] after the root and a path of draft indices, fed from the root on."""
-        return self.token_logits(row, [self.drafter.draft_token_ids_R[i].item() for i in path])
-
     def token_logits(self, row, path):
         """The drafter's logits [R] after the root and a path of target tokens."""
         tokens = [self.rows.root_B[row].item(), *path]
@@ -124,14 +120,6 @@ class Case:
         for token in tokens:
             state_D = self.drafter.step(context_C, state_D, self.embed(torch.tensor(token)))
         return self.drafter.logits(context_C, state_D)
-
-    def twin_search(self, row):
-        """The loop twin; every path is fed from the root on."""
-
-        def score_children(path):
-            return self.rank(row, len(path), self.child_logits(row, path).tolist())
-
-        return loops.beam_search(score_children, self.width, self.length)
 
     def reference_tree(self, row):
         """drafter.reference's tree; it carries the state along, and its tokens are draft indices below the root."""
@@ -174,7 +162,7 @@ def check_packed(packed):
 
 
 @pytest.mark.parametrize("block", range(4))
-def test_beam_search_equals_both_references(block):
+def test_beam_search_equals_the_reference(block):
     per_block = NUM_BEAM_CASES // 4
     num_compared = num_on_edge = 0
     for number in range(block * per_block, (block + 1) * per_block):
@@ -185,10 +173,10 @@ def test_beam_search_equals_both_references(block):
         final = case.proposer(policy="final-beams")
         trees = all_nodes.propose(case.rows, case.noise_BLV), final.propose(case.rows, case.noise_BLV)
         for row in range(case.num_rows):
-            twin = case.twin_search(row)
             ids_R = case.drafter.draft_token_ids_R
-            twin = [node._replace(token=ids_R[node.token].item()) for node in twin]
-            expected = {tuple(loops.drafted_path(twin, i)): node.score for i, node in enumerate(twin)}
+            nodes = case.reference_tree(row)
+            nodes = [nodes[0], *(node._replace(token=ids_R[node.token].item()) for node in nodes[1:])]
+            expected = node_paths(nodes)
             depth = torch.arange(1, case.length + 1).repeat_interleave(case.width).tolist()
             columns = token_BM[row].tolist(), parent_BM[row].tolist(), depth, score_BM[row].tolist()
             listed = [loops.Drafted(*node) for node in zip(*columns, strict=True)]
@@ -207,19 +195,13 @@ def test_beam_search_equals_both_references(block):
             assert found == pytest.approx(expected, abs=1e-4)
             for packed in (row_of(tree, row) for tree in trees):
                 check_packed(packed)
-            root = case.rows.root_B[row].item()
-            kept = loops.pack_all_nodes(root, twin, num_nodes)
-            if loops.packed_paths(row_of(trees[0], row)) != loops.packed_paths(kept):
+            kept = node_paths(reference.keep_best_nodes(nodes, num_nodes)).keys()
+            if loops.packed_paths(row_of(trees[0], row)) != kept:
                 assert is_on_edge(expected.values(), num_nodes - 1), (number, row)
                 num_on_edge += 1
                 continue
-            merged = loops.merge_prefixes(loops.final_beams(twin, case.length))
+            merged = node_paths(reference.keep_final_beams(nodes, case.length)).keys()
             assert loops.packed_paths(row_of(trees[1], row)) == merged
-            nodes = case.reference_tree(row)
-            nodes = [nodes[0], *(node._replace(token=ids_R[node.token].item()) for node in nodes[1:])]
-            assert node_paths(nodes).keys() == expected.keys()
-            assert node_paths(reference.keep_best_nodes(nodes, num_nodes)).keys() == loops.packed_paths(kept)
-            assert node_paths(reference.keep_final_beams(nodes, case.length)).keys() == merged
             num_compared += 1
     assert num_compared >= per_block and num_on_edge <= num_compared * 0.02, (num_compared, num_on_edge)
 
@@ -291,7 +273,7 @@ def test_ancestors_and_walk_equal_both_references():
     assert max(lengths) >= 5 and min(lengths) == 1
 
 
-def test_chain_rejection_equals_both_references():
+def test_chain_rejection_equals_the_reference():
     outcomes = set()
     for number in range(NUM_TREE_CASES):
         rng = random.Random(number)
@@ -321,11 +303,8 @@ def test_chain_rejection_equals_both_references():
         bonus_BV = vmap(reference.bonus_distribution)(p_BNV, q_BGV, num_accepted_B)
         assert torch.equal(accepted.num_accepted_B, num_accepted_B)
         for row in range(num_rows):
-            columns = (x[row].double().tolist() for x in (p_BNV, q_BGV))
-            twin = loops.reject_chain(*columns, draft_BG[row].tolist(), coin_BG[row].tolist(), noise_BNV[row].tolist())
             num_accepted = accepted.num_accepted_B[row].item()
-            assert (num_accepted, accepted.bonus_B[row].item()) == twin
-            assert reference.draw(bonus_BV[row], noise_BNV[row, num_accepted]) == twin[1]
+            assert reference.draw(bonus_BV[row], noise_BNV[row, num_accepted]) == accepted.bonus_B[row].item()
             outcomes.add(num_accepted / gamma)
     assert {0.0, 1.0} <= outcomes and len(outcomes) > 4
 
@@ -337,6 +316,6 @@ def test_ties_keep_the_parent():
     depth_BM = torch.tensor([[1, 2, 3, 4]])
     for num_nodes in range(1, 6):
         packed = row_of(pack_nodes(torch.tensor([9]), token_BM, parent_BM, depth_BM, torch.zeros(1, 4), num_nodes), 0)
-        drafted = [loops.Drafted(t, p, d, 0.0) for t, p, d in [(1, -1, 1), (2, 0, 2), (3, 1, 3), (4, 2, 4)]]
-        assert packed == loops.pack_all_nodes(9, drafted, num_nodes)
+        columns = [9, 1, 2, 3, 4], [0, 0, 1, 2, 3], [0, 1, 2, 3, 4], [True] * 5
+        assert packed == Packed(*(column[:num_nodes] for column in columns))
         check_packed(packed)

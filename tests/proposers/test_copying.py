@@ -49,19 +49,6 @@ def test_all_occurrences_of_the_last_token_vote() -> None:
     assert copies.follow(torch.tensor([[0]]), torch.tensor([[7]])).best()[1].tolist() == [[-math.inf]]
 
 
-def test_mixture() -> None:
-    """One copied token inside the draft vocabulary, one outside, and one of share 0."""
-    logits_BWR, share_BW = torch.randn(1, 3, 7), torch.tensor([[0.3, 0.6, 0.0]])
-    index_BW = torch.tensor([[4, -1, 2]])
-    q_BWR = logits_BWR.softmax(dim=2) * (1 - share_BW)[:, :, None]
-    mixed_BWR, copied_BW1, total_BW1 = mix(logits_BWR.clone(), index_BW, share_BW.logit())
-    found_BWR = (mixed_BWR - total_BW1).exp()
-    assert torch.allclose((copied_BW1 - total_BW1).exp()[0, :, 0], share_BW[0] + torch.stack([
-        q_BWR[0, 0, 4], torch.zeros(()), q_BWR[0, 2, 2]]), atol=1e-6)  # fmt: skip
-    q_BWR[0, 0, 4] = q_BWR[0, 2, 2] = 0
-    assert torch.allclose(found_BWR, q_BWR, atol=1e-6)
-
-
 def test_a_copy_is_never_likelier_than_certain() -> None:
     """Rounding would put the copy above its parent, and the tree would lose the parent."""
     generator = torch.Generator().manual_seed(0)

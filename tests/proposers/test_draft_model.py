@@ -1,7 +1,6 @@
 """The two-model chain: answers equal to autoregressive decoding, the rejection rule's distribution, its cache."""
 
 import pytest
-import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -9,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
-from drafter.proposers.draft_model import DraftModelProposer, check_same_vocabulary
+from drafter.proposers.draft_model import check_same_vocabulary
 from drafter.targets.target import Target
 from tests.engine.oracle import VOCAB, answer, assert_lossless, requests, tiny_target
 
@@ -82,24 +81,3 @@ def test_cache_follows_a_moved_row() -> None:
     engine = engine_of(tiny_target(), target, max_num_seqs=4, num_speculative_tokens=3)
     for completion in answer(engine, asked):
         assert completion.num_target_forwards == len(completion.token_ids) / 4
-
-
-def test_draft_cache_is_exact_after_long_decoding() -> None:
-    """Keys of the committed tokens equal those of one plain forward, rejected drafts or not."""
-    target, draft = tiny_target(), tiny_target(1)
-    engine = engine_of(draft, target, max_num_seqs=1, num_speculative_tokens=4)
-    completion = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=30, ignore_eos=True))[0]
-    proposer = engine.proposer
-    assert isinstance(proposer, DraftModelProposer)
-    text = completion.prompt_ids + completion.token_ids
-    cache = draft.new_cache(1, 64)
-    token_BT = torch.tensor([text])
-    slot_BT = torch.arange(len(text))[None]
-    cache.plan(slot_BT)
-    mask = torch.ones(len(text), 64, dtype=torch.bool).tril()[None, None]
-    draft.forward(token_BT, position_BT=slot_BT, mask=mask, cache=cache)
-    # Before the last step all but its last committed token were in place.
-    num_sure = len(text) - completion.num_accepted[-1] - 3
-    torch.testing.assert_close(
-        proposer._cache.keys[:, 0, :, :num_sure], cache.keys[:, 0, :, :num_sure], atol=1e-5, rtol=1e-5
-    )

@@ -78,42 +78,9 @@ def drafted_path(drafted: list[Drafted], number: int) -> list[int]:
     return path
 
 
-def pack(root: int, drafted: list[Drafted], kept: list[int], num_nodes: int) -> Packed:
-    """The kept nodes in their order behind the root, and padding up to `num_nodes`."""
-    place = {-1: 0, **{number: i + 1 for i, number in enumerate(kept)}}
-    token, parent, depth, is_node = [root], [0], [0], [True]
-    for number in kept:
-        node = drafted[number]
-        token.append(node.token)
-        parent.append(place[node.parent])
-        depth.append(node.depth)
-        is_node.append(True)
-    for i in range(len(token), num_nodes):
-        token.append(0)
-        parent.append(i)
-        depth.append(0)
-        is_node.append(False)
-    return Packed(token, parent, depth, is_node)
-
-
-def pack_all_nodes(root: int, drafted: list[Drafted], num_nodes: int) -> Packed:
-    """Policy all-nodes: the num_nodes - 1 nodes of highest cumulative score; the first listed among equals."""
-    order = sorted(range(len(drafted)), key=lambda number: -drafted[number].score)  # stable
-    return pack(root, drafted, sorted(order[: num_nodes - 1]), num_nodes)
-
-
 def final_beams(drafted: list[Drafted], length: int) -> list[list[int]]:
     """Policy final-beams: the beams of full length as token lists, not merged."""
     return [drafted_path(drafted, i) for i, node in enumerate(drafted) if node.depth == length]
-
-
-def merge_prefixes(beams: list[list[int]]) -> set[tuple[int, ...]]:
-    """All prefixes of all beams, each once."""
-    prefixes = set()
-    for beam in beams:
-        for size in range(1, len(beam) + 1):
-            prefixes.add(tuple(beam[:size]))
-    return prefixes
 
 
 def packed_paths(packed: Packed) -> set[tuple[int, ...]]:
@@ -157,23 +124,3 @@ def walk(packed: Packed, pick: list[int]) -> tuple[list[int], int]:
             return path, pick[here]
         assert len(children) == 1, "siblings hold different tokens"
         path.append(children[0])
-
-
-def reject_chain(
-    p: list[list[float]], q: list[list[float]], draft: list[int], coins: list[float], noise: list[list[float]]
-) -> tuple[int, int]:
-    """Leviathan's rule: how many drafted tokens stay, and the token after them.
-
-    Token i stays when coin < p / q; at the first that does not, the residual max(0, p - q) is sampled by Gumbel-max,
-    and p itself behind the last.
-    """
-    for i, token in enumerate(draft):
-        if coins[i] * q[i][token] >= p[i][token]:
-            weights = [max(0.0, a - b) for a, b in zip(p[i], q[i], strict=True)]
-            return i, _sample(weights, noise[i])
-    return len(draft), _sample(p[len(draft)], noise[len(draft)])
-
-
-def _sample(weights: list[float], noise: list[float]) -> int:
-    keys = [math.log(w) + g if w > 0 else -math.inf for w, g in zip(weights, noise, strict=True)]
-    return keys.index(max(keys))
