@@ -26,7 +26,8 @@ import torch
 
 from drafter.bench.measure import PeakMemory
 from drafter.bench.process_peers import PeerProcess
-from drafter.targets.catalog import gguf_file, home_folder
+from drafter.targets.catalog import gguf_file
+from drafter.targets.home import home_folder
 from drafter.targets.masks import chunk_mask
 from drafter.targets.target import Target
 from drafter.utils.io import append, replacing

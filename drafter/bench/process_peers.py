@@ -19,7 +19,8 @@ from drafter.bench import peer_worker
 from drafter.bench.backends import Backend, TimedAnswer
 from drafter.bench.methods import GGUF_WEIGHTS, MethodSpec
 from drafter.decoding.params import SamplingParams
-from drafter.targets.catalog import gguf_file, home_folder
+from drafter.targets.catalog import gguf_file
+from drafter.targets.home import home_folder
 from drafter.targets.target import Target
 from drafter.utils.io import replacing
 

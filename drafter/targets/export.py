@@ -24,6 +24,7 @@ from drafter.targets.attention import NAME as FOLDED_ATTENTION
 from drafter.targets.attention import folded_attention
 from drafter.targets.cache import CacheShape, SlotLayer
 from drafter.targets.capabilities import LogitMap
+from drafter.targets.openvino_runtime import Unsuitable
 
 _ROW_ATTENTION = "drafter_rows"
 
@@ -150,10 +151,10 @@ class LogitsProgram(nn.Module):
 
 
 def check_exportable(model: PreTrainedModel) -> None:
-    """ValueError for a model whose attention is not SDPA: its formula cannot be told the rows of a batch."""
+    """Unsuitable for a model whose attention is not SDPA: its formula cannot be told the rows of a batch."""
     kernel = model.config._attn_implementation
     if kernel not in ("sdpa", FOLDED_ATTENTION):
-        raise ValueError(f"its attention is {kernel!r}, not 'sdpa'")
+        raise Unsuitable(f"its attention is {kernel!r}, not 'sdpa'")
 
 
 @torch.no_grad()

@@ -1,6 +1,8 @@
 """Reads a target: model and tokenizer of a folder, a hub id or a .gguf file, on whichever devices the layers go."""
 
-from collections.abc import Mapping
+import contextlib
+import json
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,12 +10,16 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.initialization import no_init_weights
+from transformers.utils import cached_file
 
 from drafter.targets.catalog import resolve
 from drafter.targets.device_map import load_mapped
@@ -25,6 +31,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _CPU_INFO = Path("/proc/cpuinfo")
 # Bytes of weights. Smaller targets decode a whole answer in less time than an export to OpenVINO takes.
 _LEAST_OPENVINO_BYTES = 40_000_000
+_DECIDING = ("*.safetensors", "config.json", "model.safetensors.index.json", "*.py")
 
 
 class Spread(NamedTuple):
@@ -89,18 +96,43 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return DTYPES[dtype]
 
 
+def suits_openvino(name: str) -> bool:
+    """Whether ``auto`` runs a target with OpenVINO on a CPU: installed, and worth an export.
+
+    ValueError for an unknown target.
+    """
+    if find_spec("openvino") is None:
+        return False
+    place = resolve(name)
+    files = list(place.glob("*.safetensors")) if isinstance(place, Path) else []
+    return not files or sum(file.stat().st_size for file in files) >= _LEAST_OPENVINO_BYTES
+
+
 def openvino_dtype(name: str) -> str:
     """What ``auto`` means where OpenVINO may run the target on a CPU.
 
-    ``bfloat16`` for a target worth an export on a processor that computes in bfloat16 (AVX-512 BF16 or AMX), if
-    OpenVINO is installed; else ``float32``. ValueError for an unknown target.
+    ``bfloat16`` where OpenVINO suits the target, on a processor that computes in bfloat16 (AVX-512 BF16 or AMX); else
+    ``float32``. ValueError for an unknown target.
     """
-    if find_spec("openvino") is None or not _has_bfloat16_instructions():
-        return "float32"
-    place = resolve(name)
-    files = list(place.glob("*.safetensors")) if isinstance(place, Path) else []
-    is_small = bool(files) and sum(file.stat().st_size for file in files) < _LEAST_OPENVINO_BYTES
-    return "float32" if is_small else "bfloat16"
+    return "bfloat16" if _has_bfloat16_instructions() and suits_openvino(name) else "float32"
+
+
+def checkpoint_files(place: Path | str, revision: str | None) -> list[Path]:
+    """The files of a folder or hub id that decide what its model computes; empty where some are not here yet."""
+    if isinstance(place, Path):
+        folder = place
+    else:
+        found = cached_file(place, "config.json", revision=revision, _raise_exceptions_for_missing_entries=False)
+        if found is None:
+            return []
+        folder = Path(found).parent
+    index = folder / "model.safetensors.index.json"
+    parts = {"model.safetensors"}
+    if index.is_file():
+        with contextlib.suppress(ValueError, AttributeError, KeyError):
+            parts = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    is_whole = all((folder / part).is_file() for part in parts)
+    return sorted(file for end in _DECIDING for file in folder.glob(end)) if is_whole else []
 
 
 @cache
@@ -173,30 +205,53 @@ def _read(
 
 
 def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -> PreTrainedModel:
-    """The causal LM of a checkpoint, or the whole multimodal model: its text side answers text prompts."""
-    arguments = {"dtype": dtype, "use_safetensors": True, **shared}
+    """The model of a checkpoint with its weights."""
+
+    def read(kind: Any, attention: str) -> Any:
+        arguments = {"dtype": dtype, "attn_implementation": attention, "use_safetensors": True, **shared}
+        model, report = kind.from_pretrained(place, output_loading_info=True, **arguments)
+        refuse_missing(report)
+        return model
+
+    return _made(read)
+
+
+def describe(place: Path | str, dtype: torch.dtype, **shared: Any) -> PreTrainedModel:
+    """The model of a folder or hub id with weights that nobody has written: their memory is not in use yet."""
+    config = AutoConfig.from_pretrained(place, **shared)
+    code = {"trust_remote_code": True} if shared.get("trust_remote_code") else {}
+    with no_init_weights():
+        model = _made(lambda kind, attn: kind.from_config(config, dtype=dtype, attn_implementation=attn, **code))
+    model.tie_weights()
+    with contextlib.suppress(OSError):  # a bare model has no settings of generation
+        model.generation_config = GenerationConfig.from_pretrained(place, revision=shared.get("revision") or "main")
+    return model.eval().requires_grad_(False)
+
+
+def _made(make: Callable[[Any, str], Any]) -> Any:
+    """The causal LM of a checkpoint, or the whole multimodal model, whose text side answers text prompts.
+
+    SDPA attention where the model has it; else (soft-capped scores, attention sinks) its own plain formulas.
+    """
     try:
-        return _read_model(AutoModelForCausalLM, place, arguments)
+        return _with_attention(make, AutoModelForCausalLM)
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             raise
         causal_error = error
     try:
-        return _read_model(AutoModelForImageTextToText, place, arguments)
+        return _with_attention(make, AutoModelForImageTextToText)
     except ValueError as error:
         raise (causal_error if "Unrecognized configuration class" in str(error) else error) from error
 
 
-def _read_model(kind: Any, place: Path | str, arguments: dict[str, Any]) -> Any:
-    """SDPA attention where the model has it; else (soft-capped scores, attention sinks) its own plain formulas."""
+def _with_attention(make: Callable[[Any, str], Any], kind: Any) -> Any:
     try:
-        model, report = kind.from_pretrained(place, attn_implementation="sdpa", output_loading_info=True, **arguments)
+        return make(kind, "sdpa")
     except ValueError as error:
         if "attn_implementation" not in str(error):
             raise
-        model, report = kind.from_pretrained(place, attn_implementation="eager", output_loading_info=True, **arguments)
-    refuse_missing(report)
-    return model
+        return make(kind, "eager")
 
 
 def refuse_missing(report: Mapping[str, Any]) -> None:

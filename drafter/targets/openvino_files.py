@@ -1,4 +1,4 @@
-"""OpenVINO's programs on disk: the folder of a model, and whether its files are still the files that were written.
+"""OpenVINO's programs on disk: the folder of a target, and whether its files are still the files that were written.
 
 A folder holds the programs and a record with the SHA-256 of every file. A file that is missing, cut or changed has
 another sum: the folder is then made again.
@@ -8,34 +8,39 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel
-
-from drafter.targets.catalog import home_folder
+from drafter.targets.home import home_folder, sha256_of
 from drafter.utils.io import replacing
 
 _log = logging.getLogger(__name__)
 
 FORWARD, HEAD = "forward.xml", "head.xml"
 _RECORD = "files.json"
-_FORMAT = "format-4"  # of the files on disk
+_FORMAT = "format-5"  # of the files on disk
 
 
-def programs_folder(key: str) -> Path:
-    """Where the programs of a key are."""
-    return home_folder() / "openvino" / _FORMAT / key
+def programs_folder(files: Iterable[Path], facts: dict[str, Any]) -> Path:
+    """Where the programs of a target are, which may not be there yet.
+
+    Args:
+        files: of the target: weights, configuration.
+        facts: what else decides a program; the versions of the packages that make programs come on top.
+    """
+    versions = {name: version(name) for name in ("torch", "transformers", "openvino")}
+    sums = {file.name: sha256_of(file) for file in files}
+    text = json.dumps({"versions": versions, "files": sums, **facts}, sort_keys=True)
+    return home_folder() / "openvino" / _FORMAT / hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def keep(folder: Path, write: Callable[[Path], None]) -> None:
     """Have ``write`` fill the folder, unless all its files are as they were written.
 
     Raises:
-        ValueError: of ``write``.
+        Exception: of ``write``.
     """
     if is_intact(folder):
         return
@@ -44,7 +49,7 @@ def keep(folder: Path, write: Callable[[Path], None]) -> None:
     with replacing(folder) as scratch:
         scratch.mkdir()
         write(scratch)
-        sums = {file.name: _sum(file) for file in scratch.iterdir()}
+        sums = {file.name: sha256_of(file) for file in scratch.iterdir()}
         (scratch / _RECORD).write_text(json.dumps(sums, indent=2) + "\n", encoding="utf-8")
     for other in folder.parents[1].iterdir():
         if other.name != _FORMAT:  # of earlier releases
@@ -55,26 +60,6 @@ def is_intact(folder: Path) -> bool:
     """Whether every recorded file is there with its sum."""
     try:
         sums = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
-        return bool(sums) and all(_sum(folder / name) == found for name, found in sums.items())
+        return bool(sums) and all(sha256_of(folder / name) == found for name, found in sums.items())
     except (OSError, ValueError, AttributeError):
         return False
-
-
-def key_of_model(model: PreTrainedModel, mask_kinds: Sequence[str]) -> str:
-    """Hash of all that decides a program: weights, configuration, number format, versions."""
-    digest = head_digest({"config": model.config.to_dict(), "masks": list(mask_kinds)})
-    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()[:24]
-
-
-def head_digest(facts: dict[str, Any]) -> Any:
-    """A SHA-256 that has taken some facts and the versions of all packages that make a program."""
-    versions = {name: version(name) for name in ("torch", "transformers", "openvino")}
-    return hashlib.sha256(json.dumps({"versions": versions, **facts}, sort_keys=True, default=str).encode())
-
-
-def _sum(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -6,11 +6,9 @@ Shapes: B rows · T tokens of a row · M = B T tokens of a program · S visible 
 size · V vocabulary.
 """
 
-import math
 import sys
-import warnings
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,28 +16,25 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
-from drafter.kernels.huge_pages import use_huge_pages
-from drafter.kernels.rounded import RoundedLinear
+from drafter.kernels.pages import dropping
 from drafter.targets.cache import CacheShape, SlotCache
 from drafter.targets.capabilities import Capabilities
-from drafter.targets.export import check_exportable, export_forward, export_logits
-from drafter.targets.openvino_files import FORWARD, HEAD, keep, key_of_model, programs_folder
-from drafter.targets.openvino_graph import join_products, split_stores, use_matrices, with_type
-from drafter.targets.stored import Grouped
-from drafter.utils.io import first_line
+from drafter.targets.openvino_files import FORWARD, HEAD
 
-_MOST_ROUNDED_TOGETHER = 128  # activations that share a scale: beyond a hundred, no time is saved
-_PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
+PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _FEW_ROWS = 4  # whose keys and values are copied row by row
+
+
+class Unsuitable(ValueError):
+    """OpenVINO cannot run a target; says why."""
 
 
 class OpenVINORuntime:
     """Runs the decoder and the output matrix of a target with OpenVINO.
 
     Args:
-        folder: of the programs, as :func:`write_programs` leaves it.
+        folder: of the programs, as :func:`drafter.targets.programs.write_programs` leaves it.
         embed: int64 [1, M] to embeddings [1, M, D].
         capabilities: of the model, whose layers all have keys of one shape.
         dtype: of embeddings, keys, values and states.
@@ -47,7 +42,7 @@ class OpenVINORuntime:
         rounded_together: activations that share a scale of 8 bits; 0: activations are not rounded.
 
     Raises:
-        ValueError: OpenVINO is missing, or cannot compute in this number format; says why.
+        Unsuitable: OpenVINO is missing, or cannot compute in this number format.
     """
 
     def __init__(
@@ -70,36 +65,18 @@ class OpenVINORuntime:
         check_dtype(dtype)
         self._settings = {
             "PERFORMANCE_HINT": "LATENCY",
-            "INFERENCE_PRECISION_HINT": precision or _PRECISIONS[dtype],
+            "INFERENCE_PRECISION_HINT": precision or PRECISIONS[dtype],
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
             # Pinned threads of OpenVINO and threads of torch that share their cores wait for each other.
             "ENABLE_CPU_PINNING": False,
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": rounded_together,
         }
+        self._folder = folder
         self._forward_model = self._core.read_model(folder / FORWARD)
-        self._head = self._compile(self._core.read_model(folder / HEAD), "output matrix")
+        hidden_1D = self._embedded(torch.zeros(1, dtype=torch.int64))
+        self._head = self._compile(self._core.read_model(folder / HEAD), "output matrix", [hidden_1D])
         self._programs: dict[tuple[int, ...], _Program] = {}
         self._stores: WeakKeyDictionary[SlotCache, _Stores] = WeakKeyDictionary()
-
-    @classmethod
-    def of_model(cls, model: PreTrainedModel, capabilities: Capabilities) -> "OpenVINORuntime":
-        """The runtime of a frozen model on the CPU whose linear layers are not packed.
-
-        Raises:
-            ValueError: OpenVINO is missing, or cannot run this model or number format; says why.
-        """
-        import_openvino()
-        if model.device.type != "cpu":
-            raise ValueError(f"it runs on a CPU, not on {model.device.type}")
-        check_dtype(model.dtype)
-        check_exportable(model)
-        folder = programs_folder(key_of_model(model, mask_kinds(capabilities)))
-        keep(folder, lambda scratch: write_programs(scratch, model, capabilities, {}))
-        # Beside 8-bit weights, a bfloat16 target rounds activations to 8 bits as well; float32 stays exact.
-        rounded = _rounded_together(model) if model.dtype == torch.bfloat16 else 0
-        embed = model.get_input_embeddings()
-        assert isinstance(embed, nn.Module)
-        return cls(folder, embed, capabilities, dtype=model.dtype, rounded_together=rounded)
 
     def forward(
         self,
@@ -126,7 +103,7 @@ class OpenVINORuntime:
         program = self._program(inner_layers)
         slot_BT = cache.planned_slots
         program.bind_stores(self._stores_of(cache), cache.rows, num_slots)
-        program.set_tokens(self._embed(token_BT.reshape(1, -1)).to(self._dtype), position_BT.reshape(1, -1))
+        program.set_tokens(self._embedded(token_BT.reshape(1, -1)), position_BT.reshape(1, -1))
         program.set_masks([self._added_mask(mask, slot_BT) for mask in masks])
         hidden, keys, values, *inner = program.run()
         self._write(cache, slot_BT, keys, values)
@@ -145,12 +122,23 @@ class OpenVINORuntime:
         logits_MV = self._read(self._head.get_output_tensor(0)).clone()
         return logits_MV.view(*hidden.shape[:-1], -1)
 
-    def _compile(self, model: Any, what: str) -> Any:
-        with tqdm(total=1, desc=f"Compiling the target ({what})", disable=None, leave=False) as bar:
-            request = self._core.compile_model(model, "CPU", self._settings).create_infer_request()
-            use_huge_pages()
+    def _compile(self, model: Any, what: str, inputs: Sequence[Tensor]) -> Any:
+        """A request of a program that has packed its weights, which the plug-in does in the first run.
+
+        ``inputs``: of this run.
+        """
+        with tqdm(total=1, desc=f"Packing the target ({what})", disable=None, leave=False) as bar:
+            with dropping([self._folder]):
+                request = self._core.compile_model(model, "CPU", self._settings).create_infer_request()
+                for index, tensor in enumerate(inputs):
+                    request.set_input_tensor(index, self._share(tensor))
+                request.infer()
             bar.update()
         return request
+
+    def _embedded(self, token_X: Tensor) -> Tensor:
+        embedding: Tensor = self._embed(token_X)
+        return embedding.to(self._dtype).contiguous()
 
     def _program(self, layers: tuple[int, ...]) -> "_Program":
         """The compiled program whose outputs include the hidden states of some layers."""
@@ -158,7 +146,15 @@ class OpenVINORuntime:
             source = self._forward_model
             chosen = [source.outputs[index] for index in (0, 1, 2, *(3 + layer for layer in layers))]
             model = self._ov.Model([output.get_node() for output in chosen], source.get_parameters(), "forward").clone()
-            request = self._compile(model, "layers")
+            zeros = partial(torch.zeros, dtype=self._dtype)
+            stores = [
+                zeros(1, self._shape.num_heads, 1, size)
+                for size in (self._shape.key_dim, self._shape.value_dim)
+                for _ in range(self._shape.num_layers)
+            ]
+            masks = [zeros(1, 1, 1, 2)] * self._num_masks
+            position_11 = torch.zeros(1, 1, dtype=torch.int64)
+            request = self._compile(model, "layers", [self._embedded(position_11), position_11, *masks, *stores])
             self._programs[layers] = _Program(self, request, self._num_masks)
         return self._programs[layers]
 
@@ -280,28 +276,21 @@ def _neighbours(slot_BT: Tensor) -> list[int] | None:
     return [row[0] for row in rows] if is_run else None
 
 
-def _rounded_together(model: PreTrainedModel) -> int:
-    """Activations that share a scale: the largest number that divides the input sizes of all rounded layers."""
-    sizes = [layer.in_features for layer in model.modules() if isinstance(layer, RoundedLinear)]
-    shared = math.gcd(*sizes)
-    return max((size for size in range(32, _MOST_ROUNDED_TOGETHER + 1, 32) if shared % size == 0), default=32)
-
-
 def import_openvino() -> Any:
-    """The module ``openvino``, which sends nobody statistics of use; ValueError where the package is missing."""
+    """The module ``openvino``, which sends nobody statistics of use; Unsuitable where the package is missing."""
     # Its converter would make an identity of the user in ~/intel; without this package it does nothing instead.
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     try:
         import openvino
     except ImportError as error:
         command = "pip install -c constraints.txt -e '.[openvino]'"
-        raise ValueError(f"openvino is not installed: in the repository, {command}") from error
+        raise Unsuitable(f"openvino is not installed: in the repository, {command}") from error
     return openvino
 
 
 @cache
 def openvino_core() -> Any:
-    """OpenVINO's core, the only one of this process: it lives to the end (ValueError as of :func:`import_openvino`).
+    """OpenVINO's core, the only one of this process: it lives to the end (Unsuitable as of :func:`import_openvino`).
 
     A core sets up a stack for signals and frees the stack with itself, although the thread still uses the stack where
     another core was made in between: the next Ctrl-C would then be a segmentation fault.
@@ -310,69 +299,14 @@ def openvino_core() -> Any:
 
 
 def check_dtype(dtype: torch.dtype) -> None:
-    """ValueError for a number format that OpenVINO does not compute in on this CPU."""
-    if dtype not in _PRECISIONS:
-        raise ValueError(f"it runs in float32 and bfloat16, not in {str(dtype).removeprefix('torch.')}")
+    """Unsuitable for a number format that OpenVINO does not compute in on this CPU."""
+    if dtype not in PRECISIONS:
+        raise Unsuitable(f"it runs in float32 and bfloat16, not in {str(dtype).removeprefix('torch.')}")
     capabilities = openvino_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     if dtype == torch.bfloat16 and "BF16" not in capabilities:
-        raise ValueError("this CPU has no bfloat16 arithmetic")
+        raise Unsuitable("this CPU has no bfloat16 arithmetic")
 
 
 def mask_kinds(capabilities: Capabilities) -> tuple[str, ...]:
     """Kinds of layers with masks of their own; empty where all layers share one."""
     return tuple(capabilities.windows.by_kind) if capabilities.windows.is_mapped else ()
-
-
-def write_programs(
-    folder: Path,
-    model: PreTrainedModel,
-    capabilities: Capabilities,
-    matrices: Mapping[str, Grouped],
-    output_matrix: Grouped | None = None,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Write the programs of decoder and output matrix to a folder.
-
-    Args:
-        folder: exists.
-        model: of the programs.
-        capabilities: of the model.
-        matrices: in place of parameters of the decoder, by name.
-        output_matrix: in place of the output matrix.
-        dtype: of embeddings, keys, values and states (None: the model's); logits keep the model's.
-
-    Raises:
-        ValueError: the model's code cannot be recorded or converted.
-        OSError: a file cannot be written.
-    """
-    ov = import_openvino()
-    decoder, shape, kinds = capabilities.decoder, capabilities.cache_shape, mask_kinds(capabilities)
-    assert isinstance(shape, CacheShape)
-    output: Any = model.get_output_embeddings()
-    hidden_size = output.weight.shape[1]
-    with tqdm(total=3, desc="Exporting the target to OpenVINO, once", disable=None) as bar, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            given = [name for name, _ in decoder.named_parameters() if name in matrices]
-            recorded = export_forward(model, decoder, shape, hidden_size, kinds, given)
-            bar.update()
-            forward = use_matrices(ov, ov.convert_model(recorded), [matrices[name] for name in given])
-            forward = split_stores(ov, forward, 2 + (len(kinds) or 1), shape.num_layers)
-            is_given = output_matrix is not None
-            head = ov.convert_model(export_logits(output, capabilities.logit_map, hidden_size, is_given=is_given))
-            if output_matrix is not None:
-                head = use_matrices(ov, head, [output_matrix])
-            join_products(ov, forward)
-            if dtype not in (None, model.dtype):
-                forward = with_type(ov, forward, _PRECISIONS[dtype], has_outputs=True)
-                head = with_type(ov, head, _PRECISIONS[dtype], has_outputs=False)  # logits stay finer
-            bar.update()
-        except Exception as error:
-            # Code that cannot be recorded or converted raises errors of all kinds, of torch and of OpenVINO.
-            raise ValueError(f"its code cannot be exported ({first_line(error)})") from error
-        for program, name in ((forward, FORWARD), (head, HEAD)):
-            try:
-                ov.save_model(program, folder / name, compress_to_fp16=False)
-            except RuntimeError as error:  # OpenVINO's form of a full disk
-                raise OSError(f"{folder / name} cannot be written, perhaps for want of space: {error}") from error
-        bar.update()

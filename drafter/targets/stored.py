@@ -1,4 +1,4 @@
-"""Matrices as a GGUF file stores them: small integers in groups with a scale and an offset, never unpacked as a whole.
+"""Matrices of small integers in groups with a scale and an offset, as in GGUF files: never unpacked as a whole.
 
 A weight is ``scale * integer + offset``; the integers are centred around 0. Source of the block layouts: the
 specification of GGUF's quantisation types (Q4_0, Q4_1, Q4_K, Q6_K, Q8_0).
@@ -63,26 +63,6 @@ class Grouped(NamedTuple):
         return torch.from_numpy(weight.reshape(num_rows, -1))
 
 
-def save_matrix(matrix: Grouped, folder: Path, name: str) -> None:
-    """Write a matrix as arrays, which :func:`load_matrix` maps into memory."""
-    for part in ("packed", "scale_OG", "offset_OG"):
-        array = getattr(matrix, part)
-        if array is not None:
-            np.save(folder / f"{name}.{part}.npy", array)
-
-
-def load_matrix(folder: Path, name: str) -> Grouped | None:
-    """The matrix that was saved under a name, mapped into memory; None where there is none."""
-    parts = {part: folder / f"{name}.{part}.npy" for part in ("packed", "scale_OG", "offset_OG")}
-    if not parts["packed"].is_file():
-        return None
-    found = {part: np.load(file, mmap_mode="r") if file.is_file() else None for part, file in parts.items()}
-    packed, scale_OG = found["packed"], found["scale_OG"]
-    assert packed is not None and scale_OG is not None
-    bits = 4 if packed.dtype == np.uint8 else 8
-    return Grouped(packed, bits, scale_OG, found["offset_OG"])
-
-
 def join(matrices: list[Grouped]) -> Grouped:
     """Matrices of one form, one below the other."""
     offsets = [matrix.offset_OG for matrix in matrices if matrix.offset_OG is not None]
@@ -94,6 +74,43 @@ def join(matrices: list[Grouped]) -> Grouped:
     )
 
 
+def round_matrix(weight_OI: Tensor, bits: int) -> Grouped:
+    """A matrix rounded to the nearest integers of groups of 32 inputs: 8 bits as Q8_0 has, 4 bits as Q4_1 has.
+
+    A number of inputs that 32 does not divide makes one group, of 8 bits.
+    """
+    parts = [_round_rows(part.detach().float().numpy(), bits) for part in weight_OI.split(4096)]
+    return join(parts) if len(parts) > 1 else parts[0]
+
+
+def _round_rows(weight_OI: np.ndarray, bits: int) -> Grouped:
+    num_rows, size = weight_OI.shape
+    is_even = size % _BLOCK == 0
+    weight_OGI = weight_OI.reshape(num_rows, -1, _BLOCK if is_even else size)
+    least = np.float16(6e-8)  # the smallest number of float16: a group of zeros has a scale too
+    if bits == 8 or not is_even:
+        scale_OG = np.maximum((np.abs(weight_OGI).max(-1) / 127).astype(np.float16), least)
+        integers = np.rint(weight_OGI / scale_OG[:, :, None].astype(np.float32)).clip(-127, 127)
+        return Grouped(integers.astype(np.int8).reshape(num_rows, size), 8, scale_OG, None)
+    low_OG = weight_OGI.min(-1)
+    scale_OG = np.maximum(((weight_OGI.max(-1) - low_OG) / 15).astype(np.float16), least)
+    scale = scale_OG.astype(np.float32)
+    integers = np.rint((weight_OGI - low_OG[:, :, None]) / scale[:, :, None]).clip(0, 15)
+    return Grouped(_pack(integers.astype(np.uint8)), 4, scale_OG, low_OG + 8 * scale)
+
+
+def round_linears(model: nn.Module, bits: int) -> int:
+    """Give every ``nn.Linear`` (not its subclasses) the numbers of its rounded weights; the number of layers.
+
+    A matrix that also serves as embeddings stays there as it is.
+    """
+    layers = [layer for layer in model.modules() if type(layer) is nn.Linear]
+    for layer in layers:
+        dense_OI = round_matrix(layer.weight, bits).dense().to(layer.weight)
+        layer.weight = nn.Parameter(dense_OI, requires_grad=False)
+    return len(layers)
+
+
 class StoredMatrix(nn.Module):
     """Embeddings or an output matrix in groups; rows become numbers when they are asked for.
 
@@ -102,7 +119,7 @@ class StoredMatrix(nn.Module):
         dtype: of the numbers.
     """
 
-    bias = None
+    bias: Tensor | None = None
 
     def __init__(self, matrix: Grouped, dtype: torch.dtype) -> None:
         super().__init__()

@@ -5,9 +5,8 @@ Shapes: B rows · T tokens of a forward · S visible cache slots · V vocabulary
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from functools import cached_property
-from importlib.util import find_spec
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -15,34 +14,34 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from drafter.kernels.packed import can_pack, count_parameters, pack_linears
-from drafter.kernels.rounded import round_linears
 from drafter.targets.attention import use_folded_attention
 from drafter.targets.cache import CacheShape, MixedShape, SlotCache
 from drafter.targets.capabilities import Capabilities, LogitMap, final_norm, fingerprint_of, probe, refusal
-from drafter.targets.catalog import stored_file
+from drafter.targets.catalog import resolve, stored_file
 from drafter.targets.chat import Chat, encode_chats, encode_texts
 from drafter.targets.device_map import copy_once, layer_devices
 from drafter.targets.loading import (
     Spread,
+    checkpoint_files,
     openvino_dtype,
     read_checkpoint,
     read_tokenizer,
     resolve_device,
     resolve_dtype,
+    suits_openvino,
 )
 from drafter.targets.masks import chunk_mask, slot_positions, tree_mask
-from drafter.targets.openvino_runtime import OpenVINORuntime
+from drafter.targets.openvino_runtime import Unsuitable
+from drafter.targets.programs import BITS, Programs, open_checkpoint, open_gguf
 from drafter.targets.quantized import dense_weight, has_plain_weights
-from drafter.targets.stored_target import StoredTarget, load_stored
+from drafter.targets.stored import StoredMatrix, round_linears
 from drafter.utils.io import first_line
 
 _log = logging.getLogger(__name__)
 
 RUNTIMES = ("auto", "torch", "openvino")
-QUANTIZATIONS = ("none", "int8")
+QUANTIZATIONS = ("none", *BITS)
 MAX_POSITIONS = 2**31 - 1  # of a target that states no number, or a larger one
-# Smaller targets decode a whole answer in less time than an export takes.
-_LEAST_OPENVINO_PARAMETERS = 20_000_000
 
 # What models raise that cannot do with a 4-D mask, positions or a foreign cache.
 _FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
@@ -74,8 +73,8 @@ class Target:
         capabilities: what probes found out about the model.
         is_sharded: other processes hold parts of the weights, and take part in every forward.
         layer_devices: where each layer computes, if a map says so; empty: all on one device.
-        is_packed: torch cannot read the weights of the layers, which are packed for this CPU's kernels or stored.
-        is_stored: the target runs from the integers of its GGUF file; the model's modules have no weights.
+        is_packed: torch cannot read the weights of the layers, which are packed for this CPU's kernels or in programs.
+        is_described: the target runs from programs on disk; the modules of the model's layers have no weights.
         num_parameters: of the model, each shared one once.
         runtime: runs forwards over a slot cache and the output matrix instead of torch; None: torch runs them.
     """
@@ -92,7 +91,7 @@ class Target:
         plain_fingerprint: str = "",
         is_sharded: bool = False,
         layer_devices: Sequence[torch.device] = (),
-        stored: StoredTarget | None = None,
+        programs: Programs | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -100,18 +99,19 @@ class Target:
         self.name = name
         self.revision = revision
         self.is_sharded, self.layer_devices = is_sharded, layer_devices
-        self.is_packed = self.is_stored = stored is not None
-        self.runtime = None if stored is None else stored.runtime
-        self._dtype = None if stored is None else stored.output.dtype
+        self.is_packed = self.is_described = programs is not None
+        self.runtime = None if programs is None else programs.runtime
+        self._dtype = None if programs is None else programs.dtype
         config = model.config.get_text_config(decoder=True)
         output: Any = model.get_output_embeddings()
-        self.vocab_size, self.hidden_size = (
-            self.output_weight_VD.shape if stored is None else stored.output.matrix.shape
-        )
+        if isinstance(output, StoredMatrix):
+            self.vocab_size, self.hidden_size = output.matrix.shape
+        else:
+            self.vocab_size, self.hidden_size = (output.weight if programs else self.output_weight_VD).shape
         bias = getattr(output, "bias", None)
         self.output_bias_V: Tensor | None = None if bias is None else bias.detach()
         self.num_layers = int(config.num_hidden_layers)
-        self.num_parameters = count_parameters(model) if stored is None else stored.num_parameters
+        self.num_parameters = count_parameters(model) if programs is None else programs.num_parameters
         positions = int(getattr(config, "max_position_embeddings", 0) or 0)
         self.max_length = min(positions, MAX_POSITIONS) if positions > 0 else MAX_POSITIONS
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
@@ -149,9 +149,10 @@ class Target:
             pack: on a CPU, pack the weights for its matrix kernels (:mod:`drafter.kernels.packed`). Decoding is faster,
                 but packed weights can be neither read nor trained. No effect where the kernels are missing.
             runtime: ``torch``, ``openvino`` or ``auto``: OpenVINO where ``pack`` is set, the dtype is bfloat16, and
-                OpenVINO is installed and can run the target on this CPU; not for targets of few parameters.
-            quantization: ``int8`` rounds the weights of all linear layers (:mod:`drafter.kernels.rounded`). The target
-                is then another model, with its own text.
+                OpenVINO is installed and can run the target on this CPU; not for small targets. The weights are then
+                in OpenVINO's programs alone (:mod:`drafter.targets.programs`).
+            quantization: ``int8`` or ``int4`` rounds the weights of all linear layers
+                (:func:`drafter.targets.stored.round_matrix`). The target is then another model, with its own text.
 
         Raises:
             ValueError: unknown name, dtype, device, runtime or scheme, unreadable files, a model that cannot be a
@@ -160,21 +161,36 @@ class Target:
         spread = Spread(num_shards, device_map)
         _check_options(runtime, quantization, spread)
         torch_device = resolve_device(device)
+        is_here = pack and spread.is_whole and torch_device.type == "cpu"
         if dtype == "stored":
-            if runtime == "torch" or not (pack and spread.is_whole and torch_device.type == "cpu"):
+            if runtime == "torch" or not is_here:
                 raise ValueError("--dtype stored runs with OpenVINO on a CPU: give another --dtype")
             if quantization != "none":
                 raise ValueError(f"--quantization {quantization} rounds plain weights: leave it out, or --dtype stored")
             return cls._load_stored(name, revision)
-        if dtype == "auto" and runtime != "torch" and pack and spread.is_whole and torch_device.type == "cpu":
+        if dtype == "auto" and runtime != "torch" and is_here:
             dtype = openvino_dtype(name)
-        found = read_checkpoint(
-            name, resolve_dtype(dtype, torch_device), torch_device, spread,
-            quantization=quantization, revision=revision, trust_remote_code=trust_remote_code,
+        torch_dtype = resolve_dtype(dtype, torch_device)
+        read = cache(
+            lambda: read_checkpoint(
+                name, torch_dtype, torch_device, spread,
+                quantization=quantization, revision=revision, trust_remote_code=trust_remote_code,
+            )
         )  # fmt: skip
+        if runtime == "openvino" or (runtime == "auto" and torch_dtype == torch.bfloat16 and suits_openvino(name)):
+            try:
+                if is_here:
+                    return cls._load_programs(name, read, torch_dtype, quantization, revision, trust_remote_code)
+                if runtime == "openvino" and pack:
+                    raise Unsuitable("it runs whole targets on a CPU")
+            except Unsuitable as error:
+                if runtime == "openvino":
+                    raise ValueError(
+                        f"--runtime openvino cannot run target {name!r}: {error}; use --runtime torch"
+                    ) from error
+                _log.info("%s", error)
+        found = read()
         model = found.model
-        if runtime == "openvino" and not (spread.is_whole and has_plain_weights(model)):
-            raise ValueError(f"--runtime openvino runs plain weights of one process; use --runtime torch for {name!r}")
         plain_fingerprint = _round(model, quantization, name)
         devices: Sequence[torch.device] = ()
         if device_map is not None:
@@ -188,7 +204,7 @@ class Target:
         if devices:
             copy_once(model, name, devices)
         if spread.is_whole and has_plain_weights(model):
-            target._make_fast(runtime, pack=pack)
+            target._pack(pack)
         return target
 
     @classmethod
@@ -209,13 +225,41 @@ class Target:
         if found is None:
             raise ValueError(f"--dtype stored runs GGUF files, and target {name!r} has none here: give another --dtype")
         try:
-            made = load_stored(*found, torch.bfloat16, lambda model: cls._checked(model, None, name=name).capabilities)
+            made = open_gguf(found.file, found.place, torch.bfloat16, cls._probe(name))
         except ValueError as error:
             raise ValueError(f"--dtype stored cannot run target {name!r}: {error}; give another --dtype") from error
+        return cls._of_programs(made, read_tokenizer(found.place), name=name, revision=revision)
+
+    @classmethod
+    def _load_programs(
+        cls,
+        name: str,
+        read: Any,
+        dtype: torch.dtype,
+        quantization: str,
+        revision: str | None,
+        trust_remote_code: bool,
+    ) -> "Target":
+        """A target of plain weights that OpenVINO runs; Unsuitable if OpenVINO cannot run the target."""
+        place = resolve(name)
+        files = checkpoint_files(place, revision)
+        if not files:
+            read()  # fetches the files of a hub id
+            files = checkpoint_files(place, revision)
+        shared = {"revision": revision, "trust_remote_code": trust_remote_code}
+        made = open_checkpoint(place, files, read, dtype, quantization, cls._probe(name), **shared)
+        return cls._of_programs(made, read_tokenizer(place, **shared), name=name, revision=revision)
+
+    @classmethod
+    def _of_programs(cls, made: Programs, tokenizer: Any, **fields: Any) -> "Target":
         return cls(
-            made.model, read_tokenizer(found.place), made.capabilities,
-            name=name, revision=revision, plain_fingerprint=made.fingerprint, stored=made,
+            made.model, tokenizer, made.capabilities,
+            quantization=made.scheme, plain_fingerprint=made.fingerprint, programs=made, **fields,
         )  # fmt: skip
+
+    @classmethod
+    def _probe(cls, name: str) -> Callable[[PreTrainedModel], Capabilities]:
+        return lambda model: cls._checked(model, None, name=name).capabilities
 
     @classmethod
     def _checked(cls, model: PreTrainedModel, tokenizer: Any, *, name: str, **fields: Any) -> "Target":
@@ -234,7 +278,7 @@ class Target:
     @cached_property
     def output_weight_VD(self) -> Tensor:
         """The output matrix as plain numbers, [V, D]."""
-        size = self.hidden_size if self.is_stored else self.embedding_weight_VD.shape[1]
+        size = self.hidden_size if self.is_described else self.embedding_weight_VD.shape[1]
         return dense_weight(self.model.get_output_embeddings(), size)
 
     @property
@@ -248,7 +292,7 @@ class Target:
         targets are neither packed nor compiled.
         """
         is_uniform = not self.layer_devices and isinstance(self.cache_shape, CacheShape)
-        return is_uniform and not self.is_stored and has_plain_weights(self.model)
+        return is_uniform and not self.is_described and has_plain_weights(self.model)
 
     @property
     def runtime_name(self) -> str:
@@ -258,7 +302,7 @@ class Target:
     @property
     def device(self) -> torch.device:
         """Device of the input embeddings, where token ids go."""
-        return torch.device("cpu") if self.is_stored else self.embedding_weight_VD.device
+        return torch.device("cpu") if self.is_described else self.embedding_weight_VD.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -300,7 +344,7 @@ class Target:
             hidden [B, T, D] and context [B, T, C].
         """
         assert cache is None or mask is not None, "a forward over a slot cache needs its mask"
-        if self.is_stored and cache is None:
+        if self.is_described and cache is None:
             return self._forward_alone(token_BT, context_layers)
         if self.runtime is not None and cache is not None and cache.is_read_as_stored:
             assert mask is not None and position_BT is not None
@@ -365,8 +409,10 @@ class Target:
         Raises:
             ValueError: exact attention of a model whose attention is not SDPA.
         """
-        if exact_attention and self.is_stored:
-            raise ValueError("--exact-attention computes with unpacked weights: give --dtype bfloat16 or float32")
+        if exact_attention and self.is_described:
+            raise ValueError(
+                "--exact-attention computes with weights in torch: give --runtime torch, and no --dtype stored"
+            )
         if exact_attention and not self.fold_attention():
             raise ValueError(f"--exact-attention needs a target that runs with SDPA attention; {self.name!r} does not")
         read_dtype = torch.float64 if exact_attention else None
@@ -398,34 +444,8 @@ class Target:
         """Text of token ids."""
         return str(self._tokenizer().decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def use_openvino(self) -> None:
-        """Run forwards over a slot cache and the output matrix with OpenVINO from now on.
-
-        Raises:
-            ValueError: OpenVINO is missing or cannot run this target; says why.
-        """
-        if not isinstance(self.cache_shape, CacheShape):
-            raise ValueError(
-                f"--runtime openvino cannot run target {self.name!r}: its layers have keys of different shapes"
-            )
-        try:
-            runtime = OpenVINORuntime.of_model(self.model, self.capabilities)
-        except (ValueError, OSError) as error:
-            raise ValueError(
-                f"--runtime openvino cannot run target {self.name!r}: {error}; use --runtime torch"
-            ) from error
-        self.runtime = runtime
-
-    def _make_fast(self, runtime: str, *, pack: bool) -> None:
-        """Run plain weights with OpenVINO, or pack them, where that is wanted and possible."""
-        if runtime == "openvino" or (runtime == "auto" and pack and _suits_openvino(self.model)):
-            try:
-                self.use_openvino()
-                return
-            except ValueError as error:
-                if runtime == "openvino":
-                    raise
-                _log.info("%s", error)
+    def _pack(self, pack: bool) -> None:
+        """Pack plain weights where that is wanted and possible."""
         self.is_packed = pack and can_pack(self.device, self.model.dtype)
         if self.is_packed:
             pack_linears(self.model, keep=(self.model.get_output_embeddings(),))
@@ -485,16 +505,9 @@ def _round(model: PreTrainedModel, quantization: str, name: str) -> str:
         return ""
     output: Any = model.get_output_embeddings()
     fingerprint = fingerprint_of(output.weight)
-    if not round_linears(model):
+    if not round_linears(model, BITS[quantization]):
         raise ValueError(f"--quantization {quantization} rounds linear layers, and target {name!r} has none")
     return fingerprint
-
-
-def _suits_openvino(model: PreTrainedModel) -> bool:
-    """Whether ``auto`` tries OpenVINO: installed, on a CPU, for a bfloat16 model that is worth the preparation."""
-    is_large = count_parameters(model) >= _LEAST_OPENVINO_PARAMETERS
-    is_fitting = model.dtype == torch.bfloat16 and model.device.type == "cpu"
-    return is_large and is_fitting and find_spec("openvino") is not None
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:

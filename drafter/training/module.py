@@ -117,7 +117,7 @@ class DrafterModule(LightningModule):
         Args:
             target: alias, hub id, folder or .gguf file.
             target_dtype: float32, bfloat16, float16, or auto (bfloat16 on CUDA, float32 on CPU).
-            quantization: int8 rounds the target's weights after loading; none.
+            quantization: int8 or int4 rounds the target's weights after loading; none.
             revision: hub revision of the target.
             trust_remote_code: run code of a hub model.
             shard_target: spread the target's layers over the devices of a node, for a target larger than one device.

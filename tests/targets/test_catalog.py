@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drafter.targets import catalog
-from drafter.targets.catalog import ALIASES, Source, fetch, home_folder, load_tokenizer, resolve
+from drafter.targets.catalog import ALIASES, Source, fetch, load_tokenizer, resolve
+from drafter.targets.home import home_folder
 from tests.targets.tiny_gguf import CONTEXT, write_gguf, write_wheel
 
 ALIAS = "tiny"

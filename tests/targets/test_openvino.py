@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,8 @@ import torch
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
-from drafter.targets import openvino_runtime
-from drafter.targets import target as target_module
-from drafter.targets.catalog import home_folder
+from drafter.targets import loading, openvino_runtime, programs
+from drafter.targets.home import home_folder
 from drafter.targets.target import Target
 from tests.targets.test_target import NUM_NODES, NUM_SLOTS, assert_tree_equals_paths, prefill, run_tree, tiny, tokens
 from tests.targets.trees import depths_of, path_to, random_parents
@@ -34,8 +34,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def on_openvino(target: Target) -> Target:
-    target.use_openvino()
-    return target
+    """The target as a command loads it, from files."""
+    folder = Path(tempfile.mkdtemp(dir=home_folder())) / target.name
+    target.model.save_pretrained(folder)
+    dtype = str(target.dtype).removeprefix("torch.")
+    return Target.load(str(folder), device="cpu", dtype=dtype, runtime="openvino")
 
 
 @pytest.mark.parametrize(
@@ -74,21 +77,20 @@ def test_trees_over_ragged_rows_equal_their_paths_in_torch(name: str) -> None:
 @pytest.mark.parametrize("name", NOT_SDPA)
 def test_attention_with_a_formula_of_its_own_is_refused_with_the_reason(name: str) -> None:
     target = tiny(name)
-    with pytest.raises(ValueError, match=f"--runtime openvino cannot run target '{name}': its attention is 'eager'"):
-        target.use_openvino()
-    assert target.runtime is None
+    with pytest.raises(ValueError, match=f"--runtime openvino cannot run target '.*{name}': its attention is 'eager'"):
+        on_openvino(target)
 
 
 def test_code_that_cannot_be_recorded_is_refused_and_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("data-dependent branch\nmore")
 
-    monkeypatch.setattr(openvino_runtime, "export_forward", fail)
+    monkeypatch.setattr(programs, "export_forward", fail)
     target = tiny("Llama", vocab_size=97)
     before = files()
     with pytest.raises(ValueError, match=r"its code cannot be exported \(data-dependent branch\); use --runtime torch"):
-        target.use_openvino()
-    assert target.runtime is None and files() == before
+        on_openvino(target)
+    assert files() == before
 
 
 def test_a_full_disk_is_named_and_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,8 +101,8 @@ def test_a_full_disk_is_named_and_leaves_no_file(monkeypatch: pytest.MonkeyPatch
     target = tiny("Llama", vocab_size=101)
     before = files()
     with pytest.raises(ValueError, match="cannot be written, perhaps for want of space.*; use --runtime torch"):
-        target.use_openvino()
-    assert target.runtime is None and files() == before
+        on_openvino(target)
+    assert files() == before
 
 
 def files() -> set[Path]:
@@ -110,7 +112,7 @@ def files() -> set[Path]:
 def test_number_formats_that_openvino_does_not_compute_in_are_refused() -> None:
     target = Target.from_model(tiny("Llama").model.to(torch.float16), name="half")
     with pytest.raises(ValueError, match="runs in float32 and bfloat16, not in float16"):
-        target.use_openvino()
+        on_openvino(target)
 
 
 def test_a_signal_after_two_targets_reaches_its_handler() -> None:
@@ -127,20 +129,21 @@ def test_a_signal_after_two_targets_reaches_its_handler() -> None:
 
 def test_an_exported_program_is_kept_and_other_weights_get_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     on_openvino(tiny("Llama"))
-    monkeypatch.setattr(openvino_runtime, "export_forward", lambda *_: 1 / 0)
+    monkeypatch.setattr(programs, "export_forward", lambda *_: 1 / 0)
     on_openvino(tiny("Llama"))
     other = tiny("Llama")
     with torch.no_grad():
         other.model.model.layers[1].mlp.up_proj.weight[0, 0] += 1
     with pytest.raises(ValueError, match="cannot be exported"):
-        other.use_openvino()
+        on_openvino(other)
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "gone", "no record"])
 def test_a_damaged_program_is_made_again(damage: str, caplog: pytest.LogCaptureFixture) -> None:
     """A changed byte would be another weight, and other text."""
     before = files()
-    on_openvino(tiny("Llama", vocab_size=79))
+    plain = on_openvino(tiny("Llama", vocab_size=79))
+    assert {weight.device.type for weight in plain.model.model.layers.parameters()} == {"meta"}
     (xml,) = (file for file in files() - before if file.name == "forward.xml")
     weights = xml.with_suffix(".bin")
     content = weights.read_bytes()
@@ -212,20 +215,17 @@ def test_drafted_text_is_the_text_of_generate(method: Any) -> None:
 
 
 @pytest.mark.parametrize("runtime", ["auto", "torch", "openvino"])
-def test_load_takes_a_runtime(runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_takes_a_runtime(runtime: str, tmp_path: Path) -> None:
     """A target as small as this one runs in torch unless OpenVINO is asked for."""
-    asked: list[Target] = []
-    monkeypatch.setattr(Target, "use_openvino", lambda self: asked.append(self))
     tiny("Llama").model.save_pretrained(tmp_path)
-    target = Target.load(str(tmp_path), device="cpu", runtime=runtime)
-    assert asked == ([target] if runtime == "openvino" else [])
-    assert not (target.is_packed and asked)
+    target = Target.load(str(tmp_path), device="cpu", dtype="bfloat16", runtime=runtime)
+    assert target.runtime_name == ("openvino" if runtime == "openvino" else "torch")
 
 
 def test_auto_runs_in_torch_what_openvino_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny("Gemma2").model.save_pretrained(tmp_path)
-    monkeypatch.setattr(target_module, "_LEAST_OPENVINO_PARAMETERS", 1)
-    target = Target.load(str(tmp_path), device="cpu", runtime="auto")
+    monkeypatch.setattr(loading, "_LEAST_OPENVINO_BYTES", 1)
+    target = Target.load(str(tmp_path), device="cpu", dtype="bfloat16", runtime="auto")
     assert target.runtime is None
     with pytest.raises(ValueError, match="its attention is 'eager'"):
         Target.load(str(tmp_path), device="cpu", runtime="openvino")

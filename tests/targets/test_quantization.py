@@ -6,24 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
-from drafter.kernels.rounded import RoundedLinear, round_linears
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
-from drafter.targets.openvino_runtime import _rounded_together
+from drafter.targets.stored import round_linears
 from drafter.targets.target import Target
 from tests.targets.test_target import tiny, tokens
 
 PROMPTS = [tokens(size, seed=size).tolist() for size in (3, 9, 17)]
 
 
-def load(folder: Path, **options: Any) -> Target:
+def load(folder: Path, quantization: str = "int8", **options: Any) -> Target:
     tiny("Llama").model.save_pretrained(folder)
-    return Target.load(str(folder), device="cpu", quantization="int8", **options)
+    return Target.load(str(folder), device="cpu", quantization=quantization, **options)
 
 
 def generated(model: Any) -> list[list[int]]:
@@ -35,19 +33,19 @@ def generated(model: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("runtime", ["torch", "openvino"])
-@pytest.mark.parametrize("method", ["none", "lookup"])
+@pytest.mark.parametrize(("method", "bits"), [("none", 8), ("lookup", 8), ("lookup", 4)])
 def test_drafted_text_is_the_text_of_generate_with_rounded_weights(
-    runtime: str, method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runtime: str, method: Any, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32 the activations are not rounded."""
     if runtime == "openvino":
         pytest.importorskip("openvino")
         monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
-    target = load(tmp_path / "model", dtype="float32", runtime=runtime)
-    assert target.runtime_name == runtime and target.quantization == "int8"
+    target = load(tmp_path / "model", f"int{bits}", dtype="float32", runtime=runtime)
+    assert target.runtime_name == runtime and target.quantization == f"int{bits}"
     model: Any = tiny("Llama").model
     plain = generated(model)
-    assert round_linears(model) == 15  # seven of each layer, and the output matrix
+    assert round_linears(model, bits) == 15  # seven of each layer, and the output matrix
     wanted = generated(model)
     assert wanted != plain
     engine = Engine(target, config=Plan(method=method, max_num_seqs=2, tree_size=1 if method == "none" else 6))
@@ -65,22 +63,12 @@ def test_the_program_of_a_rounded_target_holds_8_bit_weights(tmp_path: Path, mon
     assert kinds.count("<Type: 'int8_t'>") == 8  # four matrices of each layer
 
 
-@pytest.mark.parametrize(
-    ("input_sizes", "shared"), [((576, 1536), 96), ((4096, 14336), 128), ((64, 96), 32), ((80, 64), 32), ((), 128)]
-)
-def test_activations_share_the_longest_scale_that_fits_all_layers(input_sizes: tuple[int, ...], shared: int) -> None:
-    model: Any = nn.ModuleList(nn.Linear(size, 4) for size in input_sizes)
-    round_linears(model)
-    assert _rounded_together(model) == shared
-
-
 def test_the_fingerprint_names_the_scheme_and_a_plain_drafter_is_taken_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = load(tmp_path)
     plain = tiny("Llama")
     assert target.fingerprint == f"{plain.fingerprint}-int8"
-    assert isinstance(target.model.get_output_embeddings(), RoundedLinear) or target.is_packed
     sizes = {"vocab_size": plain.vocab_size, "hidden_size": plain.hidden_size}
     for fingerprint, num_warnings in ((target.fingerprint, 0), (plain.fingerprint, 1)):
         caplog.clear()
@@ -90,7 +78,7 @@ def test_the_fingerprint_names_the_scheme_and_a_plain_drafter_is_taken_with_a_wa
 
 
 def test_unknown_schemes_and_shards_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--quantization 'int3' is unknown: use none, int8"):
+    with pytest.raises(ValueError, match="--quantization 'int3' is unknown: use none, int8, int4"):
         Target.load(str(tmp_path), quantization="int3")
     with pytest.raises(ValueError, match="--quantization int8 runs in one process"):
         Target.load(str(tmp_path), quantization="int8", num_shards=2)

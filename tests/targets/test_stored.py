@@ -12,8 +12,8 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
 from drafter.targets.catalog import stored_file
-from drafter.targets.stored import Grouped, load_matrix, read_matrix, save_matrix
-from drafter.targets.stored_target import load_stored
+from drafter.targets.programs import open_gguf
+from drafter.targets.stored import read_matrix, round_linears, round_matrix
 from drafter.targets.target import Target
 from tests.targets.tiny_gguf import write_gguf
 
@@ -39,7 +39,7 @@ def drawn_blocks(kind: str, num_rows: int = 6, num_blocks: int = 2) -> np.ndarra
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_matrices_in_groups_are_the_unpacked_ones(kind: str, tmp_path: Path) -> None:
+def test_matrices_in_groups_are_the_unpacked_ones(kind: str) -> None:
     blocks = drawn_blocks(kind)
     wanted = torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind]))
     matrix = read_matrix(blocks, kind)
@@ -47,10 +47,26 @@ def test_matrices_in_groups_are_the_unpacked_ones(kind: str, tmp_path: Path) -> 
     # Integers that are centred around 0 cost offsets of 24 bits their last bit.
     torch.testing.assert_close(matrix.dense(), wanted, rtol=0, atol=1e-5 if kind == "Q4_K" else 0)
     assert torch.equal(matrix.rows(np.array([4, 1])).dense(), matrix.dense()[[4, 1]])
-    save_matrix(matrix, tmp_path, "a")
-    again = load_matrix(tmp_path, "a")
-    assert isinstance(again, Grouped) and torch.equal(again.dense(), matrix.dense())
-    assert load_matrix(tmp_path, "b") is None
+
+
+@pytest.mark.parametrize(("bits", "kind"), [(8, "Q8_0"), (4, "Q4_1")])
+def test_rounded_matrices_are_as_near_as_those_of_gguf(bits: int, kind: str) -> None:
+    weight_OI = np.random.default_rng(0).standard_normal((5000, 64), np.float32)
+    weight_OI[7] = 0
+    quantisation = gguf.GGMLQuantizationType[kind]
+    theirs_OI = gguf.quants.dequantize(gguf.quants.quantize(weight_OI, quantisation), quantisation)
+    ours_OI = round_matrix(torch.from_numpy(weight_OI), bits).dense().numpy()
+    assert np.abs(ours_OI - weight_OI).mean() <= 1.01 * np.abs(theirs_OI - weight_OI).mean() < 0.1
+    assert np.abs(ours_OI[7]).max() < 1e-6
+
+
+def test_rounding_leaves_shared_embeddings_and_odd_sizes_make_one_group() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(6, 33), torch.nn.Linear(33, 6))
+    model[1].weight = model[0].weight
+    before = model[0].weight.clone()
+    assert round_linears(model, 4) == 1
+    assert torch.equal(model[0].weight, before) and not torch.equal(model[1].weight, before)
+    assert round_matrix(before, 4).bits == 8 and round_matrix(before, 4).scale_OG.shape == (6, 1)
 
 
 def test_other_types_are_refused() -> None:
@@ -82,8 +98,7 @@ def test_text_with_float32_activations_is_that_of_generate(kind: str, tmp_path: 
     found = stored_file(str(file))
     assert found is not None
     probe = lambda model: Target.from_model(model).capabilities  # noqa: E731
-    made = load_stored(*found, torch.float32, probe, is_exact=True)
-    target = Target(made.model, None, made.capabilities, name="stored", plain_fingerprint=made.fingerprint, stored=made)
+    target = Target._of_programs(open_gguf(found.file, found.place, torch.float32, probe), None, name="stored")
     assert texts(target, "none") == texts(target, "lookup") == wanted
     assert target.fingerprint == unpacked.fingerprint and target.num_parameters == unpacked.num_parameters
     assert torch.equal(target.embedding_weight_VD, unpacked.embedding_weight_VD)
@@ -99,14 +114,14 @@ def test_stored_is_a_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         pytest.skip("this CPU has no bfloat16 arithmetic")
     file = str(write_gguf(tmp_path / "tiny.gguf", matrices="Q4_1"))
     target = Target.load(file, device="cpu", runtime="auto", dtype="stored")
-    assert target.is_stored and target.dtype == torch.bfloat16 and target.tokenizer is not None
+    assert target.is_described and target.dtype == torch.bfloat16 and target.tokenizer is not None
     assert target.eos_token_ids == (2,) and not target.is_plain
     assert list((tmp_path / "home").rglob("model.safetensors")) == []
-    with pytest.raises(ValueError, match="--exact-attention computes with unpacked weights: give --dtype"):
+    with pytest.raises(ValueError, match="--exact-attention computes with weights in torch: give --runtime torch"):
         target.new_cache(1, 8, exact_attention=True)
     assert [len(text) for text in texts(target, "lookup")] == [24] * 3
     # A later start probes and exports nothing.
-    monkeypatch.setattr("drafter.targets.stored_target.write_programs", lambda *_: 1 / 0)
+    monkeypatch.setattr("drafter.targets.programs.write_programs", lambda *_: 1 / 0)
     again = Target.load(file, device="cpu", runtime="openvino", dtype="stored")
     assert texts(again, "none") == texts(target, "none")
 

@@ -1,0 +1,76 @@
+"""Pages of mapped files: a library that reads a file need not hold the file in memory."""
+
+import ctypes
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+_DROP = 4  # MADV_DONTNEED of Linux
+_PAUSE = 0.05  # seconds in which a library reads some 100 MB
+
+
+@contextmanager
+def dropping(places: Sequence[Path | str]) -> Iterator[None]:
+    """Drop the pages of mapped files again and again while a block reads these files.
+
+    A library that copies a mapped file would otherwise hold two copies. The kernel keeps the content in its cache of
+    files as long as there is room, and maps a page again when somebody reads the page.
+
+    Args:
+        places: files, and folders of files.
+    """
+    if not sys.platform.startswith("linux"):
+        yield
+        return
+    madvise = ctypes.CDLL(None).madvise
+    names, stop = [str(Path(place).resolve()) for place in places], threading.Event()
+
+    def drop() -> None:
+        found = [span for span in _spans() if span.rights[0] == "r" and span.file.startswith(tuple(names))]
+        clean = _clean_spans() if any(span.rights[1] == "w" for span in found) else set()
+        for span in found:
+            if span.rights[1] != "w" or span.start in clean:
+                madvise(ctypes.c_void_p(span.start), ctypes.c_size_t(span.end - span.start), _DROP)
+
+    def watch() -> None:
+        while not stop.wait(_PAUSE):
+            drop()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        watcher.join()
+        drop()
+
+
+class _Span(NamedTuple):
+    start: int
+    end: int
+    rights: str
+    file: str
+
+
+def _spans() -> Iterator[_Span]:
+    """The mapped memory of this process."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, rights, _, _, _, *file = line.split(maxsplit=5)
+        start, end = (int(edge, 16) for edge in span.split("-"))
+        yield _Span(start, end, rights, file[0] if file else "")
+
+
+def _clean_spans() -> set[int]:
+    """Where the mapped spans start that nobody has written to: a written page is not the file's any more."""
+    clean, start = set(), 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line.startswith("Anonymous:"):
+            if line.split()[1] == "0":
+                clean.add(start)
+        elif line[0] in "0123456789abcdef":
+            start = int(line.split("-", 1)[0], 16)
+    return clean
