@@ -19,7 +19,7 @@ from drafter.bench import peer_worker
 from drafter.bench.backends import Backend, TimedAnswer
 from drafter.bench.methods import GGUF_WEIGHTS, MethodSpec
 from drafter.decoding.params import SamplingParams
-from drafter.targets.catalog import gguf_file
+from drafter.targets.catalog import gguf_file, resolve
 from drafter.targets.home import home_folder
 from drafter.targets.target import Target
 from drafter.utils.io import replacing
@@ -80,19 +80,6 @@ def _write_rounded(out: Path, reader: Any, weights: str) -> None:
     writer.close()
 
 
-def _checkpoint_folder(target: Target) -> Path:
-    """The target as a folder that vLLM loads: the target's own, or a copy under `$DRAFTER_HOME/checkpoints`."""
-    if (Path(target.name) / "config.json").is_file():
-        return Path(target.name)
-    out = home_folder() / "checkpoints" / target.fingerprint
-    if not out.is_dir():
-        with replacing(out) as new:
-            target.model.save_pretrained(new)
-            if target.tokenizer is not None:
-                target.tokenizer.save_pretrained(new)
-    return out
-
-
 class ProcessBackend(Backend):
     """An engine in a process of its own.
 
@@ -108,7 +95,7 @@ class ProcessBackend(Backend):
         self._target, self._spec, self._batch_size = target, spec, batch_size
         self._python = pythons.get(spec.package, sys.executable)
         is_vllm = spec.package == "vllm"
-        self._model = _checkpoint_folder(target) if is_vllm else weights_file(target.name, spec.gguf_weights)
+        self._model = resolve(target.name) if is_vllm else weights_file(target.name, spec.gguf_weights)
         self._num_tokens = 0
         self._process: PeerProcess | None = None
 
