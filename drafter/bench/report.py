@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import median
 
 from drafter.bench.results import BenchRecord
-from drafter.bench.summary import Condition, Span, Summary, Tables, by_batch_size, summarise
+from drafter.bench.summary import Condition, Span, Summary, summarise
 from drafter.utils.tables import markdown_table
 
 _TITLE = "# Benchmark results\n"
@@ -13,14 +13,12 @@ _PACKAGES = ("torch", "transformers", "xllamacpp", "llama-cpp-python", "openvino
 
 
 def report(records: Sequence[BenchRecord]) -> str:
-    """All records as Markdown: where and when, then a section for each condition of the grid, then load on servers."""
-    tables = summarise(records)
+    """All records as Markdown: where and when, a section for each prompt set and sampling, then load on servers."""
     sections = [_TITLE, _provenance(records)]
-    for condition, methods in tables.items():
-        title = f"## {condition.prompts}, batch size {condition.batch_size}, {condition.sampling}\n"
-        builds = [f"{method.label} was built for {method.build}.\n" for method in methods if method.build]
-        sections += [title, _about(condition, methods), _main_table(methods), *builds, *_category_tables(methods)]
-    sections += _batch_tables(tables)
+    for condition, methods in summarise(records).items():
+        builds = _distinct(f"{each.label} was built for {each.build}.\n" for each in methods if each.build)
+        sections += [f"## {condition.prompts}, {condition.sampling}\n", _about(condition, methods)]
+        sections += [_main_table(methods), *builds, *_category_table(methods)]
     loads = [record for record in records if record["kind"] == "load"]
     sections += ["## Load on a server\n", load_table(loads)] if loads else []
     return "\n".join(sections)
@@ -68,17 +66,20 @@ def _main_table(methods: Sequence[Summary]) -> str:
     """One row for each method; columns that say nothing about these methods are left out."""
     columns: dict[str, Callable[[Summary], str]] = {
         "method": lambda s: s.label,
+        "batch size": lambda s: str(s.batch_size),
         "engine": lambda s: s.engine,
         "tokens/s": lambda s: f"{s.rate.middle:.1f} ({s.rate.low:.1f} to {s.rate.high:.1f})",
         "over plain decoding": lambda s: _times_span(s.speedup),
         "over llama.cpp BF16": lambda s: _times_span(s.over_llama_cpp),
-        "tokens per step": lambda s: _or_dash(s.tokens_per_step, "{:.2f}"),
+        "tokens per step": lambda s: "-" if s.tokens_per_step is None else f"{s.tokens_per_step:.2f}",
         "identical texts": lambda s: "-" if s.num_identical is None else f"{s.num_identical}/{s.num_prompts}",
         "margin where they differ": lambda s: _margins(s.margins),
         "first token, ms": lambda s: f"{1000 * s.first_token_seconds:.0f}",
         "answer, s": lambda s: f"{s.latency_seconds:.2f}",
         "peak GiB": lambda s: f"{s.peak_bytes / 2**30:.2f}",
     }
+    if {summary.batch_size for summary in methods} == {1}:
+        del columns["batch size"]
     if {summary.engine for summary in methods} <= {"Drafter"}:
         del columns["engine"]
     if not any(summary.over_llama_cpp for summary in methods):
@@ -86,39 +87,13 @@ def _main_table(methods: Sequence[Summary]) -> str:
     return markdown_table(list(columns), [[show(summary) for show in columns.values()] for summary in methods])
 
 
-def _category_tables(methods: Sequence[Summary]) -> list[str]:
-    """Speedup and tokens per step by category, for prompt sets that have categories."""
-    drafting = [summary for summary in methods if not summary.is_baseline]
-    shown = {
-        "Speedup over plain decoding": {
-            s.label: {name: f"{span.middle:.2f}x" for name, span in s.category_speedups.items()} for s in drafting
-        },
-        "Tokens per step": {
-            s.label: {name: f"{rate:.2f}" for name, rate in s.category_tokens_per_step.items()} for s in drafting
-        },
-    }
-    sections = []
-    for title, rows in shown.items():
-        categories = _distinct(category for cells in rows.values() for category in cells)
-        lines = [[label, *(cells.get(name, "-") for name in categories)] for label, cells in rows.items() if cells]
-        if lines:
-            sections += [f"### {title} by category\n", markdown_table(["method", *categories], lines)]
-    return sections
-
-
-def _batch_tables(tables: Tables) -> list[str]:
-    """Where a grid has several batch sizes: speedup by method and batch size."""
-    sections = []
-    for condition, by_size in by_batch_size(tables).items():
-        sizes = sorted(by_size)
-        labels = _distinct(summary.label for size in sizes for summary in by_size[size])
-        cells = {(s.label, size): f"{s.speedup.middle:.2f}x" for size in sizes for s in by_size[size] if s.speedup}
-        rows = [[label, *(cells.get((label, size), "-") for size in sizes)] for label in labels]
-        sections += [
-            f"## Speedup over plain decoding by batch size: {condition.prompts}, {condition.sampling}\n",
-            markdown_table(["method", *(f"batch {size}" for size in sizes)], rows),
-        ]
-    return sections
+def _category_table(methods: Sequence[Summary]) -> list[str]:
+    """Speedup by category, for prompt sets that have categories."""
+    rows = {each.label: each.category_speedups for each in methods if each.category_speedups and not each.is_baseline}
+    categories = _distinct(category for speedups in rows.values() for category in speedups)
+    cells = [[label, *(_times(speedups.get(name)) for name in categories)] for label, speedups in rows.items()]
+    title = "### Speedup over plain decoding by category, one prompt at a time\n"
+    return [title, markdown_table(["method", *categories], cells)] if rows else []
 
 
 def load_table(loads: Sequence[BenchRecord]) -> str:
@@ -145,8 +120,8 @@ def _times_span(span: Span | None) -> str:
     return "-" if span is None else f"{span.middle:.2f}x ({span.low:.2f} to {span.high:.2f})"
 
 
-def _or_dash(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
+def _times(span: Span | None) -> str:
+    return "-" if span is None else f"{span.middle:.2f}x"
 
 
 def _margins(margins: Sequence[float]) -> str:

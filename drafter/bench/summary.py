@@ -25,7 +25,6 @@ class Condition(NamedTuple):
     num_prompts: int
     max_new_tokens: int
     temperature: float
-    batch_size: int
     seed: int | None
 
     @property
@@ -47,20 +46,13 @@ class Span(NamedTuple):
         return cls(median(values), min(values), max(values))
 
 
-class Size(NamedTuple):
-    """Beam width, draft length and number of nodes of the trees of a run."""
-
-    beam_width: int
-    draft_length: int
-    tree_size: int
-
-
 @dataclass(frozen=True)
 class Summary:
-    """The figures of one method under one condition.
+    """The figures of one method at one batch size.
 
     Attributes:
-        label: the method, with its drafter, weights or measured sizes where results hold several.
+        label: the method, with drafter, weights and measured sizes where results hold several.
+        batch_size: prompts answered at the same time.
         engine: name of the engine that decodes.
         build: the instruction sets that the engine was built for; empty where it does not say.
         num_rounds: number of runs.
@@ -69,17 +61,16 @@ class Summary:
         over_llama_cpp: over llama.cpp with BF16 weights and without speculation, likewise.
         tokens_per_step: generated tokens per target forward; None where unknown.
         category_speedups: speedup over plain decoding by category (batch size 1).
-        category_tokens_per_step: by category, for methods that draft.
         num_identical: texts identical to plain decoding, of ``num_prompts``; None where texts are not compared.
         margins: the target's logit margins where texts first differ.
         first_token_seconds: median over answers, median over rounds.
         latency_seconds: likewise, of whole answers.
         peak_bytes: highest memory of all rounds.
-        size: size of the trees, for a drafter with one tree.
         is_baseline: whether the method is plain decoding of this package.
     """
 
     label: str
+    batch_size: int
     engine: str
     build: str
     num_rounds: int
@@ -88,14 +79,12 @@ class Summary:
     over_llama_cpp: Span | None
     tokens_per_step: float | None
     category_speedups: dict[str, Span]
-    category_tokens_per_step: dict[str, float]
     num_identical: int | None
     num_prompts: int
     margins: list[float]
     first_token_seconds: float
     latency_seconds: float
     peak_bytes: int
-    size: Size | None
     is_baseline: bool
 
 
@@ -103,40 +92,17 @@ Tables = dict[Condition, list[Summary]]
 
 
 def summarise(records: Iterable[BenchRecord]) -> Tables:
-    """Summaries of all runs, conditions and methods in order of first appearance."""
+    """Summaries of all runs: conditions, batch sizes and methods in order of first appearance."""
     runs = [record for record in records if record["kind"] == "run"]
-    labels = _labels(runs)
     has_seeds = len({record.get("seed") for record in runs}) > 1
-    by_condition: dict[Condition, dict[str, list[BenchRecord]]] = {}
-    for record, label in zip(runs, labels, strict=True):
-        by_condition.setdefault(_condition_of(record, has_seeds), {}).setdefault(label, []).append(record)
-    return {
-        condition: [_summarise(label, rounds, methods) for label, rounds in methods.items()]
-        for condition, methods in by_condition.items()
-    }
-
-
-def by_batch_size(tables: Tables) -> dict[Condition, dict[int, list[Summary]]]:
-    """The tables of conditions that differ in the batch size alone. The key is the condition with batch size 0."""
-    grids: dict[Condition, dict[int, list[Summary]]] = {}
-    for condition, methods in tables.items():
-        grids.setdefault(condition._replace(batch_size=0), {})[condition.batch_size] = methods
-    return {condition: by_size for condition, by_size in grids.items() if len(by_size) > 1}
-
-
-def shortest_endings(paths: Iterable[str]) -> dict[str, str]:
-    """For every path the shortest ending that no other path has.
-
-    Of runs/kd/drafter, runs/ce/drafter and runs/old: kd/drafter, ce/drafter and old.
-    """
-    parts = {path: PurePosixPath(path).parts for path in paths}
-    endings = {}
-    for path, own in parts.items():
-        others = [other for other in parts.values() if other != own]
-        lengths = range(1, len(own) + 1)
-        length = next((n for n in lengths if all(own[-n:] != other[-n:] for other in others)), len(own))
-        endings[path] = str(PurePosixPath(*own[-length:]))
-    return endings
+    groups: dict[tuple[Condition, int], dict[str, list[BenchRecord]]] = {}
+    for record, label in zip(runs, _labels(runs), strict=True):
+        key = (_condition_of(record, has_seeds), record["batch_size"])
+        groups.setdefault(key, {}).setdefault(label, []).append(record)
+    tables: Tables = {}
+    for (condition, _), methods in groups.items():
+        tables.setdefault(condition, []).extend(_summarise(label, runs, methods) for label, runs in methods.items())
+    return tables
 
 
 def _labels(runs: Sequence[BenchRecord]) -> list[str]:
@@ -144,25 +110,24 @@ def _labels(runs: Sequence[BenchRecord]) -> list[str]:
 
     A run whose drafter, weights or measured sizes differ from those of another run of its method names them.
     """
-    names = shortest_endings({record["drafter"] for record in runs if record.get("drafter")})
-    notes = [
-        (
-            names.get(record.get("drafter") or "", ""),
-            f"weights {(record.get('drafter_fingerprint') or 'unknown')[:8]}",
-            f"sizes {(record.get('tuned_digest') or 'unknown')[:8]}",
-            f"compile {record.get('compile', 'auto')}",
+    names = [
+        ", ".join(
+            [
+                record.get("drafter") or "",
+                f"weights {(record.get('drafter_fingerprint') or 'unknown')[:8]}",
+                f"sizes {(record.get('tuned_digest') or 'unknown')[:8]}",
+                f"compile {record.get('compile', 'auto')}",
+            ]
         )
         for record in runs
     ]
-    values: dict[str, list[set[str]]] = {}
-    for record, note in zip(runs, notes, strict=True):
-        for seen, value in zip(values.setdefault(record["method"], [set(), set(), set(), set()]), note, strict=True):
-            seen.add(value)
-    labels = []
-    for record, note in zip(runs, notes, strict=True):
-        told = [value for value, seen in zip(note, values[record["method"]], strict=True) if len(seen) > 1]
-        labels.append(record["method"] + (f" ({', '.join(told)})" if told else ""))
-    return labels
+    seen: dict[str, set[str]] = {}
+    for record, name in zip(runs, names, strict=True):
+        seen.setdefault(record["method"], set()).add(name)
+    return [
+        f"{record['method']} ({name})" if len(seen[record["method"]]) > 1 else record["method"]
+        for record, name in zip(runs, names, strict=True)
+    ]
 
 
 def _condition_of(record: BenchRecord, has_seeds: bool) -> Condition:
@@ -177,7 +142,6 @@ def _condition_of(record: BenchRecord, has_seeds: bool) -> Condition:
         prompts["num_prompts"],
         record["max_new_tokens"],
         record["temperature"],
-        record["batch_size"],
         record.get("seed") if has_seeds else None,
     )
 
@@ -187,13 +151,14 @@ def _summarise(label: str, rounds: list[BenchRecord], methods: dict[str, list[Be
     baseline = next((methods[name] for name in BASELINES if name in methods), [])
     llama_cpp = next((methods[name] for name in LLAMA_CPP_BASELINES if name in methods), [])
     identical = [record["identical"] for record in rounds if record["identical"] is not None]
-    categories = [name for name in first["by_category"] if all(name in record["by_category"] for record in rounds)]
-    by_category = {name: [{**r["by_category"][name], "round": r["round"]} for r in rounds] for name in categories}
-    plain = {name: [{**r["by_category"].get(name, {}), "round": r["round"]} for r in baseline] for name in categories}
-    speedups = {name: _speedup(by_category[name], plain[name]) for name in categories}
-    steps = {name: _tokens_per_step(by_category[name]) for name in categories}
+    speedups = {
+        name: _speedup(_of_category(rounds, name), _of_category(baseline, name))
+        for name in first["by_category"]
+        if all(name in record["by_category"] for record in rounds)
+    }
     return Summary(
         label=label,
+        batch_size=first["batch_size"],
         engine=first.get("engine", engine_of(first["method"])),
         build=first.get("build", ""),
         num_rounds=len(rounds),
@@ -202,16 +167,18 @@ def _summarise(label: str, rounds: list[BenchRecord], methods: dict[str, list[Be
         over_llama_cpp=_speedup(rounds, llama_cpp),
         tokens_per_step=_tokens_per_step(rounds),
         category_speedups={name: span for name, span in speedups.items() if span is not None},
-        category_tokens_per_step={n: v for n, v in steps.items() if v is not None} if first["acceptance"] else {},
         num_identical=min((item["num_identical"] for item in identical), default=None),
         num_prompts=first["prompts"]["num_prompts"],
         margins=identical[0]["margins"] if identical else [],
         first_token_seconds=median([record["first_token_seconds"]["median"] for record in rounds]),
         latency_seconds=median([record["latency_seconds"]["median"] for record in rounds]),
         peak_bytes=max(record["peak_memory_bytes"]["bytes"] for record in rounds),
-        size=_size_of(first),
         is_baseline=first["method"] in BASELINES,
     )
+
+
+def _of_category(rounds: Sequence[BenchRecord], name: str) -> list[Mapping[str, Any]]:
+    return [{**record["by_category"].get(name, {}), "round": record["round"]} for record in rounds]
 
 
 def _rate(sums: Mapping[str, Any]) -> float:
@@ -230,10 +197,3 @@ def _tokens_per_step(rounds: Sequence[Mapping[str, Any]]) -> float | None:
     forwards = [record["num_forwards"] for record in rounds]
     is_known = None not in forwards and sum(forwards) > 0
     return sum(record["num_tokens"] for record in rounds) / sum(forwards) if is_known else None
-
-
-def _size_of(record: BenchRecord) -> Size | None:
-    used = record.get("settings") or {}
-    values = [value for name in Size._fields if (value := used.get(name)) is not None]
-    is_one_tree = record.get("drafter") and ":tuned" not in record["method"] and len(values) == len(Size._fields)
-    return Size(*values) if is_one_tree else None

@@ -44,7 +44,7 @@ def run(
         "seconds": num_tokens / rate,
         **sums,
         "by_category": {
-            name: {"num_answers": 10, "seconds": 1280 / (rate * factor), **share}
+            name: {"num_answers": 10, "seconds": 1280 / (rate * factor) if batch_size == 1 else None, **share}
             for name, factor in (categories or {}).items()
         },
         "first_token_seconds": {"median": 0.09 * batch_size, "p95": 0.2, "p99": 0.3},
@@ -107,26 +107,6 @@ def _identical(method: str) -> dict[str, Any] | None:
     if method != "drafter":
         return None
     return {"num_prompts": 40, "num_identical": 33, "first_positions": [3, 90], "margins": [0.031, -0.0625, 0.0]}
-
-
-def sweep() -> list[dict[str, Any]]:
-    """Beam widths, draft lengths and tree sizes at batch size 1."""
-    records = [run("none", rate=32.0, tokens_per_step=1.0, batch_size=1)]
-    for width in (1, 2, 4, 8, 16, 32):
-        for length in (1, 2, 3, 4, 5, 6):
-            for size in (4, 8, 16, 24, 48, 96):
-                if size <= 1 + width * length:
-                    kept = 0.9 * (1 - math.exp(-0.35 * length)) * (1 + 0.5 * math.log2(1 + min(width, size / length)))
-                    cost = 1 + 0.006 * size + 0.03 * length + 0.006 * width
-                    records.append(
-                        run(
-                            f"drafter:W{width}:L{length}:N{size}",
-                            settings={"beam_width": width, "draft_length": length, "tree_size": size},
-                            rate=32.0 * (1 + kept) / cost,
-                            tokens_per_step=1 + kept,
-                        )
-                    )
-    return [{**record, "prompts": {**record["prompts"], "name": "sweep"}} for record in records]
 
 
 def loads() -> list[dict[str, Any]]:

@@ -8,11 +8,11 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
-from drafter.bench.plots import draw_all, plot_categories
+from drafter.bench.plots import draw_all, plot_speedups
 from drafter.bench.report import report
 from drafter.bench.results import SCHEMA, append_result, histogram, quantile, read_results, resume_results
-from drafter.bench.summary import shortest_endings, summarise
-from tests.bench.synthetic import grid, loads, run, sweep
+from drafter.bench.summary import summarise
+from tests.bench.synthetic import grid, loads, run
 
 
 def test_figures() -> None:
@@ -44,54 +44,27 @@ def test_speedups_are_ratios_within_a_round() -> None:
 
 def test_the_table_says_what_was_measured() -> None:
     text = report(grid())
-    assert "## mtbench, batch size 1, greedy" in text
-    line = next(line for line in text.splitlines() if line.startswith("| drafter "))
-    assert [cell.strip() for cell in line.split("|")[5:9]] == ["2.20", "33/40", "0.031 (max 0.062)", "90"]
-    assert "### Speedup over plain decoding by category" in text
-    assert "## Speedup over plain decoding by batch size: mtbench, greedy" in text
+    assert "## mtbench, greedy" in text
+    lines = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.startswith("| drafter ")]
+    assert [line[2] for line in lines if len(line) == len(lines[0])] == ["1", "2", "4", "8", "16", "32"]
+    assert lines[0][6:10] == ["2.20", "33/40", "0.031 (max 0.062)", "90"]
+    assert "### Speedup over plain decoding by category" in text and "batch size" not in report(grid()[:5])
 
 
-def test_names_are_the_shortest_endings_that_tell_paths_apart() -> None:
-    names = shortest_endings(["runs/kd/drafter", "runs/ce/drafter/", "runs/old", "drafter", "/a/x/y", "/b/x/y"])
-    assert list(names.values()) == ["kd/drafter", "ce/drafter", "old", "drafter", "a/x/y", "b/x/y"]
-
-
-def test_drafters_whose_folders_have_the_same_name_are_no_rounds_of_each_other() -> None:
-    records = [
-        run("none", rate=10.0, tokens_per_step=1.0),
-        run("drafter", rate=12.0, tokens_per_step=1.5, drafter="runs/kd/drafter"),
-        run("drafter", rate=11.0, tokens_per_step=1.4, drafter="runs/ce/drafter"),
-        run("drafter", rate=13.0, tokens_per_step=1.6, drafter="runs/other"),
-    ]
-    (methods,) = summarise(records).values()
-    assert [(method.label, method.num_rounds) for method in methods] == [
-        ("none", 1),
-        ("drafter (kd/drafter)", 1),
-        ("drafter (ce/drafter)", 1),
-        ("drafter (other)", 1),
-    ]
-
-
-def test_other_weights_and_plans_of_the_same_place_are_no_rounds_of_each_other() -> None:
-    def tuned(**files: str) -> dict[str, Any]:
-        return run("drafter:tuned", rate=12.0, tokens_per_step=1.5, **files)
+def test_other_drafters_weights_and_sizes_are_no_rounds_of_each_other() -> None:
+    def labels(*files: dict[str, Any]) -> list[tuple[str, int]]:
+        records = [run("none", rate=1.0, tokens_per_step=1.0)]
+        records += [run("drafter:tuned", rate=2.0, tokens_per_step=1.5, **changes) for changes in files]
+        (methods,) = summarise(records).values()
+        return [(method.label.removeprefix("drafter:tuned"), method.num_rounds) for method in methods[1:]]
 
     first, second = {"drafter_fingerprint": "a" * 16}, {"drafter_fingerprint": "b" * 16}
-    records = [
-        tuned(),  # of before there were fingerprints
-        tuned(**first, tuned_digest="1" * 16),
-        tuned(**first, tuned_digest="2" * 16),
-        tuned(**second, tuned_digest="3" * 16),
+    assert labels(first, first) == [("", 2)]
+    assert labels(first, second) == [
+        (" (runs/drafter, weights aaaaaaaa, sizes unknown, compile auto)", 1),
+        (" (runs/drafter, weights bbbbbbbb, sizes unknown, compile auto)", 1),
     ]
-    (methods,) = summarise(records).values()
-    assert [method.label for method in methods] == [
-        "drafter:tuned (weights unknown, sizes unknown)",
-        "drafter:tuned (weights aaaaaaaa, sizes 11111111)",
-        "drafter:tuned (weights aaaaaaaa, sizes 22222222)",
-        "drafter:tuned (weights bbbbbbbb, sizes 33333333)",
-    ]
-    (alone,) = summarise(records[3:] * 2).values()
-    assert [(method.label, method.num_rounds) for method in alone] == [("drafter:tuned", 2)]
+    assert len(labels(first, first | {"tuned_digest": "1" * 16}, first | {"drafter": "runs/kd/drafter"}, {})) == 4
 
 
 def test_seeds_are_corners_of_their_own(tmp_path: Path) -> None:
@@ -105,10 +78,10 @@ def test_seeds_are_corners_of_their_own(tmp_path: Path) -> None:
     for _, lookup in tables.values():
         assert lookup.num_rounds == 1 and lookup.speedup is not None and lookup.speedup.middle == pytest.approx(2.0)
     text = report(records)
-    assert "## mtbench, batch size 1, greedy, seed 3\n" in text and "greedy, seed 7\n" in text
+    assert "## mtbench, greedy, seed 3\n" in text and "greedy, seed 7\n" in text
     assert "seed" not in report(records[2:])  # one seed tells nothing apart
     names = {path.stem for path in draw_all(tables, tmp_path)}
-    assert {f"speedup-by-category-mtbench-t0-seed{seed}-batch1" for seed in (3, 7)} <= names
+    assert {f"speedup-mtbench-t0-seed{seed}" for seed in (3, 7)} <= names
 
 
 @pytest.mark.parametrize(
@@ -204,20 +177,18 @@ def test_other_files_are_refused_and_left_as_they_are(tmp_path: Path, content: s
     assert path.read_bytes() == before
 
 
-def test_every_picture_is_drawn_as_png_and_svg(tmp_path: Path) -> None:
-    small = [record for record in grid() if record["batch_size"] in (1, 8)]
-    drawn = draw_all(summarise(small + sweep()), tmp_path)
-    names = {path.stem for path in drawn}
-    assert {
-        "speedup-by-category-mtbench-t0-batch1",
-        "tokens-per-second-by-batch-mtbench-t0",
-        "speedup-by-tree-size-sweep-t0-batch1",
-    } <= names
-    for path in drawn:
-        with Image.open(path) as image:
-            assert 500 < image.width < 1800 and 300 < image.height < 1500, (path, image.size)
-    text = "".join(ElementTree.parse(tmp_path / "tokens-per-second-by-batch-mtbench-t0.svg").getroot().itertext())
-    assert "Tokens per second by batch size" in text and "drafter:tuned" in text
+def test_a_picture_is_drawn_as_png_and_svg(tmp_path: Path) -> None:
+    (path,) = draw_all(summarise(grid()), tmp_path)
+    assert path.stem == "speedup-mtbench-t0"
+    with Image.open(path) as image:
+        assert 500 < image.width < 1800 and 300 < image.height < 2000, image.size
+    text = "".join(ElementTree.parse(path.with_suffix(".svg")).getroot().itertext())
+    for shown in ("Speed over plain decoding", "drafter:tuned", "all, batch size 8", "all prompts", "humanities"):
+        assert shown in text
+    many = [run(f"drafter:W{width}", rate=float(width), tokens_per_step=1.0) for width in range(1, 10)]
+    (path,) = draw_all(summarise([run("none", rate=1.0, tokens_per_step=1.0), *many]), tmp_path)
+    text = path.with_suffix(".svg").read_text()
+    assert "the 7 fastest of 9 methods" in text and ">drafter:W9<" in text and ">drafter:W2<" not in text
 
 
 def test_marks_stand_apart_and_have_the_ranges_of_the_rounds() -> None:
@@ -228,14 +199,14 @@ def test_marks_stand_apart_and_have_the_ranges_of_the_rounds() -> None:
         for method, rate in (("none", 10.0), ("lookup", 20.0), ("drafter", 20.0))
     ]  # fmt: skip
     ((condition, methods),) = summarise(records).items()
-    figure = plot_categories(condition, methods)
+    figure = plot_speedups(condition, methods)
     assert figure is not None
     marks, bars = [], 0
     for container in figure.axes[0].containers:
         line, _, (bar,) = container
         marks += [tuple(point) for point in line.get_xydata().tolist()]
         bars += len(bar.get_segments())
-    assert len(marks) == len(set(marks)) == bars == 4, "two methods, two categories"
+    assert len(marks) == len(set(marks)) == bars == 6, "two methods; two categories and all prompts"
 
 
 def test_results_without_a_baseline_are_drawn_as_far_as_they_go(tmp_path: Path) -> None:

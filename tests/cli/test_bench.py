@@ -40,7 +40,7 @@ def test_one_command_measures_and_prints_the_table(
     assert main([*words, "--report", str(tmp_path / "report")]) == 0
     shown = capsys.readouterr()
     assert "| drafter" in shown.out and "2 runs made" in shown.err
-    assert (tmp_path / "report" / "speedup-by-category-mine-t0-batch1.svg").is_file()
+    assert (tmp_path / "report" / "speedup-mine-t0.svg").is_file()
     assert main(words) == 0 and "0 runs made" in capsys.readouterr().err
     assert main(["bench", "report", str(out), "--out", str(tmp_path / "again")]) == 0
     assert (tmp_path / "again" / "report.md").read_bytes() == (tmp_path / "report" / "report.md").read_bytes()
