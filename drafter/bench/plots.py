@@ -51,8 +51,8 @@ def plot_speedups(condition: Condition, methods: Sequence[Summary]) -> Figure | 
     by_label: dict[str, dict[str, Span]] = {}
     for summary in methods:
         if summary.speedup is not None and not summary.is_baseline:
-            spans = by_label.setdefault(summary.label, {})
-            spans |= summary.category_speedups | {_all_at(summary.batch_size): summary.speedup}
+            own = by_label.setdefault(summary.label, {})
+            own |= summary.category_speedups | {_all_at(summary.batch_size): summary.speedup}
     ranked = sorted(by_label, key=lambda label: -max(span.middle for span in by_label[label].values()))
     labels = [label for label in by_label if label in ranked[: len(_COLOURS)]]
     if not labels:

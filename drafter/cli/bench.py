@@ -1,4 +1,4 @@
-"""`drafter bench`, `bench report`, `bench sweep`, `bench serve`: measurements, and their tables."""
+"""`drafter bench`, `bench report`, `bench serve`: measurements, and their tables."""
 
 import sys
 from dataclasses import dataclass
@@ -6,15 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from drafter.bench.settings import BenchSettings, LoadSettings, WorkloadOptions
-from drafter.engine.loading import TargetConfig
-from drafter.utils.options import Options, part_of
+from drafter.bench.settings import BenchSettings, LoadSettings
+from drafter.utils.options import Options
 from drafter.utils.validate import within
 
 if TYPE_CHECKING:
     from drafter.bench.models import BenchModels
-
-_LARGEST_SWEPT_TREE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +46,21 @@ class BenchOptions(BenchSettings, ResultOptions):
 
 def bench(options: BenchOptions) -> None:
     """Run `drafter bench`."""
-    _measure(options, options)
+    from drafter.bench.report import report
+    from drafter.bench.results import read_results
+    from drafter.bench.run import run_benchmark
+    from drafter.bench.workload import read_prompt_set
+
+    _check_out(options.out)
+    if options.report is not None:
+        _check_report(options.report)
+    workloads = [read_prompt_set(name).take(options.num_prompts) for name in options.prompts]
+    num_runs = run_benchmark(options, _load_models(options), workloads, options.out)
+    print(f"{num_runs} runs made, results in {options.out}", file=sys.stderr)
+    records = read_results([options.out])
+    print(report(records))
+    if options.report is not None:
+        _write_report(records, options.report)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,86 +91,6 @@ def bench_report(options: ReportOptions) -> None:
     else:
         _check_report(options.out)
         _write_report(records, options.out)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShapeOptions:
-    """The tree shapes.
-
-    Attributes:
-        drafter: folder of an exported drafter, or name of a drafter that comes with the package
-        batch_sizes: prompts that are answered at the same time
-        beam_widths: W
-        draft_lengths: L
-        tree_sizes: N (default: all nodes that W and L draft, at most 64)
-        rounds: how often every combination runs
-    """
-
-    drafter: str
-    batch_sizes: tuple[int, ...] = within((1, 4, 16), low=1, high=1024)
-    beam_widths: tuple[int, ...] = within((1, 2, 4, 8, 16), low=1, high=256)
-    draft_lengths: tuple[int, ...] = within((4,), low=1, high=32)
-    tree_sizes: tuple[int, ...] = within((), low=1, high=1024)
-    rounds: int = within(1, low=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepOptions(Options, ShapeOptions, WorkloadOptions, TargetConfig, ResultOptions):
-    """Measure the drafter's speed over batch sizes and tree shapes.
-
-    Every combination runs beside plain decoding at the same batch size. Two sweeps into the same --out compare two
-    drafters, such as a drafter trained with distillation and a drafter trained without.
-    """
-
-    sections: ClassVar = {
-        "What to compare": ShapeOptions,
-        "What to answer": WorkloadOptions,
-        "Where to run": TargetConfig,
-        "Output": ResultOptions,
-    }
-    common: ClassVar = ("target", "drafter", "prompts", "out", "batch_sizes", "beam_widths", "tree_sizes")
-
-
-def bench_sweep(options: SweepOptions) -> None:
-    """Run `drafter bench sweep`."""
-    methods, left_out = sweep_methods(options.beam_widths, options.draft_lengths, options.tree_sizes)
-    if left_out:
-        print(
-            f"left out, because N nodes are too few for L or too many for W and L: {', '.join(left_out)}",
-            file=sys.stderr,
-        )
-    settings = BenchSettings(
-        **vars(part_of(options, WorkloadOptions)),
-        **vars(part_of(options, TargetConfig)),
-        drafter=options.drafter,
-        methods=("none", *methods),
-        batch_sizes=options.batch_sizes,
-        rounds=options.rounds,
-    )
-    _measure(settings, options)
-
-
-def sweep_methods(
-    widths: tuple[int, ...], lengths: tuple[int, ...], sizes: tuple[int, ...]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The written form of every combination that can be drafted, and those that cannot.
-
-    Raises:
-        ValueError: no combination can be drafted.
-    """
-    methods: list[str] = []
-    left_out: list[str] = []
-    for width in widths:
-        for length in lengths:
-            largest = 1 + width * length
-            for size in sizes or (min(largest, _LARGEST_SWEPT_TREE),):
-                (methods if length < size <= largest else left_out).append(f"drafter:W{width}:L{length}:N{size}")
-    if not methods:
-        raise ValueError(
-            "--tree-sizes are all smaller than --draft-lengths ask for, or larger than --beam-widths and "
-            "--draft-lengths can draft: leave them out"
-        )
-    return tuple(dict.fromkeys(methods)), tuple(dict.fromkeys(left_out))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,25 +127,6 @@ def bench_serve(options: LoadOptions) -> None:
         _check_out(options.out)
     keep = partial(append_result, options.out) if options.out is not None else None
     print(load_table(run_load(options, read_prompt_set(options.prompts), levels, keep)))
-
-
-def _measure(settings: BenchSettings, output: ResultOptions) -> None:
-    """Measure, then print and write the report."""
-    from drafter.bench.report import report
-    from drafter.bench.results import read_results
-    from drafter.bench.run import run_benchmark
-    from drafter.bench.workload import read_prompt_set
-
-    _check_out(output.out)
-    if output.report is not None:
-        _check_report(output.report)
-    workloads = [read_prompt_set(name).take(settings.num_prompts) for name in settings.prompts]
-    num_runs = run_benchmark(settings, _load_models(settings), workloads, output.out)
-    print(f"{num_runs} runs made, results in {output.out}", file=sys.stderr)
-    records = read_results([output.out])
-    print(report(records))
-    if output.report is not None:
-        _write_report(records, output.report)
 
 
 def _load_models(settings: BenchSettings) -> "BenchModels":

@@ -4,7 +4,6 @@ import pytest
 
 from drafter.bench.methods import parse_method, parse_methods
 from drafter.bench.settings import BenchSettings
-from drafter.cli.bench import sweep_methods
 from drafter.utils.options import options_from
 
 
@@ -90,14 +89,3 @@ def test_other_engines_say_what_they_are() -> None:
     native = specs["llama-cpp:Q4_1:native"]
     assert (native.package, native.gguf_weights, native.is_one_at_a_time) == ("llama-cpp-python", "Q4_1", True)
     assert (specs["llama-cpp"].package, specs["llama-cpp"].gguf_weights) == ("xllamacpp", "BF16")
-
-
-def test_a_sweep_drafts_every_shape_that_can_be_and_names_the_others() -> None:
-    assert sweep_methods((1, 4), (2,), ()) == (("drafter:W1:L2:N3", "drafter:W4:L2:N9"), ())
-    assert sweep_methods((1, 64), (4,), (4, 5, 16)) == (
-        ("drafter:W1:L4:N5", "drafter:W64:L4:N5", "drafter:W64:L4:N16"),
-        ("drafter:W1:L4:N4", "drafter:W1:L4:N16", "drafter:W64:L4:N4"),
-    )
-    assert sweep_methods((64,), (4,), ()) == (("drafter:W64:L4:N64",), ())
-    with pytest.raises(ValueError, match="--tree-sizes"):
-        sweep_methods((1,), (1,), (50,))

@@ -49,23 +49,6 @@ def test_one_command_measures_and_prints_the_table(
     assert capsys.readouterr().out == (tmp_path / "again" / "report.md").read_text() + "\n"
 
 
-def test_sweeps_of_two_drafters_stand_side_by_side(
-    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["bench", "sweep", "--target", files["target"], "--prompts", files["prompts"]]
-    words += ["--batch-sizes", "1,2", "--beam-widths", "1,2", "--draft-lengths", "1,2", "--max-new-tokens", "2"]
-    words += ["--tree-sizes", "2,5", "--out", str(tmp_path / "s.jsonl")]
-    assert main([*words, "--drafter", files["drafter"]]) == 0
-    shown = capsys.readouterr()
-    # Plain decoding and three shapes, at two batch sizes.
-    left_out = "drafter:W1:L1:N5, drafter:W1:L2:N2, drafter:W1:L2:N5, drafter:W2:L1:N5, drafter:W2:L2:N2"
-    assert "8 runs made" in shown.err and f"too many for W and L: {left_out}" in shown.err
-    assert main([*words, "--drafter", files["other"]]) == 0
-    shown = capsys.readouterr()
-    assert "6 runs made" in shown.err, "plain decoding is measured once"
-    assert "drafter:W2:L2:N5 (drafter" in shown.out and "drafter:W2:L2:N5 (other" in shown.out
-
-
 def fails(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert main(words) == 2
     shown = capsys.readouterr()
