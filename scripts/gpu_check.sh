@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # On a machine with a CUDA device: the tests that need one, then the times of steps with each tree. No network is needed.
 #   scripts/gpu_check.sh [FOLDER OF SMOLLM2-135M] [OUT.json]
-# PYTHON: the interpreter to use, with the package's requirements; pytest for the tests.
+# PYTHON: the interpreter to use (torch, transformers and tqdm must be there; pytest for the tests).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1
@@ -15,6 +15,5 @@ if "$python" -c 'import pytest' 2>/dev/null; then
 else
     echo "gpu_check: pytest is not installed, so the tests are left out" >&2
 fi
-"$python" -m drafter tune --target "${1:-smollm2-135m}" --drafter smollm2-135m --device cuda --dtype bfloat16 \
-    --batch-sizes 1,8,32 --out "${2:-gpu-check.json}" --overwrite
+"$python" scripts/gpu_check.py --out "${2:-gpu-check.json}" ${1:+--target "$1"}
 exit "$status"

@@ -1,6 +1,8 @@
 """Tuning: the plan follows the measured steps, and other commands take the file."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -125,3 +127,19 @@ def test_the_command_writes_a_file_that_other_commands_take(
 def test_a_number_of_prompts_below_one_is_refused(capsys: pytest.CaptureFixture[str], number: str) -> None:
     assert main(["tune", "--target", "no-target", "--drafter", "no-drafter", "--num-prompts", number]) == 2
     assert f"--num-prompts is {number} but must be an integer of at least 1" in capsys.readouterr().err
+
+
+def test_the_check_of_a_machine_needs_neither_network_nor_the_packages_of_other_rooms(tmp_path: Path) -> None:
+    out = tmp_path / "check.json"
+    code = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(('jsonargparse', 'lightning', 'datasets', 'matplotlib', 'openvino')))\n"
+        "from scripts.gpu_check import main\n"
+        f"words = '--shapes tiny --device cpu --dtype float32 --batch-sizes 1 --seconds 0.1 --out {out}'\n"
+        "sys.exit(main(words.split()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    (record,) = json.loads(out.read_text())["records"]
+    assert record["target"] == "llama-tiny-random" and "step, ms" in done.stdout
+    assert record["steps"][0][:4] == [1, 1, 1, 1] and all(seconds > 0 for *_, seconds, _, _ in record["steps"])
