@@ -82,6 +82,7 @@ RULES = {
             ("transformers", "transformers_peer.py"),
             ("distill", "workload.py"),
             ("distill", "acceptance.py"),
+            ("distill", "load.py"),
         ),
     ),
     "training": Rule(

@@ -6,7 +6,8 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import httpx
 from tqdm import tqdm
@@ -14,6 +15,7 @@ from tqdm import tqdm
 from drafter.bench.results import BenchRecord, run_id, spread
 from drafter.bench.settings import LoadSettings
 from drafter.bench.workload import Item, Workload
+from drafter.distill.client import Client
 from drafter.utils.io import first_line
 from drafter.utils.key import key_header
 from drafter.utils.provenance import run_record
@@ -37,8 +39,7 @@ class LoadLevel:
         return f"{self.concurrency} at a time" if self.rate is None else f"{self.rate:g} per second"
 
 
-@dataclass(frozen=True)
-class TimedReply:
+class TimedReply(NamedTuple):
     """Result of one request; times in seconds since the request was sent.
 
     Attributes:
@@ -52,6 +53,9 @@ class TimedReply:
     first: float = 0.0
     last: float = 0.0
     error: str = ""
+
+
+Ask = Callable[[Item], Any]
 
 
 def run_load(
@@ -80,17 +84,19 @@ async def _run_all(
     levels: Sequence[LoadLevel],
     on_record: Callable[[BenchRecord], object] | None,
 ) -> list[BenchRecord]:
+    server = Client(settings.url, flag="--url")
+    model = (await asyncio.to_thread(server.model_card, settings.model or None))["id"]
+    asked = [workload.items[index % len(workload.items)] for index in range(settings.num_requests)]
     headers = {"Accept-Encoding": "identity"} | key_header()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(timeout=_TIMEOUT, headers=headers, limits=limits) as client:
-        model = settings.model or await _first_model(client, settings)
-        asked = [workload.items[index % len(workload.items)] for index in range(settings.num_requests)]
-        await _ask(client, settings, model, asked[0])  # connections and caches are warm before the clock starts
-        records = []
+    records = []
+    async with httpx.AsyncClient(timeout=_TIMEOUT, headers=headers, limits=limits) as http:
+        ask = partial(_ask, http, server, settings, model)
+        await ask(asked[0])  # connections and caches are warm before the clock starts
         for level in levels:
             with tqdm(total=len(asked), desc=str(level), unit="request", disable=None) as bar:
                 start = time.perf_counter()
-                replies = await _ask_all(client, settings, model, asked, level, bar)
+                replies = await _ask_all(ask, asked, level, settings.seed, bar)
                 seconds = time.perf_counter() - start
             records.append(_record(settings, workload, model, level, replies, seconds))
             if on_record is not None:
@@ -98,30 +104,11 @@ async def _run_all(
     return records
 
 
-async def _first_model(client: httpx.AsyncClient, settings: LoadSettings) -> str:
-    try:
-        async with asyncio.timeout(_TIMEOUT.read), client.stream("GET", f"{settings.base}/models") as response:
-            response.raise_for_status()
-            body = b"".join([piece async for piece in _pieces(response)])
-        return str(json.loads(body)["data"][0]["id"])
-    except (httpx.HTTPError, TimeoutError) as error:
-        raise ValueError(f"--url {settings.url}: the server does not answer: {first_line(error)}") from error
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise ValueError(f"--url {settings.url} lists no models: give --model") from error
-
-
-async def _ask_all(
-    client: httpx.AsyncClient,
-    settings: LoadSettings,
-    model: str,
-    asked: Sequence[Item],
-    level: LoadLevel,
-    bar: "tqdm[Any]",
-) -> list[TimedReply]:
-    replies: list[TimedReply] = [TimedReply(error="not sent")] * len(asked)
+async def _ask_all(ask: Ask, asked: Sequence[Item], level: LoadLevel, seed: int, bar: "tqdm[Any]") -> list[TimedReply]:
+    replies = [TimedReply(error="not sent")] * len(asked)
 
     async def one(index: int) -> None:
-        replies[index] = await _ask(client, settings, model, asked[index])
+        replies[index] = await ask(asked[index])
         bar.update()
 
     if level.concurrency is not None:
@@ -134,7 +121,7 @@ async def _ask_all(
         await asyncio.gather(*(worker() for _ in range(min(level.concurrency, len(asked)))))
         return replies
     assert level.rate is not None
-    arrivals = random.Random(settings.seed)
+    arrivals = random.Random(seed)
     start, due = time.perf_counter(), 0.0
     tasks = []
     for index in range(len(asked)):
@@ -145,8 +132,9 @@ async def _ask_all(
     return replies
 
 
-async def _ask(client: httpx.AsyncClient, settings: LoadSettings, model: str, item: Item) -> TimedReply:
+async def _ask(http: httpx.AsyncClient, server: Client, settings: LoadSettings, model: str, item: Item) -> TimedReply:
     """Send one request and read its stream, at most `_SECONDS` and `_MOST_BYTES` long."""
+    path, prompt = item.request()
     body: dict[str, Any] = {
         "model": model,
         "max_tokens": settings.max_new_tokens,
@@ -154,19 +142,15 @@ async def _ask(client: httpx.AsyncClient, settings: LoadSettings, model: str, it
         "seed": settings.seed,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **prompt,
     }
-    path, asked = item.request()
-    url = f"{settings.base}/{path}"
     start = time.perf_counter()
     times: list[float] = []
     num_tokens = 0
     try:
-        async with (
-            asyncio.timeout(_SECONDS),
-            client.stream("POST", url, json=body | asked) as response,
-        ):
+        async with asyncio.timeout(_SECONDS), http.stream("POST", server.address(path), json=body) as response:
             if response.status_code != httpx.codes.OK:
-                text = b"".join([piece async for piece in _pieces(response)]).decode(errors="replace")
+                text = b" ".join([line async for line in _lines(response)]).decode(errors="replace")
                 return TimedReply(error=f"HTTP {response.status_code}: {text[:200]}")
             async for line in _lines(response):
                 name, _, value = line.partition(b":")
@@ -188,25 +172,17 @@ async def _ask(client: httpx.AsyncClient, settings: LoadSettings, model: str, it
     return TimedReply(num_tokens if 0 < num_tokens < 2**31 else len(times), times[0], times[-1])
 
 
-async def _pieces(response: httpx.Response) -> AsyncIterator[bytes]:
-    """The bytes of a response; ValueError where they are longer than any answer."""
-    left = _MOST_BYTES
-    async for piece in response.aiter_bytes():
-        left -= len(piece)
-        if left < 0:
-            raise ValueError(f"more than {_MOST_BYTES // 2**20} MiB")
-        yield piece
-
-
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """The lines of a response; ValueError where one is longer than any event."""
-    rest = b""
-    async for piece in _pieces(response):
+    """The lines of a response; ValueError where it is longer than any answer, or a line than any event."""
+    rest, num_bytes = b"", 0
+    async for piece in response.aiter_raw():
+        num_bytes += len(piece)
         *whole, rest = (rest + piece).split(b"\n")
         for line in whole:
             yield line
-        if len(rest) > _MOST_LINE:
-            raise ValueError(f"a line of more than {_MOST_LINE // 2**20} MiB")
+        if num_bytes > _MOST_BYTES or len(rest) > _MOST_LINE:
+            raise ValueError(f"more than {_MOST_BYTES // 2**20} MiB, or a line of more than {_MOST_LINE // 2**20} MiB")
+    yield rest
 
 
 def _record(

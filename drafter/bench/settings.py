@@ -6,7 +6,6 @@ from typing import ClassVar
 from drafter.bench.methods import PEER_PACKAGES, MethodSpec, parse_methods
 from drafter.decoding.params import SamplingParams
 from drafter.engine.loading import TargetConfig
-from drafter.utils.io import first_line
 from drafter.utils.options import Options, comma_separated
 from drafter.utils.validate import check_ranges, seed_field, within
 
@@ -147,19 +146,3 @@ class LoadSettings:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"--url is {self.url!r} but must begin with http:// or https://")
-        import httpx
-
-        try:
-            host = httpx.URL(self.base).host
-        except (httpx.InvalidURL, UnicodeError) as error:
-            raise ValueError(f"--url is {self.url!r}, which is no address: {first_line(error)}") from error
-        if not host:
-            raise ValueError(f"--url is {self.url!r} but must name a host, such as http://localhost:8000")
-
-    @property
-    def base(self) -> str:
-        """The address with /v1 at its end."""
-        bare = self.url.rstrip("/")
-        return bare if bare.endswith("/v1") else bare + "/v1"

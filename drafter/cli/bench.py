@@ -119,7 +119,9 @@ def bench_serve(options: LoadOptions) -> None:
     from drafter.bench.report import load_table
     from drafter.bench.results import append_result
     from drafter.bench.workload import read_prompt_set
+    from drafter.distill.client import Client
 
+    Client(options.url, flag="--url")  # a wrong address is refused before anything is read
     levels = [LoadLevel(concurrency=number) for number in options.concurrency]
     levels += [LoadLevel(rate=number) for number in options.rate]
     levels = levels or [LoadLevel(concurrency=number) for number in (1, 4, 16)]
