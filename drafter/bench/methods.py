@@ -1,12 +1,13 @@
 """Methods of a benchmark by their written form, such as `drafter:W8:L4:N24`. Imports no torch."""
 
-import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from drafter.engine.settings import EngineConfig
 from drafter.proposers.options import Drafting
+from drafter.utils.options import suggestion
 
 BASELINES = ("none", "autoregressive")  # plain decoding of this package; the second name is that of older results
 BASELINE = BASELINES[0]
@@ -16,7 +17,7 @@ LLAMA_CPP_BASELINES = ("llama-cpp:native", "llama-cpp:BF16:native", "llama-cpp",
 # How the weights of a GGUF file may be stored.
 GGUF_WEIGHTS = ("F32", "F16", "BF16", "Q8_0", "Q4_1", "Q4_0")
 
-# Options after a method's name; letters and the names of `_NUMBERS` take a number.
+# Options after a method's name; those of `_NUMBERS` take a number.
 _OPTIONS: dict[str, tuple[str, ...]] = {
     "none": (),
     "drafter": ("W", "L", "N", "tau", "noise", "final-beams", "uncoupled", "alone", "tuned"),
@@ -29,14 +30,6 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "vllm": (),
 }
 _NUMBERS = {
-    "W": "beam width",
-    "L": "draft length",
-    "N": "tree size",
-    "G": "drafted tokens",
-    "tau": "softness of coupled drafting",
-    "noise": "weight of the noise in coupled drafting",
-}
-_FIELDS = {
     "W": "beam_width",
     "L": "draft_length",
     "N": "tree_size",
@@ -44,14 +37,14 @@ _FIELDS = {
     "tau": "tau",
     "noise": "noise_weight",
 }
-_LOOKUP_FIELDS = {"W": "num_matches", "L": "lookup_length"}
-_SETTINGS = {item.name for item in fields(EngineConfig)}
+_LOOKUP_NUMBERS = {"W": "num_matches", "L": "lookup_length", "N": "tree_size"}
 _WORDS = {
     "final-beams": ("tree_policy", "final-beams"),
     "uncoupled": ("coupled", False),
     "alone": ("copying", False),
     "rejection": ("verify", "rejection"),
 }
+_SETTINGS = {item.name for item in fields(EngineConfig)}
 _ENGINES = {"hf": "transformers", "llama-cpp": "llama.cpp", "openvino-genai": "OpenVINO GenAI", "vllm": "vLLM"}
 _PACKAGES = {"llama-cpp": "xllamacpp", "openvino-genai": "openvino-genai", "vllm": "vllm"}
 PEER_PACKAGES = ("xllamacpp", "llama-cpp-python", "openvino-genai", "vllm")
@@ -70,14 +63,12 @@ class MethodSpec:
     Attributes:
         label: the written form, which the results use as the name.
         name: the method.
-        numbers: options that take a number, by letter.
-        words: options that are words.
+        options: the number of each option; 1 for a word.
     """
 
     label: str
     name: str
-    numbers: tuple[tuple[str, float], ...] = ()
-    words: tuple[str, ...] = ()
+    options: Mapping[str, float]
 
     @property
     def engine(self) -> str:
@@ -97,18 +88,18 @@ class MethodSpec:
     @property
     def package(self) -> str:
         """The package of an engine that decodes in a process of its own: a name of `--peer-python`."""
-        return "llama-cpp-python" if "native" in self.words else _PACKAGES[self.name]
+        return "llama-cpp-python" if "native" in self.options else _PACKAGES[self.name]
 
     @property
     def gguf_weights(self) -> str:
         """Format of the weights in the GGUF file of an engine that reads one."""
         default = "F16" if self.name == "openvino-genai" else "BF16"  # OpenVINO GenAI reads no BF16
-        return next((word for word in self.words if word in GGUF_WEIGHTS), default)
+        return next((word for word in self.options if word in GGUF_WEIGHTS), default)
 
     @property
     def is_tuned(self) -> bool:
         """Whether the file of `drafter tune` gives the size of the tree."""
-        return "tuned" in self.words
+        return "tuned" in self.options
 
     @property
     def needs_drafter(self) -> bool:
@@ -121,12 +112,7 @@ class MethodSpec:
     @property
     def is_one_at_a_time(self) -> bool:
         """Whether the method answers no prompts together."""
-        return self.name in ("hf-lookup", "openvino-genai") or "native" in self.words
-
-    def number(self, letter: str) -> int | None:
-        """The value of an option that takes a whole number, or None."""
-        value = dict(self.numbers).get(letter)
-        return None if value is None else int(value)
+        return self.name in ("hf-lookup", "openvino-genai") or "native" in self.options
 
     @property
     def config(self) -> dict[str, Any]:
@@ -141,9 +127,10 @@ class MethodSpec:
     @property
     def _given(self) -> dict[str, Any]:
         assert not self.is_peer, self.label
-        names = _FIELDS | (_LOOKUP_FIELDS if self.name == "lookup" else {})
-        words = dict(_WORDS[word] for word in self.words if word in _WORDS)
-        return {"method": self.name, **{names[letter]: value for letter, value in self.numbers}, **words}
+        names = _LOOKUP_NUMBERS if self.name == "lookup" else _NUMBERS
+        words = dict(_WORDS[word] for word in self.options if word in _WORDS)
+        numbers = {names[letter]: value for letter, value in self.options.items() if letter in names}
+        return {"method": self.name, **numbers, **words}
 
 
 def parse_method(text: str) -> MethodSpec:
@@ -152,44 +139,30 @@ def parse_method(text: str) -> MethodSpec:
     Raises:
         ValueError: an unknown name or option, an option given twice or one that its method does not take.
     """
-    name, *options = text.split(":")
+    name, *given = text.split(":")
     if name not in _OPTIONS:
-        close = difflib.get_close_matches(name, list(_OPTIONS), n=2, cutoff=0.5)
-        meant = f" (did you mean {' or '.join(close)}?)" if close else ""
-        raise ValueError(f"--methods: unknown method {name!r}{meant}; methods are {', '.join(_OPTIONS)}")
-    numbers: dict[str, float] = {}
-    words: list[str] = []
-    for option in options:
-        number = (
-            None if option in GGUF_WEIGHTS else re.fullmatch(r"([A-Z])([0-9]{1,4})|(tau|noise)([0-9.]{1,6})", option)
-        )
-        key = (number[1] or number[3]) if number else option
+        hint = suggestion(name, _OPTIONS)
+        raise ValueError(f"--methods: unknown method {name!r}{hint}; methods are {', '.join(_OPTIONS)}")
+    options: dict[str, float] = {}
+    for option in given:
+        number = re.fullmatch(r"([WLNG])(\d{1,4})|(tau|noise)(\d{0,3}\.?\d{1,3})", option)
+        key, value = (number[1] or number[3], number[2] or number[4]) if number else (option, None)
         if key not in _OPTIONS[name] or (key in _NUMBERS) != bool(number):
             takes = ", ".join(f"{key}<{_NUMBERS[key]}>" if key in _NUMBERS else key for key in _OPTIONS[name])
             raise ValueError(f"--methods {text}: {option!r} is no option of {name}, which takes {takes or 'none'}")
-        if key in numbers or key in words:
+        if key in options:
             raise ValueError(f"--methods {text}: {key} is given twice")
-        if number:
-            numbers[key] = int(number[2]) if number[2] else _as_float(number[4], text, option)
-        else:
-            words.append(key)
-    weights = sorted(set(GGUF_WEIGHTS) & set(words))
+        options[key] = 1 if value is None else float(value) if key in ("tau", "noise") else int(value)
+    weights = sorted(set(GGUF_WEIGHTS) & set(options))
     if len(weights) > 1:
         raise ValueError(f"--methods {text}: {' and '.join(weights)} exclude each other")
-    if "tuned" in words and (numbers or "final-beams" in words):
+    spec = MethodSpec(text, name, options)
+    if spec.is_tuned and set(options) - {"tuned", "alone", "uncoupled"}:
         raise ValueError(f"--methods {text}: tuned takes the tree's size from a file: leave the other options out")
-    spec = MethodSpec(text, name, tuple(numbers.items()), tuple(words))
     if not spec.is_peer and not spec.is_tuned:
         EngineConfig(**spec.config)  # checks the ranges
         Drafting(**{"method": spec.name, **spec.knobs})
     return spec
-
-
-def _as_float(text: str, method: str, option: str) -> float:
-    try:
-        return float(text)
-    except ValueError as error:
-        raise ValueError(f"--methods {method}: {option!r} holds no number") from error
 
 
 def parse_methods(texts: tuple[str, ...]) -> tuple[MethodSpec, ...]:
@@ -199,4 +172,4 @@ def parse_methods(texts: tuple[str, ...]) -> tuple[MethodSpec, ...]:
     for text in texts:
         if texts.count(text) > 1:
             raise ValueError(f"--methods: {text} is given twice")
-    return tuple(parse_method(text) for text in texts)
+    return tuple(map(parse_method, texts))

@@ -143,8 +143,8 @@ class ProcessBackend(Backend):
                 "num_slots": self._batch_size,
                 "num_tokens": self._num_tokens or self._target.max_length,
                 "num_threads": torch.get_num_threads(),
-                "is_lookup": "lookup" in self._spec.words,
-                "num_draft_tokens": self._spec.number("G") or _LOOKUP_TOKENS,
+                "is_lookup": "lookup" in self._spec.options,
+                "num_draft_tokens": int(self._spec.options.get("G", _LOOKUP_TOKENS)),
                 "dtype": str(self._target.dtype).removeprefix("torch."),
                 "is_cpu": self._target.device.type == "cpu",
             }

@@ -84,7 +84,7 @@ class TransformersBackend(Backend):
         if params.temperature > 0:
             fields.update(do_sample=True, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
         if self._spec.name == "hf-lookup":
-            fields["prompt_lookup_num_tokens"] = self._spec.number("G") or _LOOKUP_TOKENS
+            fields["prompt_lookup_num_tokens"] = int(self._spec.options.get("G", _LOOKUP_TOKENS))
         return GenerationConfig(**fields)
 
     @property

@@ -18,7 +18,7 @@ def test_options_become_settings_of_the_engine_and_numbers_of_the_proposers() ->
     ):
         spec = parse_method(text)
         assert (spec.config, spec.knobs) == ({"method": text.split(":")[0], **config}, knobs), text
-    assert parse_method("hf-lookup:G7").number("G") == 7
+    assert parse_method("hf-lookup:G7").options == {"G": 7}
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_options_become_settings_of_the_engine_and_numbers_of_the_proposers() ->
         ("drafter:tuned:W4", "leave the other options out"),
         ("llama-cpp:BF16:F16", "BF16 and F16 exclude each other"),
         ("openvino-genai:BF16", "'BF16' is no option"),
-        ("drafter:tau1.2.3", "holds no number"),
+        ("drafter:tau1.2.3", "'tau1.2.3' is no option"),
         ("drafter:W2:L2:N99", "--tree-size 99"),
         ("drafter:W0", "--beam-width"),
         ("none:W4", "takes none"),
