@@ -63,10 +63,8 @@ class XLlamaCpp:
             with urllib.request.urlopen(urllib.request.Request(f"{self.url}/completion", data, headers)) as reply:
                 content = json.load(reply)
             seconds = time.perf_counter() - start
-            timings = content["timings"]
-            num_forwards = len(content["tokens"]) - timings.get("draft_n_accepted", 0)
-            first = min(seconds, timings["prompt_ms"] / 1000)
-            on_answer(index, answer_of(content["tokens"], seconds, first, num_forwards))
+            first = min(seconds, content["timings"]["prompt_ms"] / 1000)
+            on_answer(index, answer_of(content["tokens"], seconds, first))
 
         with ThreadPoolExecutor(self._num_slots) as threads:
             list(threads.map(one, range(len(prompts))))
@@ -139,7 +137,7 @@ class LlamaCpp:
                 self._decode(token_ids[-1:], len(prompt) + len(token_ids) - 1)
             seconds = time.perf_counter() - start
             lib.llama_sampler_free(sampler)
-            on_answer(index, answer_of(token_ids, seconds, first, len(token_ids)))
+            on_answer(index, answer_of(token_ids, seconds, first))
 
     def _sampler(self, params: dict[str, Any]) -> Any:
         lib = self._lib
@@ -257,7 +255,7 @@ class Vllm:
         for index, output in enumerate(self._llm.generate(asked, sampling, use_tqdm=False)):
             token_ids, stats = list(output.outputs[0].token_ids), output.metrics
             seconds = stats.last_token_ts - stats.scheduled_ts
-            on_answer(index, answer_of(token_ids, seconds, stats.first_token_ts - stats.scheduled_ts, len(token_ids)))
+            on_answer(index, answer_of(token_ids, seconds, stats.first_token_ts - stats.scheduled_ts))
 
 
 def survives(work: Callable[[], object]) -> bool:
@@ -274,14 +272,10 @@ def built_for(system_info: str) -> str:
     return " ".join(name for name, value in re.findall(r"(\w+) = ([0-9])", system_info) if value == "1")
 
 
-def answer_of(token_ids: list[int], seconds: float, first: float, num_forwards: int) -> dict[str, Any]:
-    """One answer as :class:`drafter.bench.backends.TimedAnswer` reads it."""
-    return {
-        "token_ids": token_ids,
-        "seconds": seconds,
-        "first_token_seconds": first,
-        "num_forwards": num_forwards,
-    }
+def answer_of(token_ids: list[int], seconds: float, first: float, num_forwards: int | None = None) -> dict[str, Any]:
+    """One answer as :class:`drafter.bench.backends.TimedAnswer` reads it; without drafts a forward gives one token."""
+    num_forwards = len(token_ids) if num_forwards is None else num_forwards
+    return {"token_ids": token_ids, "seconds": seconds, "first_token_seconds": first, "num_forwards": num_forwards}
 
 
 ENGINES: dict[str, Any] = {

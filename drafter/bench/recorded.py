@@ -6,11 +6,11 @@ Shapes: A answers · B answers that go on · T tokens of a text · N nodes of a 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from drafter.data.traffic import TrafficRow
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer, RowState
 from drafter.decoding.sampling import make_warp
@@ -24,21 +24,12 @@ from drafter.targets.target import Target
 _NUM_TOGETHER = 8  # answers whose contexts are held at the same time
 
 
-class Recorded(Protocol):
-    """A row of traffic: the token ids of a prompt and of its answer."""
-
-    @property
-    def prompt_token_ids(self) -> Sequence[int]: ...
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-
-
 @torch.inference_mode()
 def steps_along(
     target: Target,
     drafter: RecurrentDrafter,
     drafting: Drafting,
-    answers: Sequence[Recorded],
+    answers: Sequence[TrafficRow],
     on_answer: Callable[[], object] = lambda: None,
 ) -> list[list[int]]:
     """Accepted draft tokens of each step of each answer.
@@ -73,7 +64,7 @@ def steps_along(
     return accepted
 
 
-def _contexts_of(target: Target, drafter: RecurrentDrafter, answer: Recorded) -> Tensor:
+def _contexts_of(target: Target, drafter: RecurrentDrafter, answer: TrafficRow) -> Tensor:
     """What the drafter reads of the target before each token of a text, [T, C]; zeros before the first."""
     contexts = contexts_of(drafter, target)
     token_1T = torch.tensor([[*answer.prompt_token_ids, *answer.token_ids]], device=target.device)
@@ -83,7 +74,7 @@ def _contexts_of(target: Target, drafter: RecurrentDrafter, answer: Recorded) ->
 
 
 def _walk(
-    target: Target, proposer: Proposer, answers: Sequence[Recorded], contexts: Sequence[Tensor]
+    target: Target, proposer: Proposer, answers: Sequence[TrafficRow], contexts: Sequence[Tensor]
 ) -> list[list[int]]:
     """Accepted draft tokens of each step, for answers that are drafted together."""
     device, length = target.device, proposer.max_depth

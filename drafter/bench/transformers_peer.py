@@ -4,8 +4,7 @@ Shapes: B rows of a batch · T prompt tokens, padded on the left.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,17 +41,24 @@ class TransformersBackend(Backend):
         self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], object]
     ) -> list[TimedAnswer]:
         """Answer all prompts (see :class:`drafter.bench.backends.Backend`)."""
+        model: Any = self._target.model  # the type checker does not know the mixin with `generate`
         answers: list[TimedAnswer] = []
         torch.manual_seed(params.signed_seed)
-        with torch.inference_mode(), self._own_settings_aside(), self._counted():
-            for start in range(0, len(prompts), self._batch_size):
-                batch = list(prompts[start : start + self._batch_size])
-                answers += self._generate(batch, params)
-                for _ in batch:
-                    on_answer()
+        kept, model.generation_config = model.generation_config, GenerationConfig()
+        hook = model.register_forward_pre_hook(self._count)
+        try:
+            with torch.inference_mode():
+                for start in range(0, len(prompts), self._batch_size):
+                    batch = list(prompts[start : start + self._batch_size])
+                    answers += self._generate(model, batch, params)
+                    for _ in batch:
+                        on_answer()
+        finally:
+            hook.remove()
+            model.generation_config = kept
         return answers
 
-    def _generate(self, prompts: list[list[int]], params: SamplingParams) -> list[TimedAnswer]:
+    def _generate(self, model: Any, prompts: list[list[int]], params: SamplingParams) -> list[TimedAnswer]:
         device = self._target.device
         width = max(map(len, prompts))
         pad = self._target.eos_token_ids[0] if self._target.eos_token_ids else 0
@@ -63,7 +69,7 @@ class TransformersBackend(Backend):
         clock = _FirstToken(device)
         self._num_forwards = 0
         start = time.perf_counter()
-        output_BT = self._model.generate(
+        output_BT = model.generate(
             token_BT,
             attention_mask=mask_BT,
             generation_config=config,
@@ -86,27 +92,6 @@ class TransformersBackend(Backend):
         if self._spec.name == "hf-lookup":
             fields["prompt_lookup_num_tokens"] = int(self._spec.options.get("G", _LOOKUP_TOKENS))
         return GenerationConfig(**fields)
-
-    @property
-    def _model(self) -> Any:
-        return self._target.model  # `Any`: the type checker does not know the mixin with `generate`
-
-    @contextmanager
-    def _own_settings_aside(self) -> Iterator[None]:
-        """Empty generation settings for the model, so that only the arguments of a call apply."""
-        kept = self._model.generation_config
-        self._model.generation_config = GenerationConfig()
-        try:
-            yield
-        finally:
-            self._model.generation_config = kept
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Count the target's forwards."""
-        module: nn.Module = self._target.model
-        with module.register_forward_pre_hook(self._count):
-            yield
 
     def _count(self, module: nn.Module, inputs: object) -> None:
         self._num_forwards += 1
