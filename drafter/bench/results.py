@@ -76,7 +76,7 @@ def read_results(paths: Iterable[Path]) -> list[BenchRecord]:
 def resume_results(path: Path) -> list[BenchRecord]:
     """The records of a results file, which is then ready for more lines.
 
-    An incomplete last line, left by an interrupted run, is removed; a missing line feed is added.
+    A last line without a line feed, left by an interrupted run, is removed: the run is made again.
 
     Raises:
         ValueError: the file holds other lines (see :func:`read_results`); the file stays unchanged.
@@ -92,26 +92,18 @@ def resume_results(path: Path) -> list[BenchRecord]:
             f"{path}: the last line has no line feed and is not the beginning of a benchmark result of schema "
             f"{SCHEMA!r}: give another file, or remove that line"
         )
-    try:
-        parse_json(rest, "")
-    except ValueError:
-        # The writer died within a line: only whole lines are results.
-        with path.open("rb+") as stream:
-            stream.truncate(len(whole) + len(newline))
-        return records
-    records += _parse_lines(rest, path, whole.count(b"\n") + len(newline) + 1)
-    with path.open("ab") as stream:
-        stream.write(b"\n")
+    with path.open("rb+") as stream:
+        stream.truncate(len(whole) + len(newline))
     return records
 
 
-def _parse_lines(data: bytes, path: Path, first: int = 1) -> list[BenchRecord]:
-    """The records of a file's bytes; ``first`` is the number of the first line."""
+def _parse_lines(data: bytes, path: Path) -> list[BenchRecord]:
+    """The records of a file's bytes."""
     try:
         lines = data.decode().split("\n")  # a line separator within a string is no line's end
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason}, byte {error.start})") from error
-    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, first) if line.strip()]
+    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def _parse(line: str, where: str) -> BenchRecord:

@@ -6,7 +6,6 @@ from typing import Any
 from drafter.bench.results import run_id
 
 CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-PLAIN_SECONDS = 0.031  # a step of one row
 
 
 def run(
@@ -61,52 +60,30 @@ def run(
     return {**record, "run_id": run_id({key: record[key] for key in ("method", "round", "batch_size", "prompts")})}
 
 
-def _factors(seed: float) -> dict[str, float]:
-    return {name: 1 + 0.25 * math.sin(seed + 1.7 * index) for index, name in enumerate(CATEGORIES)}
-
-
 def grid() -> list[dict[str, Any]]:
     """Methods on batch sizes 1 to 32, three rounds."""
-    plain = {1: 32.0, 2: 60.0, 4: 108.0, 8: 180.0, 16: 260.0, 32: 330.0}
     gains = {
-        "none": [1.0] * 6,
-        "drafter:tuned": [1.62, 1.55, 1.42, 1.25, 1.08, 1.0],
-        "drafter": [1.58, 1.45, 1.2, 0.95, 0.75, 0.6],
-        "lookup": [1.18, 1.12, 1.02, 0.9, 0.74, 0.61],
-        "hf-generate": [0.72, 0.71, 0.66, 0.6, 0.55, 0.5],
+        "none": [1.0, 1.0, 1.0],
+        "drafter:tuned": [1.62, 1.42, 1.0],
+        "drafter": [1.58, 1.2, 0.6],
+        "lookup": [1.18, 1.02, 0.61],
+        "hf-generate": [0.72, 0.66, 0.5],
     }
-    acceptance = {
-        "drafter:tuned": [1700, 1400, 900, 500, 300],
-        "drafter": [1500, 1300, 950, 600, 420],
-        "lookup": [4100, 300, 200, 150, 120, 90, 60],
-        "none": [10240],
-    }
-    records = []
-    for place, (batch_size, rate) in enumerate(plain.items()):
-        for round_number in range(3):
-            drift = 1 - 0.02 * round_number
-            for index, (method, gain) in enumerate(gains.items()):
-                records.append(
-                    run(
-                        method,
-                        rate=rate * gain[place] * drift * (1 + 0.004 * ((index + round_number) % 3)),
-                        tokens_per_step={"none": 1.0, "hf-generate": 1.0, "lookup": 1.3}.get(method, 2.2),
-                        batch_size=batch_size,
-                        round_number=round_number,
-                        categories=_factors(index) if batch_size == 1 and index else dict.fromkeys(CATEGORIES, 1.0),
-                        acceptance=acceptance.get(method),
-                        identical=_identical(method),
-                    )
-                )
-        if batch_size == 1:
-            records.append(run("hf-lookup", rate=30.0, tokens_per_step=1.4, categories=_factors(9)))
-    return records
-
-
-def _identical(method: str) -> dict[str, Any] | None:
-    if method != "drafter":
-        return None
-    return {"num_prompts": 40, "num_identical": 33, "first_positions": [3, 90], "margins": [0.031, -0.0625, 0.0]}
+    differing = {"num_prompts": 40, "num_identical": 33, "first_positions": [3], "margins": [0.031, -0.0625, 0.0]}
+    return [
+        run(
+            method,
+            rate=rate * gain[place] * (1 - 0.02 * number) * (1 + 0.004 * ((index + number) % 3)),
+            tokens_per_step={"none": 1.0, "hf-generate": 1.0, "lookup": 1.3}.get(method, 2.2),
+            batch_size=batch_size,
+            round_number=number,
+            categories={name: 1 + 0.25 * math.sin(index + 1.7 * at) for at, name in enumerate(CATEGORIES)},
+            identical=differing if method == "drafter" else None,
+        )
+        for place, (batch_size, rate) in enumerate({1: 32.0, 4: 108.0, 32: 330.0}.items())
+        for number in range(3)
+        for index, (method, gain) in enumerate(gains.items())
+    ]
 
 
 def loads() -> list[dict[str, Any]]:
