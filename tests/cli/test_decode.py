@@ -1,19 +1,24 @@
 """`drafter decode`, `distill` and `data inspect` from end to end, on a tiny target."""
 
+import inspect
 import json
 import os
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
+from drafter.cli import decode as cli_decode
 from drafter.cli.decode import DecodeOptions, _verdict
 from drafter.cli.main import main
+from drafter.engine.engine import Engine
 from drafter.engine.outputs import Completion
 from drafter.targets.target import Target
 from drafter.utils.traffic import traffic_files
@@ -204,3 +209,32 @@ def test_decode_records_answers_when_told(target: str, tmp_path: Path, monkeypat
     assert len(rows) == 4 and [row["token_ids"] for row in rows[:2]] == [row["token_ids"] for row in rows_of(out)]
     assert [row["prompt_token_ids"] for row in rows[:2]] == [row["prompt_token_ids"] for row in rows_of(out)]
     assert all(row["max_new_tokens"] == 3 and "stop" not in row for row in rows)
+
+
+def test_a_prompt_enters_at_most_14_files_before_the_first_step(target: str, drafter: str) -> None:
+    """Files of the package whose functions are called, except to load the models and to make the engine."""
+    root = str(Path(cli_decode.__file__).parents[1])
+    aside = {"load_models", "resolve", "_decoder"}
+    files: set[str] = set()
+    is_on, outer = False, None  # outer: the frame of a function of `aside`
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal is_on, outer
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(root):
+            is_on = (is_on or code is cli_decode.decode.__code__) and code is not Engine.step.__code__
+            if is_on and outer is None:
+                if code.co_name in aside:
+                    outer = frame
+                elif code.co_flags & inspect.CO_OPTIMIZED:  # no body of a module or class
+                    files.add(code.co_filename.removeprefix(root))
+        elif event == "return" and frame is outer:
+            outer = None
+
+    words = ["--target", target, "--drafter", drafter, "--device", "cpu", "--prompt", "hi", "--max-new-tokens", "2"]
+    sys.setprofile(count)
+    try:
+        assert main(["decode", *words]) == 0
+    finally:
+        sys.setprofile(None)
+    assert "/engine/runner.py" in files and len(files) <= 14, sorted(files)
