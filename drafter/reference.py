@@ -52,7 +52,7 @@ def with_logits(weights: Weights, llm_state: Tensor, rnn_state: Tensor) -> tuple
 
 
 def with_token(rnn_state: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """[h], [v] -> [h], []: the drafter's favourite."""
+    """[h], [v] -> [h], []: a state, and the likeliest token."""
     return rnn_state, logits.argmax()
 
 
@@ -262,14 +262,14 @@ def accept_tree(token: Tensor, parent: Tensor, depth: Tensor, pick: Tensor, max_
 
 
 def autoregressive(pick: Pick, text: list[int], num_tokens: int) -> list[int]:
-    """What is to be had: the target's picks, one after the other."""
+    """The answer of plain decoding: the target's picks, one after the other."""
     if num_tokens <= 0:
         return []
     return continue_with([pick(text)], text, num_tokens, lambda text, left: autoregressive(pick, text, left))
 
 
 def speculative(pick: Pick, propose: Callable[[list[int]], list[Node]], text: list[int], num_tokens: int) -> list[int]:
-    """The same tokens, whatever is proposed: every token that `walk` emits is pick(the text before it)."""
+    """The answer of `autoregressive` for any proposals: every token of `walk` is pick(the text before the token)."""
     if num_tokens <= 0:
         return []
     return continue_with(

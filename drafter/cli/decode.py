@@ -137,17 +137,17 @@ def read_prompts(texts: tuple[str, ...], name: str | None, *, raw: bool) -> list
     """The texts, then the prompts of the file or data set `name`; an id is the row's own or its number."""
     if not all(texts):
         raise ValueError("--prompt is empty: give some text")
-    found = [NamedPrompt(str(number), text) for number, text in enumerate(texts)]
+    prompts = [NamedPrompt(str(number), text) for number, text in enumerate(texts)]
     if name is None:
-        return found
+        return prompts
     from drafter.data.formats import read_rows
 
     for row in read_rows(name):
-        prompt = NamedPrompt(row.id or str(len(found)), row.text or [dict(turn) for turn in row.prompt])
+        prompt = NamedPrompt(row.id or str(len(prompts)), row.text or [dict(turn) for turn in row.prompt])
         if raw and len(row.prompt) > 1:
             raise ValueError(f"{row.where}: --raw takes single prompts, this row is a conversation: leave --raw out")
-        found.append(replace(prompt, value=prompt.last_turn) if raw else prompt)
-    return found
+        prompts.append(replace(prompt, value=prompt.last_turn) if raw else prompt)
+    return prompts
 
 
 @dataclass(frozen=True)

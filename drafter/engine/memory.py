@@ -36,8 +36,8 @@ def available_bytes(device: torch.device) -> int | None:
 def _available_to(target: Target) -> int | None:
     """Free memory on all devices of the target; None: unknown."""
     devices = set(target.layer_devices) | {target.device}
-    found = [available_bytes(device) for device in devices]
-    return None if None in found else sum(filter(None, found))
+    free = [available_bytes(device) for device in devices]
+    return None if None in free else sum(filter(None, free))
 
 
 def check_fit(models: Sequence[Target], num_rows: int, num_slots: int, num_nodes: int) -> None:

@@ -187,7 +187,7 @@ def tree_tensor(candidates: Candidates, accepted: AcceptedPath) -> Tensor:
 
 def read_trees(rows: list[int], num_nodes: int, trees: Tensor) -> dict[int, StepTree]:
     """The trees of some rows, without padding nodes, of :func:`tree_tensor` on the CPU with trees of N nodes."""
-    found, lines = {}, trees.tolist()
+    by_row, lines = {}, trees.tolist()
     for row in rows:
         line = lines[row]
         tokens, parents, is_node = (line[start * num_nodes : (start + 1) * num_nodes] for start in range(3))
@@ -195,10 +195,10 @@ def read_trees(rows: list[int], num_nodes: int, trees: Tensor) -> dict[int, Step
         kept = [node for node in range(num_nodes) if is_node[node]]
         place = {node: index for index, node in enumerate(kept)}
         path = line[3 * num_nodes : 3 * num_nodes + num_accepted + 1]
-        found[row] = StepTree(
+        by_row[row] = StepTree(
             [tokens[node] for node in kept],
             [place[parents[node]] for node in kept],
             [place[node] for node in path],
             bonus_id,
         )
-    return found
+    return by_row

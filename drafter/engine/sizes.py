@@ -153,26 +153,26 @@ def read_tuned(path: Path) -> TunedSizes:
         ValueError: the file has another schema, or impossible numbers.
     """
     try:
-        found = read_json(path)
+        content = read_json(path)
     except ValueError as error:
         raise ValueError(f"--tuned {error}") from error
     try:
-        check_shape(found, _SHAPE, "the file")
-        if found["schema"] != SCHEMA or not found["plans"]:
-            raise ValueError(f"its schema is {found['schema']!r} but must be {SCHEMA!r}, with plans")
-        plans = sorted(map(_plan_of, found["plans"]), key=lambda plan: plan.num_rows)
+        check_shape(content, _SHAPE, "the file")
+        if content["schema"] != SCHEMA or not content["plans"]:
+            raise ValueError(f"its schema is {content['schema']!r} but must be {SCHEMA!r}, with plans")
+        plans = sorted(map(_plan_of, content["plans"]), key=lambda plan: plan.num_rows)
     except ValueError as error:
         raise ValueError(f"--tuned {path}: {error}: run `drafter tune` again") from error
-    return TunedSizes(plans=tuple(plans), **{name: found[name] for name in _FACTS})
+    return TunedSizes(plans=tuple(plans), **{name: content[name] for name in _FACTS})
 
 
 def is_tuned_file(path: Path) -> bool:
     """Whether `drafter tune` wrote the file."""
     try:
-        found = read_json(path)
+        content = read_json(path)
     except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and found.get("schema") == SCHEMA
+    return isinstance(content, dict) and content.get("schema") == SCHEMA
 
 
 def _plan_of(item: Mapping[str, Any]) -> RowPlan:

@@ -121,9 +121,9 @@ class IncrementalText:
 
     def _cut_at_stop(self) -> None:
         if self._stop and not self.is_stopped:
-            found = [position for position in (self._seen.find(stop) for stop in self._stop) if position >= 0]
-            if found:
-                self._seen = self._seen[: min(found)]
+            positions = [position for position in (self._seen.find(stop) for stop in self._stop) if position >= 0]
+            if positions:
+                self._seen = self._seen[: min(positions)]
                 self.is_stopped = True
 
     def _advance(self, *, is_last: bool) -> None:

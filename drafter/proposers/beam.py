@@ -113,10 +113,10 @@ class BeamProposer(Proposer):
         """All nodes of the search, or the nodes of the final beams; the score is the cumulative log-probability."""
         inputs = rows.root_B, rows.context_BC, rows.history_BS[:, : rows.num_visible], rows.length_B
         if rows.warp.flags.has_noise:
-            found = self._search(*inputs, rows.warp, noise_BLV if self._coupled else None)
+            columns = self._search(*inputs, rows.warp, noise_BLV if self._coupled else None)
         else:
-            found = self._search_greedily(*inputs)
-        nodes = NodeList(*found, self.level_sizes)
+            columns = self._search_greedily(*inputs)
+        nodes = NodeList(*columns, self.level_sizes)
         if self._policy == "final-beams":
             nodes = nodes._replace(score_BM=keep_final_beams(nodes.parent_BM, nodes.score_BM, self.width))
         return nodes

@@ -52,7 +52,7 @@ def find_matches(history_BS: Tensor, position_B: Tensor, max_ngram: int, num_mat
     length_BS = match_lengths(history_BS, position_B, max_ngram)
     key_BM, index_BM = (length_BS * num_slots + slot_S).topk(min(num_matches, num_slots), dim=1)
     if num_slots < num_matches:  # the text has fewer places: the rest is padding without matches
-        key_BM, index_BM = (F.pad(found, (0, num_matches - num_slots)) for found in (key_BM, index_BM))
+        key_BM, index_BM = (F.pad(column, (0, num_matches - num_slots)) for column in (key_BM, index_BM))
     # Places without a match may lie beyond the end of the text.
     return torch.minimum(index_BM, (position_B[:, None] - 1).clamp_min(0)), key_BM // num_slots
 
