@@ -4,20 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from drafter.utils.options import LineOptions, Options
+from drafter.utils.options import Options
 from drafter.utils.validate import within
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowOptions(LineOptions):
+class RowOptions:
     """How the rows of a file are read.
 
     Attributes:
-        format: tokens, messages, sharegpt, alpaca, prompt, turns or text (default: recognised by a row's keys)
         column: OURS=THEIRS, such as prompt=question, where a file uses another key
     """
 
-    format: str | None = None
     column: tuple[str, ...] = ()
 
     @property
@@ -72,7 +70,7 @@ def data_inspect(options: InspectOptions) -> None:
         options.file,
         tokenizer,
         Console(highlight=False),
-        RowSettings(options.max_length, options.format, options.columns),
+        RowSettings(options.max_length, options.columns),
         target_name=options.target,
         num_rows=options.num_rows,
     )

@@ -78,7 +78,7 @@ class DistillOptions(Options, SourceOptions, AnswerSettings, EngineOptions, Serv
         "endpoint", "model",
     )  # fmt: skip
     rare: ClassVar = (
-        "max_line_mib", "min_p", "compile", "device_map", "revision", "trust_remote_code", "beam_width",
+        "min_p", "compile", "device_map", "revision", "trust_remote_code", "beam_width",
         "draft_length", "tree_size", "tree_policy", "copying", "num_speculative_tokens", "tuned", "max_model_len",
         "enable_prefix_caching", "prefill_chunk", "ray_workers", "ray_gpus", "ray_cpus",
     )  # fmt: skip
@@ -129,7 +129,6 @@ def _write(options: DistillOptions, answerer: "Answerer") -> None:
         part_of(options, AnswerSettings),
         shard=options.shard,
         num_prompts=options.num_prompts,
-        format=options.format,
         columns=options.columns,
         exclude=options.exclude,
     )

@@ -22,7 +22,6 @@ from typing import Any
 
 from drafter.utils.io import printable
 from drafter.utils.options import Options, read_options, suggestion
-from drafter.utils.parse import MAX_LINE_MIB, line_limit
 
 COMMANDS: dict[str, str] = {
     "target fetch": "drafter.cli.target:target_fetch",
@@ -162,8 +161,7 @@ def _dispatch(words: list[str]) -> int:
         print(f"\nMore: drafter {', drafter '.join(_below(name))}")
     if options is None:
         return 0
-    with line_limit(getattr(options, "max_line_mib", MAX_LINE_MIB)):
-        return function(options) or 0
+    return function(options) or 0
 
 
 def _group(words: list[str]) -> int:

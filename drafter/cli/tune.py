@@ -8,12 +8,12 @@ from typing import ClassVar
 
 from drafter.bench.settings import TuneSettings
 from drafter.engine.loading import TargetConfig
-from drafter.utils.options import LineOptions, Options
+from drafter.utils.options import Options
 from drafter.utils.validate import within
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneOptions(Options, LineOptions, TuneSettings, TargetConfig):
+class TuneOptions(Options, TuneSettings, TargetConfig):
     """Measure step times and acceptance on this machine, and choose a tree for each number of rows.
 
     Other commands find the file beside the drafter and use the file on the same device, in the same number format, with

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from drafter.data.formats import ChatMessage, Row, check_format, parse_row
+from drafter.data.formats import ChatMessage, Row, parse_row
 from drafter.data.reading import Source, open_source
 from drafter.data.rows import TokenRows, row_features
 from drafter.data.template import PrefixError, Rendered, check_template, find_all_answers, has_parts
@@ -31,19 +31,15 @@ class RowSettings:
 
     Attributes:
         max_length: longest row in tokens; longer rows are cut, and plain text continues in a further row.
-        format, columns: see :func:`drafter.data.formats.read_rows`.
+        columns: see :func:`drafter.data.formats.read_rows`.
         keep_unanswered: keep rows without a trained token, for training on whole texts.
         vocab_size: the target's, where it has ids that the tokenizer lacks; None: the tokenizer's.
     """
 
     max_length: int | None = 1024
-    format: str | None = None
     columns: Mapping[str, str] | None = None
     keep_unanswered: bool = False
     vocab_size: int | None = None
-
-    def __post_init__(self) -> None:
-        check_format(self.format)
 
 
 class EncodedRow(NamedTuple):
@@ -229,11 +225,7 @@ class RowEncoder:
             ValueError: an invalid row; a template without usable prefixes.
         """
         records = [source.record(item, number) for item, number in zip(items, numbers, strict=True)]
-        rows = [
-            parse_row(record, format=self._settings.format, columns=self._settings.columns)
-            for record in records
-            if record is not None
-        ]
+        rows = [parse_row(record, columns=self._settings.columns) for record in records if record is not None]
         chats = {index: self._chat(row) for index, row in enumerate(rows) if row.is_chat}
         rendered = self._render(
             {index: chat for index, chat in chats.items() if isinstance(chat, Chat)},

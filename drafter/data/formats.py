@@ -1,6 +1,6 @@
 """Rows of any known format, parsed into messages.
 
-The keys of a row show its format, in the order of this table; ``--format`` names one instead. Rows of tokens are what
+The keys of a row show its format, in the order of this table. Rows of tokens are what
 every answerer of this package writes, what a server records, and what vLLM replies (``choices[0].token_ids``).
 
 =========== ============================================= =====================================
@@ -27,7 +27,6 @@ from typing import Any
 
 from drafter.data.reading import RawRow, read_records
 
-FORMATS = ("tokens", "messages", "sharegpt", "alpaca", "prompt", "turns", "text")
 _ANSWER_KEYS = ("completion", "response", "text")
 _ROLES = {
     "system": "system",
@@ -85,39 +84,30 @@ class Row:
         return self.messages[: last + 1]
 
 
-def read_rows(
-    name: str | Path, *, format: str | None = None, columns: Mapping[str, str] | None = None
-) -> Iterator[Row]:
+def read_rows(name: str | Path, *, columns: Mapping[str, str] | None = None) -> Iterator[Row]:
     """The rows of a file (.jsonl, .json, both also .gz; .parquet, .csv) or of a hub data set, one by one.
 
     Args:
         name: path, or ``owner/name[:split]`` of a hub data set.
-        format: one of FORMATS; None: each row is recognised by its keys.
         columns: our key -> the file's key, such as ``{"prompt": "question"}``.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: an invalid row, with its file and line.
     """
-    check_format(format)
     for record in read_records(name):
-        yield parse_row(record, format=format, columns=columns)
+        yield parse_row(record, columns=columns)
 
 
-def check_format(format: str | None) -> None:
-    """ValueError for an unknown name of a format."""
-    if format is not None and format not in FORMATS:
-        raise ValueError(f"--format {format!r} is unknown: use one of {', '.join(FORMATS)}")
-
-
-def parse_row(record: RawRow, *, format: str | None = None, columns: Mapping[str, str] | None = None) -> Row:
+def parse_row(record: RawRow, *, columns: Mapping[str, str] | None = None) -> Row:
     """The parsed row; ValueError with its place if no key is known or the turns are out of order."""
     fields = dict(record.fields)
     for ours, theirs in (columns or {}).items():
         if theirs not in fields:
             raise ValueError(f"{record.where}: --column {ours}={theirs}: the row has no key {theirs!r}{_keys(fields)}")
         fields[ours] = fields[theirs]
-    kind = format or recognise(fields)
+    named = {ours: fields[ours] for ours in columns or ()}
+    kind = recognise(named) or recognise(fields)
     if kind is None:
         raise ValueError(
             f"{record.where}: no known keys{_keys(fields)}; known are messages, conversations, instruction + output, "

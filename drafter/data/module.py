@@ -19,7 +19,6 @@ from drafter.data.rows import TokenRows, concat, split_by_prompt
 from drafter.data.stored_states import StoredFiles, StoredStates, open_stored_states
 from drafter.targets.catalog import load_tokenizer, vocab_size_of
 from drafter.targets.target import Target
-from drafter.utils.parse import MAX_LINE_MIB, line_limit
 from drafter.utils.validate import Range, require
 
 _MIN_PROMPT = 2  # the token at the start of every text, and one token of the text
@@ -44,9 +43,7 @@ class ChatDataModule(LightningDataModule):
         batch_tokens: int = 8192,
         train_on: Literal["answers", "everything"] = "answers",
         seed: int = 0,
-        format: str | None = None,
         columns: dict[str, str] | None = None,
-        max_line_mib: int = MAX_LINE_MIB,
         pad_multiple: int = 8,
         revision: str | None = None,
         trust_remote_code: bool = False,
@@ -65,9 +62,7 @@ class ChatDataModule(LightningDataModule):
             train_on: ``answers``, or ``everything``: prompts and template too, for ready text with a loss that compares
                 distributions. Validation is on answers in both cases.
             seed: seed of the order of the rows.
-            format: tokens, messages, sharegpt, alpaca, prompt, turns or text; None recognises rows by their keys.
             columns: our key to the files' key, such as {"prompt": "question"}.
-            max_line_mib: longest line of a file, in MiB.
             pad_multiple: pad batches to a multiple of this number of tokens.
             revision: hub revision of the target.
             trust_remote_code: run the target's own tokenizer code.
@@ -86,7 +81,6 @@ class ChatDataModule(LightningDataModule):
             )
         require("data.max_length", max_length, Range(low=2, high=2**24))
         require("data.batch_tokens", batch_tokens, Range(low=2))
-        require("data.max_line_mib", max_line_mib, Range(low=1, high=1024))
         require("data.pad_multiple", pad_multiple, Range(low=1, high=2**16))
         if batch_tokens < max_length:
             raise ValueError(
@@ -103,11 +97,10 @@ class ChatDataModule(LightningDataModule):
         self._val_share = float(val) if isinstance(val, float | int) else None
         self._val_names = [val] if isinstance(val, str) else list(val) if isinstance(val, list) else []
         self._target_name = target
-        self._settings = RowSettings(max_length, format, columns, keep_unanswered=train_on == "everything")
+        self._settings = RowSettings(max_length, columns, keep_unanswered=train_on == "everything")
         self._batch_tokens = batch_tokens
         self.train_on = train_on
         self._seed = seed
-        self._max_line_mib = max_line_mib
         self._pad_multiple = pad_multiple
         self._revision = revision
         self._trust_remote_code = trust_remote_code
@@ -268,13 +261,12 @@ class ChatDataModule(LightningDataModule):
         total, parts = EncodeReport(), []
         loading: dict[str, Any] = {"revision": self._revision, "trust_remote_code": self._trust_remote_code}
         settings = replace(self._settings, vocab_size=vocab_size_of(self._target_name, **loading))
-        with line_limit(self._max_line_mib):
-            for name in names:
-                rows, report = encode_file(
-                    name, self.tokenizer, settings, target_name=self._target_name, progress=self._progress
-                )
-                parts.append(rows)
-                total.add(report)
+        for name in names:
+            rows, report = encode_file(
+                name, self.tokenizer, settings, target_name=self._target_name, progress=self._progress
+            )
+            parts.append(rows)
+            total.add(report)
         for line in total.lines():
             rank_zero_info(f"{what}: {line}")
         return concat(parts)

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drafter.data.encode import stop_token_ids
-from drafter.data.formats import ChatMessage, parse_row
-from drafter.data.reading import RawRow
+from drafter.data.formats import ChatMessage
 from drafter.data.template import render
 from drafter.distill.journal import Journal
 from drafter.distill.prompts import Exclusion, PromptRow, Shard, check_id, derive_seed
@@ -177,7 +176,8 @@ def invent_prompts(
 
 def _check_row(row: dict[str, Any], where: str) -> None:
     """ValueError unless the row is one of :func:`invent_prompts`."""
-    parse_row(RawRow(row, where, 0), format="prompt")
+    if not isinstance(row.get("prompt"), str):
+        raise ValueError(f"{where}: the row has no prompt")
     check_id(row, where, number="candidate")
 
 

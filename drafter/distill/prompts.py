@@ -115,7 +115,6 @@ def _runs_of(words: list[str]) -> Iterable[tuple[str, ...]]:
 def select_prompts(
     name: str | Path,
     *,
-    format: str | None = None,
     columns: Mapping[str, str] | None = None,
     limit: int | None = None,
     shard: Shard | None = None,
@@ -132,7 +131,7 @@ def select_prompts(
     found: dict[str, PromptRow] = {}
     seen: set[str] = set()
     num_duplicates = num_excluded = 0
-    for row in read_rows(name, format=format, columns=columns):
+    for row in read_rows(name, columns=columns):
         if limit is not None and len(found) == limit:
             break
         if row.text is not None:
@@ -291,7 +290,8 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 def check_answer(row: Mapping[str, Any], where: str) -> None:
     """ValueError unless the row is one of :func:`row_of`."""
-    parse_row(RawRow(dict(row), where, 0), format="messages")
+    if not parse_row(RawRow(dict(row), where, 0)).messages:
+        raise ValueError(f"{where}: the row has no messages")
     check_id(row, where, number="answer")
 
 

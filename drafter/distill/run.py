@@ -91,7 +91,6 @@ def distill(
     *,
     shard: str = "1/1",
     num_prompts: int | None = None,
-    format: str | None = None,
     columns: Mapping[str, str] | None = None,
     exclude: str | None = None,
     progress: bool = True,
@@ -107,7 +106,7 @@ def distill(
         settings: sampling parameters and number of answers; None: greedy, one answer to each prompt.
         shard: ``"3/8"``: the third of eight parts of the prompts; every part needs its own ``out``.
         num_prompts: largest number of prompts of a file; with ``magpie`` the number of prompts to invent.
-        format, columns: see :func:`drafter.data.formats.read_rows`.
+        columns: see :func:`drafter.data.formats.read_rows`.
         exclude: file of texts that no prompt may share 13 consecutive words with.
         progress: show a bar.
 
@@ -130,7 +129,6 @@ def distill(
     else:
         found = select_prompts(
             prompts or builtin_prompts(),
-            format=format,
             columns=columns,
             limit=num_prompts,
             shard=part,

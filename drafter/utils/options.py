@@ -27,8 +27,8 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from drafter.utils.parse import MAX_LINE_MIB, MAX_YAML_BYTES, parse_yaml
-from drafter.utils.validate import check_ranges, range_of, within
+from drafter.utils.parse import MAX_YAML_BYTES, parse_yaml
+from drafter.utils.validate import check_ranges, range_of
 
 _METAVARS = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
@@ -58,17 +58,6 @@ class Options:
             if check is not None and not any(issubclass(other, base) for other in checked):
                 check(self)
                 checked.append(base)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LineOptions:
-    """Options of every command that reads prompts or rows.
-
-    Attributes:
-        max_line_mib: longest line of a file of prompts or rows, in MiB
-    """
-
-    max_line_mib: int = within(MAX_LINE_MIB, low=1, high=1024)
 
 
 AnyOptions = TypeVar("AnyOptions", bound=Options)

@@ -4,22 +4,19 @@ The limits stand here once. Whatever a file holds, a reader returns plain values
 that names the file, in a time and a memory that the limits bound.
 """
 
-import contextlib
 import json
 import math
 from collections.abc import Iterator
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, BinaryIO
 
 MAX_CONFIG_BYTES = 16 << 20  # a settings file; what `drafter tune` writes is the largest
 MAX_YAML_BYTES = 1 << 20  # the YAML parser takes a second for as much
-MAX_LINE_MIB = 16  # a row of data; `line_limit` sets another limit for a command
+MAX_LINE_MIB = 64  # a row of data
 MAX_WHOLE_BYTES = 1 << 30  # a data file that is one JSON value, decompressed
 MAX_DEPTH = 64  # lists and mappings within each other
 MAX_ITEMS = 1_000_000  # values of a file, where an alias counts as often as it is used
 MAX_INTEGER = 2**64
-_line_mib = ContextVar("line_mib", default=MAX_LINE_MIB)
 
 
 def read_json(path: Path) -> Any:
@@ -92,30 +89,16 @@ def parse_yaml(text: str, where: str) -> Any:
     return found
 
 
-@contextlib.contextmanager
-def line_limit(mib: int) -> Iterator[None]:
-    """Within the block, lines may have ``mib`` MiB."""
-    before = _line_mib.set(mib)
-    try:
-        yield
-    finally:
-        _line_mib.reset(before)
-
-
 def read_lines(stream: BinaryIO, where: str) -> Iterator[tuple[int, bytes]]:
     """The lines of a binary stream with their numbers from 1 on; no more than one line is held at once.
 
     Raises:
-        ValueError: a line is longer than the limit, ``MAX_LINE_MIB`` or that of :func:`line_limit`.
+        ValueError: a line is longer than ``MAX_LINE_MIB``.
     """
-    number, mib = 1, _line_mib.get()
-    max_bytes = mib << 20
+    number, max_bytes = 1, MAX_LINE_MIB << 20
     while line := stream.readline(max_bytes + 1):
         if len(line) > max_bytes:
-            raise ValueError(
-                f"{where}, line {number}: longer than {mib} MiB: split the row, or raise --max-line-mib "
-                "(of train: --data.max_line_mib)"
-            )
+            raise ValueError(f"{where}, line {number}: longer than {MAX_LINE_MIB} MiB: split the row")
         yield number, line
         number += 1
 

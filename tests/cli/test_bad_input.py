@@ -116,22 +116,6 @@ def test_damaged_index_of_a_sharded_target(target: str, refused: Refusal, tmp_pa
     refused(decode(str(copy), "--prompt", "hi"), "--target", "cannot be loaded")
 
 
-def test_lines_longer_than_the_limit(target: str, refused: Refusal, tmp_path: Path) -> None:
-    file = tmp_path / "p.jsonl"
-    file.write_text(json.dumps({"prompt": "hi"}) + "\n" + json.dumps({"prompt": "hi" * (1 << 20)}) + "\n")
-    both = ["--target", target, "--prompts", str(file), "--max-line-mib"]
-    out = ["--device", "cpu", "--out", str(tmp_path / "o.jsonl")]
-    for words in (
-        ["decode", *both, "1"],
-        ["distill", *both, "1", *out],
-        ["tune", *both, "1", "--drafter", "x", *out],
-        ["data", "inspect", str(file), "--target", target, "--max-line-mib", "1"],
-        ["train", "--model.target", target, "--data.train", str(file), "--data.max_line_mib", "1"],
-    ):
-        refused(words, "p.jsonl, line 2: longer than 1 MiB", "--max-line-mib")
-    refused(["decode", *both, "4"], "context is 128: shorten it")
-
-
 NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 DOUBLING = "{% set n = namespace(x='a' * 999) %}{% for i in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}"
 

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from drafter.data.module import ChatDataModule
 from drafter.data.rows import split_by_prompt
-from tests.data.tiny import FORGETFUL_TEMPLATE, chat, save_tiny_target, write_jsonl
+from tests.data.tiny import COUNTING_TEMPLATE, chat, save_tiny_target, write_jsonl
 
 QUIET = {"progress": False, "pad_multiple": 1}
 
@@ -148,8 +148,8 @@ def test_bad_data(tmp_path: Path, target: str) -> None:
     one = write_jsonl(tmp_path / "one.jsonl", [{"messages": chat("a", "b")}])
     with pytest.raises(ValueError, match="hold one prompt, so no prompt can be held out"):
         ChatDataModule(train=one, target=target, **QUIET).setup()
-    save_tiny_target(tmp_path / "target", FORGETFUL_TEMPLATE)
-    with pytest.raises(ValueError, match="cannot be used for a loss mask"):
+    save_tiny_target(tmp_path / "target", COUNTING_TEMPLATE)
+    with pytest.raises(ValueError, match="1 of 1 conversations cannot be masked"):
         ChatDataModule(train=one, target=target, **QUIET).setup()
     with pytest.raises(ValueError, match="its tokenizer cannot be loaded"):
         (tmp_path / "target" / "tokenizer.json").write_text("{")

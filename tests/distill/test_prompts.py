@@ -149,7 +149,7 @@ def test_rows_of_an_output_are_checked() -> None:
         ({"answer": "0"}, "answer must be a whole number"),
         ({"answer": True}, "answer must be a whole number"),
         ({"messages": [{"content": "b"}]}, "turn 1 has the role None"),
-        ({"messages": 5}, "messages must be an array"),
+        ({"messages": 5}, "no known keys"),
         ({"messages": [{"role": "user", "content": 5}]}, "is int, not text"),
         ({"tools": 5}, "tools must be an array of objects"),
     ):

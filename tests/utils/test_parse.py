@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafter.utils import parse
 from drafter.utils.parse import (
     MAX_DEPTH,
     check_shape,
-    line_limit,
     parse_json,
     parse_yaml,
     read_json,
@@ -103,18 +103,18 @@ def test_what_is_within_the_limits_is_read(tmp_path: Path) -> None:
     assert parse_yaml("base: &base {a: 1}\nmore: {<<: *base, b: [*base, *base]}", "here")["more"]["b"] == [{"a": 1}] * 2
 
 
-def test_long_lines_are_refused_while_reading(tmp_path: Path) -> None:
+def test_long_lines_are_refused_while_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compressed line of 64 MiB: reading stops at the limit."""
+    monkeypatch.setattr(parse, "MAX_LINE_MIB", 1)
     with gzip.open(tmp_path / "rows.jsonl.gz", "wb", compresslevel=1) as stream:
         stream.write(b'{"prompt": "short"}\n{"prompt": "')
         for _ in range(64):
             stream.write(b"a" * (1 << 20))
     with gzip.open(tmp_path / "rows.jsonl.gz", "rb") as stream:
-        with line_limit(1):
-            lines = read_lines(stream, "rows.jsonl.gz")
-            assert next(lines) == (1, b'{"prompt": "short"}\n')
-            with pytest.raises(ValueError, match="rows.jsonl.gz, line 2: longer than 1 MiB: .* --max-line-mib"):
-                next(lines)
+        lines = read_lines(stream, "rows.jsonl.gz")
+        assert next(lines) == (1, b'{"prompt": "short"}\n')
+        with pytest.raises(ValueError, match="rows.jsonl.gz, line 2: longer than 1 MiB: split the row"):
+            next(lines)
         assert stream.tell() <= 3 << 20
 
 
