@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 from drafter.data.formats import ChatMessage, Row, parse_row
 from drafter.data.reading import Source, open_source
 from drafter.data.rows import TokenRows, row_features
-from drafter.data.template import PrefixError, Rendered, check_template, find_all_answers, has_parts
+from drafter.data.template import PrefixError, Rendered, check_template, find_all_answers
 from drafter.targets.chat import Chat
 
 MAX_FAILED_SHARE = 0.01
 # Part of the cache's key: raise the number when a change of this file changes tokens or masks.
 ENCODING_VERSION = 3
 NO_ANSWER, EMPTY = "rows without an answer", "rows with an empty answer"
+_PARTS = "an answer has reasoning or tool calls and no token ids: let the target answer (`drafter distill`)"
 TOO_LONG = "rows whose answer begins after the maximal length"
 
 
@@ -258,8 +259,10 @@ class RowEncoder:
         messages = [self._stripped(message) for message in _asked(row)]
         if messages[-1]["role"] != "assistant":
             return _dropped(NO_ANSWER)
+        if row.has_parts:
+            return _dropped(_PARTS)
         answers = [message for message in messages if message["role"] == "assistant"]
-        if any(not message["content"].strip() and not has_parts(message) for message in answers):
+        if any(not message["content"].strip() for message in answers):
             return _dropped(EMPTY)
         return Chat(messages, row.tools)
 

@@ -15,8 +15,8 @@ turns       turns [text, ...]                             the first user turn (M
 text        text                                          plain text, every token trained on
 =========== ============================================= =====================================
 
-An assistant's message may have ``reasoning_content`` (or ``reasoning``) and ``tool_calls``, and a row ``tools``, the
-functions that were offered; the target's chat template renders them.
+A row may have ``tools``, the functions that were offered; the target's chat template renders them. Answers with
+reasoning or tool calls need token ids: as text they are not used.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +28,7 @@ from typing import Any
 from drafter.data.reading import RawRow, read_records
 
 _ANSWER_KEYS = ("completion", "response", "text")
+_TURN_KEYS = {"messages": "messages", "sharegpt": "conversations"}
 _ROLES = {
     "system": "system",
     "developer": "system",
@@ -54,6 +55,7 @@ class Row:
         source: origin of the row by its own field, or None.
         where: file and line, for error messages.
         is_cut: the last answer ended at a length limit, without an end-of-turn token.
+        has_parts: an answer has reasoning or tool calls, whose form in tokens is not known from the text.
         later_turns: further user turns of a conversation without answers (MT-bench).
         tools: functions that the target may call, in OpenAI's form.
         prompt_ids, token_ids: the tokens of prompt and answer, where the file gives tokens.
@@ -66,6 +68,7 @@ class Row:
     source: str | None = None
     where: str = ""
     is_cut: bool = False
+    has_parts: bool = False
     later_turns: tuple[str, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     prompt_ids: tuple[int, ...] = ()
@@ -134,14 +137,15 @@ def parse_row(record: RawRow, *, columns: Mapping[str, str] | None = None) -> Ro
         first, *later = messages
         return Row(messages=(first,), later_turns=tuple(message["content"] for message in later), **common)
     check_turns(messages, record.where)
-    return Row(messages=tuple(messages), **common)
+    turns = fields[_TURN_KEYS[kind]] if kind in _TURN_KEYS else ()
+    return Row(messages=tuple(messages), has_parts=any(map(_has_parts, turns)), **common)
 
 
 def recognise(fields: Mapping[str, Any]) -> str | None:
     """The format that the keys of a row show; None if no key is known."""
     if isinstance(fields.get("prompt_token_ids"), list) and isinstance(answer_of(fields).get("token_ids"), list):
         return "tokens"
-    for kind, key in (("messages", "messages"), ("sharegpt", "conversations")):
+    for kind, key in _TURN_KEYS.items():
         if isinstance(fields.get(key), list):
             return kind
     if "instruction" in fields:
@@ -189,25 +193,16 @@ def _read_turns(
         role, content = (next((turn[name] for name in group if name in turn), None) for group in names)
         if not isinstance(role, str) or role not in _ROLES:
             raise ValueError(f"{where}: turn {number} has the role {role!r}; known are {', '.join(_ROLES)}")
-        further = _further(turn, f"{where}: turn {number}") if _ROLES[role] == "assistant" else {}
-        text = "" if content is None and further else _content(content, f"{where}: turn {number}")
-        messages.append({"role": _ROLES[role], "content": text, **further})
+        text = "" if content is None and _has_parts(turn) else _content(content, f"{where}: turn {number}")
+        messages.append({"role": _ROLES[role], "content": text})
     if not messages:
         raise ValueError(f"{where}: {key} is empty")
     return messages
 
 
-def _further(turn: Mapping[str, Any], where: str) -> ChatMessage:
-    """Reasoning and tool calls of an assistant's turn, by the names that chat templates read."""
-    reasoning, calls = turn.get("reasoning_content") or turn.get("reasoning"), turn.get("tool_calls")
-    found: ChatMessage = {}
-    if reasoning:
-        found["reasoning_content"] = _content(reasoning, f"{where}: reasoning")
-    if calls:
-        if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
-            raise ValueError(f"{where}: tool_calls must be an array of objects")
-        found["tool_calls"] = [dict(call) for call in calls]
-    return found
+def _has_parts(turn: Mapping[str, Any]) -> bool:
+    """Whether a turn has reasoning or tool calls beside its text."""
+    return any(turn.get(key) for key in ("reasoning_content", "reasoning", "tool_calls"))
 
 
 def _tools(fields: Mapping[str, Any], where: str) -> tuple[dict[str, Any], ...]:

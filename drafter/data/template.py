@@ -100,11 +100,6 @@ def find_answers(tokenizer: Any, chat: Chat) -> Rendered:
         prefix = render(tokenizer, messages[:index], opening=True, tools=tools)
         if not text.startswith(prefix):
             raise PrefixError("the text before an answer changes when the answer is added (no usable prefix)")
-        if has_parts(message):
-            if index < len(messages) - 1:
-                raise PrefixError("an earlier turn has reasoning or tool calls, which templates render otherwise later")
-            turns.append(AnswerSpan(prefix, len(prefix), _end_of_parts(tokenizer, messages, tools, text, len(prefix))))
-            continue
         content = message["content"]
         start = text.find(content, len(prefix))
         if start != len(prefix):  # templates may trim an answer, or add text between opening and answer
@@ -117,26 +112,6 @@ def find_answers(tokenizer: Any, chat: Chat) -> Rendered:
         if turn.end > len(following.prefix):
             raise PrefixError("the template changes the answer")
     return Rendered(text, turns)
-
-
-def has_parts(message: Message) -> bool:
-    """Whether an answer has reasoning or tool calls, whose form the template decides."""
-    return bool(message.get("reasoning_content") or message.get("tool_calls"))
-
-
-def _end_of_parts(tokenizer: Any, messages: Sequence[Message], tools: Tools, text: str, start: int) -> int:
-    """End of the last answer. The closing of the turn is the text that the template writes after a plain answer."""
-    message, plain = messages[-1], "Quiet violet."
-    other = render(tokenizer, [*messages[:-1], {"role": "assistant", "content": plain}], tools=tools)
-    closing = other.rpartition(plain)[2]
-    parts = [message["content"], message.get("reasoning_content") or ""]
-    parts += [str((call.get("function") or call).get("name", "")) for call in message.get("tool_calls") or ()]
-    answer = text[start : len(text) - len(closing)]
-    if not text.endswith(closing) or not all(part.strip() in answer for part in parts):
-        raise PrefixError(
-            "the template drops reasoning or tool calls, or closes such a turn otherwise than a plain one"
-        )
-    return start + len(answer)
 
 
 def find_all_answers(tokenizer: Any, chats: Sequence[Chat], name: str) -> list[Rendered | PrefixError]:

@@ -267,8 +267,7 @@ class Reply(NamedTuple):
         finish_reason: the server's own word.
         num_tokens: tokens of the answer; 0 if the server does not count.
         prompt_ids, token_ids: None if the server gives no token ids; at least 0, perhaps outside a vocabulary.
-        reasoning: text of the reasoning; empty when there is none.
-        tool_calls: in OpenAI's form.
+        has_parts: the server separated reasoning or tool calls from the text.
         logprobs: natural logarithm of the probability of each token; empty if the server gives none.
         details: what `drafter serve` says of the answer's drafts, unchecked; None from other servers.
     """
@@ -278,8 +277,7 @@ class Reply(NamedTuple):
     num_tokens: int
     prompt_ids: list[int] | None
     token_ids: list[int] | None
-    reasoning: str
-    tool_calls: list[dict[str, Any]]
+    has_parts: bool
     logprobs: list[float]
     details: Any
 
@@ -298,8 +296,7 @@ def read_reply(response: Any) -> Reply:
         found.usage.completion_tokens,
         found.prompt_token_ids or choice.prompt_token_ids or None,
         choice.token_ids or choice.response_token_ids or None,
-        message.reasoning_content or message.reasoning,
-        message.tool_calls,
+        bool(message.reasoning_content or message.reasoning or message.tool_calls),
         [token.logprob for token in choice.logprobs.content] or choice.logprobs.token_logprobs,
         choice.details,
     )

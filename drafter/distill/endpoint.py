@@ -117,7 +117,13 @@ class Endpoint:
         for attempt in range(self.retries + 1):
             wait = self.pause * 2**attempt
             try:
-                return made_answer(self.client.complete("chat/completions", body))
+                reply = self.client.complete("chat/completions", body)
+                if reply.has_parts and not (reply.prompt_ids and reply.token_ids):
+                    return OSError(
+                        f"{self.chat_url} separates reasoning or tool calls from the text and gives no token ids, so "
+                        "the answer's tokens are unknown: use vLLM, SGLang, or --target without --endpoint"
+                    )
+                return made_answer(reply)
             except ServerError as error:
                 problem = str(error)
                 if error.code in _REFUSED:
@@ -156,8 +162,6 @@ def made_answer(reply: Reply) -> MadeAnswer:
         reply.text,
         "length" if reply.finish_reason == "length" else "stop",
         reply.num_tokens,
-        reasoning=reply.reasoning,
-        tool_calls=tuple(reply.tool_calls),
         prompt_ids=reply.prompt_ids if reply.token_ids else None,
         token_ids=reply.token_ids if reply.prompt_ids else None,
     )

@@ -212,14 +212,12 @@ class WantedAnswer:
 class MadeAnswer(NamedTuple):
     """A finished answer: text, finish reason, number of tokens.
 
-    A server may separate reasoning and tool calls from the text, and may give the tokens of prompt and answer.
+    A server may give the tokens of prompt and answer.
     """
 
     text: str
     finish_reason: Literal["stop", "length"]
     num_tokens: int
-    reasoning: str = ""
-    tool_calls: tuple[dict[str, Any], ...] = ()
     prompt_ids: list[int] | None = None
     token_ids: list[int] | None = None
 
@@ -255,11 +253,6 @@ def temperature_of(settings: AnswerSettings, prompt_id: str, number: int) -> flo
 
 def row_of(wanted: WantedAnswer, answer: MadeAnswer) -> dict[str, Any]:
     """The row to write: the conversation that training reads, its origin, and its tokens where they are known."""
-    turn: dict[str, Any] = {"role": "assistant", "content": answer.text}
-    if answer.reasoning:
-        turn["reasoning_content"] = answer.reasoning
-    if answer.tool_calls:
-        turn["tool_calls"] = [_with_parsed_arguments(call) for call in answer.tool_calls]
     row = {
         "id": wanted.prompt.id,
         "answer": wanted.number,
@@ -267,25 +260,13 @@ def row_of(wanted: WantedAnswer, answer: MadeAnswer) -> dict[str, Any]:
         "temperature": wanted.temperature,
         "finish_reason": answer.finish_reason,
         "num_tokens": answer.num_tokens,
-        "messages": [*wanted.prompt.messages, turn],
+        "messages": [*wanted.prompt.messages, {"role": "assistant", "content": answer.text}],
     }
     if wanted.prompt.tools:
         row["tools"] = list(wanted.prompt.tools)
     if answer.token_ids is not None:
         row |= {"prompt_token_ids": answer.prompt_ids, "token_ids": answer.token_ids}
     return row
-
-
-def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """The call with its arguments as an object: chat templates write the JSON themselves."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def check_answer(row: Mapping[str, Any], where: str) -> None:

@@ -210,13 +210,13 @@ def test_wrong_replies_are_rows_or_one_line() -> None:
 def test_a_reply_is_read_in_every_form() -> None:
     """vLLM's and SGLang's names and places; null is an absent field."""
     chat, completion = (read_reply(reply | {"system_fingerprint": None}) for reply in VALID)
-    assert (chat.text, chat.reasoning, chat.tool_calls, chat.num_tokens) == ("ab", "r", [CALL], 2)
+    assert (chat.text, chat.has_parts, chat.num_tokens) == ("ab", True, 2)
     assert (chat.prompt_ids, chat.token_ids, chat.logprobs) == ([1, 2], [3, 4], [-1.5, -0.5])
     assert (completion.text, completion.finish_reason) == ("ab", "length")
     assert (completion.prompt_ids, completion.token_ids, completion.logprobs) == ([1], [3, 4], [-1.0, -2.0])
     message = {"content": None, "tool_calls": [CALL], "reasoning": None}
     found = read_reply({"choices": [{"message": message, "token_ids": None, "logprobs": None}], "usage": None})
-    assert (found.text, found.tool_calls, found.token_ids, found.finish_reason) == ("", [CALL], None, "stop")
+    assert (found.text, found.has_parts, found.token_ids, found.finish_reason) == ("", True, None, "stop")
     for broken in ({"choices": []}, [], {"choices": [{"message": "x"}]}, {"choices": [{"message": {}}]}):
         with pytest.raises(ValueError, match="the reply is no completion"):
             read_reply(broken)

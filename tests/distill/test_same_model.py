@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from drafter.data.encode import RowSettings, encode_file
-from drafter.data.formats import read_rows
 from drafter.decoding.params import SamplingParams
 from drafter.distill.client import Client
 from drafter.distill.endpoint import Endpoint
@@ -146,35 +145,19 @@ def test_a_server_without_the_field_is_asked_once(target: Target, tmp_path: Path
     assert "token_ids" not in json.loads((tmp_path / "o.jsonl").read_text().splitlines()[0])
 
 
-# As Qwen 3's: reasoning and calls of the last turn, arguments as JSON.
-PARTS_TEMPLATE = CHAT_TEMPLATE.replace(
-    "'<|bot|>\n' + m['content'] + '<|end|>\n'",
-    "'<|bot|>\n' + ('[think]' + m['reasoning_content'] + '[/think]' if m['reasoning_content'] else '') + m['content']"
-    " + (m['tool_calls'] | map(attribute='function') | map('tojson') | join(' ') if m['tool_calls'] else '')"
-    " + '<|end|>\n'",
-)
-CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
-
-
-@pytest.mark.parametrize("reasoning_key", ["reasoning", "reasoning_content"])
-def test_reasoning_and_tool_calls_are_trained_on_as_the_template_makes_them(
-    tmp_path: Path, server: FakeServer, reasoning_key: str
-) -> None:
+@pytest.mark.parametrize("part", [{"reasoning": "Let me look."}, {"reasoning_content": "Hm."}, {"tool_calls": [{}]}])
+def test_reasoning_and_tool_calls_need_token_ids(tmp_path: Path, server: FakeServer, part: dict) -> None:
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
     prompts = write_jsonl(tmp_path / "p.jsonl", [{"id": "a", "prompt": "Rain?", "tools": tools}])
-    message = {"role": "assistant", "content": None, reasoning_key: "Let me look.", "tool_calls": [CALL]}
-    server.reply = lambda body, count: (
-        200, {"choices": [{"message": message, "finish_reason": "tool_calls"}], "usage": {"completion_tokens": 7}}, {}
-    )  # fmt: skip
+    choice = {"message": {"role": "assistant", "content": None, **part}, "finish_reason": "stop"}
+    ids = {"prompt_token_ids": [1, 2], "token_ids": [3, 4]}
+    server.reply = lambda body, count: (200, {"choices": [choice | ids]}, {})
     distill(Endpoint(server.url, "m"), prompts, tmp_path / "o.jsonl", progress=False)
     assert server.bodies[0]["tools"] == tools
-    (row,) = read_rows(tmp_path / "o.jsonl")
-    assert row.tools == tuple(tools) and row.messages[-1]["reasoning_content"] == "Let me look."
-    assert row.messages[-1]["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo"}
-    fields = json.loads((tmp_path / "o.jsonl").read_text())
-    tokenizer = tiny_tokenizer(PARTS_TEMPLATE)
-    (encoded,) = encode_rows([fields], tokenizer)
-    trained = [token for token, is_trained in zip(*encoded[:2], strict=True) if is_trained]
-    answer = '[think]Let me look.[/think]{"name": "weather", "arguments": {"city": "Oslo"}}<|end|>'
-    assert tokenizer.decode(trained) == answer
-    assert "drops reasoning or tool calls" in encode_rows([fields])[0].problem
+    (encoded,) = encode_rows([json.loads((tmp_path / "o.jsonl").read_text())])
+    assert encoded.token_ids == [1, 2, 3, 4] and not encoded.problem
+    server.reply = lambda body, count: (200, {"choices": [choice]}, {})
+    with pytest.raises(OSError, match="separates reasoning or tool calls from the text and gives no token ids"):
+        distill(Endpoint(server.url, "m"), prompts, tmp_path / "p2.jsonl", progress=False)
+    (foreign,) = encode_rows([{"messages": [*chat("Rain?"), choice["message"]]}])
+    assert "has reasoning or tool calls and no token ids" in foreign.problem
