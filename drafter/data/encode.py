@@ -9,21 +9,23 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from drafter.data.formats import ChatMessage, Row, parse_row
-from drafter.data.reading import Source, open_source
+from drafter.data.reading import Source, open_source, reading
 from drafter.data.rows import TokenRows, row_features
-from drafter.data.template import PrefixError, Rendered, check_template, find_all_answers
+from drafter.data.template import PrefixError, Rendered, find_all_answers
 from drafter.targets.chat import Chat
 
 MAX_FAILED_SHARE = 0.01
 # Part of the cache's key: raise the number when a change of this file changes tokens or masks.
-ENCODING_VERSION = 3
+ENCODING_VERSION = 4
 NO_ANSWER, EMPTY = "rows without an answer", "rows with an empty answer"
-_PARTS = "an answer has reasoning or tool calls and no token ids: let the target answer (`drafter distill`)"
+_MARK = "an answer ends with a special token as text: remove the token from the file"
 TOO_LONG = "rows whose answer begins after the maximal length"
+_PARTS = "an answer has reasoning or tool calls and no token ids: let the target answer (`drafter distill`)"
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,11 @@ class RowSettings:
     Attributes:
         max_length: longest row in tokens; longer rows are cut, and plain text continues in a further row.
         columns: see :func:`drafter.data.formats.read_rows`.
-        keep_unanswered: keep rows without a trained token, for training on whole texts.
         vocab_size: the target's, where it has ids that the tokenizer lacks; None: the tokenizer's.
     """
 
     max_length: int | None = 1024
     columns: Mapping[str, str] | None = None
-    keep_unanswered: bool = False
     vocab_size: int | None = None
 
 
@@ -48,25 +48,21 @@ class EncodedRow(NamedTuple):
 
     Attributes:
         token_ids, loss_mask: the mask is True where a token is trained on; both are empty for a dropped row.
-        kind: ``ids``: tokens as they came; ``rendered``: a conversation of text; ``text``: plain text.
+        is_foreign: the tokens were made from text here, so the target may not have written them.
         problem: the reason of a dropped row, or empty.
         is_cut: the row was longer than the maximal length.
-        is_stripped: an answer lost an end mark that it held as text.
-        num_rows: 1; 0 where the row continues the text of the row before.
-        number: line or row number in the file.
+        where: file and line.
     """
 
     token_ids: list[int]
     loss_mask: list[bool]
-    kind: str = "ids"
+    is_foreign: bool = False
     problem: str = ""
     is_cut: bool = False
-    is_stripped: bool = False
-    num_rows: int = 1
-    number: int = 0
+    where: str = ""
 
 
-@dataclass
+@dataclass(frozen=True)
 class EncodeReport:
     """Counts of rows: kept, changed, and dropped by reason.
 
@@ -76,29 +72,37 @@ class EncodeReport:
         first_failure: place of the first conversation whose answers were not found.
     """
 
-    num_rows: int = 0
-    num_kept: int = 0
-    num_tokens: int = 0
-    num_trained_tokens: int = 0
-    num_foreign: int = 0
-    num_cut: int = 0
-    num_stripped: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    first_failure: str = ""
+    num_rows: int
+    num_kept: int
+    num_tokens: int
+    num_trained_tokens: int
+    num_foreign: int
+    num_cut: int
+    dropped: Counter[str]
+    first_failure: str
+
+    @classmethod
+    def of(cls, dataset: Any) -> "EncodeReport":
+        """The counts of an encoded ``datasets.Dataset``."""
+        names = ["problem", "is_foreign", "is_cut", "where", "length", "num_trained"]
+        found = dataset.select_columns(names)[:]
+        problems = found["problem"]
+        failed = (where for where, problem in zip(found["where"], problems, strict=True) if _is_failure(problem))
+        return cls(
+            num_rows=len(problems),
+            num_kept=problems.count(""),
+            num_tokens=sum(found["length"]),
+            num_trained_tokens=sum(found["num_trained"]),
+            num_foreign=sum(found["is_foreign"]),
+            num_cut=sum(found["is_cut"]),
+            dropped=Counter(filter(None, problems)),
+            first_failure=next(failed, ""),
+        )
 
     @property
     def failures(self) -> Counter[str]:
         """Conversations whose answers were not found, by reason."""
-        usual = (NO_ANSWER, EMPTY, TOO_LONG)
-        return Counter({reason: count for reason, count in self.dropped.items() if reason not in usual})
-
-    def add(self, other: "EncodeReport") -> None:
-        """Add the counts of another report."""
-        for name, value in asdict(other).items():
-            if isinstance(value, int):
-                setattr(self, name, getattr(self, name) + value)
-        self.dropped += other.dropped
-        self.first_failure = self.first_failure or other.first_failure
+        return Counter({reason: count for reason, count in self.dropped.items() if _is_failure(reason)})
 
     def lines(self) -> list[str]:
         """The report as text: one line of totals, and one for each reason to drop or change rows."""
@@ -116,8 +120,6 @@ class EncodeReport:
         lines += [f"{count:,} {reason} dropped" for reason, count in sorted(self.dropped.items())]
         if self.num_cut:
             lines.append(f"{self.num_cut:,} rows cut at the maximal length")
-        if self.num_stripped:
-            lines.append(f"{self.num_stripped:,} rows with an end mark as text in an answer, which was removed")
         if self.failures:
             lines.append(f"the first conversation without a mask: {self.first_failure}")
         return lines
@@ -130,8 +132,7 @@ class EncodeReport:
             reason = self.failures.most_common(1)[0][0]
             raise ValueError(
                 f"{name}: {num_failed:,} of {num_tried:,} conversations cannot be masked, more than 1%: {reason} "
-                f"(first: {self.first_failure}). "
-                "See them with `drafter data inspect`; clean the rows or use another target"
+                f"(first: {self.first_failure}). Clean the rows, or let the target answer (`drafter distill`)"
             )
         if self.num_kept == 0:
             details = "; ".join(self.lines()[1:]) or "no rows"
@@ -139,13 +140,17 @@ class EncodeReport:
             raise ValueError(f"{name}: nothing to train on: {details}.{hint}")
 
 
-def encode_file(
-    name: str, tokenizer: Any, settings: RowSettings, *, target_name: str = "", progress: bool = True
+def _is_failure(problem: str) -> bool:
+    return problem not in ("", NO_ANSWER, EMPTY, TOO_LONG)
+
+
+def encode_files(
+    names: Sequence[str], tokenizer: Any, settings: RowSettings, *, target_name: str = "", progress: bool = True
 ) -> tuple[TokenRows, EncodeReport]:
-    """The token rows of one file or hub data set, from the cache of `datasets` where possible, and the counts.
+    """The token rows of files and hub data sets, from the cache of `datasets` where possible, and the counts.
 
     Args:
-        name: file, or ``owner/name[:split]`` of a hub data set.
+        names: files, or ``owner/name[:split]`` of hub data sets.
         tokenizer: the target's tokenizer.
         settings: what to do with the rows.
         target_name: the target's name, for messages.
@@ -154,55 +159,49 @@ def encode_file(
     Raises:
         FileNotFoundError, ValueError: see :func:`open_source`, :func:`parse_row` and :meth:`EncodeReport.check`.
     """
+    import datasets
+
+    datasets.enable_progress_bars() if progress else datasets.disable_progress_bars()
+    encoder, parts = RowEncoder(tokenizer, settings, target_name), []
+    for name in names:
+        parts.append(_encoded(open_source(name, streaming=False), encoder))
+        EncodeReport.of(parts[-1]).check(name)
+    whole = datasets.concatenate_datasets(parts)
+    kept = [index for index, problem in enumerate(whole["problem"][:]) if not problem]
+    return TokenRows(whole if len(kept) == len(whole) else whole.select(kept)), EncodeReport.of(whole)
+
+
+def _encoded(source: Source, encoder: "RowEncoder") -> Any:
+    """The encoded rows of a source as a ``datasets.Dataset``, dropped ones included."""
     from datasets import Features, Value
 
-    source = open_source(name, streaming=False)
-    encoder = RowEncoder(tokenizer, settings, target_name)
-    features = row_features() | {"kind": Value("string"), "problem": Value("string")}
-    features |= {"is_cut": Value("bool"), "is_stripped": Value("bool")}
-    features |= {"num_rows": Value("int32"), "number": Value("int64")}
+    features = row_features() | {"is_foreign": Value("bool"), "problem": Value("string"), "is_cut": Value("bool")}
+    features |= {"where": Value("string")}
 
-    def encode(items: list[dict[str, Any]], numbers: list[int]) -> dict[str, list[Any]]:
-        rows = list(encoder.encode(source, items, numbers))
-        columns = {key: list(values) for key, values in zip(EncodedRow._fields, zip(*rows, strict=True), strict=False)}
-        columns = columns or {key: [] for key in EncodedRow._fields}
-        columns["length"] = [len(row.token_ids) for row in rows]
-        columns["num_trained"] = [sum(row.loss_mask) for row in rows]
-        return columns
+    def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        items = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        rows = list(encoder.encode(source, items, [index + 1 for index in indices]))
+        found = {name: [getattr(row, name) for row in rows] for name in EncodedRow._fields}
+        sizes = {"length": [len(row.token_ids) for row in rows], "num_trained": [sum(row.loss_mask) for row in rows]}
+        return found | sizes
 
-    key = [source.dataset._fingerprint, tokenizer_fingerprint(tokenizer), asdict(settings), ENCODING_VERSION]
+    key = [source.dataset._fingerprint, source.name, encoder.key]
     digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=16).hexdigest()
-    dataset = source.map(encode, features=Features(features), key=digest, progress=progress)
-    report = _report_of(dataset, source)
-    report.check(name)
-    problems = dataset["problem"][:]
-    kept = [index for index, problem in enumerate(problems) if not problem]
-    return TokenRows(dataset if len(kept) == len(problems) else dataset.select(kept)), report
-
-
-def _report_of(dataset: Any, source: Source) -> EncodeReport:
-    columns = dataset.select_columns([name for name in dataset.column_names if name not in ("token_ids", "loss_mask")])
-    found = columns[:]
-    report = EncodeReport(
-        num_rows=sum(found["num_rows"]),
-        num_kept=found["problem"].count(""),
-        num_tokens=sum(found["length"]),
-        num_trained_tokens=sum(found["num_trained"]),
-        num_foreign=sum(
-            kind != "ids" and not problem for kind, problem in zip(found["kind"], found["problem"], strict=True)
-        ),
-        num_cut=sum(found["is_cut"]),
-        num_stripped=sum(found["is_stripped"]),
-        dropped=Counter(problem for problem in found["problem"] if problem),
-    )
-    failures = report.failures
-    places = (number for number, problem in zip(found["number"], found["problem"], strict=True) if problem in failures)
-    report.first_failure = next((f"{source.name}, {source.unit} {number}" for number in places), "")
-    return report
+    with reading(source.name):
+        return source.dataset.map(
+            encode,
+            batched=True,
+            batch_size=256,
+            with_indices=True,
+            remove_columns=source.dataset.column_names,
+            features=Features(features),
+            new_fingerprint=digest,
+            desc=f"tokenising {Path(source.name).name}",
+        )
 
 
 class RowEncoder:
-    """Encodes the rows of a data set, some at a time.
+    """Encodes rows with one tokenizer and its chat template.
 
     Args:
         tokenizer: the target's tokenizer.
@@ -214,8 +213,12 @@ class RowEncoder:
         self._tokenizer, self._settings, self._name = tokenizer, settings, name
         self._size = max(len(tokenizer), settings.vocab_size or 0)
         self._stop_ids = stop_token_ids(tokenizer)
-        self._marks = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self._is_template_checked = False
+        self._marks = tuple(str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+
+    @property
+    def key(self) -> list[Any]:
+        """What the encoded rows depend on beside the rows themselves."""
+        return [tokenizer_fingerprint(self._tokenizer), asdict(self._settings), ENCODING_VERSION]
 
     def encode(
         self, source: Source, items: Sequence[Mapping[str, Any]], numbers: Sequence[int]
@@ -223,7 +226,7 @@ class RowEncoder:
         """The encoded rows in the order of the items; a dropped row has a ``problem``.
 
         Raises:
-            ValueError: an invalid row; a template without usable prefixes.
+            ValueError: an invalid row, or a conversation for a target without a chat template.
         """
         records = [source.record(item, number) for item, number in zip(items, numbers, strict=True)]
         rows = [parse_row(record, columns=self._settings.columns) for record in records if record is not None]
@@ -240,10 +243,8 @@ class RowEncoder:
                 found = list(self._chunks_of_text(row.text))
             else:
                 chat = chats[index]
-                is_stripped = isinstance(chat, Chat) and chat.messages != _asked(row)
                 found = [chat if isinstance(chat, EncodedRow) else self._cut(rendered[index])]
-                found[0] = found[0]._replace(is_stripped=is_stripped)
-            yield from (encoded._replace(number=row.number) for encoded in found)
+            yield from (encoded._replace(where=row.where) for encoded in found)
 
     def _check_ids(self, row: Row) -> None:
         """ValueError for token ids that the target lacks."""
@@ -256,29 +257,25 @@ class RowEncoder:
 
     def _chat(self, row: Row) -> Chat | EncodedRow:
         """The conversation to render, ending with an answer; a dropped row without one."""
-        messages = [self._stripped(message) for message in _asked(row)]
+        messages = _asked(row)
         if messages[-1]["role"] != "assistant":
             return _dropped(NO_ANSWER)
         if row.has_parts:
             return _dropped(_PARTS)
-        answers = [message for message in messages if message["role"] == "assistant"]
-        if any(not message["content"].strip() for message in answers):
+        answers = [message["content"].rstrip() for message in messages if message["role"] == "assistant"]
+        if not all(answers):
             return _dropped(EMPTY)
+        if any(answer.endswith(self._marks) for answer in answers):
+            return _dropped(_MARK)
         return Chat(messages, row.tools)
-
-    def _stripped(self, message: ChatMessage) -> ChatMessage:
-        """The message without the special tokens, as text, that collectors of answers leave at its end."""
-        content = message["content"]
-        if message["role"] == "assistant":
-            while mark := next((mark for mark in self._marks if mark and content.endswith(mark)), None):
-                content = content[: -len(mark)]
-        return message if content == message["content"] else {**message, "content": content.rstrip()}
 
     def _render(self, chats: Mapping[int, Chat], cut: Container[int]) -> dict[int, EncodedRow]:
         """The encoded conversations, under the same keys; ``cut``: keys whose last answer has no end."""
-        if chats and not self._is_template_checked:
-            check_template(self._tokenizer, self._name)
-            self._is_template_checked = True
+        if chats and not self._tokenizer.chat_template:
+            raise ValueError(
+                f"target {self._name!r} has no chat template, so conversations cannot be rendered: give plain `text` "
+                "rows, or choose an instruction-tuned target"
+            )
         found = find_all_answers(self._tokenizer, list(chats.values()), self._name)
         good = [item for item in found if isinstance(item, Rendered)]
         texts = [text for item in good for text in (item.text, *(answer.prefix for answer in item.answers))]
@@ -326,7 +323,7 @@ class RowEncoder:
                 break
             if index < len(ids) and ids[index] in self._stop_ids and spans[index][0] >= answer.end:
                 loss_mask[index] = True
-        return EncodedRow(ids, loss_mask, "rendered")
+        return EncodedRow(ids, loss_mask, is_foreign=True)
 
     def _chunks_of_text(self, text: str) -> Iterator[EncodedRow]:
         """Plain text with the special tokens that the tokenizer adds; all tokens but the first are trained on."""
@@ -334,8 +331,7 @@ class RowEncoder:
         size = self._settings.max_length or max(1, len(ids))
         for start in range(0, max(1, len(ids)), size):
             piece = ids[start : start + size]
-            row = EncodedRow(piece, [False] + [True] * (len(piece) - 1), "text", num_rows=int(start == 0))
-            kept = self._cut(row)
+            kept = self._cut(EncodedRow(piece, [False] + [True] * (len(piece) - 1), is_foreign=True))
             if not start or not kept.problem:
                 yield kept
 
@@ -344,9 +340,9 @@ class RowEncoder:
         size = self._settings.max_length
         if size is not None and len(row.token_ids) > size:
             row = row._replace(token_ids=row.token_ids[:size], loss_mask=row.loss_mask[:size], is_cut=True)
-        if row.problem or any(row.loss_mask) or (self._settings.keep_unanswered and row.token_ids):
+        if row.problem or any(row.loss_mask):
             return row
-        return _dropped(TOO_LONG if row.is_cut else EMPTY, num_rows=row.num_rows)
+        return _dropped(TOO_LONG if row.is_cut else EMPTY)
 
 
 def _asked(row: Row) -> list[ChatMessage]:
@@ -361,8 +357,8 @@ def _row_of_ids(row: Row) -> EncodedRow:
     return EncodedRow([*row.prompt_ids, *row.token_ids], mask)
 
 
-def _dropped(problem: str, num_rows: int = 1) -> EncodedRow:
-    return EncodedRow([], [], problem=problem, num_rows=num_rows)
+def _dropped(problem: str) -> EncodedRow:
+    return EncodedRow([], [], problem=problem)
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from drafter.data.encode import EncodeReport, RowSettings, encode_file
+from drafter.data.encode import EncodeReport, RowSettings, encode_files
 from drafter.data.rows import TokenRow
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ def inspect_file(
     """Print the first ``num_rows`` rows with their loss mask, then the counts of all rows.
 
     Raises:
-        FileNotFoundError, ValueError: see :func:`drafter.data.encode.encode_file`.
+        FileNotFoundError, ValueError: see :func:`drafter.data.encode.encode_files`.
     """
-    rows, report = encode_file(name, tokenizer, settings, target_name=target_name, progress=progress)
+    rows, report = encode_files([name], tokenizer, settings, target_name=target_name, progress=progress)
     for index in range(min(num_rows, len(rows))):
         row = rows.row(index)
         num_trained = int(row.loss_mask_T.sum())

@@ -12,10 +12,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from drafter.data.batch import gather
-from drafter.data.encode import EncodeReport, RowSettings, encode_file
+from drafter.data.encode import RowSettings, encode_files
 from drafter.data.hidden_states import CachedStates, cache_states
 from drafter.data.loader import Gather, TrainLoader, ValLoader
-from drafter.data.rows import TokenRows, concat, split_by_prompt
+from drafter.data.rows import TokenRows, split_by_prompt
 from drafter.data.stored_states import StoredFiles, StoredStates, open_stored_states
 from drafter.targets.catalog import load_tokenizer, vocab_size_of
 from drafter.targets.target import Target
@@ -97,7 +97,7 @@ class ChatDataModule(LightningDataModule):
         self._val_share = float(val) if isinstance(val, float | int) else None
         self._val_names = [val] if isinstance(val, str) else list(val) if isinstance(val, list) else []
         self._target_name = target
-        self._settings = RowSettings(max_length, columns, keep_unanswered=train_on == "everything")
+        self._settings = RowSettings(max_length, columns)
         self._batch_tokens = batch_tokens
         self.train_on = train_on
         self._seed = seed
@@ -251,30 +251,18 @@ class ChatDataModule(LightningDataModule):
         if self._rows is None:
             train = self._read(self._train_names, "train")
             if self._val_share is None:
-                self._rows = train, _answered(self._read(self._val_names, "val"))
+                self._rows = train, self._read(self._val_names, "val")
             else:
                 kept, held_out = split_by_prompt(train, self._val_share)
-                self._rows = train.select(kept), _answered(train.select(held_out))
+                self._rows = train.select(kept), train.select(held_out)
         return self._rows
 
     def _read(self, names: list[str], what: str) -> TokenRows:
-        total, parts = EncodeReport(), []
         loading: dict[str, Any] = {"revision": self._revision, "trust_remote_code": self._trust_remote_code}
         settings = replace(self._settings, vocab_size=vocab_size_of(self._target_name, **loading))
-        for name in names:
-            rows, report = encode_file(
-                name, self.tokenizer, settings, target_name=self._target_name, progress=self._progress
-            )
-            parts.append(rows)
-            total.add(report)
-        for line in total.lines():
+        rows, report = encode_files(
+            names, self.tokenizer, settings, target_name=self._target_name, progress=self._progress
+        )
+        for line in report.lines():
             rank_zero_info(f"{what}: {line}")
-        return concat(parts)
-
-
-def _answered(rows: TokenRows) -> TokenRows:
-    """The rows with at least one token that is trained on."""
-    kept = rows.column("num_trained").nonzero().flatten().tolist()
-    if not kept:
-        raise ValueError("no held-out row has an answer to validate on: raise --data.val or name files for it")
-    return rows if len(kept) == len(rows) else rows.select(kept)
+        return rows

@@ -4,7 +4,7 @@ Shapes: N tokens of all rows · R rows · T tokens of one row.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -109,20 +109,6 @@ def _values(column: Any) -> np.ndarray[Any, Any]:
     return np.concatenate([part.to_numpy(zero_copy_only=False) for part in parts])
 
 
-def token_rows(rows: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> TokenRows:
-    """Rows in memory, from (token ids, loss mask) pairs."""
-    import datasets
-
-    pairs = list(rows)
-    columns = {
-        "token_ids": [list(token_ids) for token_ids, _ in pairs],
-        "loss_mask": [list(loss_mask) for _, loss_mask in pairs],
-        "length": [len(token_ids) for token_ids, _ in pairs],
-        "num_trained": [sum(loss_mask) for _, loss_mask in pairs],
-    }
-    return TokenRows(datasets.Dataset.from_dict(columns, features=datasets.Features(row_features())))
-
-
 def row_features() -> dict[str, Any]:
     """Types of the columns of :class:`TokenRows`."""
     from datasets import List, Value
@@ -133,13 +119,6 @@ def row_features() -> dict[str, Any]:
         "length": Value("int32"),
         "num_trained": Value("int32"),
     }
-
-
-def concat(parts: Sequence[TokenRows]) -> TokenRows:
-    """The whole rows of all parts, one part after another."""
-    import datasets
-
-    return TokenRows(datasets.concatenate_datasets([part.dataset for part in parts]))
 
 
 def split_by_prompt(rows: TokenRows, share: float) -> tuple[list[int], list[int]]:

@@ -44,36 +44,6 @@ def render(tokenizer: Any, messages: Sequence[Message], *, opening: bool = False
         raise PrefixError(f"the chat template refuses the conversation ({first_line(error)})") from error
 
 
-_PROBE = [
-    {"role": "user", "content": "Zebra crossing?"},
-    {"role": "assistant", "content": "Quiet violet."},
-    {"role": "user", "content": "Maple engine?"},
-    {"role": "assistant", "content": "Under seven hills."},
-]
-
-
-def check_template(tokenizer: Any, name: str) -> None:
-    """ValueError, with the reason, if the tokenizer's chat template gives no usable prefixes.
-
-    Raises:
-        ValueError: no chat template; a template that fails, drops or rewrites earlier turns, or precedes an answer with
-            another text than the opening of the assistant's turn.
-    """
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"target {name!r} has no chat template, so conversations cannot be rendered: give plain `text` rows, "
-            "or choose an instruction-tuned target"
-        )
-    probes = [Chat(_PROBE[:2]), Chat(_PROBE)]
-    for probe, found in zip(probes, find_all_answers(tokenizer, probes, name), strict=True):
-        if isinstance(found, PrefixError):
-            turns = "a single question and answer" if len(probe.messages) == 2 else "a second turn"
-            raise ValueError(
-                f"the chat template of target {name!r} cannot be used for a loss mask: "
-                f"{found.reason}, seen with {turns}"
-            ) from found
-
-
 class AnswerSpan(NamedTuple):
     """An answer in the rendered text: its prefix, and the start and end of its characters."""
 

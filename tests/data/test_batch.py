@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from drafter.data.batch import collate, gather, pad_states, plan_epoch, plan_in_order
 from drafter.data.loader import TrainLoader, ValLoader
-from drafter.data.rows import TokenRows, concat, token_rows
+from drafter.data.rows import TokenRows
+from tests.data.tiny import token_rows
 
 LENGTHS = [3, 9, 1, 4, 4, 7, 2, 8, 5, 6, 1, 9, 3]
 
@@ -176,7 +177,7 @@ def test_val_loader_repeats_itself_and_is_shared_by_ranks() -> None:
 
 
 def test_rows() -> None:
-    rows = concat([rows_with([2, 1]), rows_with([3])])
+    rows = token_rows([([1, 1], [False, True]), ([2], [False]), ([1, 1, 1], [False, True, True])])
     assert rows.length_R.tolist() == [2, 1, 3] and rows.num_trained_tokens == 3
     assert rows.row(2).token_T.tolist() == [1, 1, 1] and rows.prompt_ids(2) == [1]
     assert [row.token_T.tolist() for row in rows.select([2, 0]).take([0, 1])] == [[1, 1, 1], [1, 1]]

@@ -1,6 +1,5 @@
 """Loss masks by template prefixes: exactly the tokens that the target would have generated."""
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,12 @@ from drafter.data.encode import (
     NO_ANSWER,
     TOO_LONG,
     EncodedRow,
-    EncodeReport,
     RowEncoder,
     RowSettings,
-    encode_file,
+    encode_files,
     tokenizer_fingerprint,
 )
-from drafter.data.template import PrefixError, check_template
+from drafter.data.template import PrefixError
 from tests.data.tiny import (
     CHAT_TEMPLATE,
     COUNTING_TEMPLATE,
@@ -96,19 +94,23 @@ def test_an_answer_whose_first_token_melts_into_the_opening_is_refused() -> None
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (FORGETFUL_TEMPLATE, "changes when the answer is added.*seen with a second turn"),
-        (COUNTING_TEMPLATE, "changes when the answer is added.*seen with a single question"),
-        (OTHER_OPENING_TEMPLATE, "changes when the answer is added.*seen with a single question"),
+        (FORGETFUL_TEMPLATE, "changes when the answer is added"),
+        (COUNTING_TEMPLATE, "changes when the answer is added"),
+        (OTHER_OPENING_TEMPLATE, "changes when the answer is added"),
         (UPPERCASE_TEMPLATE, "the template changes the answer"),
         ("{{ raise_exception('no turns today') }}", "the chat template refuses the conversation .no turns today."),
         ("{{ messages[0]['content'] ", "the chat template refuses the conversation"),
-        (None, "has no chat template"),
     ],
-    ids=["forgetful", "counting", "other-opening", "uppercase", "raising", "broken", "none"],
+    ids=["forgetful", "counting", "other-opening", "uppercase", "raising", "broken"],
 )
-def test_templates_without_usable_prefixes_are_refused(template: str | None, message: str) -> None:
-    with pytest.raises(ValueError, match=rf"target 'tiny'.*{message}"):
-        check_template(tiny_tokenizer(template), "tiny")
+def test_templates_without_usable_prefixes_are_refused(template: str, message: str) -> None:
+    with pytest.raises(PrefixError, match=message):
+        encode_conversation(tiny_tokenizer(template), chat("a", "one", "b", "two"))
+
+
+def test_conversations_need_a_chat_template() -> None:
+    with pytest.raises(ValueError, match="target 'tiny' has no chat template"):
+        encode_conversation(tiny_tokenizer(None), chat("a", "one"))
 
 
 text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20).filter(lambda s: s.strip())
@@ -142,7 +144,7 @@ def test_rows_of_token_ids_are_trained_on_as_they_are(tmp_path: Path) -> None:
     encoded = encode_rows([given, reply, told], bare)
     assert [row.token_ids for row in encoded] == [[0, 70, 70, 71, 71, END_ID], [5, 6], [8, 9]]
     assert [row.loss_mask for row in encoded] == [[False] * 3 + [True] * 3, [False, True], [False, True]]
-    rows, report = encode_file(write_jsonl(tmp_path / "a.jsonl", [given, reply, told]), bare, RowSettings())
+    rows, report = encode_files([write_jsonl(tmp_path / "a.jsonl", [given, reply, told])], bare, RowSettings())
     assert report.num_foreign == 0 and "the target did not write" not in " ".join(report.lines())
     assert [rows.row(i).token_T.tolist() for i in range(3)] == [row.token_ids for row in encoded]
     assert [rows.row(i).loss_mask_T.tolist() for i in range(3)] == [row.loss_mask for row in encoded]
@@ -171,70 +173,62 @@ def test_rows_that_cannot_be_trained_on_are_counted(tmp_path: Path) -> None:
     rows = [{"messages": chat(*turn)} for turn in turns] + [{"prompt_token_ids": [5], "token_ids": []}]
     encoded = encode_rows(rows, max_length=30)
     assert [trained_text(item) for item in encoded if not item.problem] == ["one<|end|>", "two<|end|>", "b" * 22]
-    kept, report = encode_file(write_jsonl(tmp_path / "a.jsonl", rows), TOKENIZER, RowSettings(max_length=30))
+    kept, report = encode_files([write_jsonl(tmp_path / "a.jsonl", rows)], TOKENIZER, RowSettings(max_length=30))
     assert report.num_rows == 7 and report.num_kept == len(kept) == 3 and report.num_cut == 1
     assert report.dropped == {NO_ANSWER: 1, EMPTY: 2, TOO_LONG: 1}
     assert report.num_trained_tokens == kept.num_trained_tokens == sum(sum(item.loss_mask) for item in encoded)
     assert "1 rows without an answer dropped" in report.lines()
     assert "3 of 3 rows (100%) hold text without the target's token ids" in report.lines()[1]
-    everything, _ = encode_file(str(tmp_path / "a.jsonl"), TOKENIZER, RowSettings(max_length=30, keep_unanswered=True))
-    assert len(everything) == 5
 
 
-def test_literal_end_marks_are_taken_off() -> None:
-    encoded = encode_rows([{"messages": chat("a", answer)} for answer in ("one<|end|>", "two", "<|end|>")])
-    assert [trained_text(item) for item in encoded] == ["one<|end|>", "two<|end|>", ""]
-    assert [item.is_stripped for item in encoded] == [True, False, False] and encoded[2].problem == EMPTY
+def test_end_marks_as_text_are_refused() -> None:
+    encoded = encode_rows([{"messages": chat("a", answer)} for answer in ("one<|end|>", "two", "<|end|>\n")])
+    assert [bool(row.problem) for row in encoded] == [True, False, True]
+    assert "ends with a special token as text" in encoded[0].problem
 
 
-def test_plain_text_is_trained_on_from_its_second_token_and_goes_on_in_further_rows(tmp_path: Path) -> None:
+def test_plain_text_is_trained_on_from_its_second_token_and_goes_on_in_further_rows() -> None:
     encoded = encode_rows([{"text": "abcdefg"}], max_length=3)
     assert [TOKENIZER.decode(item.token_ids) for item in encoded] == ["abc", "def"]
     assert [item.loss_mask for item in encoded] == [[False, True, True]] * 2
-    name = write_jsonl(tmp_path / "a.jsonl", [{"text": "abcdefg"}])
-    assert encode_file(name, TOKENIZER, RowSettings(max_length=3))[1].num_rows == 1
 
 
 def test_more_than_one_percent_of_failures_stops(tmp_path: Path) -> None:
     good, bad = {"messages": chat("a", "one")}, {"messages": chat("a", "\nHello")}
-    _, report = encode_file(write_jsonl(tmp_path / "a.jsonl", [good] * 99 + [bad]), TOKENIZER, RowSettings())
+    _, report = encode_files([write_jsonl(tmp_path / "a.jsonl", [good] * 99 + [bad])], TOKENIZER, RowSettings())
     assert report.failures.total() == 1 and report.num_kept == 99
     assert report.lines()[-1].endswith("a.jsonl, line 100")
     name = write_jsonl(tmp_path / "b.jsonl", [good] * 98 + [bad] * 2)
     with pytest.raises(
         ValueError, match=r"b.jsonl: 2 of 100 .* more than 1%: the tokens before.*first: .*b.jsonl, line 99"
     ):
-        encode_file(name, TOKENIZER, RowSettings())
+        encode_files([name], TOKENIZER, RowSettings())
 
 
 def test_nothing_to_train_on_says_why(tmp_path: Path) -> None:
     name = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("a")}])
     with pytest.raises(ValueError, match="nothing to train on: 1 rows without an answer dropped. Make answers with"):
-        encode_file(name, TOKENIZER, RowSettings())
+        encode_files([name], TOKENIZER, RowSettings())
 
 
-def test_reports_add_up() -> None:
-    total = EncodeReport(num_rows=1, dropped=Counter(x=1))
-    total.add(EncodeReport(num_rows=2, num_kept=1, dropped=Counter(x=2, y=1), first_failure="there"))
-    assert (total.num_rows, total.num_kept, total.dropped, total.first_failure) == (3, 1, {"x": 3, "y": 1}, "there")
+def test_several_files_are_one_data_set(tmp_path: Path) -> None:
+    names = [write_jsonl(tmp_path / f"{name}.jsonl", [{"messages": chat(name, "b")}, {"prompt": "?"}]) for name in "xy"]
+    rows, report = encode_files(names, TOKENIZER, RowSettings())
+    assert len(rows) == 2 and (report.num_rows, report.num_kept, report.dropped) == (4, 2, {NO_ANSWER: 2})
 
 
 def test_a_file_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other settings are another data set; a damaged file of the cache is made again."""
+    """Other settings and another content are other data sets."""
     name = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat(f"{i}", "and " * i + "b")} for i in range(9)])
-    rows, report = encode_file(name, TOKENIZER, RowSettings())
+    rows, report = encode_files([name], TOKENIZER, RowSettings())
     with monkeypatch.context() as patched:
         patched.setattr(RowEncoder, "encode", lambda *args: pytest.fail("encoded again"))
-        again, same = encode_file(name, TOKENIZER, RowSettings())
+        again, same = encode_files([name], TOKENIZER, RowSettings())
         assert again.digest() == rows.digest() and same == report
         with pytest.raises(pytest.fail.Exception):
-            encode_file(name, TOKENIZER, RowSettings(max_length=15))
-    digest = rows.digest()
-    (file,) = (Path(entry["filename"]) for entry in rows.dataset.cache_files)
-    file.write_bytes(file.read_bytes()[:-600])
-    assert encode_file(name, TOKENIZER, RowSettings())[0].digest() == digest
+            encode_files([name], TOKENIZER, RowSettings(max_length=15))
     write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("other", "text")}])
-    assert len(encode_file(name, TOKENIZER, RowSettings())[0]) == 1
+    assert len(encode_files([name], TOKENIZER, RowSettings())[0]) == 1
 
 
 def test_the_fingerprint_follows_vocabulary_and_template_only() -> None:

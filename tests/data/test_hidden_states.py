@@ -11,8 +11,8 @@ from drafter.data import hidden_states
 from drafter.data.batch import collate
 from drafter.data.hidden_states import CachedStates, cache_states, crop_to_answers
 from drafter.data.module import ChatDataModule
-from drafter.data.rows import TokenRows, token_rows
-from tests.data.tiny import chat, save_tiny_target, tiny_target, write_jsonl
+from drafter.data.rows import TokenRows
+from tests.data.tiny import chat, save_tiny_target, tiny_target, token_rows, write_jsonl
 
 MARGIN = 3
 

@@ -41,7 +41,7 @@ def test_num_rows_and_bad_input(tmp_path: Path) -> None:
     name = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat(f"{i}", "yes")} for i in range(5)])
     assert "row 2:" in show(name, num_rows=2)[0] and "row 3:" not in show(name, num_rows=2)[0]
     assert "row 1:" not in show(name, num_rows=0)[0]
-    with pytest.raises(ValueError, match="cannot be used for a loss mask"):
+    with pytest.raises(ValueError, match="5 of 5 conversations cannot be masked"):
         show(name, tokenizer=tiny_tokenizer(COUNTING_TEMPLATE), target_name="tiny")
     with pytest.raises(FileNotFoundError):
         show(str(tmp_path / "none.jsonl"))

@@ -10,12 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from drafter.data import stored_states
 from drafter.data.hidden_states import crop_to_answers
-from drafter.data.rows import TokenRows, token_rows
+from drafter.data.rows import TokenRows
 from drafter.data.stored_states import StoredFiles, StoredStates, open_stored_states
 from drafter.targets.target import Target
 from tests.data.engine_files import states_before_norm, write_file, write_speculators, write_vllm
 from tests.data.test_hidden_states import MARGIN, rows_of
-from tests.data.tiny import tiny_target
+from tests.data.tiny import tiny_target, token_rows
 from tests.targets.zoo import TARGETS, build
 
 WRITERS = {"speculators": write_speculators, "vllm": write_vllm}

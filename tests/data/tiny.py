@@ -1,6 +1,7 @@
 """A byte-level BPE tokenizer of a few hundred tokens, built in memory, and small chat templates for it."""
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from drafter.data.encode import EncodedRow, RowEncoder, RowSettings
 from drafter.data.reading import Source
+from drafter.data.rows import TokenRows, row_features
 from drafter.data.template import PrefixError
 
 BOS, USER, ANSWER, END = "<s>", "<|user|>", "<|bot|>", "<|end|>"
@@ -107,7 +109,7 @@ def encode_rows(rows: list[dict[str, Any]], tokenizer: Any = None, **settings: A
     """The encoded rows of a file with these rows."""
     encoder = RowEncoder(tokenizer or tiny_tokenizer(), RowSettings(**{"max_length": None, **settings}), "tiny")
     items = [{"text": json.dumps(row)} for row in rows]
-    return list(encoder.encode(Source("rows.jsonl", None, True, "line"), items, range(1, len(rows) + 1)))
+    return list(encoder.encode(Source("rows.jsonl", None, True), items, range(1, len(rows) + 1)))
 
 
 def encode_conversation(tokenizer: Any, messages: list[dict[str, Any]], *, is_cut: bool = False) -> EncodedRow:
@@ -116,3 +118,17 @@ def encode_conversation(tokenizer: Any, messages: list[dict[str, Any]], *, is_cu
     if row.problem:
         raise PrefixError(row.problem)
     return row
+
+
+def token_rows(rows: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> TokenRows:
+    """Rows in memory, from (token ids, loss mask) pairs."""
+    import datasets
+
+    pairs = list(rows)
+    columns = {
+        "token_ids": [list(token_ids) for token_ids, _ in pairs],
+        "loss_mask": [list(loss_mask) for _, loss_mask in pairs],
+        "length": [len(token_ids) for token_ids, _ in pairs],
+        "num_trained": [sum(loss_mask) for _, loss_mask in pairs],
+    }
+    return TokenRows(datasets.Dataset.from_dict(columns, features=datasets.Features(row_features())))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafter.data.encode import RowSettings, encode_file
+from drafter.data.encode import RowSettings, encode_files
 from drafter.decoding.params import SamplingParams
 from drafter.distill.client import Client
 from drafter.distill.endpoint import Endpoint
@@ -125,7 +125,7 @@ def test_rows_hold_the_engines_own_tokens(target: Target, style: str, tmp_path: 
         assert distill(*arguments, num_prompts=4, progress=False).num_new == 0
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     tokenizer = tiny_tokenizer(template)
-    encoded, report = encode_file(str(tmp_path / "out.jsonl"), tiny_tokenizer(None), RowSettings(), progress=False)
+    encoded, report = encode_files([str(tmp_path / "out.jsonl")], tiny_tokenizer(None), RowSettings(), progress=False)
     assert report.num_kept == 4 and report.num_foreign == 0
     for number, row in enumerate(rows):
         asked = tokenizer.apply_chat_template(row["messages"][:-1], add_generation_prompt=True)["input_ids"]

@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from lightning.pytorch import Callback
 
 from drafter.data.module import ChatDataModule
-from drafter.data.rows import concat
+from drafter.data.rows import TokenRows
 from drafter.targets.target import Target
 from tests.data.engine_files import write_speculators, write_vllm
 from tests.data.tiny import chat, save_tiny_target, tiny_target, write_jsonl
@@ -50,7 +51,7 @@ def test_training_from_stored_states_is_training_from_our_own(tmp_path: Path, la
         made.model.model.norm.weight.copy_(torch.linspace(0.5, 2, made.hidden_size))
     target = Target.from_model(made.model.to(torch.bfloat16), made.tokenizer, name="tiny")  # as the cache keeps it
     plain = make_data(tmp_path, None)
-    rows = concat([plain.train_rows, plain.val_rows])
+    rows = TokenRows(datasets.concatenate_datasets([plain.train_rows.dataset, plain.val_rows.dataset]))
     write_speculators(tmp_path / "speculators", rows, target, layers)
     write_vllm(tmp_path / "vllm", rows, target, layers)
     drafter = {"context": "fused", "context_layers": layers} if layers else {"context": "last"}
