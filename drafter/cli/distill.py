@@ -29,13 +29,11 @@ class SourceOptions(RowOptions):
             come with the package)
         num_prompts: largest number of prompts; for magpie: prompts to invent before the first answer
         exclude: file of prompts that must not be answered, such as the prompts of an evaluation
-        shard: which part of the prompts to answer, such as 3/8; every part needs its own --out
     """
 
     prompts: str | None = None
     num_prompts: int | None = within(None, low=1)
     exclude: str | None = None
-    shard: str = "1/1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +125,6 @@ def _write(options: DistillOptions, answerer: "Answerer") -> None:
         options.prompts,
         options.out,
         part_of(options, AnswerSettings),
-        shard=options.shard,
         num_prompts=options.num_prompts,
         columns=options.columns,
         exclude=options.exclude,

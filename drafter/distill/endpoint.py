@@ -1,6 +1,7 @@
 """Answers of an OpenAI-compatible server, such as vLLM or SGLang."""
 
 import queue
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,6 @@ from drafter.distill.prompts import AnswerSettings, AnswerStream, MadeAnswer, Wa
 
 _RETRYABLE = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 _REFUSED = {400, 413, 422}  # the server refuses this prompt (too long, filtered) and may answer others
-_MAX_REFUSED_AT_START = 8
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,12 @@ class Endpoint:
 
     refusal: ClassVar[str] = "prompts refused by the server"
 
-    def answer(
-        self, wanted: Sequence[WantedAnswer], settings: AnswerSettings, *, num_answered_before: int = 0
-    ) -> AnswerStream:
+    def answer(self, wanted: Sequence[WantedAnswer], settings: AnswerSettings) -> AnswerStream:
         """Yield each wanted answer with the made one, in order of arrival; None where the server refused the prompt.
 
         Args:
             wanted: answers to make.
             settings: sampling parameters.
-            num_answered_before: answers with these settings from earlier runs.
 
         Raises:
             OSError: the server is unusable (address, model, key, or no answer after all retries); answers yielded
@@ -86,22 +83,16 @@ class Endpoint:
         for _ in range(min(self.concurrency, len(wanted))):
             threading.Thread(target=work, daemon=True).start()
             todo.put(None)
-        num_refused = num_answered = 0
-        # A continued run repeats refused prompts first, so refusals alone do not show an unusable server: the limit
-        # exceeds the number of earlier answers.
-        limit = min(_MAX_REFUSED_AT_START, len(wanted))
-        if num_answered_before:
-            limit = max(_MAX_REFUSED_AT_START, num_answered_before + 1)
+        is_told = False
         try:
             for _ in wanted:
                 item, result = done.get()
                 if isinstance(result, MadeAnswer):
-                    num_answered += 1
                     yield item, result
                 elif isinstance(result, ServerError):
-                    num_refused += 1
-                    if not num_answered and num_refused >= limit:
-                        raise OSError(f"{self.chat_url} refuses every prompt: {result}")
+                    if not is_told:
+                        print(f"warning: {self.chat_url} refuses a prompt: {result}", file=sys.stderr)
+                    is_told = True
                     yield item, None
                 else:
                     raise result

@@ -8,13 +8,13 @@ refused.
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from drafter.utils.io import is_stream, write_atomic
-from drafter.utils.parse import parse_json, read_json_object, read_lines
+from drafter.utils.parse import check_shape, parse_json, read_json_object, read_lines
 
 _OTHER_FORMATS = (".json", ".parquet")  # suffixes that `read_records` reads as other formats
 
@@ -37,7 +37,7 @@ class Journal:
     Args:
         path: the .jsonl file.
         settings: what a later run must agree on.
-        check_row: raises ValueError for a row of another command, given the row and its place.
+        shape: keys that every row has, with their types (:func:`drafter.utils.parse.check_shape`).
 
     Attributes:
         rows: the rows of the file when it was opened, in order.
@@ -53,7 +53,7 @@ class Journal:
         self,
         path: str | Path,
         settings: Mapping[str, Any],
-        check_row: Callable[[dict[str, Any], str], object] = lambda row, where: None,
+        shape: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = Path(path).expanduser()
         check_name(path)
@@ -69,7 +69,7 @@ class Journal:
             self._lock()
             self._check_settings(json.loads(json.dumps(settings)))
             self.num_torn_bytes = 0
-            self.rows = list(self._read(check_row))
+            self.rows = list(self._read(dict(shape or {})))
         except BaseException:
             self._file.close()
             raise
@@ -119,7 +119,7 @@ class Journal:
         else:
             write_atomic(self.settings_path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
-    def _read(self, check_row: Callable[[dict[str, Any], str], object]) -> Iterator[dict[str, Any]]:
+    def _read(self, shape: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The rows; an incomplete last line is removed from the file."""
         size = 0
         with self.path.open("rb") as stream:
@@ -132,9 +132,7 @@ class Journal:
                 where = f"{self.path}, line {number}"
                 try:
                     row = parse_json(line, where, only_depth=True)
-                    if not isinstance(row, dict):
-                        raise ValueError(f"{where}: no row of `drafter distill`")
-                    check_row(row, where)
+                    check_shape(row, shape, where)
                 except ValueError as error:
                     raise ValueError(f"{error}; the row is damaged: remove the line to continue") from error
                 yield row

@@ -51,9 +51,7 @@ class EngineAnswerer:
         """The settings that, with prompts and sampling parameters, determine the answers."""
         return {"target_fingerprint": self.target.fingerprint, "dtype": str(self.target.dtype).removeprefix("torch.")}
 
-    def answer(
-        self, wanted: Sequence[WantedAnswer], settings: AnswerSettings, *, num_answered_before: int = 0
-    ) -> AnswerStream:
+    def answer(self, wanted: Sequence[WantedAnswer], settings: AnswerSettings) -> AnswerStream:
         """See :class:`drafter.distill.run.Answerer`. The shortest prompts come first: rows of a step are alike."""
         from drafter.decoding.params import SamplingParams
 

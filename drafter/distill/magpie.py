@@ -16,7 +16,7 @@ from drafter.data.encode import stop_token_ids
 from drafter.data.formats import ChatMessage
 from drafter.data.template import render
 from drafter.distill.journal import Journal
-from drafter.distill.prompts import Exclusion, PromptRow, Shard, check_id, derive_seed
+from drafter.distill.prompts import Exclusion, PromptRow, derive_seed
 from drafter.targets.chat import what_runs
 from drafter.utils.limits import limited_map
 
@@ -94,24 +94,22 @@ def invent_prompts(
     target_name: str,
     recorded: Mapping[str, Any],
     seed: int = 0,
-    shard: Shard | None = None,
     exclude: Exclusion | None = None,
     progress: bool = True,
 ) -> tuple[list[PromptRow], Counter[str]]:
     """Prompts that the target invents, kept in the journal ``path``. A later call continues the journal.
 
     The seed of candidate i depends on i, and candidates are judged in order, so an interrupted run ends with the same
-    prompts. A shard takes every ``total``-th candidate.
+    prompts.
 
     Args:
         path: file of the journal.
         tokenizer: the target's tokenizer.
         sample: samples continuations; see ``Sampler``.
-        num_prompts: prompts of all shards together.
+        num_prompts: prompts to invent.
         target_name: the target's name, for messages.
         recorded: settings that determine the texts beside the seed, such as the target's fingerprint.
         seed: seed of sampling.
-        shard: part of the candidates.
         exclude: texts that no prompt may contain.
         progress: show a bar.
 
@@ -123,33 +121,32 @@ def invent_prompts(
     """
     from tqdm import tqdm
 
-    shard, exclude = shard or Shard(), exclude or Exclusion()
+    exclude = exclude or Exclusion()
     opening = user_opening(tokenizer, target_name)
-    wanted = num_prompts // shard.total + (shard.index <= num_prompts % shard.total)
     sampling = {"max_tokens": MAX_TOKENS, "temperature": TEMPERATURE, "top_p": TOP_P, "seed": seed}
     dropped: Counter[str] = Counter()
-    with Journal(path, {**sampling, "shard": str(shard), **recorded}, _check_row) as journal:
+    with Journal(path, {**sampling, **recorded}, {"candidate": int, "prompt": str}) as journal:
         rows = list(journal.rows)
         seen = {_normal(row["prompt"]) for row in rows}
         special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         number, num_barren = rows[-1]["candidate"] + 1 if rows else 0, 0
         bar = tqdm(
-            total=wanted,
-            initial=min(len(rows), wanted),
+            total=num_prompts,
+            initial=min(len(rows), num_prompts),
             desc="inventing prompts",
             unit="prompt",
             disable=not progress,
             file=sys.stderr,
         )
         with bar:
-            while len(rows) < wanted:
+            while len(rows) < num_prompts:
                 before = len(rows)
-                size = min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, 5 * (wanted - before) // 4))
-                numbers = [n for n in range(number, number + size * shard.total) if shard.owns(n)]
-                number = numbers[-1] + 1
+                size = min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, 5 * (num_prompts - before) // 4))
+                numbers = range(number, number + size)
+                number += size
                 texts = sample(opening, [derive_seed(seed, "magpie", n) for n in numbers])
                 for candidate, (text, is_whole) in zip(numbers, texts, strict=True):
-                    if len(rows) == wanted:
+                    if len(rows) == num_prompts:
                         break
                     text = text.strip()
                     problem = (None if is_whole else "cut") or problem_of(text, special)
@@ -167,18 +164,14 @@ def invent_prompts(
                 if num_barren == _MAX_BARREN_BLOCKS:
                     counts = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
                     raise ValueError(
-                        f"target {target_name!r} invented {before} of {wanted} usable prompts and then no more "
+                        f"target {target_name!r} invented {before} of {num_prompts} usable prompts and then no more "
                         f"({counts}): lower --num-prompts or give --prompts FILE"
                     )
-    prompts = [PromptRow(row["id"], ({"role": "user", "content": row["prompt"]},), "magpie") for row in rows[:wanted]]
+    prompts = [
+        PromptRow(f"magpie-{row['candidate']}", ({"role": "user", "content": row["prompt"]},), "magpie")
+        for row in rows[:num_prompts]
+    ]
     return prompts, dropped
-
-
-def _check_row(row: dict[str, Any], where: str) -> None:
-    """ValueError unless the row is one of :func:`invent_prompts`."""
-    if not isinstance(row.get("prompt"), str):
-        raise ValueError(f"{where}: the row has no prompt")
-    check_id(row, where, number="candidate")
 
 
 def _normal(text: str) -> str:

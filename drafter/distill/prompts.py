@@ -1,15 +1,14 @@
-"""The answers that a run has to make: prompts, their shard and exclusions, and seed and temperature of each answer."""
+"""The answers that a run has to make: prompts, exclusions, and seed and temperature of each answer."""
 
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from drafter.data.formats import ChatMessage, parse_row, read_rows
-from drafter.data.reading import RawRow
+from drafter.data.formats import ChatMessage, read_rows
 from drafter.utils.validate import check_ranges, seed_field, within
 
 # Two texts that share a run of this many words count as the same material.
@@ -30,34 +29,11 @@ class PromptRow:
 
 
 class PromptSelection(NamedTuple):
-    """The prompts of a shard, and the numbers of prompts of the whole file that were left out."""
+    """The prompts of a file, and the numbers of its prompts that were left out."""
 
     prompts: list[PromptRow]
     num_duplicates: int
     num_excluded: int
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Part ``index`` (from 1) of ``total`` parts."""
-
-    index: int = 1
-    total: int = 1
-
-    @classmethod
-    def parse(cls, text: str) -> "Shard":
-        """``"3/8"`` is the third of eight parts."""
-        match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
-        if match is None or not 1 <= int(match[1]) <= int(match[2]):
-            raise ValueError(f"--shard {text!r} must be INDEX/TOTAL with INDEX from 1 to TOTAL, such as 3/8")
-        return cls(int(match[1]), int(match[2]))
-
-    def owns(self, number: int) -> bool:
-        """Whether item ``number`` (from 0) belongs to this shard."""
-        return number % self.total == self.index - 1
-
-    def __str__(self) -> str:
-        return f"{self.index}/{self.total}"
 
 
 def builtin_prompts() -> Path:
@@ -117,10 +93,9 @@ def select_prompts(
     *,
     columns: Mapping[str, str] | None = None,
     limit: int | None = None,
-    shard: Shard | None = None,
     exclude: Exclusion | None = None,
 ) -> PromptSelection:
-    """The prompts of a file that this shard answers: each conversation up to its last user turn.
+    """The prompts of a file: each conversation up to its last user turn.
 
     Repeated prompts are left out. A row without an id gets a hash of its messages as id. An id that another prompt has
     already gets a suffix.
@@ -153,9 +128,7 @@ def select_prompts(
         found[key] = PromptRow(key, row.prompt, row.source or Path(name).name, row.tools)
     if not found:
         raise ValueError(f"--prompts {name}: no prompt is left ({num_excluded} are on the excluded list)")
-    shard = shard or Shard()
-    mine = [prompt for number, prompt in enumerate(found.values()) if shard.owns(number)]
-    return PromptSelection(mine, num_duplicates, num_excluded)
+    return PromptSelection(list(found.values()), num_duplicates, num_excluded)
 
 
 # -- answers to the prompts ----------------------------------------------------------------------------------------
@@ -267,29 +240,3 @@ def row_of(wanted: WantedAnswer, answer: MadeAnswer) -> dict[str, Any]:
     if answer.token_ids is not None:
         row |= {"prompt_token_ids": answer.prompt_ids, "token_ids": answer.token_ids}
     return row
-
-
-def check_answer(row: Mapping[str, Any], where: str) -> None:
-    """ValueError unless the row is one of :func:`row_of`."""
-    if not parse_row(RawRow(dict(row), where, 0)).messages:
-        raise ValueError(f"{where}: the row has no messages")
-    check_id(row, where, number="answer")
-
-
-def check_id(row: Mapping[str, Any], where: str, *, number: str) -> None:
-    """ValueError unless the row has an id and, under the key ``number``, a whole number."""
-    if not isinstance(row.get("id"), str):
-        raise ValueError(f"{where}: the row has no id")
-    if not isinstance(row.get(number), int) or isinstance(row[number], bool):
-        raise ValueError(f"{where}: {number} must be a whole number")
-
-
-def keys_of(rows: Sequence[dict[str, Any]], where: str) -> set[tuple[str, int]]:
-    """The keys of the answers in a file; ValueError if two rows have the same key."""
-    keys: set[tuple[str, int]] = set()
-    for line, row in enumerate(rows, start=1):
-        key = (row["id"], row["answer"])
-        if key in keys:
-            raise ValueError(f"{where}, line {line}: answer {key[1]} to prompt {key[0]!r} occurs twice")
-        keys.add(key)
-    return keys

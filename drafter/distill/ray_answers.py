@@ -63,9 +63,7 @@ class RayAnswerer:
 
     refusal = "answers left out: the prompt leaves no room in the context"
 
-    def answer(
-        self, wanted: Sequence[WantedAnswer], settings: AnswerSettings, *, num_answered_before: int = 0
-    ) -> AnswerStream:
+    def answer(self, wanted: Sequence[WantedAnswer], settings: AnswerSettings) -> AnswerStream:
         """Answers in the order in which batches return; see :class:`drafter.distill.run.Answerer`."""
         if not wanted:
             return

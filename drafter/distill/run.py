@@ -21,11 +21,8 @@ from drafter.distill.prompts import (
     AnswerStream,
     Exclusion,
     PromptRow,
-    Shard,
     WantedAnswer,
     builtin_prompts,
-    check_answer,
-    keys_of,
     missing_answers,
     row_of,
     select_prompts,
@@ -77,9 +74,7 @@ class Answerer(Protocol):
     @property
     def refusal(self) -> str: ...
 
-    def answer(
-        self, wanted: Sequence[WantedAnswer], settings: AnswerSettings, *, num_answered_before: int = 0
-    ) -> AnswerStream:
+    def answer(self, wanted: Sequence[WantedAnswer], settings: AnswerSettings) -> AnswerStream:
         """Each wanted answer with the made one as it is finished, or with None where the prompt has no answer."""
 
 
@@ -89,7 +84,6 @@ def distill(
     out: str | Path,
     settings: AnswerSettings | None = None,
     *,
-    shard: str = "1/1",
     num_prompts: int | None = None,
     columns: Mapping[str, str] | None = None,
     exclude: str | None = None,
@@ -104,7 +98,6 @@ def distill(
             prompts.
         out: .jsonl file; an existing file is continued.
         settings: sampling parameters and number of answers; None: greedy, one answer to each prompt.
-        shard: ``"3/8"``: the third of eight parts of the prompts; every part needs its own ``out``.
         num_prompts: largest number of prompts of a file; with ``magpie`` the number of prompts to invent.
         columns: see :func:`drafter.data.formats.read_rows`.
         exclude: file of texts that no prompt may share 13 consecutive words with.
@@ -116,7 +109,7 @@ def distill(
     """
     settings, report = settings or AnswerSettings(), DistillReport()
     check_name(out)
-    part, unwanted = Shard.parse(shard), Exclusion.read(exclude)
+    unwanted = Exclusion.read(exclude)
     excluded = {} if exclude is None else {"exclude": exclude}
     if prompts == MAGPIE:
         if not isinstance(answerer, EngineAnswerer):
@@ -124,21 +117,20 @@ def distill(
                 "--prompts magpie needs --target on this machine: a chat endpoint cannot continue an open user turn. "
                 "Invent the prompts here first, then answer the .prompts.jsonl file with --endpoint or --ray"
             )
-        asked = _invented(answerer, excluded, Path(out), num_prompts, settings.seed, part, unwanted, report, progress)
+        asked = _invented(answerer, excluded, Path(out), num_prompts, settings.seed, unwanted, report, progress)
         origin = MAGPIE
     else:
         found = select_prompts(
             prompts or builtin_prompts(),
             columns=columns,
             limit=num_prompts,
-            shard=part,
             exclude=unwanted,
         )
         asked, origin = found.prompts, _digest(found.prompts)
         report.notes["repeated prompts left out"] = found.num_duplicates
         report.notes["prompts left out: on the excluded list"] = found.num_excluded
-    recorded = {**asdict(settings), "shard": str(part), "prompts": origin, **answerer.identity, **excluded}
-    with Journal(out, recorded, check_answer) as journal:
+    recorded = {**asdict(settings), "prompts": origin, **answerer.identity, **excluded}
+    with Journal(out, recorded, {"id": str, "answer": int}) as journal:
         report.notes["bytes of an incomplete last line removed"] = journal.num_torn_bytes
         _answer_all(answerer, asked, settings, journal, report, progress)
     return report
@@ -155,7 +147,7 @@ def _answer_all(
     """Make the answers that the journal lacks, and append each as it is finished."""
     from tqdm import tqdm
 
-    done = keys_of(journal.rows, str(journal.path))
+    done = {(row["id"], row["answer"]) for row in journal.rows}
     wanted = missing_answers(prompts, settings, done)
     report.num_prompts = len(prompts)
     report.num_answers = len(prompts) * settings.num_answers
@@ -170,7 +162,7 @@ def _answer_all(
     )
     start = time.perf_counter()
     with bar:
-        for item, answer in answerer.answer(wanted, settings, num_answered_before=len(done)):
+        for item, answer in answerer.answer(wanted, settings):
             report.seconds = time.perf_counter() - start
             if answer is None:
                 report.notes[answerer.refusal] += 1
@@ -181,6 +173,8 @@ def _answer_all(
             report.notes["new answers cut at --max-new-tokens"] += answer.finish_reason == "length"
             bar.set_postfix_str(f"{report.num_tokens / report.seconds:,.0f} tokens/s", refresh=False)
             bar.update()
+    if wanted and not done and not report.num_new:
+        raise OSError(f"no prompt was answered: {report.notes[answerer.refusal]:,} {answerer.refusal}")
 
 
 def _invented(
@@ -189,7 +183,6 @@ def _invented(
     out: Path,
     num_prompts: int | None,
     seed: int,
-    shard: Shard,
     exclude: Exclusion,
     report: DistillReport,
     progress: bool,
@@ -205,7 +198,6 @@ def _invented(
         target_name=answerer.target.name,
         recorded={**answerer.identity, **excluded},
         seed=seed,
-        shard=shard,
         exclude=exclude,
         progress=progress,
     )

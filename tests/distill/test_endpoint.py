@@ -165,36 +165,18 @@ def test_a_server_that_stays_away_keeps_finished_answers(server: FakeServer, pro
     assert {key: value for key, value in answered(out).items() if key in before} == before
 
 
-def test_a_refused_prompt_is_counted_and_the_rest_goes_on(server: FakeServer, prompts: str, tmp_path: Path) -> None:
-    server.reply = refusing(400, "too long", lambda number: number == 7)
+def test_refused_prompts_are_counted_and_asked_again(server: FakeServer, prompts: str, tmp_path: Path, capsys) -> None:
+    server.reply = refusing(400, "too long", lambda number: number >= 7)
     report = run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
-    assert report.notes[Endpoint.refusal] == 1 and report.num_new == 11 and server.counts["Q7"] == 1
-    server.reply = lambda body, count: (400, {"error": {"message": "unknown field"}}, {})
-    with pytest.raises(OSError, match="refuses every prompt: HTTP 400: unknown field"):
-        run(prompts, tmp_path / "other.jsonl", endpoint_of(server))
-
-
-def test_a_finished_run_is_finished_when_it_is_started_again(server: FakeServer, tmp_path: Path) -> None:
-    """Only the refused prompts are left, and are refused again: more of them than a new run would put up with."""
-    prompts = write_jsonl(tmp_path / "p.jsonl", [{"id": str(i), "prompt": f"Q{i}"} for i in range(24)])
-    server.reply = refusing(400, "too long", lambda number: number >= 14)
-    first = run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
+    assert report.notes[Endpoint.refusal] == 5 and report.num_new == 7 and server.counts["Q7"] == 1
+    assert capsys.readouterr().err.count("refuses a prompt: HTTP 400: too long") == 1
     before = (tmp_path / "out.jsonl").read_bytes()
     again = run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
-    assert first.notes[Endpoint.refusal] == again.notes[Endpoint.refusal] == 10
-    assert again.num_done_before == 14 and again.num_new == 0
+    assert (again.num_done_before, again.num_new, again.notes[Endpoint.refusal]) == (7, 0, 5)
     assert (tmp_path / "out.jsonl").read_bytes() == before
-
-
-def test_a_server_that_came_to_refuse_everything_is_noticed(server: FakeServer, tmp_path: Path) -> None:
-    prompts = write_jsonl(tmp_path / "p.jsonl", [{"id": str(i), "prompt": f"Q{i}"} for i in range(24)])
-    server.reply = refusing(401, "no", lambda number: number == 4)
-    with pytest.raises(OSError, match="HTTP 401"):
-        run(prompts, tmp_path / "out.jsonl", endpoint_of(server, concurrency=1))
-    assert len(answered(tmp_path / "out.jsonl")) == 4
     server.reply = lambda body, count: (400, {"error": {"message": "unknown field"}}, {})
-    with pytest.raises(OSError, match="refuses every prompt: HTTP 400: unknown field"):
-        run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
+    with pytest.raises(OSError, match="no prompt was answered: 12 prompts refused by the server"):
+        run(prompts, tmp_path / "other.jsonl", endpoint_of(server))
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])

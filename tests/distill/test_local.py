@@ -1,4 +1,4 @@
-"""Distillation through the real engine over a tiny random target: resumable, sharded, the same whatever the batch."""
+"""Distillation through the real engine over a tiny random target: resumable, the same whatever the batch."""
 
 import json
 import os
@@ -97,19 +97,8 @@ def test_other_settings_or_prompts_are_refused(target, prompts: str, tmp_path: P
     run(target, prompts, tmp_path / "out.jsonl")
     with pytest.raises(ValueError, match="written with max_new_tokens = 8, now it is 9"):
         run(target, prompts, tmp_path / "out.jsonl", max_new_tokens=9)
-    with pytest.raises(ValueError, match="written with shard"):
-        run(target, prompts, tmp_path / "out.jsonl", num_prompts=2, shard="1/2")
     with pytest.raises(ValueError, match="written with prompts"):
         run(target, prompts, tmp_path / "out.jsonl", num_prompts=2)
-
-
-def test_shards_make_the_whole(target, prompts: str, tmp_path: Path) -> None:
-    run(target, prompts, tmp_path / "all.jsonl", temperature=(1.0,))
-    parts: dict = {}
-    for shard in ("1/2", "2/2"):
-        run(target, prompts, tmp_path / f"{shard[0]}.jsonl", shard=shard, temperature=(1.0,))
-        parts |= rows_of(tmp_path / f"{shard[0]}.jsonl")
-    assert parts == rows_of(tmp_path / "all.jsonl")
 
 
 def test_prompts_without_room_are_counted(target, tmp_path: Path) -> None:
@@ -117,11 +106,11 @@ def test_prompts_without_room_are_counted(target, tmp_path: Path) -> None:
     report = run(target, name, tmp_path / "out.jsonl")
     assert report.notes[EngineAnswerer.refusal] == 1 and report.num_new == 1
     assert any("leaves no room" in line for line in report.lines())
+    with pytest.raises(OSError, match="no prompt was answered: 1 answers left out: the prompt leaves no room"):
+        run(target, write_jsonl(tmp_path / "q.jsonl", [{"prompt": "x" * 200}]), tmp_path / "new.jsonl")
 
 
 def test_bad_options(target, prompts: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--shard '9'"):
-        run(target, prompts, tmp_path / "out.jsonl", shard="9")
     with pytest.raises(ValueError, match="--prompts magpie needs --num-prompts"):
         run(target, "magpie", tmp_path / "out.jsonl")
     with pytest.raises(FileNotFoundError, match=r"none\.jsonl"):
@@ -167,9 +156,7 @@ class FakeAnswerer:
     def __init__(self, dies_after: int | None = None) -> None:
         self.dies_after = dies_after
 
-    def answer(
-        self, wanted: Sequence[WantedAnswer], settings: AnswerSettings, *, num_answered_before: int
-    ) -> AnswerStream:
+    def answer(self, wanted: Sequence[WantedAnswer], settings: AnswerSettings) -> AnswerStream:
         for count, item in enumerate(sorted(wanted, key=lambda item: item.seed)):
             if count == self.dies_after:
                 raise Killed

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from drafter.distill.magpie import Opening, invent_prompts, problem_of, user_opening
-from drafter.distill.prompts import Exclusion, Shard
+from drafter.distill.prompts import Exclusion
 from tests.data.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -107,12 +107,6 @@ def test_interruptions_and_more_prompts_give_the_same_list(tmp_path: Path) -> No
     with (tmp_path / "parts.jsonl").open("ab") as stream:
         stream.write(b'{"id": "magpie-7')
     assert invent(tmp_path / "parts.jsonl", FakeSampler(), 200)[0] == whole
-
-
-def test_shards_invent_different_prompts(tmp_path: Path) -> None:
-    parts = [invent(tmp_path / f"{i}.jsonl", FakeSampler(), 11, shard=Shard(i, 3))[0] for i in (1, 2, 3)]
-    assert [len(part) for part in parts] == [4, 4, 3]
-    assert len({prompt.id for part in parts for prompt in part}) == 11
 
 
 def test_repeated_and_excluded_texts_are_dropped(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Prompts, shards, wanted answers: everything that happens before an answer."""
+"""Prompts, exclusions, wanted answers: everything that happens before an answer."""
 
 import json
 from collections import Counter
@@ -10,10 +10,7 @@ from drafter.distill.prompts import (
     AnswerSettings,
     Exclusion,
     PromptRow,
-    Shard,
     builtin_prompts,
-    check_answer,
-    keys_of,
     missing_answers,
     select_prompts,
     temperature_of,
@@ -46,20 +43,6 @@ def test_prompts_of_conversations_ids_and_duplicates(tmp_path: Path) -> None:
     assert found.prompts[0].source == "p.jsonl"
     assert select_prompts(tmp_path / "p.jsonl", limit=2).prompts == found.prompts[:2]
     assert select_prompts(tmp_path / "p.jsonl").prompts == found.prompts
-
-
-def test_shards_divide_the_prompts(tmp_path: Path) -> None:
-    name = write_jsonl(tmp_path / "p.jsonl", [{"prompt": f"Number {i}?"} for i in range(10)])
-    parts = [select_prompts(name, shard=Shard.parse(f"{i}/3")).prompts for i in (1, 2, 3)]
-    assert [len(part) for part in parts] == [4, 3, 3]
-    ids = [prompt.id for part in parts for prompt in part]
-    assert sorted(ids) == sorted(prompt.id for prompt in select_prompts(name).prompts)
-
-
-@pytest.mark.parametrize("text", ["3", "0/8", "9/8", "a/b", "1/8/2", "-1/8", ""])
-def test_bad_shards(text: str) -> None:
-    with pytest.raises(ValueError, match="must be INDEX/TOTAL"):
-        Shard.parse(text)
 
 
 def test_excluded_texts_are_left_out(tmp_path: Path) -> None:
@@ -136,22 +119,3 @@ def test_a_mix_is_kept_with_one_answer_per_prompt() -> None:
 def test_bad_settings(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AnswerSettings(**change)
-
-
-def test_rows_of_an_output_are_checked() -> None:
-    assert keys_of([{"id": "a", "answer": 0}, {"id": "a", "answer": 1}], "f") == {("a", 0), ("a", 1)}
-    with pytest.raises(ValueError, match="f, line 2: answer 0 to prompt 'a' occurs twice"):
-        keys_of([{"id": "a", "answer": 0}] * 2, "f")
-    good = {"id": "a", "answer": 0, "messages": [{"role": "user", "content": "b"}]}
-    check_answer(good, "f, line 3")
-    for change, message in (
-        ({"id": None}, "no id"),
-        ({"answer": "0"}, "answer must be a whole number"),
-        ({"answer": True}, "answer must be a whole number"),
-        ({"messages": [{"content": "b"}]}, "turn 1 has the role None"),
-        ({"messages": 5}, "no known keys"),
-        ({"messages": [{"role": "user", "content": 5}]}, "is int, not text"),
-        ({"tools": 5}, "tools must be an array of objects"),
-    ):
-        with pytest.raises(ValueError, match=f"f, line 3.*{message}"):
-            check_answer(good | change, "f, line 3")

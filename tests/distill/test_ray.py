@@ -28,9 +28,7 @@ class DyingAnswerer(EngineAnswerer):
     num_batches = 0
     marker: Path
 
-    def answer(
-        self, wanted: Sequence[WantedAnswer], settings: AnswerSettings, *, num_answered_before: int = 0
-    ) -> AnswerStream:
+    def answer(self, wanted: Sequence[WantedAnswer], settings: AnswerSettings) -> AnswerStream:
         self.num_batches += 1
         for done, pair in enumerate(super().answer(wanted, settings)):
             if self.num_batches == 2 and done == 2 and not self.marker.exists():
