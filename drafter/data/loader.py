@@ -15,9 +15,8 @@ class TrainLoader:
 
     The order depends on (seed, epoch) and the data alone. Under data parallelism rank r takes every ``world_size``-th
     batch from the r-th on. The last batches of an epoch that do not reach all ranks are left out, so that all ranks
-    make as many steps. A new loader with the ``state_dict`` of k batches continues with batch k + 1. With another
-    number of ranks fewer than ``world_size`` batches may be repeated. The next ``iter`` continues where an unfinished
-    one stopped, so that a shortened epoch skips no data.
+    make as many steps. A new loader with the ``state_dict`` of k batches continues with batch k + 1. The next ``iter``
+    continues where an unfinished one stopped, so that a shortened epoch skips no data.
     """
 
     def __init__(
@@ -69,12 +68,8 @@ class TrainLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data, and the settings that the position depends on."""
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "world_size": self._world_size,
-            **self._identity(),
-        }
+        position = {"epoch": self._epoch, "position": self._position, "world_size": self._world_size}
+        return {**position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position; ValueError if the position belongs to other data or settings."""
@@ -86,8 +81,7 @@ class TrainLoader:
                     f"the checkpoint was written with another {what}{shown}, so its position in the data means nothing "
                     "here: restore it to resume, or start a new run from the checkpoint's weights"
                 )
-        num_taken = int(state["position"]) * int(state["world_size"])  # by all ranks together
-        self._epoch, self._position = int(state["epoch"]), num_taken // self._world_size
+        self._epoch, self._position = int(state["epoch"]), int(state["position"])
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -113,7 +107,7 @@ class TrainLoader:
 class ValLoader:
     """The same batches in the same order at every ``iter``; rank r takes every ``world_size``-th.
 
-    All ranks get the same number of batches, since they meet in every forward.
+    All ranks get the same number of batches, since they meet in every forward: the first ones are repeated at the end.
     """
 
     def __init__(
@@ -128,27 +122,11 @@ class ValLoader:
     ) -> None:
         self._gather = gather
         plan = plan_in_order(rows.length_R, batch_tokens=batch_tokens, pad_multiple=pad_multiple)
-        self._batches = _divisible(plan, world_size)[rank::world_size]
+        num_batches = -(-len(plan) // world_size) * world_size
+        self._batches = [plan[number % len(plan)] for number in range(rank, num_batches, world_size)]
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[ChatBatch]:
         return map(self._gather, self._batches)
-
-
-def _divisible(batches: list[list[int]], num_ranks: int) -> list[list[int]]:
-    """The same rows in a number of batches that the ranks share evenly: the largest batches are cut in two.
-
-    Rows are repeated only if every batch is a single row and the number still does not fit.
-    """
-    batches = list(batches)
-    while len(batches) % num_ranks:
-        largest = max(range(len(batches)), key=lambda index: len(batches[index]))
-        rows = batches[largest]
-        if len(rows) == 1:
-            batches.append(batches[len(batches) % num_ranks - 1])
-            continue
-        half = len(rows) // 2
-        batches[largest : largest + 1] = [rows[:half], rows[half:]]
-    return batches

@@ -49,7 +49,6 @@ class ChatDataModule(LightningDataModule):
         trust_remote_code: bool = False,
         cache_hidden_states: str | None = None,
         hidden_states: str | None = None,
-        hidden_states_layers: list[int] | None = None,
         progress: bool = True,
     ) -> None:
         """
@@ -70,7 +69,6 @@ class ChatDataModule(LightningDataModule):
                 The cache takes 2 bytes x hidden size per kept position, and rounds the states to bfloat16.
             hidden_states: folder of the target's hidden states that vLLM or speculators stored, read instead of
                 computed. Every row needs a file with its tokens.
-            hidden_states_layers: layers in these files, without the last layer; None: the drafter's context layers.
             progress: show progress bars.
         """
         super().__init__()
@@ -106,7 +104,6 @@ class ChatDataModule(LightningDataModule):
         self._trust_remote_code = trust_remote_code
         self._states_folder = cache_hidden_states
         self._stored_folder = hidden_states
-        self._stored_layers = hidden_states_layers
         self._states: dict[str, CachedStates | StoredStates] = {}
         self._progress = progress
         self._tokenizer: Any = None
@@ -174,7 +171,7 @@ class ChatDataModule(LightningDataModule):
             files = StoredFiles(self._stored_folder, longest=longest, progress=self._progress)
         for part, rows in parts.items():
             if files is not None:
-                states = open_stored_states(files, rows, target, stored_layers=self._stored_layers, **shape)
+                states = open_stored_states(files, rows, target, **shape)
                 self._states[part] = states
                 continue
             self._states[part] = cache_states(

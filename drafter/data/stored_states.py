@@ -16,7 +16,6 @@ Shapes: T tokens of a text · L stored layers · D hidden size · C context size
 import fcntl
 import hashlib
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -33,7 +32,6 @@ from drafter.targets.target import Target
 from drafter.utils.io import first_line
 
 FLAG = "--data.hidden_states"
-LOCK_SECONDS = 10.0
 _STATES, _TOKENS, _SCALES = "hidden_states", "token_ids", "hidden_states_scales"
 # States of a quantised copy of the target differ by some hundredths, states of another model by about 1.
 _MOST_DIFFERENT = 0.25
@@ -93,13 +91,13 @@ class StoredStates:
         rows: the rows, cut to the positions that a drafter starts from.
         norm: the target's final norm.
         dtype: the target's dtype.
-        layers: places of the context layers in the files; empty: the context is the final hidden state.
+        num_layers: context layers in front of the last one; 0: the context is the final hidden state.
     """
 
     def __init__(
-        self, files: Sequence[Path], rows: TokenRows, norm: nn.Module, dtype: torch.dtype, layers: Sequence[int] = ()
+        self, files: Sequence[Path], rows: TokenRows, norm: nn.Module, dtype: torch.dtype, num_layers: int = 0
     ) -> None:
-        self.files, self.rows, self._norm, self._dtype, self._layers = list(files), rows, norm, dtype, list(layers)
+        self.files, self.rows, self._norm, self._dtype, self._num_layers = list(files), rows, norm, dtype, num_layers
 
     @torch.no_grad()
     def row(self, index: int) -> States:
@@ -112,7 +110,7 @@ class StoredStates:
                 raise ValueError(f"{path} changed while it was in use: its tokens are no longer those of row {index}")
             span = slice(start, start + len(stored_T))
             final_TD = self._norm(self._layer(file, path, span, -1))
-            context = [self._layer(file, path, span, layer) for layer in self._layers]
+            context = [self._layer(file, path, span, layer) for layer in range(self._num_layers)]
         padding = (0, 0, 0, len(token_T) - len(stored_T))
         hidden_TD = torch.nn.functional.pad(final_TD, padding)
         return States(hidden_TD, torch.nn.functional.pad(torch.cat(context, dim=-1), padding) if context else None)
@@ -136,7 +134,6 @@ def open_stored_states(
     *,
     margin: int,
     context_layers: Sequence[int] = (),
-    stored_layers: Sequence[int] | None = None,
 ) -> StoredStates:
     """A reader of the states of all rows, in the target's dtype.
 
@@ -145,11 +142,10 @@ def open_stored_states(
         rows: the rows, which :func:`crop_to_answers` cuts by ``margin``.
         target: the target; its final norm is applied, and one row is compared with its forward.
         margin: kept positions before the first trained token.
-        context_layers: layers of the drafter's context.
-        stored_layers: layers in the files without the last layer; None: ``context_layers``.
+        context_layers: layers of the drafter's context; the files hold these layers and the last one.
 
     Raises:
-        ValueError: a row has no file, the files lack a layer, or the states are another model's.
+        ValueError: a row has no file, the files hold other layers, or the states are another model's.
     """
     found = [files.find(rows.row(index)) for index in range(len(rows))]
     missing = [index for index, file in enumerate(found) if file is None]
@@ -160,24 +156,16 @@ def open_stored_states(
             "a text that was not stored"
         )
     kept = [file for file in found if file is not None]
-    names = list(context_layers if stored_layers is None else stored_layers)
     for path, _, (_, num_stored, size) in kept:
         if size != target.hidden_size:
             raise ValueError(f"{path} holds states of {size} values, the target's have {target.hidden_size}")
-        if context_layers and num_stored != len(names) + 1:
+        if context_layers and num_stored != len(context_layers) + 1:
             raise ValueError(
-                f"{path} holds {num_stored} layers, expected are {len(names)} and the last one: name the stored "
-                f"layers, without the last one, with {FLAG}_layers"
+                f"{path} holds {num_stored} layers, expected are the {len(context_layers)} of "
+                "--model.drafter.context_layers and the last one: let the engine store these"
             )
-    lacking = [layer for layer in context_layers if layer not in names]
-    if lacking:
-        raise ValueError(
-            f"{FLAG}_layers {names} lacks layer {lacking[0]} of --model.drafter.context_layers: store the layer too, "
-            "or train without it"
-        )
-    places = [names.index(layer) for layer in context_layers]
     cropped = crop_to_answers(rows, margin)
-    states = StoredStates([file.path for file in kept], cropped, target.final_norm(), target.dtype, places)
+    states = StoredStates([file.path for file in kept], cropped, target.final_norm(), target.dtype, len(context_layers))
     _check_model(states, rows, target, context_layers)
     return states
 
@@ -203,11 +191,14 @@ def read_header(path: Path) -> StoredFile:
 
 @contextmanager
 def _open(path: Path) -> Iterator[Any]:
-    """The open file, once its writer has let go of its lock."""
+    """The open file; ValueError while its writer holds the lock."""
     lock = path.with_name(path.name + ".lock")
     with ExitStack() as stack:
         if lock.is_file():
-            _wait_for(stack.enter_context(lock.open()), path)
+            try:
+                fcntl.flock(stack.enter_context(lock.open()), fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ValueError(f"{path} is still being written (its lock is held): wait for the engine") from error
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} is no regular file")  # a pipe would be waited for
         try:
@@ -215,20 +206,6 @@ def _open(path: Path) -> Iterator[Any]:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} cannot be read ({first_line(error)}): make the file again") from error
         yield file
-
-
-def _wait_for(lock: Any, path: Path) -> None:
-    deadline = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return
-        except BlockingIOError as error:
-            if time.monotonic() >= deadline:
-                raise ValueError(
-                    f"{path} is still being written (its lock is held for {LOCK_SECONDS:g} s): wait for the engine"
-                ) from error
-            time.sleep(0.02)
 
 
 @torch.no_grad()
