@@ -28,11 +28,6 @@ def with_next_token(rnn_state, token):
     return rnn_state, token + rnn_state.sum()
 
 
-def simple_step(llm_state, rnn_state, token):
-    """[d], [h], [] -> [h], []: rnn_state' = 2 rnn_state, token' = token + 1."""
-    return 2 * rnn_state, token + 1
-
-
 D, H, L = 8, 4, 3
 CHAINS = [[0, 0, 0, 0], [100, 500, 2900, 16900], [200, 1000, 5800, 33800]]
 
@@ -43,13 +38,6 @@ batch = vmap(beams, in_dims=(0, 0))
 
 
 class TestToyDrafter:
-    def test_one_step(self):
-        """[d], [h], [] -> [h], []."""
-        rnn_state, token = toy_step(torch.zeros(D), torch.zeros(H), torch.tensor(100.0))
-        assert rnn_state.tolist() == [100.0] * H and token.item() == 500.0
-        rnn_state, token = toy_step(torch.zeros(D), rnn_state, token)
-        assert rnn_state.tolist() == [600.0] * H and token.item() == 2900.0
-
     def test_one_sequence(self):
         """[d], [] -> [l + 1]."""
         assert chain(torch.zeros(D), torch.tensor(100.0)).tolist() == CHAINS[1]
@@ -63,20 +51,6 @@ class TestToyDrafter:
         """[b, d], [b, w] -> [b, w, l + 1]: in_dims (0, 0), every row has its own llm_state."""
         tokens = torch.tensor([0.0, 100.0, 200.0]).repeat(2, 1)
         assert batch(torch.zeros(2, D), tokens).tolist() == [CHAINS, CHAINS]
-
-    def test_length_zero_is_the_token_itself(self):
-        assert sample_sequence(toy_step, 0, H, torch.zeros(D), torch.tensor(7.0)).tolist() == [7.0]
-
-
-def test_simple_variant():
-    """rnn_state' = 2 rnn_state, token' = token + 1: from 100 on it counts, for beams and rows alike."""
-    simple_chain = partial(sample_sequence, simple_step, L, H)
-    simple_batch = vmap(vmap(simple_chain, in_dims=(None, 0)), in_dims=(0, 0))
-    assert simple_chain(torch.zeros(D), torch.tensor(100.0)).tolist() == [100, 101, 102, 103]
-    expected = [[0, 1, 2, 3], [100, 101, 102, 103], [200, 201, 202, 203]]
-    assert simple_batch(torch.zeros(2, D), torch.tensor([[0.0, 100.0, 200.0]] * 2)).tolist() == [expected] * 2
-    state, _ = simple_step(torch.zeros(D), torch.full((H,), 3.0), torch.tensor(0.0))
-    assert state.tolist() == [6.0] * H
 
 
 def random_weights(v=11, d=5, h=6, seed=0):
@@ -254,18 +228,3 @@ def test_two_model_chain_has_the_targets_distribution():
     expected = (p_table[1, :, None] * p_table).double().flatten()
     expected *= 6000 / expected.sum()
     assert stats.chisquare(counts.flatten().double(), expected).pvalue > ALPHA
-
-
-def test_two_model_accepts_more_when_the_models_agree():
-    p = torch.tensor([0.6, 0.3, 0.1])
-    generator = torch.Generator().manual_seed(0)
-    draws = Draws(
-        lambda i: -(-torch.rand(3, generator=generator).log()).log(),
-        lambda i: -(-torch.rand(3, generator=generator).log()).log(),
-        lambda i: torch.rand((), generator=generator),
-    )
-    same = [
-        reference.chain_round(lambda t: p, lambda t: p, draws, [0], reference.draft_chain(lambda t: p, draws, [0], 3))
-        for _ in range(20)
-    ]
-    assert all(len(tokens) == 4 for tokens in same)
