@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drafter.data.formats import ChatMessage, Row, parse_row
-from drafter.data.reading import Source, open_source, reading
+from drafter.data.reading import Source, open_source
 from drafter.data.rows import TokenRows, row_features
 from drafter.data.template import PrefixError, Rendered, find_all_answers
 from drafter.targets.chat import Chat
@@ -187,17 +187,16 @@ def _encoded(source: Source, encoder: "RowEncoder") -> Any:
 
     key = [source.dataset._fingerprint, source.name, encoder.key]
     digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=16).hexdigest()
-    with reading(source.name):
-        return source.dataset.map(
-            encode,
-            batched=True,
-            batch_size=256,
-            with_indices=True,
-            remove_columns=source.dataset.column_names,
-            features=Features(features),
-            new_fingerprint=digest,
-            desc=f"tokenising {Path(source.name).name}",
-        )
+    return source.dataset.map(
+        encode,
+        batched=True,
+        batch_size=256,
+        with_indices=True,
+        remove_columns=source.dataset.column_names,
+        features=Features(features),
+        new_fingerprint=digest,
+        desc=f"tokenising {Path(source.name).name}",
+    )
 
 
 class RowEncoder:

@@ -41,7 +41,7 @@ def render(tokenizer: Any, messages: Sequence[Message], *, opening: bool = False
         raise
     except Exception as error:
         # A template is a program of the model's author: its errors are of any type.
-        raise PrefixError(f"the chat template refuses the conversation ({first_line(error)})") from error
+        raise PrefixError(f"the chat template of the target refuses the conversation ({first_line(error)})") from error
 
 
 class AnswerSpan(NamedTuple):

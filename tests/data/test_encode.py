@@ -14,7 +14,6 @@ from drafter.data.encode import (
     RowEncoder,
     RowSettings,
     encode_files,
-    tokenizer_fingerprint,
 )
 from drafter.data.template import PrefixError
 from tests.data.tiny import (
@@ -98,8 +97,8 @@ def test_an_answer_whose_first_token_melts_into_the_opening_is_refused() -> None
         (COUNTING_TEMPLATE, "changes when the answer is added"),
         (OTHER_OPENING_TEMPLATE, "changes when the answer is added"),
         (UPPERCASE_TEMPLATE, "the template changes the answer"),
-        ("{{ raise_exception('no turns today') }}", "the chat template refuses the conversation .no turns today."),
-        ("{{ messages[0]['content'] ", "the chat template refuses the conversation"),
+        ("{{ raise_exception('no turns today') }}", "template of the target refuses the conversation .no turns today."),
+        ("{{ messages[0]['content'] ", "template of the target refuses the conversation"),
     ],
     ids=["forgetful", "counting", "other-opening", "uppercase", "raising", "broken"],
 )
@@ -116,7 +115,7 @@ def test_conversations_need_a_chat_template() -> None:
 text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20).filter(lambda s: s.strip())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(text, min_size=2, max_size=6).filter(lambda turns: len(turns) % 2 == 0))
 def test_the_mask_holds_the_answers_and_nothing_else(turns: list[str]) -> None:
     """Against the definition: split the token ids at the prefixes' lengths, and compare text for text."""
@@ -227,13 +226,9 @@ def test_a_file_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert again.digest() == rows.digest() and same == report
         with pytest.raises(pytest.fail.Exception):
             encode_files([name], TOKENIZER, RowSettings(max_length=15))
+        with pytest.raises(pytest.fail.Exception):
+            encode_files([name], tiny_tokenizer(TRIMMING_TEMPLATE), RowSettings())
+        TOKENIZER(["a", "bb"], padding=False, truncation=True, max_length=2)  # changes its state, not its tokens
+        encode_files([name], TOKENIZER, RowSettings())
     write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("other", "text")}])
     assert len(encode_files([name], TOKENIZER, RowSettings())[0]) == 1
-
-
-def test_the_fingerprint_follows_vocabulary_and_template_only() -> None:
-    tokenizer = tiny_tokenizer()
-    before = tokenizer_fingerprint(tokenizer)
-    tokenizer(["a", "bb"], padding=False, truncation=True, max_length=2)
-    assert tokenizer_fingerprint(tokenizer) == before
-    assert tokenizer_fingerprint(tiny_tokenizer(TRIMMING_TEMPLATE)) != before

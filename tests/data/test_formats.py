@@ -32,11 +32,6 @@ def test_every_format_becomes_the_same_messages(tmp_path: Path, fields: dict) ->
     assert row.text is None and not row.is_cut and row.where == f"{tmp_path}/a.jsonl, line 1"
 
 
-def test_alpaca_input_follows_the_instruction(tmp_path: Path) -> None:
-    (row,) = read_rows(write_jsonl(tmp_path / "a.jsonl", [{"instruction": "Add.", "input": "1 2", "output": "3"}]))
-    assert row.messages[0]["content"] == "Add.\n\n1 2"
-
-
 def test_prompt_and_text_rows(tmp_path: Path) -> None:
     rows = list(read_rows(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "Why?", "id": 7}, {"text": "plain"}])))
     assert list(rows[0].messages) == chat("Why?") and rows[0].id == "7"
@@ -63,7 +58,7 @@ def test_a_cut_answer_is_known_by_its_finish_reason(tmp_path: Path) -> None:
     assert [row.is_cut for row in read_rows(write_jsonl(tmp_path / "a.jsonl", rows))] == [True, False]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".json", ".json.gz", ".parquet"])
 def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, suffix: str) -> None:
     rows = [
         {"messages": chat("Grüße?", "Ja\u2028nein\x85."), "source": "x"},
@@ -73,12 +68,8 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, suffix: str) -> 
     if suffix == ".parquet":
         parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:
-        lines = (
-            "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-            if "l" in suffix[-4:] or "jsonl" in suffix
-            else ""
-        )
-        data = (lines or json.dumps(rows, ensure_ascii=False)).encode()
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        data = ("\n".join(lines) if "jsonl" in suffix else f"[{','.join(lines)}]").encode()
         path.write_bytes(gzip.compress(data) if suffix.endswith(".gz") else data)
     read = list(read_rows(path))
     assert [list(row.messages) for row in read] == [row["messages"] for row in rows]

@@ -73,14 +73,6 @@ def test_val_prompts_of_plain_text_are_its_first_tokens(tmp_path: Path, target: 
         module_of(tmp_path, target, val=short).val_prompts(8)
 
 
-def test_batches_keep_to_the_budget_with_their_padding(tmp_path: Path, target: str) -> None:
-    data = module_of(tmp_path, target, pad_multiple=32)
-    loaders = [data.train_dataloader(), data.val_dataloader()]
-    shapes = [batch.token_BT.shape for loader in loaders for batch in loader]
-    assert all(width % 32 == 0 and num_rows * width <= 140 for num_rows, width in shapes)
-    assert max(num_rows for num_rows, _ in shapes) > 1
-
-
 def test_token_counts_are_of_answers(tmp_path: Path, target: str) -> None:
     data = module_of(tmp_path, target)
     counts_V = data.token_counts(300)
@@ -102,13 +94,6 @@ def test_everything_is_trained_on_when_asked(tmp_path: Path, target: str) -> Non
         assert torch.equal(batch.loss_mask_BT, in_row_BT)
     (batch, *_) = data.val_dataloader()
     assert not batch.loss_mask_BT[:, :8].any()
-
-
-def test_val_files_of_their_own(tmp_path: Path, target: str) -> None:
-    val = write_jsonl(tmp_path / "val.jsonl", [{"messages": chat("other", "answer")}])
-    data = module_of(tmp_path, target, val=[val])
-    assert len(data.train_rows) == 40 and len(data.val_rows) == 1
-    assert sum(len(batch.length_B) for batch in data.val_dataloader()) == 1
 
 
 @pytest.mark.parametrize(
