@@ -125,31 +125,20 @@ class DrafterConfig(PreTrainedConfig):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"drafter {name} is {getattr(self, name)!r} but must be one of {', '.join(allowed)}")
         for name, (low, high) in _RANGES.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise ValueError(f"drafter {name} is {value!r} but must be an integer from {low} to {high}")
+            _check_integer(name, getattr(self, name), low, high)
+        for name, low, high in (("block_rank", 1, 2 * self.hidden_size), ("draft_vocab_size", 2, self.vocab_size)):
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name), low, high)
         for name in ("target_name", "target_revision", "target_fingerprint"):
             value = getattr(self, name)
             if not isinstance(value, str) and not (value is None and name == "target_revision"):
                 raise ValueError(f"drafter {name} is {value!r} but must be a text")
         if not _FINGERPRINT.fullmatch(self.target_fingerprint):
             raise ValueError(f"drafter target_fingerprint is {self.target_fingerprint[:40]!r} but must be hex digits")
-        for name in ("block_rank", "draft_vocab_size"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"drafter {name} is {value!r} but must be an integer of at least 1, or null")
         if any(isinstance(layer, bool) or not isinstance(layer, int) or layer < 0 for layer in self.context_layers):
             raise ValueError(f"drafter context_layers are {list(self.context_layers)} but must be integers from 0 on")
         if len(self.context_layers) > _MAX_CONTEXT_LAYERS:
             raise ValueError(f"drafter context_layers are {len(self.context_layers)} but at most {_MAX_CONTEXT_LAYERS}")
-        rank = self.block_rank
-        if rank is not None and rank > 2 * self.hidden_size:
-            raise ValueError(f"drafter block_rank is {rank} but must lie between 1 and {2 * self.hidden_size}")
-        size = self.draft_vocab_size
-        if size is not None and not 2 <= size <= self.vocab_size:
-            raise ValueError(
-                f"drafter draft_vocab_size is {size} but must lie between 2 and the target's {self.vocab_size} tokens"
-            )
         if (self.context == "fused") != bool(self.context_layers):
             raise ValueError(
                 f"drafter context {self.context!r} with context_layers {list(self.context_layers)}: "
@@ -160,6 +149,11 @@ class DrafterConfig(PreTrainedConfig):
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not (is_number and 0.0 < value < float("inf")):
                 raise ValueError(f"drafter {name} is {value!r} but must be a positive number")
+
+
+def _check_integer(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"drafter {name} is {value!r} but must be an integer from {low} to {high}")
 
 
 def same_fingerprint(first: str, second: str) -> bool:

@@ -343,7 +343,3 @@ class RecurrentDrafter(PreTrainedModel):
             return x_XE
         hidden_XD, state_XD = x_XE.chunk(2, dim=-1)
         return torch.cat([hidden_XD * scale, state_XD], dim=-1)
-
-    def extra_repr(self) -> str:
-        config = self.config
-        return f"cell={config.cell}, context={config.context}, head={config.head}, num_outputs={config.num_outputs}"
