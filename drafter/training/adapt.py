@@ -11,6 +11,7 @@ import json
 import math
 import random
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,7 +36,7 @@ _NUM_TRAFFIC, _NUM_GENERAL, _NUM_TOKENS = 40, 20, 96  # prompts that are decoded
 _EPOCHS = 8
 _LR = 3e-4
 _BATCH_TOKENS, _MAX_LENGTH = 2048, 2**15
-_STATES_SHARE = 0.25  # of the minutes for the target's forward over the rows
+_STATES_SHARE = 0.4  # of the minutes for the target's forward over the rows
 _SPEED_TOKENS = 2048
 _LOCK, _KEY, _FROZEN, _MADE = "adapt.lock", "key.json", "frozen.json", "drafter"  # of the hidden folder
 _MODES = {"drafter alone": False, "with copies": True}
@@ -195,11 +196,14 @@ def _affordable(
     as many answer tokens."""
     target = loading.target()
     token_BT = torch.arange(_SPEED_TOKENS, device=target.device).view(4, -1) % target.vocab_size
+    seconds = []
     with torch.inference_mode():
-        target.forward(token_BT[:, :16])  # the first forward of a process is slower
-        start = time.perf_counter()
-        target.forward(token_BT).hidden_BTD.sum().item()
-    budget = _SPEED_TOKENS / (time.perf_counter() - start) * 60 * minutes * _STATES_SHARE
+        for _ in range(4):
+            start = time.perf_counter()
+            target.forward(token_BT).hidden_BTD.sum().item()
+            seconds.append(time.perf_counter() - start)
+    # The first forward of a shape is slower, and other processes may be busy at any moment.
+    budget = _SPEED_TOKENS / statistics.median(seconds[1:]) * 60 * minutes * _STATES_SHARE
     order = random.Random(0)
     chosen: list[TrafficRow] = []
     wanted = 0

@@ -16,7 +16,7 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.training import adapt as module
 from drafter.training.adapt import Figure, compared, prompts_of, split
 from drafter.training.module import DrafterModule
-from tests.tiny_files import make_drafter, make_target
+from tests.tiny_files import SMALL_ADAPT, make_drafter, make_target
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"_NUM_TRAFFIC": 8, "_NUM_TOKENS": 12, "_LR": 0.01, "_EPOCHS": 12, "_SPEED_TOKENS": 64}.items():
+    for name, value in SMALL_ADAPT.items():
         monkeypatch.setattr(module, name, value)
 
 
