@@ -189,12 +189,35 @@ def _measured(loading: Loading, drafter: str, prompts: dict[str, list[list[int]]
     return found
 
 
-def _affordable(
-    loading: Loading, rows: list[TrafficRow], general: list[TrafficRow], minutes: float
-) -> list[TrafficRow]:
-    """The rows whose hidden states the target computes in a share of the minutes, the newest first, and general rows of
-    as many answer tokens."""
-    target = loading.target()
+def affordable(
+    rows: Sequence[TrafficRow], general: Sequence[TrafficRow], num_tokens: float
+) -> tuple[list[TrafficRow], list[TrafficRow]]:
+    """The newest rows, at least one, and general rows of as many answer tokens, with about ``num_tokens`` in all.
+
+    >>> new, old, other = TrafficRow([1, 2], [3, 4]), TrafficRow([5], [6, 7]), TrafficRow([8], [9, 9])
+    >>> affordable([old, new], [other] * 5, 8) == ([new], [other])
+    True
+    """
+    num_general = sum(len(row.prompt_token_ids) + len(row.token_ids) for row in general)
+    general_cost = num_general / max(1, sum(len(row.token_ids) for row in general))  # of an answer token
+    chosen: list[TrafficRow] = []
+    for row in reversed(rows):
+        num_tokens -= len(row.prompt_token_ids) + len(row.token_ids) * (1 + general_cost)
+        if num_tokens < 0 and chosen:
+            break
+        chosen.append(row)
+    wanted = sum(len(row.token_ids) for row in chosen)
+    mixed_in: list[TrafficRow] = []
+    for row in random.Random(0).sample(general, len(general)):
+        if wanted <= 0:
+            break
+        wanted -= len(row.token_ids)
+        mixed_in.append(row)
+    return chosen, mixed_in
+
+
+def _tokens_per_second(target: Target) -> float:
+    """How fast the target computes hidden states."""
     token_BT = torch.arange(_SPEED_TOKENS, device=target.device).view(4, -1) % target.vocab_size
     seconds = []
     with torch.inference_mode():
@@ -203,23 +226,7 @@ def _affordable(
             target.forward(token_BT).hidden_BTD.sum().item()
             seconds.append(time.perf_counter() - start)
     # The first forward of a shape is slower, and other processes may be busy at any moment.
-    budget = _SPEED_TOKENS / statistics.median(seconds[1:]) * 60 * minutes * _STATES_SHARE
-    order = random.Random(0)
-    chosen: list[TrafficRow] = []
-    wanted = 0
-    for row in reversed(rows):
-        budget -= (len(row.prompt_token_ids) + len(row.token_ids)) * (1 + bool(general))
-        if budget < 0 and chosen:
-            print(f"{len(chosen)} of {len(rows)} recorded answers fit into {minutes:g} minutes", file=sys.stderr)
-            break
-        chosen.append(row)
-        wanted += len(row.token_ids)
-    for row in order.sample(general, len(general)):
-        if wanted <= 0:
-            break
-        wanted -= len(row.token_ids)
-        chosen.append(row)
-    return chosen
+    return _SPEED_TOKENS / statistics.median(seconds[1:])
 
 
 def _recipe(target: str, drafter: Path, work: Path, minutes: float, longest: int) -> list[str]:
@@ -325,11 +332,14 @@ def _freeze(loading: Loading, work: Path, traffic: Path, general: Path | None, m
         )
     general_rows, general_held_out = split(read_traffic(general)) if general is not None else ([], [])
     prompts["general"] = prompts_of(general_held_out, _NUM_GENERAL)
-    chosen = _affordable(loading, rows, general_rows, minutes)
+    num_tokens = _tokens_per_second(loading.target()) * 60 * minutes * _STATES_SHARE
+    chosen, mixed_in = affordable(rows, general_rows, num_tokens)
+    if len(chosen) < len(rows):
+        print(f"{len(chosen)} of {len(rows)} recorded answers fit into {minutes:g} minutes", file=sys.stderr)
     _write_rows(work / "val.jsonl", held_out[:_NUM_TRAFFIC])
-    _write_rows(work / "train.jsonl", chosen)
-    longest = max(len(row.prompt_token_ids) + len(row.token_ids) for row in (*chosen, *held_out))
-    write_atomic(work / _FROZEN, json.dumps({"prompts": prompts, "answers": len(rows), "longest": longest}))
+    _write_rows(work / "train.jsonl", [*chosen, *mixed_in])
+    longest = max(len(row.prompt_token_ids) + len(row.token_ids) for row in (*chosen, *mixed_in, *held_out))
+    write_atomic(work / _FROZEN, json.dumps({"prompts": prompts, "answers": len(chosen), "longest": longest}))
 
 
 def _kept(file: Path, make: Callable[[], Counts]) -> Counts:

@@ -14,7 +14,7 @@ from drafter.cli.main import main
 from drafter.data.traffic import TrafficRow, read_traffic
 from drafter.models.drafter import RecurrentDrafter
 from drafter.training import adapt as module
-from drafter.training.adapt import Figure, compared, prompts_of, split
+from drafter.training.adapt import Figure, affordable, compared, prompts_of, split
 from drafter.training.module import DrafterModule
 from tests.tiny_files import SMALL_ADAPT, make_drafter, make_target
 
@@ -74,6 +74,16 @@ def test_a_prompt_is_on_one_side_for_ever() -> None:
     assert not sides[0] & sides[1] and 8 <= len(sides[1]) <= 40 and len(kept) + len(held_out) == 600
     assert split(rows[:300])[1] == [row for row in held_out if row.token_ids[0] < 300]
     assert prompts_of(held_out, 5) == prompts_of(held_out[::-1], 5) and len(prompts_of(held_out, 1000)) == len(sides[1])
+
+
+def test_the_newest_rows_that_fit() -> None:
+    """A long prompt costs time once: the general rows are as many as the answer's tokens need."""
+    rows = [TrafficRow([index] * 90, [index] * 10) for index in range(20)]
+    general = [TrafficRow([1], [index, 2, 3, 4, 5]) for index in range(200)]  # 1.2 tokens for each of an answer
+    chosen, mixed_in = affordable(rows, general, 10 * (90 + 10 + 12))
+    assert chosen == rows[:9:-1] and len(mixed_in) == 20 and all(row in general for row in mixed_in)
+    assert affordable(rows, [], 1000) == (rows[:9:-1], [])
+    assert affordable(rows, general, 0) == ([rows[-1]], affordable(rows, general, 112)[1]), "at least one"
 
 
 def test_worked_example_of_a_paired_difference() -> None:
