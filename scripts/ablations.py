@@ -21,10 +21,9 @@ from drafter import EngineConfig, SamplingParams, Target
 from drafter.cli.decode import read_prompts
 from drafter.engine.text import Prompt
 from drafter.models.drafter import RecurrentDrafter
-from drafter.training.callbacks import decode_answers
+from drafter.training.callbacks import decode_answers, mean_tokens_per_step
 from drafter.training.checkpoint import drafter_of_checkpoint, read_checkpoint
 from drafter.training.run import main_train
-from drafter.training.wandb_logging import mean_tokens_per_step
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "notebook.md"

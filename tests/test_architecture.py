@@ -87,13 +87,12 @@ RULES = {
     ),
     "training": Rule(
         ("integrations", "data", "engine", "decoding", "models", "targets", "utils"),
-        ("torch", "transformers", "lightning", "wandb"),
+        ("torch", "transformers", "lightning"),
         only_in=(
             ("engine", "callbacks.py"),
             ("decoding", "callbacks.py"),
             ("integrations", "checkpoint.py"),
-            ("integrations", "wandb_logging.py"),
-            ("wandb", "wandb_logging.py"),
+            ("integrations", "run.py"),
         ),
     ),
     "cli": Rule(

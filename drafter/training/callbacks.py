@@ -19,20 +19,12 @@ from tqdm import tqdm
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.engine.outputs import Update
-from drafter.engine.request import RequestOptions
+from drafter.engine.outputs import Completion
 from drafter.engine.settings import EngineConfig
 from drafter.engine.text import Prompt
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 from drafter.training.checkpoint import last_checkpoint
-from drafter.training.wandb_logging import (
-    DecodedAnswer,
-    DecodedStep,
-    acceptance_by_depth,
-    log_answers,
-    mean_tokens_per_step,
-)
 from drafter.utils.io import replacing
 
 _MEASURED_TOGETHER = 8  # prompts
@@ -44,28 +36,19 @@ def decode_answers(
     prompts: Sequence[Prompt],
     config: EngineConfig,
     params: SamplingParams,
-) -> list[DecodedAnswer]:
-    """Answers of the real decoder, step by step, in the order of the prompts.
+) -> list[Completion]:
+    """Answers of the real decoder, in the order of the prompts.
 
     ``drafter`` may be in the middle of its training: a copy in the target's dtype decodes, the original stays the same.
     """
     copied: Any = copy.deepcopy(drafter)
-    engine = Engine(target, copied.to(target.device, target.dtype).eval(), config)
-    answers: dict[int, DecodedAnswer] = {}
-    encoded = [engine.encode(prompt) for prompt in prompts]
-    places: dict[int, int] = {}
-    with torch.inference_mode(), torch.autocast(target.device.type, enabled=False):
-        # The longest first: its length decides the slots of a row.
-        for place in sorted(range(len(encoded)), key=lambda place: -len(encoded[place])):
-            request = engine.add(
-                encoded[place], params, RequestOptions(want_tree=True), want_text=target.tokenizer is not None
-            )
-            answers[request.request_id] = DecodedAnswer(request.prompt_ids, [])
-            places[place] = request.request_id
-        while engine.has_work:
-            for update in engine.step():
-                answers[update.request.request_id].steps.append(_step_of(update))
-    return [answers[places[place]] for place in range(len(encoded))]
+    with torch.autocast(target.device.type, enabled=False):
+        return Engine(target, copied.to(target.device, target.dtype).eval(), config).generate(prompts, params)
+
+
+def mean_tokens_per_step(answers: Sequence[Completion]) -> float:
+    """Generated tokens over target forwards, of all answers together."""
+    return sum(len(answer.token_ids) for answer in answers) / sum(answer.num_target_forwards for answer in answers)
 
 
 def count_steps(
@@ -92,27 +75,16 @@ def count_steps(
     with tqdm(total=len(prompts), desc=label, unit="prompt") as bar:
         for start in range(0, len(prompts), _MEASURED_TOGETHER):
             answers = decode_answers(target, drafter, prompts[start : start + _MEASURED_TOGETHER], config, params)
-            found += [(answer.num_tokens, len(answer.steps)) for answer in answers]
+            found += [(len(answer.token_ids), answer.num_target_forwards) for answer in answers]
             bar.update(len(answers))
     return found
-
-
-def _step_of(update: Update) -> DecodedStep:
-    tree, num_accepted = update.tree, update.request.num_accepted[-1]
-    accepted, own = update.token_ids[:num_accepted], update.token_ids[num_accepted:]
-    if tree is None or not own:
-        return DecodedStep(accepted, own, [])
-    end = tree.path[-1]
-    # Nodes of a tree stand in the order of their score, so the first child is the likeliest.
-    children = [node for node in range(1, len(tree.token_ids)) if tree.parents[node] == end]
-    return DecodedStep(accepted, own, [tree.token_ids[node] for node in children[:1]])
 
 
 class TokensPerStep(Callback):
     """Decodes held-out prompts with the real engine after each validation and logs ``val/tokens_per_step``.
 
-    ``val/accepted_d2`` is the share of steps that accepted a draft token at depth 2. With ``--wandb`` the answers are
-    logged as a table too. Decoding is greedy, so the figures depend on the drafter alone. Runs on the first process.
+    ``val/accepted_d2`` is the share of steps that accepted a draft token at depth 2. Decoding is greedy, so the figures
+    depend on the drafter alone. Runs on the first process.
     """
 
     def __init__(
@@ -148,15 +120,15 @@ class TokensPerStep(Callback):
         # The processes that share a target's weights must run every forward of the target together.
         if trainer.is_global_zero or module.teacher.target.is_sharded:
             answers = self._decode(trainer, pl_module)
-            rates = acceptance_by_depth(answers, self._draft_length)
-            values = values + torch.tensor([mean_tokens_per_step(answers), *rates.values()]).to(values)
-            log_answers(trainer, answers, module.teacher.target.decode)
+            num_accepted = torch.tensor([num for answer in answers for num in answer.num_accepted])
+            shares = [float((num_accepted >= depth).double().mean()) for depth in range(1, self._draft_length + 1)]
+            values = values + torch.tensor([mean_tokens_per_step(answers), *shares]).to(values)
         rate, *accepted = trainer.strategy.broadcast(values)
         pl_module.log("val/tokens_per_step", rate, prog_bar=True, rank_zero_only=False)
         for depth, share in enumerate(accepted, 1):
             pl_module.log(f"val/accepted_d{depth}", share, rank_zero_only=False)
 
-    def _decode(self, trainer: Trainer, pl_module: Any) -> list[DecodedAnswer]:
+    def _decode(self, trainer: Trainer, pl_module: Any) -> list[Completion]:
         data: Any = getattr(trainer, "datamodule", None)
         prompts = data.val_prompts(self._num_prompts)
         return decode_answers(pl_module.teacher.target, pl_module.drafter, prompts, self._config, self._params)

@@ -22,10 +22,10 @@ from drafter.targets.target import Target, TargetOutput
 from drafter.training.build import build_drafter, expect_same_shape, summary_lines
 from drafter.training.checkpoint import last_checkpoint
 from drafter.training.losses import PairLosses, exact_loss, sample_tokens, sampled_loss
-from drafter.training.metrics import DepthCounts
 from drafter.training.options import DrafterOptions, Objective, OptimOptions
-from drafter.training.pairs import Pairs, draft_index_of, per_depth, reached, select_pairs
+from drafter.training.pairs import Pairs, draft_index_of, reached, select_pairs
 
+_TOP_K = (1, 8)  # drafted tokens among which the target's own token is looked for
 _PICK_CHUNK = 1024  # positions whose logits over the whole vocabulary are held at once
 
 
@@ -157,7 +157,6 @@ class DrafterModule(LightningModule):
         self._seed = seed
         self.num_positions = 0
         self._num_tokens = 0
-        self._val_counts: DepthCounts | None = None
         self._clock: tuple[float, int, int] = (0.0, 0, 0)
         self._began = time.monotonic()
 
@@ -398,28 +397,23 @@ class DrafterModule(LightningModule):
         pairs = paired.pairs
         result = self.run_batch(paired, with_ranks=True)
         self.log("val/loss", result.loss, prog_bar=True, batch_size=max(1, len(pairs.depth_P)), sync_dist=True)
-        counts = self._counts(pairs, result)
-        self._val_counts = counts if self._val_counts is None else self._val_counts.plus(counts)
+        self._log_accuracies("val", pairs, result)
 
     def on_validation_epoch_end(self) -> None:
-        if self._val_counts is None:
-            return
-        counts = DepthCounts(*(self.trainer.strategy.reduce(part, reduce_op="sum") for part in self._val_counts))
-        self._val_counts = None
-        self.log_dict({f"val/{name}": value for name, value in counts.accuracies().items()})
         self.log("val/positions", float(self.num_positions))
 
-    def _counts(self, pairs: Pairs, result: BatchResult) -> DepthCounts:
+    def _log_accuracies(self, stage: str, pairs: Pairs, result: BatchResult) -> None:
+        """Log ``top8_d2`` and the like: the share of pairs at depth 2 whose token is among the drafter's first 8."""
         assert result.exact is not None
-        is_valid_NK = per_depth(torch.ones_like(pairs.depth_P, dtype=torch.bool), pairs.num_starts, False)
-        return DepthCounts.of(per_depth(result.exact.rank_P, pairs.num_starts, 0), is_valid_NK)
+        for depth, rank_P in enumerate(result.exact.rank_P.split(list(pairs.num_starts)), 1):
+            num = max(1, len(rank_P))
+            for top in _TOP_K:
+                share = (rank_P < top).sum() / num
+                self.log(f"{stage}/top{top}_d{depth}", share, batch_size=num, sync_dist=stage == "val")
 
     def _log_details(self, pairs: Pairs, result: BatchResult) -> None:
         assert result.exact is not None
-        accuracies = self._counts(pairs, result).accuracies()
-        self.log_dict(
-            {f"train/{name}": value for name, value in accuracies.items() if name.startswith(("top1", "top8"))}
-        )
+        self._log_accuracies("train", pairs, result)
         for depth, loss_P in enumerate(result.exact.loss_P.split(list(pairs.num_starts)), 1):
             self.log(f"train/loss_d{depth}", loss_P.sum() / max(1, len(loss_P)))
 

@@ -12,16 +12,17 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from drafter.data.module import ChatDataModule
-from drafter.training import wandb_logging
+from drafter.integrations.wandb import init_options
 from drafter.training.callbacks import SaveWhenStopped, ShortProgressBar, WholeCheckpointIO
 from drafter.training.checkpoint import last_checkpoint, read_checkpoint
 from drafter.training.module import DrafterModule
 from drafter.utils.io import first_line, locked, recover
 from drafter.utils.options import limit_yaml
+from drafter.utils.provenance import run_record
 
 _DEFAULT_FOLDER = "runs/drafter"
 # Messages of Lightning at every start that need no action.
@@ -80,13 +81,10 @@ class TrainCLI(LightningCLI):
             config.trainer.logger = CSVLogger(config.trainer.default_root_dir, name="logs")
         if config.wandb is not None:
             loggers = config.trainer.logger if isinstance(config.trainer.logger, list) else [config.trainer.logger]
-            added = wandb_logging.make_logger(
-                config.wandb,
-                config.trainer.default_root_dir,
-                settings=self.config.as_dict(),
-                is_resumed=config.ckpt_path is not None,
-            )
-            config.trainer.logger = [*(logger for logger in loggers if logger), added]
+            root = Path(config.trainer.default_root_dir)
+            record = run_record(settings=self.config.as_dict())
+            options = init_options(config.wandb, root, record=record, is_resumed=config.ckpt_path is not None)
+            config.trainer.logger = [*(logger for logger in loggers if logger), WandbLogger(save_dir=root, **options)]
         if config.trainer.enable_progress_bar is not False:
             self.trainer_defaults["callbacks"] = [*self.trainer_defaults["callbacks"], ShortProgressBar()]
         if config.trainer.plugins is None:
@@ -167,12 +165,10 @@ def _fit(trainer: Any, cli: TrainCLI, ckpt_path: str | None) -> None:
         kind = type(error).__name__
         raise ValueError(f"--ckpt_path {ckpt_path!r} cannot be resumed: {kind}: {first_line(error)}") from error
     finally:
-        if exit_code:
-            wandb_logging.finish(trainer, exit_code)
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger) and trainer.is_global_zero:
+                logger.experiment.finish(exit_code)
     best, last = trainer.checkpoint_callback.best_model_path, last_checkpoint(trainer)
-    if best or last:
-        wandb_logging.log_drafter(trainer, best or last)
-    wandb_logging.finish(trainer, 0)
     if trainer.is_global_zero:
         print(f"done: {trainer.global_step} steps; best {best or 'none'}, last {last or 'none'}")
 

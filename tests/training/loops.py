@@ -37,16 +37,6 @@ def losses(z: list[float], teacher: list[float], label: int) -> tuple[float, flo
     return -math.log(q[label]), kl
 
 
-def conditional_hits(ranks: list[list[int]], valid: list[list[bool]], depth: int, top: int) -> tuple[int, int]:
-    """Of the starts whose pairs before ``depth`` are all valid and hit: how many are valid there, how many hit."""
-    total = hits = 0
-    for rank, ok in zip(ranks, valid, strict=True):
-        if all(ok[d] and rank[d] < top for d in range(depth)) and ok[depth]:
-            total += 1
-            hits += rank[depth] < top
-    return total, hits
-
-
 def _softmax(z: list[float]) -> list[float]:
     weights = [math.exp(x) for x in z]
     return [w / sum(weights) for w in weights]

@@ -3,9 +3,11 @@
 import copy
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
@@ -204,14 +206,32 @@ def test_a_step_waits_for_the_device_once(tmp_path, monkeypatch) -> None:
     assert [sum(found.values()) for found in counts] == [1, 1, 1], counts
 
 
-def test_validation_logs_counts_of_the_whole_set(tmp_path) -> None:
+def test_validation_logs_shares_of_the_whole_set(tmp_path) -> None:
+    """Over batches of different sizes: the mean over pairs, not over batches."""
     target = make_target()
     module = make_module(target, objective={"cross_entropy": 1.0}, optim={"lr": 0.02})
-    trainer = make_trainer(tmp_path, max_steps=60, check_val_every_n_epoch=1, max_epochs=2)
-    trainer.fit(module, datamodule=FakeData(greedy_rows(target), 30))
-    logged = trainer.callback_metrics
-    assert logged["val/top1_d1"] > 0.5 and logged["val/top8_d3"] >= logged["val/top1_d3"]
-    assert logged["val/positions"] == module.num_positions > 0
+    rows = greedy_rows(target)
+    batches = [FakeData(part, 1).batch for part in (rows[:1], rows[1:])]
+
+    class TwoSizes(FakeData):
+        def val_dataloader(self) -> Any:
+            return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+    data = TwoSizes(rows, 30)
+    trainer = make_trainer(tmp_path, max_steps=4, val_check_interval=4)
+    trainer.fit(module, datamodule=data)
+    paired = [module.select(batch, (1.0,) * len(module._rates)) for batch in batches]
+    with torch.no_grad():
+        results = [module.run_batch(part, with_ranks=True).exact for part in paired]
+    for depth in (0, 2):
+        ranks = [
+            result.rank_P.split(list(part.pairs.num_starts))[depth]
+            for part, result in zip(paired, results, strict=True)
+        ]
+        for top in (1, 8):
+            share = (torch.cat(ranks) < top).float().mean()
+            assert trainer.callback_metrics[f"val/top{top}_d{depth + 1}"] == pytest.approx(float(share))
+    assert trainer.callback_metrics["val/positions"] == module.num_positions > 0
 
 
 def test_divergence_names_step_and_checkpoint(tmp_path) -> None:
