@@ -19,6 +19,7 @@ SECONDS_AFTER = 120  # of further requests after the swap
 BIN_SECONDS = 20
 MAX_TOKENS = 80
 KINDS = {"translation": "#0a7d6c", "json": "#8a4fbf", "general": "#8a8f8d"}
+NAMES = {"translation": "translation", "json": "orders as JSON", "general": "general, not learnt"}
 
 _WHO = ("Meine Schwester", "Der alte Nachbar", "Unsere Lehrerin", "Ein junger Arzt", "Die Köchin", "Mein bester Freund")
 _DOES = (
@@ -158,7 +159,7 @@ def rate(rows: list[dict[str, Any]]) -> float:
 
 
 def draw(source: Path, out: Path) -> None:
-    """Tokens per step over time, a line for each kind and drafter, and the moment of the swap."""
+    """Tokens per step over time, their means with each drafter, and the moment of the swap."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -167,24 +168,28 @@ def draw(source: Path, out: Path) -> None:
 
     rows = [json.loads(line) for line in source.read_text().splitlines()]
     digests = list(dict.fromkeys(row["drafter"] for row in sorted(rows, key=lambda row: row["second"])))
-    figure, axes = pyplot.subplots(figsize=(8, 3.4))
+    figure, axes = pyplot.subplots(figsize=(8, 3.2))
+    end = (max(row["second"] for row in rows) + BIN_SECONDS) / 60
     for kind, colour in KINDS.items():
+        rates = []
         for digest in digests:
             own = [row for row in rows if row["kind"] == kind and row["drafter"] == digest]
             minutes = [(row["second"] + BIN_SECONDS / 2) / 60 for row in own]
-            label = f"{kind}, {rate(own):.2f} tokens a step"
-            style = "--" if digest == digests[0] else "-"
-            axes.plot(minutes, [rate([row]) for row in own], style, color=colour, alpha=0.45)
-            axes.hlines(rate(own), minutes[0], minutes[-1], color=colour, linestyles=style, linewidth=2.2, label=label)
+            rates.append(rate(own))
+            axes.plot(minutes, [rate([row]) for row in own], color=colour, alpha=0.4, linewidth=1)
+            axes.hlines(rates[-1], minutes[0], minutes[-1], color=colour, linewidth=2.4)
+        label = f"{NAMES[kind]}\n{rates[0]:.2f} \N{RIGHTWARDS ARROW} {rates[-1]:.2f}"
+        axes.annotate(label, (end, rates[-1]), color=colour, fontsize=8.5, va="center")
     swap = min(row["second"] for row in rows if row["drafter"] != digests[0]) / 60
-    axes.axvline(swap, color="black", linewidth=1)
-    axes.text(swap, axes.get_ylim()[1], " the new drafter takes over", va="top", fontsize=8)
+    axes.axvline(swap, color="black", linewidth=0.8, linestyle=":")
+    axes.text(swap, axes.get_ylim()[1], "the new drafter takes over ", ha="right", va="top", fontsize=8.5)
+    axes.set_xlim(0, end)
+    axes.set_ylim(bottom=1)
     axes.set_xlabel("minutes since the server's start")
     axes.set_ylabel("tokens per step")
-    axes.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 1.22), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(out, metadata={"Date": None})
+    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
 
 
 def main() -> None:
