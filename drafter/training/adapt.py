@@ -198,8 +198,7 @@ def affordable(
     >>> affordable([old, new], [other] * 5, 8) == ([new], [other])
     True
     """
-    num_general = sum(len(row.prompt_token_ids) + len(row.token_ids) for row in general)
-    general_cost = num_general / max(1, sum(len(row.token_ids) for row in general))  # of an answer token
+    general_cost = sum(map(_length, general)) / max(1, sum(len(row.token_ids) for row in general))  # of an answer token
     chosen: list[TrafficRow] = []
     for row in reversed(rows):
         num_tokens -= len(row.prompt_token_ids) + len(row.token_ids) * (1 + general_cost)
@@ -337,9 +336,14 @@ def _freeze(loading: Loading, work: Path, traffic: Path, general: Path | None, m
     if len(chosen) < len(rows):
         print(f"{len(chosen)} of {len(rows)} recorded answers fit into {minutes:g} minutes", file=sys.stderr)
     _write_rows(work / "val.jsonl", held_out[:_NUM_TRAFFIC])
-    _write_rows(work / "train.jsonl", [*chosen, *mixed_in])
-    longest = max(len(row.prompt_token_ids) + len(row.token_ids) for row in (*chosen, *mixed_in, *held_out))
+    # Neighbours of one length share a forward of the target without padding.
+    _write_rows(work / "train.jsonl", sorted((*chosen, *mixed_in), key=_length))
+    longest = max(map(_length, (*chosen, *mixed_in, *held_out)))
     write_atomic(work / _FROZEN, json.dumps({"prompts": prompts, "answers": len(chosen), "longest": longest}))
+
+
+def _length(row: TrafficRow) -> int:
+    return len(row.prompt_token_ids) + len(row.token_ids)
 
 
 def _kept(file: Path, make: Callable[[], Counts]) -> Counts:
