@@ -21,7 +21,7 @@ from drafter.bench.models import BenchModels
 from drafter.bench.results import BenchRecord, append_result, histogram, resume_results, run_id, spread
 from drafter.bench.settings import BenchSettings
 from drafter.bench.workload import Workload
-from drafter.engine.sizes import device_name, dtype_name, fingerprint_of_weights
+from drafter.engine.tuned import device_name, dtype_name, fingerprint_of_weights
 from drafter.utils.provenance import run_record
 
 _WARM_UP_TOKENS = 16

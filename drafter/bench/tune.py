@@ -20,7 +20,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.request import Request
 from drafter.engine.settings import EngineConfig
-from drafter.engine.sizes import (
+from drafter.engine.tuned import (
     PLAIN,
     MeasuredTree,
     RowPlan,

@@ -43,7 +43,7 @@ def tune(options: TuneOptions) -> None:
     from drafter.bench.tune import tune as run_tune
     from drafter.bench.workload import read_prompt_set
     from drafter.engine.loading import load_drafter, tuned_path
-    from drafter.engine.sizes import is_tuned_file
+    from drafter.engine.tuned import is_tuned_file
     from drafter.utils.io import check_output, write_atomic
     from drafter.utils.provenance import run_record
     from drafter.utils.tables import format_table

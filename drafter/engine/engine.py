@@ -20,8 +20,8 @@ from drafter.engine.request import Request, RequestOptions
 from drafter.engine.runner import Runner, StepResult, StepWants
 from drafter.engine.scheduler import Scheduler, bucket, neighbours
 from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
-from drafter.engine.sizes import Sizer, Tree, TreeSizer, read_tuned, sized_proposers
 from drafter.engine.text import IncrementalText, Prompt, check_prompts, encode_prompts
+from drafter.engine.tuned import Sizer, Tree, TreeSizer, read_tuned, sized_proposers
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.table import contexts_of, make_proposer
 from drafter.targets.target import Target

@@ -24,7 +24,7 @@ from drafter.proposers.options import Drafting, Method, TreePolicy, most_nodes
 from drafter.utils.validate import check_ranges, require_choice, within
 
 if TYPE_CHECKING:
-    from drafter.engine.sizes import TunedSizes
+    from drafter.engine.tuned import TunedSizes
     from drafter.models.drafter import RecurrentDrafter
     from drafter.targets.target import Target
 
@@ -200,7 +200,7 @@ def resolve(
         ValueError: a model is missing, two settings contradict each other, or the file is damaged or does not fit.
     """
     from drafter.decoding.compile import is_compiled
-    from drafter.engine.sizes import dtype_name
+    from drafter.engine.tuned import dtype_name
 
     config = config or EngineConfig()
     check_models(config.method, config.tuned, has_drafter=drafter is not None, has_draft_model=draft_model is not None)
@@ -313,7 +313,7 @@ def _measured(
     Raises:
         ValueError: the file is damaged, or the user's file does not fit.
     """
-    from drafter.engine.sizes import misfit, read_tuned
+    from drafter.engine.tuned import misfit, read_tuned
 
     path = Path(config.tuned) if config.tuned is not None else None
     if path is None:

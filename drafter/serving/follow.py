@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from drafter.engine.loading import load_drafter
-from drafter.engine.sizes import fingerprint_of_weights
+from drafter.engine.tuned import fingerprint_of_weights
 from drafter.models.drafter import RecurrentDrafter
 from drafter.models.files import WEIGHTS
 from drafter.serving.metrics import Metrics

@@ -20,7 +20,7 @@ from drafter.bench.summary import summarise
 from drafter.bench.workload import Item, Workload
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
-from drafter.engine.sizes import PLAIN, MeasuredTree, RowPlan, Tree, TunedSizes, device_name
+from drafter.engine.tuned import PLAIN, MeasuredTree, RowPlan, Tree, TunedSizes, device_name
 from drafter.utils.io import write_atomic
 from tests.serving.tiny import tiny_drafter, tiny_target
 

@@ -14,7 +14,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.request import Request
 from drafter.engine.settings import EngineConfig
-from drafter.engine.sizes import PLAIN, Tree, read_tuned
+from drafter.engine.tuned import PLAIN, Tree, read_tuned
 from drafter.proposers.copying import SHARES
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 from tests.tiny_files import make_drafter, make_target

@@ -13,7 +13,7 @@ import pytest
 
 from drafter.cli.main import main
 from drafter.engine.settings import Plan
-from drafter.engine.sizes import PLAIN, MeasuredTree, RowPlan, Tree, TunedSizes, device_name
+from drafter.engine.tuned import PLAIN, MeasuredTree, RowPlan, Tree, TunedSizes, device_name
 from drafter.serving.listen import bind, load_engine
 from drafter.serving.options import ServeOptions
 from drafter.targets.target import Target

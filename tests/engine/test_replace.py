@@ -7,7 +7,7 @@ import pytest
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
-from drafter.engine.sizes import PLAIN, MeasuredTree, RowPlan, Tree, TreeSizer, TunedSizes
+from drafter.engine.tuned import PLAIN, MeasuredTree, RowPlan, Tree, TreeSizer, TunedSizes
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter

@@ -16,7 +16,7 @@ from drafter.bench.results import read_results
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
-from drafter.engine.sizes import read_tuned
+from drafter.engine.tuned import read_tuned
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 from drafter.training.checkpoint import read_checkpoint

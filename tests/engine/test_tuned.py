@@ -11,7 +11,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.runner import Runner
 from drafter.engine.settings import EngineConfig, resolve
-from drafter.engine.sizes import (
+from drafter.engine.tuned import (
     PLAIN,
     MeasuredTree,
     RowPlan,

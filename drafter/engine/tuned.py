@@ -122,12 +122,12 @@ class TunedSizes:
 
     def summary(self) -> str:
         """The calibrated choice for each number of rows, in one line."""
-        parts = []
+        sizes = []
         for plan in self.plans:
             tree = plan.best().tree
             size = "plain" if tree.is_plain else f"W {tree.beam_width} L {tree.draft_length} N {tree.tree_size}"
-            parts.append(f"{plan.num_rows}: {size}")
-        return "drafter, trees by rows: " + "; ".join(parts)
+            sizes.append(f"{plan.num_rows}: {size}")
+        return "drafter, trees by rows: " + "; ".join(sizes)
 
     def as_json(self) -> dict[str, Any]:
         """The content of the file that :func:`read_tuned` reads."""
