@@ -152,7 +152,8 @@ class _Bench:
         settings, target = self._settings, self._models.target
         facts = {
             "name": target.name,
-            "dtype": dtype_name(target.dtype),
+            "dtype": _number_format(settings, dtype_name(target.dtype)),
+            "runtime": target.runtime_name,
             "num_parameters": target.num_parameters,
             "fingerprint": target.fingerprint,
         }
@@ -221,6 +222,13 @@ class _Bench:
             seconds = round(sum(answer.seconds for answer in own), 6) if point.batch_size == 1 else None
             sums[category] = {"num_answers": len(own), "seconds": seconds, **_sums(own)}
         return sums
+
+
+def _number_format(settings: BenchSettings, dtype: str) -> str:
+    """Number format of the steps and the weights, such as `bfloat16` or `bfloat16, int8 weights`."""
+    if settings.dtype == "stored":
+        return "stored"
+    return dtype if settings.quantization == "none" else f"{dtype}, {settings.quantization} weights"
 
 
 def _sums(answers: Sequence[TimedAnswer]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """`drafter bench`, `bench report`, `bench serve`: measurements, and their tables."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -134,11 +134,14 @@ def bench_serve(options: LoadOptions) -> None:
 def _load_models(settings: BenchSettings) -> "BenchModels":
     from drafter.bench.models import BenchModels
     from drafter.engine.loading import load_drafter
+    from drafter.engine.sizes import dtype_name
 
     target = settings.load()
     drafter, peer_target, draft_model = None, None, None
     if target.is_packed and any(spec.engine == "transformers" for spec in settings.specs):
-        peer_target = settings.load(pack=False)  # transformers' own methods run on the model as transformers loads it
+        # transformers' own methods run on the model as transformers loads it, of a GGUF file on its unpacked weights.
+        number_format: Any = dtype_name(target.dtype)
+        peer_target = replace(settings, dtype=number_format, runtime="torch").load(pack=False)
     if any(spec.needs_draft_model for spec in settings.specs):
         draft_model = settings.load(settings.draft_model, pack=False)
     if any(spec.needs_drafter for spec in settings.specs):

@@ -102,6 +102,8 @@ def test_what_is_done_is_not_repeated(tmp_path: Path, models: BenchModels) -> No
     assert [record["method"] for record in records_of(out)] == ["none", "lookup"] * 2
     assert run_benchmark(settings, models, [WORKLOAD], out) == 0
     assert run_benchmark(replace(settings, max_new_tokens=3, rounds=1), models, [WORKLOAD], out) == 2
+    assert run_benchmark(replace(settings, quantization="int8", rounds=1), models, [WORKLOAD], out) == 2
+    assert records_of(out)[-1]["target"]["dtype"] == "float32, int8 weights"
 
 
 def test_a_method_that_takes_one_prompt_at_a_time_is_left_out_of_batches(
