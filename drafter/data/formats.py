@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 from drafter.data.reading import RawRow, read_records
@@ -192,7 +193,7 @@ def _read_turns(
             raise ValueError(f"{where}: turn {number} of {key} must be an object, not {type(turn).__name__}")
         role, content = (next((turn[name] for name in group if name in turn), None) for group in names)
         if not isinstance(role, str) or role not in _ROLES:
-            raise ValueError(f"{where}: turn {number} has the role {role!r}; known are {', '.join(_ROLES)}")
+            raise ValueError(f"{where}: turn {number} has the role {short(role)}; known are {', '.join(_ROLES)}")
         text = "" if content is None and _has_parts(turn) else _content(content, f"{where}: turn {number}")
         messages.append({"role": _ROLES[role], "content": text})
     if not messages:
@@ -293,6 +294,6 @@ def _text_or_none(value: Any) -> str | None:
 
 
 def _keys(fields: Mapping[str, Any]) -> str:
-    names = [repr(str(key)) for key in fields]
+    names = [repr(str(key)[:40]) for key in fields]
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     return f" (the row has {shown})" if names else " (the row is empty)"

@@ -21,6 +21,10 @@ _TABLES = {".json": "json", ".json.gz": "json", ".parquet": "parquet", ".csv": "
 _KNOWN = "*.jsonl, *.json (both also .gz), *.parquet, *.csv, or a hub data set (owner/name or owner/name:split)"
 
 
+# `datasets` reads a JSON file as whatever the file holds, and fails accordingly.
+_OF_ODD_FILES = (ValueError, OSError, OverflowError, TypeError, AttributeError, LookupError, RecursionError)
+
+
 class RawRow(NamedTuple):
     """The fields of one row, its place for error messages, and its line or row number from 1."""
 
@@ -132,7 +136,7 @@ def reading(name: str, *, is_hub: bool = False) -> Iterator[None]:
         yield
     except StopIteration as error:  # of an empty JSON file
         raise ValueError(f"{name} holds no rows") from error
-    except (datasets.exceptions.DatasetsError, ValueError, OSError, OverflowError, pyarrow.ArrowException) as error:
+    except (datasets.exceptions.DatasetsError, pyarrow.ArrowException, *_OF_ODD_FILES) as error:
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
         if isinstance(cause, ValueError) and str(cause).startswith(name):
             raise cause from None  # one of our own

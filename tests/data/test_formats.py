@@ -151,6 +151,7 @@ def test_bad_files(tmp_path: Path) -> None:
     refuse("blank.jsonl", b"\n \n", ValueError, "holds no rows")
     refuse("empty.json", b"[]", ValueError, "holds no rows")
     refuse("text.json", b'"abc"', ValueError, "text.json: the file cannot be read")
+    refuse("true.json", b"true", ValueError, "true.json: the file cannot be read")
     refuse("deep.json", b"[" * 100_000, ValueError, "deep.json: the file cannot be read")
     refuse("torn.jsonl", b'{"text": "a"}\n{"text": "b', ValueError, "line 2: broken JSON")
     refuse("latin.jsonl", b'{"text": "\xe9"}\n', ValueError, "line 1: not UTF-8")
