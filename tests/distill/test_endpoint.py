@@ -187,12 +187,6 @@ def test_a_wrong_key_or_model_stops_at_once(server: FakeServer, prompts: str, tm
     assert set(server.counts.values()) == {1}
 
 
-def test_nobody_listens(prompts: str, tmp_path: Path) -> None:
-    endpoint = Endpoint("http://127.0.0.1:9", "m", retries=1, pause=0.01)
-    with pytest.raises(OSError, match="no answer in 2 attempts"):
-        run(prompts, tmp_path / "out.jsonl", endpoint)
-
-
 def test_what_an_endpoint_cannot_do(server: FakeServer, prompts: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--prompts magpie needs --target"):
         distill(endpoint_of(server), "magpie", tmp_path / "o.jsonl", num_prompts=3, progress=False)

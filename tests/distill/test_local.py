@@ -80,19 +80,6 @@ def test_batches_do_not_change_sampled_answers(target, prompts: str, tmp_path: P
     assert rows_of(tmp_path / "c.jsonl") != first
 
 
-@pytest.mark.parametrize("cut", [0, 150, -1])
-def test_a_cut_file_is_completed(target, prompts: str, tmp_path: Path, cut: int) -> None:
-    out = tmp_path / "out.jsonl"
-    run(target, prompts, out, temperature=(1.0,))
-    whole = rows_of(out)
-    out.write_bytes(out.read_bytes()[:cut])
-    report = run(target, prompts, out, temperature=(1.0,))
-    assert rows_of(out) == whole
-    assert report.num_done_before + report.num_new == 5 and report.num_new > 0
-    before = out.read_bytes()
-    assert run(target, prompts, out, temperature=(1.0,)).num_new == 0 and out.read_bytes() == before
-
-
 def test_other_settings_or_prompts_are_refused(target, prompts: str, tmp_path: Path) -> None:
     run(target, prompts, tmp_path / "out.jsonl")
     with pytest.raises(ValueError, match="written with max_new_tokens = 8, now it is 9"):
@@ -116,15 +103,6 @@ def test_bad_options(target, prompts: str, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"none\.jsonl"):
         run(target, str(tmp_path / "none.jsonl"), tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()
-
-
-def test_a_name_that_would_be_read_otherwise_is_refused_before_anything_is_done(prompts: str, tmp_path: Path) -> None:
-    out = tmp_path / "new" / "answers.json"
-    for wanted in (prompts, "magpie"):
-        # Its identity is asked for by whatever comes next, and this one has none.
-        with pytest.raises(ValueError, match=r"is read as \.json; use \.jsonl"):
-            distill(object(), wanted, out, num_prompts=2, progress=False)
-    assert not out.parent.exists()
 
 
 def test_magpie_asks_invented_prompts_that_are_not_excluded(

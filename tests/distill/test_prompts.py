@@ -64,17 +64,13 @@ def test_excluded_texts_are_left_out(tmp_path: Path) -> None:
 def test_system_messages_exclude_nothing(tmp_path: Path) -> None:
     system = {"role": "system", "content": "You are a helpful assistant."}
     evaluation = [{"messages": [system, *chat("Why is it so?", "It is.", "Really?")]}, {"prompt": "Be brief."}]
+    evaluation.append({"question_id": 81, "turns": ["Write a letter.", "Now rewrite it in one sentence."]})
     exclude = Exclusion.read(write_jsonl(tmp_path / "x.jsonl", evaluation))
     rows = [{"messages": [system, *chat(question)]} for question in ("How do bees sleep?", "really", "It is")]
     rows.append({"messages": [{"role": "developer", "content": "Be brief."}, *chat("Why do cats purr?")]})
     found = select_prompts(write_jsonl(tmp_path / "p.jsonl", rows), exclude=exclude)
     assert [p.messages[-1]["content"] for p in found.prompts] == ["How do bees sleep?", "Why do cats purr?"]
     assert found.num_excluded == 2 and not exclude.matches(system["content"])
-
-
-def test_later_turns_of_mt_bench_are_excluded_as_well(tmp_path: Path) -> None:
-    asked = {"question_id": 81, "turns": ["Write a letter.", "Now rewrite it in one sentence."]}
-    exclude = Exclusion.read(write_jsonl(tmp_path / "x.jsonl", [asked]))
     assert exclude.matches("write a letter") and exclude.matches("Now rewrite it in one sentence")
 
 
