@@ -1,5 +1,7 @@
 """Another drafter takes over between two steps: no token changes, nothing of the old drafter stays."""
 
+import gc
+import weakref
 from itertools import cycle
 
 import pytest
@@ -76,3 +78,14 @@ def test_a_drafter_that_does_not_fit_leaves_the_old_one() -> None:
     for method in ("none", "lookup"):
         with pytest.raises(ValueError, match="without a drafter"):
             Engine(shared_target(), config=EngineConfig(method=method)).replace_drafter(trained_drafter())
+
+
+def test_replaced_drafters_leave_memory() -> None:
+    engine = Engine(shared_target(), untrained(), EngineConfig(method="drafter", max_num_seqs=2))
+    replaced = []
+    for _ in range(3):
+        engine.generate(PROMPTS[:2], SamplingParams(max_new_tokens=4, ignore_eos=True))
+        replaced.append(weakref.ref(engine.drafter))
+        engine.replace_drafter(untrained())
+    gc.collect()
+    assert [drafter() for drafter in replaced] == [None] * 3
