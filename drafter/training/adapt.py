@@ -283,7 +283,7 @@ def _work_folder(out: Path, settings: Sequence[object], drafter: str) -> Iterato
     What an earlier call left there stays if its settings and the hash ``drafter`` of the weights were the same.
     """
     work = out.absolute().with_name(f".{out.name}.adapt")
-    work.mkdir(parents=True, exist_ok=True)
+    work.mkdir(mode=0o700, parents=True, exist_ok=True)  # the rows are as private as the traffic
     (work / _LOCK).touch()
     with locked(work / _LOCK) as is_locked:
         if is_locked is False:
@@ -321,7 +321,8 @@ def _freeze(loading: Loading, work: Path, traffic: Path, general: Path | None, m
 
     The file ``_FROZEN`` is the last to be written.
     """
-    rows, held_out = split(read_traffic(traffic))
+    target = loading.target()
+    rows, held_out = split(read_traffic(traffic, vocab_size=target.vocab_size))
     prompts = {"traffic": prompts_of(held_out, _NUM_TRAFFIC)}
     if len(prompts["traffic"]) < MIN_HELD_OUT:
         num_prompts = len({tuple(row.prompt_token_ids) for row in (*rows, *held_out)})
@@ -329,10 +330,9 @@ def _freeze(loading: Loading, work: Path, traffic: Path, general: Path | None, m
             f"--traffic {traffic} holds {num_prompts} different prompts: about {MIN_HELD_OUT * _HELD_OUT_SHARE} are "
             "needed, so that those held out tell a gain from chance; record more"
         )
-    general_rows, general_held_out = split(read_traffic(general)) if general is not None else ([], [])
+    general_rows, general_held_out = split(read_traffic(general, vocab_size=target.vocab_size)) if general else ([], [])
     prompts["general"] = prompts_of(general_held_out, _NUM_GENERAL)
-    num_tokens = _tokens_per_second(loading.target()) * 60 * minutes * _STATES_SHARE
-    chosen, mixed_in = affordable(rows, general_rows, num_tokens)
+    chosen, mixed_in = affordable(rows, general_rows, _tokens_per_second(target) * 60 * minutes * _STATES_SHARE)
     if len(chosen) < len(rows):
         print(f"{len(chosen)} of {len(rows)} recorded answers fit into {minutes:g} minutes", file=sys.stderr)
     _write_rows(work / "val.jsonl", held_out[:_NUM_TRAFFIC])

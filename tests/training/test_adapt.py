@@ -141,6 +141,7 @@ def test_an_interrupted_call_goes_on_with_its_rows(
         assert main(command) == 130
     work = tmp_path / ".new.adapt"
     assert not (tmp_path / "new").exists() and (work / "checkpoints" / "last.ckpt").is_file()
+    assert work.stat().st_mode & 0o777 == 0o700, "the rows are in it"
     (traffic / "traffic-3.jsonl").write_text('{"prompt_token_ids": [9, 9], "token_ids": [9]}\n')
     assert "going on" not in capsys.readouterr().err
     steps: list[int] = []
@@ -208,11 +209,13 @@ def test_mistakes_are_one_line(place: Path, tmp_path: Path, capsys: pytest.Captu
     held_out = next([index] for index in range(1, 90) if split([TrafficRow([index], [3])])[1])
     rows = [{"prompt_token_ids": held_out, "token_ids": [index]} for index in range(1, 90)]
     (tmp_path / "same.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "other.jsonl").write_text(json.dumps({"prompt_token_ids": [1, 10**6], "token_ids": [3]}) + "\n")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     for more, message in (
         (["--traffic", str(few)], "1 different prompts: about 80 are needed"),
         (["--traffic", str(tmp_path / "same.jsonl")], "1 different prompts: about 80 are needed"),
+        (["--traffic", str(tmp_path / "other.jsonl")], "other.jsonl, line 1: a token id is outside"),
         (["--traffic", str(tmp_path / "none")], "none"),
         (["--minutes", "0"], "--minutes is 0.0"),
         (["--out", str(tmp_path / "mine")], "is no exported drafter"),
