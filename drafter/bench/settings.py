@@ -13,59 +13,39 @@ LARGEST_TREE = 1024  # nodes of a candidate of `drafter tune`
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkloadOptions:
-    """The prompts, and the length of answers.
-
-    Attributes:
-        prompts: file of prompts, hub data set, or a name: evaluation, default, mtbench, humaneval, gsm8k
-        num_prompts: largest number of prompts of each set, all categories alike
-        max_new_tokens: longest answer in tokens
-    """
-
-    prompts: tuple[str, ...] = ("evaluation",)
-    num_prompts: int | None = within(None, low=1)
-    max_new_tokens: int = within(128, low=1, high=2**24)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MethodOptions:
-    """Methods, models and settings to compare.
+class BenchSettings(Options, TargetConfig):
+    """Settings of a benchmark.
 
     Attributes:
         methods: methods in the order of a round
         drafter: folder of an exported drafter, or name of a drafter that comes with the package
         draft_model: smaller model with the target's tokenizer, for draft-model
+        prompts: file of prompts, hub data set, or a name: evaluation, default, mtbench, humaneval, gsm8k
+        num_prompts: largest number of prompts of each set, all categories alike
+        max_new_tokens: longest answer in tokens
         batch_sizes: prompts that are answered at the same time
         temperatures: temperatures of sampling; 0 is greedy
         rounds: number of rounds; every method runs once in a round
         seed: seed of sampling
         peer_python: NAME=PYTHON, the Python of the environment that holds a peer: llama-cpp-python, vllm, xllamacpp or
             openvino-genai (default: this environment's)
-    """
-
-    methods: tuple[str, ...] = comma_separated(("none", "drafter", "lookup", "hf-generate"))
-    drafter: str | None = None
-    draft_model: str | None = None
-    batch_sizes: tuple[int, ...] = within((1,), low=1, high=1024)
-    temperatures: tuple[float, ...] = within((0.0,), low=0.0)
-    rounds: int = within(3, low=1)
-    seed: int = seed_field()
-    peer_python: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchSettings(Options, WorkloadOptions, MethodOptions, TargetConfig):
-    """Settings of a benchmark.
 
     Raises:
         ValueError: a value out of range, an unknown method, or a method without the model that it needs.
     """
 
-    sections: ClassVar = {
-        "What to compare": MethodOptions,
-        "What to answer": WorkloadOptions,
-        "Where to run": TargetConfig,
-    }
+    sections: ClassVar = {"Where to run": TargetConfig}
+    methods: tuple[str, ...] = comma_separated(("none", "drafter", "lookup", "hf-generate"))
+    drafter: str | None = None
+    draft_model: str | None = None
+    prompts: tuple[str, ...] = ("evaluation",)
+    num_prompts: int | None = within(None, low=1)
+    max_new_tokens: int = within(128, low=1, high=2**24)
+    batch_sizes: tuple[int, ...] = within((1,), low=1, high=1024)
+    temperatures: tuple[float, ...] = within((0.0,), low=0.0)
+    rounds: int = within(3, low=1)
+    seed: int = seed_field()
+    peer_python: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()

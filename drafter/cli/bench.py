@@ -15,20 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResultOptions:
-    """The output of results.
-
-    Attributes:
-        out: results file (.jsonl)
-        report: also write the table and the pictures to this folder
-    """
-
-    out: Path
-    report: Path | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchOptions(BenchSettings, ResultOptions):
+class BenchOptions(BenchSettings):
     """Measure methods against each other on the same prompts.
 
     Methods take turns, round after round. Each run is appended to --out when it is done; runs in --out are not
@@ -38,10 +25,15 @@ class BenchOptions(BenchSettings, ResultOptions):
     openvino-genai, vllm (engines of their own; --peer-python names the Python of another environment). Options follow a
     colon: drafter:W8:L4:N24, drafter:alone (no copies), drafter:final-beams, drafter:tuned, draft-model:G5,
     llama-cpp:Q4_1 (the wheel xllamacpp), llama-cpp:Q4_1:native (llama-cpp-python, built for the processor).
+
+    Attributes:
+        out: results file (.jsonl)
+        report: also write the table and the picture to this folder
     """
 
-    sections: ClassVar = {**BenchSettings.sections, "Output": ResultOptions}
     common: ClassVar = ("target", "drafter", "prompts", "methods", "out", "report", "num_prompts", "batch_sizes")
+    out: Path
+    report: Path | None = None
 
 
 def bench(options: BenchOptions) -> None:

@@ -20,8 +20,12 @@ _NUM_COMPARED = 4  # prompts whose greedy answers are compared with the target
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskedOptions:
-    """What is measured.
+class EvaluateOptions(Options, TargetConfig):
+    """Measure how many drafted tokens are accepted: by depth and category, here and on a server.
+
+    With --traffic, the drafter is measured along recorded answers. With --url, the prompts go to the server too. If the
+    server accepts far less than this machine, the command warns, names what differs (chat template, special tokens,
+    dtype or quantisation, sampling, context length, speculation off) and returns exit code 1.
 
     Attributes:
         drafter: folder of an exported drafter, or name of a drafter that comes with the package
@@ -37,6 +41,8 @@ class AskedOptions:
         out: results file (.json)
     """
 
+    sections: ClassVar = {"Where to run": TargetConfig}
+    common: ClassVar = ("target", "drafter", "method", "prompts", "url", "out", "num_prompts", "max_new_tokens")
     drafter: str | None = None
     method: str = "drafter"
     prompts: str = "evaluation"
@@ -47,19 +53,6 @@ class AskedOptions:
     url: str | None = None
     model: str | None = None
     out: Path | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(Options, AskedOptions, TargetConfig):
-    """Measure how many drafted tokens are accepted: by depth and category, here and on a server.
-
-    With --traffic, the drafter is measured along recorded answers. With --url, the prompts go to the server too. If the
-    server accepts far less than this machine, the command warns, names what differs (chat template, special tokens,
-    dtype or quantisation, sampling, context length, speculation off) and returns exit code 1.
-    """
-
-    sections: ClassVar = {"What to measure": AskedOptions, "Where to run": TargetConfig}
-    common: ClassVar = ("target", "drafter", "method", "prompts", "url", "out", "num_prompts", "max_new_tokens")
 
     def __post_init__(self) -> None:
         super().__post_init__()
