@@ -98,7 +98,8 @@ class RecurrentDrafterEagle3(Eagle3LlamaForCausalLM):
         self.config = vllm_config.speculative_config.draft_model_config.hf_config
         self._drafter_config = DrafterConfig.from_fields(getattr(self.config, DRAFTER_KEY, {}), "config.json, drafter")
         self._target = TargetFacts.read(getattr(self.config, TARGET_KEY, None))
-        _check_target(self._target, vllm_config)
+        self._has_copies = bool(getattr(self.config, COPYING_KEY, False))
+        _check_target(self._target, vllm_config, has_copies=self._has_copies)
         drafter_config, size = self._drafter_config, self._drafter_config.hidden_size
         # vLLM hands over each layer's states once, in ascending order.
         layers = drafter_config.context_layers or (self._target.num_layers,)
@@ -112,7 +113,6 @@ class RecurrentDrafterEagle3(Eagle3LlamaForCausalLM):
             num_features = size if drafter_config.head == "tied" else 2 * size
             self.lm_head = ParallelLMHead(drafter_config.num_outputs, num_features, prefix="lm_head")
         self.logits_processor = LogitsProcessor(drafter_config.num_outputs)
-        self._has_copies = bool(getattr(self.config, COPYING_KEY, False))
         self._num_more = self.config.hidden_size - 2 * size
         if self._num_more < (PLACE_SIZE if self._has_copies else 0):
             raise ValueError(f"config.json, hidden_size is {self.config.hidden_size}: export the drafter again")
@@ -217,7 +217,7 @@ def _warn_of_no_blocks(name: str) -> None:
                  "(attention_backend of --speculative-config)", name)  # fmt: skip
 
 
-def _check_target(target: TargetFacts, vllm_config: VllmConfig) -> None:
+def _check_target(target: TargetFacts, vllm_config: VllmConfig, *, has_copies: bool) -> None:
     """ValueError for a model that the drafter does not belong to, or that vLLM runs in a way that it cannot follow."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     target.check(
@@ -230,6 +230,11 @@ def _check_target(target: TargetFacts, vllm_config: VllmConfig) -> None:
         raise ValueError(
             f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: a recurrent drafter reads the target's "
             "embeddings, which only the first stage has; use --tensor-parallel-size"
+        )
+    if has_copies and parallel.decode_context_parallel_size > 1:
+        raise ValueError(
+            f"--decode-context-parallel-size {parallel.decode_context_parallel_size}: a process has a part of the text "
+            "only, and copies read all of it; export the drafter with --no-copying"
         )
     if model.use_mla:
         raise ValueError(f"target {model.model!r} compresses keys and values (MLA), which a recurrent drafter cannot "

@@ -92,7 +92,10 @@ def config_of(config: dict[str, Any], target: Any, **changes: Any) -> Any:
         setattr(model, f"get_{name}", lambda *_, value=value: value)
     return SimpleNamespace(
         model_config=model,
-        parallel_config=SimpleNamespace(pipeline_parallel_size=changes.get("pipeline_parallel_size", 1)),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=changes.get("pipeline_parallel_size", 1),
+            decode_context_parallel_size=changes.get("decode_context_parallel_size", 1),
+        ),
         cache_config=None,
         speculative_config=SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(**config))),
     )

@@ -229,6 +229,7 @@ def test_another_target_and_broken_folders_are_refused(tmp_path: Path, monkeypat
         "total_num_hidden_layers": "number of layers 2.*layers 9",
         "vocab_size": "vocabulary 61.*vocabulary 9",
         "pipeline_parallel_size": "--pipeline-parallel-size 9.*use --tensor-parallel-size",
+        "decode_context_parallel_size": "--decode-context-parallel-size 9.*with --no-copying",
         "use_mla": "compresses keys and values",
     }.items():
         with pytest.raises(ValueError, match=message):
