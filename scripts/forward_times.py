@@ -6,8 +6,8 @@
 
 A Llama of --shape gets random weights, the default target's tokenizer and a GGUF file for each format. Every engine
 runs in a process of its own, one after the other, round after round. Logits of all tokens are computed, as a tree needs
-them. `bfloat16`, `float32` and `int8` load the BF16 file; another name is the file of that format, in the number format
-that the package chooses. The last table is a forecast, not a measurement.
+them. `bfloat16`, `float32`, `int8` and `int4` load the BF16 file; another name is the file of that format, run from its
+own integers. The last table is a forecast, not a measurement.
 
 Shapes: B rows · N tokens of a row · S visible slots.
 """
@@ -29,7 +29,7 @@ from drafter.bench.process_peers import PeerProcess
 from drafter.targets.catalog import gguf_file
 from drafter.targets.home import home_folder
 from drafter.targets.masks import chunk_mask
-from drafter.targets.target import Target
+from drafter.targets.target import QUANTIZATIONS, Target
 from drafter.utils.io import append, replacing
 from drafter.utils.provenance import run_record
 from drafter.utils.tables import markdown_table
@@ -104,12 +104,12 @@ def random_file(shape: str, weights: str) -> Path:
 @torch.inference_mode()
 def measure_ours(name: str, shape: str) -> dict[str, Any]:
     """Times and memory of this process with one format of weights."""
-    file = random_file(shape, "BF16" if name in ("bfloat16", "float32", "int8") else name)
-    dtype = {"bfloat16": "bfloat16", "int8": "bfloat16", "float32": "float32"}.get(name, "auto")
-    options: dict[str, Any] = {"dtype": dtype, "quantization": "int8" if name == "int8" else "none"}
+    dtype = {"bfloat16": "bfloat16", "int8": "bfloat16", "int4": "bfloat16", "float32": "float32"}.get(name, "stored")
+    file = random_file(shape, name if dtype == "stored" else "BF16")
+    options: dict[str, Any] = {"dtype": dtype, "quantization": name if name in QUANTIZATIONS else "none"}
     with PeakMemory(torch.device("cpu")) as memory:
         start = time.perf_counter()
-        target = Target.load(str(file), device="cpu", **options)
+        target = Target.load(str(file), device="cpu", runtime="auto", **options)
         load_seconds = time.perf_counter() - start
         target.fold_attention()
         num_slots = 64 + NUM_CONTEXT

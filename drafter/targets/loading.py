@@ -122,7 +122,10 @@ def checkpoint_files(place: Path | str, revision: str | None) -> list[Path]:
     if isinstance(place, Path):
         folder = place
     else:
-        found = cached_file(place, "config.json", revision=revision, _raise_exceptions_for_missing_entries=False)
+        try:
+            found = cached_file(place, "config.json", revision=revision)
+        except (OSError, ValueError):  # reading the model names the reason
+            found = None
         if found is None:
             return []
         folder = Path(found).parent

@@ -118,7 +118,7 @@ def open_checkpoint(
         ValueError: of ``read`` and ``probe``.
     """
     check_dtype(dtype)
-    model = describe(place, dtype, **shared)
+    model = _described(place, dtype, **shared)
     check_exportable(model)
     folder = programs_folder(files, {"dtype": str(dtype), "quantization": quantization})
 
@@ -160,11 +160,19 @@ def open_gguf(file: Path, place: Path, dtype: torch.dtype, probe: Probe) -> Prog
         ValueError: the file has matrices of another type, or OpenVINO cannot run the model; says why.
     """
     check_dtype(dtype)
-    model = describe(place, dtype)
+    model = _described(place, dtype)
     folder = programs_folder([file, place / "config.json"], {"dtype": str(dtype)})
     keep(folder, lambda scratch: _write(scratch, _of_gguf(file, place, probe), dtype))
     gc.collect()
     return _open(folder, model, dtype)
+
+
+def _described(place: Path | str, dtype: torch.dtype, **shared: Any) -> PreTrainedModel:
+    """:func:`drafter.targets.loading.describe`; Unsuitable for an odd configuration, whatever transformers raises."""
+    try:
+        return describe(place, dtype, **shared)
+    except Exception as error:
+        raise Unsuitable(f"its configuration has no model ({first_line(error)})") from error
 
 
 def _open(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> Programs:

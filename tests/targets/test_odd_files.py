@@ -9,6 +9,7 @@ import pytest
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
+from drafter.targets import loading
 from drafter.targets.target import Target
 from drafter.utils import limits
 from tests.data.tiny import tiny_target
@@ -47,11 +48,15 @@ def answer(folder: Path, **options: Any) -> Any:
         ({"hidden_act": "evil"}, "'evil'"),
     ],
 )
-def test_an_odd_config_is_refused_in_one_line(folder: Path, fields: Fields, message: str) -> None:
+def test_an_odd_config_is_refused_in_one_line(
+    folder: Path, fields: Fields, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     change(folder / "config.json", fields)
-    with pytest.raises(ValueError, match=message) as caught:
-        Target.load(str(folder), device="cpu")
-    assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+    monkeypatch.setattr(loading, "_LEAST_OPENVINO_BYTES", 1)
+    for runtime in ("torch", "auto"):
+        with pytest.raises(ValueError, match=message) as caught:
+            Target.load(str(folder), device="cpu", dtype="bfloat16", runtime=runtime)
+        assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
 
 
 @pytest.mark.parametrize(
