@@ -101,13 +101,13 @@ def other_chats(live: Live, monkeypatch: pytest.MonkeyPatch, change) -> None:
     monkeypatch.setattr(live.server.encoder, "chat", chat)
 
 
-def test_a_server_with_another_template(files: Path, live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_with_another_template_or_more_special_tokens(
+    files: Path, live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
     header = tiny_target().encode("Be brief. ")
-    other_chats(live, monkeypatch, lambda ids: [ids[0], *header, *ids[1:]])
-    assert named(run(files, live.url)[1]) == ["chat template"]
-
-
-def test_a_server_that_adds_special_tokens(files: Path, live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        other_chats(live, patch, lambda ids: [ids[0], *header, *ids[1:]])
+        assert named(run(files, live.url)[1]) == ["chat template"]
     other_chats(live, monkeypatch, lambda ids: [0, *ids])
     assert named(run(files, live.url)[1]) == ["special tokens"]
 

@@ -151,18 +151,6 @@ def test_a_server_that_refuses_everything_is_an_error(server: Server, failure: s
         run_load(LoadSettings(url=server.url, num_requests=2), WORKLOAD, [LoadLevel(concurrency=2)])
 
 
-def test_stretches_that_ended_are_kept_when_a_later_one_fails(
-    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "p.jsonl").write_text('{"prompt": "hello"}\n')
-    out = tmp_path / "load.jsonl"
-    server.most_bodies = 1 + 2  # the first one warms up
-    words = ["bench", "serve", "--url", server.url, "--prompts", str(tmp_path / "p.jsonl"), "--num-requests", "2"]
-    assert main([*words, "--concurrency", "1,2", "--out", str(out)]) == 2
-    assert "refused all 2 requests" in capsys.readouterr().err
-    assert [record["concurrency"] for record in read_results([out])] == [1]
-
-
 def test_a_server_that_is_not_there_is_an_error() -> None:
     with pytest.raises(ValueError, match="does not answer"):
         run_load(LoadSettings(url="http://127.0.0.1:9", num_requests=1), WORKLOAD, [LoadLevel(concurrency=1)])
@@ -182,6 +170,10 @@ def test_the_command_records_and_shows_the_table(
     assert server.keys == {"Bearer secret-key"} and "secret-key" not in out.read_text()
     assert main(["bench", "report", str(out)]) == 0
     assert "## Load on a server" in capsys.readouterr().out
+    server.most_bodies = len(server.bodies) + 1 + 4  # the second level is refused, the first is kept
+    assert main([*words, "--concurrency", "1,2", "--out", str(out)]) == 2
+    assert "refused all 4 requests" in capsys.readouterr().err
+    assert [record["concurrency"] for record in read_results([out])] == [1, 2, None, 1]
 
 
 @pytest.mark.parametrize(

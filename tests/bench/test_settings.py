@@ -4,7 +4,6 @@ import pytest
 
 from drafter.bench.methods import parse_method, parse_methods
 from drafter.bench.settings import BenchSettings
-from drafter.utils.options import options_from
 
 
 def test_options_become_settings_of_the_engine_and_numbers_of_the_proposers() -> None:
@@ -73,13 +72,6 @@ def test_wrong_settings_are_refused_with_their_flag(changes: dict[str, object], 
     fields: dict[str, object] = {"target": "t", "prompts": ("p",), "methods": ("none",), **changes}
     with pytest.raises(ValueError, match=reason):
         BenchSettings(**fields)  # type: ignore[arg-type]
-
-
-def test_keys_of_a_file_are_the_fields() -> None:
-    values = {"target": "t", "prompts": "p.jsonl", "methods": ["none", "lookup"], "temperatures": [0, 0.8]}
-    assert options_from(BenchSettings, values, "file") == BenchSettings(
-        target="t", prompts=("p.jsonl",), methods=("none", "lookup"), temperatures=(0.0, 0.8)
-    )
 
 
 def test_other_engines_say_what_they_are() -> None:

@@ -77,23 +77,19 @@ def test_the_digest_changes_with_what_is_asked() -> None:
     assert len({one.digest, *(other.digest for other in others)}) == 4
 
 
-ROWS = {
-    "mtbench": {"prompt": ["one", "two"], "prompt_id": 81, "category": "writing", "reference": []},
-    "humaneval": {"task_id": "HumanEval/0", "prompt": "def f():", "test": "..."},
-    "gsm8k": {"question": "How many?", "answer": "4"},
-}
-
-
-@pytest.mark.parametrize("name", HUB_SETS)
-def test_named_sets_are_read_by_their_own_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets, "load_dataset", lambda *words, **options: [ROWS[name], ROWS[name]])
-    workload = read_prompt_set(name)
-    expected = {
-        "mtbench": Item("writing", asked("one")),
-        "humaneval": Item("code", asked("def f():")),
-        "gsm8k": Item("math", asked("How many?")),
-    }
-    assert workload.name == name and workload.items[0] == expected[name]
+@pytest.mark.parametrize(
+    ("name", "row", "item"),
+    [
+        ("mtbench", {"prompt": ["one", "two"], "category": "writing"}, Item("writing", asked("one"))),
+        ("humaneval", {"task_id": "HumanEval/0", "prompt": "def f():"}, Item("code", asked("def f():"))),
+        ("gsm8k", {"question": "How many?", "answer": "4"}, Item("math", asked("How many?"))),
+    ],
+)
+def test_named_sets_are_read_by_their_own_columns(
+    name: str, row: dict[str, object], item: Item, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets, "load_dataset", lambda *words, **options: [row])
+    assert name in HUB_SETS and read_prompt_set(name) == Workload(name, (item,))
 
 
 def test_a_hub_that_does_not_answer_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
