@@ -126,7 +126,7 @@ def bench_serve(options: LoadOptions) -> None:
 def _load_models(settings: BenchSettings) -> "BenchModels":
     from drafter.bench.models import BenchModels
     from drafter.engine.loading import load_drafter
-    from drafter.engine.sizes import dtype_name
+    from drafter.engine.tuned import dtype_name
 
     target = settings.load()
     drafter, peer_target, draft_model = None, None, None
