@@ -138,46 +138,31 @@ def _cut(text: str, length: int) -> str:
 
 
 def _dispatch(words: list[str]) -> int:
-    if not words or words[0] in _HELP:
-        print(_overview(list(COMMANDS)))
-        return 0 if words else _EXIT_ERROR
-    if words[0] == "--version":
+    if words == ["--version"]:
         from drafter import __version__
 
         print(__version__)
         return 0
-    name = next((name for name in (" ".join(words[:2]), words[0]) if name in COMMANDS), None)
-    if name is None:
-        return _group(words)
-    rest = words[len(name.split()) :]
+    name = next((name for name in (" ".join(words[:2]), words[0] if words else "") if name in COMMANDS), None)
+    below = [other for other in COMMANDS if words and other.startswith(words[0] + " ")]
+    rest = words[len(name.split()) :] if name is not None else words[1:]
+    if name is None and (not words or words[0] in _HELP or (below and (not rest or rest[0] in _HELP))):
+        print(_overview(below or list(COMMANDS)))
+        return 0 if words and words[-1] in _HELP else _EXIT_ERROR
+    if name is None or (name == words[0] and below and rest and not rest[0].startswith("-")):
+        given = " ".join(words[:2]) if below else words[0]
+        known = below or list(COMMANDS)
+        raise ValueError(f"unknown command {given!r}{suggestion(given, known)}. Commands: {', '.join(known)}")
     function = load_command(name)
     kind = options_class(function)
-    if rest and not rest[0].startswith("-") and _below(name):
-        return _group(words)  # `bench reprot`: a command misspelt
     if kind is None:
         return function(rest) or 0
     options = read_options(kind, rest, f"drafter {name}")
-    if options is None and _below(name) and any(word in _HELP for word in rest):
-        print(f"\nMore: drafter {', drafter '.join(_below(name))}")
     if options is None:
+        if name == words[0] and below and any(word in _HELP for word in rest):
+            print(f"\nMore: drafter {', drafter '.join(below)}")
         return 0
     return function(options) or 0
-
-
-def _group(words: list[str]) -> int:
-    """The first word alone, or a word that no command begins with."""
-    members = [name for name in COMMANDS if name.split()[0] == words[0]]
-    if members and (len(words) == 1 or words[1] in _HELP):
-        print(_overview(members))
-        return 0 if len(words) > 1 else _EXIT_ERROR
-    given = " ".join(words[:2]) if members else words[0]
-    known = members or list(COMMANDS)
-    raise ValueError(f"unknown command {given!r}{suggestion(given, known)}. Commands: {', '.join(known)}")
-
-
-def _below(name: str) -> list[str]:
-    """The commands whose names go on where `name` ends."""
-    return [other for other in COMMANDS if other.startswith(name + " ")]
 
 
 def load_command(name: str) -> Callable[..., int | None]:

@@ -121,10 +121,9 @@ def _add_endpoints(app: FastAPI, server: Server) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        """Liveness: 503 when only a restart helps. ``tokenization`` is ``stuck`` while one text delays the others."""
+        """Liveness: 503 when only a restart helps."""
         is_alive = server.worker.state != "dead"
-        status = {"status": "ok" if is_alive else "dead", "tokenization": server.encoder.state}
-        return JSONResponse(status, 200 if is_alive else 503)
+        return JSONResponse({"status": "ok" if is_alive else "dead"}, 200 if is_alive else 503)
 
     @app.get("/ready")
     async def ready() -> Response:

@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,6 @@ from drafter.targets.chat import encode_chat, encode_text, load_saved_tokenizer
 from drafter.utils.limits import MAX_SECONDS, limited_map
 
 _Asked = str | list[dict[str, str]]  # a text or a conversation
-_STUCK_SECONDS = 2.0  # `/health` reports a request that takes longer
 _LINE_BYTES = 1 << 28  # of one result, larger than the token ids of any row
 _START_SECONDS = 120.0
 _LONGEST_SECONDS = 6 * MAX_SECONDS  # the limit on the processor time of one text comes before
@@ -43,13 +41,6 @@ class Encoder:
         self._lock = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._busy_since: float | None = None
-
-    @property
-    def state(self) -> str:
-        """``ok``, or ``stuck`` while one request takes unusually long."""
-        is_stuck = self._busy_since is not None and time.monotonic() - self._busy_since > _STUCK_SECONDS
-        return "stuck" if is_stuck else "ok"
 
     async def start(self) -> None:
         """Start the child; return when the child has loaded the tokenizer (OSError when the child does not start)."""
@@ -115,7 +106,6 @@ class Encoder:
             try:
                 await self.start()
                 assert self._process is not None and self._process.stdin and self._process.stdout
-                self._busy_since = time.monotonic()
                 self._process.stdin.write(json.dumps(asked).encode() + b"\n")
                 await self._process.stdin.drain()
                 async with asyncio.timeout(_LONGEST_SECONDS):
@@ -123,8 +113,6 @@ class Encoder:
             except (OSError, ValueError, TimeoutError):
                 await self._kill()
                 return None
-            finally:
-                self._busy_since = None
 
 
 def run_child() -> None:

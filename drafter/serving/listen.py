@@ -98,46 +98,46 @@ async def _serve(
     config: uvicorn.Config, socket: sockets.socket, app_server: Server, drain_seconds: float, notice: str
 ) -> int:
     server, worker = _Uvicorn(config), app_server.worker
-    loop = asyncio.get_running_loop()
-    is_told = asyncio.Event()
+    is_told, is_told_again = asyncio.Event(), asyncio.Event()
+
+    def tell() -> None:
+        (is_told_again if is_told.is_set() else is_told).set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, is_told.set)
-    told = asyncio.create_task(is_told.wait())
+        asyncio.get_running_loop().add_signal_handler(number, tell)
     # The socket does not listen yet, so no client connects before the engine has generated a token.
     starting = asyncio.create_task(app_server.start())
-    await asyncio.wait({starting, told}, return_when=asyncio.FIRST_COMPLETED)
+    await _wait(starting, is_told)
     has_failed = starting.done() and starting.exception() is not None
     if has_failed or not starting.done():
         starting.cancel()
-        told.cancel()
         await app_server.encoder.close()
         if has_failed:
             starting.result()  # raises
         return 0  # no client waits for an answer yet
     _log.info("%s", notice)
     serving = asyncio.create_task(server.serve(sockets=[socket]))
-    broken = asyncio.create_task(worker.ended.wait())
-    await asyncio.wait({serving, told, broken}, return_when=asyncio.FIRST_COMPLETED)
-    if not serving.done() and not broken.done():
+    await _wait(serving, is_told, worker.ended)
+    if is_told.is_set() and not worker.ended.is_set():
         _log.info("told to stop: %d answers still run and get %g seconds", worker.num_open, drain_seconds)
         worker.drain()
         server.should_exit = True
-        is_told.clear()
-        again = asyncio.create_task(is_told.wait())  # a second signal does not wait
-        await asyncio.wait({serving, again}, timeout=drain_seconds, return_when=asyncio.FIRST_COMPLETED)
-        again.cancel()
+        await _wait(serving, is_told_again, seconds=drain_seconds)  # a second signal does not wait
         if not serving.done():
             await worker.stop()
     server.should_exit = True
-    for task in (told, broken):
-        task.cancel()
-    # A client that does not read its response must not keep the process alive.
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(5):
-            await asyncio.shield(serving)
+    await _wait(serving, seconds=5)  # a client that does not read its response must not keep the process alive
     server.force_exit = True
     await serving
     return 1 if worker.state == "dead" else 0
+
+
+async def _wait(work: "asyncio.Task[None]", *events: asyncio.Event, seconds: float | None = None) -> None:
+    """Wait until the work ends or one of the events is set."""
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait([work, *waiting], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    for task in waiting:
+        task.cancel()
 
 
 class ApiProtocol(H11Protocol):

@@ -173,16 +173,13 @@ def recover(path: Path) -> None:
 
 def _clear(hidden: Path, place: Path) -> None:
     """Remove a hidden folder, after the end of a swap that stopped between its renames."""
-    if hidden.is_dir():
-        with locked(place.parent, wait=True):  # within another writer's swap `place` is missing, which is no kill
-            if not place.exists() and (hidden / _OLD).exists():
-                # The old version goes aside only when the new one is whole.
-                (hidden / (_NEW if (hidden / _NEW).exists() else _OLD)).rename(place)
-            if (hidden / _OLD).exists():
-                (hidden / _OLD).rename(hidden / _GONE)  # a half removed folder must not return
-        shutil.rmtree(hidden, ignore_errors=True)
-    else:
-        hidden.unlink(missing_ok=True)
+    with locked(place.parent, wait=True):  # within another writer's swap `place` is missing, which is no kill
+        if not place.exists() and (hidden / _OLD).exists():
+            # The old version goes aside only when the new one is whole.
+            (hidden / (_NEW if (hidden / _NEW).exists() else _OLD)).rename(place)
+        if (hidden / _OLD).exists():
+            (hidden / _OLD).rename(hidden / _GONE)  # a half removed folder must not return
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 @contextlib.contextmanager

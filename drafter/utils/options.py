@@ -12,9 +12,8 @@
     options = read_options(ToyOptions, ["--config", "toy.yaml", "--top-k", "5"])
 
 Rules: ``x: bool = True`` is ``--x`` and ``--no-x``; a ``tuple[int, ...]`` is ``--x 1,2,4``; a ``tuple[str, ...]`` is a
-flag that may be repeated, where ``--x.key VALUE`` is ``--x key=VALUE``. Precedence: default < file of ``--config`` <
-flag that was given, in whatever order the words stand. ``--print-config`` prints all values as a file for
-``--config``. jsonargparse does the work.
+flag that may be repeated. Precedence: default < file of ``--config`` < flag that was given, in whatever order the words
+stand. ``--print-config`` prints all values as a file for ``--config``. jsonargparse does the work.
 """
 
 import argparse
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from drafter.utils.parse import MAX_YAML_BYTES, parse_yaml
-from drafter.utils.validate import check_ranges, range_of
+from drafter.utils.validate import Range, check_ranges, range_of
 
 _METAVARS = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
@@ -179,30 +178,13 @@ class _Repeated(argparse.Action):
 
 
 def _parser(kind: type[Options], command: str) -> Any:
-    from jsonargparse import ArgumentParser, DefaultHelpFormatter
-
-    class Help(DefaultHelpFormatter):
-        """Shows no types, which the placeholders name, and a default only where there is one that no text names."""
-
-        def add_argument(self, action: argparse.Action) -> None:
-            if action.dest not in kind.rare:
-                super().add_argument(action)
-
-        def _get_type_str(self, action: argparse.Action) -> None:
-            return None
-
-        def _get_help_string(self, action: argparse.Action) -> str:
-            text, default = action.help or "", action.default
-            is_nothing = default is None or default is False or default in ((), argparse.SUPPRESS)
-            if is_nothing or "(default" in text:
-                return text
-            shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-            return f"{text} (default: {'on' if shown is True else shown})"
+    from jsonargparse import ArgumentParser
 
     limit_yaml()
     parser = ArgumentParser(
         prog=command, usage=f"{command} {_needed(kind)}[--flags]", description=_description(kind), exit_on_error=False,
-        allow_abbrev=False, print_config="--print-config", formatter_class=Help, epilog=_rare_flags(kind),
+        allow_abbrev=False, print_config="--print-config", formatter_class=argparse.HelpFormatter,
+        epilog=_rare_flags(kind),
     )  # fmt: skip
     members, hints, texts = {item.name: item for item in fields(kind)}, get_type_hints(kind), _texts(kind)
     for title, names in _titles(kind).items():
@@ -218,42 +200,44 @@ def _add(group: Any, kind: type[Options], item: "Field[Any]", hint: Any, text: s
     from jsonargparse import ActionYesNo
 
     flag, plain = f"--{item.name.replace('_', '-')}", _plain(hint)
-    span = range_of(kind, item.name)
-    text += f" ({span})" if span is not None else ""
     default = item.default if item.default_factory is MISSING else item.default_factory()
+    text += _range_and_default(range_of(kind, item.name), default, text)
     more: dict[str, Any] = {"required": True} if default is MISSING else {"default": default}
     element = get_args(plain)[0] if get_origin(plain) is tuple else plain
     metavar = _METAVARS.get(element) or "{" + ",".join(map(str, get_args(element))) + "}"
     if item.name == kind.positional:
         several = {"nargs": "+"} if element is not plain else {}
         group.add_argument(item.name, type=element, metavar=item.name.upper(), help=text, **several)
-    elif plain is bool:
-        group.add_argument(flag, action=ActionYesNo(no_prefix="no-"), help=text, **more)
+        return
+    if plain is bool:
+        more["action"] = ActionYesNo(no_prefix="no-")
     elif element is not plain:
         has_commas = element is not str or bool(item.metadata.get("commas"))
         text += "" if has_commas else "; may be repeated"
-        metavar = f"{metavar},..." if has_commas else metavar
-        group.add_argument(
-            flag, type=_Elements(element, has_commas), action=_Repeated, metavar=metavar, help=text, **more
-        )
+        more |= {"type": _Elements(element, has_commas), "action": _Repeated}
+        more["metavar"] = f"{metavar},..." if has_commas else metavar
     else:
-        group.add_argument(flag, type=plain, metavar=metavar, help=text, **more)  # None is allowed to every type
+        more |= {"type": plain, "metavar": metavar}  # None is allowed to every type
+    group.add_argument(flag, help=argparse.SUPPRESS if item.name in kind.rare else text, **more)
+
+
+def _range_and_default(span: Range | None, default: Any, text: str) -> str:
+    """What the help says of a field by itself: its range, and its default unless the text or nothing is the default."""
+    shown = ",".join(map(str, default)) if isinstance(default, tuple) else "on" if default is True else default
+    is_nothing = default is None or default is False or default is MISSING or default == ()
+    has_default = not is_nothing and "(default" not in text
+    return (f" ({span})" if span is not None else "") + (f" (default: {shown})" if has_default else "")
 
 
 def _titles(kind: type[Options]) -> dict[str, list[str]]:
     """The groups of the help: the common fields, the sections, the others."""
-    found: dict[str, list[str]] = {"Common options": list(kind.common)}
-    left = [item.name for item in fields(kind) if item.name not in kind.common]
-    for title, section in kind.sections.items():
-        inherited = {
-            item.name
-            for base in kind.sections.values()
-            if section is not base and issubclass(section, base)
-            for item in fields(base)
-        }
-        found[title] = [item.name for item in fields(section) if item.name in left and item.name not in inherited]
-        left = [name for name in left if name not in found[title]]
-    return found | {"Options": left}
+    left = [item.name for item in fields(kind)]
+    sections = {title: [item.name for item in fields(section)] for title, section in kind.sections.items()}
+    found: dict[str, list[str]] = {}
+    for title, names in {"Common options": kind.common, **sections, "Options": tuple(left)}.items():
+        found[title] = [name for name in names if name in left]
+        left = [name for name in left if name not in names]
+    return found
 
 
 def _rare_flags(kind: type[Options]) -> str | None:
@@ -274,19 +258,9 @@ def _description(kind: type) -> str:
 
 
 def _spelled(words: Sequence[str]) -> list[str]:
-    """``--max_new_tokens=8`` -> ``--max-new-tokens=8``; ``--trainer.devices 1`` -> ``--trainer=devices=1``."""
-    found: list[str] = []
-    left = list(words)
-    while left:
-        name, equals, value = left.pop(0).partition("=")
-        flag, dot, key = name.partition(".")
-        if not name.startswith("--"):
-            found.append(name + equals + value)
-        elif dot:
-            found.append(f"{flag}={key}={value if equals else left.pop(0) if left else ''}")
-        else:
-            found.append(name.replace("_", "-") + equals + value)
-    return found
+    """``--max_new_tokens=8`` -> ``--max-new-tokens=8``."""
+    parts = [word.partition("=") if word.startswith("--") else ("", "", word) for word in words]
+    return [name.replace("_", "-") + equals + value for name, equals, value in parts]
 
 
 def _made(kind: type[AnyOptions], values: Mapping[str, Any]) -> AnyOptions:

@@ -117,24 +117,21 @@ def test_default_then_file_then_flag(name: str, tmp_path: Path, capsys: pytest.C
         assert printed(name, [*words, *config], capsys) == wanted
 
 
-def test_print_config_of_training_reads_as_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_reads_its_own_config_and_says_errors_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     quick = str(Path(__file__).resolve().parents[2] / "configs/train/smollm2-135m-quick.yaml")
     first = printed("train", ["--model.optim.lr", "0.5", "--config", quick], capsys)
     assert first["model"]["optim"]["lr"] == 0.5, "the flag goes before the file"
     file = tmp_path / "all.yaml"
     file.write_text(yaml.safe_dump(first))
     assert printed("train", ["--config", str(file)], capsys) == first
-
-
-def test_errors_of_training_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    quick = str(Path(__file__).resolve().parents[2] / "configs/train/smollm2-135m-quick.yaml")
     words = ["train", "--config", quick]
     fails([*words, "--model.optim.lr", "x"], capsys, "model.optim.lr", "float", "x")
     fails([*words, "--model.drafter.head", "tyed"], capsys, "model.drafter.head", "'full', 'tied'", "tyed")
     fails([*words, "--model.drafter.hed", "full"], capsys, "unrecognized arguments: --model.drafter.hed")
-    typo = tmp_path / "typo.yaml"
-    typo.write_text(Path(quick).read_text().replace("draft_length:", "draft_lenght:"))
-    fails(["train", "--config", str(typo)], capsys, "draft_lenght")
+    file.write_text(Path(quick).read_text().replace("draft_length:", "draft_lenght:"))
+    fails(["train", "--config", str(file)], capsys, "draft_lenght")
     fails(["train", "--config", "none.yaml"], capsys, "File does not exist", "none.yaml")
     fails(["train"], capsys, "model.target")
 
@@ -235,19 +232,16 @@ def test_an_interrupt_that_python_drops_is_raised_again(
     assert sys.unraisablehook is before
 
 
-def test_closed_pipe_is_quiet() -> None:
+def test_closed_outputs_are_quiet() -> None:
+    script = f"exec {sys.executable} -m drafter export --help >&-"
+    done = subprocess.run(["bash", "-c", script], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0 and "error" not in done.stderr
     read_end, write_end = os.pipe()
     os.close(read_end)
     command = [sys.executable, "-m", "drafter", "--help"]
     done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (141, "")
-
-
-def test_help_without_an_output() -> None:
-    script = f"exec {sys.executable} -m drafter export --help >&-"
-    done = subprocess.run(["bash", "-c", script], stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 0 and "error" not in done.stderr
 
 
 @pytest.mark.parametrize("name", [None, "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])

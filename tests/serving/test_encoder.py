@@ -49,14 +49,12 @@ def test_the_child_gives_the_tokens_of_this_process() -> None:
             assert await encoder.chat(turns(text)) == encode_chat(tiny_tokenizer(HOSTILE), turns(text), "tiny")
             assert await encoder.prompt(text) == encode_text(tiny_tokenizer(), text)
         assert await encoder.prompt([5, 6]) == [5, 6]
-        assert encoder.state == "ok"
 
     run(test)
 
 
 def test_hostile_templates_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_SECONDS", 1.0)
-    monkeypatch.setattr(module, "_STUCK_SECONDS", 0.3)
 
     async def test(encoder: Encoder) -> None:
         assert await encoder.chat(turns("fine"))
@@ -70,14 +68,12 @@ def test_hostile_templates_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
                 await encoder.chat(turns(word))
             assert found.value.status == 400 and "'tiny'" in found.value.message and "\n" not in found.value.message
         hanging = asyncio.create_task(encoder.chat(turns("hang")))
-        await asyncio.sleep(0.5)
-        assert encoder.state == "stuck"
+        await asyncio.sleep(0.1)
         waiting = asyncio.create_task(encoder.chat(turns("next")))
         with pytest.raises(ApiError, match="took longer than") as found:
             await hanging
         assert found.value.status == 400 and found.value.code == "template_failed"
         assert await waiting == encode_chat(tiny_tokenizer(HOSTILE), turns("next"), "tiny")
-        assert encoder.state == "ok"
 
     run(test)
 

@@ -92,8 +92,8 @@ def check(response: httpx.Response) -> None:
         assert response.json()["choices"]
 
 
-def fuzz(server: Live, num_bodies: int, seed: int) -> dict[int, int]:
-    chance = random.Random(seed)
+def test_random_bodies(small: Live) -> None:
+    server, num_bodies, chance = small, 250, random.Random(1)
     counts: dict[int, int] = {}
     with server.http(headers={"Content-Type": "application/json"}, timeout=30) as http:
         for _ in range(num_bodies):
@@ -107,11 +107,6 @@ def fuzz(server: Live, num_bodies: int, seed: int) -> dict[int, int]:
         assert http.post("/v1/completions", content=body).status_code == 200
     assert server.server.worker.state == "ready"
     assert server.metric("failed_steps_total", cause="error") == 0
-    return counts
-
-
-def test_random_bodies(small: Live) -> None:
-    counts = fuzz(small, 250, seed=1)
     assert counts[200] > 20 and counts[400] > 20, "both sides of the line are reached"
 
 

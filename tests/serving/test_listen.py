@@ -77,23 +77,19 @@ def test_running_streams_are_finished_and_nobody_new_comes_in() -> None:
     assert found[-1] == "data: [DONE]"
 
 
-def test_what_outlasts_the_drain_is_told_so() -> None:
+@pytest.mark.parametrize(("seconds", "is_told_twice"), [(0.3, False), (300, True)])
+def test_what_outlasts_the_drain_or_a_second_signal_is_told_so(seconds: float, is_told_twice: bool) -> None:
     found: list[str] = []
+
+    def tell() -> None:
+        terminate()
+        if is_told_twice:
+            time.sleep(0.3)
+            terminate()
+
     engine = slow_engine(0.02)
-    assert serve(engine, lambda url: found.extend(stream(url, 240, then=terminate)), drain_seconds=0.3) == 0
+    assert serve(engine, lambda url: found.extend(stream(url, 240, then=tell)), drain_seconds=seconds) == 0
     assert "shut down" in found[-1] and len(found) > 3
-
-
-def test_a_second_signal_does_not_wait() -> None:
-    found: list[str] = []
-
-    def twice() -> None:
-        terminate()
-        time.sleep(0.3)
-        terminate()
-
-    assert serve(slow_engine(0.02), lambda url: found.extend(stream(url, 240, then=twice)), drain_seconds=300) == 0
-    assert "shut down" in found[-1]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -202,18 +202,10 @@ def test_out_of_memory_sheds_the_latest_half(error: Exception) -> None:
         assert [getattr(result, "status", None) for result in results] == [None, None, 503, 503, None, None]
         for n in (0, 1, 4, 5):
             assert results[n] == [answer(f"call {n}", params)]
-
-    run(test, engine)
-
-
-def test_out_of_memory_with_one_row_fails_it_and_goes_on() -> None:
-    engine = tiny_engine(max_num_seqs=2)
-
-    async def test(worker: Worker) -> None:
-        break_step(engine, MemoryError(), at=2, requests=1)
+        failed = break_step(engine, error, at=1, requests=1)
         with pytest.raises(ApiError) as caught:
             await collect(submit(worker, "alone"))
-        assert caught.value.status == 503 and caught.value.code == "out_of_memory"
+        assert caught.value.code == "out_of_memory" and failed == [1]
         await collect(submit(worker, "next", params=SamplingParams(max_new_tokens=4)))
 
     run(test, engine)
