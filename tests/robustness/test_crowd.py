@@ -179,7 +179,7 @@ def test_a_crowd_of_clients(place: Place, checkpoints: list[Path], tmp_path: Pat
         )
         assert tally.wrong == []
         assert tally.is_enough and tally.right > 0.8 * total
-        assert server.server.worker._feeds == {} and not engine.has_work
+        assert server.server.worker._choices == {} and not engine.has_work
         assert server.metric("failed_steps_total", cause="error") == 0 < server.metric("drafter_swaps_total")
         assert server.metric("accepted_draft_tokens_total") > 0 < server.metric("shared_prompt_tokens_total")
     RecurrentDrafter.from_pretrained(drafter)  # whole
