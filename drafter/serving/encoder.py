@@ -1,8 +1,9 @@
 """Prompts to token ids in a process of its own: a chat template is a program of the model's author.
 
 A thread that renders a template cannot be stopped, and its memory cannot be limited. So a child process of the server
-loads the tokenizer, and forks a process with limits of time and memory for each text. Server and child exchange one
-line of JSON for each text and one for each result.
+loads the tokenizer and forks workers, one at a time. A worker has a memory limit, and an alarm ends a worker whose text
+takes too long: the child then reports the cause and forks the next worker within milliseconds. The processes
+exchange one line of JSON for each text and one for each result.
 """
 
 import asyncio
@@ -12,17 +13,18 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, TextIO
 
 from drafter.serving.protocol import ApiError, server_error
 from drafter.targets.chat import encode_chat, encode_text, load_saved_tokenizer
-from drafter.utils.limits import MAX_SECONDS, limited_map
+from drafter.utils.limits import MAX_SECONDS, limit_memory
 
 _Asked = str | list[dict[str, str]]  # a text or a conversation
 _LINE_BYTES = 1 << 28  # of one result, larger than the token ids of any row
 _START_SECONDS = 120.0
-_LONGEST_SECONDS = 6 * MAX_SECONDS  # the limit on the processor time of one text comes before
+_LONGEST_SECONDS = 2 * MAX_SECONDS  # the worker's own alarm comes before
 
 
 class Encoder:
@@ -116,24 +118,49 @@ class Encoder:
 
 
 def run_child() -> None:
-    """Load the tokenizer; answer texts until the server closes the pipe."""
+    """Load the tokenizer; fork workers, one at a time, until the server closes the pipe."""
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # printed text goes to the error stream
     setup = json.loads(sys.argv[1])
     tokenizer = load_saved_tokenizer(setup["folder"], trust_remote_code=setup["trust_remote_code"])
     most_chars = setup["max_length"] * max(map(len, tokenizer.get_vocab()))
-    encode = partial(_encode, tokenizer, setup, most_chars)
-    result: dict[str, Any] = {"token_ids": []}
-    what = f"the chat template or tokenizer of {setup['name']!r}"
+    _send(results, {"token_ids": []})
     while True:
-        print(json.dumps(result), file=results, flush=True)
-        line = sys.stdin.buffer.readline()
-        if not line:
-            return
+        worker = os.fork()
+        if worker == 0:
+            _work(partial(_encode, tokenizer, setup, most_chars), setup, results)
+        status = os.waitpid(worker, 0)[1]
+        if os.WIFEXITED(status):
+            return  # the server closed the pipe
+        is_late = os.WTERMSIG(status) == signal.SIGALRM
+        reason = f"took longer than {setup['seconds']:g} seconds" if is_late else "ended its process"
+        _send(results, _failed(setup, reason))
+
+
+def _work(encode: Callable[[_Asked], dict[str, Any]], setup: dict[str, Any], results: TextIO) -> NoReturn:
+    """Answer texts until the pipe is closed, then end the process."""
+    limit_memory()
+    texts = os.fdopen(os.dup(0), "rb")
+    while line := texts.readline():
+        signal.setitimer(signal.ITIMER_REAL, setup["seconds"])  # SIGALRM ends the process even within C code
         try:
-            (result,) = limited_map(encode, [json.loads(line)], what, setup["seconds"])
+            result = encode(json.loads(line))
+        except MemoryError:
+            result = _failed(setup, "takes too much memory")
         except ValueError as error:
-            result = {"error": str(error), "code": "template_failed"}
+            result = {"error": str(error), "code": None}
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _send(results, result)
+    os._exit(0)
+
+
+def _failed(setup: dict[str, Any], reason: str) -> dict[str, Any]:
+    error = f"the chat template or tokenizer of {setup['name']!r} {reason} with this text"
+    return {"error": error, "code": "template_failed"}
+
+
+def _send(results: TextIO, result: dict[str, Any]) -> None:
+    print(json.dumps(result), file=results, flush=True)
 
 
 def _encode(tokenizer: Any, setup: dict[str, Any], most_chars: int, asked: _Asked) -> dict[str, Any]:

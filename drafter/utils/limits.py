@@ -21,36 +21,32 @@ MAX_BYTES = 1 << 30  # that a worker may add to the memory of the process that i
 _PAGES = Path("/proc/self/statm")
 
 
-def _limit_memory() -> None:
+def limit_memory() -> None:
     """Let this process take ``MAX_BYTES`` more than now; further allocations raise MemoryError."""
     if _PAGES.exists():  # Linux
         most = int(_PAGES.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + MAX_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def limited_map(
-    function: Callable[[Item], Any], items: Sequence[Item], what: str, seconds: float | None = None
-) -> list[Any]:
+def limited_map(function: Callable[[Item], Any], items: Sequence[Item], what: str) -> list[Any]:
     """``[function(item) for item in items]``, computed in a fork of this process with the limits above for each item.
 
     Args:
         function: returns a JSON value; uses neither torch nor threads.
         items: arguments of the calls.
         what: name of the program, for messages: "the chat template of 'x'".
-        seconds: processor time for each item; None: ``MAX_SECONDS``.
 
     Raises:
         ValueError: of the function, or a limit was reached.
     """
     if not items or not sys.platform.startswith("linux"):
         return [function(item) for item in items]
-    seconds = seconds or MAX_SECONDS
     reading, writing = os.pipe()
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
         os.close(reading)
-        _work(function, items, writing, seconds)
+        _work(function, items, writing)
     os.close(writing)
     try:
         with os.fdopen(reading, "rb") as stream:
@@ -68,18 +64,18 @@ def limited_map(
     if len(data) > MAX_BYTES or (answers and answers[-1].get("is_too_large")):
         raise ValueError(f"{what} takes more than {MAX_BYTES >> 20} MiB of memory")
     is_late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
-    raise ValueError(f"{what} {f'took longer than {seconds:g} seconds' if is_late else 'ended its process'}")
+    raise ValueError(f"{what} {f'took longer than {MAX_SECONDS:g} seconds' if is_late else 'ended its process'}")
 
 
-def _work(function: Callable[[Item], Any], items: Sequence[Item], writing: int, seconds: float) -> NoReturn:
+def _work(function: Callable[[Item], Any], items: Sequence[Item], writing: int) -> NoReturn:
     """Write an answer for each item, in the forked process."""
     faulthandler.disable()  # the end of this process is expected
     try:
         for number in (signal.SIGPROF, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)  # the end of this process, within C as well
-        _limit_memory()
+        limit_memory()
         for item in items:
-            signal.setitimer(signal.ITIMER_PROF, seconds)  # processor time: other processes do not count
+            signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # processor time: other processes do not count
             _send(writing, {"value": function(item)})
     except MemoryError:
         _send(writing, {"is_too_large": True})
