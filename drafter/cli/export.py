@@ -1,7 +1,5 @@
 """`drafter export`: a drafter leaves its training run, for us, for other tools, for the hub."""
 
-import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -11,8 +9,6 @@ from drafter.utils.options import Options
 if TYPE_CHECKING:
     from drafter.models.drafter import RecurrentDrafter
     from drafter.targets.target import Target
-
-_NUM_CHECK_PROMPTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +28,6 @@ class ExportOptions(Options):
         public: make a new repository of --push-to-hub public instead of private
         target: with --format apple or vllm: the drafter's target, where the training run's name does not find it
         copying: with --format vllm: mix the drafts with copies from the text
-        check: with --format apple: compare logits and tokens per step of both formats on a few prompts
     """
 
     common: ClassVar = ("checkpoint", "out", "format", "dtype", "push_to_hub")
@@ -45,11 +40,8 @@ class ExportOptions(Options):
     public: bool = False
     target: str | None = None
     copying: bool = True
-    check: bool = False
 
     def __post_init__(self) -> None:
-        if self.format != "apple" and self.check:
-            raise ValueError("--check belongs to the published format: add --format apple")
         if self.format == "drafter" and self.target is not None:
             raise ValueError("--target belongs to the formats for other programs: add --format apple or --format vllm")
         if self.format != "vllm" and not self.copying:
@@ -90,23 +82,9 @@ def _target_of(options: ExportOptions, drafter: "RecurrentDrafter") -> "Target":
 
 
 def _export_apple(options: ExportOptions) -> None:
-    from drafter.integrations.hub import check_apple, export_apple
+    from drafter.integrations.hub import export_apple
     from drafter.training.checkpoint import drafter_of_checkpoint
 
     drafter = drafter_of_checkpoint(options.checkpoint)
-    model = None
-    if drafter.config.head == "tied" or options.check:
-        model = _target_of(options, drafter)
-    export_apple(drafter, options.out, target=model, dtype=options.dtype)
-    if options.check and model is not None:
-        print(check_apple(drafter.float(), options.out, model, _check_prompts(model)), file=sys.stderr)
-
-
-def _check_prompts(target: "Target") -> list[list[int]]:
-    """The first prompts that come with the package, through the chat template where there is one."""
-    from drafter.distill.prompts import builtin_prompts
-    from drafter.engine.text import encode_prompts
-
-    lines = builtin_prompts().read_text(encoding="utf-8").split("\n")[:_NUM_CHECK_PROMPTS]
-    texts = [json.loads(line)["prompt"] for line in lines]
-    return encode_prompts(target, texts, raw=not getattr(target.tokenizer, "chat_template", None))
+    target = _target_of(options, drafter) if drafter.config.head == "tied" else None
+    export_apple(drafter, options.out, target=target, dtype=options.dtype)

@@ -1,14 +1,12 @@
 """Other forms of an exported drafter: the published format, a script for transformers, a repository of the hub."""
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from drafter.utils.io import check_output_folder, first_line, replacing
 
 if TYPE_CHECKING:
-    from drafter.engine.engine import Engine
     from drafter.models.drafter import RecurrentDrafter
     from drafter.targets.target import Target
 
@@ -35,30 +33,6 @@ def generate(model, drafter=None, **arguments):
     return generate_with_drafter(model, drafter=drafter, **arguments)
 '''
 _REQUIREMENTS = "recurrent-drafter>={version}\n"
-_CHECK_TOKENS = 48  # generated for each prompt of a check
-_CHECK_DEPTH = 4
-
-
-class FormCheck(NamedTuple):
-    """Two forms of one drafter compared on a few prompts.
-
-    Attributes:
-        max_difference: greatest difference of a logit, over tokens that both forms can propose.
-        max_logit: greatest magnitude of these logits, for scale.
-        tokens_per_step: of our form.
-        tokens_per_step_apple: of the published form.
-    """
-
-    max_difference: float
-    max_logit: float
-    tokens_per_step: float
-    tokens_per_step_apple: float
-
-    def __str__(self) -> str:
-        return (
-            f"logits differ by at most {self.max_difference:.3g} (they reach {self.max_logit:.3g}); "
-            f"tokens per step {self.tokens_per_step:.3f} here, {self.tokens_per_step_apple:.3f} in the published format"
-        )
 
 
 def write_custom_generate(folder: Path) -> None:
@@ -102,53 +76,6 @@ def export_apple(drafter: "RecurrentDrafter", out: Path, *, target: "Target | No
         write_folder(folder, drafter.config, tensors, None if target is None else target.output_weight_VD)
         shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors writes for one user only
     return out
-
-
-def check_apple(drafter: "RecurrentDrafter", folder: Path, target: "Target", prompts: Sequence[list[int]]) -> FormCheck:
-    """Compare a published drafter with ours: logits along the target's own answers, and tokens per step."""
-    from torch import nn
-
-    from drafter.engine.engine import Engine
-    from drafter.engine.settings import EngineConfig
-    from drafter.models.drafter import RecurrentDrafter
-
-    own = nn.Module.to(drafter.eval(), target.device).bind(target)
-    other = nn.Module.to(RecurrentDrafter.from_apple(folder), target.device, own.dtype).bind(target)
-    config = EngineConfig(max_num_seqs=min(len(prompts), 8), beam_width=min(8, own.config.num_outputs))
-    answers, steps = _answers(Engine(target, own, config), prompts)
-    _, other_steps = _answers(Engine(target, other, config), prompts)
-    texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-    difference, largest = _logit_difference(own, other, target, texts)
-    return FormCheck(difference, largest, steps, other_steps)
-
-
-def _answers(engine: "Engine", prompts: Sequence[list[int]]) -> tuple[list[list[int]], float]:
-    from drafter.decoding.params import SamplingParams
-
-    completions = engine.generate(prompts, SamplingParams(max_new_tokens=_CHECK_TOKENS))
-    num_tokens = sum(len(completion.token_ids) for completion in completions)
-    num_forwards = sum(completion.num_target_forwards for completion in completions)
-    return [completion.token_ids for completion in completions], num_tokens / num_forwards
-
-
-def _logit_difference(
-    own: "RecurrentDrafter", other: "RecurrentDrafter", target: "Target", texts: Sequence[list[int]]
-) -> tuple[float, float]:
-    """Greatest difference and magnitude of the logits after 1 .. 4 tokens from every position of the texts."""
-    import torch
-
-    difference = largest = 0.0
-    with torch.inference_mode():
-        for text in texts:
-            depth = min(_CHECK_DEPTH, len(text) - 1)
-            token_1T = torch.tensor([text], device=target.device)
-            context_1PC = target.forward(token_1T).context_BTC[:, :-depth].to(own.dtype)
-            embedding_1PLD = target.embed(token_1T)[:, 1:].unfold(1, depth, 1).transpose(2, 3).to(own.dtype)
-            mine_1PLR = own(context_1PC, embedding_1PLD).float()
-            theirs_1PLR = other(context_1PC, embedding_1PLD).float()[..., own.draft_token_ids_R]
-            difference = max(difference, (mine_1PLR - theirs_1PLR).abs().max().item())
-            largest = max(largest, mine_1PLR.abs().max().item())
-    return difference, largest
 
 
 def push_to_hub(folder: Path, name: str, *, private: bool = True, api: Any = None) -> str:

@@ -152,7 +152,6 @@ def test_chat_templates_of_strangers(
         ["data", "inspect", str(file), "--target", str(copy)],
         ["bench", *both, "--methods", "none", "--device", "cpu", "--out", str(tmp_path / "r.jsonl")],
         ["tune", *both, "--drafter", drafter, "--device", "cpu", "--out", str(tmp_path / "t.json")],
-        ["export", drafter, "--format", "apple", "--check", "--target", str(copy), "--out", str(tmp_path / "apple")],
     ):
         refused(words, "the chat template of", message)
     with pytest.raises(ValueError, match=re.escape(name)):
