@@ -70,16 +70,12 @@ def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
     ("given", "drafter"),
     [
         ({"target": "smollm2-135m"}, "smollm2-135m"),
-        ({"target": "smollm2-135m", "method": "drafter"}, "smollm2-135m"),
         ({"target": "smollm2-135m", "drafter": "mine"}, "mine"),
         ({"target": "smollm2-135m", "drafter": "none"}, None),
-        ({"target": "smollm2-135m", "method": "none"}, None),
         ({"target": "smollm2-135m", "method": "lookup"}, None),
         ({"target": "smollm2-135m", "draft_model": "small"}, None),
         ({"target": "owner/other"}, None),
-        ({"target": "owner/other", "drafter": "mine"}, "mine"),
         ({"target": "owner/other", "drafter": "mine", "method": "none"}, None),
-        ({"target": "owner/other", "drafter": "mine", "draft_model": "small", "method": "draft-model"}, None),
     ],
 )
 def test_targets_own_drafter_is_used_unless_told_otherwise(given: dict[str, Any], drafter: str | None) -> None:

@@ -211,37 +211,29 @@ def test_out_of_memory_sheds_the_latest_half(error: Exception) -> None:
     run(test, engine)
 
 
-def test_stop_fails_what_is_open() -> None:
-    async def stop_early(worker: Worker) -> None:
-        calls = [submit(worker, f"call {n}") for n in range(6)]
-        stopping = asyncio.create_task(worker.stop())
-        for call in calls:
-            with pytest.raises(ApiError) as caught:
-                await collect(call)
-            assert caught.value.status == 503
-        await stopping
-        assert worker.num_open == 0 and worker.ended.is_set()
-
-    run(stop_early)
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_death_of_the_thread_leaves_nobody_waiting() -> None:
+@pytest.mark.parametrize(("dies", "status", "state"), [(False, 503, "draining"), (True, 500, "dead")])
+def test_the_end_of_the_thread_leaves_nobody_waiting(dies: bool, status: int, state: str) -> None:
     engine = tiny_engine()
 
     async def test(worker: Worker) -> None:
         def die() -> list[Update]:
             raise SystemExit
 
-        engine.step = die  # type: ignore[method-assign]
-        call = submit(worker, "x")
-        with pytest.raises(ApiError) as caught:
-            await collect(call)
-        assert caught.value.status == 500
+        if dies:
+            engine.step = die  # type: ignore[method-assign]
+        calls = [submit(worker, f"call {n}") for n in range(6)]
+        stopping = None if dies else asyncio.create_task(worker.stop())
+        for call in calls:
+            with pytest.raises(ApiError) as caught:
+                await collect(call)
+            assert caught.value.status == status
         await worker.ended.wait()
-        assert worker.state == "dead"
+        assert worker.state == state and worker.num_open == 0
         with pytest.raises(ApiError) as refused:
             submit(worker, "y")
         assert refused.value.status == 503
+        if stopping is not None:
+            await stopping
 
     run(test, engine)
