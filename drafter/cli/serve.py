@@ -16,7 +16,7 @@ def serve(options: ServeOptions) -> int:
 
         socket = bind(options.host, options.port)  # before the slow loading, so that a taken port is reported at once
         with socket:
-            return listen(socket, load_engine(options, options.load_models()), options)
+            return listen(socket, load_engine(options), options)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from drafter.engine.engine import Engine
-from drafter.engine.loading import LoadedModels
 from drafter.engine.settings import EngineConfig
 from drafter.serving.app import create_app
 from drafter.serving.options import DEFAULT_CONTEXT, ServeOptions
@@ -26,15 +25,15 @@ _LOOPBACK = ("127.", "::1", "localhost")
 HEADER_SECONDS = 20.0  # from the first byte, or the start of the connection, to the end of a request's headers
 
 
-def load_engine(options: ServeOptions, models: LoadedModels | None = None) -> Engine:
-    """The engine of a server, with its cache allocated; without ``models`` the models are loaded first.
+def load_engine(options: ServeOptions) -> Engine:
+    """The engine of a server, with its models loaded and its cache allocated.
 
     Raises:
         ValueError: a model cannot be loaded, or the cache does not fit into memory.
     """
     # oneDNN keeps 1,024 kernels by shape, and a busy server meets new shapes for many minutes. 128 are as fast.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")  # read at oneDNN's first product
-    models = models or options.load_models()
+    models = options.load_models()
     target = models.target
     config = part_of(options, EngineConfig)
     config = replace(config, max_model_len=config.max_model_len or min(target.max_length, DEFAULT_CONTEXT))
