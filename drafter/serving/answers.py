@@ -97,7 +97,7 @@ class Answer:
         params: sampling parameters of each text. The texts of one prompt stand next to each other.
 
     Attributes:
-        choices: the texts, once the engine has taken all of them.
+        requests: the engine's requests of the texts, once the engine has taken all of them.
         num_open: texts whose last entry has not come.
         arrived: time of the construction, by ``time.perf_counter``.
     """
@@ -123,7 +123,7 @@ class Answer:
             num_logprobs=body.num_logprobs,
             want_tree=bool(body.details and body.stream),
         )
-        self.choices: list[Choice] = []
+        self.requests: list[Request] = []
         self.num_open = len(self.params)
         self.arrived = time.perf_counter()
         self._entries: asyncio.Queue[dict[str, Any] | ApiError] = asyncio.Queue()
@@ -139,9 +139,9 @@ class Answer:
 
     # -- what the worker tells -------------------------------------------------------------------------------------
 
-    def accept(self, choices: "list[Choice]") -> None:
+    def accept(self, requests: list[Request]) -> None:
         """Note that the engine has taken all texts. They may still wait for rows."""
-        self.choices = choices
+        self.requests = requests
         self._is_decided.set()
 
     def put(self, entry: dict[str, Any]) -> None:
@@ -204,9 +204,8 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         """Numbers of prompt tokens and generated tokens of a finished answer; a prompt counts once for its texts."""
-        requests = [choice.request for choice in self.choices]
-        prompt, completion = sum(map(len, self.prompts)), sum(len(request.token_ids) for request in requests)
-        firsts = requests[:: len(self.params) // len(self.prompts)]
+        prompt, completion = sum(map(len, self.prompts)), sum(len(request.token_ids) for request in self.requests)
+        firsts = self.requests[:: len(self.params) // len(self.prompts)]
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,

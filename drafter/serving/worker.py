@@ -21,6 +21,7 @@ import torch
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.outputs import Update
+from drafter.engine.request import Request
 from drafter.models.drafter import RecurrentDrafter
 from drafter.serving.answers import Answer, Choice
 from drafter.serving.metrics import Metrics
@@ -225,20 +226,20 @@ class Worker:
             is_idle = False
 
     def _add(self, answer: Answer) -> None:
-        choices: list[Choice] = []
+        requests: list[Request] = []
         per_prompt = len(answer.params) // len(answer.prompts)
         try:
             for index, params in enumerate(answer.params):
-                request = self.engine.add(answer.prompts[index // per_prompt], params, answer.options)
-                choices.append(Choice(answer, index, request))
+                requests.append(self.engine.add(answer.prompts[index // per_prompt], params, answer.options))
         except ValueError as error:
-            for choice in choices:
-                self.engine.abort(choice.request.request_id)
+            for request in requests:
+                self.engine.abort(request.request_id)
             code = "context_length_exceeded" if "context" in str(error) else None
             self._post(self._fail, {answer}, ApiError(400, str(error), code=code))
             return
-        self._choices |= {choice.request.request_id: choice for choice in choices}
-        self._post(answer.accept, choices)
+        for index, request in enumerate(requests):
+            self._choices[request.request_id] = Choice(answer, index, request)
+        self._post(answer.accept, requests)
 
     def _replace_drafter(self, drafter: RecurrentDrafter, done: "asyncio.Future[None]") -> None:
         try:
