@@ -11,7 +11,6 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from drafter.decoding.params import SamplingParams
@@ -25,10 +24,15 @@ _WORD_START = "\u2581"  # SentencePiece writes a leading space as this character
 _REPLACEMENT = "\ufffd"
 
 
-class TokenNames:
-    """Bytes and printable names of token ids, cached. Not thread-safe; owns a copy of the tokenizer."""
+class Model:
+    """What responses say of the model: its name, its fingerprint, and the bytes and printable names of token ids.
 
-    def __init__(self, tokenizer: Any) -> None:
+    The names are cached. Not thread-safe; owns a copy of the tokenizer.
+    """
+
+    def __init__(self, name: str, fingerprint: str, tokenizer: Any) -> None:
+        self.name = name
+        self.fingerprint = fingerprint
         self._tokenizer = copy.deepcopy(tokenizer)
         self._bytes: dict[int, bytes] = {}
 
@@ -74,15 +78,6 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
-
-
-@dataclass(frozen=True)
-class Model:
-    """Fields about the model that every response carries."""
-
-    name: str
-    fingerprint: str
-    names: TokenNames
 
 
 class Answer:
@@ -257,11 +252,10 @@ class ChatAnswer(Answer):
         return {"content": content, "refusal": None}
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        names = self.model.names
         return {
-            "token": names.name_of(token_id),
+            "token": self.model.name_of(token_id),
             "logprob": max(logprob, _LEAST_LOGPROB),
-            "bytes": list(names.bytes_of(token_id)),
+            "bytes": list(self.model.bytes_of(token_id)),
         }
 
 
@@ -278,7 +272,7 @@ class CompletionAnswer(Answer):
 
     def logprobs(self, choice: "Choice", places: range) -> dict[str, Any]:
         """Log-probabilities as parallel lists, the older form; offsets count from the start of the text."""
-        name_of = self.model.names.name_of
+        name_of = self.model.name_of
         found = [choice.token_logprobs[place] for place in places]
         return {
             "tokens": [name_of(choice.request.token_ids[place]) for place in places],
@@ -382,7 +376,7 @@ class Choice:
             "num_target_forwards": self.request.num_forwards,
         }
         if tree is not None:
-            name_of = self.answer.model.names.name_of
+            name_of = self.answer.model.name_of
             details["tree"] = {
                 "tokens": [name_of(token_id) for token_id in tree.token_ids],
                 "parents": tree.parents,

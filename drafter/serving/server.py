@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.serving.answers import Answer, ChatAnswer, CompletionAnswer, Model, TokenNames
+from drafter.serving.answers import Answer, ChatAnswer, CompletionAnswer, Model
 from drafter.serving.encoder import Encoder
 from drafter.serving.follow import Follower
 from drafter.serving.metrics import Metrics
@@ -45,7 +45,7 @@ class Server:
             self._traffic = TrafficLog(options.record, options.record_max_mib, self.metrics)
         self.worker = Worker(engine, max_queue=options.max_queue, metrics=self.metrics, traffic=self._traffic)
         fingerprint = "fp_" + hashlib.sha256(target.fingerprint.encode()).hexdigest()[:12]
-        self.model = Model(options.served_name, fingerprint, TokenNames(target.tokenizer))
+        self.model = Model(options.served_name, fingerprint, target.tokenizer)
         self.max_length = min(engine.plan.max_model_len, target.max_length)
         self.encoder = Encoder(
             target.tokenizer, target.name, self.max_length, escape_special_tokens=options.escape_special_tokens

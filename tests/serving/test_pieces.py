@@ -8,7 +8,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.outputs import Update
 from drafter.engine.request import Request
 from drafter.engine.text import IncrementalText
-from drafter.serving.answers import Choice, CompletionAnswer, Model, TokenNames
+from drafter.serving.answers import Choice, CompletionAnswer, Model
 from drafter.serving.protocol import CompletionRequest
 from tests.data.tiny import tiny_tokenizer
 
@@ -28,7 +28,7 @@ def run(
     params = SamplingParams(stop=stop)
     request = Request(0, [1], params, limit, frozenset([EOS]), text)
     body = CompletionRequest(model="m", prompt="x", stream=True, details=True)
-    choice = Choice(CompletionAnswer(Model("m", "f", TokenNames(TOKENIZER)), body, [[1]], [params]), 0, request)
+    choice = Choice(CompletionAnswer(Model("m", "f", TOKENIZER), body, [[1]], [params]), 0, request)
     released = []
     for emitted in steps:
         if request.is_finished:
@@ -107,7 +107,7 @@ def test_text_and_pieces_agree_however_the_steps_are_cut(seed: int) -> None:
 
 
 def test_names_and_bytes_of_tokens() -> None:
-    names = TokenNames(TOKENIZER)
+    names = Model("m", "f", TOKENIZER)
     raw = "na\u00efve \u20ac \U0001f600\n\x00 the and"
     assert b"".join(names.bytes_of(token) for token in ids(raw)).decode() == raw
     assert names.name_of(TOKENIZER.convert_tokens_to_ids("\u0120the")) == " the"
@@ -130,5 +130,5 @@ class PieceTokenizer:
 
 
 def test_names_of_sentence_pieces() -> None:
-    names = TokenNames(PieceTokenizer())
+    names = Model("m", "f", PieceTokenizer())
     assert [names.bytes_of(token) for token in range(4)] == [b" the", b"\xe2", b"er", b" "]

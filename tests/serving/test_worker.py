@@ -14,7 +14,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.outputs import Update
 from drafter.engine.settings import EngineConfig
-from drafter.serving.answers import Answer, CompletionAnswer, Model, TokenNames
+from drafter.serving.answers import Answer, CompletionAnswer, Model
 from drafter.serving.metrics import Metrics
 from drafter.serving.protocol import ApiError, CompletionRequest
 from drafter.serving.worker import Worker
@@ -27,7 +27,7 @@ LONG = SamplingParams(max_new_tokens=200, ignore_eos=True)
 def submit(worker: Worker, *prompts: list[int] | str, params: SamplingParams = LONG) -> Answer:
     ids = [tiny_target().encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     body = CompletionRequest(model="tiny", prompt="x", stream=True)
-    call = CompletionAnswer(Model("tiny", "", TokenNames(tiny_target().tokenizer)), body, ids, [params] * len(ids))
+    call = CompletionAnswer(Model("tiny", "", tiny_target().tokenizer), body, ids, [params] * len(ids))
     worker.submit(call)
     return call
 
