@@ -14,6 +14,7 @@ from drafter.data.rows import TokenRows
 
 # Rows are sorted by length within a pool, so that a batch has little padding and an epoch is still shuffled.
 _POOL_ROWS = 8192
+PAD_MULTIPLE = 8  # batches have few different widths
 
 
 class ChatBatch(NamedTuple):
@@ -67,34 +68,33 @@ def keyed_generator(*key: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-def plan_epoch(length_R: Tensor, *, batch_tokens: int, seed: int, epoch: int, pad_multiple: int = 1) -> list[list[int]]:
+def plan_epoch(length_R: Tensor, *, batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
     """Which rows form each batch of an epoch: every row once, shuffled by (seed, epoch) alone.
 
     A batch holds as many rows of similar length as fit ``rows x longest row <= batch_tokens`` (one row if that row
-    alone is longer), where the longest row is rounded up to a multiple of ``pad_multiple``, as :func:`collate` pads it.
-    Batches come in random order.
+    alone is longer), where the longest row counts with its padding. Batches come in random order.
     """
     generator = keyed_generator("epoch", seed, epoch)
     order_R = torch.randperm(len(length_R), generator=generator)
     batches: list[list[int]] = []
     for pool_R in order_R.split(_POOL_ROWS):
         pool_R = pool_R[length_R[pool_R].argsort(stable=True)]
-        batches += _cut(pool_R.tolist(), length_R[pool_R].tolist(), batch_tokens, pad_multiple)
+        batches += _cut(pool_R.tolist(), length_R[pool_R].tolist(), batch_tokens)
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
-def plan_in_order(length_R: Tensor, *, batch_tokens: int, pad_multiple: int = 1) -> list[list[int]]:
+def plan_in_order(length_R: Tensor, *, batch_tokens: int) -> list[list[int]]:
     """Batches for validation: rows sorted by length, the same ones every time."""
     order_R = length_R.argsort(stable=True)
-    return _cut(order_R.tolist(), length_R[order_R].tolist(), batch_tokens, pad_multiple)
+    return _cut(order_R.tolist(), length_R[order_R].tolist(), batch_tokens)
 
 
-def _cut(rows: list[int], lengths: list[int], batch_tokens: int, pad_multiple: int) -> list[list[int]]:
+def _cut(rows: list[int], lengths: list[int], batch_tokens: int) -> list[list[int]]:
     """Cut rows of ascending length into batches under the budget."""
     batches: list[list[int]] = []
     batch: list[int] = []
     for row, length in zip(rows, lengths, strict=True):
-        if batch and (len(batch) + 1) * _padded(length, pad_multiple) > batch_tokens:
+        if batch and (len(batch) + 1) * _padded(length, PAD_MULTIPLE) > batch_tokens:
             batches.append(batch)
             batch = []
         batch.append(row)
@@ -121,11 +121,9 @@ class StateReader(Protocol):
     def row(self, index: int) -> States: ...
 
 
-def gather(
-    rows: TokenRows, indices: Sequence[int], *, pad_multiple: int = 1, states: StateReader | None = None
-) -> ChatBatch:
+def gather(rows: TokenRows, indices: Sequence[int], *, states: StateReader | None = None) -> ChatBatch:
     """The batch of these rows, with their hidden states if a reader is given."""
-    batch = collate(rows.take(indices), pad_multiple=pad_multiple)
+    batch = collate(rows.take(indices), pad_multiple=PAD_MULTIPLE)
     if states is None:
         return batch
     width = batch.token_BT.shape[1]

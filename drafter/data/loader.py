@@ -26,7 +26,6 @@ class TrainLoader:
         *,
         batch_tokens: int,
         seed: int,
-        pad_multiple: int = 1,
         rank: int = 0,
         world_size: int = 1,
         fingerprint: str = "",
@@ -35,7 +34,6 @@ class TrainLoader:
         self._gather = gather
         self._batch_tokens = batch_tokens
         self._seed = seed
-        self._pad_multiple = pad_multiple
         self._rank = rank
         self._world_size = world_size
         self._fingerprint = fingerprint
@@ -88,7 +86,6 @@ class TrainLoader:
             "fingerprint": self._fingerprint,
             "batch_tokens": self._batch_tokens,
             "seed": self._seed,
-            "pad_multiple": self._pad_multiple,
         }
 
     def _plan(self, epoch: int) -> list[list[int]]:
@@ -98,7 +95,6 @@ class TrainLoader:
                 batch_tokens=self._batch_tokens,
                 seed=self._seed,
                 epoch=epoch,
-                pad_multiple=self._pad_multiple,
             )
             self._planned = epoch, plan
         return self._planned[1]
@@ -116,12 +112,11 @@ class ValLoader:
         gather: Gather,
         *,
         batch_tokens: int,
-        pad_multiple: int = 1,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
         self._gather = gather
-        plan = plan_in_order(rows.length_R, batch_tokens=batch_tokens, pad_multiple=pad_multiple)
+        plan = plan_in_order(rows.length_R, batch_tokens=batch_tokens)
         num_batches = -(-len(plan) // world_size) * world_size
         self._batches = [plan[number % len(plan)] for number in range(rank, num_batches, world_size)]
 

@@ -44,7 +44,6 @@ class ChatDataModule(LightningDataModule):
         train_on: Literal["answers", "everything"] = "answers",
         seed: int = 0,
         columns: dict[str, str] | None = None,
-        pad_multiple: int = 8,
         revision: str | None = None,
         trust_remote_code: bool = False,
         cache_hidden_states: str | None = None,
@@ -62,7 +61,6 @@ class ChatDataModule(LightningDataModule):
                 distributions. Validation is on answers in both cases.
             seed: seed of the order of the rows.
             columns: our key to the files' key, such as {"prompt": "question"}.
-            pad_multiple: pad batches to a multiple of this number of tokens.
             revision: hub revision of the target.
             trust_remote_code: run the target's own tokenizer code.
             cache_hidden_states: folder for the target's hidden states, which are computed once and read in every epoch.
@@ -79,7 +77,6 @@ class ChatDataModule(LightningDataModule):
             )
         require("data.max_length", max_length, Range(low=2, high=2**24))
         require("data.batch_tokens", batch_tokens, Range(low=2))
-        require("data.pad_multiple", pad_multiple, Range(low=1, high=2**16))
         if batch_tokens < max_length:
             raise ValueError(
                 f"--data.batch_tokens {batch_tokens} must be at least --data.max_length {max_length}: "
@@ -99,7 +96,6 @@ class ChatDataModule(LightningDataModule):
         self._batch_tokens = batch_tokens
         self.train_on = train_on
         self._seed = seed
-        self._pad_multiple = pad_multiple
         self._revision = revision
         self._trust_remote_code = trust_remote_code
         self._states_folder = cache_hidden_states
@@ -226,8 +222,7 @@ class ChatDataModule(LightningDataModule):
     def _batching(self) -> dict[str, int]:
         """Size of the batches, and the share of this process."""
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
-        sizes = {"batch_tokens": self._batch_tokens, "pad_multiple": self._pad_multiple}
-        return {**sizes, "rank": rank, "world_size": world_size}
+        return {"batch_tokens": self._batch_tokens, "rank": rank, "world_size": world_size}
 
     def _trained_rows(self) -> TokenRows:
         rows = self.train_rows
@@ -242,7 +237,7 @@ class ChatDataModule(LightningDataModule):
                 raise ValueError("hidden states on disk: the cache is not made yet; call cache_states(target) first")
             states = self._states[part]
             rows = states.rows
-        return rows, partial(gather, rows, pad_multiple=self._pad_multiple, states=states)
+        return rows, partial(gather, rows, states=states)
 
     def _load(self) -> tuple[TokenRows, TokenRows]:
         if self._rows is None:

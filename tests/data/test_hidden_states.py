@@ -156,7 +156,6 @@ def test_batches_of_the_data_module_carry_states(
         max_length=64,
         batch_tokens=200,
         train_on=train_on,
-        pad_multiple=4,
         cache_hidden_states=str(tmp_path / "states"),
         progress=False,
     )

@@ -12,7 +12,7 @@ from drafter.data.module import ChatDataModule
 from drafter.data.rows import split_by_prompt
 from tests.data.tiny import COUNTING_TEMPLATE, chat, save_tiny_target, write_jsonl
 
-QUIET = {"progress": False, "pad_multiple": 1}
+QUIET = {"progress": False}
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,6 @@ def test_everything_is_trained_on_when_asked(tmp_path: Path, target: str) -> Non
         ({"val": 2}, "--data.val 2 must be a share"),
         ({"max_length": 300}, "--data.batch_tokens 140 must be at least --data.max_length 300"),
         ({"train_on": "prompts"}, "--data.train_on 'prompts' must be"),
-        ({"pad_multiple": 0}, "--data.pad_multiple is 0"),
     ],
 )
 def test_bad_options(tmp_path: Path, target: str, options: dict, message: str) -> None:
