@@ -70,27 +70,17 @@ def _respond(error: ApiError) -> JSONResponse:
 
 
 def _add_error_handlers(app: FastAPI, request_timeout: float) -> None:
-    @app.exception_handler(ApiError)
-    async def on_api_error(_: Request, error: ApiError) -> JSONResponse:
-        return _respond(error)
-
-    @app.exception_handler(RequestValidationError)
-    async def on_invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return _respond(error_of(list(error.errors())))
-
-    @app.exception_handler(HTTPException)
-    async def on_http_error(_: Request, error: HTTPException) -> JSONResponse:
-        response = _respond(ApiError(error.status_code, str(error.detail)))
-        response.headers.update(error.headers or {})
-        return response
-
-    @app.exception_handler(TimeoutError)
-    async def on_timeout(_: Request, error: TimeoutError) -> JSONResponse:
-        return _respond(timed_out(request_timeout))
-
-    @app.exception_handler(Exception)
     async def on_error(_: Request, error: Exception) -> JSONResponse:
-        return _respond(server_error(500, "an internal error"))
+        if isinstance(error, RequestValidationError):
+            error = error_of(list(error.errors()))
+        elif isinstance(error, HTTPException):
+            error = ApiError(error.status_code, str(error.detail), headers=error.headers)
+        elif isinstance(error, TimeoutError):
+            error = timed_out(request_timeout)
+        return _respond(error if isinstance(error, ApiError) else server_error(500, "an internal error"))
+
+    for kind in (ApiError, RequestValidationError, HTTPException, TimeoutError, Exception):
+        app.add_exception_handler(kind, on_error)
 
 
 def _add_endpoints(app: FastAPI, server: Server) -> None:

@@ -180,10 +180,17 @@ class _Repeated(argparse.Action):
 def _parser(kind: type[Options], command: str) -> Any:
     from jsonargparse import ArgumentParser
 
+    class Help(argparse.HelpFormatter):
+        """Leaves out the fields that seldom matter; what argparse.SUPPRESS hides is missing in --print-config too."""
+
+        def add_argument(self, action: argparse.Action) -> None:
+            if action.dest not in kind.rare:
+                super().add_argument(action)
+
     limit_yaml()
     parser = ArgumentParser(
         prog=command, usage=f"{command} {_needed(kind)}[--flags]", description=_description(kind), exit_on_error=False,
-        allow_abbrev=False, print_config="--print-config", formatter_class=argparse.HelpFormatter,
+        allow_abbrev=False, print_config="--print-config", formatter_class=Help,
         epilog=_rare_flags(kind),
     )  # fmt: skip
     members, hints, texts = {item.name: item for item in fields(kind)}, get_type_hints(kind), _texts(kind)
@@ -218,7 +225,7 @@ def _add(group: Any, kind: type[Options], item: "Field[Any]", hint: Any, text: s
         more["metavar"] = f"{metavar},..." if has_commas else metavar
     else:
         more |= {"type": plain, "metavar": metavar}  # None is allowed to every type
-    group.add_argument(flag, help=argparse.SUPPRESS if item.name in kind.rare else text, **more)
+    group.add_argument(flag, help=text, **more)
 
 
 def _range_and_default(span: Range | None, default: Any, text: str) -> str:

@@ -13,7 +13,6 @@ from typing import Any, BinaryIO
 MAX_CONFIG_BYTES = 16 << 20  # a settings file; what `drafter tune` writes is the largest
 MAX_YAML_BYTES = 1 << 20  # the YAML parser takes a second for as much
 MAX_LINE_MIB = 64  # a row of data
-MAX_WHOLE_BYTES = 1 << 30  # a data file that is one JSON value, decompressed
 MAX_DEPTH = 64  # lists and mappings within each other
 MAX_ITEMS = 1_000_000  # values of a file, where an alias counts as often as it is used
 MAX_INTEGER = 2**64
@@ -103,19 +102,14 @@ def read_lines(stream: BinaryIO, where: str) -> Iterator[tuple[int, bytes]]:
         number += 1
 
 
-def read_whole(stream: BinaryIO, where: str, max_bytes: int) -> bytes:
-    """All bytes of a stream, perhaps a decompressed one; ValueError when there are more than ``max_bytes``."""
-    data = stream.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise ValueError(f"{where}: larger than {max_bytes:,} bytes")
-    return data
-
-
 def _read_bytes(path: Path, max_bytes: int) -> bytes:
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no regular file")  # a pipe would be waited for
     with path.open("rb") as stream:
-        return read_whole(stream, str(path), max_bytes)
+        data = stream.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"{path}: larger than {max_bytes:,} bytes")
+    return data
 
 
 def _check(value: Any, where: str, *, only_depth: bool = False) -> None:
