@@ -130,53 +130,25 @@ def _hand_out(ov: Any, product: Any, nodes: list[Any], sizes: list[int]) -> None
         node.output(0).replace(parts.output(index))
 
 
-def join_products(ov: Any, model: Any) -> int:
-    """Join the matrices [O, I] that multiply the same input; a split hands out the parts of the product.
+def join_products(ov: Any, model: Any) -> None:
+    """Join the constants [O, I] that multiply the same input; a split hands out the parts of the product.
 
     A product of M numbers with a small matrix spends a part of its time on its start. Query, key and value become one
-    product, gate and up another. Number of the joined products.
+    product, gate and up another.
     """
     groups: dict[Any, list[Any]] = {}
     for node in model.get_ordered_ops():
         if node.get_type_name() == "MatMul" and node.get_attributes()["transpose_b"]:
-            form = _form_of(node.input_value(1))
-            if form is not None:
-                source = node.input_value(0)
-                groups.setdefault((source.get_node().get_name(), source.get_index(), form), []).append(node)
-    joined = [nodes for nodes in groups.values() if len(nodes) > 1]
-    for nodes in joined:
-        weights = [node.input_value(1) for node in nodes]
-        sizes = [weight.get_shape()[0] for weight in weights]
-        product = ov.opset13.matmul(nodes[0].input_value(0), _concatenate(ov, weights), False, True)
-        _hand_out(ov, product, nodes, sizes)
-    return len(joined)
-
-
-def _form_of(weight: Any) -> Any:
-    """The operators and number formats that make a weight [O, I]; None for anything but constants of O rows."""
-    node, shape = weight.get_node(), weight.get_partial_shape()
-    if len(shape) != 2 or shape.is_dynamic:
-        return None
-    kind = node.get_type_name()
-    if kind == "Constant":
-        return kind, str(weight.get_element_type()), shape[1].get_length()
-    if kind not in ("Convert", "Multiply"):  # rounded weights are a product of integers and scales
-        return None
-    inputs = [_form_of(source) for source in node.input_values()]
-    rows = {source.get_shape()[0] for source in node.input_values() if source.get_partial_shape().is_static}
-    if None in inputs or rows != {shape[0].get_length()}:
-        return None
-    return kind, str(weight.get_element_type()), *inputs
-
-
-def _concatenate(ov: Any, weights: list[Any]) -> Any:
-    """Weights of the same form, one below the other."""
-    nodes = [weight.get_node() for weight in weights]
-    kind, dtype = nodes[0].get_type_name(), weights[0].get_element_type()
-    if kind == "Constant":
-        values = np.concatenate([node.tensor_view.data for node in nodes])
-        tensor = ov.Tensor(dtype, ov.Shape(values.shape))  # memory of its own, which the program keeps
-        tensor.data[:] = values
-        return ov.opset13.constant(tensor)
-    inputs = [_concatenate(ov, list(sources)) for sources in zip(*(node.input_values() for node in nodes), strict=True)]
-    return ov.opset13.convert(*inputs, dtype.to_string()) if kind == "Convert" else ov.opset13.multiply(*inputs)
+            source, weight = node.input_value(0), node.input_value(1)
+            if weight.get_node().get_type_name() == "Constant" and len(weight.get_shape()) == 2:
+                key = source.get_node().get_name(), source.get_index(), str(weight.get_element_type())
+                groups.setdefault(key, []).append(node)
+    for nodes in groups.values():
+        if len(nodes) > 1:
+            weights = [node.input_value(1).get_node().tensor_view.data for node in nodes]
+            joined = np.concatenate(weights)
+            dtype = nodes[0].input_value(1).get_element_type()
+            tensor = ov.Tensor(dtype, ov.Shape(joined.shape))  # memory of its own, which the program keeps
+            tensor.data[:] = joined
+            product = ov.opset13.matmul(nodes[0].input_value(0), ov.opset13.constant(tensor), False, True)
+            _hand_out(ov, product, nodes, [len(weight) for weight in weights])

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from drafter.kernels.packed import count_parameters
-from drafter.kernels.pages import dropping
+from drafter.kernels.pages import dropping, trim
 from drafter.targets.cache import CacheShape
 from drafter.targets.capabilities import Capabilities, LayerWindows, LogitMap, decoder_of, fingerprint_of
 from drafter.targets.export import check_exportable, export_forward, export_logits
@@ -144,6 +144,7 @@ def open_checkpoint(
     keep(folder, write)
     read.cache_clear()
     gc.collect()
+    trim()
     return _open(folder, model, dtype)
 
 
@@ -164,6 +165,7 @@ def open_gguf(file: Path, place: Path, dtype: torch.dtype, probe: Probe) -> Prog
     folder = programs_folder([file, place / "config.json"], {"dtype": str(dtype)})
     keep(folder, lambda scratch: _write(scratch, _of_gguf(file, place, probe), dtype))
     gc.collect()
+    trim()
     return _open(folder, model, dtype)
 
 
