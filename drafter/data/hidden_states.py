@@ -157,7 +157,7 @@ def _write(path: Path, columns: dict[str, list[bytes]]) -> None:
 
     from drafter.utils.io import replacing
 
-    with replacing(path) as new, ArrowWriter(path=str(new), features=_features()) as writer:
+    with replacing(path, follows_links=False) as new, ArrowWriter(path=str(new), features=_features()) as writer:
         writer.write_batch(columns)
         writer.finalize()
 

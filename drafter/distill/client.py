@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
 from drafter.utils.io import printable
-from drafter.utils.key import key_header
+from drafter.utils.key import key_header, refuse_password
 from drafter.utils.parse import parse_json
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class Client:
             raise ValueError(
                 f"{self.flag} {printable(self.url)!r} must be an http or https address, such as http://host:8000/v1"
             )
+        refuse_password(self.flag, self.url)
         key_header()
 
     @property

@@ -117,7 +117,9 @@ class Journal:
                 "continued: give another --out"
             )
         else:
-            write_atomic(self.settings_path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+            write_atomic(
+                self.settings_path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n", follows_links=False
+            )
 
     def _read(self, shape: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The rows; an incomplete last line is removed from the file."""

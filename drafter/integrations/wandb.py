@@ -54,7 +54,7 @@ def init_options(project: str, folder: Path, *, record: Mapping[str, Any], is_re
     run_id = run_id or secrets.token_hex(4)
     folder.mkdir(parents=True, exist_ok=True)
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        write_atomic(folder / _RUN_FILE, json.dumps({"project": project, "id": run_id}) + "\n")
+        write_atomic(folder / _RUN_FILE, json.dumps({"project": project, "id": run_id}) + "\n", follows_links=False)
     return {
         "project": project,
         "id": run_id,

@@ -46,7 +46,7 @@ def keep(folder: Path, write: Callable[[Path], None]) -> None:
         return
     if folder.exists():
         _log.warning("%s is damaged and made again", folder)
-    with replacing(folder) as scratch:
+    with replacing(folder, follows_links=False) as scratch:
         scratch.mkdir()
         write(scratch)
         sums = {file.name: sha256_of(file) for file in scratch.iterdir()}

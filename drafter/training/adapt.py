@@ -301,7 +301,7 @@ def _work_folder(out: Path, settings: Sequence[object], drafter: str) -> Iterato
                     shutil.rmtree(entry)
                 elif entry.name != _LOCK:
                     entry.unlink()
-            write_atomic(place, json.dumps({"settings": key, "drafter": drafter}))
+            write_atomic(place, json.dumps({"settings": key, "drafter": drafter}), follows_links=False)
         is_over = False
         try:
             yield work
@@ -339,7 +339,8 @@ def _freeze(loading: Loading, work: Path, traffic: Path, general: Path | None, m
     # Neighbours of one length share a forward of the target without padding.
     _write_rows(work / "train.jsonl", sorted((*chosen, *mixed_in), key=_length))
     longest = max(map(_length, (*chosen, *mixed_in, *held_out)))
-    write_atomic(work / _FROZEN, json.dumps({"prompts": prompts, "answers": len(chosen), "longest": longest}))
+    frozen = {"prompts": prompts, "answers": len(chosen), "longest": longest}
+    write_atomic(work / _FROZEN, json.dumps(frozen), follows_links=False)
 
 
 def _length(row: TrafficRow) -> int:
@@ -349,10 +350,10 @@ def _length(row: TrafficRow) -> int:
 def _kept(file: Path, make: Callable[[], Counts]) -> Counts:
     """The counts of a file, which is made first if it is missing."""
     if not file.exists():
-        write_atomic(file, json.dumps(make()))
+        write_atomic(file, json.dumps(make()), follows_links=False)
     found: Counts = json.loads(file.read_text(encoding="utf-8"))
     return found
 
 
 def _write_rows(file: Path, rows: Iterable[TrafficRow]) -> None:
-    write_atomic(file, "".join(json.dumps(row._asdict()) + "\n" for row in rows))
+    write_atomic(file, "".join(json.dumps(row._asdict()) + "\n" for row in rows), follows_links=False)

@@ -105,12 +105,15 @@ def _is_recorded(out: Path) -> bool:
     return isinstance(record, dict) and record.get("output") == out.name
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Write `text` (UTF-8); `path` holds the whole text, or its earlier content after an error (OSError)."""
+def write_atomic(path: Path, text: str, *, follows_links: bool = True) -> None:
+    """Write `text` (UTF-8); `path` holds the whole text, or its earlier content after an error (OSError).
+
+    `follows_links`: as of :func:`replacing`; not for a file that the user has not named.
+    """
     if is_stream(path):
         append(path, text)
         return
-    with replacing(path) as new:
+    with replacing(path, follows_links=follows_links) as new:
         new.write_text(text, encoding="utf-8")
 
 
@@ -133,20 +136,21 @@ def replacing(path: Path, *, follows_links: bool = True) -> Iterator[Path]:
     """A path at which the block writes a file or folder, which then takes the place of `path`.
 
     An error in the block leaves what stood at `path`. A symbolic link stays, and its end is replaced; without
-    `follows_links` the link itself is replaced. An OSError names `path`, not the hidden place.
+    `follows_links` the link itself is replaced, as in a cache, where only a stranger makes a link. An OSError names
+    `path`, not the hidden place.
     """
-    place = path.resolve() if follows_links else path.absolute()
+    place = path.resolve() if follows_links else path.parent.resolve() / path.name
     place.parent.mkdir(parents=True, exist_ok=True)
-    recover(place)
+    _recover(place)
     try:
         with _hidden_folder(place) as hidden:
             new = hidden / _NEW
             yield new
             _force_to_disk(new)
-            if place.is_dir() and not new.is_dir():
+            if place.is_dir() and not new.is_dir() and not place.is_symlink():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
             with locked(place.parent, wait=True):  # two writers of one folder swap one after the other
-                if place.is_dir():
+                if place.is_dir() or (new.is_dir() and place.is_symlink()):
                     place.rename(hidden / _OLD)
                 new.replace(place)
     except OSError as error:
@@ -157,7 +161,10 @@ def replacing(path: Path, *, follows_links: bool = True) -> Iterator[Path]:
 
 def recover(path: Path) -> None:
     """Finish the folder swap of a killed process, and remove the temporary files of killed writers."""
-    place = path.resolve()
+    _recover(path.resolve())
+
+
+def _recover(place: Path) -> None:
     name = re.compile(rf"\.{re.escape(place.name)}\.[^.]+\.tmp")
     try:
         found = [entry for entry in place.parent.iterdir() if name.fullmatch(entry.name)]

@@ -1,6 +1,7 @@
-"""The key of a server, from the environment."""
+"""The key of a server, from the environment, and from nowhere else."""
 
 import os
+from urllib.parse import urlsplit
 
 
 def key_header() -> dict[str, str]:
@@ -13,3 +14,9 @@ def key_header() -> dict[str, str]:
     if not (key.isascii() and key.isprintable()):  # httpx's own error would show the key
         raise ValueError("OPENAI_API_KEY holds a character that no key has, such as an end of line: set it again")
     return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def refuse_password(flag: str, url: str) -> None:
+    """ValueError for an address with a user's name or password: results and records of runs would show them."""
+    if "@" in urlsplit(url).netloc:
+        raise ValueError(f"{flag} holds a user name or a password: give the address alone, and a key as OPENAI_API_KEY")

@@ -48,7 +48,7 @@ def write_run_record(output: Path, *, seed: int | None = None, settings: Mapping
     if is_stream(output):
         return path
     record = {"output": output.name, **run_record(seed=seed, settings=settings)}
-    write_atomic(path, json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n")
+    write_atomic(path, json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n", follows_links=False)
     return path
 
 
@@ -89,8 +89,9 @@ def _machine() -> dict[str, Any]:
         "memory_gib": _memory_gib(),
     }
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        machine["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    if torch is not None and torch.accelerator.is_available():
+        name_of = getattr(torch.get_device_module(), "get_device_name", str)
+        machine["gpus"] = [name_of(index) for index in range(torch.accelerator.device_count())]
     return machine
 
 

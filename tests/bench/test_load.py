@@ -182,6 +182,7 @@ def test_the_command_records_and_shows_the_table(
         (["--url", "localhost:8000"], "--url 'localhost:8000' must be an http or https address"),
         (["--url", "http://[::1"], "--url 'http://[::1' must be"),
         (["--url", "http://:8000"], "--url 'http://:8000' must be"),
+        (["--url", "http://me:hush@host:8000"], "--url holds a user name or a password: give"),
         (["--concurrency", "0"], "--concurrency is 0"),
         (["--rate", "0"], "--rate is 0.0"),
         (["--num-requests", "0"], "--num-requests is 0"),

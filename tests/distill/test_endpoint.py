@@ -125,6 +125,7 @@ def test_addresses(suffix: str) -> None:
     [
         ({"url": "host:8000"}, "must be an http or https address"),
         ({"url": "file:///etc/passwd"}, "must be an http or https address"),
+        ({"url": "http://me:hush@host"}, "^--endpoint holds a user name or a password: [^@]*$"),
         ({"model": ""}, "needs --model"),
     ],
 )

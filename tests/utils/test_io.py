@@ -137,6 +137,23 @@ def test_writers_at_once_leave_one_whole_folder(tmp_path: Path) -> None:
     assert len(content(tmp_path / "out")) == 1 and not hidden(tmp_path)
 
 
+def test_links_in_place_of_files_that_no_user_has_named_are_replaced(tmp_path: Path) -> None:
+    """A stranger who may write into a cache or a run's folder plants them."""
+    far = tmp_path / "far"
+    far.mkdir()
+    for name in ("file", "out.run.json"):
+        (far / name).write_text("old")
+        (tmp_path / name).symlink_to(far / name)
+    (tmp_path / "folder").symlink_to(far)
+    write_atomic(tmp_path / "file", "new", follows_links=False)
+    write_run_record(tmp_path / "out.jsonl")
+    with replacing(tmp_path / "folder", follows_links=False) as new:
+        new.mkdir()
+    assert {path.name: path.read_text() for path in far.iterdir()} == {"file": "old", "out.run.json": "old"}
+    assert (tmp_path / "file").read_text() == "new" and not any(path.is_symlink() for path in tmp_path.iterdir())
+    assert not hidden(tmp_path) and not list((tmp_path / "folder").iterdir())
+
+
 def test_standard_output_of_a_redirected_process_is_appended_to(tmp_path: Path) -> None:
     script = "from pathlib import Path; from drafter.utils.io import *; write_atomic(Path('/dev/stdout'), 'text')"
     with (tmp_path / "caught").open("wb") as stream:
