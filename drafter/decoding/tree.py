@@ -37,18 +37,18 @@ class Candidates(NamedTuple):
 
 
 def ancestors(parent_BN: Tensor, max_depth: int) -> Tensor:
-    """[b, i, j] is True where j is i or an ancestor of i; ``max_depth`` gathers climb the whole tree.
+    """[b, i, j] is True where j is i or an ancestor of i; the distance that is climbed doubles at each of few gathers.
 
     Returns:
         bool [B, N, N].
     """
     num_rows, num_nodes = parent_BN.shape
-    node_N = torch.arange(num_nodes, device=parent_BN.device)
-    climber_BN = node_N.expand(num_rows, num_nodes)
-    ancestor_BNN = (climber_BN[:, :, None] == node_N).clone()
-    for _ in range(max_depth):
-        climber_BN = parent_BN.gather(1, climber_BN)
-        ancestor_BNN |= climber_BN[:, :, None] == node_N
+    ancestor_BNN = torch.eye(num_nodes, dtype=torch.bool, device=parent_BN.device).expand(num_rows, -1, -1)
+    above_BN = parent_BN
+    for _ in range(max_depth.bit_length()):
+        # Ancestors at a distance below 2^k, and those of the ancestor at this distance.
+        ancestor_BNN = ancestor_BNN | ancestor_BNN.gather(1, above_BN[:, :, None].expand(-1, -1, num_nodes))
+        above_BN = above_BN.gather(1, above_BN)
     return ancestor_BNN
 
 

@@ -57,19 +57,12 @@ def accept_picks(candidates: Candidates, pick_BN: Tensor, ancestor_BNN: Tensor, 
     agrees_BN = (candidates.token_BN == pick_BN.gather(1, candidates.parent_BN)) & candidates.is_node_BN
     agrees_BN[:, 0] = True  # the root was chosen before
     on_walk_BN = (agrees_BN[:, None, :] | ~ancestor_BNN).all(dim=2) & candidates.is_node_BN
-    return _path_to_last(candidates, on_walk_BN, pick_BN, max_depth)
-
-
-def _path_to_last(candidates: Candidates, on_walk_BN: Tensor, pick_BN: Tensor, max_depth: int) -> AcceptedPath:
     num_accepted_B, last_B = torch.where(on_walk_BN, candidates.depth_BN, -1).max(dim=1)
-    # Climb from the last accepted node: its ancestor at every smaller depth.
-    node_B = last_B
-    path = [last_B] * (max_depth + 1)
-    for depth in range(max_depth, -1, -1):
-        above_B = candidates.parent_BN.gather(1, node_B[:, None])[:, 0]
-        node_B = torch.where(candidates.depth_BN.gather(1, node_B[:, None])[:, 0] > depth, above_B, node_B)
-        path[depth] = node_B
-    return AcceptedPath(torch.stack(path, dim=1), num_accepted_B, pick_BN.gather(1, last_B[:, None])[:, 0])
+    # The walk has one node at each depth up to the last; the other nodes go to a place behind the path.
+    node_BN = torch.arange(pick_BN.shape[1], device=pick_BN.device).expand_as(pick_BN)
+    place_BN = torch.where(on_walk_BN, candidates.depth_BN, max_depth + 1)
+    path_BL = last_B[:, None].repeat(1, max_depth + 2).scatter_(1, place_BN, node_BN)[:, :-1]
+    return AcceptedPath(path_BL, num_accepted_B, pick_BN.gather(1, last_B[:, None])[:, 0])
 
 
 def accept_samples(

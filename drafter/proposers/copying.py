@@ -76,10 +76,9 @@ class Copies(NamedTuple):
         """
         num_slots = self.token_BS.shape[1]
         slot_S = torch.arange(num_slots, device=self.token_BS.device)
-        length_BWS = self.length_BWS * (self.next_BS >= 0)[:, None]
-        key_BW = (length_BWS * num_slots + slot_S).amax(dim=2)
+        key_BW = (self.length_BWS * num_slots + slot_S).amax(dim=2)
         token_BW = self.next_BS.gather(1, key_BW % num_slots).clamp_min(0)
-        is_match_BWS = length_BWS > 0
+        is_match_BWS = self.length_BWS > 0
         num_agreeing_BW = (is_match_BWS & (self.next_BS[:, None] == token_BW[:, :, None])).sum(dim=2)
         votes_BW = num_agreeing_BW.square() / is_match_BWS.sum(dim=2).clamp_min(1)
         return token_BW, self.odds_X[key_BW // num_slots] + votes_BW.log()
