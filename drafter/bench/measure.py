@@ -72,23 +72,26 @@ class PeakMemory:
 
     def __init__(self, device: torch.device, process_id: int | None = None) -> None:
         self._device = device
-        self._is_on_cuda = process_id is None and device.type == "cuda"
+        is_accelerator = process_id is None and device.type != "cpu"
+        accelerator = torch.get_device_module(device) if is_accelerator else None
+        # Apple's devices count no peak.
+        self._accelerator = accelerator if hasattr(accelerator, "max_memory_allocated") else None
         self._folder = Path("/proc") / ("self" if process_id is None else str(process_id))
         of_process = RESIDENT if process_id is None else RESIDENT_OF_PEER
-        self.kind = CUDA_ALLOCATED if self._is_on_cuda else of_process
+        self.kind = CUDA_ALLOCATED if self._accelerator is not None else of_process
         self.num_bytes = 0
 
     def __enter__(self) -> "PeakMemory":
-        if self._is_on_cuda:
-            torch.cuda.synchronize(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if self._accelerator is not None:
+            self._accelerator.synchronize(self._device)
+            self._accelerator.reset_peak_memory_stats(self._device)
         with suppress(OSError):  # not permitted: the peak then counts from the start of the process
             (self._folder / "clear_refs").write_text("5")
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._is_on_cuda:
-            self.num_bytes = torch.cuda.max_memory_allocated(self._device)
+        if self._accelerator is not None:
+            self.num_bytes = self._accelerator.max_memory_allocated(self._device)
             return
         with suppress(OSError):
             lines = (self._folder / "status").read_text().splitlines()

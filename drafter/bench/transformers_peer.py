@@ -106,8 +106,8 @@ class _FirstToken(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         if self.time is None:
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            if self._device.type != "cpu":
+                torch.accelerator.synchronize(self._device)
             self.time = time.perf_counter()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 

@@ -40,7 +40,7 @@ _RATIOS = (0.4, 0.7, 1.0, 1.3)  # acceptance, relative to the calibration, for w
 # Least speed-up of a tree over plain decoding, and its rise for every doubling of the rows: drafts let
 # rows that start together end at different steps, and the last rows step nearly alone.
 _WORTH, _WORTH_PER_DOUBLING = 1.03, 0.01
-_TREE_SIZES = {"cpu": (2, 4, 6, 8, 12, 16), "cuda": (4, 8, 16, 32, 48, 64)}
+_TREE_SIZES_CPU, _TREE_SIZES = (2, 4, 6, 8, 12, 16), (4, 8, 16, 32, 48, 64)
 # Largest tree size, with beam width and draft length up to this size.
 _SHAPES = ((2, 2, 1), (6, 4, 2), (12, 4, 3), (24, 8, 4), (81, 16, 5), (LARGEST_TREE, 64, 16))
 
@@ -61,7 +61,7 @@ class Tuning(NamedTuple):
 
 def candidates(tree_sizes: tuple[int, ...] | None, device: str, widest: int) -> list[Tree]:
     """The candidates on a device, by rising size, with beams of at most ``widest``."""
-    sizes = tree_sizes or _TREE_SIZES.get(device, _TREE_SIZES["cpu"])
+    sizes = tree_sizes or (_TREE_SIZES_CPU if device == "cpu" else _TREE_SIZES)
     shapes = [(size, *next(shape[1:] for shape in _SHAPES if size <= shape[0])) for size in sorted(set(sizes))]
     return [Tree(min(width, widest), length, size) for size, width, length in shapes]
 

@@ -42,7 +42,7 @@ class Compiler:
     def __init__(self, device: torch.device, *, is_on: bool) -> None:
         self.is_on = is_on
         self.has_static_shapes = is_on and device.type == "cuda"
-        self._is_cuda = device.type == "cuda"
+        self._is_cuda, self._is_cpu = device.type == "cuda", device.type == "cpu"
         self._is_warming = False
 
     def __call__(self, function: Callable[P, R], dynamic: Dynamic = ()) -> Callable[P, R]:
@@ -90,8 +90,9 @@ class Compiler:
         with ExitStack() as stack:
             limits: dict[str, Any] = {"recompile_limit": _MOST_SHAPES, "accumulated_recompile_limit": _MOST_SHAPES}
             stack.enter_context(torch._dynamo.config.patch(limits))
-            if not self._is_cuda:
+            if self._is_cpu:
                 stack.enter_context(torch._inductor.config.patch(freezing=True))
+            if not self._is_cuda:
                 # Dimensions that are equal by chance must not be treated as one.
                 shapes: Any = torch.fx.experimental._config
                 stack.enter_context(shapes.patch(use_duck_shape=False))

@@ -20,10 +20,13 @@ def cache_bytes(target: Target, num_rows: int, num_slots: int) -> int:
 
 def available_bytes(device: torch.device) -> int | None:
     """Free memory in bytes; None: unknown."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+    if device.type != "cpu":
+        accelerator = torch.get_device_module(device)
+        if not hasattr(accelerator, "mem_get_info"):  # Apple's, which share the memory of the CPU
+            return None
+        free, _ = accelerator.mem_get_info(device)
         # Memory that torch has reserved and does not use is free as well.
-        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+        return int(free + accelerator.memory_reserved(device) - accelerator.memory_allocated(device))
     try:
         for line in _MEMINFO.read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -294,9 +294,10 @@ def sized_proposers(
 
 
 def device_name(device: torch.device) -> str:
-    """Name of the GPU, or name of the processor and number of threads, for measured step times."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    """Name of the accelerator, or name of the processor and number of threads, for measured step times."""
+    if device.type != "cpu":
+        accelerator = torch.get_device_module(device)
+        return str(accelerator.get_device_name(device)) if hasattr(accelerator, "get_device_name") else device.type
     return f"{cpu_name() or device.type}, {torch.get_num_threads()} threads"
 
 

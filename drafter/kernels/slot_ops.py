@@ -65,6 +65,5 @@ _STORES = "Tensor(a!) keys, Tensor(b!) values"
 _library.define(f"write_slots({_STORES}, int layer, Tensor row, Tensor slot, Tensor k, Tensor v) -> ()")
 _library.define(f"move_slots({_STORES}, Tensor row, Tensor source, Tensor destination) -> ()")
 for _name, _function in (("write_slots", _write_slots), ("move_slots", _move_slots)):
-    _library.impl(_name, _function, "CPU")
-    _library.impl(_name, _function, "CUDA")
+    _library.impl(_name, _function, "CompositeExplicitAutograd")  # on every device
     _library.impl(_name, _nothing, "Meta")

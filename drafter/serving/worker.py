@@ -307,8 +307,9 @@ class Worker:
             # The traceback holds the frames of the step and with them its tensors.
             error.__traceback__ = None
             gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            device = self.engine.target.device
+            if device.type != "cpu":
+                torch.get_device_module(device).empty_cache()
 
     def _post(self, callback: Callable[..., None], *args: Any) -> None:
         """Run a function on the event loop."""

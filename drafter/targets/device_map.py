@@ -91,7 +91,7 @@ def layer_devices(model: PreTrainedModel, name: str) -> list[torch.device]:
         device = getattr(hook, "execution_device", None)
         if device is None:
             device = next(layer.parameters()).device
-        found.append(torch.device("cuda", device) if isinstance(device, int) else torch.device(device))
+        found.append(torch.device(device))
     return found
 
 

@@ -66,31 +66,37 @@ class Checkpoint(NamedTuple):
 
 
 def resolve_device(device: str) -> torch.device:
-    """Turn ``auto``, ``cpu``, ``cuda`` or ``cuda:1`` into a device; ValueError for anything this machine lacks."""
+    """Turn ``auto``, ``cpu``, ``cuda``, ``cuda:1`` or another accelerator (``xpu``, ``mps``) into a device.
+
+    Raises:
+        ValueError: this machine, or this build of torch, lacks the device.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        # Apple's GPUs have no float64, in which the noise of sampling is computed.
+        return torch.device("cpu") if accelerator is None or accelerator.type == "mps" else accelerator
     try:
         resolved = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"--device {device!r} is no device: use auto, cpu, cuda or cuda:N") from error
-    if resolved.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device {device!r} is not supported: use auto, cpu, cuda or cuda:N")
-    if resolved.type == "cuda":
-        count = torch.cuda.device_count()
-        if count == 0:
-            raise ValueError(f"--device {device!r}: no CUDA device here; use --device cpu or auto")
-        if (resolved.index or 0) >= count:
-            raise ValueError(f"--device {device!r}: this machine has {count} CUDA device(s), numbered from 0")
+    if resolved.type == "cpu":
+        return resolved
+    if accelerator is None or resolved.type != accelerator.type:
+        here = "no accelerator" if accelerator is None else f"{accelerator.type} alone"
+        raise ValueError(f"--device {device!r}: torch finds {here} here; use --device cpu or auto")
+    count = torch.accelerator.device_count()
+    if (resolved.index or 0) >= count:
+        raise ValueError(f"--device {device!r}: this machine has {count} such device(s), numbered from 0")
     return resolved
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Turn ``float32``, ``bfloat16``, ``float16`` or ``auto`` (bfloat16 on CUDA, else float32) into a torch dtype.
+    """Turn ``float32``, ``bfloat16``, ``float16`` or ``auto`` (float32 on a CPU, else bfloat16) into a torch dtype.
 
     :func:`openvino_dtype` has the meaning of ``auto`` where OpenVINO may run the target.
     """
     if dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype!r} is unknown: use auto, stored, {', '.join(DTYPES)}")
     return DTYPES[dtype]

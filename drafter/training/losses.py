@@ -225,7 +225,9 @@ def sample_tokens(
     num_drawn = num_shared - num_always
     rest_R = mean_R.argsort(descending=True, stable=True)
     # A draw without replacement: the first of a random order of the rest.
-    place = torch.randperm(num_outputs - num_always, generator=generator)[:num_drawn].to(device)
+    is_pinned = device.type != "cpu"
+    place = torch.randperm(num_outputs - num_always, generator=generator, pin_memory=is_pinned)[:num_drawn]
+    place = place.to(device, non_blocking=True)
     index_S = torch.cat([rest_R[:num_always], rest_R[num_always:][place]])
     log_weight_S = torch.zeros(num_shared, device=device)
     if num_drawn:

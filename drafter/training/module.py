@@ -36,6 +36,7 @@ class Teacher:
         target: the frozen model.
         weight_RD: its output rows over the draft vocabulary in the dtype of the loss; the target's own matrix when
             nothing has to be selected or converted.
+        draft_index_V: draft index of each of its tokens, -1 for none, on its device.
     """
 
     def __init__(self, target: Target, draft_token_ids_R: Tensor, dtype: torch.dtype) -> None:
@@ -43,6 +44,7 @@ class Teacher:
         self._ids_R = draft_token_ids_R.to(target.output_weight_VD.device)
         weight_VD = target.output_weight_VD
         is_whole = len(self._ids_R) == len(weight_VD)
+        self.draft_index_V = draft_index_of(self._ids_R, target.vocab_size)
         self.weight_RD = (weight_VD if is_whole else weight_VD[self._ids_R]).to(dtype).contiguous()
 
     @torch.no_grad()
@@ -297,8 +299,7 @@ class DrafterModule(LightningModule):
         is_tied = self.drafter.config.head == "tied"
         ranked_P = None
         if with_ranks:
-            index_V = self._draft_index_V.to(hidden_MD.device)
-            ranked_P = index_V[self.teacher.picks(hidden_MD)][pairs.teacher_P]
+            ranked_P = self.teacher.draft_index_V[self.teacher.picks(hidden_MD)][pairs.teacher_P]
         return exact_loss(
             feature_PF,
             self.teacher.weight_RD if is_tied else self.drafter.output_rows(),
@@ -383,11 +384,12 @@ class DrafterModule(LightningModule):
         """Clip by the global norm, or by value. Lightning refuses both with a fused optimizer, although bfloat16 needs
         no unscaling.
 
-        Called before every optimizer step, so that a gradient that is not finite never changes the weights.
+        Called before every optimizer step, so that a gradient that is not finite never changes the weights. The norm
+        is the one number of a step that the host waits for.
         """
         limit, is_by_value = gradient_clip_val or math.inf, gradient_clip_algorithm == "value"
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), math.inf if is_by_value else limit)
-        if not torch.isfinite(norm):
+        if not math.isfinite(norm.cpu().item()):
             self._stop_diverged("a gradient is not finite")
         if is_by_value:
             torch.nn.utils.clip_grad_value_(self.drafter.parameters(), limit)

@@ -4,29 +4,39 @@ A case builds the parts on the CPU, replaces their weights by tensors of :mod:`t
 Its line holds the result, or the error.
 """
 
+import asyncio
 import copy
 import json
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine import outputs
 from drafter.engine.engine import Engine
+from drafter.engine.outputs import Update
 from drafter.engine.request import RequestOptions
 from drafter.engine.settings import Plan
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
-from drafter.targets.capabilities import decoder_of
+from drafter.serving.answers import CompletionAnswer, Model
+from drafter.serving.metrics import Metrics
+from drafter.serving.protocol import CompletionRequest
+from drafter.serving.worker import Worker
+from drafter.targets.capabilities import Capabilities, decoder_of
 from drafter.targets.target import Target
 from tests.accelerator.device import Refuser
+from tests.accelerator.training import module_of, train_step, validate
+from tests.data.tiny import tiny_tokenizer
 
 GREEDY = SamplingParams(max_new_tokens=32, ignore_eos=True)
 FILTERED = SamplingParams(max_new_tokens=32, temperature=1.0, top_k=20, top_p=0.9, min_p=0.01, seed=1, ignore_eos=True)
@@ -51,41 +61,40 @@ def cpu_target(kind: str) -> Target:
     return Target.from_model(AutoModelForCausalLM.from_config(config), name=kind)
 
 
-def target_of(kind: str) -> Target:
-    """The same target with weights on the device."""
-    target = cpu_target(kind)
-    model = refuser.put(lambda: copy.deepcopy(target.model))
-    capabilities = target.capabilities._replace(decoder=decoder_of(model))
-    placed = Target.__new__(Target)
+def placed(make: Callable[[], PreTrainedModel], capabilities: Capabilities, name: str) -> Target:
+    """A target on the device, of a model that is made on the CPU; what it can do is known."""
+    model = refuser.put(make)
+    target = Target.__new__(Target)
     # The library of quantised weights would ask these tensors, which are of no plain type, for their numbers.
-    placed.__dict__["embedding_weight_VD"] = model.get_input_embeddings().weight.detach()
-    placed.__dict__["output_weight_VD"] = model.get_output_embeddings().weight.detach()
-    placed.__init__(model, None, capabilities, name=kind, plain_fingerprint=target.fingerprint)  # type: ignore[misc]
-    return placed
+    target.__dict__["embedding_weight_VD"] = model.get_input_embeddings().weight.detach()
+    target.__dict__["output_weight_VD"] = model.get_output_embeddings().weight.detach()
+    capabilities = capabilities._replace(decoder=decoder_of(model))
+    target.__init__(model, tiny_tokenizer(), capabilities, name=name, plain_fingerprint="x")  # type: ignore[misc]
+    return target
 
 
-def drafter_of(target: Target, head: str = "tied") -> RecurrentDrafter:
+def target_of(kind: str) -> Target:
+    """The target of :func:`cpu_target` with weights on the device."""
+    target = cpu_target(kind)
+    return placed(lambda: copy.deepcopy(target.model), target.capabilities, kind)
+
+
+def drafter_of(target: Target, **shape: Any) -> RecurrentDrafter:
     """A drafter of the target, on its device."""
-    config = DrafterConfig(
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        head=head,
-        num_res_blocks=1,
-        draft_vocab_size=target.vocab_size // 2,
-    )
-    return refuser.put(lambda: RecurrentDrafter(config).eval()).bind(target)
+    fields = {"head": "tied", "num_res_blocks": 1, "draft_vocab_size": target.vocab_size // 2, **shape}
+    config = DrafterConfig(vocab_size=target.vocab_size, hidden_size=target.hidden_size, **fields)
+    return refuser.put(lambda: RecurrentDrafter(config).eval().to(target.dtype)).bind(target)
 
 
-def _host_numbers() -> None:
-    """Let the host read numbers where a step hands out its results: ones."""
+def unpack_outside() -> None:
+    """The results of a step are unpacked on the CPU, where tensors have numbers."""
     unpack = outputs._unpack
 
-    def numbered(words_X: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        words_X = refuser.numbers(words_X)
+    def unpacked(words_X: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         with unset_fake_temporarily():
             return unpack(words_X, [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in like])
 
-    outputs._unpack = numbered  # type: ignore[assignment]
+    outputs._unpack = unpacked
 
 
 def engine_of(target: Target, **settings: Any) -> Engine:
@@ -144,6 +153,68 @@ def reads_of_shared_prefixes() -> int:
     return refuser.copies["read"] - 1
 
 
+class _OnDevice(Worker):
+    """A worker whose thread has the device too."""
+
+    def _run(self) -> None:
+        with refuser.on():
+            super()._run()
+
+
+async def _serve(engine: Engine) -> int:
+    """Reads of a worker's thread beyond one for each step that decodes, from its first tokens on."""
+    num_steps = 0
+    step = engine.step
+
+    def counted() -> list[Update]:
+        nonlocal num_steps
+        updates = step()
+        num_steps += bool(updates)
+        return updates
+
+    engine.step = counted  # type: ignore[method-assign]
+    worker = _OnDevice(engine, max_queue=4, metrics=Metrics())
+    model = Model("llama", "", engine.target.tokenizer)
+    await worker.start()
+    for params, logprobs in ((GREEDY, None), (FILTERED, 2)):
+        body = CompletionRequest(
+            model="llama", prompt="x", stream=True, logprobs=logprobs, details=logprobs is not None
+        )
+        params = replace(params, max_new_tokens=6)
+        answer = CompletionAnswer(model, body, [list(range(40)), list(range(5, 45))], [params] * 2)
+        worker.submit(answer)
+        async for entry in answer.entries():
+            assert entry is not None
+    await worker.stop()
+    assert num_steps > 4
+    return refuser.copies["read"] - num_steps
+
+
+def reads_of_the_worker() -> int:
+    """The server's thread: warm-up, prefill, shared prefixes, answers with and without log-probabilities and trees."""
+    with refuser.on():
+        engine = engine_of(target_of("llama"), enable_prefix_caching=True, max_model_len=128)
+    return asyncio.run(_serve(engine))
+
+
+def training(*, is_logged: bool = False, **objective: Any) -> dict[str, int]:
+    """Copies of a training step."""
+    target = target_of("llama")
+    module = module_of(target, drafter_of(target), is_logged=is_logged, **objective)
+    refuser.clear()
+    train_step(module)
+    return refuser.copies
+
+
+def validation() -> dict[str, int]:
+    """Copies of a validation of two batches."""
+    target = target_of("llama")
+    module = module_of(target, drafter_of(target), is_logged=False)
+    refuser.clear()
+    validate(module)
+    return refuser.copies
+
+
 def _cases_of_steps() -> dict[str, Callable[[], Any]]:
     cases: dict[str, Callable[[], Any]] = {}
     samplings = {"greedy": GREEDY, "sampled": FILTERED}
@@ -186,13 +257,19 @@ CASES: dict[str, Callable[[], Any]] = {
     **_cases_of_steps(),
     "reads-of-prefill": reads_of_prefill,
     "reads-of-shared-prefixes": reads_of_shared_prefixes,
+    "reads-of-the-worker": reads_of_the_worker,
+    "train-kl": training,
+    "train-cross-entropy": lambda: training(kl=0.0, cross_entropy=1.0),
+    "train-sampled": lambda: training(shared_tokens=64, reach=4),
+    "train-logged": lambda: training(is_logged=True),
+    "train-validation": validation,
     **_refusals(),
 }
 
 
 def main(names: Sequence[str]) -> None:
     """Run the named cases, or all."""
-    _host_numbers()
+    unpack_outside()
     for kind in _MODELS:
         cpu_target(kind)
     for name, case in CASES.items():
@@ -200,7 +277,8 @@ def main(names: Sequence[str]) -> None:
             continue
         refuser.clear()
         try:
-            with refuser.on():
+            # The worker's thread switches the device on itself.
+            with refuser.on() if name != "reads-of-the-worker" else nullcontext():
                 found = {"name": name, "found": case()}
         except Exception as error:
             places = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]

@@ -5,7 +5,7 @@ there without a word. Here they raise, and so does an operation on tensors of th
 registered for the whole process, so the cases run in a process of their own (:mod:`tests.accelerator.cases`).
 
     reads of numbers        ``.item()``, ``bool()``, ``.tolist()``, ``.numpy()``: raised; ``.cpu()`` and other copies to
-                            the CPU: counted
+                            the CPU: counted, and all numbers are 1 there
     shapes from numbers     ``nonzero``, boolean masks, ``unique``, ``repeat_interleave``: raised
     two devices             raised, but for numbers of no dimension, which torch allows
     copies to the device    counted where the host would wait: not from pinned memory
@@ -84,6 +84,9 @@ class Copies(TorchDispatchMode):
             result = torch.empty(source.shape, dtype=given.get("dtype") or source.dtype, device=device)
         else:
             result = func(*args, **kwargs)
+        if name != "aten::copy_" and source.device.type == NAME and result.device.type == "cpu":
+            with unset_fake_temporarily():
+                result = torch.ones(result.shape, dtype=result.dtype)
         self._count(source, result, is_free=bool(given.get("non_blocking")))
         return result
 
@@ -125,7 +128,7 @@ class Refuser:
     @contextmanager
     def on(self) -> Iterator[None]:
         """Tensors that are made in here have no numbers."""
-        kept = torch.tensor, Tensor.tolist, Tensor.numpy
+        kept = torch.tensor, Tensor.tolist, Tensor.numpy, Tensor.item
 
         def tensor(data: Any, *, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
             with unset_fake_temporarily():
@@ -142,23 +145,18 @@ class Refuser:
             return refused
 
         torch.tensor = tensor
-        Tensor.tolist, Tensor.numpy = refuse(kept[1]), refuse(kept[2])  # type: ignore[method-assign]
+        Tensor.tolist, Tensor.numpy, Tensor.item = map(refuse, kept[1:])  # type: ignore[method-assign]
         try:
             with self.mode, self._copies:
                 yield
         finally:
             torch.tensor = kept[0]
-            Tensor.tolist, Tensor.numpy = kept[1:]  # type: ignore[method-assign]
+            Tensor.tolist, Tensor.numpy, Tensor.item = kept[1:]  # type: ignore[method-assign]
 
     def numberless(self, *shape: int) -> Tensor:
         """A float32 tensor of the device."""
         with self.mode:
             return torch.empty(shape, device=DEVICE)
-
-    def numbers(self, tensor: Tensor) -> Tensor:
-        """A tensor of ones on the CPU, which has numbers, in place of a copy that has none."""
-        with unset_fake_temporarily():
-            return torch.ones(tensor.shape, dtype=tensor.dtype)
 
     def put(self, make: Callable[[], Module]) -> Module:
         """A module that is made on the CPU, with tensors of the device in place of all weights and buffers."""

@@ -16,15 +16,22 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+# Kernels of a step outside the target's forward at most, by the nodes of its tree: the table of docs/performance.md.
+KERNELS = {1: 62, 8: 459, 24: 601, 64: 638}
+
+
+def output_of(module: str, *args: str) -> list[str]:
+    """Lines that a module prints in a process of its own."""
+    command, environment = [sys.executable, "-m", module, *args], {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=1500, env=environment)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return run.stdout.splitlines()
+
+
 @cache
 def results() -> dict[str, Any]:
     """The line of every case."""
-    command = [sys.executable, "-m", "tests.accelerator.cases"]
-    run = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"name"')]
-    assert run.returncode == 0, run.stderr[-2000:]
+    lines = [json.loads(line) for line in output_of("tests.accelerator.cases") if line.startswith('{"name"')]
     return {line["name"]: line for line in lines}
 
 
@@ -44,15 +51,21 @@ def test_a_step_reads_once_and_sends_nothing() -> None:
 
 
 def test_nothing_else_reads() -> None:
-    """Prefill, shared prefixes."""
+    """Prefill, shared prefixes, and the server's thread beyond its steps."""
     assert {name: line.get("found", line) for name, line in results_of("reads-").items()} == dict.fromkeys(
         results_of("reads-"), 0
     )
 
 
+def test_a_training_step_reads_the_norm_of_its_gradient() -> None:
+    """Every loss, and a step whose details are logged. A validation reads nothing."""
+    expected = {name: {"read": 1} for name in results_of("train-")} | {"train-validation": {}}
+    assert {name: line.get("found", line) for name, line in results_of("train-").items()} == expected
+
+
 def test_the_device_refuses_hidden_reads_shapes_from_numbers_and_two_devices() -> None:
     assert {name: line.get("error") for name, line in results_of("refused-").items()} == {
-        "refused-item": "DataDependentOutputException",
+        "refused-item": "HiddenReadError",
         "refused-bool": "DataDependentOutputException",
         "refused-tolist": "DataDependentOutputException",
         "refused-numpy": "HiddenReadError",
@@ -68,3 +81,11 @@ def test_the_device_refuses_hidden_reads_shapes_from_numbers_and_two_devices() -
 def test_copies_are_counted() -> None:
     found = {name: line.get("found", line) for name, line in results_of("counted-").items()}
     assert found == {"counted-read": {"read": 3}, "counted-sent": {"sent": 2}}
+
+
+def test_kernels_of_a_step_outside_the_targets_forward() -> None:
+    """The tree of 64 nodes is drafted in 5 steps; the target has one layer here."""
+    lines = [line.split("|")[1:4] for line in output_of("tests.accelerator.count", "--quick") if line.startswith("| ")]
+    found = {int(nodes): (int(own), int(others)) for nodes, own, others in lines}
+    assert all(others <= KERNELS[nodes] for nodes, (_, others) in found.items()), found
+    assert found.keys() == KERNELS.keys() and all(30 < own < 80 for own, _ in found.values()), found

@@ -282,14 +282,26 @@ def test_unknown_devices_are_refused(device: str) -> None:
         resolve_device(device)
 
 
-def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ValueError, match="no CUDA device"):
-        resolve_device("cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert resolve_device("cuda:1") == torch.device("cuda:1")
-    with pytest.raises(ValueError, match="2 CUDA device"):
-        resolve_device("cuda:2")
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_accelerators_are_the_ones_that_torch_finds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    assert resolve_device("auto") == torch.device("cpu")
+    with pytest.raises(ValueError, match="no accelerator"):
+        resolve_device(kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device(kind))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert resolve_device("auto") == torch.device(kind) and resolve_device(f"{kind}:1") == torch.device(kind, 1)
+    with pytest.raises(ValueError, match="2 such device"):
+        resolve_device(f"{kind}:2")
+    with pytest.raises(ValueError, match=f"finds {kind} alone"):
+        resolve_device("mps")
+
+
+def test_auto_leaves_apples_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no float64, in which the noise of sampling is computed."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    assert resolve_device("auto") == torch.device("cpu") and resolve_device("mps") == torch.device("mps")
 
 
 def test_dtypes_by_name() -> None:
