@@ -335,7 +335,7 @@ def _freeze(loading: Loading, work: Path, traffic: Path, general: Path | None, m
     chosen, mixed_in = affordable(rows, general_rows, _tokens_per_second(target) * 60 * minutes * _STATES_SHARE)
     if len(chosen) < len(rows):
         print(f"{len(chosen)} of {len(rows)} recorded answers fit into {minutes:g} minutes", file=sys.stderr)
-    _write_rows(work / "val.jsonl", held_out[:_NUM_TRAFFIC])
+    _write_rows(work / "val.jsonl", held_out[:MIN_HELD_OUT])  # a loss to watch, and a checkpoint an epoch
     # Neighbours of one length share a forward of the target without padding.
     _write_rows(work / "train.jsonl", sorted((*chosen, *mixed_in), key=_length))
     longest = max(map(_length, (*chosen, *mixed_in, *held_out)))
