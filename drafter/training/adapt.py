@@ -106,6 +106,7 @@ def adapt(
         if not made.exists():
             main_train([*_recipe(target, drafter, work, minutes, frozen["longest"]), *words])
             export_checkpoint(checkpoint, made)
+            gc.collect()  # the trainer's target
         after = _kept(work / "after.json", lambda: _measured(loading, str(made), prompts))
         figures = {
             (name, mode): compared(before[name][mode], after[name][mode])
