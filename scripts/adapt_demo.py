@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 TARGET = "smollm2-135m"
-SECONDS_AFTER = 120  # of further requests after the swap
+ANSWERS_AFTER = 150  # after the swap: few answers show nothing, their tokens per step differ too much
 BIN_SECONDS = 20
 MAX_TOKENS = 80
 KINDS = {"translation": "#0a7d6c", "json": "#8a4fbf", "general": "#8a8f8d"}
@@ -96,7 +96,7 @@ def run(folder: Path, minutes: float, answers: int, out: Path) -> None:
         bins: dict[tuple[int, str, str], list[int]] = defaultdict(lambda: [0, 0])
         with httpx.Client(base_url=address_of(folder / "server.log"), timeout=600) as http:
             first = digest = drafter_of(http)
-            start, swapped, num_recorded = time.monotonic(), None, 0
+            start, num_recorded, num_after = time.monotonic(), 0, 0
             for kind, messages in requests():
                 digest = drafter_of(http)
                 found = ask(http, kind, messages)
@@ -111,10 +111,11 @@ def run(folder: Path, minutes: float, answers: int, out: Path) -> None:
                     adapting = subprocess.Popen([*command, "adapt", *models, *words])
                 if adapting is not None and adapting.poll() not in (None, 0):
                     raise SystemExit(f"drafter adapt ended with code {adapting.returncode}")
-                if swapped is None and digest != first:
-                    print(f"{seconds:.0f} s: drafter {digest} has taken over", file=sys.stderr)
-                    swapped = seconds
-                if swapped is not None and seconds > swapped + SECONDS_AFTER:
+                if digest != first:
+                    if not num_after:
+                        print(f"{seconds:.0f} s: drafter {digest} has taken over", file=sys.stderr)
+                    num_after += 1
+                if num_after == ANSWERS_AFTER:
                     break
         rows = [
             {"second": second, "kind": kind, "drafter": digest, "num_tokens": tokens, "num_target_forwards": forwards}
