@@ -1,19 +1,16 @@
-"""A step waits for the device once: when it hands out its tokens."""
+"""A step on a GPU waits once, when it hands out its tokens; :mod:`tests.accelerator` counts reads without a GPU."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.engine.request import RequestOptions
 from drafter.engine.runner import Runner
-from drafter.engine.settings import EngineConfig, Plan
+from drafter.engine.settings import EngineConfig
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 from tests.engine.oracle import tiny_target
 
@@ -40,54 +37,6 @@ class CountWaits(TorchDispatchMode):
         if name in WAITING or any(index is not None and index.dtype == torch.bool for index in indices):
             self.found[name] += 1
         return func(*args, **(kwargs or {}))
-
-
-def running(method: str, params: Sequence[SamplingParams], options: RequestOptions | None = None) -> Engine:
-    """An engine whose rows have all been decoding for two steps."""
-    drafter = trained_drafter() if method == "drafter" else None
-    draft_model = tiny_target(1) if method == "draft-model" else None
-    config = Plan(method=method, max_num_seqs=4, beam_width=3, draft_length=3, tree_size=1 if method == "none" else 6)  # type: ignore[arg-type]
-    engine = Engine(shared_target(), drafter, config, draft_model=draft_model)
-    engine.reserve(150)
-    for prompt, each in zip(prompts_for(len(params), seed=1), params, strict=True):
-        engine.add(prompt, each, options)
-    engine.step()
-    engine.step()
-    return engine
-
-
-def waits_of_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often one step waits, by operator; ``tolist`` goes past the dispatcher and is counted by itself."""
-    tolist: Callable[[Tensor], Any] = Tensor.tolist
-    count = CountWaits()
-
-    def counted(tensor: Tensor) -> Any:
-        count.found["tolist"] += 1
-        return tolist(tensor)
-
-    with monkeypatch.context() as patch, count:
-        patch.setattr(Tensor, "tolist", counted)
-        assert engine.step()
-    return count.found
-
-
-@pytest.mark.parametrize("method", ["none", "drafter", "lookup", "draft-model"])
-@pytest.mark.parametrize("params", [(GREEDY,), (GREEDY, SAMPLED, GREEDY)], ids=["greedy", "mixed"])
-def test_a_step_waits_once(method: str, params: tuple[SamplingParams, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert waits_of_a_step(running(method, params), monkeypatch) == {"tolist": 1}
-
-
-def test_a_nucleus_costs_a_cpu_waits_that_do_not_grow_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU looks for the nucleus in a short list first and asks whether that was enough (an accelerator sorts)."""
-    found = [waits_of_a_step(running("drafter", (NUCLEUS,) * num_rows), monkeypatch) for num_rows in (1, 4)]
-    assert found[0] == found[1] and sum(found[0].values()) <= 12
-
-
-def test_what_is_asked_for_besides_costs_waits_that_do_not_grow_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = RequestOptions(num_logprobs=2, want_tree=True)
-    for num_rows in (1, 4):
-        asked = running("drafter", (GREEDY,) * num_rows, options)
-        assert waits_of_a_step(asked, monkeypatch) == {"tolist": 5}, num_rows
 
 
 @pytest.mark.gpu
