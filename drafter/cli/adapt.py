@@ -33,7 +33,7 @@ class AdaptOptions(Options):
         device: device of the decoding: auto, cpu, cuda or cuda:1
         revision: hub revision of the target
         trust_remote_code: run code of a hub model
-        trainer: a setting of Lightning's trainer, such as --trainer accelerator=gpu
+        trainer: a setting of Lightning's trainer, such as --trainer.accelerator gpu
     """
 
     common: ClassVar = ("target", "drafter", "traffic", "out", "minutes", "general", "threads")

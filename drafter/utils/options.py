@@ -265,9 +265,19 @@ def _description(kind: type) -> str:
 
 
 def _spelled(words: Sequence[str]) -> list[str]:
-    """``--max_new_tokens=8`` -> ``--max-new-tokens=8``."""
-    parts = [word.partition("=") if word.startswith("--") else ("", "", word) for word in words]
-    return [name.replace("_", "-") + equals + value for name, equals, value in parts]
+    """``--max_new_tokens=8`` -> ``--max-new-tokens=8``; ``--trainer.max_epochs 1`` -> ``--trainer=max_epochs=1``."""
+    found: list[str] = []
+    left = list(words)
+    while left:
+        name, equals, value = left.pop(0).partition("=")
+        flag, dot, key = name.partition(".")
+        if not name.startswith("--"):
+            found.append(name + equals + value)
+        elif dot:
+            found.append(f"{flag}={key}={value if equals else left.pop(0) if left else ''}")
+        else:
+            found.append(name.replace("_", "-") + equals + value)
+    return found
 
 
 def _made(kind: type[AnyOptions], values: Mapping[str, Any]) -> AnyOptions:

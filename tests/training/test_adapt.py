@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from drafter import Engine, SamplingParams
+from drafter.cli.adapt import AdaptOptions
 from drafter.cli.main import main
 from drafter.data.traffic import TrafficRow, read_traffic
 from drafter.models.drafter import RecurrentDrafter
 from drafter.training import adapt as module
 from drafter.training.adapt import Figure, affordable, compared, prompts_of, split
 from drafter.training.module import DrafterModule
+from drafter.utils.options import read_options
 from tests.tiny_files import SMALL_ADAPT, make_drafter, make_target
 
 
@@ -51,6 +53,14 @@ def words(place: Path, out: Path, *more: str) -> list[str]:
         *("--traffic", str(place / "traffic"), "--trainer.accelerator", "cpu"),
         *("--trainer.enable_progress_bar=false", *more),
     ]
+
+
+def test_settings_of_the_trainer_are_spelled_as_in_train() -> None:
+    needed = ["--target", "t", "--drafter", "d", "--traffic", "r", "--out", "o"]
+    for given in (["--trainer.max_epochs", "3"], ["--trainer.max_epochs=3"], ["--trainer", "max_epochs=3"]):
+        options = read_options(AdaptOptions, [*needed, *given, "--trainer.accelerator", "cpu"])
+        assert options is not None
+        assert options.train_words == ["--trainer.max_epochs=3", "--trainer.accelerator=cpu"]
 
 
 def test_rows_are_read_once_and_a_torn_line_is_left_out(place: Path, tmp_path: Path) -> None:
