@@ -3,8 +3,6 @@
 import json
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -165,39 +163,6 @@ def ask(url: str, **fields: Any) -> Any:
     body = {"model": "target", "messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "stream": True}
     headers = {"Authorization": "Bearer from-environment"}
     return httpx.stream("POST", url + CHAT, json=body | fields, headers=headers, timeout=30)
-
-
-_LOADS_FOR_EVER = """
-import sys, time
-import drafter.engine.loading
-from drafter.cli.main import main
-
-def load_target(*args, **options):
-    print("loading", flush=True)
-    while True:
-        try:
-            time.sleep(60)
-        except BaseException:  # as a library may have it
-            pass
-
-drafter.engine.loading.load_target = load_target
-sys.exit(main(["serve", "--target", "x", "--port", "0"]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_who_is_told_to_stop_while_loading_stops(number: signal.Signals) -> None:
-    command = [sys.executable, "-c", _LOADS_FOR_EVER]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None and server.stderr is not None
-            assert server.stdout.readline() == "loading\n"
-            server.send_signal(number)
-            assert server.wait(20) == 0
-            assert f"told to stop ({number.name})" in server.stderr.read()
-        finally:
-            server.kill()
 
 
 @pytest.mark.slow
