@@ -157,12 +157,15 @@ class SaveWhenStopped(Callback):
         self.has_started = False  # before, an error is one of the checkpoint that a run resumes from
         self._saved_step = -1
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # Lightning sets handlers after this hook, and takes them away before the hook `teardown`.
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._signal, self._step, self._saved_step, self.has_started = 0, trainer.global_step, -1, True
-        if threading.current_thread() is threading.main_thread():
-            self._before = {
-                number: signal.signal(number, self._take_note) for number in (signal.SIGINT, signal.SIGTERM)
-            }
+        for number in self._before:
+            signal.signal(number, self._take_note)
         # Lightning makes the loader before it reads the position in the data, and restores none after a whole epoch.
         fit_loop: Any = trainer.fit_loop
         fit_loop._combined_loader._load_state_dicts(fit_loop._combined_loader_states_to_load)

@@ -179,6 +179,33 @@ def test_a_call_that_was_stopped_at_its_end_does_not_train_again(
     assert (out / "model.safetensors").read_bytes() == weights and os.listdir(tmp_path) == ["drafter"]
 
 
+def test_a_signal_stops_the_measuring_after_the_training(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training leaves no handler behind that would keep the signal."""
+    calls: list[str] = []
+
+    def measured(_: object, drafter: str, prompts: object) -> dict[str, object]:
+        calls.append(drafter)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_measured", measured)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        assert main(words(place, tmp_path / "new")) == 130
+        assert len(calls) == 2 and signal.getsignal(signal.SIGTERM) is stop
+        assert signal.getsignal(signal.SIGINT) is before[signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGTERM, before[signal.SIGTERM])
+    assert (tmp_path / ".new.adapt" / "drafter").is_dir()
+
+
 def test_a_second_call_for_one_folder_is_refused(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
