@@ -100,7 +100,8 @@ def copies_of(token_BS: Tensor, place: Place, odds_X: Tensor) -> Copies:
     root_B = place.root_B.clamp_max(last_slot)
     position_B = (root_B + place.num_drafted_B).clamp_max(last_slot)
     copies = Copies.of(token_BS, root_B, odds_X)
-    return copies._replace(length_BWS=match_lengths(token_BS, position_B, len(SHARES))[:, None])
+    length_BS = match_lengths(token_BS, position_B, len(SHARES)) * (copies.next_BS >= 0)
+    return copies._replace(length_BWS=length_BS[:, None])
 
 
 class CopyMixer:
