@@ -28,8 +28,8 @@ from drafter.engine.tuned import (
     Tree,
     TunedSizes,
     device_name,
-    dtype_name,
     fingerprint_of_weights,
+    number_format,
 )
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
@@ -216,7 +216,7 @@ class _Calibration:
         """A plan for every number of rows."""
         return TunedSizes(
             device=device_name(self._target.device),
-            dtype=dtype_name(self._target.dtype),
+            dtype=number_format(self._target),
             compile=is_compiled(self._compile, self._target.device),
             target_fingerprint=self._target.fingerprint,
             plans=tuple(RowPlan(rows, self._choices(rows, times)) for rows, times in self._seconds.items()),

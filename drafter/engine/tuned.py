@@ -95,7 +95,7 @@ class TunedSizes:
 
     Attributes:
         device: name of the device, and the number of threads of a CPU.
-        dtype: number format of the target.
+        dtype: number format of the target, of :func:`number_format`.
         compile: True if the steps were compiled.
         target_fingerprint: sample of the target's output matrix.
         plans: plans in the order of their rows.
@@ -324,7 +324,7 @@ def misfit(
     own = sizes.drafter_fingerprint
     present = {
         "device": device_name(target.device),
-        "dtype": dtype_name(target.dtype),
+        "dtype": number_format(target),
         "runtime": target.runtime_name,
         "compile": is_compiled,
         "target_fingerprint": target.fingerprint,
@@ -334,6 +334,11 @@ def misfit(
         if getattr(sizes, name) != value:
             return f"was measured for another {name.partition('_')[0]} ({getattr(sizes, name)}, not {value})"
     return ""
+
+
+def number_format(target: Target) -> str:
+    """The number format of a target's weights: `stored` for the integers of a GGUF file, else the dtype's name."""
+    return "stored" if target.is_stored else dtype_name(target.dtype)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -75,6 +75,7 @@ class Target:
         layer_devices: where each layer computes, if a map says so; empty: all on one device.
         is_packed: torch cannot read the weights of the layers, which are packed for this CPU's kernels or in programs.
         is_described: the target runs from programs on disk; the modules of the model's layers have no weights.
+        is_stored: the forward multiplies by the integers of a GGUF file.
         num_parameters: of the model, each shared one once.
         runtime: runs forwards over a slot cache and the output matrix instead of torch; None: torch runs them.
     """
@@ -116,6 +117,7 @@ class Target:
         self.max_length = min(positions, MAX_POSITIONS) if positions > 0 else MAX_POSITIONS
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
         self.quantization = quantization
+        self.is_stored = isinstance(output, StoredMatrix) and quantization == "none"
         self.fingerprint = plain_fingerprint or fingerprint_of(self.output_weight_VD)
         if quantization != "none":
             self.fingerprint = f"{self.fingerprint}-{quantization}"

@@ -50,9 +50,11 @@ def test_cheap_nodes_make_large_trees_and_dear_ones_none(monkeypatch: pytest.Mon
         assert best.step_seconds == pytest.approx(0.01 + 1e-7 * plan.num_rows * best.tree.tree_size)
     monkeypatch.undo()
     _scaled_steps(monkeypatch, 3e-2)
+    monkeypatch.setattr(shared_target(), "is_stored", True)
     dear = tune(shared_target(), trained_drafter(), prompts, SETTINGS)
     assert [plan.choices for plan in dear.sizes.plans] == [plan.choices[:1] for plan in dear.sizes.plans]
     assert all(plan.best().tree == PLAIN for plan in dear.sizes.plans)
+    assert (cheap.sizes.dtype, dear.sizes.dtype) == ("float32", "stored")
     assert table_rows(dear.sizes)[0][:4] == ["1", "1", "-", "-"] and len(table_rows(dear.sizes)[0]) == len(COLUMNS)
     # Candidates that cannot pay for one row are not measured for two.
     assert {tuple(line[:4]) for line in dear.measured} >= {(1, 2, 1, 2), (2, *PLAIN)}

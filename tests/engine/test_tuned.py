@@ -20,6 +20,8 @@ from drafter.engine.tuned import (
     TunedSizes,
     device_name,
     fingerprint_of_weights,
+    misfit,
+    number_format,
     read_tuned,
 )
 from drafter.models.drafter import RecurrentDrafter
@@ -84,6 +86,18 @@ def test_a_file_of_another_machine_is_refused_by_the_engine_and_passed_over_besi
     drafter = loaded_drafter(tmp_path)
     found = resolve(None, shared_target(), drafter)
     assert found.tuned is None and "the measured sizes do not fit" in found.reason
+
+
+def test_a_target_of_stored_integers_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fingerprint, runtime and dtype are those of the unpacked weights."""
+    target, plain = shared_target(), sizes_of()
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "is_stored", True)
+        stored = replace(plain, dtype=number_format(target))
+        assert misfit(stored, target, is_compiled=False) == ""
+        assert misfit(plain, target, is_compiled=False) == "was measured for another dtype (float32, not stored)"
+    assert misfit(plain, target, is_compiled=False) == ""
+    assert misfit(stored, target, is_compiled=False) == "was measured for another dtype (stored, not float32)"
 
 
 def loaded_drafter(folder: Path) -> RecurrentDrafter:

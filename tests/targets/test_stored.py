@@ -101,6 +101,7 @@ def test_text_with_float32_activations_is_that_of_generate(kind: str, tmp_path: 
     target = Target._of_programs(open_gguf(found.file, found.place, torch.float32, probe), None, name="stored")
     assert texts(target, "none") == texts(target, "lookup") == wanted
     assert target.fingerprint == unpacked.fingerprint and target.num_parameters == unpacked.num_parameters
+    assert target.is_stored and not unpacked.is_stored
     assert torch.equal(target.embedding_weight_VD, unpacked.embedding_weight_VD)
     assert {weight.device.type for weight in target.model.parameters()} == {"meta"}
     token_BT = torch.tensor(PROMPTS[1])[None]
