@@ -42,6 +42,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "web_search_options": (),
     "reasoning_effort": ("none",),
+    "thinking": (),
+    "moderation": (),
     "verbosity": ("medium",),
     "grammar": (),
     "structured_outputs": (),
