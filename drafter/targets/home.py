@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from drafter.utils.io import write_atomic
+from drafter.utils.parse import read_json
 
 _FILE = "sums.json"
 _TICK = 0.1  # seconds: two changes of a file within one tick of the clock have the same time
@@ -34,7 +35,8 @@ def sha256_of(file: Path) -> str:
     is_settled = start - file.stat().st_ctime > _TICK
     if is_settled and _stamp(file) == (key, stamp):
         with contextlib.suppress(OSError):  # without a place to remember, the next start reads again
-            write_atomic(home_folder() / _FILE, json.dumps(_known() | {key: [stamp, found]}, indent=0))
+            text = json.dumps(_known() | {key: [stamp, found]}, indent=0)
+            write_atomic(home_folder() / _FILE, text, follows_links=False)
     return found
 
 
@@ -46,7 +48,7 @@ def _stamp(file: Path) -> tuple[str, str]:
 
 def _known() -> dict[str, list[str]]:
     try:
-        found = json.loads((home_folder() / _FILE).read_text(encoding="utf-8"))
+        found = read_json(home_folder() / _FILE)
         return {key: [str(stamp), str(digest)] for key, (stamp, digest) in found.items()}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}

@@ -15,6 +15,7 @@ from typing import Any
 
 from drafter.targets.home import home_folder, sha256_of
 from drafter.utils.io import replacing
+from drafter.utils.parse import read_json
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def keep(folder: Path, write: Callable[[Path], None]) -> None:
 def is_intact(folder: Path) -> bool:
     """Whether every recorded file is there with its sum."""
     try:
-        sums = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+        sums = read_json(folder / _RECORD)
         return bool(sums) and all(sha256_of(folder / name) == found for name, found in sums.items())
     except (OSError, ValueError, AttributeError):
         return False

@@ -1,0 +1,93 @@
+"""Digests of files are remembered for as long as a file is the same, and no longer."""
+
+import hashlib
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from drafter.targets import home
+from drafter.targets.home import sha256_of
+from drafter.targets.openvino_files import is_intact, keep
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of its own; a file is settled after a fiftieth of a second."""
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(home, "_TICK", 0.02)
+    return tmp_path
+
+
+def remembered(file: Path, data: bytes) -> str:
+    """The digest of a new file, which a second call takes from the memory."""
+    file.write_bytes(data)
+    time.sleep(0.1)
+    digest = sha256_of(file)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hashlib, "file_digest", None)
+        assert sha256_of(file) == digest == hashlib.sha256(data).hexdigest()
+    return digest
+
+
+def test_other_bytes_of_the_same_size_and_time_have_another_digest(folder: Path) -> None:
+    file = folder / "weights.bin"
+    digest, old = remembered(file, bytes(4096)), file.stat()
+    with file.open("r+b") as stream:
+        stream.seek(1000)
+        stream.write(b"\x40")
+    os.utime(file, ns=(old.st_atime_ns, old.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (old.st_size, old.st_mtime_ns)
+    assert sha256_of(file) != digest
+    other = folder / "other.bin"
+    remembered(file, bytes(4096))
+    other.write_bytes(b"\x01" * 4096)
+    os.utime(other, ns=(old.st_atime_ns, file.stat().st_mtime_ns))
+    other.replace(file)
+    assert sha256_of(file) == hashlib.sha256(b"\x01" * 4096).hexdigest()
+
+
+def test_a_file_that_has_just_changed_is_not_remembered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(home, "_TICK", 60.0)
+    (folder / "new.bin").write_bytes(b"new")
+    sha256_of(folder / "new.bin")
+    assert not (folder / "home").exists()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[" * 100_000, "[1]", '{"a": 1}', '{"a": [1, 2, 3]}'])
+def test_a_damaged_memory_is_made_again(folder: Path, content: str) -> None:
+    remembered(folder / "one.bin", b"1")
+    (folder / "home" / "sums.json").write_text(content)
+    remembered(folder / "two.bin", b"2")
+
+
+def test_a_link_in_place_of_the_memory_is_replaced(folder: Path) -> None:
+    (folder / "home").mkdir()
+    (folder / "mine.txt").write_text("years of work")
+    (folder / "home" / "sums.json").symlink_to(folder / "mine.txt")
+    remembered(folder / "one.bin", b"1")
+    assert (folder / "mine.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("damage", ["byte", "gone", "record"])
+def test_programs_are_made_again_also_after_their_digests_were_remembered(folder: Path, damage: str) -> None:
+    place, made = folder / "openvino" / "format-5" / "programs", []
+
+    def write(scratch: Path) -> None:
+        made.append(scratch)
+        (scratch / "forward.bin").write_bytes(bytes(4096))
+
+    keep(place, write)
+    time.sleep(0.1)
+    assert is_intact(place)
+    file, old = place / "forward.bin", (place / "forward.bin").stat()
+    if damage == "byte":
+        file.write_bytes(b"\x01" + bytes(4095))
+        os.utime(file, ns=(old.st_atime_ns, old.st_mtime_ns))
+    elif damage == "gone":
+        file.unlink()
+    else:
+        (place / "files.json").write_text("[" * 100_000)
+    keep(place, write)
+    assert len(made) == 2 and file.read_bytes() == bytes(4096) and is_intact(place)
