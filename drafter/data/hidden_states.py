@@ -125,7 +125,7 @@ def cache_states(
             for part, path in missing:
                 states = _compute(rows.select(part), cropped.start_R[list(part)], target, spec, batch_tokens, bar)
                 _write(path, states)
-    return CachedStates(cropped, datasets.concatenate_datasets([_open(path) for _, path in files]), spec)
+    return CachedStates(cropped, datasets.concatenate_datasets([_open(path, len(part)) for part, path in files]), spec)
 
 
 @torch.no_grad()
@@ -162,14 +162,17 @@ def _write(path: Path, columns: dict[str, list[bytes]]) -> None:
         writer.finalize()
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path, num_rows: int) -> Any:
     import datasets
     import pyarrow
 
     try:
-        return datasets.Dataset.from_file(str(path))
-    except (OSError, pyarrow.ArrowInvalid) as error:
+        found = datasets.Dataset.from_file(str(path))
+        if (found.features, len(found)) != (_features(), num_rows):
+            raise ValueError(f"{len(found)} rows of {', '.join(found.column_names)}")
+    except (OSError, ValueError, pyarrow.ArrowInvalid) as error:
         raise ValueError(f"{path} is damaged ({error}); delete it, and it is made again") from error
+    return found
 
 
 def _features() -> Any:

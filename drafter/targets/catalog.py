@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from drafter.targets.gguf_file import check_magic, convert_gguf, describe_gguf
 from drafter.targets.home import home_folder, sha256_of
 from drafter.utils.io import first_line, recover, replacing
+from drafter.utils.parse import read_json_object
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _WEIGHTS = "model.safetensors"
@@ -216,7 +217,7 @@ def _build(folder: Path, fill: Callable[[Path], dict[str, Any]], needed: tuple[s
         recover(folder)
         if _is_whole(folder, needed):
             return folder
-        with replacing(folder) as scratch:
+        with replacing(folder, follows_links=False) as scratch:
             scratch.mkdir()
             record = fill(scratch)
             sizes = {name: (scratch / name).stat().st_size for name in needed}
@@ -231,7 +232,7 @@ def _build(folder: Path, fill: Callable[[Path], dict[str, Any]], needed: tuple[s
 def _is_whole(folder: Path, needed: tuple[str, ...] = _NEEDED_FILES) -> bool:
     """Whether every needed file is there in the size that its record states."""
     try:
-        sizes = json.loads((folder / _RECORD).read_text(encoding="utf-8"))["bytes"]
+        sizes = read_json_object(folder / _RECORD)["bytes"]
         return all((folder / name).stat().st_size == sizes[name] for name in needed)
     except (OSError, ValueError, KeyError, TypeError):
         return False

