@@ -16,7 +16,7 @@ from drafter.bench.results import BenchRecord, run_id, spread
 from drafter.bench.settings import LoadSettings
 from drafter.bench.workload import Item, Workload
 from drafter.distill.client import Client
-from drafter.utils.io import first_line
+from drafter.utils.io import first_line, printable
 from drafter.utils.key import key_header
 from drafter.utils.provenance import run_record
 
@@ -151,7 +151,7 @@ async def _ask(http: httpx.AsyncClient, server: Client, settings: LoadSettings, 
         async with asyncio.timeout(_SECONDS), http.stream("POST", server.address(path), json=body) as response:
             if response.status_code != httpx.codes.OK:
                 text = b" ".join([line async for line in _lines(response)]).decode(errors="replace")
-                return TimedReply(error=f"HTTP {response.status_code}: {text[:200]}")
+                return TimedReply(error=printable(f"HTTP {response.status_code}: {text}", 200))
             async for line in _lines(response):
                 name, _, value = line.partition(b":")
                 if name != b"data" or not value.strip():
@@ -160,7 +160,7 @@ async def _ask(http: httpx.AsyncClient, server: Client, settings: LoadSettings, 
                     break
                 event = json.loads(value)
                 if "error" in event:
-                    return TimedReply(error=str(event["error"])[:200])
+                    return TimedReply(error=printable(str(event["error"]), 200))
                 if any((choice.get("delta") or {}).get("content") or choice.get("text") for choice in event["choices"]):
                     times.append(time.perf_counter() - start)
                 num_tokens = int((event.get("usage") or {}).get("completion_tokens", num_tokens))

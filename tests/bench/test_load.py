@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from drafter.bench import load
 from drafter.bench.load import LoadLevel, run_load
 from drafter.bench.results import read_results
 from drafter.bench.settings import LoadSettings
 from drafter.bench.workload import Item, Workload
 from drafter.cli.main import main
+from tests.distill.loopback import Respond, send, serving
 
 WORKLOAD = Workload("mine", (Item("", ({"role": "user", "content": "hello"},)), Item("", text="once")))
 NUM_PIECES, PIECE_SECONDS = 4, 0.01
@@ -149,6 +151,66 @@ def test_a_server_that_refuses_everything_is_an_error(server: Server, failure: s
     server.failure = failure
     with pytest.raises(ValueError, match=f"refused all 2 requests: .*{reason}"):
         run_load(LoadSettings(url=server.url, num_requests=2), WORKLOAD, [LoadLevel(concurrency=2)])
+
+
+def refused_by(respond: Respond) -> str:
+    """The error of a run against a server that lists a model and answers every request so."""
+
+    def answer(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        if handler.command == "GET" and not body:
+            send(handler, 200, b'{"data": [{"id": "tiny"}]}')
+        else:
+            respond(handler, body)
+
+    with serving(answer) as url, pytest.raises(ValueError, match="refused all 2 requests: ") as caught:
+        run_load(LoadSettings(url=url, num_requests=2), WORKLOAD, [LoadLevel(concurrency=2)])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b"[1]", b"3", b'"x"', b"null", b"{", b"{}", b'{"choices": 1}', b'{"choices": [1]}', b"\xff", b"[" * 100_000,
+        b'{"choices": [{"delta": 1}]}', b'{"choices": [], "usage": 1}',
+        b'{"choices": [], "usage": {"completion_tokens": 1e999}}',
+    ],
+)  # fmt: skip
+def test_events_of_other_shapes_are_failures(event: bytes) -> None:
+    found = refused_by(lambda handler, _: send(handler, 200, b"data: " + event + b"\n\n"))
+    assert "an event of another shape" in found
+
+
+def test_errors_of_a_server_are_printable() -> None:
+    event = b'data: {"error": "a\\u001b[2J\\ud800\\u202e"}\n\n'
+    assert refused_by(lambda handler, _: send(handler, 200, event)).endswith(": a\ufffd[2J\ufffd\ufffd")
+    assert refused_by(lambda handler, _: send(handler, 500, b"b\x1b[2J")).endswith("HTTP 500: b\ufffd[2J")
+
+
+def test_an_answer_has_limits_of_size_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "_MOST_LINE", 1 << 16)
+    assert "a line of more than" in refused_by(lambda handler, _: send(handler, 200, b"data: " + b" " * (1 << 20)))
+    monkeypatch.setattr(load, "_MOST_BYTES", 1 << 18)
+    assert "more than" in refused_by(lambda handler, _: send(handler, 200, b"data: \n" * (1 << 18)))
+    monkeypatch.setattr(load, "_SECONDS", 0.3)
+
+    def drip(handler: BaseHTTPRequestHandler, _: bytes) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        for _ in range(100):
+            handler.wfile.write(b"data: \n")
+            time.sleep(0.05)
+
+    start = time.monotonic()
+    assert "TimeoutError" in refused_by(drip)
+    assert time.monotonic() - start < 4  # three requests
+
+
+def test_the_key_travels_to_no_other_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "hush")
+    seen: list[str] = []
+    with serving(lambda handler, _: seen.append(handler.path)) as other:
+        assert "HTTP 307" in refused_by(lambda handler, _: send(handler, 307, b"", Location=other))
+    assert seen == []
 
 
 def test_a_server_that_is_not_there_is_an_error() -> None:

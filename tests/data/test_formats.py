@@ -165,6 +165,10 @@ def test_bad_files(tmp_path: Path) -> None:
     refuse("names.csv", b"prompt\n", ValueError, "holds no rows")
     with pytest.raises(ValueError, match="is a folder"):
         list(read_rows(tmp_path))
+    dates = pyarrow.array([10**18], pyarrow.timestamp("us"))  # of the year 33,658
+    parquet.write_table(pyarrow.table({"text": ["a"], "date": dates}), tmp_path / "late.parquet")
+    with pytest.raises(ValueError, match=r"late.parquet: the file cannot be read"):
+        list(read_rows(tmp_path / "late.parquet"))
 
 
 def test_a_hub_name_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

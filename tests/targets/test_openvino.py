@@ -1,5 +1,6 @@
 """OpenVINO as runtime of a target: the same hidden states, the same tokens, and reasons where it cannot run."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -125,6 +126,15 @@ def test_a_signal_after_two_targets_reaches_its_handler() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "handled\n"), done.stderr
+
+
+def test_openvino_sends_no_statistics(tmp_path: Path) -> None:
+    """A package in the place of OpenVINO's, which tells whether it was loaded."""
+    (tmp_path / "openvino_telemetry.py").write_text("import pathlib; pathlib.Path(__file__).with_name('seen').touch()")
+    code = "from drafter.targets.openvino_runtime import import_openvino; import_openvino().convert_model"
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, check=True)
+    assert not (tmp_path / "seen").exists()
 
 
 def test_an_exported_program_is_kept_and_other_weights_get_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
