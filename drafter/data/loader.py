@@ -103,7 +103,7 @@ class TrainLoader:
 class ValLoader:
     """The same batches in the same order at every ``iter``; rank r takes every ``world_size``-th.
 
-    All ranks get the same number of batches, since they meet in every forward: the first ones are repeated at the end.
+    All ranks get the same number of batches, since they meet in every forward.
     """
 
     def __init__(
@@ -117,11 +117,28 @@ class ValLoader:
     ) -> None:
         self._gather = gather
         plan = plan_in_order(rows.length_R, batch_tokens=batch_tokens)
-        num_batches = -(-len(plan) // world_size) * world_size
-        self._batches = [plan[number % len(plan)] for number in range(rank, num_batches, world_size)]
+        self._batches = _divisible(plan, world_size)[rank::world_size]
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[ChatBatch]:
         return map(self._gather, self._batches)
+
+
+def _divisible(batches: list[list[int]], num_ranks: int) -> list[list[int]]:
+    """The same rows in a number of batches that the ranks share evenly: the largest batches are cut in two.
+
+    So the loss of a validation does not depend on the number of processes. Rows are repeated only if every batch is a
+    single row and the number still does not fit.
+    """
+    batches = list(batches)
+    while len(batches) % num_ranks:
+        largest = max(range(len(batches)), key=lambda index: len(batches[index]))
+        rows = batches[largest]
+        if len(rows) == 1:
+            batches.append(batches[len(batches) % num_ranks - 1])
+            continue
+        half = len(rows) // 2
+        batches[largest : largest + 1] = [rows[:half], rows[half:]]
+    return batches

@@ -113,6 +113,7 @@ def test_val_loader_gives_every_rank_as_many_batches(world_size: int) -> None:
     assert len({len(loader) for loader in loaders}) == 1 and len(loaders[0]) > 0
     seen, again = ([row for loader in loaders for batch in loader for row in rows_of(batch)] for _ in range(2))
     assert seen == again and set(seen) == set(range(len(LENGTHS)))
+    assert len(seen) == max(len(LENGTHS), world_size)  # once each, where the rows are enough
 
 
 def test_rows() -> None:
