@@ -200,10 +200,12 @@ def read_counters(client: Client) -> Mapping[str, float] | None:
 
 
 def _growth(before: Mapping[str, float] | None, after: Mapping[str, float] | None, num: int) -> Acceptance | None:
-    """Counts of ``num`` answers; without drafts, every token was a step of its own."""
+    """Counts of ``num`` answers; without drafts, every token was a step of its own. None if the server began anew."""
     if before is None or after is None:
         return None
-    grown = {name: round(after[name] - before.get(name, 0)) for name in after}
+    grown = {name: round(after[name] - before.get(name, 0)) for name in after if "_total" in name}
+    if min(grown.values(), default=0) < 0:
+        return None
     num_drafts = grown.get(f"{_VLLM}num_drafts_total", 0)
     if not num_drafts:
         return Acceptance(num, grown.get("vllm:generation_tokens_total", 0), 0, [])

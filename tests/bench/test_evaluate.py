@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafter.bench.acceptance import Acceptance, acceptance_of, add_all, steps_of
+from drafter.bench.acceptance import Acceptance, _growth, acceptance_of, add_all, read_counters, steps_of
 from drafter.cli.evaluate import EvaluateOptions, evaluate
 from drafter.cli.main import main
 from drafter.decoding.params import SamplingParams
-from drafter.distill.client import read_reply
+from drafter.distill.client import Client, read_reply
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
 from tests.data.tiny import write_jsonl
 from tests.distill.engine_server import EngineServer, running
+from tests.distill.loopback import send, serving
 from tests.serving.live import Live, live_server
 from tests.serving.tiny import save_target, tiny_drafter, tiny_target
 
@@ -157,6 +158,18 @@ def test_a_vllm_is_counted_by_its_metrics(files: Path, accepted: tuple[int, ...]
     assert num_steps + num_accepted == 48, "two answers of 24 tokens"
     assert all(each["num_accepted"] == sum(each["reached"]) for each in counts)
     assert (code == 1) == (accepted != (2, 0, 1))
+
+
+def test_odd_counters_of_a_server() -> None:
+    metrics = (
+        b'vllm:a_total NaN\nvllm:b_total 1e999\nvllm:c_total -1\nvllm:d_total{x="\xff"} 9%d\nvllm:e_total 2.5\n'
+        % 10**40
+    )
+    with serving(lambda handler, _: send(handler, 200, metrics)) as url:
+        assert read_counters(Client(url)) == {"vllm:e_total": 2.5}
+    tokens, requests = "vllm:generation_tokens_total", "vllm:num_requests_running"
+    assert _growth({tokens: 5, requests: 9}, {tokens: 7, requests: 1}, 1) == Acceptance(1, 2, 0, [])
+    assert _growth({tokens: 5}, {tokens: 1}, 1) is None, "another process"
 
 
 def test_recorded_answers_are_counted_without_asking(files: Path, tmp_path: Path, capsys) -> None:
