@@ -131,7 +131,9 @@ def _file_items(name: str) -> Iterator[Item]:
 def _hub_items(name: str, place: _HubSet) -> Iterator[Item]:
     """The prompts of a named set; ValueError if the hub gives none."""
     import datasets
+    import huggingface_hub.utils.logging as hub_logging
 
+    hub_logging.set_verbosity_error()  # a hub that does not answer is told once, by us
     try:
         rows = datasets.load_dataset(place.path, place.config, split=place.split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:

@@ -72,8 +72,10 @@ def open_source(name: str | Path, *, streaming: bool) -> Source:
         ValueError: an empty or damaged file, an unknown kind of file, a line beyond the limit, no such data set.
     """
     import datasets
+    import huggingface_hub.utils.logging as hub_logging
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are told once, by us
+    hub_logging.set_verbosity_error()
     name = str(name)
     path = Path(name).expanduser()
     is_file = path.exists() or not is_hub_name(name)

@@ -1,6 +1,7 @@
 """Prompt sets: files of every known form, names of the hub, conversations and categories."""
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,9 @@ def test_named_sets_are_read_by_their_own_columns(
 
 def test_a_hub_that_does_not_answer_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_dataset(*words: object, **options: object) -> None:
+        assert not logging.getLogger("huggingface_hub.utils._http").isEnabledFor(logging.WARNING), (
+            "a line for each retry"
+        )
         raise ConnectionError("no route to the hub\nand more")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -179,6 +180,7 @@ def test_a_hub_name_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> No
     def load(name: str, split: str, streaming: bool, **options: object) -> list[dict]:
         asked.append((name, split, streaming))
         if name == "owner/none":
+            assert not logging.getLogger("huggingface_hub.utils._http").isEnabledFor(logging.WARNING), "retries"
             raise ConnectionError("offline\nvery")
         return [{"prompt": "Why?"}]
 
