@@ -87,5 +87,11 @@ class PrefixIndex:
 
 def common_length(first: list[int], second: list[int]) -> int:
     """How many leading items two lists share: [1, 2, 3] and [1, 2, 4, 5] share 2."""
-    differences = (place for place, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
-    return next(differences, min(len(first), len(second)))
+    low, high = 0, min(len(first), len(second))
+    while low < high:  # the first `low` are equal; slices of thousands of tokens are compared far faster than tokens
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-_DROP = 4  # MADV_DONTNEED of Linux
+# Advice of Linux. To drop a page that somebody has written to would undo the writing; paging out keeps such a page.
+_DROP, _PAGE_OUT = 4, 21
 _PAUSE = 0.05  # seconds in which a library reads some 100 MB
 
 
@@ -29,11 +30,10 @@ def dropping(places: Sequence[Path | str]) -> Iterator[None]:
     names, stop = [str(Path(place).resolve()) for place in places], threading.Event()
 
     def drop() -> None:
-        found = [span for span in _spans() if span.rights[0] == "r" and span.file.startswith(tuple(names))]
-        clean = _clean_spans() if any(span.rights[1] == "w" for span in found) else set()
-        for span in found:
-            if span.rights[1] != "w" or span.start in clean:
-                madvise(ctypes.c_void_p(span.start), ctypes.c_size_t(span.end - span.start), _DROP)
+        for span in _spans():
+            if span.rights[0] == "r" and span.file.startswith(tuple(names)):
+                advice = _PAGE_OUT if span.rights[1] == "w" else _DROP
+                madvise(ctypes.c_void_p(span.start), ctypes.c_size_t(span.end - span.start), advice)
 
     def watch() -> None:
         while not stop.wait(_PAUSE):
@@ -68,15 +68,3 @@ def _spans() -> Iterator[_Span]:
         span, rights, _, _, _, *file = line.split(maxsplit=5)
         start, end = (int(edge, 16) for edge in span.split("-"))
         yield _Span(start, end, rights, file[0] if file else "")
-
-
-def _clean_spans() -> set[int]:
-    """Where the mapped spans start that nobody has written to: a written page is not the file's any more."""
-    clean, start = set(), 0
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if line.startswith("Anonymous:"):
-            if line.split()[1] == "0":
-                clean.add(start)
-        elif line[0] in "0123456789abcdef":
-            start = int(line.split("-", 1)[0], 16)
-    return clean

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -10,10 +11,12 @@ from drafter.kernels.pages import dropping
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are dropped on Linux only")
-def test_files_that_were_read_leave_the_memory_and_written_pages_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["r", "c"])
+def test_files_that_were_read_leave_the_memory_and_written_pages_stay(tmp_path: Path, mode: Literal["r", "c"]) -> None:
     file = tmp_path / "numbers"
     np.arange(4 << 20).tofile(file)
-    read, written = (np.memmap(file, dtype=np.int64, mode=mode) for mode in ("r", "c"))
+    read = np.memmap(file, dtype=np.int64, mode=mode)
+    written = np.memmap(file, dtype=np.int64, mode="c")
     written[5] = -1
     before = resident_file_bytes()
     with dropping([tmp_path]):

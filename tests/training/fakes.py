@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 
 from drafter.data.batch import ChatBatch, collate
 from drafter.targets.target import Target
@@ -13,6 +13,19 @@ from drafter.training.options import DrafterOptions, Objective, OptimOptions
 from tests.data.tiny import tiny_target
 
 PROMPT_LENGTH = 3
+
+
+class Losses(Callback):
+    """The loss of every training step, and of validation."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *rest: Any) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.seen.append(float(trainer.callback_metrics["val/loss"]))
 
 
 class Repeat:

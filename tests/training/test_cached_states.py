@@ -6,14 +6,13 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from lightning.pytorch import Callback
 
 from drafter.data.module import ChatDataModule
 from drafter.data.rows import TokenRows
 from drafter.targets.target import Target
 from tests.data.engine_files import write_speculators, write_vllm
 from tests.data.tiny import chat, save_tiny_target, tiny_target, write_jsonl
-from tests.training.fakes import make_module, make_trainer
+from tests.training.fakes import Losses, make_module, make_trainer
 
 
 def make_data(folder: Path, cache: Path | None, **options: Any) -> ChatDataModule:
@@ -29,19 +28,6 @@ def make_data(folder: Path, cache: Path | None, **options: Any) -> ChatDataModul
         progress=False,
         **options,
     )
-
-
-class Losses(Callback):
-    """The loss of every training step, and of validation."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *rest: Any) -> None:
-        self.seen.append(float(outputs["loss"]))
-
-    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.seen.append(float(trainer.callback_metrics["val/loss"]))
 
 
 @pytest.mark.parametrize("layers", [(), (0, 1)])

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from scipy.stats import chisquare
 
 from drafter.data.formats import read_rows
@@ -33,7 +32,7 @@ from tests.data.tiny import tiny_target as text_target
 from tests.data.tiny import write_jsonl
 from tests.engine.drafters import answers_of, prompts_for, train_on_texts
 from tests.engine.oracle import tiny_target
-from tests.training.fakes import make_module, make_trainer
+from tests.training.fakes import Losses, make_module, make_trainer
 
 PYTHON = os.environ.get("DRAFTER_VLLM_PYTHON", "")
 ROOT = Path(__file__).parents[3]
@@ -267,19 +266,6 @@ def test_sampled_tokens_have_the_distribution_of_the_target(tiny: tuple[Target, 
         assert chance > 1e-3
         before_X = torch.cat([before_X.repeat_interleave(64, 0), torch.arange(64).repeat(len(before_X))[:, None]], 1)
         weight_X = joint_XV.flatten()
-
-
-class Losses(Callback):
-    """The loss of every training step, and of validation."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *rest: Any) -> None:
-        self.seen.append(float(outputs["loss"]))
-
-    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.seen.append(float(trainer.callback_metrics["val/loss"]))
 
 
 def test_states_that_vllm_writes_train_a_drafter(tmp_path: Path) -> None:
