@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time of one forward over 1, 8, 16, 24 tokens, memory and start: this package beside llama.cpp, random weights.
+"""Time of one forward over 1 to 300 tokens, memory and start: this package beside llama.cpp, random weights.
 
     python scripts/forward_times.py --ours bfloat16,int8,Q4_1 --llama-cpp BF16,Q8_0,Q4_0,Q4_1 \\
         --llama-cpp-python /path/to/python --out forward-times.jsonl
@@ -36,14 +36,17 @@ from drafter.utils.tables import markdown_table
 
 # hidden, intermediate, layers, heads, key/value heads; the vocabulary is the default target's
 SHAPES = {"tiny": (256, 512, 2, 4, 2), "1b": (2048, 8192, 16, 32, 8), "3b": (3072, 8192, 28, 24, 8)}
-SIZES = (1, 8, 16, 24)
-NUM_CONTEXT, NUM_ROUNDS = 32, 10
+SIZES = (1, 8, 16, 24, 300)
+NUM_CONTEXT, NUM_ROUNDS = 32, 8
 FORECAST_CORES = (2, 8, 16)
 MOST_BANDWIDTH = 4  # how many times the measured bandwidth the forecast assumes at most
 
 
 def random_file(shape: str, weights: str) -> Path:
-    """The GGUF file of a shape with random matrices stored as `weights`, made once. Layers share their numbers."""
+    """The GGUF file of a shape with random matrices stored as `weights`, made once.
+
+    Every layer has the same rows in an order of its own: no engine can keep one copy for all.
+    """
     import gguf
 
     out = home_folder() / "gguf" / f"random-{shape}.{weights}.gguf"
@@ -91,7 +94,7 @@ def random_file(shape: str, weights: str) -> Path:
         writer.add_tensor("output_norm.weight", ones)
         for number in range(layers):
             for name, values in layer.items():
-                writer.add_tensor(f"blk.{number}.{name}.weight", values, raw_dtype=kind)
+                writer.add_tensor(f"blk.{number}.{name}.weight", np.roll(values, 64 * number, axis=0), raw_dtype=kind)
             for name in ("attn_norm", "ffn_norm"):
                 writer.add_tensor(f"blk.{number}.{name}.weight", ones)
         writer.write_header_to_file()
@@ -112,21 +115,22 @@ def measure_ours(name: str, shape: str) -> dict[str, Any]:
         target = Target.load(str(file), device="cpu", runtime="auto", **options)
         load_seconds = time.perf_counter() - start
         target.fold_attention()
-        num_slots = 64 + NUM_CONTEXT
+        num_slots = NUM_CONTEXT + max(SIZES)
         cache = target.new_cache(1, num_slots)
         times: dict[int, list[float]] = {size: [] for size in SIZES}
         for _ in range(NUM_ROUNDS + 1):
             for size, series in times.items():
                 token_BN = torch.arange(size)[None]
                 position_BN = NUM_CONTEXT + token_BN
-                mask = chunk_mask(torch.full((1,), NUM_CONTEXT), size, num_slots)
+                num_visible = max(64, size) + NUM_CONTEXT
+                mask = chunk_mask(torch.full((1,), NUM_CONTEXT), size, num_visible)
                 start = time.perf_counter()
                 cache.plan(position_BN)
                 inputs: dict[str, Any] = {"position_BT": position_BN, "mask": mask, "cache": cache}
                 target.logits(target.forward(token_BN, **inputs).hidden_BTD)
                 series.append(1e3 * (time.perf_counter() - start))
     ms = {str(size): round(median(series[1:]), 2) for size, series in times.items()}
-    first_ms = sum(series[0] for series in times.values())
+    first_ms = times[SIZES[0]][0]
     facts = {"dtype": str(target.dtype).removeprefix("torch."), "runtime": target.runtime_name}
     return {"ms": ms, "load_seconds": round(load_seconds + first_ms / 1e3, 2), "peak_bytes": memory.num_bytes, **facts}
 
@@ -197,14 +201,17 @@ def main() -> None:
     rows, later = [], []
     for (engine, name), records in found.items():
         ms = {str(size): median(record["ms"][str(size)] for record in records) for size in SIZES}
-        peak = max(record["peak_bytes"] for record in records) / 1e9
-        load = median(record["load_seconds"] for record in records)
+        # The first process may write files that later ones read.
+        peaks = " / ".join(f"{record['peak_bytes'] / 1e9:.1f}" for record in records[:2])
+        loads = " / ".join(f"{record['load_seconds']:.1f}" for record in records[:2])
         title = f"{engine} {name}"
-        rows.append([title, *(f"{ms[str(size)]:.0f}" for size in SIZES), f"{peak:.1f}", f"{load:.1f}"])
+        rows.append([title, *(f"{ms[str(size)]:.0f}" for size in SIZES), peaks, loads])
         later.append([title, *forecast(ms, cores)])
     cpu = made_by["machine"]["cpu"]
     print(f"Milliseconds of one forward, {args.shape} with random weights, {cores} threads, {cpu}:\n")
-    print(markdown_table(["weights", *(f"{size} tokens" for size in SIZES), "peak GB", "load, s"], rows))
+    starts = "first / second process" if args.rounds > 1 else "first process"
+    columns = [*(f"{size} tokens" for size in SIZES), f"peak GB, {starts}", f"load s, {starts}"]
+    print(markdown_table(["weights", *columns], rows))
     print("Forecast, not measured: milliseconds of 1 / 8 / 24 tokens, from the times above:\n")
     print(markdown_table(["weights", *(f"{number} cores" for number in FORECAST_CORES)], later))
 
