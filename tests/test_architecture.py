@@ -46,7 +46,7 @@ RULES = {
     "targets": Rule(
         ("kernels", "utils"),
         ("torch", "transformers", "openvino"),
-        only_in=(("openvino", "openvino_runtime.py"),),
+        only_in=(("openvino", "openvino_compile.py"),),
     ),
     "decoding": Rule(("kernels", "utils"), ("torch",)),
     "proposers": Rule(("decoding", "models", "targets", "kernels", "utils"), ("torch",)),

@@ -21,7 +21,7 @@ from drafter.bench.models import BenchModels
 from drafter.bench.results import BenchRecord, append_result, histogram, resume_results, run_id, spread
 from drafter.bench.settings import BenchSettings
 from drafter.bench.workload import Workload
-from drafter.engine.tuned import device_name, dtype_name, fingerprint_of_weights
+from drafter.engine.tuned import device_name, fingerprint_of_weights, number_format
 from drafter.utils.provenance import run_record
 
 _WARM_UP_TOKENS = 16
@@ -152,7 +152,7 @@ class _Bench:
         settings, target = self._settings, self._models.target
         facts = {
             "name": target.name,
-            "dtype": _number_format(settings, dtype_name(target.dtype)),
+            "dtype": _number_format(settings, number_format(target)),
             "runtime": target.runtime_name,
             "num_parameters": target.num_parameters,
             "fingerprint": target.fingerprint,
@@ -226,8 +226,6 @@ class _Bench:
 
 def _number_format(settings: BenchSettings, dtype: str) -> str:
     """Number format of the steps and the weights, such as `bfloat16` or `bfloat16, int8 weights`."""
-    if settings.dtype == "stored":
-        return "stored"
     return dtype if settings.quantization == "none" else f"{dtype}, {settings.quantization} weights"
 
 

@@ -29,13 +29,13 @@ class TargetConfig:
 
     Attributes:
         target: alias, hub id, folder or .gguf file of the language model
-        dtype: number format of the models (default: auto, which is bfloat16 on CUDA and on a CPU with bfloat16
-            instructions and OpenVINO, and float32 elsewhere); stored: the integers of a GGUF file, with activations
-            rounded to 8 bits, on a CPU
+        dtype: number format of the models; stored: the integers of a GGUF file, with activations rounded to 8 bits, on
+            a CPU (default: auto, which is bfloat16 on CUDA, stored or bfloat16 on a CPU with bfloat16 instructions and
+            OpenVINO, and float32 elsewhere)
         device: auto, cpu, cuda or cuda:1
         compile: compile the steps with torch.compile (default: on CUDA only)
-        runtime: runtime of the target's forward; auto: OpenVINO for bfloat16 on a CPU if OpenVINO is installed and can
-            run the target, else torch
+        runtime: runtime of the target's forward; auto: OpenVINO for stored and bfloat16 on a CPU if OpenVINO is
+            installed and can run the target, else torch
         device_map: spread the target's layers over devices, main memory and disk: auto, or a YAML or JSON file with the
             device of every module (a number, cpu or disk)
         quantization: rounding of the weights of the target's linear layers; the text is the rounded target's
@@ -91,13 +91,16 @@ def check_models(method: str | None, tuned: str | None, *, has_drafter: bool, ha
 
 def load_target(name: str, **options: Any) -> "Target":
     """The target of a command: :meth:`Target.load` without the bars and notices of transformers."""
-    from transformers.utils import logging
+    from drafter.targets.openvino_compile import starting
 
-    from drafter.targets.target import Target
+    with starting(name, options):
+        from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    return Target.load(name, **options)
+        from drafter.targets.target import Target
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        return Target.load(name, **options)
 
 
 def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":

@@ -24,7 +24,7 @@ from drafter.targets.attention import NAME as FOLDED_ATTENTION
 from drafter.targets.attention import folded_attention
 from drafter.targets.cache import CacheShape, SlotLayer
 from drafter.targets.capabilities import LogitMap
-from drafter.targets.openvino_runtime import Unsuitable
+from drafter.targets.openvino_compile import Unsuitable
 
 _ROW_ATTENTION = "drafter_rows"
 

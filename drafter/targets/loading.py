@@ -109,13 +109,16 @@ def suits_openvino(name: str) -> bool:
     """
     if find_spec("openvino") is None:
         return False
+    file = Path(name).expanduser()
+    if file.suffix == ".gguf" and file.is_file():
+        return file.stat().st_size >= _LEAST_OPENVINO_BYTES
     place = resolve(name)
     files = list(place.glob("*.safetensors")) if isinstance(place, Path) else []
     return not files or sum(file.stat().st_size for file in files) >= _LEAST_OPENVINO_BYTES
 
 
 def openvino_dtype(name: str) -> str:
-    """What ``auto`` means where OpenVINO may run the target on a CPU.
+    """What ``auto`` means for plain weights where OpenVINO may run the target on a CPU.
 
     ``bfloat16`` where OpenVINO suits the target, on a processor that computes in bfloat16 (AVX-512 BF16 or AMX); else
     ``float32``. ValueError for an unknown target.

@@ -6,9 +6,7 @@ Shapes: B rows · T tokens of a row · M = B T tokens of a program · S visible 
 size · V vocabulary.
 """
 
-import sys
 from collections.abc import Sequence
-from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,17 +15,13 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from drafter.kernels.pages import dropping
 from drafter.targets.cache import CacheShape, SlotCache
 from drafter.targets.capabilities import Capabilities
+from drafter.targets.openvino_compile import Program, Unsuitable, current_start, import_openvino, openvino_core
 from drafter.targets.openvino_files import FORWARD, HEAD
 
 PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _FEW_ROWS = 4  # whose keys and values are copied row by row
-
-
-class Unsuitable(ValueError):
-    """OpenVINO cannot run a target; says why."""
 
 
 class OpenVINORuntime:
@@ -57,7 +51,7 @@ class OpenVINORuntime:
     ) -> None:
         assert isinstance(capabilities.cache_shape, CacheShape)
         self._ov = import_openvino()
-        self._core = openvino_core()
+        self._start = current_start()
         self._dtype = dtype
         self._embed = embed
         self._shape = capabilities.cache_shape
@@ -72,9 +66,8 @@ class OpenVINORuntime:
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": rounded_together,
         }
         self._folder = folder
-        self._forward_model = self._core.read_model(folder / FORWARD)
-        hidden_1D = self._embedded(torch.zeros(1, dtype=torch.int64))
-        self._head = self._compile(self._core.read_model(folder / HEAD), "output matrix", [hidden_1D])
+        self._hidden_size = self._embedded(torch.zeros(1, dtype=torch.int64)).shape[1]
+        self._head = self._compile(Program(folder / HEAD, self._settings, ((1, self._hidden_size),)), "output matrix")
         self._programs: dict[tuple[int, ...], _Program] = {}
         self._stores: WeakKeyDictionary[SlotCache, _Stores] = WeakKeyDictionary()
 
@@ -122,17 +115,9 @@ class OpenVINORuntime:
         logits_MV = self._read(self._head.get_output_tensor(0)).clone()
         return logits_MV.view(*hidden.shape[:-1], -1)
 
-    def _compile(self, model: Any, what: str, inputs: Sequence[Tensor]) -> Any:
-        """A request of a program that has packed its weights, which the plug-in does in the first run.
-
-        ``inputs``: of this run.
-        """
+    def _compile(self, program: Program, what: str) -> Any:
         with tqdm(total=1, desc=f"Packing the target ({what})", disable=None, leave=False) as bar:
-            with dropping([self._folder]):
-                request = self._core.compile_model(model, "CPU", self._settings).create_infer_request()
-                for index, tensor in enumerate(inputs):
-                    request.set_input_tensor(index, self._share(tensor))
-                request.infer()
+            request = program.compile() if self._start is None else self._start.request(program)
             bar.update()
         return request
 
@@ -143,18 +128,16 @@ class OpenVINORuntime:
     def _program(self, layers: tuple[int, ...]) -> "_Program":
         """The compiled program whose outputs include the hidden states of some layers."""
         if layers not in self._programs:
-            source = self._forward_model
-            chosen = [source.outputs[index] for index in (0, 1, 2, *(3 + layer for layer in layers))]
-            model = self._ov.Model([output.get_node() for output in chosen], source.get_parameters(), "forward").clone()
-            zeros = partial(torch.zeros, dtype=self._dtype)
-            stores = [
-                zeros(1, self._shape.num_heads, 1, size)
-                for size in (self._shape.key_dim, self._shape.value_dim)
-                for _ in range(self._shape.num_layers)
-            ]
-            masks = [zeros(1, 1, 1, 2)] * self._num_masks
-            position_11 = torch.zeros(1, 1, dtype=torch.int64)
-            request = self._compile(model, "layers", [self._embedded(position_11), position_11, *masks, *stores])
+            shape = self._shape
+            stores = [(1, shape.num_heads, 1, size) for size in (shape.key_dim, shape.value_dim)]
+            masks = [(1, 1, 1, 2)] * self._num_masks
+            shapes = (
+                (1, 1, self._hidden_size),
+                (1, 1),
+                *masks,
+                *(store for store in stores for _ in range(shape.num_layers)),
+            )
+            request = self._compile(Program(self._folder / FORWARD, self._settings, shapes, layers), "layers")
             self._programs[layers] = _Program(self, request, self._num_masks)
         return self._programs[layers]
 
@@ -274,28 +257,6 @@ def _neighbours(slot_BT: Tensor) -> list[int] | None:
     rows = slot_BT.tolist()
     is_run = all(row == list(range(row[0], row[0] + len(row))) for row in rows)
     return [row[0] for row in rows] if is_run else None
-
-
-def import_openvino() -> Any:
-    """The module ``openvino``, which sends nobody statistics of use; Unsuitable where the package is missing."""
-    # Its converter would make an identity of the user in ~/intel; without this package it does nothing instead.
-    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
-    try:
-        import openvino
-    except ImportError as error:
-        command = "pip install -c constraints.txt -e '.[openvino]'"
-        raise Unsuitable(f"openvino is not installed: in the repository, {command}") from error
-    return openvino
-
-
-@cache
-def openvino_core() -> Any:
-    """OpenVINO's core, the only one of this process: it lives to the end (Unsuitable as of :func:`import_openvino`).
-
-    A core sets up a stack for signals and frees the stack with itself, although the thread still uses the stack where
-    another core was made in between: the next Ctrl-C would then be a segmentation fault.
-    """
-    return import_openvino().Core()
 
 
 def check_dtype(dtype: torch.dtype) -> None:

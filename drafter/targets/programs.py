@@ -29,16 +29,10 @@ from drafter.targets.capabilities import Capabilities, LayerWindows, LogitMap, d
 from drafter.targets.export import check_exportable, export_forward, export_logits
 from drafter.targets.loading import Checkpoint, describe
 from drafter.targets.masks import Window
+from drafter.targets.openvino_compile import Unsuitable, import_openvino
 from drafter.targets.openvino_files import FORWARD, HEAD, keep, programs_folder
 from drafter.targets.openvino_graph import join_products, split_stores, use_matrices, with_type
-from drafter.targets.openvino_runtime import (
-    PRECISIONS,
-    OpenVINORuntime,
-    Unsuitable,
-    check_dtype,
-    import_openvino,
-    mask_kinds,
-)
+from drafter.targets.openvino_runtime import PRECISIONS, OpenVINORuntime, check_dtype, mask_kinds
 from drafter.targets.quantized import has_plain_weights
 from drafter.targets.sharding import layers_of
 from drafter.targets.stored import Grouped, StoredMatrix, read_tensors, round_matrix
@@ -163,7 +157,12 @@ def open_gguf(file: Path, place: Path, dtype: torch.dtype, probe: Probe) -> Prog
     check_dtype(dtype)
     model = _described(place, dtype)
     folder = programs_folder([file, place / "config.json"], {"dtype": str(dtype)})
-    keep(folder, lambda scratch: _write(scratch, _of_gguf(file, place, probe), dtype))
+
+    def write(scratch: Path) -> None:
+        with dropping([file]):
+            _write(scratch, _of_gguf(file, place, probe), dtype)
+
+    keep(folder, write)
     gc.collect()
     trim()
     return _open(folder, model, dtype)

@@ -31,7 +31,7 @@ from drafter.targets.loading import (
     suits_openvino,
 )
 from drafter.targets.masks import chunk_mask, slot_positions, tree_mask
-from drafter.targets.openvino_runtime import Unsuitable
+from drafter.targets.openvino_compile import Unsuitable
 from drafter.targets.programs import BITS, Programs, open_checkpoint, open_gguf
 from drafter.targets.quantized import dense_weight, has_plain_weights
 from drafter.targets.stored import StoredMatrix, round_linears
@@ -142,8 +142,9 @@ class Target:
         Args:
             name: for instance ``smollm2-135m``, ``meta-llama/Llama-3.1-8B-Instruct``, ``./my-model``, ``model.gguf``.
             dtype: ``float32``, ``bfloat16``, ``float16`` or ``stored``: the integers of a GGUF file, with activations
-                rounded to 8 bits, by OpenVINO on a CPU. ``auto`` is bfloat16 on CUDA, and on a CPU with bfloat16
-                instructions where ``runtime`` allows OpenVINO and ``pack`` is set; else float32.
+                rounded to 8 bits, by OpenVINO on a CPU. ``auto`` is bfloat16 on CUDA; on a CPU with bfloat16
+                instructions, where ``runtime`` allows OpenVINO and ``pack`` is set, ``stored`` for a GGUF file whose
+                matrices have integers that OpenVINO multiplies, and bfloat16 for other targets; else float32.
             device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``.
             revision: hub revision.
             trust_remote_code: run code that comes with the model; never done unless asked for.
@@ -172,6 +173,11 @@ class Target:
             return cls._load_stored(name, revision)
         if dtype == "auto" and runtime != "torch" and is_here:
             dtype = openvino_dtype(name)
+            if dtype == "bfloat16" and quantization == "none" and stored_file(name) is not None:
+                try:
+                    return cls._load_stored(name, revision)
+                except ValueError as error:
+                    _log.info("%s", error)
         torch_dtype = resolve_dtype(dtype, torch_device)
         read = cache(
             lambda: read_checkpoint(

@@ -14,7 +14,7 @@ import torch
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
-from drafter.targets import loading, openvino_runtime, programs
+from drafter.targets import loading, openvino_compile, programs
 from drafter.targets.home import home_folder
 from drafter.targets.target import Target
 from tests.targets.test_target import NUM_NODES, NUM_SLOTS, assert_tree_equals_paths, prefill, run_tree, tiny, tokens
@@ -98,7 +98,7 @@ def test_a_full_disk_is_named_and_leaves_no_file(monkeypatch: pytest.MonkeyPatch
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("basic_ios::clear: iostream error")  # of OpenVINO, on a full disk
 
-    monkeypatch.setattr(openvino_runtime.import_openvino(), "save_model", fail)
+    monkeypatch.setattr(openvino_compile.import_openvino(), "save_model", fail)
     target = tiny("Llama", vocab_size=101)
     before = files()
     with pytest.raises(ValueError, match="cannot be written, perhaps for want of space.*; use --runtime torch"):
@@ -131,7 +131,7 @@ def test_a_signal_after_two_targets_reaches_its_handler() -> None:
 def test_openvino_sends_no_statistics(tmp_path: Path) -> None:
     """A package in the place of OpenVINO's, which tells whether it was loaded."""
     (tmp_path / "openvino_telemetry.py").write_text("import pathlib; pathlib.Path(__file__).with_name('seen').touch()")
-    code = "from drafter.targets.openvino_runtime import import_openvino; import_openvino().convert_model"
+    code = "from drafter.targets.openvino_compile import import_openvino; import_openvino().convert_model"
     paths = os.pathsep.join([str(tmp_path), *sys.path])
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, check=True)
     assert not (tmp_path / "seen").exists()

@@ -11,6 +11,7 @@ import torch
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
+from drafter.targets import loading
 from drafter.targets.catalog import stored_file
 from drafter.targets.programs import open_gguf
 from drafter.targets.stored import read_matrix, round_linears, round_matrix
@@ -125,6 +126,29 @@ def test_stored_is_a_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("drafter.targets.programs.write_programs", lambda *_: 1 / 0)
     again = Target.load(file, device="cpu", runtime="openvino", dtype="stored")
     assert texts(again, "none") == texts(target, "none")
+
+
+@pytest.mark.usefixtures("home")
+def test_auto_runs_the_integers_of_a_gguf_file_on_a_fast_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("this CPU has no bfloat16 arithmetic")
+    monkeypatch.setattr(loading, "_LEAST_OPENVINO_BYTES", 1)
+
+    def loaded(name: str, **options: Any) -> Target:
+        kind = options.pop("kind", "Q4_1")
+        return Target.load(
+            str(write_gguf(tmp_path / name, matrices=kind)), **{"device": "cpu", "runtime": "auto"} | options
+        )
+
+    target = loaded("a.gguf")
+    assert target.is_stored and target.dtype == torch.bfloat16
+    assert list((tmp_path / "home").rglob("model.safetensors")) == [], "nothing is unpacked"
+    plain = [loaded("a.gguf", dtype="bfloat16"), loaded("b.gguf", kind="BF16"), loaded("b.gguf", quantization="int8")]
+    assert [(each.is_stored, each.dtype, each.runtime_name) for each in plain] == [
+        (False, torch.bfloat16, "openvino")
+    ] * 3
+    torch_alone = [loaded("a.gguf", runtime="torch"), loaded("a.gguf", pack=False)]
+    assert [(each.is_stored, each.dtype) for each in torch_alone] == [(False, torch.float32)] * 2
 
 
 @pytest.mark.usefixtures("home")

@@ -1,0 +1,177 @@
+"""OpenVINO's programs compiled and packed, ahead of their use where an earlier start tells what a start will need.
+
+Neither torch nor transformers is imported here. OpenVINO packs weights for seconds and does not hold Python's lock, and
+the import of transformers takes seconds: a later start does both at once.
+"""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from drafter.kernels.pages import dropping, trim
+from drafter.targets.home import home_folder
+from drafter.targets.openvino_files import FORWARD, is_intact
+from drafter.utils.io import write_atomic
+from drafter.utils.parse import read_json
+
+_RECORD = "starts.json"
+_MOST_STARTS = 32  # in the record
+
+
+class Unsuitable(ValueError):
+    """OpenVINO cannot run a target; says why."""
+
+
+class Program(NamedTuple):
+    """A program as it is compiled.
+
+    Attributes:
+        file: of the program.
+        settings: of OpenVINO's CPU plug-in.
+        shapes: of the inputs of the first run.
+        layers: for the decoder's program, the layers whose input is an output of the program.
+    """
+
+    file: Path
+    settings: Mapping[str, Any]
+    shapes: tuple[tuple[int, ...], ...]
+    layers: tuple[int, ...] = ()
+
+    def compile(self) -> Any:
+        """A request of the program, after a run over zeros, in which the plug-in packs the weights."""
+        ov, core = import_openvino(), openvino_core()
+        model = core.read_model(self.file)
+        if self.file.name == FORWARD:
+            chosen = [model.outputs[index] for index in (0, 1, 2, *(3 + layer for layer in self.layers))]
+            model = ov.Model([output.get_node() for output in chosen], model.get_parameters(), "forward")
+        with dropping([self.file.parent]):
+            request = core.compile_model(model, "CPU", dict(self.settings)).create_infer_request()
+            for index, (port, shape) in enumerate(zip(model.inputs, self.shapes, strict=True)):
+                tensor = ov.Tensor(port.element_type, ov.Shape(shape))
+                tensor.data.reshape(-1).view(np.uint8)[:] = 0
+                request.set_input_tensor(index, tensor)
+            request.infer()
+        trim()
+        return request
+
+
+class Start:
+    """One target's start: what the same options compiled last time is compiled in a thread, and what they compile this
+    time is recorded.
+
+    Args:
+        key: of the options.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._used: list[Program] = []
+        self._ahead: list[tuple[Program, Future[Any]]] = []
+        known = [program for item in _record().get(key, []) if (program := _read_program(item)) is not None]
+        if known and find_spec("openvino") is not None:
+            openvino_core()  # made in the thread that stays
+            pool = ThreadPoolExecutor(max_workers=1)
+            self._ahead = [(program, pool.submit(program.compile)) for program in known]
+            pool.shutdown(wait=False)
+
+    def request(self, program: Program) -> Any:
+        """A request of the program, compiled ahead or now (errors of OpenVINO)."""
+        self._record_use(program)
+        for place, (other, future) in enumerate(self._ahead):
+            if other == program and future.exception() is None:
+                del self._ahead[place]
+                return future.result()
+        # What was compiled in vain goes before the same weights are packed again.
+        for _, future in self._ahead:
+            if not future.cancel():
+                future.exception()
+        self._ahead.clear()
+        return program.compile()
+
+    def _record_use(self, program: Program) -> None:
+        if any(other.file == program.file for other in self._used):
+            return  # another choice of outputs of a program that is in the record
+        self._used.append(program)
+        items = json.loads(json.dumps([[str(other.file), *other[1:]] for other in self._used]))
+        known = _record()
+        if known.get(self._key, [])[: len(items)] != items:
+            known.pop(self._key, None)
+            kept = dict(list(known.items())[1 - _MOST_STARTS :])
+            with contextlib.suppress(OSError):  # without a record the next start compiles as late as this one
+                text = json.dumps(kept | {self._key: items}, indent=0)
+                write_atomic(home_folder() / "openvino" / _RECORD, text, follows_links=False)
+
+
+_current: ContextVar[Start | None] = ContextVar("start", default=None)
+
+
+@contextlib.contextmanager
+def starting(name: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Let the programs of a target be compiled ahead while a block loads the target, if an earlier start knows them.
+
+    Args:
+        name: of the target.
+        options: of its loading.
+    """
+    path = Path(name).expanduser()
+    place = str(path.absolute()) if path.exists() else name
+    token = _current.set(Start(json.dumps([place, options], sort_keys=True, default=str)))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current_start() -> Start | None:
+    """The start of the block that runs, or None."""
+    return _current.get()
+
+
+def _record() -> dict[str, list[Any]]:
+    try:
+        found = read_json(home_folder() / "openvino" / _RECORD)
+        return {key: items for key, items in found.items() if isinstance(items, list)}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def _read_program(item: Any) -> Program | None:
+    """A program of the record; None where the record or the program's folder is damaged."""
+    try:
+        file, settings, shapes, layers = item
+        found = Program(Path(file), dict(settings), tuple(tuple(map(int, shape)) for shape in shapes), tuple(layers))
+        is_ours = found.file.parents[3] == home_folder()
+        return found if is_ours and is_intact(found.file.parent) else None
+    except (TypeError, ValueError, IndexError):
+        return None
+
+
+def import_openvino() -> Any:
+    """The module ``openvino``, which sends nobody statistics of use; Unsuitable where the package is missing."""
+    # Its converter would make an identity of the user in ~/intel; without this package it does nothing instead.
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+    try:
+        import openvino
+    except ImportError as error:
+        command = "pip install -c constraints.txt -e '.[openvino]'"
+        raise Unsuitable(f"openvino is not installed: in the repository, {command}") from error
+    return openvino
+
+
+@cache
+def openvino_core() -> Any:
+    """OpenVINO's core, the only one of this process: it lives to the end (Unsuitable as of :func:`import_openvino`).
+
+    A core sets up a stack for signals and frees the stack with itself, although the thread still uses the stack where
+    another core was made in between: the next Ctrl-C would then be a segmentation fault.
+    """
+    return import_openvino().Core()

@@ -1,0 +1,88 @@
+"""Programs that are compiled ahead: only what an earlier start used, and nothing where the files are not the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafter.targets import openvino_compile
+from drafter.targets.home import home_folder
+from drafter.targets.openvino_compile import Program, Start, starting
+from drafter.targets.target import Target
+from tests.targets.test_target import tiny
+
+OPTIONS = {"device": "cpu", "dtype": "float32", "runtime": "openvino"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+    tiny("Llama").model.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
+    """What was compiled, in turn."""
+    found, usual = [], Program.compile
+
+    def compile_and_tell(self: Program) -> Any:
+        found.append((self.file.name, self.layers))
+        return usual(self)
+
+    monkeypatch.setattr(Program, "compile", compile_and_tell)
+    return found
+
+
+def states(folder: Path, *, layers: tuple[int, ...] = (), **options: Any) -> tuple[torch.Tensor, list[Any]]:
+    """Hidden states of a start, and what was compiled ahead."""
+    options = OPTIONS | options
+    with starting(str(folder), options):
+        start = openvino_compile.current_start()
+        assert start is not None
+        ahead = [program for program, _ in start._ahead]
+        target = Target.load(str(folder), **options)
+    cache = target.new_cache(1, 8)
+    token_BT = torch.arange(5)[None]
+    cache.plan(token_BT)
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
+    output = target.forward(token_BT, position_BT=token_BT, mask=mask, cache=cache, context_layers=layers)
+    return output.hidden_BTD, ahead
+
+
+HEAD, FORWARD = ("head.xml", ()), ("forward.xml", ())
+
+
+def test_a_later_start_compiles_ahead_what_the_first_used(folder: Path, compiled: list[Any]) -> None:
+    first, ahead = states(folder)
+    assert ahead == [] and compiled == [HEAD, FORWARD]
+    again, ahead = states(folder)
+    assert [(program.file.name, program.layers) for program in ahead] == [HEAD, FORWARD]
+    assert compiled == [HEAD, FORWARD] * 2, "nothing is compiled twice"
+    assert torch.equal(first, again)
+
+
+def test_other_outputs_and_other_options_are_compiled_when_they_are_asked_for(
+    folder: Path, compiled: list[Any]
+) -> None:
+    states(folder)
+    compiled.clear()
+    assert len(states(folder, layers=(1,))[1]) == 2
+    assert compiled == [HEAD, FORWARD, ("forward.xml", (1,))]
+    assert [program.layers for program in states(folder, layers=(1,))[1]] == [(), (1,)]
+    assert states(folder, quantization="int8")[1] == []
+
+
+def test_damaged_programs_and_records_are_not_compiled_ahead(folder: Path) -> None:
+    wanted, _ = states(folder)
+    record = home_folder() / "openvino" / "starts.json"
+    known = record.read_text()
+    program = next((home_folder() / "openvino").rglob("forward.bin"))
+    program.write_bytes(program.read_bytes()[:-1])
+    found, ahead = states(folder)
+    assert ahead == [] and torch.equal(found, wanted)
+    for text in ("[]", "{", known.replace("head.xml", "../../../other.xml"), known.replace('"f32"', "[7]")):
+        record.write_text(text)
+        assert torch.equal(states(folder)[0], wanted), text
+    assert Start("of other options")._ahead == []
