@@ -37,12 +37,13 @@ class ConcatCache(Cache):
 
     Args:
         keys, values: of each layer, [B, G, S, K].
+        dtype: of the store. Later forwards read new keys and values in this format, so that this one does, too.
     """
 
-    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], dtype: torch.dtype) -> None:
         num_slots = keys[0].shape[2]
         super().__init__(layers=[SlotLayer(num_slots) for _ in keys])
-        self._keys, self._values = keys, values
+        self._keys, self._values, self._dtype = keys, values, dtype
         self.new_keys: list[Tensor] = list(keys)
         self.new_values: list[Tensor] = list(values)
 
@@ -50,6 +51,7 @@ class ConcatCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """All keys and values that the layer's attention reads, [B, G, S + T, K]; slots first."""
+        key_states, value_states = (new.to(self._dtype).to(new.dtype) for new in (key_states, value_states))
         self.new_keys[layer_idx], self.new_values[layer_idx] = key_states, value_states
         num_rows = self._keys[layer_idx].shape[0]
         keys = torch.cat([self._keys[layer_idx], _by_row(key_states, num_rows)], dim=2)
@@ -85,10 +87,14 @@ class ForwardProgram(nn.Module):
         decoder: the model without its output matrix.
         mask_kinds: kinds of layers with masks of their own; empty where all layers share one.
         given: names of the decoder's parameters that are inputs of the program.
+        dtype: of the store of keys and values.
     """
 
-    def __init__(self, decoder: PreTrainedModel, mask_kinds: Sequence[str], given: Sequence[str] = ()) -> None:
+    def __init__(
+        self, decoder: PreTrainedModel, mask_kinds: Sequence[str], given: Sequence[str], dtype: torch.dtype
+    ) -> None:
         super().__init__()
+        self._dtype = dtype
         self._given = tuple(given)
         self._decoder = decoder
         self._mask_kinds = tuple(mask_kinds)
@@ -116,7 +122,7 @@ class ForwardProgram(nn.Module):
             before each layer.
         """
         layers = range(len(keys))
-        cache = ConcatCache([keys[layer] for layer in layers], [values[layer] for layer in layers])
+        cache = ConcatCache([keys[layer] for layer in layers], [values[layer] for layer in layers], self._dtype)
         inputs = {
             "inputs_embeds": embedding_1MD,
             "attention_mask": dict(zip(self._mask_kinds, masks, strict=True)) if self._mask_kinds else masks[0],
@@ -165,6 +171,7 @@ def export_forward(
     hidden_size: int,
     mask_kinds: Sequence[str] = (),
     given: Sequence[str] = (),
+    stored: torch.dtype | None = None,
 ) -> ExportedProgram:
     """The decoder's forward as a program with any number of rows, tokens and slots (:class:`ForwardProgram`).
 
@@ -175,6 +182,7 @@ def export_forward(
         hidden_size: D of the embeddings.
         mask_kinds: kinds of layers with masks of their own; empty where all layers share one.
         given: names of the decoder's parameters that are inputs of the program, behind the others.
+        stored: number format that keys and values are stored in; None: the model's.
 
     Raises:
         Exception: of any kind that `torch.export` raises for code that it cannot record.
@@ -193,7 +201,7 @@ def export_forward(
     weights = [decoder.get_parameter(name) for name in given]
     with _attention_by_rows(model):
         return torch.export.export(
-            ForwardProgram(decoder, mask_kinds, given).eval(),
+            ForwardProgram(decoder, mask_kinds, given, stored or dtype).eval(),
             (embedding_1MD, torch.arange(rows * tokens)[None], masks, *stores, weights),
             dynamic_shapes=({1: any_size}, {1: any_size}, by_mask, by_store, by_store, [None] * len(weights)),
             strict=False,

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 FORWARD, HEAD = "forward.xml", "head.xml"
 _RECORD = "files.json"
-_FORMAT = "format-5"  # of the files on disk
+_FORMAT = "format-6"  # of the files on disk
 
 
 def programs_folder(files: Iterable[Path], facts: dict[str, Any]) -> Path:

@@ -9,7 +9,7 @@ import pytest
 
 from drafter.targets import home
 from drafter.targets.home import sha256_of
-from drafter.targets.openvino_files import is_intact, keep
+from drafter.targets.openvino_files import _FORMAT, is_intact, keep
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_a_link_in_place_of_the_memory_is_replaced(folder: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["byte", "gone", "record"])
 def test_programs_are_made_again_also_after_their_digests_were_remembered(folder: Path, damage: str) -> None:
-    place, made = folder / "openvino" / "format-5" / "programs", []
+    place, made = folder / "openvino" / _FORMAT / "programs", []
 
     def write(scratch: Path) -> None:
         made.append(scratch)

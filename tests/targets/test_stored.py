@@ -13,6 +13,7 @@ from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
 from drafter.targets import loading
 from drafter.targets.catalog import stored_file
+from drafter.targets.masks import chunk_mask
 from drafter.targets.programs import open_gguf
 from drafter.targets.stored import read_matrix, round_linears, round_matrix
 from drafter.targets.target import Target
@@ -126,6 +127,30 @@ def test_stored_is_a_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("drafter.targets.programs.write_programs", lambda *_: 1 / 0)
     again = Target.load(file, device="cpu", runtime="openvino", dtype="stored")
     assert texts(again, "none") == texts(target, "none")
+
+
+@pytest.mark.usefixtures("home")
+def test_tokens_of_one_forward_see_each_other_as_later_tokens_will(tmp_path: Path) -> None:
+    """Keys and values are stored in bfloat16: those of the same forward are rounded, too."""
+    if not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("this CPU has no bfloat16 arithmetic")
+    file = str(write_gguf(tmp_path / "tiny.gguf", matrices="Q4_1"))
+    target = Target.load(file, device="cpu", runtime="auto", dtype="stored")
+    token_BT = torch.tensor(PROMPTS[1])[None]
+
+    def states(sizes: list[int]) -> torch.Tensor:
+        cache, start, found = target.new_cache(1, 16), 0, []
+        for size in sizes:
+            position_BT = torch.arange(start, start + size)[None]
+            cache.plan(position_BT)
+            mask = chunk_mask(torch.tensor([start]), size, 16)
+            inputs: dict[str, Any] = {"position_BT": position_BT, "mask": mask, "cache": cache}
+            found.append(target.forward(token_BT[:, start : start + size], **inputs).hidden_BTD)
+            start += size
+        return torch.cat(found, 1).float()
+
+    share = (states([9]) == states([1] * 9)).float().mean()
+    assert share > 0.9, share
 
 
 @pytest.mark.usefixtures("home")
