@@ -30,8 +30,8 @@ class TargetConfig:
     Attributes:
         target: alias, hub id, folder or .gguf file of the language model
         dtype: number format of the models; stored: the integers of a GGUF file, with activations rounded to 8 bits, on
-            a CPU (default: auto, which is bfloat16 on CUDA, stored or bfloat16 on a CPU with bfloat16 instructions and
-            OpenVINO, and float32 elsewhere)
+            a CPU (default: auto, which is bfloat16 on CUDA, bfloat16 or, for GGUF files from 0.3 GB on, stored on a CPU
+            with bfloat16 instructions and OpenVINO, and float32 elsewhere)
         device: auto, cpu, cuda or cuda:1
         compile: compile the steps with torch.compile (default: on CUDA only)
         runtime: runtime of the target's forward; auto: OpenVINO for stored and bfloat16 on a CPU if OpenVINO is

@@ -23,6 +23,7 @@ from drafter.targets.device_map import copy_once, layer_devices
 from drafter.targets.loading import (
     Spread,
     checkpoint_files,
+    is_better_stored,
     openvino_dtype,
     read_checkpoint,
     read_tokenizer,
@@ -143,8 +144,8 @@ class Target:
             name: for instance ``smollm2-135m``, ``meta-llama/Llama-3.1-8B-Instruct``, ``./my-model``, ``model.gguf``.
             dtype: ``float32``, ``bfloat16``, ``float16`` or ``stored``: the integers of a GGUF file, with activations
                 rounded to 8 bits, by OpenVINO on a CPU. ``auto`` is bfloat16 on CUDA; on a CPU with bfloat16
-                instructions, where ``runtime`` allows OpenVINO and ``pack`` is set, ``stored`` for a GGUF file whose
-                matrices have integers that OpenVINO multiplies, and bfloat16 for other targets; else float32.
+                instructions, where ``runtime`` allows OpenVINO and ``pack`` is set, ``stored`` for a GGUF file of 0.3
+                GB or more whose integers OpenVINO multiplies, and bfloat16 for other targets; else float32.
             device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``.
             revision: hub revision.
             trust_remote_code: run code that comes with the model; never done unless asked for.
@@ -173,7 +174,8 @@ class Target:
             return cls._load_stored(name, revision)
         if dtype == "auto" and runtime != "torch" and is_here:
             dtype = openvino_dtype(name)
-            if dtype == "bfloat16" and quantization == "none" and stored_file(name) is not None:
+            stored = stored_file(name) if dtype == "bfloat16" and quantization == "none" else None
+            if stored is not None and is_better_stored(stored.file):
                 try:
                     return cls._load_stored(name, revision)
                 except ValueError as error:

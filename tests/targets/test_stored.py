@@ -158,6 +158,7 @@ def test_auto_runs_the_integers_of_a_gguf_file_on_a_fast_cpu(tmp_path: Path, mon
     if not torch.cpu._is_avx512_bf16_supported():
         pytest.skip("this CPU has no bfloat16 arithmetic")
     monkeypatch.setattr(loading, "_LEAST_OPENVINO_BYTES", 1)
+    monkeypatch.setattr(loading, "_LEAST_STORED_BYTES", 1)
 
     def loaded(name: str, **options: Any) -> Target:
         kind = options.pop("kind", "Q4_1")
@@ -172,6 +173,8 @@ def test_auto_runs_the_integers_of_a_gguf_file_on_a_fast_cpu(tmp_path: Path, mon
     assert [(each.is_stored, each.dtype, each.runtime_name) for each in plain] == [
         (False, torch.bfloat16, "openvino")
     ] * 3
+    monkeypatch.setattr(loading, "_LEAST_STORED_BYTES", 10**9)
+    assert not loaded("a.gguf").is_stored, "a small file is unpacked"
     torch_alone = [loaded("a.gguf", runtime="torch"), loaded("a.gguf", pack=False)]
     assert [(each.is_stored, each.dtype) for each in torch_alone] == [(False, torch.float32)] * 2
 
