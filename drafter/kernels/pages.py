@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-# Advice of Linux. To drop a page that somebody has written to would undo the writing; paging out keeps such a page.
-_DROP, _PAGE_OUT = 4, 21
+# Advice of Linux that loses nothing wherever it goes: another thread may unmap a file and get memory at the same place
+# between our look at the map and our advice, and a page of a private mapping may have been written to.
+_PAGE_OUT = 21
 _PAUSE = 0.05  # seconds in which a library reads some 100 MB
 
 
@@ -17,8 +18,8 @@ _PAUSE = 0.05  # seconds in which a library reads some 100 MB
 def dropping(places: Sequence[Path | str]) -> Iterator[None]:
     """Drop the pages of mapped files again and again while a block reads these files.
 
-    A library that copies a mapped file would otherwise hold two copies. The kernel keeps the content in its cache of
-    files as long as there is room, and maps a page again when somebody reads the page.
+    A library that copies a mapped file would otherwise hold two copies. The kernel reads a page again when somebody
+    needs the page.
 
     Args:
         places: files, and folders of files.
@@ -32,8 +33,7 @@ def dropping(places: Sequence[Path | str]) -> Iterator[None]:
     def drop() -> None:
         for span in _spans():
             if span.rights[0] == "r" and span.file.startswith(tuple(names)):
-                advice = _PAGE_OUT if span.rights[1] == "w" else _DROP
-                madvise(ctypes.c_void_p(span.start), ctypes.c_size_t(span.end - span.start), advice)
+                madvise(ctypes.c_void_p(span.start), ctypes.c_size_t(span.end - span.start), _PAGE_OUT)
 
     def watch() -> None:
         while not stop.wait(_PAUSE):

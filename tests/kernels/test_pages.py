@@ -1,12 +1,15 @@
 """Mapped files leave the memory while a library reads the files."""
 
+import mmap
 import sys
+import time
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pytest
 
+from drafter.kernels import pages
 from drafter.kernels.pages import dropping
 
 
@@ -28,3 +31,23 @@ def test_files_that_were_read_leave_the_memory_and_written_pages_stay(tmp_path: 
 def resident_file_bytes() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("RssFile"))
+
+
+def test_memory_that_takes_the_place_of_an_unmapped_file_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, size, usual = tmp_path / "file.bin", 1 << 25, sys.getswitchinterval()
+    file.write_bytes(b"\1" * size)
+    monkeypatch.setattr(pages, "_PAUSE", 0.0005)
+    sys.setswitchinterval(0.0005)
+    try:
+        with pages.dropping([tmp_path]):
+            for number in range(200):
+                with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                    assert mapped[number] == 1
+                    time.sleep(0.0004 * (number % 5))
+                taken = np.full(size, 7, np.uint8)
+                time.sleep(0.0005)
+                assert taken[::4096].min() == 7
+    finally:
+        sys.setswitchinterval(usual)
