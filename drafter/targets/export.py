@@ -171,7 +171,8 @@ def export_forward(
     hidden_size: int,
     mask_kinds: Sequence[str] = (),
     given: Sequence[str] = (),
-    stored: torch.dtype | None = None,
+    *,
+    stored: torch.dtype,
 ) -> ExportedProgram:
     """The decoder's forward as a program with any number of rows, tokens and slots (:class:`ForwardProgram`).
 
@@ -182,7 +183,7 @@ def export_forward(
         hidden_size: D of the embeddings.
         mask_kinds: kinds of layers with masks of their own; empty where all layers share one.
         given: names of the decoder's parameters that are inputs of the program, behind the others.
-        stored: number format that keys and values are stored in; None: the model's.
+        stored: number format that keys and values are stored in.
 
     Raises:
         Exception: of any kind that `torch.export` raises for code that it cannot record.
@@ -201,7 +202,7 @@ def export_forward(
     weights = [decoder.get_parameter(name) for name in given]
     with _attention_by_rows(model):
         return torch.export.export(
-            ForwardProgram(decoder, mask_kinds, given, stored or dtype).eval(),
+            ForwardProgram(decoder, mask_kinds, given, stored).eval(),
             (embedding_1MD, torch.arange(rows * tokens)[None], masks, *stores, weights),
             dynamic_shapes=({1: any_size}, {1: any_size}, by_mask, by_store, by_store, [None] * len(weights)),
             strict=False,

@@ -127,11 +127,14 @@ def openvino_dtype(name: str) -> str:
     return "bfloat16" if _has_bfloat16_instructions() and suits_openvino(name) else "float32"
 
 
-def is_better_stored(file: Path) -> bool:
-    """Whether ``auto`` runs a GGUF file from its own integers: of 0.7 GB they are faster than unpacked weights, of 0.1
-    GB slower, and their rounded activations change more near ties (docs/performance.md).
+def is_better_stored(name: str) -> bool:
+    """Whether ``auto`` runs a target from the integers of its GGUF file.
+
+    Integers of 0.7 GB are faster than unpacked weights, integers of 0.1 GB (such as the alias' file) are slower, and
+    their rounded activations change more near ties (docs/performance.md).
     """
-    return file.stat().st_size >= _LEAST_STORED_BYTES
+    file = Path(name).expanduser()
+    return file.suffix == ".gguf" and file.is_file() and file.stat().st_size >= _LEAST_STORED_BYTES
 
 
 def checkpoint_files(place: Path | str, revision: str | None) -> list[Path]:

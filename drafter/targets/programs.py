@@ -298,7 +298,7 @@ def write_programs(folder: Path, source: _Source, dtype: torch.dtype) -> None:
         warnings.simplefilter("ignore")
         try:
             given = [name for name, _ in decoder.named_parameters() if name in source.matrices]
-            recorded = export_forward(model, decoder, shape, hidden_size, kinds, given, dtype)
+            recorded = export_forward(model, decoder, shape, hidden_size, kinds, given, stored=dtype)
             bar.update()
             forward = use_matrices(ov, ov.convert_model(recorded), [source.matrices[name] for name in given])
             forward = split_stores(ov, forward, 2 + (len(kinds) or 1), shape.num_layers)

@@ -174,8 +174,7 @@ class Target:
             return cls._load_stored(name, revision)
         if dtype == "auto" and runtime != "torch" and is_here:
             dtype = openvino_dtype(name)
-            stored = stored_file(name) if dtype == "bfloat16" and quantization == "none" else None
-            if stored is not None and is_better_stored(stored.file):
+            if dtype == "bfloat16" and quantization == "none" and is_better_stored(name):
                 try:
                     return cls._load_stored(name, revision)
                 except ValueError as error:
