@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -20,18 +21,32 @@ pytestmark = pytest.mark.skipif(
 KERNELS = {1: 62, 8: 459, 24: 601, 64: 638}
 
 
-def output_of(module: str, *args: str) -> list[str]:
-    """Lines that a module prints in a process of its own."""
-    command, environment = [sys.executable, "-m", module, *args], {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=1500, env=environment)
-    assert run.returncode == 0, run.stderr[-2000:]
-    return run.stdout.splitlines()
+@cache
+def output() -> dict[str, list[str]]:
+    """Lines that the cases and the count print, each in a process of its own; both run at once."""
+    modules = {"cases": [], "count": ["--quick"]}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with ThreadPoolExecutor() as pool:
+        runs = {
+            name: pool.submit(
+                subprocess.run,
+                [sys.executable, "-m", f"tests.accelerator.{name}", *args],
+                capture_output=True,
+                text=True,
+                timeout=1500,
+                env=environment,
+            )
+            for name, args in modules.items()
+        }
+    for run in runs.values():
+        assert run.result().returncode == 0, run.result().stderr[-2000:]
+    return {name: run.result().stdout.splitlines() for name, run in runs.items()}
 
 
 @cache
 def results() -> dict[str, Any]:
     """The line of every case."""
-    lines = [json.loads(line) for line in output_of("tests.accelerator.cases") if line.startswith('{"name"')]
+    lines = [json.loads(line) for line in output()["cases"] if line.startswith('{"name"')]
     return {line["name"]: line for line in lines}
 
 
@@ -85,7 +100,7 @@ def test_copies_are_counted() -> None:
 
 def test_kernels_of_a_step_outside_the_targets_forward() -> None:
     """The tree of 64 nodes is drafted in 5 steps; the target has one layer here."""
-    lines = [line.split("|")[1:4] for line in output_of("tests.accelerator.count", "--quick") if line.startswith("| ")]
+    lines = [line.split("|")[1:4] for line in output()["count"] if line.startswith("| ")]
     found = {int(nodes): (int(own), int(others)) for nodes, own, others in lines}
     assert all(others <= KERNELS[nodes] for nodes, (_, others) in found.items()), found
     assert found.keys() == KERNELS.keys() and all(30 < own < 80 for own, _ in found.values()), found
