@@ -8,6 +8,7 @@ Shapes: B rows · T tokens of a row · M = B T tokens of a program · S visible 
 K head dimension · D hidden size · V vocabulary.
 """
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,9 +25,19 @@ from drafter.targets.attention import NAME as FOLDED_ATTENTION
 from drafter.targets.attention import folded_attention
 from drafter.targets.cache import CacheShape, SlotLayer
 from drafter.targets.capabilities import LogitMap
-from drafter.targets.openvino_compile import Unsuitable
+from drafter.targets.openvino_compile import Unsuitable, as_recorded
 
 _ROW_ATTENTION = "drafter_rows"
+_ATEN = torch.ops.aten
+# In recorded programs: operators that change nothing there, and operators that OpenVINO reads as they are.
+_IDENTITIES = {_ATEN.contiguous.default, _ATEN.to.device}
+_READABLE = {
+    operator.floordiv, operator.mul,
+    _ATEN.add.Tensor, _ATEN.cat.default, _ATEN.cos.default, _ATEN.linear.default, _ATEN.mean.dim, _ATEN.mul.Tensor,
+    _ATEN.neg.default, _ATEN.pow.Tensor_Scalar, _ATEN.repeat.default, _ATEN.rsqrt.default,
+    _ATEN.scaled_dot_product_attention.default, _ATEN.select.int, _ATEN.silu.default, _ATEN.sin.default,
+    _ATEN.slice.Tensor, _ATEN.sym_size.int, _ATEN.transpose.int, _ATEN.unsqueeze.default, _ATEN.view.default,
+}  # fmt: skip
 
 
 class ConcatCache(Cache):
@@ -223,6 +234,41 @@ def export_logits(
     sizes = ({0: torch.export.Dim.AUTO}, [None] * len(weights))
     inputs = hidden_MD, weights
     return torch.export.export(LogitsProgram(output, logit_map), inputs, dynamic_shapes=sizes, strict=False)
+
+
+def to_openvino(ov: Any, program: ExportedProgram) -> Any:
+    """The program as a model of OpenVINO.
+
+    OpenVINO's converter first has torch decompose the operators, a second recording as long as the first. Where all
+    operators are among those that OpenVINO reads, as in most dense models, this function hands over the first.
+
+    Args:
+        ov: the module ``openvino``.
+        program: of :func:`export_forward` or :func:`export_logits`.
+
+    Raises:
+        Exception: of any kind that OpenVINO raises for what it cannot convert.
+    """
+    recorded = program.module(check_guards=False)
+    for node in list(recorded.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is _ATEN._assert_tensor_metadata.default:
+            recorded.graph.erase_node(node)
+        elif node.target in _IDENTITIES:
+            node.replace_all_uses_with(node.args[0])
+        elif node.target is _ATEN.to.dtype:
+            source, dtype = node.args[:2]
+            if source.meta["val"].dtype == dtype:
+                node.replace_all_uses_with(source)
+            else:
+                node.target, node.args, node.kwargs = _ATEN._to_copy.default, (source,), {"dtype": dtype}
+        elif node.target is _ATEN.reshape.default:
+            node.target = _ATEN.view.default
+        elif node.target not in _READABLE:
+            return ov.convert_model(program)
+    recorded.graph.eliminate_dead_code()
+    return ov.convert_model(as_recorded(recorded))
 
 
 @contextmanager

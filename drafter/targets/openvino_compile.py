@@ -167,6 +167,14 @@ def import_openvino() -> Any:
     return openvino
 
 
+def as_recorded(graph: Any) -> Any:
+    """A graph that torch recorded (`torch.fx.GraphModule`), for OpenVINO's converter to take as it is."""
+    import_openvino()
+    from openvino.frontend.pytorch.fx_decoder import TorchFXPythonDecoder
+
+    return TorchFXPythonDecoder(graph, dynamic_shapes=True)
+
+
 @cache
 def openvino_core() -> Any:
     """OpenVINO's core, the only one of this process: it lives to the end (Unsuitable as of :func:`import_openvino`).

@@ -15,7 +15,9 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
 from drafter.targets import loading, openvino_compile, programs
+from drafter.targets.export import to_openvino
 from drafter.targets.home import home_folder
+from drafter.targets.openvino_compile import import_openvino, openvino_core
 from drafter.targets.target import Target
 from tests.targets.test_target import NUM_NODES, NUM_SLOTS, assert_tree_equals_paths, prefill, run_tree, tiny, tokens
 from tests.targets.trees import depths_of, path_to, random_parents
@@ -80,6 +82,24 @@ def test_attention_with_a_formula_of_its_own_is_refused_with_the_reason(name: st
     target = tiny(name)
     with pytest.raises(ValueError, match=f"--runtime openvino cannot run target '.*{name}': its attention is 'eager'"):
         on_openvino(target)
+
+
+@pytest.mark.parametrize(("activation", "is_recorded_twice"), [(torch.nn.SiLU(), False), (torch.nn.GELU(), True)])
+def test_a_program_of_operators_that_openvino_reads_is_recorded_once(
+    activation: torch.nn.Module, is_recorded_twice: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ways give the numbers of torch."""
+    openvino = import_openvino()
+    decompose, calls = torch.export.ExportedProgram.run_decompositions, []
+    monkeypatch.setattr(
+        torch.export.ExportedProgram, "run_decompositions", lambda *args: calls.append(1) or decompose(*args)
+    )
+    x_TD = torch.randn(3, 8)
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), activation)
+    recorded = torch.export.export(module, (x_TD,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    program = openvino_core().compile_model(to_openvino(openvino, recorded), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    assert bool(calls) == is_recorded_twice
+    assert torch.allclose(torch.from_numpy(program([x_TD[:2].numpy()])[0]), module(x_TD[:2]), atol=1e-6)
 
 
 def test_code_that_cannot_be_recorded_is_refused_and_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
