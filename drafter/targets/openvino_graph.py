@@ -3,7 +3,6 @@
 Shapes: M tokens of a program · I input size · O output size of a matrix · G groups of inputs.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ def split_stores(ov: Any, model: Any, num_leading: int, num_layers: int) -> Any:
     return ov.Model([output.get_node() for output in model.outputs], inputs, "forward")
 
 
-def use_matrices(ov: Any, model: Any, matrices: Sequence[Grouped]) -> Any:
+def use_matrices(ov: Any, model: Any, matrices: list[Grouped]) -> Any:
     """The program with integers in groups in place of its last inputs, which are the matrices [O, I] of products.
 
     Matrices of one form that multiply the same input become one; a split hands out the parts of the product.
@@ -43,7 +42,7 @@ def use_matrices(ov: Any, model: Any, matrices: Sequence[Grouped]) -> Any:
     Args:
         ov: the module ``openvino``.
         model: as recorded.
-        matrices: one for each of the last inputs.
+        matrices: one for each of the last inputs; the list is emptied, so that no matrix is in memory twice.
 
     Raises:
         ValueError: the program does something else with a matrix than multiply by its transpose.
@@ -55,7 +54,9 @@ def use_matrices(ov: Any, model: Any, matrices: Sequence[Grouped]) -> Any:
             source = node.input_value(0)
             key = source.get_node().get_name(), source.get_index(), matrix.form
             groups.setdefault(key, []).append((node, matrix))
-    for group in groups.values():
+    matrices.clear()
+    for key in list(groups):
+        group = groups.pop(key)
         nodes = [node for node, _ in group]
         product = _grouped_product(ov, nodes[0].input_value(0), join([matrix for _, matrix in group]))
         _hand_out(ov, product, nodes, [matrix.shape[0] for _, matrix in group])

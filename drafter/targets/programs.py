@@ -11,7 +11,7 @@ The weights of the programs are numbers as they were read, or integers in groups
 import gc
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,14 +74,14 @@ class _Source(NamedTuple):
     Attributes:
         capabilities: of a model whose code is recorded; float32 if there are matrices.
         model: this model.
-        matrices: in place of parameters of the decoder, by name.
+        matrices: in place of parameters of the decoder, by name; each goes when a program has its numbers.
         ends: embeddings and output matrix.
         fingerprint, scheme: as of :class:`Programs`.
     """
 
     model: PreTrainedModel
     capabilities: Capabilities
-    matrices: Mapping[str, Grouped]
+    matrices: dict[str, Grouped]
     ends: tuple[Tensor | Grouped, Tensor | Grouped]
     fingerprint: str
     scheme: str
@@ -300,7 +300,7 @@ def write_programs(folder: Path, source: _Source, dtype: torch.dtype) -> None:
             given = [name for name, _ in decoder.named_parameters() if name in source.matrices]
             recorded = export_forward(model, decoder, shape, hidden_size, kinds, given, stored=dtype)
             bar.update()
-            forward = use_matrices(ov, to_openvino(ov, recorded), [source.matrices[name] for name in given])
+            forward = use_matrices(ov, to_openvino(ov, recorded), [source.matrices.pop(name) for name in given])
             forward = split_stores(ov, forward, 2 + (len(kinds) or 1), shape.num_layers)
             is_given = isinstance(output_matrix, Grouped)
             head = to_openvino(ov, export_logits(output, found.logit_map, hidden_size, is_given=is_given))
@@ -359,17 +359,9 @@ def _rounded(plain: PreTrainedModel, found: Capabilities, recorded: PreTrainedMo
 def _of_gguf(file: Path, place: Path, probe: Probe) -> _Source:
     """Programs with the integers of a GGUF file; only a few layers are unpacked, for the probes."""
     model = describe(place, torch.float32)  # OpenVINO multiplies by integers in float32 programs only
-    tensors = dict(read_tensors(file, model))
+    capabilities, fingerprint = _probe_few_layers(file, place, model, probe)
     parameters = dict(model.named_parameters())
-    missing = parameters.keys() - tensors.keys()
-    if missing:
-        raise ValueError(f"the GGUF file has no tensor for {min(missing)}")
-    found = probe(_few_layers(place, tensors))
-    assert isinstance(found.cache_shape, CacheShape)
-    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    capabilities = found._replace(
-        decoder=decoder_of(model), cache_shape=found.cache_shape._replace(num_layers=num_layers)
-    )
+    tensors = read_tensors(file, model, parameters)
     by_parameter = {id(parameter): tensors[name] for name, parameter in parameters.items()}
     ends: Any = model.get_input_embeddings(), model.get_output_embeddings()
     embedding, output = (by_parameter[id(module.weight)] for module in ends)
@@ -382,19 +374,23 @@ def _of_gguf(file: Path, place: Path, probe: Probe) -> _Source:
             parameter.data.copy_(tensor)
         elif parameter is not ends[0].weight:
             matrices[name] = tensor
-    fingerprint = fingerprint_of(StoredMatrix(output, torch.float32).weight)
     return _Source(model, capabilities, matrices, (embedding, output), fingerprint, "none")
 
 
-def _few_layers(place: Path, tensors: Mapping[str, Grouped | Tensor]) -> PreTrainedModel:
-    """The model with its first layers, one of each kind and two at least, and their unpacked weights."""
-    model = describe(place, torch.float32)
+def _probe_few_layers(file: Path, place: Path, model: PreTrainedModel, probe: Probe) -> tuple[Capabilities, str]:
+    """What ``model`` can do, and its fingerprint, by its first layers: one of each kind and two at least, unpacked."""
+    few = describe(place, torch.float32)
     config = model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     count = max(2, *(kinds.index(kind) + 1 for kind in set(kinds)))
-    layers = layers_of(model, str(place))
+    layers = layers_of(few, str(place))
     del layers[count:]
-    for name, parameter in model.named_parameters():
-        tensor = tensors[name]
-        parameter.data.copy_(tensor if isinstance(tensor, Tensor) else StoredMatrix(tensor, torch.float32).weight)
-    return model
+    parameters = dict(few.named_parameters())
+    for name, tensor in read_tensors(file, model, parameters).items():
+        dense = tensor if isinstance(tensor, Tensor) else StoredMatrix(tensor, torch.float32).weight
+        parameters[name].data.copy_(dense)
+    found = probe(few)
+    assert isinstance(found.cache_shape, CacheShape)
+    cache_shape = found.cache_shape._replace(num_layers=config.num_hidden_layers)
+    output: Any = few.get_output_embeddings()
+    return found._replace(decoder=decoder_of(model), cache_shape=cache_shape), fingerprint_of(output.weight)

@@ -6,7 +6,7 @@ specification of GGUF's quantisation types (Q4_0, Q4_1, Q4_K, Q6_K, Q8_0).
 Shapes: O outputs · I inputs · G groups of consecutive inputs · X any leading dimensions.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -223,11 +223,17 @@ _READERS: dict[str, Callable[[np.ndarray], Grouped]] = {
 }
 
 
-def read_tensors(file: Path, model: Any) -> Iterator[tuple[str, Grouped | Tensor]]:
-    """The tensors of a GGUF file by their names in ``model``: matrices in groups, and float32 tensors.
+def read_tensors(file: Path, model: Any, wanted: Collection[str]) -> dict[str, Grouped | Tensor]:
+    """Tensors of a GGUF file: matrices in groups, and float32 tensors.
+
+    Args:
+        file: of the tensors.
+        model: with the configuration of the whole file.
+        wanted: names of the tensors in the model.
 
     Raises:
-        ValueError: a type without a form in groups, or an architecture whose tensors transformers changes on loading.
+        ValueError: a type without a form in groups, an architecture whose tensors transformers changes on loading, or
+            a tensor that the file lacks.
     """
     import gguf
     from transformers.modeling_gguf_pytorch_utils import (
@@ -242,7 +248,8 @@ def read_tensors(file: Path, model: Any) -> Iterator[tuple[str, Grouped | Tensor
     if kind not in (TensorProcessor, LlamaTensorProcessor):
         raise ValueError(f"tensors of {config.model_type} are stored in another form than the model's")
     processor = kind(config=config.to_dict())
-    names = get_gguf_hf_weights_map(model, processor)
+    names = {stored: name for stored, name in get_gguf_hf_weights_map(model, processor).items() if name in wanted}
+    found: dict[str, Grouped | Tensor] = {}
     for tensor in gguf.GGUFReader(file).tensors:
         if tensor.name not in names:
             continue
@@ -251,6 +258,9 @@ def read_tensors(file: Path, model: Any) -> Iterator[tuple[str, Grouped | Tensor
             stored = processor.process(stored, tensor.name).weights
         type_name = tensor.tensor_type.name
         if type_name in ("F32", "F16"):
-            yield names[tensor.name], torch.from_numpy(stored.astype(np.float32))
+            found[names[tensor.name]] = torch.from_numpy(stored.astype(np.float32))
         else:
-            yield names[tensor.name], read_matrix(np.ascontiguousarray(stored), type_name)
+            found[names[tensor.name]] = read_matrix(np.ascontiguousarray(stored), type_name)
+    if missing := set(wanted) - found.keys():
+        raise ValueError(f"the GGUF file has no tensor for {min(missing)}")
+    return found
