@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from drafter.distill.magpie import Opening, invent_prompts, problem_of, user_opening
-from drafter.distill.prompts import Exclusion
+from drafter.distill.prompts import Exclusion, select_prompts
 from tests.data.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -76,17 +76,9 @@ class FakeSampler:
 
 
 def invent(path: Path, sampler: FakeSampler, num_prompts: int = 60, **options):
-    return invent_prompts(
-        path,
-        TOKENIZER,
-        sampler,
-        num_prompts,
-        target_name="tiny",
-        recorded={"target": "tiny"},
-        seed=1,
-        progress=False,
-        **options,
-    )
+    given = {"target_name": "tiny", "recorded": {"target": "tiny"}, "seed": 1, "progress": False, **options}
+    dropped = invent_prompts(path, TOKENIZER, sampler, num_prompts, **given)
+    return select_prompts(path, limit=num_prompts).prompts, dropped
 
 
 def test_invented_prompts_are_usable_and_counted(tmp_path: Path) -> None:
