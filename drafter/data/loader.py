@@ -37,7 +37,7 @@ class TrainLoader:
         self._rank = rank
         self._world_size = world_size
         self._fingerprint = fingerprint
-        self._epoch = 0
+        self._epoch = 0  # passes over the data that are complete
         self._position = 0  # batches of this rank handed out in this epoch
         self._planned: tuple[int, list[list[int]]] | None = None
         self._length = len(self._plan(0)) // world_size
@@ -59,11 +59,6 @@ class TrainLoader:
             self._position += 1
             yield self._gather(rows)
 
-    @property
-    def epoch(self) -> int:
-        """Passes over the data that are complete."""
-        return self._epoch
-
     def state_dict(self) -> dict[str, Any]:
         """The position in the data, and the settings that the position depends on."""
         position = {"epoch": self._epoch, "position": self._position, "world_size": self._world_size}
@@ -82,21 +77,12 @@ class TrainLoader:
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
 
     def _identity(self) -> dict[str, Any]:
-        return {
-            "fingerprint": self._fingerprint,
-            "batch_tokens": self._batch_tokens,
-            "seed": self._seed,
-        }
+        return {"fingerprint": self._fingerprint, "batch_tokens": self._batch_tokens, "seed": self._seed}
 
     def _plan(self, epoch: int) -> list[list[int]]:
         if self._planned is None or self._planned[0] != epoch:
-            plan = plan_epoch(
-                self._rows.length_R,
-                batch_tokens=self._batch_tokens,
-                seed=self._seed,
-                epoch=epoch,
-            )
-            self._planned = epoch, plan
+            lengths, size = self._rows.length_R, self._batch_tokens
+            self._planned = epoch, plan_epoch(lengths, batch_tokens=size, seed=self._seed, epoch=epoch)
         return self._planned[1]
 
 
@@ -107,13 +93,7 @@ class ValLoader:
     """
 
     def __init__(
-        self,
-        rows: TokenRows,
-        gather: Gather,
-        *,
-        batch_tokens: int,
-        rank: int = 0,
-        world_size: int = 1,
+        self, rows: TokenRows, gather: Gather, *, batch_tokens: int, rank: int = 0, world_size: int = 1
     ) -> None:
         self._gather = gather
         plan = plan_in_order(rows.length_R, batch_tokens=batch_tokens)
