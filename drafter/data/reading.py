@@ -26,11 +26,10 @@ _OF_ODD_FILES = (ValueError, OSError, OverflowError, TypeError, AttributeError, 
 
 
 class RawRow(NamedTuple):
-    """The fields of one row, its place for error messages, and its line or row number from 1."""
+    """The fields of one row, and its place for error messages, with its line or row number from 1."""
 
     fields: dict[str, Any]
     where: str
-    number: int
 
 
 @dataclass(frozen=True)
@@ -55,13 +54,13 @@ class Source:
         """
         where = f"{self.name}, {'line' if self.lines else 'row'} {number}"
         if not self.lines:
-            return RawRow(_without_null(item), where, number)
+            return RawRow(_without_null(item), where)
         if not item["text"].strip():
             return None
         fields = parse_json(item["text"].encode(), where, only_depth=True)
         if not isinstance(fields, dict):
             raise ValueError(f"{where}: a row must be an object with keys, not {type(fields).__name__}")
-        return RawRow({key: value for key, value in fields.items() if value is not None}, where, number)
+        return RawRow({key: value for key, value in fields.items() if value is not None}, where)
 
 
 def open_source(name: str | Path, *, streaming: bool) -> Source:

@@ -92,7 +92,7 @@ def test_jsonl_ends_lines_at_the_line_feed_only(tmp_path: Path) -> None:
     path.write_bytes('\ufeff{"text": "a\u2028b\u2029c\x85d"}\r\n\n{"text": "e"}'.encode())
     records = list(read_records(path))
     assert [record.fields["text"] for record in records] == ["a\u2028b\u2029c\x85d", "e"]
-    assert [record.number for record in records] == [1, 3]
+    assert [record.where for record in records] == [f"{path}, line {number}" for number in (1, 3)]
 
 
 def test_columns_rename_keys(tmp_path: Path) -> None:
