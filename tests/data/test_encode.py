@@ -58,19 +58,19 @@ def test_one_answer_token_by_token() -> None:
     ]
 
 
-def test_every_answer_of_a_long_conversation() -> None:
-    messages = [{"role": "system", "content": "Be brief."}, *chat("a", "one", "b", "two", "c", "three")]
-    encoded = encode_conversation(TOKENIZER, messages)
-    assert trained_text(encoded) == "one<|end|>two<|end|>three<|end|>"
+SYSTEM = {"role": "system", "content": "Be brief."}
 
 
-def test_the_end_of_a_cut_answer_is_not_trained_on() -> None:
-    encoded = encode_conversation(TOKENIZER, chat("a", "one", "b", "two"), is_cut=True)
-    assert trained_text(encoded) == "one<|end|>two"
-
-
-def test_a_character_of_several_tokens_is_whole() -> None:
-    assert trained_text(encode_conversation(TOKENIZER, chat("🙂", "né🙂é"))) == "né🙂é<|end|>"
+@pytest.mark.parametrize(
+    ("messages", "is_cut", "text"),
+    [
+        ([SYSTEM, *chat("a", "one", "b", "two", "c", "three")], False, "one<|end|>two<|end|>three<|end|>"),
+        (chat("a", "one", "b", "two"), True, "one<|end|>two"),  # the end of a cut answer is not the target's
+        (chat("🙂", "né🙂é"), False, "né🙂é<|end|>"),  # a character of several tokens is whole
+    ],
+)
+def test_every_answer_is_trained_on(messages: list[dict[str, str]], is_cut: bool, text: str) -> None:
+    assert trained_text(encode_conversation(TOKENIZER, messages, is_cut=is_cut)) == text
 
 
 def test_a_template_may_trim_answers_and_put_text_before_them() -> None:
@@ -198,14 +198,10 @@ def test_more_than_one_percent_of_failures_stops(tmp_path: Path) -> None:
     assert report.failures.total() == 1 and report.num_kept == 99
     assert report.lines()[-1].endswith("a.jsonl, line 100")
     name = write_jsonl(tmp_path / "b.jsonl", [good] * 98 + [bad] * 2)
-    with pytest.raises(
-        ValueError, match=r"b.jsonl: 2 of 100 .* more than 1%: the tokens before.*first: .*b.jsonl, line 99"
-    ):
+    reason = r"b.jsonl: 2 of 100 .* more than 1%: the tokens before.*first: .*b.jsonl, line 99"
+    with pytest.raises(ValueError, match=reason):
         encode_files([name], TOKENIZER, RowSettings())
-
-
-def test_nothing_to_train_on_says_why(tmp_path: Path) -> None:
-    name = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("a")}])
+    name = write_jsonl(tmp_path / "c.jsonl", [{"messages": chat("a")}])
     with pytest.raises(ValueError, match="nothing to train on: 1 rows without an answer dropped. Make answers with"):
         encode_files([name], TOKENIZER, RowSettings())
 
