@@ -40,22 +40,10 @@ def trained_text(encoded: EncodedRow, tokenizer=TOKENIZER) -> str:
 
 def test_one_answer_token_by_token() -> None:
     encoded = encode_conversation(TOKENIZER, chat("Hi", "the\n"))
-    shown = [(TOKENIZER.decode([token]), mask) for token, mask in zip(*encoded[:2], strict=True)]
-    assert shown == [
-        ("<s>", False),
-        ("<|user|>", False),
-        ("\n", False),
-        ("H", False),
-        ("i", False),
-        ("<|end|>", False),
-        ("\n", False),
-        ("<|bot|>", False),
-        ("\n", False),
-        ("the", True),
-        ("\n", True),
-        ("<|end|>", True),
-        ("\n", False),
-    ]
+    pieces = [TOKENIZER.decode([token]) for token in encoded.token_ids]
+    opening = ["<s>", "<|user|>", "\n", "H", "i", "<|end|>", "\n", "<|bot|>", "\n"]
+    assert pieces == [*opening, "the", "\n", "<|end|>", "\n"]
+    assert encoded.loss_mask == [False] * 9 + [True] * 3 + [False]
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -206,12 +194,6 @@ def test_more_than_one_percent_of_failures_stops(tmp_path: Path) -> None:
         encode_files([name], TOKENIZER, RowSettings())
 
 
-def test_several_files_are_one_data_set(tmp_path: Path) -> None:
-    names = [write_jsonl(tmp_path / f"{name}.jsonl", [{"messages": chat(name, "b")}, {"prompt": "?"}]) for name in "xy"]
-    rows, report = encode_files(names, TOKENIZER, RowSettings())
-    assert len(rows) == 2 and (report.num_rows, report.num_kept, report.dropped) == (4, 2, {NO_ANSWER: 2})
-
-
 def test_a_file_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other settings and another content are other data sets."""
     name = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat(f"{i}", "and " * i + "b")} for i in range(9)])
@@ -226,5 +208,7 @@ def test_a_file_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             encode_files([name], tiny_tokenizer(TRIMMING_TEMPLATE), RowSettings())
         TOKENIZER(["a", "bb"], padding=False, truncation=True, max_length=2)  # changes its state, not its tokens
         encode_files([name], TOKENIZER, RowSettings())
-    write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("other", "text")}])
-    assert len(encode_files([name], TOKENIZER, RowSettings())[0]) == 1
+    write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("other", "text")}, {"prompt": "?"}])
+    other = write_jsonl(tmp_path / "b.jsonl", [{"messages": chat("more", "text")}])
+    rows, report = encode_files([name, other], TOKENIZER, RowSettings())  # several files are one data set
+    assert len(rows) == 2 and (report.num_rows, report.num_kept, report.dropped) == (3, 2, {NO_ANSWER: 1})
