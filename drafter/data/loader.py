@@ -1,13 +1,10 @@
 """Iterables of batches for the trainer: deterministic, and resumable at the exact batch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from drafter.data.batch import ChatBatch, plan_epoch, plan_in_order
+from drafter.data.batch import ChatBatch, StateReader, gather, plan_epoch, plan_in_order
 from drafter.data.rows import TokenRows
-
-# Makes a batch of row numbers.
-Gather = Callable[[Sequence[int]], ChatBatch]
 
 
 class TrainLoader:
@@ -22,7 +19,7 @@ class TrainLoader:
     def __init__(
         self,
         rows: TokenRows,
-        gather: Gather,
+        states: StateReader | None = None,
         *,
         batch_tokens: int,
         seed: int,
@@ -31,7 +28,7 @@ class TrainLoader:
         fingerprint: str = "",
     ) -> None:
         self._rows = rows
-        self._gather = gather
+        self._states = states
         self._batch_tokens = batch_tokens
         self._seed = seed
         self._rank = rank
@@ -57,7 +54,7 @@ class TrainLoader:
                 self._epoch, self._position = self._epoch + 1, 0
             rows = self._plan(self._epoch)[self._position * self._world_size + self._rank]
             self._position += 1
-            yield self._gather(rows)
+            yield gather(self._rows, rows, states=self._states)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data, and the settings that the position depends on."""
@@ -93,9 +90,15 @@ class ValLoader:
     """
 
     def __init__(
-        self, rows: TokenRows, gather: Gather, *, batch_tokens: int, rank: int = 0, world_size: int = 1
+        self,
+        rows: TokenRows,
+        states: StateReader | None = None,
+        *,
+        batch_tokens: int,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
-        self._gather = gather
+        self._rows, self._states = rows, states
         plan = plan_in_order(rows.length_R, batch_tokens=batch_tokens)
         self._batches = _divisible(plan, world_size)[rank::world_size]
 
@@ -103,7 +106,7 @@ class ValLoader:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[ChatBatch]:
-        return map(self._gather, self._batches)
+        return (gather(self._rows, batch, states=self._states) for batch in self._batches)
 
 
 def _divisible(batches: list[list[int]], num_ranks: int) -> list[list[int]]:

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,10 +11,9 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from drafter.data.batch import gather
 from drafter.data.encode import RowSettings, encode_files
 from drafter.data.hidden_states import CachedStates, cache_states
-from drafter.data.loader import Gather, TrainLoader, ValLoader
+from drafter.data.loader import TrainLoader, ValLoader
 from drafter.data.rows import TokenRows, split_by_prompt
 from drafter.data.stored_states import StoredFiles, StoredStates, open_stored_states
 from drafter.targets.catalog import load_tokenizer, vocab_size_of
@@ -136,12 +135,12 @@ class ChatDataModule(LightningDataModule):
         _ = self._rows
 
     def train_dataloader(self) -> TrainLoader:
-        rows, gather_rows = self._source("train")
-        return TrainLoader(rows, gather_rows, seed=self._seed, fingerprint=rows.digest(), **self._batching())
+        rows, states = self._source("train")
+        return TrainLoader(rows, states, seed=self._seed, fingerprint=rows.digest(), **self._batching())
 
     def val_dataloader(self) -> ValLoader:
-        rows, gather_rows = self._source("val")
-        return ValLoader(rows, gather_rows, **self._batching())
+        rows, states = self._source("val")
+        return ValLoader(rows, states, **self._batching())
 
     def cache_states(self, target: Target, *, draft_length: int, context_layers: Sequence[int] = ()) -> None:
         """Fill the hidden-state cache, if ``cache_hidden_states`` names a folder, or open the files of
@@ -212,16 +211,13 @@ class ChatDataModule(LightningDataModule):
         rows = self.train_rows
         return rows.trained_on_everything() if self.train_on == "everything" else rows
 
-    def _source(self, part: str) -> tuple[TokenRows, Gather]:
-        """The rows of ``train`` or ``val``, and the function that makes batches of rows."""
-        rows = self._trained_rows() if part == "train" else self.val_rows
-        states = None
-        if self._states_folder is not None or self._stored_folder is not None:
-            if part not in self._states:
-                raise ValueError("hidden states on disk: the cache is not made yet; call cache_states(target) first")
-            states = self._states[part]
-            rows = states.rows
-        return rows, partial(gather, rows, states=states)
+    def _source(self, part: str) -> tuple[TokenRows, CachedStates | StoredStates | None]:
+        """The rows of ``train`` or ``val``, and the reader of their states, if states are on disk."""
+        if self._states_folder is None and self._stored_folder is None:
+            return (self._trained_rows() if part == "train" else self.val_rows), None
+        if part not in self._states:
+            raise ValueError("hidden states on disk: the cache is not made yet; call cache_states(target) first")
+        return self._states[part].rows, self._states[part]
 
     @cached_property
     def _rows(self) -> tuple[TokenRows, TokenRows]:
