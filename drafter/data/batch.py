@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from drafter.data.rows import TokenRows
 
@@ -43,29 +44,17 @@ def collate(rows: Sequence[tuple[Tensor, Tensor]], *, pad_multiple: int = 1) -> 
     >>> batch.token_BT.tolist(), batch.loss_mask_BT.tolist(), batch.length_B.tolist()
     ([[5, 6, 7], [8, 0, 0]], [[False, True, True], [True, False, False]], [3, 1])
     """
-    assert rows, "a batch needs at least one row"
-    lengths = [len(token_T) for token_T, _ in rows]
-    width = _padded(max(lengths), pad_multiple)
-    token_BT = torch.zeros(len(rows), width, dtype=torch.int64)
-    loss_mask_BT = torch.zeros(len(rows), width, dtype=torch.bool)
-    for row, (token_T, loss_mask_T) in enumerate(rows):
-        token_BT[row, : lengths[row]] = token_T
-        loss_mask_BT[row, : lengths[row]] = loss_mask_T
-    return ChatBatch(token_BT, loss_mask_BT, torch.tensor(lengths, dtype=torch.int64))
+    tokens, masks = zip(*rows, strict=True)
+    return ChatBatch(
+        _stack(tokens, pad_multiple), _stack(masks, pad_multiple), torch.tensor([len(token_T) for token_T in tokens])
+    )
 
 
-def pad_states(states: Sequence[Tensor], width: int) -> Tensor:
-    """Stack states [T_row, D] into [B, width, D], zeros on the right."""
-    out_BTD = states[0].new_zeros(len(states), width, states[0].shape[-1])
-    for row, state_TD in enumerate(states):
-        out_BTD[row, : len(state_TD)] = state_TD
-    return out_BTD
-
-
-def keyed_generator(*key: int | str) -> torch.Generator:
-    """A generator seeded by the whole key, so that neighbouring keys do not share their streams."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+def _stack(parts: Sequence[Tensor], pad_multiple: int) -> Tensor:
+    """Parts [T_row, ...] as one tensor [B, T, ...], zeros on the right."""
+    stacked_BT = pad_sequence(list(parts), batch_first=True)
+    missing = -stacked_BT.shape[1] % pad_multiple
+    return torch.nn.functional.pad(stacked_BT, (0, 0) * (stacked_BT.ndim - 2) + (0, missing))
 
 
 def plan_epoch(length_R: Tensor, *, batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
@@ -74,7 +63,9 @@ def plan_epoch(length_R: Tensor, *, batch_tokens: int, seed: int, epoch: int) ->
     A batch holds as many rows of similar length as fit ``rows x longest row <= batch_tokens`` (one row if that row
     alone is longer), where the longest row counts with its padding. Batches come in random order.
     """
-    generator = keyed_generator("epoch", seed, epoch)
+    # A hash of the whole key: neighbouring epochs and seeds do not share their streams.
+    digest = hashlib.blake2b(repr(("epoch", seed, epoch)).encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     order_R = torch.randperm(len(length_R), generator=generator)
     batches: list[list[int]] = []
     for pool_R in order_R.split(_POOL_ROWS):
@@ -94,18 +85,14 @@ def _cut(rows: list[int], lengths: list[int], batch_tokens: int) -> list[list[in
     batches: list[list[int]] = []
     batch: list[int] = []
     for row, length in zip(rows, lengths, strict=True):
-        if batch and (len(batch) + 1) * _padded(length, PAD_MULTIPLE) > batch_tokens:
+        padded = length + -length % PAD_MULTIPLE
+        if batch and (len(batch) + 1) * padded > batch_tokens:
             batches.append(batch)
             batch = []
         batch.append(row)
     if batch:
         batches.append(batch)
     return batches
-
-
-def _padded(length: int, multiple: int) -> int:
-    """``length`` rounded up to a multiple."""
-    return -(-length // multiple) * multiple
 
 
 class States(NamedTuple):
@@ -126,10 +113,9 @@ def gather(rows: TokenRows, indices: Sequence[int], *, states: StateReader | Non
     batch = collate(rows.take(indices), pad_multiple=PAD_MULTIPLE)
     if states is None:
         return batch
-    width = batch.token_BT.shape[1]
     found = [states.row(index) for index in indices]
     contexts = [state.context_TC for state in found if state.context_TC is not None]
     return batch._replace(
-        hidden_BTD=pad_states([state.hidden_TD for state in found], width),
-        context_BTC=pad_states(contexts, width) if contexts else None,
+        hidden_BTD=_stack([state.hidden_TD for state in found], PAD_MULTIPLE),
+        context_BTC=_stack(contexts, PAD_MULTIPLE) if contexts else None,
     )

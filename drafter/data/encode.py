@@ -8,7 +8,7 @@ characters, and the special token that closes a turn.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from drafter.data.formats import ChatMessage, Row, parse_row
 from drafter.data.reading import Source, open_source
 from drafter.data.rows import TokenRows, row_features
-from drafter.data.template import PrefixError, Rendered, find_all_answers
+from drafter.data.template import Rendered, find_all_answers
 from drafter.targets.chat import Chat
 
 MAX_FAILED_SHARE = 0.01
@@ -229,20 +229,16 @@ class RowEncoder:
         """
         records = [source.record(item, number) for item, number in zip(items, numbers, strict=True)]
         rows = [parse_row(record, columns=self._settings.columns) for record in records if record is not None]
-        chats = {index: self._chat(row) for index, row in enumerate(rows) if row.is_chat}
-        rendered = self._render(
-            {index: chat for index, chat in chats.items() if isinstance(chat, Chat)},
-            {index for index, row in enumerate(rows) if row.is_cut},
-        )
-        for index, row in enumerate(rows):
+        conversations = self._conversations([row for row in rows if row.is_chat])
+        for row in rows:
             self._check_ids(row)
-            if row.token_ids is not None:
-                found = [self._cut(_row_of_ids(row))]
+            if row.is_chat:
+                found = [self._cut(next(conversations))]
             elif row.text is not None:
                 found = list(self._chunks_of_text(row.text))
             else:
-                chat = chats[index]
-                found = [chat if isinstance(chat, EncodedRow) else self._cut(rendered[index])]
+                mask = [False] * len(row.prompt_ids) + [True] * len(row.token_ids or ())
+                found = [self._cut(EncodedRow([*row.prompt_ids, *(row.token_ids or ())], mask))]
             yield from (encoded._replace(where=row.where) for encoded in found)
 
     def _check_ids(self, row: Row) -> None:
@@ -254,65 +250,51 @@ class RowEncoder:
                 "tokens: the row is another model's"
             )
 
-    def _chat(self, row: Row) -> Chat | EncodedRow:
-        """The conversation to render, ending with an answer; a dropped row without one."""
-        messages = _asked(row)
-        if messages[-1]["role"] != "assistant":
-            return _dropped(NO_ANSWER)
-        if row.has_parts:
-            return _dropped(_PARTS)
-        answers = [message["content"].rstrip() for message in messages if message["role"] == "assistant"]
-        if not all(answers):
-            return _dropped(EMPTY)
-        if any(answer.endswith(self._marks) for answer in answers):
-            return _dropped(_MARK)
-        return Chat(messages, row.tools)
-
-    def _render(self, chats: Mapping[int, Chat], cut: Container[int]) -> dict[int, EncodedRow]:
-        """The encoded conversations, under the same keys; ``cut``: keys whose last answer has no end."""
-        if chats and not self._tokenizer.chat_template:
+    def _conversations(self, rows: Sequence[Row]) -> Iterator[EncodedRow]:
+        """The encoded conversations, rendered by one process with limits."""
+        chats = [Chat(_asked(row), row.tools) for row in rows]
+        problems = [self._problem_of(row, chat) for row, chat in zip(rows, chats, strict=True)]
+        good = [chat for chat, problem in zip(chats, problems, strict=True) if not problem]
+        if good and not self._tokenizer.chat_template:
             raise ValueError(
                 f"target {self._name!r} has no chat template, so conversations cannot be rendered: give plain `text` "
                 "rows, or choose an instruction-tuned target"
             )
-        found = find_all_answers(self._tokenizer, list(chats.values()), self._name)
-        good = [item for item in found if isinstance(item, Rendered)]
-        texts = [text for item in good for text in (item.text, *(answer.prefix for answer in item.answers))]
-        encodings = iter(self._tokenise(texts))
-        rows: dict[int, EncodedRow] = {}
-        for index, item in zip(chats, found, strict=True):
-            try:
-                if isinstance(item, PrefixError):
-                    raise item
-                whole, prefixes = next(encodings), [next(encodings).ids for _ in item.answers]
-                rows[index] = self._masked(whole, item, prefixes, has_end=index not in cut)
-            except PrefixError as error:
-                rows[index] = _dropped(error.reason)
-        return rows
+        rendered = iter(find_all_answers(self._tokenizer, good, self._name))
+        for row, problem in zip(rows, problems, strict=True):
+            found = problem or next(rendered)
+            if isinstance(found, str):
+                yield EncodedRow([], [], problem=found)
+            else:
+                yield self._masked(found, has_end=not row.is_cut)
 
-    def _tokenise(self, texts: Sequence[str]) -> Sequence[Any]:
-        """Encodings with ``ids`` and character ``offsets``, from one call of the Rust tokenizer."""
-        if not texts:
-            return []
-        _backend(self._tokenizer)
-        encoded = self._tokenizer(list(texts), add_special_tokens=False, truncation=False, padding=False)
-        encodings: Sequence[Any] = encoded.encodings
-        return encodings
+    def _problem_of(self, row: Row, chat: Chat) -> str:
+        """The reason to drop a conversation before it is rendered, or empty."""
+        if chat.messages[-1]["role"] != "assistant":
+            return NO_ANSWER
+        if row.has_parts:
+            return _PARTS
+        answers = [message["content"].rstrip() for message in chat.messages if message["role"] == "assistant"]
+        if not all(answers):
+            return EMPTY
+        return _MARK if any(answer.endswith(self._marks) for answer in answers) else ""
 
-    def _masked(
-        self, whole: Any, rendered: Rendered, prefixes: Sequence[list[int]], *, has_end: bool = True
-    ) -> EncodedRow:
+    def _masked(self, rendered: Rendered, *, has_end: bool) -> EncodedRow:
         """Token ids and mask of one conversation, whose prefixes are compared token by token.
 
         A token belongs to an answer if all its characters do. A token of one byte covers the byte's whole character.
         The token that ends the last answer belongs to the mask if ``has_end``.
         """
+        _backend(self._tokenizer)
+        texts = [rendered.text, *(answer.prefix for answer in rendered.answers)]
+        encoded = self._tokenizer(texts, add_special_tokens=False, truncation=False, padding=False)
+        whole, *prefixes = encoded.encodings
         ids, spans = whole.ids, whole.offsets
         loss_mask = [False] * len(ids)
-        for number, (prefix_ids, answer) in enumerate(zip(prefixes, rendered.answers, strict=True), start=1):
-            index = len(prefix_ids)
-            if ids[:index] != prefix_ids:
-                raise PrefixError("the tokens before an answer change when the answer is added")
+        for number, (prefix, answer) in enumerate(zip(prefixes, rendered.answers, strict=True), start=1):
+            index = len(prefix.ids)
+            if ids[:index] != prefix.ids:
+                return EncodedRow([], [], problem="the tokens before an answer change when the answer is added")
             while index < len(ids) and spans[index][0] < answer.start:
                 index += 1
             while index < len(ids) and spans[index][1] <= answer.end:
@@ -341,23 +323,13 @@ class RowEncoder:
             row = row._replace(token_ids=row.token_ids[:size], loss_mask=row.loss_mask[:size], is_cut=True)
         if row.problem or any(row.loss_mask):
             return row
-        return _dropped(TOO_LONG if row.is_cut else EMPTY)
+        return EncodedRow([], [], problem=TOO_LONG if row.is_cut else EMPTY)
 
 
 def _asked(row: Row) -> list[ChatMessage]:
     """The messages of a row, without a last question that has no answer."""
     messages = list(row.messages)
     return messages[:-1] if messages[-1]["role"] == "user" and len(messages) > 2 else messages
-
-
-def _row_of_ids(row: Row) -> EncodedRow:
-    assert row.token_ids is not None
-    mask = [False] * len(row.prompt_ids) + [True] * len(row.token_ids)
-    return EncodedRow([*row.prompt_ids, *row.token_ids], mask)
-
-
-def _dropped(problem: str) -> EncodedRow:
-    return EncodedRow([], [], problem=problem)
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

@@ -28,7 +28,6 @@ from typing import Any
 
 from drafter.data.reading import RawRow, read_records
 
-_ANSWER_KEYS = ("completion", "response", "text")
 _TURN_KEYS = {"messages": "messages", "sharegpt": "conversations"}
 _ROLES = {
     "system": "system",
@@ -60,7 +59,6 @@ class Row:
         later_turns: further user turns of a conversation without answers (MT-bench).
         tools: functions that the target may call, in OpenAI's form.
         prompt_ids, token_ids: the tokens of prompt and answer, where the file gives tokens.
-        number: line or row number in the file.
     """
 
     messages: tuple[ChatMessage, ...] = ()
@@ -74,7 +72,6 @@ class Row:
     tools: tuple[dict[str, Any], ...] = ()
     prompt_ids: tuple[int, ...] = ()
     token_ids: tuple[int, ...] | None = None
-    number: int = 0
 
     @property
     def is_chat(self) -> bool:
@@ -121,7 +118,6 @@ def parse_row(record: RawRow, *, columns: Mapping[str, str] | None = None) -> Ro
         "id": _text_or_none(fields.get("id", fields.get("question_id"))),
         "source": _text_or_none(fields.get("source")),
         "where": record.where,
-        "number": record.number,
         "is_cut": fields.get("finish_reason") == "length",
         "tools": _tools(fields, record.where),
     }
@@ -233,23 +229,14 @@ def _content(value: Any, where: str) -> str:
     raise ValueError(f"{where} is {type(value).__name__}, not text: only text turns can be used")
 
 
-def _read_alpaca(fields: Mapping[str, Any], where: str) -> list[ChatMessage]:
-    question = _text(fields, "instruction", where)
-    extra = fields.get("input")
-    if isinstance(extra, str) and extra.strip():
+def _read_pair(fields: Mapping[str, Any], where: str, *, key: str, answers: Sequence[str]) -> list[ChatMessage]:
+    """A question, and the first of the answers that the row has."""
+    question, extra = _text(fields, key, where), fields.get("input")
+    if key == "instruction" and isinstance(extra, str) and extra.strip():
         question += "\n\n" + extra
     messages = [{"role": "user", "content": question}]
-    if fields.get("output") is not None:
-        messages.append({"role": "assistant", "content": _text(fields, "output", where)})
-    return messages
-
-
-def _read_prompt(fields: Mapping[str, Any], where: str) -> list[ChatMessage]:
-    messages = [{"role": "user", "content": _text(fields, "prompt", where)}]
-    answer = next((key for key in _ANSWER_KEYS if fields.get(key) is not None), None)
-    if answer is not None:
-        messages.append({"role": "assistant", "content": _text(fields, answer, where)})
-    return messages
+    answer = next((name for name in answers if fields.get(name) is not None), None)
+    return messages + ([{"role": "assistant", "content": _text(fields, answer, where)}] if answer else [])
 
 
 def _read_user_turns(fields: Mapping[str, Any], where: str) -> list[ChatMessage]:
@@ -265,8 +252,8 @@ def _read_user_turns(fields: Mapping[str, Any], where: str) -> list[ChatMessage]
 _READERS: dict[str, Callable[[Mapping[str, Any], str], list[ChatMessage]]] = {
     "messages": partial(_read_turns, key="messages", names=(("role",), ("content",))),
     "sharegpt": partial(_read_turns, key="conversations", names=(("from", "role"), ("value", "content", "text"))),
-    "alpaca": _read_alpaca,
-    "prompt": _read_prompt,
+    "alpaca": partial(_read_pair, key="instruction", answers=("output",)),
+    "prompt": partial(_read_pair, key="prompt", answers=("completion", "response", "text")),
     "turns": _read_user_turns,
 }
 

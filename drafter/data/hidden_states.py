@@ -12,7 +12,6 @@ import hashlib
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +25,6 @@ from drafter.targets.target import Target
 _FILE_BYTES = 1 << 26
 _SPARE = 1.02  # headers, and the overhead of the file system
 _VERSION = 1  # raise the number when the files' content changes
-
-
-@dataclass(frozen=True)
-class StateSpec:
-    """What states depend on beside the tokens, and their sizes."""
-
-    target_fingerprint: str
-    dtype: str
-    hidden_size: int
-    context_layers: tuple[int, ...]
-    margin: int
-
-    @property
-    def context_size(self) -> int:
-        return self.hidden_size * len(self.context_layers)
-
-    @property
-    def bytes_per_position(self) -> int:
-        return 2 * (self.hidden_size + self.context_size)
 
 
 def crop_to_answers(rows: TokenRows, margin: int) -> TokenRows:
@@ -65,25 +45,20 @@ class CachedStates:
     Args:
         rows: the rows, cut to the positions that have states.
         states: a ``datasets.Dataset`` of their states.
-        spec: the spec of the states.
+        dtype: the target's dtype.
     """
 
-    def __init__(self, rows: TokenRows, states: Any, spec: StateSpec) -> None:
-        self.rows = rows
-        self._states = states.with_format("arrow")
-        self._dtype = getattr(torch, spec.dtype)
-        self._sizes = spec.hidden_size, spec.context_size
+    def __init__(self, rows: TokenRows, states: Any, dtype: torch.dtype) -> None:
+        self.rows, self._states, self._dtype = rows, states.with_format("arrow"), dtype
 
     def row(self, index: int) -> States:
         """The states of a row's kept positions."""
-        table = self._states[index]
-        hidden_size, context_size = self._sizes
-        hidden_TD = self._tensor(table["hidden"], hidden_size)
-        return States(hidden_TD, self._tensor(table["context"], context_size) if context_size else None)
+        table, length = self._states[index], int(self.rows.length_R[index])
+        hidden, context = (bytearray(table[name][0].as_buffer()) for name in ("hidden", "context"))
+        return States(self._tensor(hidden, length), self._tensor(context, length) if context else None)
 
-    def _tensor(self, column: Any, size: int) -> Tensor:
-        data = bytearray(column[0].as_buffer())
-        return torch.frombuffer(data, dtype=torch.bfloat16).view(-1, size).to(self._dtype)
+    def _tensor(self, data: bytearray, length: int) -> Tensor:
+        return torch.frombuffer(data, dtype=torch.bfloat16).view(length, -1).to(self._dtype)
 
 
 def cache_states(
@@ -108,40 +83,44 @@ def cache_states(
     from tqdm import tqdm
 
     folder = Path(folder).expanduser()
-    spec = StateSpec(
-        target.fingerprint, str(target.dtype).removeprefix("torch."), target.hidden_size, tuple(context_layers), margin
-    )
     cropped = crop_to_answers(rows, margin)
+    key = repr((target.fingerprint, target.dtype, target.hidden_size, tuple(context_layers), margin, _VERSION))
+    position_bytes = 2 * target.hidden_size * (1 + len(context_layers))
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):
-        files = [(part, folder / f"states-{_key(rows, part, spec)}.arrow") for part in _plan_files(cropped, spec)]
+        files = [
+            (part, folder / f"states-{_name(rows.select(part), key)}.arrow")
+            for part in _plan_files(cropped, position_bytes)
+        ]
         missing = [(part, path) for part, path in files if not path.is_file()]
         if missing:
-            _check_room(folder, spec, sum(int(cropped.length_R[list(part)].sum()) for part, _ in missing))
+            num_positions = sum(int(cropped.length_R[list(part)].sum()) for part, _ in missing)
+            _check_room(folder, num_positions, position_bytes)
         total = sum(int(rows.length_R[list(part)].sum()) for part, _ in missing)
         with tqdm(
             total=total, desc="hidden states", unit="token", unit_scale=True, disable=not progress, file=sys.stderr
         ) as bar:
             for part, path in missing:
-                states = _compute(rows.select(part), cropped.start_R[list(part)], target, spec, batch_tokens, bar)
-                _write(path, states)
-    return CachedStates(cropped, datasets.concatenate_datasets([_open(path, len(part)) for part, path in files]), spec)
+                start_R = cropped.start_R[list(part)]
+                _write(path, _compute(rows.select(part), start_R, target, context_layers, batch_tokens, bar))
+    states = datasets.concatenate_datasets([_open(path, len(part)) for part, path in files])
+    return CachedStates(cropped, states, target.dtype)
 
 
 @torch.no_grad()
 def _compute(
-    rows: TokenRows, start_R: Tensor, target: Target, spec: StateSpec, batch_tokens: int, bar: Any
+    rows: TokenRows, start_R: Tensor, target: Target, context_layers: Sequence[int], batch_tokens: int, bar: Any
 ) -> dict[str, list[bytes]]:
     """The states of one file. The target reads whole rows; the file gets the positions from ``start_R`` on."""
     columns: dict[str, list[bytes]] = {"hidden": [b""] * len(rows), "context": [b""] * len(rows)}
     for batch in plan_in_order(rows.length_R, batch_tokens=batch_tokens):
         tokens = [row.token_T for row in rows.take(batch)]
         token_BT = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True).to(target.device)
-        output = target.forward(token_BT, context_layers=spec.context_layers)
+        output = target.forward(token_BT, context_layers=context_layers)
         for line, index in enumerate(batch):
             kept = slice(int(start_R[index]), len(tokens[line]))
             columns["hidden"][index] = _bytes(output.hidden_BTD[line, kept])
-            if spec.context_layers:
+            if context_layers:
                 columns["context"][index] = _bytes(output.context_BTC[line, kept])
             bar.update(len(tokens[line]))
     return columns
@@ -181,9 +160,9 @@ def _features() -> Any:
     return Features({"hidden": Value("large_binary"), "context": Value("large_binary")})
 
 
-def _plan_files(cropped: TokenRows, spec: StateSpec) -> list[range]:
+def _plan_files(cropped: TokenRows, position_bytes: int) -> list[range]:
     """Ranges of rows of about 64 MiB, planned from the first row on, so that added rows change no earlier range."""
-    limit = max(1, _FILE_BYTES // spec.bytes_per_position)
+    limit = max(1, _FILE_BYTES // position_bytes)
     files, start, size = [], 0, 0
     for index, length in enumerate(cropped.length_R.tolist()):
         size += length
@@ -193,14 +172,13 @@ def _plan_files(cropped: TokenRows, spec: StateSpec) -> list[range]:
     return files
 
 
-def _key(rows: TokenRows, part: range, spec: StateSpec) -> str:
-    """A hash of the uncut rows and the spec: a state depends on all text before its position, cut text included."""
-    text = repr((rows.select(part).digest(), spec, _VERSION))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+def _name(rows: TokenRows, key: str) -> str:
+    """A hash of the uncut rows and the key: a state depends on all text before its position, cut text included."""
+    return hashlib.blake2b((rows.digest() + key).encode(), digest_size=16).hexdigest()
 
 
-def _check_room(folder: Path, spec: StateSpec, num_positions: int) -> None:
-    needed = int(num_positions * spec.bytes_per_position * _SPARE)
+def _check_room(folder: Path, num_positions: int, position_bytes: int) -> None:
+    needed = int(num_positions * position_bytes * _SPARE)
     free = shutil.disk_usage(folder).free
     print(
         f"hidden states of {num_positions:,} positions: {needed / 1e9:.2f} GB in {folder} ({free / 1e9:.1f} GB free)",

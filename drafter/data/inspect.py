@@ -1,6 +1,7 @@
 """``drafter data inspect``: rows with their loss mask in colour, and the counts of the file."""
 
-from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from drafter.data.encode import EncodeReport, RowSettings, encode_files
@@ -50,19 +51,10 @@ def paint(tokenizer: Any, row: TokenRow, *, has_colour: bool) -> "Text":
     from rich.text import Text
 
     text = Text()
-    for is_trained, ids in _runs(row):
-        piece = tokenizer.decode(ids)
+    for is_trained, run in groupby(zip(row.token_T.tolist(), row.loss_mask_T.tolist(), strict=True), itemgetter(1)):
+        piece = tokenizer.decode([token for token, _ in run])
         if has_colour:
             text.append(piece, style=_TRAINED_STYLE if is_trained else _OTHER_STYLE)
         else:
             text.append(f"⟦{piece}⟧" if is_trained else piece)
     return text
-
-
-def _runs(row: TokenRow) -> Iterator[tuple[bool, list[int]]]:
-    """Runs of neighbouring tokens with the same loss mask."""
-    start, ids, mask = 0, row.token_T.tolist(), row.loss_mask_T.tolist()
-    for end in range(1, len(ids) + 1):
-        if end == len(ids) or mask[end] != mask[start]:
-            yield mask[start], ids[start:end]
-            start = end

@@ -1,13 +1,10 @@
 """Iterables of batches for the trainer: deterministic, and resumable at the exact batch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from drafter.data.batch import ChatBatch, plan_epoch, plan_in_order
+from drafter.data.batch import ChatBatch, StateReader, gather, plan_epoch, plan_in_order
 from drafter.data.rows import TokenRows
-
-# Makes a batch of row numbers.
-Gather = Callable[[Sequence[int]], ChatBatch]
 
 
 class TrainLoader:
@@ -22,7 +19,7 @@ class TrainLoader:
     def __init__(
         self,
         rows: TokenRows,
-        gather: Gather,
+        states: StateReader | None = None,
         *,
         batch_tokens: int,
         seed: int,
@@ -31,13 +28,13 @@ class TrainLoader:
         fingerprint: str = "",
     ) -> None:
         self._rows = rows
-        self._gather = gather
+        self._states = states
         self._batch_tokens = batch_tokens
         self._seed = seed
         self._rank = rank
         self._world_size = world_size
         self._fingerprint = fingerprint
-        self._epoch = 0
+        self._epoch = 0  # passes over the data that are complete
         self._position = 0  # batches of this rank handed out in this epoch
         self._planned: tuple[int, list[list[int]]] | None = None
         self._length = len(self._plan(0)) // world_size
@@ -57,12 +54,7 @@ class TrainLoader:
                 self._epoch, self._position = self._epoch + 1, 0
             rows = self._plan(self._epoch)[self._position * self._world_size + self._rank]
             self._position += 1
-            yield self._gather(rows)
-
-    @property
-    def epoch(self) -> int:
-        """Passes over the data that are complete."""
-        return self._epoch
+            yield gather(self._rows, rows, states=self._states)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data, and the settings that the position depends on."""
@@ -82,21 +74,12 @@ class TrainLoader:
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
 
     def _identity(self) -> dict[str, Any]:
-        return {
-            "fingerprint": self._fingerprint,
-            "batch_tokens": self._batch_tokens,
-            "seed": self._seed,
-        }
+        return {"fingerprint": self._fingerprint, "batch_tokens": self._batch_tokens, "seed": self._seed}
 
     def _plan(self, epoch: int) -> list[list[int]]:
         if self._planned is None or self._planned[0] != epoch:
-            plan = plan_epoch(
-                self._rows.length_R,
-                batch_tokens=self._batch_tokens,
-                seed=self._seed,
-                epoch=epoch,
-            )
-            self._planned = epoch, plan
+            lengths, size = self._rows.length_R, self._batch_tokens
+            self._planned = epoch, plan_epoch(lengths, batch_tokens=size, seed=self._seed, epoch=epoch)
         return self._planned[1]
 
 
@@ -109,13 +92,13 @@ class ValLoader:
     def __init__(
         self,
         rows: TokenRows,
-        gather: Gather,
+        states: StateReader | None = None,
         *,
         batch_tokens: int,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        self._gather = gather
+        self._rows, self._states = rows, states
         plan = plan_in_order(rows.length_R, batch_tokens=batch_tokens)
         self._batches = _divisible(plan, world_size)[rank::world_size]
 
@@ -123,7 +106,7 @@ class ValLoader:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[ChatBatch]:
-        return map(self._gather, self._batches)
+        return (gather(self._rows, batch, states=self._states) for batch in self._batches)
 
 
 def _divisible(batches: list[list[int]], num_ranks: int) -> list[list[int]]:

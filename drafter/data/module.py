@@ -1,9 +1,9 @@
 """ChatDataModule: files in, batches out, for Lightning."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,10 +11,9 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from drafter.data.batch import gather
 from drafter.data.encode import RowSettings, encode_files
 from drafter.data.hidden_states import CachedStates, cache_states
-from drafter.data.loader import Gather, TrainLoader, ValLoader
+from drafter.data.loader import TrainLoader, ValLoader
 from drafter.data.rows import TokenRows, split_by_prompt
 from drafter.data.stored_states import StoredFiles, StoredStates, open_stored_states
 from drafter.targets.catalog import load_tokenizer, vocab_size_of
@@ -96,33 +95,26 @@ class ChatDataModule(LightningDataModule):
         self._batch_tokens = batch_tokens
         self.train_on = train_on
         self._seed = seed
-        self._revision = revision
-        self._trust_remote_code = trust_remote_code
+        self._loading: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         self._states_folder = cache_hidden_states
         self._stored_folder = hidden_states
-        self._states: dict[str, CachedStates | StoredStates] = {}
+        self._states: Mapping[str, CachedStates | StoredStates] = {}
         self._progress = progress
-        self._tokenizer: Any = None
-        self._rows: tuple[TokenRows, TokenRows] | None = None
 
-    @property
+    @cached_property
     def tokenizer(self) -> Any:
         """The target's tokenizer."""
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(
-                self._target_name, revision=self._revision, trust_remote_code=self._trust_remote_code
-            )
-        return self._tokenizer
+        return load_tokenizer(self._target_name, **self._loading)
 
     @property
     def train_rows(self) -> TokenRows:
         """All rows trained on, with the answers' loss mask."""
-        return self._load()[0]
+        return self._rows[0]
 
     @property
     def val_rows(self) -> TokenRows:
         """All held-out rows."""
-        return self._load()[1]
+        return self._rows[1]
 
     @cached_property
     def description(self) -> list[dict[str, Any]]:
@@ -136,19 +128,19 @@ class ChatDataModule(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Tokenise the files, in one process only."""
-        self._load()
+        _ = self._rows
 
     def setup(self, stage: str | None = None) -> None:
         """Open the token rows."""
-        self._load()
+        _ = self._rows
 
     def train_dataloader(self) -> TrainLoader:
-        rows, gather_rows = self._source("train")
-        return TrainLoader(rows, gather_rows, seed=self._seed, fingerprint=rows.digest(), **self._batching())
+        rows, states = self._source("train")
+        return TrainLoader(rows, states, seed=self._seed, fingerprint=rows.digest(), **self._batching())
 
     def val_dataloader(self) -> ValLoader:
-        rows, gather_rows = self._source("val")
-        return ValLoader(rows, gather_rows, **self._batching())
+        rows, states = self._source("val")
+        return ValLoader(rows, states, **self._batching())
 
     def cache_states(self, target: Target, *, draft_length: int, context_layers: Sequence[int] = ()) -> None:
         """Fill the hidden-state cache, if ``cache_hidden_states`` names a folder, or open the files of
@@ -161,23 +153,14 @@ class ChatDataModule(LightningDataModule):
             return
         parts = {"train": self._trained_rows(), "val": self.val_rows}
         shape: dict[str, Any] = {"margin": draft_length + 1, "context_layers": context_layers}
-        files = None
         if self._stored_folder is not None:
             longest = max(int(rows.length_R.max()) for rows in parts.values())
             files = StoredFiles(self._stored_folder, longest=longest, progress=self._progress)
-        for part, rows in parts.items():
-            if files is not None:
-                states = open_stored_states(files, rows, target, **shape)
-                self._states[part] = states
-                continue
-            self._states[part] = cache_states(
-                str(self._states_folder),
-                rows,
-                target,
-                batch_tokens=self._batch_tokens,
-                progress=self._progress,
-                **shape,
-            )
+            self._states = {part: open_stored_states(files, rows, target, **shape) for part, rows in parts.items()}
+        else:
+            shape |= {"batch_tokens": self._batch_tokens, "progress": self._progress}
+            folder = str(self._states_folder)
+            self._states = {part: cache_states(folder, rows, target, **shape) for part, rows in parts.items()}
 
     def val_prompts(self, num: int) -> list[list[int]]:
         """Token ids of the first ``num`` different held-out prompts, up to the opening of the first answer.
@@ -228,33 +211,26 @@ class ChatDataModule(LightningDataModule):
         rows = self.train_rows
         return rows.trained_on_everything() if self.train_on == "everything" else rows
 
-    def _source(self, part: str) -> tuple[TokenRows, Gather]:
-        """The rows of ``train`` or ``val``, and the function that makes batches of rows."""
-        rows = self._trained_rows() if part == "train" else self.val_rows
-        states = None
-        if self._states_folder is not None or self._stored_folder is not None:
-            if part not in self._states:
-                raise ValueError("hidden states on disk: the cache is not made yet; call cache_states(target) first")
-            states = self._states[part]
-            rows = states.rows
-        return rows, partial(gather, rows, states=states)
+    def _source(self, part: str) -> tuple[TokenRows, CachedStates | StoredStates | None]:
+        """The rows of ``train`` or ``val``, and the reader of their states, if states are on disk."""
+        if self._states_folder is None and self._stored_folder is None:
+            return (self._trained_rows() if part == "train" else self.val_rows), None
+        if part not in self._states:
+            raise ValueError("hidden states on disk: the cache is not made yet; call cache_states(target) first")
+        return self._states[part].rows, self._states[part]
 
-    def _load(self) -> tuple[TokenRows, TokenRows]:
-        if self._rows is None:
-            train = self._read(self._train_names, "train")
-            if self._val_share is None:
-                self._rows = train, self._read(self._val_names, "val")
-            else:
-                kept, held_out = split_by_prompt(train, self._val_share)
-                self._rows = train.select(kept), train.select(held_out)
-        return self._rows
+    @cached_property
+    def _rows(self) -> tuple[TokenRows, TokenRows]:
+        train = self._read(self._train_names, "train")
+        if self._val_share is None:
+            return train, self._read(self._val_names, "val")
+        kept, held_out = split_by_prompt(train, self._val_share)
+        return train.select(kept), train.select(held_out)
 
     def _read(self, names: list[str], what: str) -> TokenRows:
-        loading: dict[str, Any] = {"revision": self._revision, "trust_remote_code": self._trust_remote_code}
-        settings = replace(self._settings, vocab_size=vocab_size_of(self._target_name, **loading))
-        rows, report = encode_files(
-            names, self.tokenizer, settings, target_name=self._target_name, progress=self._progress
-        )
+        name = self._target_name
+        settings = replace(self._settings, vocab_size=vocab_size_of(name, **self._loading))
+        rows, report = encode_files(names, self.tokenizer, settings, target_name=name, progress=self._progress)
         for line in report.lines():
             rank_zero_info(f"{what}: {line}")
         return rows

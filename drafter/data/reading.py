@@ -26,11 +26,10 @@ _OF_ODD_FILES = (ValueError, OSError, OverflowError, TypeError, AttributeError, 
 
 
 class RawRow(NamedTuple):
-    """The fields of one row, its place for error messages, and its line or row number from 1."""
+    """The fields of one row, and its place for error messages, with its line or row number from 1."""
 
     fields: dict[str, Any]
     where: str
-    number: int
 
 
 @dataclass(frozen=True)
@@ -55,13 +54,13 @@ class Source:
         """
         where = f"{self.name}, {'line' if self.lines else 'row'} {number}"
         if not self.lines:
-            return RawRow(_without_null(item), where, number)
+            return RawRow(_without_null(item), where)
         if not item["text"].strip():
             return None
         fields = parse_json(item["text"].encode(), where, only_depth=True)
         if not isinstance(fields, dict):
             raise ValueError(f"{where}: a row must be an object with keys, not {type(fields).__name__}")
-        return RawRow({key: value for key, value in fields.items() if value is not None}, where, number)
+        return RawRow({key: value for key, value in fields.items() if value is not None}, where)
 
 
 def open_source(name: str | Path, *, streaming: bool) -> Source:
@@ -148,20 +147,29 @@ def reading(name: str, *, is_hub: bool = False) -> Iterator[None]:
         raise ValueError(f"{name}: {place} ({first_line(cause or error)})") from error
 
 
-def _check_lines(path: Path, name: str) -> None:
-    """ValueError, with its line, for a damaged or empty file, text that is not UTF-8, or a line that is too long."""
-    last, is_empty = 0, True
-    is_packed = path.name.lower().endswith(".gz")
+def lines_of(path: Path, name: str) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file, perhaps packed, with their numbers; ValueError for a pipe, damage or a line too long."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{name} is no regular file: write the rows to a file first")  # a pipe would be waited for
+    number, is_packed = 0, path.name.lower().endswith(".gz")
     try:
         with cast(BinaryIO, gzip.open(path, "rb")) if is_packed else path.open("rb") as stream:
             for number, line in read_lines(stream, name):
-                last, is_empty = number, is_empty and not line.strip()
-                line.decode("utf-8")
+                yield number, line
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{name}: damaged gzip file after line {last} ({error})") from error
-    except UnicodeDecodeError as error:
-        place = f"{error.reason} at byte {error.start}"
-        raise ValueError(f"{name}, line {last}: not UTF-8 ({place}): convert the file") from error
+        raise ValueError(f"{name}: damaged gzip file after line {number} ({error})") from error
+
+
+def _check_lines(path: Path, name: str) -> None:
+    """ValueError, with its line, for a damaged or empty file, text that is not UTF-8, or a line that is too long."""
+    is_empty = True
+    for number, line in lines_of(path, name):
+        is_empty = is_empty and not line.strip()
+        try:
+            line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            place = f"{error.reason} at byte {error.start}"
+            raise ValueError(f"{name}, line {number}: not UTF-8 ({place}): convert the file") from error
     if is_empty:
         raise ValueError(f"{name} holds no rows")
 

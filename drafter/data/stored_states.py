@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from drafter.data.batch import States
 from drafter.data.hidden_states import crop_to_answers
@@ -67,10 +68,8 @@ class StoredFiles:
         paths = sorted(self.folder.glob("*.safetensors"))
         if not paths:
             raise ValueError(f"{FLAG} {folder} holds no .safetensors file")
-        self._by_tokens: dict[bytes, StoredFile] = {}
-        for path in tqdm(paths, desc="stored states", unit="file", disable=not progress, delay=1.0, file=sys.stderr):
-            file = read_header(path)
-            self._by_tokens[_digest(file.token_T[:longest])] = file
+        bar = tqdm(paths, desc="stored states", unit="file", disable=not progress, delay=1.0, file=sys.stderr)
+        self._by_tokens = {_digest(file.token_T[:longest]): file for file in map(read_header, bar)}
 
     def find(self, row: TokenRow) -> StoredFile | None:
         """The file of the whole row, or of at least its positions before the last trained token; None without a file.
@@ -108,12 +107,10 @@ class StoredStates:
             stored_T = file.get_slice(_TOKENS)[start : start + len(token_T)]
             if not torch.equal(stored_T.long(), token_T[: len(stored_T)]):
                 raise ValueError(f"{path} changed while it was in use: its tokens are no longer those of row {index}")
-            span = slice(start, start + len(stored_T))
-            final_TD = self._norm(self._layer(file, path, span, -1))
-            context = [self._layer(file, path, span, layer) for layer in range(self._num_layers)]
-        padding = (0, 0, 0, len(token_T) - len(stored_T))
-        hidden_TD = torch.nn.functional.pad(final_TD, padding)
-        return States(hidden_TD, torch.nn.functional.pad(torch.cat(context, dim=-1), padding) if context else None)
+            span, padding = slice(start, start + len(stored_T)), (0, 0, 0, len(token_T) - len(stored_T))
+            hidden_TD = pad(self._norm(self._layer(file, path, span, -1)), padding)
+            context = [pad(self._layer(file, path, span, layer), padding) for layer in range(self._num_layers)]
+        return States(hidden_TD, torch.cat(context, dim=-1) if context else None)
 
     def _layer(self, file: Any, path: Path, span: slice, layer: int) -> Tensor:
         """States [T, D] of one layer, in the target's dtype."""

@@ -13,11 +13,7 @@ from drafter.utils.limits import limited_map
 
 
 class PrefixError(ValueError):
-    """The answers of a conversation cannot be found by template prefixes; reports count the rows by ``reason``."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """The answers of a conversation cannot be found by template prefixes; the text is the reason."""
 
 
 Message = Mapping[str, Any]
@@ -84,23 +80,21 @@ def find_answers(tokenizer: Any, chat: Chat) -> Rendered:
     return Rendered(text, turns)
 
 
-def find_all_answers(tokenizer: Any, chats: Sequence[Chat], name: str) -> list[Rendered | PrefixError]:
-    """:func:`find_answers` or its error for every conversation; the template runs with limits of time and memory.
+def find_all_answers(tokenizer: Any, chats: Sequence[Chat], name: str) -> list[Rendered | str]:
+    """:func:`find_answers` or why it fails, for every conversation; the template runs with limits of time and memory.
 
     Raises:
         ValueError: a limit was reached; names the target ``name``.
     """
 
-    def find(chat: Chat) -> dict[str, Any]:
+    def find(chat: Chat) -> Rendered | str:
         try:
-            text, answers = find_answers(tokenizer, chat)
+            return find_answers(tokenizer, chat)
         except PrefixError as error:
-            return {"reason": error.reason}
-        return {"text": text, "answers": answers}
+            return str(error)
 
+    found = limited_map(find, chats, what_runs(name))  # as JSON
     return [
-        PrefixError(item["reason"])
-        if "reason" in item
-        else Rendered(item["text"], [AnswerSpan(*answer) for answer in item["answers"]])
-        for item in limited_map(find, chats, what_runs(name))
+        item if isinstance(item, str) else Rendered(item[0], [AnswerSpan(*answer) for answer in item[1]])
+        for item in found
     ]

@@ -1,13 +1,12 @@
 """Rows of recorded traffic: token ids of prompts and answers, of the server's files or other files of such rows."""
 
-import gzip
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, cast
+from typing import NamedTuple
 
 from drafter.data.formats import answer_of
-from drafter.utils.parse import check_shape, parse_json, read_lines
+from drafter.data.reading import lines_of
+from drafter.utils.parse import check_shape, parse_json
 
 _KINDS = ("*.jsonl", "*.jsonl.gz")
 
@@ -41,10 +40,14 @@ def read_traffic(path: str | Path, *, vocab_size: int | None = None) -> list[Tra
     num_torn = 0
     for file in files:
         try:
-            for row in _rows_of(file, vocab_size):
-                if row is None:
+            for number, line in lines_of(file, str(file)):
+                if not line.strip():
+                    continue
+                if not line.endswith(b"\n"):
                     num_torn += 1
-                elif row.prompt_token_ids and row.token_ids:
+                    continue
+                row = _row_of(line, f"{file}, line {number}", vocab_size)
+                if row.prompt_token_ids and row.token_ids:
                     rows[tuple(row.prompt_token_ids), tuple(row.token_ids)] = row
         except FileNotFoundError:
             if not is_folder:
@@ -54,20 +57,6 @@ def read_traffic(path: str | Path, *, vocab_size: int | None = None) -> list[Tra
     if not rows:
         raise ValueError(f"{path} holds no recorded answers: name a folder of `drafter serve --record`")
     return list(rows.values())
-
-
-def _rows_of(file: Path, vocab_size: int | None) -> Iterator[TrafficRow | None]:
-    """The rows of a file; None for a torn line."""
-    if file.exists() and not file.is_file():
-        raise ValueError(f"{file} is no regular file")  # a pipe would be waited for
-    is_packed = file.name.endswith(".gz")
-    with cast(BinaryIO, gzip.open(file, "rb")) if is_packed else file.open("rb") as stream:
-        try:
-            for number, line in read_lines(stream, str(file)):
-                if line.strip():
-                    yield _row_of(line, f"{file}, line {number}", vocab_size) if line.endswith(b"\n") else None
-        except (EOFError, gzip.BadGzipFile) as error:
-            raise ValueError(f"{file}: damaged gzip file ({error})") from error
 
 
 def _row_of(line: bytes, where: str, vocab_size: int | None) -> TrafficRow:

@@ -1,10 +1,10 @@
 """Answers of an OpenAI-compatible server, such as vLLM or SGLang."""
 
-import queue
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from multiprocessing.pool import ThreadPool
 from typing import Any, ClassVar
 
 from drafter.distill.client import Client, Reply, ServerError
@@ -62,42 +62,27 @@ class Endpoint:
             OSError: the server is unusable (address, model, key, or no answer after all retries); answers yielded
                 before stay valid.
         """
-        todo: queue.SimpleQueue[WantedAnswer | None] = queue.SimpleQueue()
-        done: queue.SimpleQueue[tuple[WantedAnswer, MadeAnswer | BaseException]] = queue.SimpleQueue()
-        for item in wanted:
-            todo.put(item)
-        stop = threading.Event()
+        stop, is_told = threading.Event(), False
 
-        def work() -> None:
-            while not stop.is_set():
-                item = todo.get()
-                if item is None:
-                    return
-                try:
-                    done.put((item, self._ask(item, settings, stop)))
-                except BaseException as error:  # a bug: the reader waits for every item and raises the error
-                    done.put((item, error))
-                    return
+        def ask(item: WantedAnswer) -> tuple[WantedAnswer, MadeAnswer | ServerError | OSError]:
+            return item, self._ask(item, settings, stop)
 
-        # Daemon threads: Ctrl-C does not wait for running requests.
-        for _ in range(min(self.concurrency, len(wanted))):
-            threading.Thread(target=work, daemon=True).start()
-            todo.put(None)
-        is_told = False
+        # The pool's threads are daemons: Ctrl-C does not wait for running requests.
+        pool = ThreadPool(max(1, min(self.concurrency, len(wanted))))
         try:
-            for _ in wanted:
-                item, result = done.get()
+            for item, result in pool.imap_unordered(ask, wanted):
+                if isinstance(result, OSError):
+                    raise result
                 if isinstance(result, MadeAnswer):
                     yield item, result
-                elif isinstance(result, ServerError):
-                    if not is_told:
-                        print(f"warning: {self.chat_url} refuses a prompt: {result}", file=sys.stderr)
-                    is_told = True
-                    yield item, None
-                else:
-                    raise result
+                    continue
+                if not is_told:
+                    print(f"warning: {self.chat_url} refuses a prompt: {result}", file=sys.stderr)
+                is_told = True
+                yield item, None
         finally:
             stop.set()
+            pool.terminate()
 
     def _ask(
         self, item: WantedAnswer, settings: AnswerSettings, stop: threading.Event

@@ -10,24 +10,18 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from drafter.utils.io import is_stream, write_atomic
 from drafter.utils.parse import check_shape, parse_json, read_json_object, read_lines
 
-_OTHER_FORMATS = (".json", ".parquet")  # suffixes that `read_records` reads as other formats
-
 
 def check_name(path: str | Path) -> None:
-    """ValueError when `read_records` would read a file of this name as another format than JSONL."""
-    name = Path(path).name.lower()
-    if name.endswith(".gz"):
-        raise ValueError(f"--out {path}: rows are appended one by one, so the file cannot be compressed; use .jsonl")
-    if name.endswith(_OTHER_FORMATS):
+    """ValueError when `read_records` would read a file of this name as another format than lines of JSON."""
+    if Path(path).name.lower().endswith((".json", ".parquet", ".csv", ".gz")):
         raise ValueError(
-            f"--out {path}: rows are written line by line (JSONL), but a file of this name is read as "
-            f"{Path(name).suffix}; use .jsonl"
+            f"--out {path}: rows are appended line by line (JSONL), and a file of this name is read otherwise; use "
+            ".jsonl"
         )
 
 
@@ -49,12 +43,7 @@ class Journal:
         OSError: the file cannot be written.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        settings: Mapping[str, Any],
-        shape: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, path: str | Path, settings: Mapping[str, Any], shape: Mapping[str, Any] | None = None) -> None:
         self.path = Path(path).expanduser()
         check_name(path)
         if is_stream(self.path):
@@ -66,12 +55,14 @@ class Journal:
         # Unbuffered: when `append` returns, the operating system has the row, and the row survives this process.
         self._file = self.path.open("ab+", buffering=0)
         try:
-            self._lock()
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._check_settings(json.loads(json.dumps(settings)))
             self.num_torn_bytes = 0
             self.rows = list(self._read(dict(shape or {})))
-        except BaseException:
+        except BaseException as error:
             self._file.close()
+            if isinstance(error, BlockingIOError):
+                raise ValueError(f"--out {path}: another run is writing this file; give each run its own") from error
             raise
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -90,36 +81,26 @@ class Journal:
     def __enter__(self) -> "Journal":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"--out {self.path}: another run is writing this file; give each run its own") from error
-
     def _check_settings(self, settings: dict[str, Any]) -> None:
-        is_new = self._file.seek(0, os.SEEK_END) == 0
-        if self.settings_path.is_file() and not is_new:
-            recorded = read_json_object(self.settings_path)
-            for name in {**settings, **recorded}:
-                if settings.get(name) != recorded.get(name):
-                    raise ValueError(
-                        f"--out {self.path} was written with {name} = {recorded.get(name)!r}, now it is "
-                        f"{settings.get(name)!r}: use the same settings to continue, or another --out"
-                    )
-        elif not is_new:
+        if self._file.seek(0, os.SEEK_END) == 0:
+            text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+            write_atomic(self.settings_path, text, follows_links=False)
+            return
+        if not self.settings_path.is_file():
             raise ValueError(
                 f"--out {self.path} holds rows but no {self.settings_path.name} lies beside it, so it cannot be "
                 "continued: give another --out"
             )
-        else:
-            write_atomic(
-                self.settings_path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n", follows_links=False
-            )
+        recorded = read_json_object(self.settings_path)
+        for name in {**settings, **recorded}:
+            if settings.get(name) != recorded.get(name):
+                raise ValueError(
+                    f"--out {self.path} was written with {name} = {recorded.get(name)!r}, now it is "
+                    f"{settings.get(name)!r}: use the same settings to continue, or another --out"
+                )
 
     def _read(self, shape: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The rows; an incomplete last line is removed from the file."""

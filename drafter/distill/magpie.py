@@ -16,7 +16,7 @@ from drafter.data.encode import stop_token_ids
 from drafter.data.formats import ChatMessage
 from drafter.data.template import render
 from drafter.distill.journal import Journal
-from drafter.distill.prompts import Exclusion, PromptRow, derive_seed
+from drafter.distill.prompts import Exclusion, derive_seed
 from drafter.targets.chat import what_runs
 from drafter.utils.limits import limited_map
 
@@ -96,14 +96,14 @@ def invent_prompts(
     seed: int = 0,
     exclude: Exclusion | None = None,
     progress: bool = True,
-) -> tuple[list[PromptRow], Counter[str]]:
-    """Prompts that the target invents, kept in the journal ``path``. A later call continues the journal.
+) -> Counter[str]:
+    """Let the target invent prompts: a file of prompts, which a later call continues.
 
     The seed of candidate i depends on i, and candidates are judged in order, so an interrupted run ends with the same
     prompts.
 
     Args:
-        path: file of the journal.
+        path: .jsonl file of the prompts.
         tokenizer: the target's tokenizer.
         sample: samples continuations; see ``Sampler``.
         num_prompts: prompts to invent.
@@ -114,7 +114,7 @@ def invent_prompts(
         progress: show a bar.
 
     Returns:
-        The prompts, and the number of dropped candidates by reason.
+        The number of dropped candidates by reason.
 
     Raises:
         ValueError: the target invents almost no usable prompt.
@@ -167,11 +167,7 @@ def invent_prompts(
                         f"target {target_name!r} invented {before} of {num_prompts} usable prompts and then no more "
                         f"({counts}): lower --num-prompts or give --prompts FILE"
                     )
-    prompts = [
-        PromptRow(f"magpie-{row['candidate']}", ({"role": "user", "content": row["prompt"]},), "magpie")
-        for row in rows[:num_prompts]
-    ]
-    return prompts, dropped
+    return dropped
 
 
 def _normal(text: str) -> str:

@@ -71,12 +71,9 @@ class Exclusion:
         words = _words(text)
         return " ".join(words) in self._texts or not self._runs.isdisjoint(_runs_of(words))
 
-    def matches_any(self, messages: Iterable[ChatMessage]) -> bool:
-        """Whether a turn matches, system turns excepted."""
-        return any(map(self.matches, _turns(messages)))
-
 
 def _turns(messages: Iterable[ChatMessage]) -> list[str]:
+    """The texts of all turns but system turns."""
     return [message["content"] for message in messages if message["role"] != "system"]
 
 
@@ -119,7 +116,7 @@ def select_prompts(
             num_duplicates += 1
             continue
         seen.add(digest)
-        if exclude is not None and exclude.matches_any(row.prompt):
+        if exclude is not None and any(map(exclude.matches, _turns(row.prompt))):
             num_excluded += 1
             continue
         key = row.id or digest

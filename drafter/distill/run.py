@@ -111,28 +111,36 @@ def distill(
     check_name(out)
     unwanted = Exclusion.read(exclude)
     excluded = {} if exclude is None else {"exclude": exclude}
+    file = prompts or builtin_prompts()
     if prompts == MAGPIE:
         if not isinstance(answerer, EngineAnswerer):
             raise ValueError(
                 "--prompts magpie needs --target on this machine: a chat endpoint cannot continue an open user turn. "
                 "Invent the prompts here first, then answer the .prompts.jsonl file with --endpoint or --ray"
             )
-        asked = _invented(answerer, excluded, Path(out), num_prompts, settings.seed, unwanted, report, progress)
-        origin = MAGPIE
-    else:
-        found = select_prompts(
-            prompts or builtin_prompts(),
-            columns=columns,
-            limit=num_prompts,
+        if num_prompts is None:
+            raise ValueError("--prompts magpie needs --num-prompts, the number of prompts to invent")
+        columns, file = None, Path(out).with_name(Path(out).name.removesuffix(".jsonl") + ".prompts.jsonl")
+        dropped = invent_prompts(
+            file,
+            answerer.target.tokenizer,
+            answerer.sample_openings,
+            num_prompts,
+            target_name=answerer.target.name,
+            recorded={**answerer.identity, **excluded},
+            seed=settings.seed,
             exclude=unwanted,
+            progress=progress,
         )
-        asked, origin = found.prompts, _digest(found.prompts)
-        report.notes["repeated prompts left out"] = found.num_duplicates
-        report.notes["prompts left out: on the excluded list"] = found.num_excluded
+        report.notes.update({f"invented prompts dropped: {reason}": count for reason, count in sorted(dropped.items())})
+    found = select_prompts(file, columns=columns, limit=num_prompts, exclude=unwanted)
+    report.notes["repeated prompts left out"] = found.num_duplicates
+    report.notes["prompts left out: on the excluded list"] = found.num_excluded
+    origin = MAGPIE if prompts == MAGPIE else _digest(found.prompts)
     recorded = {**asdict(settings), "prompts": origin, **answerer.identity, **excluded}
     with Journal(out, recorded, {"id": str, "answer": int}) as journal:
         report.notes["bytes of an incomplete last line removed"] = journal.num_torn_bytes
-        _answer_all(answerer, asked, settings, journal, report, progress)
+        _answer_all(answerer, found.prompts, settings, journal, report, progress)
     return report
 
 
@@ -175,34 +183,6 @@ def _answer_all(
             bar.update()
     if wanted and not done and not report.num_new:
         raise OSError(f"no prompt was answered: {report.notes[answerer.refusal]:,} {answerer.refusal}")
-
-
-def _invented(
-    answerer: EngineAnswerer,
-    excluded: Mapping[str, Any],
-    out: Path,
-    num_prompts: int | None,
-    seed: int,
-    exclude: Exclusion,
-    report: DistillReport,
-    progress: bool,
-) -> list[PromptRow]:
-    """Prompts that the target invents, kept beside ``out``."""
-    if num_prompts is None:
-        raise ValueError("--prompts magpie needs --num-prompts, the number of prompts to invent")
-    prompts, dropped = invent_prompts(
-        out.with_name(out.name.removesuffix(".jsonl") + ".prompts.jsonl"),
-        answerer.target.tokenizer,
-        answerer.sample_openings,
-        num_prompts,
-        target_name=answerer.target.name,
-        recorded={**answerer.identity, **excluded},
-        seed=seed,
-        exclude=exclude,
-        progress=progress,
-    )
-    report.notes.update({f"invented prompts dropped: {reason}": count for reason, count in sorted(dropped.items())})
-    return prompts
 
 
 def _digest(prompts: Sequence[PromptRow]) -> str:

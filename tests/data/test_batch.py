@@ -19,9 +19,7 @@ def rows_with(lengths: list[int]) -> TokenRows:
 
 
 def loader_of(lengths: list[int] = LENGTHS, **options) -> TrainLoader:
-    rows = rows_with(lengths)
-    settings = {"batch_tokens": 96, "seed": 5, **options}
-    return TrainLoader(rows, lambda indices: gather(rows, indices), **settings)
+    return TrainLoader(rows_with(lengths), **{"batch_tokens": 96, "seed": 5, **options})
 
 
 def rows_of(batch) -> list[int]:
@@ -106,10 +104,7 @@ def test_a_position_in_another_stream_is_refused(change: dict, message: str) -> 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 50])
 def test_val_loader_gives_every_rank_as_many_batches(world_size: int) -> None:
     rows = rows_with(LENGTHS)
-    loaders = [
-        ValLoader(rows, lambda indices: gather(rows, indices), batch_tokens=240, rank=rank, world_size=world_size)
-        for rank in range(world_size)
-    ]
+    loaders = [ValLoader(rows, batch_tokens=240, rank=rank, world_size=world_size) for rank in range(world_size)]
     assert len({len(loader) for loader in loaders}) == 1 and len(loaders[0]) > 0
     seen, again = ([row for loader in loaders for batch in loader for row in rows_of(batch)] for _ in range(2))
     assert seen == again and set(seen) == set(range(len(LENGTHS)))

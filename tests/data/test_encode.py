@@ -40,37 +40,25 @@ def trained_text(encoded: EncodedRow, tokenizer=TOKENIZER) -> str:
 
 def test_one_answer_token_by_token() -> None:
     encoded = encode_conversation(TOKENIZER, chat("Hi", "the\n"))
-    shown = [(TOKENIZER.decode([token]), mask) for token, mask in zip(*encoded[:2], strict=True)]
-    assert shown == [
-        ("<s>", False),
-        ("<|user|>", False),
-        ("\n", False),
-        ("H", False),
-        ("i", False),
-        ("<|end|>", False),
-        ("\n", False),
-        ("<|bot|>", False),
-        ("\n", False),
-        ("the", True),
-        ("\n", True),
-        ("<|end|>", True),
-        ("\n", False),
-    ]
+    pieces = [TOKENIZER.decode([token]) for token in encoded.token_ids]
+    opening = ["<s>", "<|user|>", "\n", "H", "i", "<|end|>", "\n", "<|bot|>", "\n"]
+    assert pieces == [*opening, "the", "\n", "<|end|>", "\n"]
+    assert encoded.loss_mask == [False] * 9 + [True] * 3 + [False]
 
 
-def test_every_answer_of_a_long_conversation() -> None:
-    messages = [{"role": "system", "content": "Be brief."}, *chat("a", "one", "b", "two", "c", "three")]
-    encoded = encode_conversation(TOKENIZER, messages)
-    assert trained_text(encoded) == "one<|end|>two<|end|>three<|end|>"
+SYSTEM = {"role": "system", "content": "Be brief."}
 
 
-def test_the_end_of_a_cut_answer_is_not_trained_on() -> None:
-    encoded = encode_conversation(TOKENIZER, chat("a", "one", "b", "two"), is_cut=True)
-    assert trained_text(encoded) == "one<|end|>two"
-
-
-def test_a_character_of_several_tokens_is_whole() -> None:
-    assert trained_text(encode_conversation(TOKENIZER, chat("🙂", "né🙂é"))) == "né🙂é<|end|>"
+@pytest.mark.parametrize(
+    ("messages", "is_cut", "text"),
+    [
+        ([SYSTEM, *chat("a", "one", "b", "two", "c", "three")], False, "one<|end|>two<|end|>three<|end|>"),
+        (chat("a", "one", "b", "two"), True, "one<|end|>two"),  # the end of a cut answer is not the target's
+        (chat("🙂", "né🙂é"), False, "né🙂é<|end|>"),  # a character of several tokens is whole
+    ],
+)
+def test_every_answer_is_trained_on(messages: list[dict[str, str]], is_cut: bool, text: str) -> None:
+    assert trained_text(encode_conversation(TOKENIZER, messages, is_cut=is_cut)) == text
 
 
 def test_a_template_may_trim_answers_and_put_text_before_them() -> None:
@@ -198,22 +186,12 @@ def test_more_than_one_percent_of_failures_stops(tmp_path: Path) -> None:
     assert report.failures.total() == 1 and report.num_kept == 99
     assert report.lines()[-1].endswith("a.jsonl, line 100")
     name = write_jsonl(tmp_path / "b.jsonl", [good] * 98 + [bad] * 2)
-    with pytest.raises(
-        ValueError, match=r"b.jsonl: 2 of 100 .* more than 1%: the tokens before.*first: .*b.jsonl, line 99"
-    ):
+    reason = r"b.jsonl: 2 of 100 .* more than 1%: the tokens before.*first: .*b.jsonl, line 99"
+    with pytest.raises(ValueError, match=reason):
         encode_files([name], TOKENIZER, RowSettings())
-
-
-def test_nothing_to_train_on_says_why(tmp_path: Path) -> None:
-    name = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("a")}])
+    name = write_jsonl(tmp_path / "c.jsonl", [{"messages": chat("a")}])
     with pytest.raises(ValueError, match="nothing to train on: 1 rows without an answer dropped. Make answers with"):
         encode_files([name], TOKENIZER, RowSettings())
-
-
-def test_several_files_are_one_data_set(tmp_path: Path) -> None:
-    names = [write_jsonl(tmp_path / f"{name}.jsonl", [{"messages": chat(name, "b")}, {"prompt": "?"}]) for name in "xy"]
-    rows, report = encode_files(names, TOKENIZER, RowSettings())
-    assert len(rows) == 2 and (report.num_rows, report.num_kept, report.dropped) == (4, 2, {NO_ANSWER: 2})
 
 
 def test_a_file_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,5 +208,7 @@ def test_a_file_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             encode_files([name], tiny_tokenizer(TRIMMING_TEMPLATE), RowSettings())
         TOKENIZER(["a", "bb"], padding=False, truncation=True, max_length=2)  # changes its state, not its tokens
         encode_files([name], TOKENIZER, RowSettings())
-    write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("other", "text")}])
-    assert len(encode_files([name], TOKENIZER, RowSettings())[0]) == 1
+    write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("other", "text")}, {"prompt": "?"}])
+    other = write_jsonl(tmp_path / "b.jsonl", [{"messages": chat("more", "text")}])
+    rows, report = encode_files([name, other], TOKENIZER, RowSettings())  # several files are one data set
+    assert len(rows) == 2 and (report.num_rows, report.num_kept, report.dropped) == (3, 2, {NO_ANSWER: 1})

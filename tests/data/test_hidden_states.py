@@ -68,33 +68,23 @@ def test_states_are_those_of_a_forward(
     assert num_files == (7 if file_bytes == 1 else 1)
 
 
-def test_a_cache_is_made_once_and_an_interrupted_one_completed(
-    target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_missing_states_are_computed(target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an interrupted cache and of added rows; the same tokens with another mask are other rows."""
     monkeypatch.setattr(hidden_states, "_FILE_BYTES", 1)
     rows, folder = rows_of(), tmp_path / "cache"
     forward, calls = target.forward, []
     monkeypatch.setattr(target, "forward", lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs))
+    build(folder, rows_of(5), target)
     first = build(folder, rows, target)
-    assert len(calls) == 7
+    assert len(calls) == 7 and len(first.row(6).hidden_TD) == len(first.rows.row(6).token_T)
     sorted(folder.glob("states-*"))[4].unlink()
     again = build(folder, rows, target)
     assert len(calls) == 8
     assert all(torch.equal(first.row(row).hidden_TD, again.row(row).hidden_TD) for row in range(7))
     build(folder, rows, target)
     assert len(calls) == 8
-
-
-def test_rows_that_are_added_cost_their_own_states_alone(target, tmp_path: Path, monkeypatch) -> None:
-    """Also rows of other lengths; the same tokens with another mask are other rows."""
-    monkeypatch.setattr(hidden_states, "_FILE_BYTES", 1)
-    forward, calls = target.forward, []
-    monkeypatch.setattr(target, "forward", lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs))
-    build(tmp_path / "cache", rows_of(5), target)
-    states = build(tmp_path / "cache", rows_of(7), target)
-    assert len(calls) == 7 and len(states.row(6).hidden_TD) == len(states.rows.row(6).token_T)
-    build(tmp_path / "cache", rows_of(7).trained_on_everything(), target)
-    assert len(calls) == 14
+    build(folder, rows.trained_on_everything(), target)
+    assert len(calls) == 15
 
 
 def test_the_size_is_told_and_a_full_disk_refused_before_anything_is_written(

@@ -1,11 +1,9 @@
-"""ChatDataModule: caching, splitting, and a trainer that is interrupted."""
+"""ChatDataModule: reading, splitting, and what training asks of the rows."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import LlamaConfig
 
 from drafter.data.module import ChatDataModule
@@ -138,51 +136,3 @@ def test_bad_data(tmp_path: Path, target: str) -> None:
     with pytest.raises(ValueError, match="its tokenizer cannot be loaded"):
         (tmp_path / "target" / "tokenizer.json").write_text("{")
         ChatDataModule(train=one, target=target, **QUIET).setup()
-
-
-class Recorder(LightningModule):
-    """Learns nothing; its weight after training depends on the order of the batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(1))
-        self.seen: list[list[int]] = []
-
-    def training_step(self, batch, index: int) -> torch.Tensor:
-        self.seen.append(batch.token_BT.sum(-1).tolist())
-        return (self.weight - batch.token_BT.float().mean() / 100).square().sum()
-
-    def validation_step(self, batch, index: int) -> None:
-        assert len(batch.length_B) > 0
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def fit(tmp_path: Path, target: str, name: str, *, max_steps: int, ckpt: str | None = None) -> Recorder:
-    model = Recorder()
-    trainer = Trainer(
-        max_steps=max_steps,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[ModelCheckpoint(tmp_path / name, save_last=True, every_n_train_steps=1)],
-        val_check_interval=5,
-    )
-    trainer.fit(model, datamodule=module_of(tmp_path, target), ckpt_path=ckpt)
-    return model
-
-
-@pytest.mark.parametrize("stop_in_epoch", ["middle", "end", "second"])
-@pytest.mark.filterwarnings("ignore")
-def test_an_interrupted_run_sees_the_same_batches(tmp_path: Path, target: str, stop_in_epoch: str) -> None:
-    num_batches = len(module_of(tmp_path, target).train_dataloader())
-    assert num_batches > 5
-    stop = {"middle": 3, "end": num_batches, "second": num_batches + 2}[stop_in_epoch]
-    total = 2 * num_batches + 3
-    whole = fit(tmp_path, target, "whole", max_steps=total)
-    first = fit(tmp_path, target, "parts", max_steps=stop)
-    second = fit(tmp_path, target, "parts", max_steps=total, ckpt=str(tmp_path / "parts" / "last.ckpt"))
-    assert first.seen + second.seen == whole.seen
-    assert torch.equal(second.weight, whole.weight)

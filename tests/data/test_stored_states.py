@@ -51,14 +51,9 @@ def test_states_are_those_of_a_forward(name: str, layers: tuple[int, ...], targe
         assert (found.context_TC is None) == (not layers)
         if layers:
             torch.testing.assert_close(found.context_TC[:num_used], output.context_BTC[0, used])
-
-
-def test_files_may_hold_layers_that_nobody_asks_for(target: Target, tmp_path: Path) -> None:
-    rows = rows_of()
-    write_speculators(tmp_path, rows, target, (0, 1))
-    plain, fused = (read(tmp_path, rows, target, context_layers=layers).row(2) for layers in ((), (0, 1)))
-    assert plain.context_TC is None and fused.context_TC is not None
-    torch.testing.assert_close(fused.hidden_TD, plain.hidden_TD)
+    plain = read(tmp_path / "states", rows, target).row(2)  # the layers are not asked for
+    assert plain.context_TC is None
+    torch.testing.assert_close(plain.hidden_TD, states.row(2).hidden_TD)
 
 
 def test_float8_states_come_back_by_their_scales(target: Target, tmp_path: Path) -> None:

@@ -21,19 +21,10 @@ def fill(path: Path, rows: list[dict] = ROWS) -> None:
             journal.append(row)
 
 
-def test_rows_are_read_back(tmp_path: Path) -> None:
-    fill(tmp_path / "deep" / "a.jsonl", ROWS[:3])
-    with Journal(tmp_path / "deep" / "a.jsonl", {"seed": 1}) as journal:
-        assert journal.rows == ROWS[:3] and journal.num_torn_bytes == 0
-        journal.append(ROWS[3])
-    with Journal(tmp_path / "deep" / "a.jsonl", {"seed": 1}) as journal:
-        assert journal.rows == ROWS[:4]
-
-
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_file_cut_anywhere_keeps_its_whole_rows(tmp_path: Path, data: st.DataObject) -> None:
-    path = tmp_path / "a.jsonl"
+    path = tmp_path / "deep" / "a.jsonl"
     path.unlink(missing_ok=True)
     fill(path)
     whole = path.read_bytes()
@@ -80,13 +71,11 @@ def test_foreign_and_damaged_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.settings.json").write_text("{")
     with pytest.raises(ValueError, match="settings.json: broken JSON"):
         Journal(tmp_path / "a.jsonl", {"seed": 1})
-    with pytest.raises(ValueError, match="cannot be compressed"):
-        Journal(tmp_path / "a.jsonl.gz", {})
     with pytest.raises(ValueError, match="is a folder"):
         Journal(tmp_path, {})
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.JSON", "a.json.gz", "a.parquet", "a.jsonl.gz", "a.jsonl.GZ"])
+@pytest.mark.parametrize("name", ["a.json", "a.JSON", "a.json.gz", "a.parquet", "a.csv", "a.jsonl.gz", "a.jsonl.GZ"])
 def test_names_of_other_formats_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=rf"--out .*{name}: .*; use \.jsonl"):
         Journal(tmp_path / "deep" / name, {})

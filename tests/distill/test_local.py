@@ -1,11 +1,6 @@
 """Distillation through the real engine over a tiny random target: resumable, the same whatever the batch."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -164,35 +159,3 @@ def test_openings_are_sampled_by_seed(target) -> None:
     texts = EngineAnswerer(target).sample_openings(opening, [1, 2, 3, 2])
     assert texts[1] == texts[3] and len({text for text, _ in texts}) == 3
     assert all("<|end|>" not in text for text, _ in texts)
-
-
-SCRIPT = """
-import sys
-from drafter.distill.local import EngineAnswerer
-from drafter.distill.run import distill
-from drafter.distill.prompts import AnswerSettings
-from drafter.engine.settings import EngineConfig
-from tests.data.tiny import tiny_target
-answerer = EngineAnswerer(tiny_target(), config=EngineConfig(max_num_seqs=2))
-distill(answerer, sys.argv[1], sys.argv[2], AnswerSettings(60, temperature=(1.0,)), progress=False)
-"""
-
-
-@pytest.mark.slow
-def test_kill_9_in_the_middle(tmp_path: Path) -> None:
-    prompts = write_jsonl(tmp_path / "p.jsonl", [{"prompt": f"Question number {i}?"} for i in range(60)])
-    command = [sys.executable, "-c", SCRIPT, prompts]
-    subprocess.run([*command, str(tmp_path / "whole.jsonl")], check=True)
-    out = tmp_path / "killed.jsonl"
-    num_kills = 0
-    for wanted in (3, 41):
-        process = subprocess.Popen([*command, str(out)])
-        while process.poll() is None and (not out.exists() or out.read_bytes().count(b"\n") < wanted):
-            time.sleep(0.002)
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGKILL)
-            num_kills += 1
-        process.wait()
-    assert num_kills > 0
-    subprocess.run([*command, str(out)], check=True)
-    assert rows_of(out) == rows_of(tmp_path / "whole.jsonl") and len(rows_of(out)) == 60

@@ -6,25 +6,26 @@ from pathlib import Path
 import pytest
 
 from drafter.distill.magpie import Opening, invent_prompts, problem_of, user_opening
-from drafter.distill.prompts import Exclusion
+from drafter.distill.prompts import Exclusion, select_prompts
 from tests.data.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 SPECIAL = ["<s>", "<|user|>", "<|bot|>", "<|end|>"]
 
 
-def test_the_opening_comes_from_the_template() -> None:
-    opening = user_opening(TOKENIZER, "tiny")
-    assert TOKENIZER.decode(opening.token_ids) == "<s><|user|>\n"
-    assert opening.stop_token_ids == (3,) and opening.stop == ()
+WORDS = "{% for m in messages %}{{ '### ' + m['role'] + ': ' + m['content'] + '\n### end' }}{% endfor %}"
 
 
-def test_a_template_that_ends_a_turn_by_words() -> None:
-    template = "{% for m in messages %}{{ '### ' + m['role'] + ': ' + m['content'] + '\n### end' }}{% endfor %}"
+@pytest.mark.parametrize(
+    ("template", "text", "stop_ids", "stop"),
+    [(CHAT_TEMPLATE, "<s><|user|>\n", (3,), ()), (WORDS, "### user:", (), ("### end",))],
+    ids=["by a token", "by words"],
+)
+def test_the_opening_comes_from_the_template(template: str, text: str, stop_ids: tuple, stop: tuple) -> None:
     tokenizer = tiny_tokenizer(template)
     opening = user_opening(tokenizer, "tiny")
-    assert tokenizer.decode(opening.token_ids) == "### user:"
-    assert opening.stop_token_ids == () and opening.stop == ("### end",)
+    assert tokenizer.decode(opening.token_ids) == text
+    assert opening.stop_token_ids == stop_ids and opening.stop == stop
 
 
 @pytest.mark.parametrize(
@@ -76,17 +77,9 @@ class FakeSampler:
 
 
 def invent(path: Path, sampler: FakeSampler, num_prompts: int = 60, **options):
-    return invent_prompts(
-        path,
-        TOKENIZER,
-        sampler,
-        num_prompts,
-        target_name="tiny",
-        recorded={"target": "tiny"},
-        seed=1,
-        progress=False,
-        **options,
-    )
+    given = {"target_name": "tiny", "recorded": {"target": "tiny"}, "seed": 1, "progress": False, **options}
+    dropped = invent_prompts(path, TOKENIZER, sampler, num_prompts, **given)
+    return select_prompts(path, limit=num_prompts).prompts, dropped
 
 
 def test_invented_prompts_are_usable_and_counted(tmp_path: Path) -> None:

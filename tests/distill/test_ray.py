@@ -16,6 +16,7 @@ from drafter.distill.prompts import AnswerSettings, AnswerStream, PromptRow, Wan
 from drafter.distill.ray_answers import ClusterOptions, RayAnswerer, _unpacked
 from drafter.distill.run import distill
 from tests.data.tiny import chat, write_jsonl
+from tests.distill.test_local import rows_of
 from tests.tiny_files import make_target
 
 NUM_PROMPTS = 30
@@ -43,13 +44,6 @@ def make_dying(target: str, marker: Path) -> EngineAnswerer:
     answerer = DyingAnswerer(Target.load(target, device="cpu"))
     answerer.marker = marker
     return answerer
-
-
-def rows_of(path: Path) -> dict[tuple[str, int], dict]:
-    rows = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
-    keyed = {(row["id"], row["answer"]): row for row in rows}
-    assert len(keyed) == len(rows), "no answer occurs twice"
-    return keyed
 
 
 def test_a_worker_gets_the_whole_prompt() -> None:
