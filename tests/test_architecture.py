@@ -73,9 +73,8 @@ RULES = {
     ),
     "bench": Rule(
         ("distill", "data", "engine", "proposers", "decoding", "models", "targets", "utils"),
-        ("torch", "transformers", "datasets", "matplotlib", "openvino", "vllm"),
+        ("torch", "transformers", "datasets", "matplotlib", "vllm"),
         only_in=(
-            ("openvino", "peer_worker.py"),
             ("vllm", "peer_worker.py"),
             ("matplotlib", "plots.py"),
             ("datasets", "workload.py"),

@@ -57,11 +57,11 @@ class EvaluateOptions(Options, TargetConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         spec = parse_method(self.method)
-        if spec.is_peer or spec.needs_draft_model:
+        if spec.is_peer or spec.name == "draft-model":
             raise ValueError(f"--method {self.method}: evaluate measures none, drafter or lookup")
-        if spec.needs_drafter and self.drafter is None:
+        if spec.name == "drafter" and self.drafter is None:
             raise ValueError(f"--method {self.method} needs a drafter: give --drafter DIR")
-        if self.traffic is not None and (self.url is not None or not spec.needs_drafter):
+        if self.traffic is not None and (self.url is not None or spec.name != "drafter"):
             flag = f"--url {self.url}" if self.url is not None else f"--method {self.method}"
             raise ValueError(f"--traffic {self.traffic} counts a drafter along recorded answers: leave {flag} out")
 
@@ -80,7 +80,7 @@ def evaluate(options: EvaluateOptions) -> int:
         client = Client(options.url, flag="--url")
         card = client.model_card(options.model)  # a wrong address is known before the models are loaded
     target = options.load()
-    is_drafter = parse_method(options.method).needs_drafter
+    is_drafter = parse_method(options.method).name == "drafter"
     drafter = load_drafter(options.drafter, target) if options.drafter is not None and is_drafter else None
     models = BenchModels(target, drafter, options.drafter or "", compile=options.compile)
     measured = _along_traffic(options, models) if options.traffic else _of_prompts(options, models, client, card)
@@ -150,8 +150,7 @@ def _of_prompts(
         def on_answer() -> None:
             bar.update()
 
-        backend = models.backend(parse_method(options.method), 1)
-        here = measure_here(models, backend, workload, params, on_answer)
+        here = measure_here(models, parse_method(options.method), workload, params, on_answer)
         if client is None or card is None:
             return _Measured(here, source)
         served = measure_server(client, card, workload, params, on_answer)
