@@ -17,7 +17,7 @@ from drafter.bench.backends import Backend, TimedAnswer
 from drafter.bench.measure import PeakMemory, compare
 from drafter.bench.methods import BASELINE, MethodSpec, parse_method
 from drafter.bench.models import BenchModels
-from drafter.bench.results import BenchRecord, append_result, histogram, resume_results, run_id, spread
+from drafter.bench.results import BenchRecord, append_result, resume_results, run_id, spread
 from drafter.bench.settings import BenchSettings
 from drafter.bench.workload import Workload
 from drafter.engine.tuned import device_name, fingerprint_of_weights, number_format
@@ -219,9 +219,13 @@ def _by_category(point: _Point, answers: Sequence[TimedAnswer]) -> dict[str, Any
 def _sums(answers: Sequence[TimedAnswer]) -> dict[str, Any]:
     """Tokens, target forwards and the histogram of accepted draft tokens per step; None where unknown."""
     forwards = [answer.num_forwards for answer in answers if answer.num_forwards is not None]
-    kept = [answer.num_accepted for answer in answers if answer.num_accepted is not None]
+    kept = (
+        None
+        if any(answer.num_accepted is None for answer in answers)
+        else [number for answer in answers for number in answer.num_accepted or ()]
+    )
     return {
         "num_tokens": sum(len(answer.token_ids) for answer in answers),
         "num_forwards": sum(forwards) if len(forwards) == len(answers) else None,
-        "acceptance": histogram(number for steps in kept for number in steps) if len(kept) == len(answers) else None,
+        "acceptance": None if kept is None else torch.tensor(kept, dtype=torch.long).bincount().tolist(),
     }
