@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -151,7 +150,6 @@ class PeerProcess:
             )  # fmt: skip
         except OSError as error:
             raise ValueError(f"--peer-python {settings['package']}={python} cannot be run: {error.strerror}") from error
-        self._end = weakref.finalize(self, _end, self._process)
         self.ready = self.receive()
 
     @property
@@ -179,18 +177,13 @@ class PeerProcess:
         return message
 
     def close(self) -> None:
-        """End the process."""
-        self._end()
-
-
-def _end(process: "subprocess.Popen[str]") -> None:
-    """Close the input, which ends the process; kill the process if the input does not."""
-    assert process.stdin is not None and process.stdout is not None
-    with suppress(BrokenPipeError):
-        process.stdin.close()
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    process.stdout.close()
+        """Close the input, which ends the process; kill the process if the input does not."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
