@@ -73,9 +73,8 @@ RULES = {
     ),
     "bench": Rule(
         ("distill", "data", "engine", "proposers", "decoding", "models", "targets", "utils"),
-        ("torch", "transformers", "datasets", "matplotlib", "openvino", "vllm"),
+        ("torch", "transformers", "datasets", "matplotlib", "vllm"),
         only_in=(
-            ("openvino", "peer_worker.py"),
             ("vllm", "peer_worker.py"),
             ("matplotlib", "plots.py"),
             ("datasets", "workload.py"),
@@ -175,12 +174,9 @@ def test_rooms_import_only_what_the_design_allows(room: str) -> None:
 
 def test_light_files_do_not_import_torch() -> None:
     for name in TORCH_FREE:
-        file = PACKAGE / name
-        if file.exists():
-            heavy = {
-                module for module in imported_modules(file.read_text(), "drafter") if module.split(".")[0] in HEAVY
-            }
-            assert not heavy, f"{name}: {heavy}"
+        modules = imported_modules((PACKAGE / name).read_text(), "drafter")
+        heavy = {module for module in modules if module.split(".")[0] in HEAVY}
+        assert not heavy, f"{name}: {heavy}"
 
 
 def test_every_room_has_a_rule() -> None:
@@ -196,34 +192,29 @@ def test_the_root_holds_the_api_the_command_and_the_reference_alone() -> None:
         assert found <= set(rooms), name
 
 
-def test_no_circles_of_rooms() -> None:
-    left = {room: set(rule.rooms) for room, rule in RULES.items()}
-    while free := [room for room, needs in left.items() if not needs & set(left)]:
-        for room in free:
-            del left[room]
-    assert not left
+def circles(needs: dict[str, set[str]]) -> set[str]:
+    """The names in circles, or above one: those that stay after the removal of every name that needs no other."""
+    left = dict(needs)
+    while free := [name for name, others in left.items() if not others & set(left)]:
+        for name in free:
+            del left[name]
+    return set(left)
 
 
-def test_no_circles_of_files() -> None:
-    """Imports of type-checking blocks and inside functions count."""
+def test_no_circles() -> None:
+    """Neither of rooms nor of files; imports of type-checking blocks and inside functions count."""
+    assert not circles({room: set(rule.rooms) for room, rule in RULES.items()})
     names = {
         ".".join(("drafter", *file.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): file
         for file in PACKAGE.rglob("*.py")
         if "assets" not in file.parts
     }
-    left = {
+    needs = {
         name: (imported_modules(file.read_text(), name.rpartition(".")[0]) & set(names)) - {name, "drafter"}
         for name, file in names.items()
         if name != "drafter"
     }
-    while free := [name for name, needs in left.items() if not needs & set(left)]:
-        for name in free:
-            del left[name]
-    assert not left
-
-
-def test_light_files_exist() -> None:
-    assert all((PACKAGE / name).exists() for name in TORCH_FREE)
+    assert not circles(needs)
 
 
 def test_nothing_is_unpickled_from_files() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from drafter.bench.backends import Backend
+from drafter.bench.methods import MethodSpec
 from drafter.bench.models import BenchModels
 from drafter.bench.workload import Item, Workload
 from drafter.decoding.params import SamplingParams
@@ -71,11 +71,11 @@ def add_all(parts: Iterable[Acceptance]) -> Acceptance:
 
 
 def measure_here(
-    models: BenchModels, backend: Backend, workload: Workload, params: SamplingParams, on_answer: Callable[[], object]
+    models: BenchModels, spec: MethodSpec, workload: Workload, params: SamplingParams, on_answer: Callable[[], object]
 ) -> ByCategory:
     """Counts of the engine of this process, by category."""
     prompts = models.encode(workload.items)
-    backend.reserve(models.room(prompts, params.max_new_tokens))
+    backend = models.backend(spec, 1, models.room(prompts, params.max_new_tokens))
     counts: ByCategory = {}
     for item, answer in zip(workload.items, backend.answer(prompts, params, on_answer), strict=True):
         counts.setdefault(item.category, Acceptance()).add(Acceptance.of_steps(answer.num_accepted or []))

@@ -31,23 +31,17 @@ class Backend:
     """One method at one batch size. A subclass implements :meth:`answer`.
 
     Attributes:
+        process_id: the process that decodes; None is the benchmark's own process.
         build: the instruction sets that the engine was built for; empty where the engine does not say.
         versions: versions of the engine that another environment holds.
     """
 
+    process_id: int | None = None
     build = ""
     versions: Mapping[str, str] = {}
 
-    @property
-    def process_id(self) -> int | None:
-        """Id of the process that decodes; None is the benchmark's own process."""
-        return None
-
     def close(self) -> None:
         """Free the memory and the processes of the backend."""
-
-    def reserve(self, num_tokens: int) -> None:
-        """Allocate room for a prompt and its answer of ``num_tokens`` together. Not timed."""
 
     def forget(self) -> None:
         """Drop everything learnt from earlier answers. Called between runs."""

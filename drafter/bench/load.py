@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import httpx
@@ -105,31 +106,18 @@ async def _run_all(
 
 
 async def _ask_all(ask: Ask, asked: Sequence[Item], level: LoadLevel, seed: int, bar: "tqdm[Any]") -> list[TimedReply]:
-    replies = [TimedReply(error="not sent")] * len(asked)
-
-    async def one(index: int) -> None:
-        replies[index] = await ask(asked[index])
-        bar.update()
-
-    if level.concurrency is not None:
-        queue = iter(range(len(asked)))
-
-        async def worker() -> None:
-            for index in queue:
-                await one(index)
-
-        await asyncio.gather(*(worker() for _ in range(min(level.concurrency, len(asked)))))
-        return replies
-    assert level.rate is not None
+    gate = asyncio.Semaphore(level.concurrency or len(asked))
     arrivals = random.Random(seed)
-    start, due = time.perf_counter(), 0.0
-    tasks = []
-    for index in range(len(asked)):
-        await asyncio.sleep(max(0.0, due - (time.perf_counter() - start)))
-        tasks.append(asyncio.create_task(one(index)))
-        due += arrivals.expovariate(level.rate)
-    await asyncio.gather(*tasks)
-    return replies
+    gaps = [0.0 if level.rate is None or not index else arrivals.expovariate(level.rate) for index in range(len(asked))]
+
+    async def one(item: Item, due: float) -> TimedReply:
+        await asyncio.sleep(due)
+        async with gate:
+            reply: TimedReply = await ask(item)
+        bar.update()
+        return reply
+
+    return await asyncio.gather(*map(one, asked, accumulate(gaps)))
 
 
 async def _ask(http: httpx.AsyncClient, server: Client, settings: LoadSettings, model: str, item: Item) -> TimedReply:

@@ -14,8 +14,7 @@ BASELINE = BASELINES[0]
 # llama.cpp without speculation; the program that was built for the processor comes first.
 LLAMA_CPP_BASELINES = ("llama-cpp:native", "llama-cpp:BF16:native", "llama-cpp", "llama-cpp:BF16")
 
-# How the weights of a GGUF file may be stored.
-GGUF_WEIGHTS = ("F32", "F16", "BF16", "Q8_0", "Q4_1", "Q4_0")
+GGUF_WEIGHTS = ("F32", "F16", "BF16", "Q8_0", "Q4_1", "Q4_0")  # formats of the weights of a GGUF file
 
 # Options after a method's name; those of `_NUMBERS` take a number.
 _OPTIONS: dict[str, tuple[str, ...]] = {
@@ -26,7 +25,6 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "hf-generate": (),
     "hf-lookup": ("G",),
     "llama-cpp": (*GGUF_WEIGHTS, "native"),
-    "openvino-genai": ("F16", "Q8_0", "lookup", "G"),
     "vllm": (),
 }
 _NUMBERS = {
@@ -45,9 +43,9 @@ _WORDS = {
     "rejection": ("verify", "rejection"),
 }
 _SETTINGS = {item.name for item in fields(EngineConfig)}
-_ENGINES = {"hf": "transformers", "llama-cpp": "llama.cpp", "openvino-genai": "OpenVINO GenAI", "vllm": "vLLM"}
-_PACKAGES = {"llama-cpp": "xllamacpp", "openvino-genai": "openvino-genai", "vllm": "vllm"}
-PEER_PACKAGES = ("xllamacpp", "llama-cpp-python", "openvino-genai", "vllm")
+# The engines of other people; the last one is a name in results of earlier releases.
+_ENGINES = {"hf": "transformers", "llama-cpp": "llama.cpp", "vllm": "vLLM", "openvino-genai": "OpenVINO GenAI"}
+PEER_PACKAGES = ("xllamacpp", "llama-cpp-python", "vllm")
 
 
 def engine_of(label: str) -> str:
@@ -81,20 +79,16 @@ class MethodSpec:
         return self.engine != "Drafter"
 
     @property
-    def has_own_process(self) -> bool:
-        """Whether an engine decodes in a process of its own."""
-        return self.is_peer and self.engine != "transformers"
-
-    @property
-    def package(self) -> str:
-        """The package of an engine that decodes in a process of its own: a name of `--peer-python`."""
-        return "llama-cpp-python" if "native" in self.options else _PACKAGES[self.name]
+    def package(self) -> str | None:
+        """The package of an engine that decodes in a process of its own, a name of `--peer-python`; else None."""
+        if self.name == "llama-cpp":
+            return "llama-cpp-python" if "native" in self.options else "xllamacpp"
+        return "vllm" if self.name == "vllm" else None
 
     @property
     def gguf_weights(self) -> str:
-        """Format of the weights in the GGUF file of an engine that reads one."""
-        default = "F16" if self.name == "openvino-genai" else "BF16"  # OpenVINO GenAI reads no BF16
-        return next((word for word in self.options if word in GGUF_WEIGHTS), default)
+        """Format of the weights in the GGUF file of llama.cpp."""
+        return next((word for word in self.options if word in GGUF_WEIGHTS), "BF16")
 
     @property
     def is_tuned(self) -> bool:
@@ -102,35 +96,18 @@ class MethodSpec:
         return "tuned" in self.options
 
     @property
-    def needs_drafter(self) -> bool:
-        return self.name == "drafter"
-
-    @property
-    def needs_draft_model(self) -> bool:
-        return self.name == "draft-model"
-
-    @property
     def is_one_at_a_time(self) -> bool:
         """Whether the method answers no prompts together."""
-        return self.name in ("hf-lookup", "openvino-genai") or "native" in self.options
+        return self.name == "hf-lookup" or "native" in self.options
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """The settings of :class:`EngineConfig` that the written form gives, the method included."""
-        return {name: value for name, value in self._given.items() if name in _SETTINGS}
-
-    @property
-    def knobs(self) -> dict[str, Any]:
-        """The numbers of :class:`Drafting` that are no settings, for research."""
-        return {name: value for name, value in self._given.items() if name not in _SETTINGS}
-
-    @property
-    def _given(self) -> dict[str, Any]:
+    def settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The settings of :class:`EngineConfig` that the written form gives, and its other numbers of a Plan."""
         assert not self.is_peer, self.label
         names = _LOOKUP_NUMBERS if self.name == "lookup" else _NUMBERS
-        words = dict(_WORDS[word] for word in self.options if word in _WORDS)
         numbers = {names[letter]: value for letter, value in self.options.items() if letter in names}
-        return {"method": self.name, **numbers, **words}
+        given = {"method": self.name, **numbers, **dict(_WORDS[word] for word in self.options if word in _WORDS)}
+        config = {name: value for name, value in given.items() if name in _SETTINGS}
+        return config, {name: value for name, value in given.items() if name not in _SETTINGS}
 
 
 def parse_method(text: str) -> MethodSpec:
@@ -160,8 +137,9 @@ def parse_method(text: str) -> MethodSpec:
     if spec.is_tuned and set(options) - {"tuned", "alone", "uncoupled"}:
         raise ValueError(f"--methods {text}: tuned takes the tree's size from a file: leave the other options out")
     if not spec.is_peer and not spec.is_tuned:
-        EngineConfig(**spec.config)  # checks the ranges
-        Drafting(**{"method": spec.name, **spec.knobs})
+        config, numbers = spec.settings()
+        EngineConfig(**config)  # checks the ranges
+        Drafting(**{"method": spec.name, **numbers})
     return spec
 
 

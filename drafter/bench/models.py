@@ -11,7 +11,6 @@ from drafter.bench.workload import Item
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.loading import NO_FILE, tuned_path
-from drafter.engine.request import Request
 from drafter.engine.settings import EngineConfig, Plan, resolve
 from drafter.engine.text import encode_prompts
 from drafter.models.drafter import RecurrentDrafter
@@ -19,37 +18,31 @@ from drafter.targets.target import Target
 
 
 class EngineBackend(Backend):
-    """The package's engine. The next prompt takes a finished row at once."""
+    """The package's engine, with room for ``num_tokens`` in each row. The next prompt takes a finished row at once."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    def reserve(self, num_tokens: int) -> None:
-        """Allocate the cache."""
-        longest = min(num_tokens, self.engine.target.max_length)
-        self.engine.reserve(longest + self.engine.proposer.num_nodes)
+    def __init__(self, engine: Engine, num_tokens: int) -> None:
+        self._engine = engine
+        engine.reserve(min(num_tokens, engine.target.max_length) + engine.proposer.num_nodes)
 
     def forget(self) -> None:
         """Reset the sizer's observations; the cache and compiled steps stay."""
-        self.engine.forget()
+        self._engine.forget()
 
     def answer(
         self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], object]
     ) -> list[TimedAnswer]:
         """Answer all prompts (see :class:`Backend`)."""
-        requests = [self.engine.add(prompt, params, want_text=False) for prompt in prompts]
-        while self.engine.has_work:
-            for update in self.engine.step():
+        requests = [self._engine.add(prompt, params, want_text=False) for prompt in prompts]
+        while self._engine.has_work:
+            for update in self._engine.step():
                 if update.request.is_finished:
                     on_answer()
-        return [_answer_of(request) for request in requests]
-
-
-def _answer_of(request: Request) -> TimedAnswer:
-    assert request.started is not None and request.first_token is not None
-    first_token_seconds = request.first_token - request.started
-    forwards, accepted = request.num_forwards, request.num_accepted
-    return TimedAnswer(request.token_ids, request.seconds, first_token_seconds, forwards, accepted)
+        answers = []
+        for each in requests:
+            assert each.started is not None and each.first_token is not None
+            first = each.first_token - each.started
+            answers.append(TimedAnswer(each.token_ids, each.seconds, first, each.num_forwards, each.num_accepted))
+        return answers
 
 
 class BenchModels(NamedTuple):
@@ -73,23 +66,28 @@ class BenchModels(NamedTuple):
     pythons: Mapping[str, str] = {}
     compile: bool | None = None
 
-    def backend(self, spec: MethodSpec, batch_size: int) -> Backend:
+    def backend(self, spec: MethodSpec, batch_size: int, num_tokens: int) -> Backend:
         """A backend for one method that answers ``batch_size`` prompts at a time.
+
+        Args:
+            spec: the method.
+            batch_size: number of rows.
+            num_tokens: tokens of the longest prompt and its answer together.
 
         Raises:
             ValueError: a tuned method has no file, or the engine refuses the settings.
         """
-        if spec.has_own_process:
+        if spec.package is not None:
             from drafter.bench.process_peers import ProcessBackend
 
-            return ProcessBackend(self.target, spec, batch_size, self.pythons)
+            return ProcessBackend(self.target, spec, batch_size, num_tokens, self.pythons)
         if spec.is_peer:
             from drafter.bench.transformers_peer import TransformersBackend
 
             return TransformersBackend(self.peer_target or self.target, spec, batch_size)
-        drafter = self.drafter if spec.needs_drafter else None
+        drafter = self.drafter if spec.name == "drafter" else None
         engine = Engine(self.target, drafter, self.plan(spec, batch_size), draft_model=self.draft_model)
-        return EngineBackend(engine)
+        return EngineBackend(engine, num_tokens)
 
     def plan(self, spec: MethodSpec, batch_size: int) -> Plan:
         """The engine's plan for one method; :func:`resolve` chooses what the method leaves open.
@@ -97,11 +95,12 @@ class BenchModels(NamedTuple):
         Raises:
             ValueError: a tuned method has no file of measured sizes.
         """
+        given, numbers = spec.settings()
         tuned = str(self.tuned_file()) if spec.is_tuned else NO_FILE
-        config = EngineConfig(**spec.config, max_num_seqs=batch_size, tuned=tuned, compile=self.compile)
-        drafter = self.drafter if spec.needs_drafter else None
-        plan = resolve(config, self.target, drafter, self.draft_model if spec.needs_draft_model else None)
-        return replace(plan, **spec.knobs)
+        config = EngineConfig(**given, max_num_seqs=batch_size, tuned=tuned, compile=self.compile)
+        drafter = self.drafter if spec.name == "drafter" else None
+        plan = resolve(config, self.target, drafter, self.draft_model if spec.name == "draft-model" else None)
+        return replace(plan, **numbers)
 
     def tuned_file(self) -> Path:
         """Path of the measured sizes beside the drafter; ValueError if there is no such file."""

@@ -131,8 +131,7 @@ class LlamaCpp:
             while True:
                 token_ids.append(lib.llama_sampler_sample(sampler, self._context, -1))
                 first = first or time.perf_counter() - start
-                is_stop = not params["ignore_eos"] and token_ids[-1] in params["stop_token_ids"]
-                if is_stop or len(token_ids) == params["max_new_tokens"]:
+                if token_ids[-1] in params["stop_token_ids"] or len(token_ids) == params["max_new_tokens"]:
                     break
                 self._decode(token_ids[-1:], len(prompt) + len(token_ids) - 1)
             seconds = time.perf_counter() - start
@@ -164,56 +163,6 @@ class LlamaCpp:
                 times[size].append(1e3 * (time.perf_counter() - start))
                 self._lib.llama_memory_seq_rm(self._memory, 0, num_context, -1)
         return {size: median(series[1:]) for size, series in times.items()}
-
-
-class OpenVinoGenAI:
-    """OpenVINO GenAI's pipeline, one prompt at a time."""
-
-    url = build = ""
-
-    def __init__(self, settings: dict[str, Any]) -> None:
-        import openvino_genai
-
-        scheduling = openvino_genai.SchedulerConfig()
-        scheduling.enable_prefix_caching = False  # every round asks the same prompts
-        options: dict[str, Any] = {"prompt_lookup": True} if settings["is_lookup"] else {}
-        self._num_draft_tokens = settings["num_draft_tokens"] if settings["is_lookup"] else 0
-        self._genai = openvino_genai
-        self._pipeline = openvino_genai.LLMPipeline(
-            settings["model"],
-            "CPU",
-            INFERENCE_PRECISION_HINT="f32" if settings["dtype"] == "float32" else "bf16",
-            INFERENCE_NUM_THREADS=settings["num_threads"],
-            scheduler_config=scheduling,
-            **options,
-        )
-
-    def answer(self, prompts: Sequence[list[int]], params: dict[str, Any], on_answer: OnAnswer) -> None:
-        """Answer all prompts; `on_answer` is called with the index and the answer of each."""
-        import numpy
-        import openvino
-
-        config = self._genai.GenerationConfig()
-        config.apply_chat_template = False
-        config.max_new_tokens = params["max_new_tokens"]
-        config.ignore_eos = params["ignore_eos"]
-        config.stop_token_ids = set(params["stop_token_ids"])
-        config.rng_seed = params["seed"]
-        if params["temperature"] > 0:
-            config.do_sample = True
-            config.temperature, config.top_p, config.min_p = params["temperature"], params["top_p"], params["min_p"]
-            if params["top_k"]:
-                config.top_k = params["top_k"]
-        if self._num_draft_tokens:
-            config.num_assistant_tokens, config.max_ngram_size = self._num_draft_tokens, 3
-        for index, prompt in enumerate(prompts):
-            start = time.perf_counter()
-            made = self._pipeline.generate(openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)), config)
-            seconds = time.perf_counter() - start
-            metrics = made.perf_metrics
-            first = min(seconds, metrics.get_ttft().mean / 1000)
-            num_forwards = len(metrics.raw_metrics.m_new_token_times)
-            on_answer(index, answer_of(list(made.tokens[0]), seconds, first, num_forwards))
 
 
 class Vllm:
@@ -272,16 +221,14 @@ def built_for(system_info: str) -> str:
     return " ".join(name for name, value in re.findall(r"(\w+) = ([0-9])", system_info) if value == "1")
 
 
-def answer_of(token_ids: list[int], seconds: float, first: float, num_forwards: int | None = None) -> dict[str, Any]:
-    """One answer as :class:`drafter.bench.backends.TimedAnswer` reads it; without drafts a forward gives one token."""
-    num_forwards = len(token_ids) if num_forwards is None else num_forwards
-    return {"token_ids": token_ids, "seconds": seconds, "first_token_seconds": first, "num_forwards": num_forwards}
+def answer_of(token_ids: list[int], seconds: float, first: float) -> dict[str, Any]:
+    """One answer as :class:`drafter.bench.backends.TimedAnswer` reads it; a forward gives one token."""
+    return {"token_ids": token_ids, "seconds": seconds, "first_token_seconds": first, "num_forwards": len(token_ids)}
 
 
 ENGINES: dict[str, Any] = {
     "xllamacpp": XLlamaCpp,
     "llama-cpp-python": LlamaCpp,
-    "openvino-genai": OpenVinoGenAI,
     "vllm": Vllm,
 }
 

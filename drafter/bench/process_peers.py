@@ -1,4 +1,4 @@
-"""Engines in processes of their own: llama.cpp, OpenVINO GenAI and vLLM, and the weight files that they read."""
+"""Engines in processes of their own: llama.cpp and vLLM, and the weight files that they read."""
 
 import hashlib
 import json
@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,8 +24,6 @@ from drafter.targets.target import Target
 from drafter.utils.io import replacing
 
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32}  # general.file_type of the format
-_WARM_UP = SamplingParams(max_new_tokens=4, ignore_eos=True)
-_LOOKUP_TOKENS = 5  # the value of OpenVINO GenAI's documentation
 
 
 def weights_file(name: str, weights: str) -> Path:
@@ -85,37 +82,36 @@ class ProcessBackend(Backend):
 
     Args:
         target: the model; its GGUF file or its checkpoint gives the weights.
-        spec: the engine, its weights and its speculation.
+        spec: the engine and its weights.
         batch_size: prompts answered at the same time.
+        num_tokens: room for a prompt and its answer.
         pythons: the Python of each environment that holds an engine, by package; others are in this environment.
     """
 
-    def __init__(self, target: Target, spec: MethodSpec, batch_size: int, pythons: Mapping[str, str]) -> None:
-        assert spec.has_own_process and not (spec.is_one_at_a_time and batch_size > 1)
-        self._target, self._spec, self._batch_size = target, spec, batch_size
-        self._python = pythons.get(spec.package, sys.executable)
-        is_vllm = spec.package == "vllm"
-        self._model = resolve(target.name) if is_vllm else weights_file(target.name, spec.gguf_weights)
-        self._num_tokens = 0
-        self._process: PeerProcess | None = None
-
-    @property
-    def process_id(self) -> int | None:
-        """The engine's process, started if there is none."""
-        return self._started().process_id
-
-    def reserve(self, num_tokens: int) -> None:
-        """Start the engine with room for so many tokens in each slot."""
-        if num_tokens > self._num_tokens:
-            self.close()
-            self._num_tokens = num_tokens
-        self._started()
+    def __init__(
+        self, target: Target, spec: MethodSpec, batch_size: int, num_tokens: int, pythons: Mapping[str, str]
+    ) -> None:
+        assert spec.package is not None and not (spec.is_one_at_a_time and batch_size > 1)
+        model = resolve(target.name) if spec.name == "vllm" else weights_file(target.name, spec.gguf_weights)
+        settings = {
+            "package": spec.package,
+            "name": target.name,
+            "model": str(model),
+            "num_slots": batch_size,
+            "num_tokens": num_tokens,
+            "num_threads": torch.get_num_threads(),
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "is_cpu": target.device.type == "cpu",
+        }
+        self._eos = list(target.eos_token_ids)
+        self._process = PeerProcess(settings, spec.label, pythons.get(spec.package, sys.executable))
+        self.process_id = self._process.process_id
+        self.build = self._process.ready["build"]
+        self.versions = {spec.package: self._process.ready["version"]}
 
     def close(self) -> None:
         """End the engine's process."""
-        if self._process is not None:
-            self._process.close()
-            self._process = None
+        self._process.close()
 
     def answer(
         self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], object]
@@ -123,36 +119,14 @@ class ProcessBackend(Backend):
         """Answer all prompts (see :class:`drafter.bench.backends.Backend`)."""
         names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
         fields = {name: getattr(params, name) for name in names}
-        fields["stop_token_ids"] = [] if params.ignore_eos else list(self._target.eos_token_ids)
-        answers: list[TimedAnswer | None] = [None] * len(prompts)
-        process = self._started()
-        process.send({"prompts": prompts, "params": fields})
+        fields["stop_token_ids"] = [] if params.ignore_eos else self._eos
+        self._process.send({"prompts": prompts, "params": fields})
+        answers = {}
         for _ in prompts:
-            message = process.receive()
-            index = message.pop("index")
-            answers[index] = TimedAnswer(num_accepted=None, **message)
+            message = self._process.receive()
+            answers[message.pop("index")] = TimedAnswer(num_accepted=None, **message)
             on_answer()
-        return [answer for answer in answers if answer is not None]
-
-    def _started(self) -> "PeerProcess":
-        if self._process is None:
-            settings = {
-                "package": self._spec.package,
-                "name": self._target.name,
-                "model": str(self._model),
-                "num_slots": self._batch_size,
-                "num_tokens": self._num_tokens or self._target.max_length,
-                "num_threads": torch.get_num_threads(),
-                "is_lookup": "lookup" in self._spec.options,
-                "num_draft_tokens": int(self._spec.options.get("G", _LOOKUP_TOKENS)),
-                "dtype": str(self._target.dtype).removeprefix("torch."),
-                "is_cpu": self._target.device.type == "cpu",
-            }
-            self._process = PeerProcess(settings, self._spec.label, self._python)
-            self.build = self._process.ready["build"]
-            self.versions = {self._spec.package: self._process.ready["version"]}
-            self.answer([[0] * 32] * self._batch_size, _WARM_UP, lambda: None)
-        return self._process
+        return [answers[index] for index in range(len(prompts))]
 
 
 class PeerProcess:
@@ -176,7 +150,6 @@ class PeerProcess:
             )  # fmt: skip
         except OSError as error:
             raise ValueError(f"--peer-python {settings['package']}={python} cannot be run: {error.strerror}") from error
-        self._end = weakref.finalize(self, _end, self._process)
         self.ready = self.receive()
 
     @property
@@ -204,18 +177,13 @@ class PeerProcess:
         return message
 
     def close(self) -> None:
-        """End the process."""
-        self._end()
-
-
-def _end(process: "subprocess.Popen[str]") -> None:
-    """Close the input, which ends the process; kill the process if the input does not."""
-    assert process.stdin is not None and process.stdout is not None
-    with suppress(BrokenPipeError):
-        process.stdin.close()
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    process.stdout.close()
+        """Close the input, which ends the process; kill the process if the input does not."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()

@@ -9,7 +9,7 @@ from drafter.bench.summary import Condition, Span, Summary, summarise
 from drafter.utils.tables import markdown_table
 
 _TITLE = "# Benchmark results\n"
-_PACKAGES = ("torch", "transformers", "xllamacpp", "llama-cpp-python", "openvino", "openvino-genai", "vllm")
+_PACKAGES = ("torch", "transformers", "xllamacpp", "llama-cpp-python", "openvino", "vllm")
 
 
 def report(records: Sequence[BenchRecord]) -> str:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from drafter.bench.backends import Backend, TimedAnswer
 from drafter.bench.measure import PeakMemory, compare
 from drafter.bench.methods import BASELINE, MethodSpec, parse_method
 from drafter.bench.models import BenchModels
-from drafter.bench.results import BenchRecord, append_result, histogram, resume_results, run_id, spread
+from drafter.bench.results import BenchRecord, append_result, resume_results, run_id, spread
 from drafter.bench.settings import BenchSettings
 from drafter.bench.workload import Workload
 from drafter.engine.tuned import device_name, fingerprint_of_weights, number_format
@@ -37,11 +36,15 @@ class _Point(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """A method's turn in a round."""
+    """A method's turn in a round; ``identity``: everything that the rounds of one measurement share."""
 
     spec: MethodSpec
     round: int
-    id: str
+    identity: dict[str, Any]
+
+    @property
+    def id(self) -> str:
+        return run_id({**self.identity, "round": self.round})
 
 
 def run_benchmark(settings: BenchSettings, models: BenchModels, workloads: list[Workload], out: Path) -> int:
@@ -89,21 +92,20 @@ class _Bench:
         self._done = {record["run_id"] for record in resume_results(out)}
         self._made_by = run_record(seed=settings.seed)
         self._device = device_name(models.target.device)
+        # The drafter's path may hold other weights later.
+        self._fingerprint = "" if models.drafter is None else fingerprint_of_weights(models.drafter)
 
     def pending(self, point: _Point) -> list[_Run]:
         """Runs that the results file lacks, in the order of running."""
-        specs = []
+        methods = []
         for spec in self._settings.specs:
             if spec.is_one_at_a_time and point.batch_size > 1:
                 reason = f"left out at batch size {point.batch_size}"
                 print(f"{spec.label} answers one prompt at a time: {reason}", file=sys.stderr)
             else:
-                specs.append(spec)
-        runs = [
-            _Run(spec, number, run_id({**self._identity(point, spec), "round": number}))
-            for number in range(self._settings.rounds)
-            for spec in specs
-        ]
+                methods.append((spec, self._identity(point, spec)))
+        rounds = range(self._settings.rounds)
+        runs = [_Run(spec, number, identity) for number in rounds for spec, identity in methods]
         return [run for run in runs if run.id not in self._done]
 
     def measure(self, point: _Point, runs: Sequence[_Run], bar: "tqdm[Any]") -> None:
@@ -139,102 +141,91 @@ class _Bench:
 
     def _warm(self, point: _Point, spec: MethodSpec) -> Backend:
         """A backend after one short batch: memory is allocated and steps are compiled before the clock runs."""
-        backend = self._models.backend(spec, point.batch_size)
-        backend.reserve(self._models.room(point.prompts, self._settings.max_new_tokens))
+        num_tokens = self._models.room(point.prompts, self._settings.max_new_tokens)
+        backend = self._models.backend(spec, point.batch_size, num_tokens)
         params = self._settings.sampling(point.temperature)
         params = replace(params, max_new_tokens=min(_WARM_UP_TOKENS, params.max_new_tokens))
         backend.answer(point.prompts[: point.batch_size], params, lambda: None)
-        backend.forget()
         return backend
 
     def _identity(self, point: _Point, spec: MethodSpec) -> dict[str, Any]:
-        """Everything that two runs must share to be rounds of one measurement."""
-        settings, target = self._settings, self._models.target
-        facts = {
-            "name": target.name,
-            "dtype": _number_format(settings, number_format(target)),
-            "runtime": target.runtime_name,
-            "num_parameters": target.num_parameters,
-            "fingerprint": target.fingerprint,
-        }
-        return {
-            "target": facts,
+        settings, models, target = self._settings, self._models, self._models.target
+        rounding = "" if settings.quantization == "none" else f", {settings.quantization} weights"
+        identity = {
+            "target": {
+                "name": target.name,
+                "dtype": number_format(target) + rounding,
+                "runtime": target.runtime_name,
+                "num_parameters": target.num_parameters,
+                "fingerprint": target.fingerprint,
+            },
             "device": self._device,
-            "drafter": self._models.drafter_name if spec.needs_drafter else None,
-            "draft_model": settings.draft_model if spec.needs_draft_model else None,
+            "drafter": None,
+            "draft_model": settings.draft_model if spec.name == "draft-model" else None,
             "method": spec.label,
-            **({"drafter_fingerprint": self._drafter_fingerprint} if spec.needs_drafter else {}),
-            **({} if self._models.compile is None or spec.is_peer else {"compile": self._models.compile}),
-            **({"tuned_digest": self._tuned_digest} if spec.is_tuned else {}),
             "prompts": {"name": point.workload.name, "digest": point.workload.digest},
             "batch_size": point.batch_size,
             "temperature": point.temperature,
             "max_new_tokens": settings.max_new_tokens,
             "seed": settings.seed,
         }
-
-    @cached_property
-    def _drafter_fingerprint(self) -> str:
-        """Hash of the weights: the drafter's path may hold other weights later."""
-        assert self._models.drafter is not None
-        return fingerprint_of_weights(self._models.drafter)
-
-    @cached_property
-    def _tuned_digest(self) -> str:
-        return hashlib.sha256(self._models.tuned_file().read_bytes()).hexdigest()[:16]
+        if spec.name == "drafter":
+            identity |= {"drafter": models.drafter_name, "drafter_fingerprint": self._fingerprint}
+        if models.compile is not None and not spec.is_peer:
+            identity["compile"] = models.compile
+        if spec.is_tuned:
+            identity["tuned_digest"] = hashlib.sha256(models.tuned_file().read_bytes()).hexdigest()[:16]
+        return identity
 
     def _record(
         self, point: _Point, run: _Run, backend: Backend, answers: Sequence[TimedAnswer], seconds: float
     ) -> BenchRecord:
-        made_by, identity = self._made_by, self._identity(point, run.spec)
+        used = {} if run.spec.is_peer else asdict(self._models.plan(run.spec, point.batch_size))
+        if used.get("tuned"):
+            used["tuned"] = Path(used["tuned"]).name  # paths of this machine stay out of results
         return {
             "kind": "run",
             "run_id": run.id,
             "round": run.round,
-            **identity,
+            **run.identity,
             "engine": run.spec.engine,
             **({"build": backend.build} if backend.build else {}),
-            "prompts": {**identity["prompts"], "num_prompts": len(point.prompts)},
-            "settings": {} if run.spec.is_peer else self._settings_of(run.spec, point.batch_size),
+            "prompts": {**run.identity["prompts"], "num_prompts": len(point.prompts)},
+            "settings": used,
             "seconds": round(seconds, 6),
             **_sums(answers),
-            "by_category": self._by_category(point, answers),
+            "by_category": _by_category(point, answers),
             "first_token_seconds": spread([answer.first_token_seconds for answer in answers]),
             "latency_seconds": spread([answer.seconds for answer in answers]),
             "identical": None,
-            "machine": {**made_by["machine"], "device": self._device, "threads": torch.get_num_threads()},
-            "versions": {**made_by["versions"], **backend.versions},
-            "git_revision": made_by["git_revision"],
+            "machine": {**self._made_by["machine"], "device": self._device, "threads": torch.get_num_threads()},
+            "versions": {**self._made_by["versions"], **backend.versions},
+            "git_revision": self._made_by["git_revision"],
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
 
-    def _settings_of(self, spec: MethodSpec, batch_size: int) -> dict[str, Any]:
-        """The engine's settings; paths of this machine stay out of results."""
-        used = asdict(self._models.plan(spec, batch_size))
-        return used | {"tuned": Path(used["tuned"]).name if used["tuned"] else None}
 
-    def _by_category(self, point: _Point, answers: Sequence[TimedAnswer]) -> dict[str, Any]:
-        """Sums by category. Seconds are None for batches, whose rows share them."""
-        sums = {}
-        for category in point.workload.categories:
-            pairs = zip(point.workload.items, answers, strict=True)
-            own = [answer for item, answer in pairs if item.category == category]
-            seconds = round(sum(answer.seconds for answer in own), 6) if point.batch_size == 1 else None
-            sums[category] = {"num_answers": len(own), "seconds": seconds, **_sums(own)}
-        return sums
-
-
-def _number_format(settings: BenchSettings, dtype: str) -> str:
-    """Number format of the steps and the weights, such as `bfloat16` or `bfloat16, int8 weights`."""
-    return dtype if settings.quantization == "none" else f"{dtype}, {settings.quantization} weights"
+def _by_category(point: _Point, answers: Sequence[TimedAnswer]) -> dict[str, Any]:
+    """Sums by category. Seconds are None for batches, whose rows share them."""
+    sums = {}
+    for category in point.workload.categories:
+        pairs = zip(point.workload.items, answers, strict=True)
+        own = [answer for item, answer in pairs if item.category == category]
+        seconds = round(sum(answer.seconds for answer in own), 6) if point.batch_size == 1 else None
+        sums[category] = {"num_answers": len(own), "seconds": seconds, **_sums(own)}
+    return sums
 
 
 def _sums(answers: Sequence[TimedAnswer]) -> dict[str, Any]:
     """Tokens, target forwards and the histogram of accepted draft tokens per step; None where unknown."""
     forwards = [answer.num_forwards for answer in answers if answer.num_forwards is not None]
-    kept = [answer.num_accepted for answer in answers if answer.num_accepted is not None]
+    kept = (
+        None
+        if any(answer.num_accepted is None for answer in answers)
+        else [number for answer in answers for number in answer.num_accepted or ()]
+    )
     return {
         "num_tokens": sum(len(answer.token_ids) for answer in answers),
         "num_forwards": sum(forwards) if len(forwards) == len(answers) else None,
-        "acceptance": histogram(number for steps in kept for number in steps) if len(kept) == len(answers) else None,
+        "acceptance": None if kept is None else torch.tensor(kept, dtype=torch.long).bincount().tolist(),
     }

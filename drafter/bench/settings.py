@@ -27,8 +27,8 @@ class BenchSettings(Options, TargetConfig):
         temperatures: temperatures of sampling; 0 is greedy
         rounds: number of rounds; every method runs once in a round
         seed: seed of sampling
-        peer_python: NAME=PYTHON, the Python of the environment that holds a peer: llama-cpp-python, vllm, xllamacpp or
-            openvino-genai (default: this environment's)
+        peer_python: NAME=PYTHON, the Python of the environment that holds a peer: llama-cpp-python, vllm or xllamacpp
+            (default: this environment's)
 
     Raises:
         ValueError: a value out of range, an unknown method, or a method without the model that it needs.
@@ -58,9 +58,9 @@ class BenchSettings(Options, TargetConfig):
             self.sampling(temperature)
         self.pythons  # noqa: B018  # refuses an unknown name
         for spec in self.specs:
-            if spec.needs_drafter and self.drafter is None:
+            if spec.name == "drafter" and self.drafter is None:
                 raise ValueError(f"--methods {spec.label} needs a drafter: give --drafter DIR")
-            if spec.needs_draft_model and self.draft_model is None:
+            if spec.name == "draft-model" and self.draft_model is None:
                 raise ValueError(f"--methods {spec.label} needs a smaller model: give --draft-model NAME")
 
     @property

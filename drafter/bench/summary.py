@@ -1,5 +1,6 @@
 """Summaries of results: medians over rounds, ratios over plain decoding. Imports no torch."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -110,24 +111,14 @@ def _labels(runs: Sequence[BenchRecord]) -> list[str]:
 
     A run whose drafter, weights or measured sizes differ from those of another run of its method names them.
     """
-    names = [
-        ", ".join(
-            [
-                record.get("drafter") or "",
-                f"weights {(record.get('drafter_fingerprint') or 'unknown')[:8]}",
-                f"sizes {(record.get('tuned_digest') or 'unknown')[:8]}",
-                f"compile {record.get('compile', 'auto')}",
-            ]
-        )
-        for record in runs
-    ]
-    seen: dict[str, set[str]] = {}
-    for record, name in zip(runs, names, strict=True):
-        seen.setdefault(record["method"], set()).add(name)
-    return [
-        f"{record['method']} ({name})" if len(seen[record["method"]]) > 1 else record["method"]
-        for record, name in zip(runs, names, strict=True)
-    ]
+
+    def name_of(record: BenchRecord) -> str:
+        weights, sizes = ((record.get(key) or "unknown")[:8] for key in ("drafter_fingerprint", "tuned_digest"))
+        drafter, compile = record.get("drafter") or "", record.get("compile", "auto")
+        return f"{record['method']} ({drafter}, weights {weights}, sizes {sizes}, compile {compile})"
+
+    num_names = Counter(method for method, _ in {(record["method"], name_of(record)) for record in runs})
+    return [record["method"] if num_names[record["method"]] == 1 else name_of(record) for record in runs]
 
 
 def _condition_of(record: BenchRecord, has_seeds: bool) -> Condition:

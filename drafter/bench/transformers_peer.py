@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from drafter.bench.backends import Backend, TimedAnswer
@@ -32,10 +32,7 @@ class TransformersBackend(Backend):
     """
 
     def __init__(self, target: Target, spec: MethodSpec, batch_size: int) -> None:
-        self._target = target
-        self._spec = spec
-        self._batch_size = batch_size
-        self._num_forwards = 0
+        self._target, self._spec, self._batch_size = target, spec, batch_size
 
     def answer(
         self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], object]
@@ -45,70 +42,60 @@ class TransformersBackend(Backend):
         answers: list[TimedAnswer] = []
         torch.manual_seed(params.signed_seed)
         kept, model.generation_config = model.generation_config, GenerationConfig()
-        hook = model.register_forward_pre_hook(self._count)
         try:
-            with torch.inference_mode():
-                for start in range(0, len(prompts), self._batch_size):
-                    batch = list(prompts[start : start + self._batch_size])
-                    answers += self._generate(model, batch, params)
-                    for _ in batch:
-                        on_answer()
+            for start in range(0, len(prompts), self._batch_size):
+                batch = prompts[start : start + self._batch_size]
+                answers += self._generate(model, batch, params)
+                for _ in batch:
+                    on_answer()
         finally:
-            hook.remove()
             model.generation_config = kept
         return answers
 
-    def _generate(self, model: Any, prompts: list[list[int]], params: SamplingParams) -> list[TimedAnswer]:
+    @torch.inference_mode()
+    def _generate(self, model: Any, prompts: Sequence[list[int]], params: SamplingParams) -> list[TimedAnswer]:
         device = self._target.device
         width = max(map(len, prompts))
         pad = self._target.eos_token_ids[0] if self._target.eos_token_ids else 0
         token_BT = torch.tensor([[pad] * (width - len(ids)) + ids for ids in prompts], device=device)
         mask_BT = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
         eos = [] if params.ignore_eos else list(self._target.eos_token_ids)
-        config = self._config(params, min(params.max_new_tokens, self._target.max_length - width), eos, pad)
-        clock = _FirstToken(device)
-        self._num_forwards = 0
+        num_tokens = min(params.max_new_tokens, self._target.max_length - width)
+        fields: dict[str, Any] = {"max_new_tokens": num_tokens, "eos_token_id": eos or None, "pad_token_id": pad}
+        if params.temperature > 0:
+            fields.update(do_sample=True, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
+        is_lookup = self._spec.name == "hf-lookup"
+        if is_lookup:
+            fields["prompt_lookup_num_tokens"] = int(self._spec.options.get("G", _LOOKUP_TOKENS))
+        clock = _Clock(device)
         start = time.perf_counter()
         output_BT = model.generate(
             token_BT,
             attention_mask=mask_BT,
-            generation_config=config,
+            generation_config=GenerationConfig(**fields),
             stopping_criteria=StoppingCriteriaList([clock]),
         )
-        rows = output_BT[:, width:].tolist()
+        rows = [_cut(row, eos) for row in output_BT[:, width:].tolist()]
         seconds = time.perf_counter() - start
-        first = (clock.time or time.perf_counter()) - start
-        answers = []
-        for row in rows:
-            token_ids = _cut(row, eos)
-            num_forwards = self._num_forwards if self._spec.name == "hf-lookup" else len(token_ids)
-            answers.append(TimedAnswer(token_ids, seconds, first, num_forwards, None))
-        return answers
-
-    def _config(self, params: SamplingParams, num_tokens: int, eos: list[int], pad: int) -> GenerationConfig:
-        fields: dict[str, Any] = {"max_new_tokens": num_tokens, "eos_token_id": eos or None, "pad_token_id": pad}
-        if params.temperature > 0:
-            fields.update(do_sample=True, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
-        if self._spec.name == "hf-lookup":
-            fields["prompt_lookup_num_tokens"] = int(self._spec.options.get("G", _LOOKUP_TOKENS))
-        return GenerationConfig(**fields)
-
-    def _count(self, module: nn.Module, inputs: object) -> None:
-        self._num_forwards += 1
+        return [
+            TimedAnswer(row, seconds, clock.first - start, clock.num_forwards if is_lookup else len(row), None)
+            for row in rows
+        ]
 
 
-class _FirstToken(StoppingCriteria):
-    """A criterion that never stops, and records the time of the first token."""
+class _Clock(StoppingCriteria):
+    """A criterion that never stops, counts the forwards, and records the time of the first token."""
 
     def __init__(self, device: torch.device) -> None:
-        self.time: float | None = None
+        self.first, self.num_forwards = 0.0, 0
         self._device = device
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        if self.time is None:
+        if self.num_forwards == 0:
             if self._device.type != "cpu":
                 torch.accelerator.synchronize(self._device)
-            self.time = time.perf_counter()
+            self.first = time.perf_counter()
+        self.num_forwards += 1
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 

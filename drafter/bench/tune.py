@@ -8,7 +8,6 @@ rows, because acceptance does not depend on the other rows.
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
@@ -110,18 +109,6 @@ class _Steered(Sizer):
         return self.tree
 
 
-@dataclass
-class _Counts:
-    """Tokens and steps of rows with one tree."""
-
-    num_tokens: int = 0
-    num_row_steps: int = 0
-
-    @property
-    def tokens_per_step(self) -> float:
-        return max(1.0, self.num_tokens / max(1, self.num_row_steps))
-
-
 class _Calibration:
     """Measures the candidates, for one number of rows after another."""
 
@@ -142,7 +129,8 @@ class _Calibration:
         self._max_new_tokens = max(1, min(settings.max_new_tokens, target.max_length - longest))
         self._engine.reserve(longest + self._max_new_tokens + trees[-1].tree_size)
         self._prompts = prompts
-        self._counts = {tree: _Counts() for tree in self._steer.trees}
+        self._num_tokens = dict.fromkeys(self._steer.trees, 0)  # of rows with one tree, and their steps
+        self._num_row_steps = dict.fromkeys(self._steer.trees, 0)
         self._seconds: dict[int, dict[Tree, list[float]]] = {}
         self._alive = trees  # candidates that could pay for as many rows as the last
         self.num_answered = 0
@@ -196,12 +184,14 @@ class _Calibration:
         start = time.perf_counter()
         updates = self._engine.step()
         seconds = time.perf_counter() - start
-        counts = self._counts[tree]
         for update in updates:
             if is_going[update.request.request_id] and not update.request.is_finished:
-                counts.num_tokens += len(update.token_ids)
-                counts.num_row_steps += 1
+                self._num_tokens[tree] += len(update.token_ids)
+                self._num_row_steps[tree] += 1
         return seconds
+
+    def _tokens_per_step(self, tree: Tree) -> float:
+        return max(1.0, self._num_tokens[tree] / max(1, self._num_row_steps[tree]))
 
     def _drop_hopeless(self, times: dict[Tree, list[float]]) -> None:
         plain = min(times[PLAIN])
@@ -209,7 +199,7 @@ class _Calibration:
         self._alive = [
             tree
             for tree in self._alive
-            if MeasuredTree(tree, self._counts[tree].tokens_per_step, min(times[tree])).rate(easiest) > 1 / plain
+            if MeasuredTree(tree, self._tokens_per_step(tree), min(times[tree])).rate(easiest) > 1 / plain
         ]
 
     def sizes(self) -> TunedSizes:
@@ -229,7 +219,7 @@ class _Calibration:
         plain = MeasuredTree(PLAIN, 1.0, median(times[PLAIN]))
         # A step with a tree is never cheaper than a plain step: a lower figure is noise.
         choices = [
-            MeasuredTree(tree, self._counts[tree].tokens_per_step, max(median(seconds), plain.step_seconds))
+            MeasuredTree(tree, self._tokens_per_step(tree), max(median(seconds), plain.step_seconds))
             for tree, seconds in times.items()
             if not tree.is_plain and seconds
         ]
@@ -241,7 +231,7 @@ class _Calibration:
     def as_lists(self) -> list[list[float]]:
         """See :class:`Tuning`."""
         return [
-            [rows, *tree, round(median(seconds), 6), round(self._counts[tree].tokens_per_step, 4), len(seconds)]
+            [rows, *tree, round(median(seconds), 6), round(self._tokens_per_step(tree), 4), len(seconds)]
             for rows, times in self._seconds.items()
             for tree, seconds in times.items()
             if seconds

@@ -21,10 +21,10 @@ class BenchOptions(BenchSettings):
     Methods take turns, round after round. Each run is appended to --out when it is done; runs in --out are not
     repeated. The table is printed at the end.
 
-    Methods: none, drafter, lookup, draft-model (ours); hf-generate, hf-lookup (transformers); llama-cpp,
-    openvino-genai, vllm (engines of their own; --peer-python names the Python of another environment). Options follow a
-    colon: drafter:W8:L4:N24, drafter:alone (no copies), drafter:final-beams, drafter:tuned, draft-model:G5,
-    llama-cpp:Q4_1 (the wheel xllamacpp), llama-cpp:Q4_1:native (llama-cpp-python, built for the processor).
+    Methods: none, drafter, lookup, draft-model (ours); hf-generate, hf-lookup (transformers); llama-cpp, vllm (engines
+    of their own; --peer-python names the Python of another environment). Options follow a colon: drafter:W8:L4:N24,
+    drafter:alone (no copies), drafter:final-beams, drafter:tuned, draft-model:G5, llama-cpp:Q4_1 (the wheel xllamacpp),
+    llama-cpp:Q4_1:native (llama-cpp-python, built for the processor).
 
     Attributes:
         out: results file (.jsonl)
@@ -134,9 +134,9 @@ def _load_models(settings: BenchSettings) -> "BenchModels":
         # transformers' own methods run on the model as transformers loads it, of a GGUF file on its unpacked weights.
         number_format: Any = dtype_name(target.dtype)
         peer_target = replace(settings, dtype=number_format, runtime="torch").load(pack=False)
-    if any(spec.needs_draft_model for spec in settings.specs):
+    if any(spec.name == "draft-model" for spec in settings.specs):
         draft_model = settings.load(settings.draft_model, pack=False)
-    if any(spec.needs_drafter for spec in settings.specs):
+    if any(spec.name == "drafter" for spec in settings.specs):
         assert settings.drafter is not None
         drafter = load_drafter(settings.drafter, target)
     name, compile = settings.drafter or "", settings.compile

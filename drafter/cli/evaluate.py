@@ -57,11 +57,11 @@ class EvaluateOptions(Options, TargetConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         spec = parse_method(self.method)
-        if spec.is_peer or spec.needs_draft_model:
+        if spec.is_peer or spec.name == "draft-model":
             raise ValueError(f"--method {self.method}: evaluate measures none, drafter or lookup")
-        if spec.needs_drafter and self.drafter is None:
+        if spec.name == "drafter" and self.drafter is None:
             raise ValueError(f"--method {self.method} needs a drafter: give --drafter DIR")
-        if self.traffic is not None and (self.url is not None or not spec.needs_drafter):
+        if self.traffic is not None and (self.url is not None or spec.name != "drafter"):
             flag = f"--url {self.url}" if self.url is not None else f"--method {self.method}"
             raise ValueError(f"--traffic {self.traffic} counts a drafter along recorded answers: leave {flag} out")
 
@@ -80,7 +80,7 @@ def evaluate(options: EvaluateOptions) -> int:
         client = Client(options.url, flag="--url")
         card = client.model_card(options.model)  # a wrong address is known before the models are loaded
     target = options.load()
-    is_drafter = parse_method(options.method).needs_drafter
+    is_drafter = parse_method(options.method).name == "drafter"
     drafter = load_drafter(options.drafter, target) if options.drafter is not None and is_drafter else None
     models = BenchModels(target, drafter, options.drafter or "", compile=options.compile)
     measured = _along_traffic(options, models) if options.traffic else _of_prompts(options, models, client, card)
@@ -120,11 +120,7 @@ def _along_traffic(options: EvaluateOptions, models: "BenchModels") -> _Measured
         raise ValueError(f"--traffic {options.traffic} holds no answer that fits the context of {models.target.name!r}")
     plan = models.plan(parse_method(options.method), 1)
     with tqdm(total=len(fitting), unit="answer", disable=None) as bar:
-
-        def on_answer() -> None:
-            bar.update()
-
-        steps = steps_along(models.target, models.drafter, plan, fitting, on_answer)
+        steps = steps_along(models.target, models.drafter, plan, fitting, bar.update)
     counts = add_all(Acceptance.of_steps(each) for each in steps)
     num_tokens = sum(len(row.token_ids) for row in fitting)
     print(f"{num_tokens / counts.num_steps:.3f} tokens per step along {len(fitting)} recorded answers")
@@ -146,15 +142,10 @@ def _of_prompts(
     source = {"prompts": {"name": workload.name, "digest": workload.digest}}
     params = SamplingParams(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
     with tqdm(total=len(workload.items) * (1 if client is None else 2), unit="answer", disable=None) as bar:
-
-        def on_answer() -> None:
-            bar.update()
-
-        backend = models.backend(parse_method(options.method), 1)
-        here = measure_here(models, backend, workload, params, on_answer)
+        here = measure_here(models, parse_method(options.method), workload, params, bar.update)
         if client is None or card is None:
             return _Measured(here, source)
-        served = measure_server(client, card, workload, params, on_answer)
+        served = measure_server(client, card, workload, params, bar.update)
         chats = [list(item.messages) for item in workload.items if item.text is None]
         differences = compare_models(client, str(card["id"]), models.target, chats[:_NUM_COMPARED]).lines()
     return _Measured(here, source, served, warning_lines(add_all(here.values()), served, differences), differences)
@@ -166,26 +157,25 @@ def _tables(here: "dict[str, Acceptance]", served: "Served | None") -> list[str]
     from drafter.utils.tables import format_table
 
     whole = add_all(here.values())
-    sources = [whole.shares] + ([served.whole.shares] if served is not None else [])
+    columns = ["here"] if served is None else ["here", "server"]
+    sources = [whole.shares] if served is None else [whole.shares, served.whole.shares]
     depths = [
         [str(depth + 1), *(f"{shares[depth]:.0%}" if depth < len(shares) else "0%" for shares in sources)]
         for depth in range(max(map(len, sources)))
     ]
-    columns = ["here", *(["server"] if served is not None else [])]
-    lines = ["Share of the steps that accepted a drafted token at this depth:", ""]
-    lines += [format_table(["depth", *columns], depths), "", "Accepted drafted tokens per step:", ""]
-    parts = served.by_category if served is not None else {}
-    rows = [_row(name or "all", counts, parts.get(name), served) for name, counts in here.items()]
-    if len(here) > 1:
-        rows.append(_row("all", whole, served.whole if served is not None else None, served))
+    parts = {} if served is None else {**served.by_category, "all": served.whole}
+    rows = []
+    for name, counts in (here if len(here) == 1 else {**here, "all": whole}).items():
+        row = [name or "all", str(counts.num_answers), str(counts.num_steps), f"{counts.accepted_per_step:.2f}"]
+        there = [f"{parts[name].accepted_per_step:.2f}" if name in parts else "-"] if served is not None else []
+        rows.append(row + there)
+    lines = [
+        "Share of the steps that accepted a drafted token at this depth:",
+        "",
+        format_table(["depth", *columns], depths),
+    ]
+    lines += ["", "Accepted drafted tokens per step:", ""]
     return [*lines, format_table(["category", "answers", "steps", *columns], rows)]
-
-
-def _row(name: str, here: "Acceptance", there: "Acceptance | None", served: "Served | None") -> Sequence[str]:
-    row = [name, str(here.num_answers), str(here.num_steps), f"{here.accepted_per_step:.2f}"]
-    if served is not None:
-        row.append("-" if there is None else f"{there.accepted_per_step:.2f}")
-    return row
 
 
 def _write(options: EvaluateOptions, models: "BenchModels", measured: _Measured) -> None:

@@ -128,13 +128,9 @@ def _fail(error: BaseException, message: str) -> int:
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, OSError) and error.strerror and error.filename:
-        text = f"{_cut(str(error.filename), _LONGEST_ERROR // 2)}: {error.strerror}"
+        text = f"{printable(str(error.filename), _LONGEST_ERROR // 2)}: {error.strerror}"
     # A library or a server may repeat a value, whatever its length and whatever a terminal would obey in it.
     return printable(text, _LONGEST_ERROR)
-
-
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else text[:length] + " ..."
 
 
 def _dispatch(words: list[str]) -> int:

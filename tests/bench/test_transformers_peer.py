@@ -17,8 +17,7 @@ PARAMS = SamplingParams(max_new_tokens=12)
 
 
 def ours(params: SamplingParams = PARAMS) -> list[TimedAnswer]:
-    backend = EngineBackend(Engine(tiny_target(), config=EngineConfig(method="none", max_num_seqs=3)))
-    backend.reserve(64)
+    backend = EngineBackend(Engine(tiny_target(), config=EngineConfig(method="none", max_num_seqs=3)), 64)
     return backend.answer(PROMPTS, params, lambda: None)
 
 

@@ -39,10 +39,7 @@ def test_rows_of_every_form_become_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        {"turns": []},
-        {"turns": "one"},
         {"turns": ["", "two"]},
-        {"turns": ["one", 2]},
         {"prompt": "x", "category": 3},
         {"prompt_token_ids": [1], "token_ids": [2]},
     ],

@@ -78,15 +78,6 @@ def test_missing_things(target: str, refused: Refusal, tmp_path: Path) -> None:
     refused(decode(target, "--compare", "--prompt", "hi"), "--compare sets a method beside")
     refused(decode(target, "--out", "x.jsonl"), "need --prompt or --prompts")
     refused(decode(target, "--prompt", "hi", "--device", "gpu"), "--device 'gpu'")
-    words = ["decode", "--target", target, "--prompt", "hi", "--method"]
-    refused([*words, "drafter"], "--method drafter needs a drafter: give --drafter DIR")
-    refused([*words, "draft-model"], "--method draft-model needs a draft model: give --draft-model NAME")
-    refused(
-        [*words, "drafter", "--drafter", "d", "--draft-length", "4", "--beam-width", "8", "--tree-size", "40"],
-        "--tree-size 40 exceeds",
-    )
-    refused([*words, "lookup", "--beam-width", "9"], "--beam-width 9 is for --method drafter")
-    refused([*words, "none", "--compare"], "--compare sets a method beside plain decoding")
     words = ["decode", "--target", target, "--prompt", "hi", "--drafter"]
     refused([*words, str(tmp_path / "none")], "there is no such folder")
     refused([*words, str(tmp_path)], "holds no config.json")

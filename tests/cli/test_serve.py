@@ -10,34 +10,12 @@ import httpx
 import pytest
 
 from drafter.cli.main import main
-from drafter.engine.settings import Plan
-from drafter.engine.tuned import PLAIN, MeasuredTree, RowPlan, Tree, TunedSizes, device_name
-from drafter.serving.listen import bind, load_engine
+from drafter.serving.listen import bind
 from drafter.serving.options import ServeOptions
-from drafter.targets.target import Target
 from drafter.utils.options import read_options
 from tests.serving.live import server_process
 from tests.serving.test_limits import CHAT
 from tests.serving.tiny import save_target
-from tests.tiny_files import make_drafter, make_target
-
-
-def read(file: Path, *words: str) -> ServeOptions:
-    options = read_options(ServeOptions, [*words, "--config", str(file)])
-    assert options is not None
-    return options
-
-
-def test_a_flag_goes_first_also_at_its_default(tmp_path: Path) -> None:
-    """`--host 127.0.0.1` must not listen on every address of a file."""
-    file = tmp_path / "serve.yaml"
-    settings = "max_num_seqs: 3\napi_key: one\nrequest_timeout: 5\nenable_prefix_caching: false\n"
-    file.write_text("target: a\nhost: 0.0.0.0\n" + settings)
-    options = read(file, "--host", "127.0.0.1", "--max-num-seqs", "8")
-    assert (options.host, options.max_num_seqs) == ("127.0.0.1", 8)
-    assert (options.api_key, options.request_timeout) == (("one",), 5.0)
-    assert options.enable_prefix_caching is False
-    assert read(file, "--enable-prefix-caching").enable_prefix_caching is True
 
 
 @pytest.mark.parametrize(
@@ -48,20 +26,15 @@ def test_a_flag_goes_first_also_at_its_default(tmp_path: Path) -> None:
         ("target: a\nport: 70000", "--port is 70000"),
         ("target: a\nrequest_timeout: .nan", "--request-timeout is nan"),
         ("target: a\nmethod: drafter", "--method drafter needs a drafter"),
-        ("target: smollm2-135m\nmethod: drafter\ndrafter: none", "--method drafter needs a drafter"),
-        ("target: a\nmethod: draft-model", "give --draft-model"),
-        ("target: a\ndrafter: b\ndraft_model: c", "name one of them with --method"),
-        ("target: a\ntuned: plan.json", "--tuned plan.json sizes the trees of a drafter: give --drafter DIR"),
         ("target: a\nmethod: magic", "Got value: magic"),
         ("port: 1", "arguments are required: target"),
-        ("target: a\nmethod: lookup\nbeam_width: 9", "--beam-width 9 is for --method drafter"),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(text)
     with pytest.raises(ValueError, match=re.escape(message)):
-        read(file)
+        read_options(ServeOptions, ["--config", str(file)])
 
 
 @pytest.mark.parametrize(
@@ -78,44 +51,6 @@ def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
 )
 def test_targets_own_drafter_is_used_unless_told_otherwise(given: dict[str, Any], drafter: str | None) -> None:
     assert ServeOptions(**given).drafter_used == drafter
-
-
-def test_what_measured_sizes_are_used(tmp_path: Path) -> None:
-    """Those beside the drafter if they fit this machine and nothing else was asked for."""
-    target = make_target(tmp_path)
-    folder = Path(make_drafter(target, tmp_path / "drafter"))
-    loaded = Target.load(target, device="cpu")
-    plan = RowPlan(1, (MeasuredTree(PLAIN, 1.0, 1.0), MeasuredTree(Tree(2, 2, 4), 1.5, 1.2)))
-    found = TunedSizes(device_name(loaded.device), "float32", False, loaded.fingerprint, (plan,)).as_json()
-    file = folder / "tuned.json"
-
-    def settled(**settings: Any) -> Plan:
-        options = ServeOptions(
-            target=target, drafter=str(folder), dtype="float32", device="cpu", max_model_len=64, **settings
-        )
-        return load_engine(options).plan
-
-    def used(**settings: Any) -> str | None:
-        return settled(**settings).tuned
-
-    assert used() is None, "nothing was measured"
-    for method in (None, "drafter"):
-        config = settled(method=method)
-        assert (config.method, config.tree_size, config.max_drafted_rows) == (method or "drafter", 8, 2)
-    config = settled(tree_size=4)
-    assert (config.method, config.tree_size, config.max_drafted_rows) == ("drafter", 4, None)
-    file.write_text(json.dumps(found))
-    config = settled()
-    assert (config.method, config.tuned, config.max_drafted_rows) == ("drafter", str(file), None)
-    assert used(method="drafter") == str(file)
-    assert used(tuned="none") is None and settled(tuned="none").method == "drafter", "drafts of a default size"
-    assert used(tree_size=4) is None and used(method="none") is None
-    file.rename(tmp_path / "elsewhere.json")
-    assert used(tuned=str(tmp_path / "elsewhere.json")) == str(tmp_path / "elsewhere.json")
-    file.write_text(json.dumps(found | {"device": "another"}))
-    assert used() is None
-    with pytest.raises(ValueError, match="was measured for another device"):
-        used(tuned=str(file))
 
 
 def test_names_that_clients_see(tmp_path: Path) -> None:
