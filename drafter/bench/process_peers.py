@@ -124,7 +124,8 @@ class ProcessBackend(Backend):
         answers = {}
         for _ in prompts:
             message = self._process.receive()
-            answers[message.pop("index")] = TimedAnswer(num_accepted=None, **message)
+            index = message.pop("index")
+            answers[index] = TimedAnswer(num_accepted=None, **message)
             on_answer()
         return [answers[index] for index in range(len(prompts))]
 
