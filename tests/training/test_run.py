@@ -181,6 +181,15 @@ def test_a_folder_holds_one_training(place: Path, trained: Path, tmp_path: Path,
     assert "another training runs in" in capsys.readouterr().err and not (tmp_path / "run" / "checkpoints").exists()
 
 
+def test_a_run_without_a_folder_has_one_that_names_no_target(place: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = words(place, tmp_path, "--trainer.max_steps", "1")
+    flag = given.index("--trainer.default_root_dir")
+    assert main_train(given[:flag] + given[flag + 2 :]) == 0
+    assert (tmp_path / "runs" / "drafter" / "checkpoints" / "last.ckpt").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
 def test_a_planted_link_is_replaced_and_not_followed(place: Path, tmp_path: Path) -> None:
     run, mine = tmp_path / "run", tmp_path / "thesis.txt"
     mine.write_text("years of work")
