@@ -10,7 +10,6 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
-from safetensors.torch import load_file
 
 from drafter.cli.main import main
 from drafter.engine.loading import shipped_drafter
@@ -18,7 +17,6 @@ from drafter.integrations import hub
 from drafter.integrations.hub import export_apple, push_to_hub
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
-from drafter.targets.catalog import fetch
 from drafter.targets.target import Target
 from tests.engine.drafters import shared_target, trained_drafter
 from tests.tiny_files import make_target
@@ -114,29 +112,6 @@ def test_trainers_checkpoint_goes_straight_to_the_published_format(tmp_path: Pat
     assert main(words) == 0
     inputs = torch.randn(3, drafter.config.hidden_size), torch.randn(3, 4, drafter.config.hidden_size)
     assert torch.allclose(RecurrentDrafter.from_apple(out)(*inputs), drafter(*inputs), atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_drafter_of_the_package_means_the_same_in_the_published_format(tmp_path: Path) -> None:
-    """Tied and with a draft vocabulary, so everything is multiplied out; read as the format's description says."""
-    folder = shipped_drafter("smollm2-135m")
-    assert folder is not None
-    out = tmp_path / "published"
-    words = ["export", str(folder), "--format", "apple", "--out", str(out), "--dtype", "float32"]
-    target = Target.load(str(fetch("smollm2-135m", progress=False)), dtype="float32", device="cpu")
-    assert main(words) == 0
-    own = RecurrentDrafter.from_pretrained(folder).float()
-    assert difference(own, RecurrentDrafter.from_apple(out), target) < 1e-3
-    config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
-    size, exit_dim, vocab = config["hidden_size"], config["exit_dim"], config["vocab_size"]
-    assert (size, exit_dim, vocab, config["rnn"]) == (576, 1152, 49152, True)
-    wanted = {"rnn_u.weight": [size, size], "rnn_u.bias": [size], "rnn_w.weight": [size, size]}
-    for layer in range(config["num_draft_layers"]):
-        wanted[f"lm_head.{layer}.linear.weight"] = [exit_dim, exit_dim]
-        wanted[f"lm_head.{layer}.linear.bias"] = [exit_dim]
-    wanted[f"lm_head.{config['num_draft_layers']}.weight"] = [vocab, exit_dim]
-    assert {name: list(tensor.shape) for name, tensor in tensors.items()} == wanted
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -269,31 +267,6 @@ def test_a_validation_without_a_new_best_is_saved_after_as_well(place: Path, mon
         main_train(words(place, run, "--model.optim.lr", "1e-30", "--trainer.max_steps", "12"))
     assert read_checkpoint(run / "checkpoints" / "best.ckpt")["global_step"] == 4
     assert read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"] == 8
-
-
-KILLED = """
-import os, signal, sys
-from drafter.training.module import DrafterModule
-from drafter.training.run import main_train
-
-def kill(module, *_):
-    if module.trainer.global_step == 6:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-DrafterModule.on_train_batch_start = kill
-main_train(sys.argv[1:])
-"""
-
-
-@pytest.mark.slow
-def test_kill_9_and_resumed_gives_the_same_weights(place: Path, trained: Path) -> None:
-    """The steps since the last checkpoint are lost and trained again; the rest is as if nothing had been."""
-    run = place / "killed"
-    process = subprocess.run([sys.executable, "-c", KILLED, *words(place, run)], capture_output=True)
-    assert process.returncode == -signal.SIGKILL, process.stderr
-    assert read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"] == 4
-    assert main_train(words(place, run, "--ckpt_path", "last")) == 0
-    assert_same_end(trained, run)
 
 
 def test_full_disk_at_a_checkpoint_leaves_the_last_one(place: Path, tmp_path, monkeypatch, capsys) -> None:

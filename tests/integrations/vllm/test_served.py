@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -315,31 +315,3 @@ def test_states_that_vllm_writes_train_a_drafter(tmp_path: Path) -> None:
         own, stored = losses[None].seen, losses[str(states)].seen
         print(f"{name}: losses of own states {own}, of vLLM's {stored}")
         assert len(own) > 6 and stored == pytest.approx(own, rel=1e-3)
-
-
-def test_speeds_beside_vllm_alone_and_its_ngram_drafts(
-    model: dict[str, Any], folder: Path, prompts: list[list[int]]
-) -> None:
-    """Printed, not judged: bfloat16, compiled, in turns."""
-    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-    kinds: dict[str, dict[str, Any]] = {
-        "plain": {}, "drafter": speculative(folder), "n-gram": {"speculative_config": ngram}
-    }  # fmt: skip
-    shared = model | {"dtype": "bfloat16"}
-    with ExitStack() as stack:
-        served = {name: stack.enter_context(Served.start(shared | kind)) for name, kind in kinds.items()}
-        for one in served.values():
-            one.ask(prompts[:1], batch=1, max_tokens=8)
-        for batch in (1, 4):
-            rates: dict[str, list[float]] = {name: [] for name in served}
-            steps = {}
-            for _ in range(3):
-                for name, one in served.items():
-                    reply = one.ask(prompts[:4], batch=batch, max_tokens=64)
-                    num_tokens = sum(map(len, reply["token_ids"]))
-                    rates[name].append(num_tokens / reply["seconds"])
-                    steps[name] = 1 + sum(reply["num_accepted"]) / max(reply["num_drafts"], 1)
-            for name, found in rates.items():
-                print(f"{batch} at a time, {name}: {', '.join(f'{rate:.1f}' for rate in found)} tokens/s, "
-                      f"{steps[name]:.2f} tokens a drafting step")  # fmt: skip
-                assert min(found) > 0

@@ -3,14 +3,13 @@
     python worker.py '{"model": "FOLDER", "dtype": "float32"}' ...      one argument a model: those of vllm.LLM
     {"model": 0, "prompts": [[1, 2], ...], "params": {"max_tokens": 64}, "batch": 8}
 
-Every reply is one line: generated token ids in the order of the prompts, seconds, and the steps of speculation. A model
-is loaded for its first request, and counts its steps until the next model is loaded.
+Every reply is one line: generated token ids in the order of the prompts, and the steps of speculation. A model is
+loaded for its first request, and counts its steps until the next model is loaded.
 """
 
 import json
 import os
 import sys
-import time
 from typing import Any
 
 
@@ -37,15 +36,14 @@ def answer(model: Any, prompts: list[list[int]], params: dict[str, Any], batch: 
     from vllm import SamplingParams
 
     sampling = SamplingParams(detokenize=False, **params)
-    before, start, answers = counters(model), time.perf_counter(), []
+    before, answers = counters(model), []
     for first in range(0, len(prompts), batch):
         asked = [{"prompt_token_ids": prompt} for prompt in prompts[first : first + batch]]
         outputs = model.generate(asked, sampling, use_tqdm=False)
         answers += [list(choice.token_ids) for output in outputs for choice in output.outputs]
-    seconds = time.perf_counter() - start
     after = counters(model)
     num_drafts, *num_accepted = (b - a for a, b in zip(before + [0] * len(after), after, strict=False))
-    return {"token_ids": answers, "seconds": seconds, "num_drafts": num_drafts, "num_accepted": num_accepted}
+    return {"token_ids": answers, "num_drafts": num_drafts, "num_accepted": num_accepted}
 
 
 def mend_stored_states() -> None:
