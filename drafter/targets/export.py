@@ -29,8 +29,8 @@ from drafter.targets.openvino_compile import Unsuitable, as_recorded
 
 _ROW_ATTENTION = "drafter_rows"
 _ATEN = torch.ops.aten
-# In recorded programs: operators that change nothing there, and operators that OpenVINO reads as they are.
-_IDENTITIES = {_ATEN.contiguous.default, _ATEN.to.device}
+# In recorded programs: operators that change at most the dtype, and operators that OpenVINO reads as they are.
+_CONVERSIONS = {_ATEN.contiguous.default, _ATEN.to.device, _ATEN.to.dtype}
 _READABLE = {
     operator.floordiv, operator.mul,
     _ATEN.add.Tensor, _ATEN.cat.default, _ATEN.cos.default, _ATEN.linear.default, _ATEN.mean.dim, _ATEN.mul.Tensor,
@@ -255,10 +255,8 @@ def to_openvino(ov: Any, program: ExportedProgram) -> Any:
             continue
         if node.target is _ATEN._assert_tensor_metadata.default:
             recorded.graph.erase_node(node)
-        elif node.target in _IDENTITIES:
-            node.replace_all_uses_with(node.args[0])
-        elif node.target is _ATEN.to.dtype:
-            source, dtype = node.args[:2]
+        elif node.target in _CONVERSIONS:
+            source, dtype = node.args[0], node.meta["val"].dtype
             if source.meta["val"].dtype == dtype:
                 node.replace_all_uses_with(source)
             else:
