@@ -154,7 +154,7 @@ class SaveWhenStopped(Callback):
         self._signal = 0
         self._before: dict[int, Any] = {}
         self._step = 0  # of the last whole step
-        self.has_started = False  # before, an error is one of the checkpoint that a run resumes from
+        self.has_stepped = False  # before, an error is one of the checkpoint that a run resumes from
         self._saved_step = -1
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -163,7 +163,7 @@ class SaveWhenStopped(Callback):
             self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._signal, self._step, self._saved_step, self.has_started = 0, trainer.global_step, -1, True
+        self._signal, self._step, self._saved_step = 0, trainer.global_step, -1
         for number in self._before:
             signal.signal(number, self._take_note)
         # Lightning makes the loader before it reads the position in the data, and restores none after a whole epoch.
@@ -175,6 +175,7 @@ class SaveWhenStopped(Callback):
         # Between optimizer steps gradients accumulate, and a checkpoint holds no gradients.
         is_whole_step, self._step = trainer.global_step != self._step, trainer.global_step
         if is_whole_step:
+            self.has_stepped = True
             self._stop_if_told(trainer)
         if trainer.should_stop:  # by --trainer.max_time: at its end the epoch would count as finished
             self._save_last(trainer)

@@ -160,7 +160,7 @@ def _fit(trainer: Any, cli: TrainCLI, ckpt_path: str | None) -> None:
             raise KeyboardInterrupt from error
         raise
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
-        if ckpt_path is None or saver.has_started:
+        if ckpt_path is None or saver.has_stepped:
             raise
         kind = type(error).__name__
         raise ValueError(f"--ckpt_path {ckpt_path!r} cannot be resumed: {kind}: {first_line(error)}") from error

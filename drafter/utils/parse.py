@@ -5,7 +5,7 @@ that names the file, in a time and a memory that the limits bound.
 """
 
 import json
-import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -151,8 +151,9 @@ def check_shape(value: Any, shape: Any, where: str) -> None:
         if value is not None:
             check_shape(value, shape[0], where)
     elif shape is float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        _require(is_number, where, "a finite number", value)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        # An integer may be larger than any float.
+        _require(is_number and abs(value) <= sys.float_info.max, where, "a finite number", value)
     else:
         _require(type(value) is shape, where, {int: "an integer", str: "a text", bool: "true or false"}[shape], value)
 

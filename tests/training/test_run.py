@@ -179,6 +179,17 @@ def test_a_folder_holds_one_training(place: Path, trained: Path, tmp_path: Path,
     assert "another training runs in" in capsys.readouterr().err and not (tmp_path / "run" / "checkpoints").exists()
 
 
+def test_a_damaged_optimizer_is_refused_at_the_first_step(place: Path, trained: Path, tmp_path: Path, capsys) -> None:
+    from drafter.cli.main import main
+
+    checkpoint = torch.load(trained / "checkpoints" / "last.ckpt", weights_only=True)
+    checkpoint["optimizer_states"][0]["state"][0]["exp_avg"] = 0.5
+    torch.save(checkpoint, tmp_path / "last.ckpt")
+    more = ("--trainer.max_steps", str(NUM_STEPS + 1), "--ckpt_path", str(tmp_path / "last.ckpt"))
+    assert main(["train", *words(place, tmp_path / "run", *more)]) == 2
+    assert "cannot be resumed: TypeError" in capsys.readouterr().err
+
+
 def test_a_run_without_a_folder_has_one_that_names_no_target(place: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     given = words(place, tmp_path, "--trainer.max_steps", "1")

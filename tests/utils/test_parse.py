@@ -125,6 +125,7 @@ def test_shapes_that_fit() -> None:
         ({"name": 5}, "it, name is a number, but must be a text"),
         ({"rate": True}, "it, rate is a truth value, but must be a finite number"),
         ({"rate": float("nan")}, "it, rate is a number, but must be a finite number"),
+        ({"rate": -(10**400)}, "it, rate is a number, but must be a finite number"),
         ({"seed": "a"}, "it, seed is a text, but must be an integer"),
         ({"steps": [1, 2.0]}, "it, steps, entry 1 is a number, but must be an integer"),
         ({"by": {"a": {}}}, "it, by, a lacks on"),
