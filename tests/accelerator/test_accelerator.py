@@ -21,32 +21,32 @@ pytestmark = pytest.mark.skipif(
 KERNELS = {1: 62, 8: 459, 24: 601, 64: 638}
 
 
+RUNS = {
+    "steps": ("tests.accelerator.cases", "step-"),
+    "others": ("tests.accelerator.cases", "reads-", "train-", "refused-", "counted-"),
+    "count": ("tests.accelerator.count", "--quick"),
+}
+
+
 @cache
 def output() -> dict[str, list[str]]:
-    """Lines that the cases and the count print, each in a process of its own; both run at once."""
-    modules = {"cases": [], "count": ["--quick"]}
+    """Lines of each run; the processes run side by side."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def run(words: tuple[str, ...]) -> list[str]:
+        command = [sys.executable, "-m", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1500, env=environment)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout.splitlines()
+
     with ThreadPoolExecutor() as pool:
-        runs = {
-            name: pool.submit(
-                subprocess.run,
-                [sys.executable, "-m", f"tests.accelerator.{name}", *args],
-                capture_output=True,
-                text=True,
-                timeout=1500,
-                env=environment,
-            )
-            for name, args in modules.items()
-        }
-    for run in runs.values():
-        assert run.result().returncode == 0, run.result().stderr[-2000:]
-    return {name: run.result().stdout.splitlines() for name, run in runs.items()}
+        return dict(zip(RUNS, pool.map(run, RUNS.values()), strict=True))
 
 
 @cache
 def results() -> dict[str, Any]:
     """The line of every case."""
-    lines = [json.loads(line) for line in output()["cases"] if line.startswith('{"name"')]
+    lines = [json.loads(line) for name in ("steps", "others") for line in output()[name] if line.startswith('{"name"')]
     return {line["name"]: line for line in lines}
 
 
