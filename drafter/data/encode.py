@@ -260,13 +260,24 @@ class RowEncoder:
                 f"target {self._name!r} has no chat template, so conversations cannot be rendered: give plain `text` "
                 "rows, or choose an instruction-tuned target"
             )
-        rendered = iter(find_all_answers(self._tokenizer, good, self._name))
+        rendered = find_all_answers(self._tokenizer, good, self._name)
+        texts = [text for item in rendered if isinstance(item, Rendered) for text in _texts_of(item)]
+        encodings, results = iter(self._tokenise(texts)), iter(rendered)
         for row, problem in zip(rows, problems, strict=True):
-            found = problem or next(rendered)
+            found = problem or next(results)
             if isinstance(found, str):
                 yield EncodedRow([], [], problem=found)
             else:
-                yield self._masked(found, has_end=not row.is_cut)
+                yield self._masked(found, [next(encodings) for _ in _texts_of(found)], has_end=not row.is_cut)
+
+    def _tokenise(self, texts: list[str]) -> Sequence[Any]:
+        """Encodings with ``ids`` and character ``offsets``. The tokenizer encodes the texts of a call on all cores."""
+        if not texts:
+            return []
+        _backend(self._tokenizer)
+        encoded = self._tokenizer(texts, add_special_tokens=False, truncation=False, padding=False)
+        encodings: Sequence[Any] = encoded.encodings
+        return encodings
 
     def _problem_of(self, row: Row, chat: Chat) -> str:
         """The reason to drop a conversation before it is rendered, or empty."""
@@ -279,16 +290,15 @@ class RowEncoder:
             return EMPTY
         return _MARK if any(answer.endswith(self._marks) for answer in answers) else ""
 
-    def _masked(self, rendered: Rendered, *, has_end: bool) -> EncodedRow:
+    def _masked(self, rendered: Rendered, encodings: Sequence[Any], *, has_end: bool) -> EncodedRow:
         """Token ids and mask of one conversation, whose prefixes are compared token by token.
+
+        ``encodings``: of the conversation and its prefixes.
 
         A token belongs to an answer if all its characters do. A token of one byte covers the byte's whole character.
         The token that ends the last answer belongs to the mask if ``has_end``.
         """
-        _backend(self._tokenizer)
-        texts = [rendered.text, *(answer.prefix for answer in rendered.answers)]
-        encoded = self._tokenizer(texts, add_special_tokens=False, truncation=False, padding=False)
-        whole, *prefixes = encoded.encodings
+        whole, *prefixes = encodings
         ids, spans = whole.ids, whole.offsets
         loss_mask = [False] * len(ids)
         for number, (prefix, answer) in enumerate(zip(prefixes, rendered.answers, strict=True), start=1):
@@ -330,6 +340,11 @@ def _asked(row: Row) -> list[ChatMessage]:
     """The messages of a row, without a last question that has no answer."""
     messages = list(row.messages)
     return messages[:-1] if messages[-1]["role"] == "user" and len(messages) > 2 else messages
+
+
+def _texts_of(rendered: Rendered) -> list[str]:
+    """A conversation, and the part before each of its answers."""
+    return [rendered.text, *(answer.prefix for answer in rendered.answers)]
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

@@ -239,8 +239,8 @@ def export_logits(
 def to_openvino(ov: Any, program: ExportedProgram) -> Any:
     """The program as a model of OpenVINO.
 
-    OpenVINO's converter first has torch decompose the operators, a second recording as long as the first. Where all
-    operators are among those that OpenVINO reads, as in most dense models, this function hands over the first.
+    OpenVINO's converter first has torch decompose the operators, a second recording as long as the first. This function
+    hands over the first where OpenVINO reads all operators, as in Llama and its kin.
 
     Args:
         ov: the module ``openvino``.
