@@ -11,12 +11,14 @@ K head dimension · D hidden size · V vocabulary.
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.func import functional_call
+from torch.fx import GraphModule
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.masking_utils import sdpa_mask
@@ -25,7 +27,8 @@ from drafter.targets.attention import NAME as FOLDED_ATTENTION
 from drafter.targets.attention import folded_attention
 from drafter.targets.cache import CacheShape, SlotLayer
 from drafter.targets.capabilities import LogitMap
-from drafter.targets.openvino_compile import Unsuitable, as_recorded
+from drafter.targets.export_layers import LayerStack, repeat_layers
+from drafter.targets.openvino_compile import Unsuitable, as_recorded, decomposed
 
 _ROW_ATTENTION = "drafter_rows"
 _ATEN = torch.ops.aten
@@ -99,16 +102,23 @@ class ForwardProgram(nn.Module):
         mask_kinds: kinds of layers with masks of their own; empty where all layers share one.
         given: names of the decoder's parameters that are inputs of the program.
         dtype: of the store of keys and values.
+        layers: of the decoder; the inputs may hold keys and values of further layers.
     """
 
     def __init__(
-        self, decoder: PreTrainedModel, mask_kinds: Sequence[str], given: Sequence[str], dtype: torch.dtype
+        self,
+        decoder: PreTrainedModel,
+        mask_kinds: Sequence[str],
+        given: Sequence[str],
+        dtype: torch.dtype,
+        layers: nn.ModuleList,
     ) -> None:
         super().__init__()
         self._dtype = dtype
         self._given = tuple(given)
         self._decoder = decoder
         self._mask_kinds = tuple(mask_kinds)
+        self._layers = list(layers)  # no second name for the modules
 
     def forward(
         self,
@@ -132,7 +142,7 @@ class ForwardProgram(nn.Module):
             Final hidden states [1, M, D], new keys [layers, G, M, K], new values, and the hidden states [1, M, D]
             before each layer.
         """
-        layers = range(len(keys))
+        layers = range(len(self._layers))
         cache = ConcatCache([keys[layer] for layer in layers], [values[layer] for layer in layers], self._dtype)
         inputs = {
             "inputs_embeds": embedding_1MD,
@@ -140,11 +150,23 @@ class ForwardProgram(nn.Module):
             "position_ids": position_1M,
             "past_key_values": cache,
         }
-        settings = {"use_cache": True, "output_hidden_states": True, "return_dict": True}
         given = dict(zip(self._given, weights, strict=True))
-        output = functional_call(self._decoder, given, (), {**inputs, **settings})
-        states = (output.last_hidden_state, torch.cat(cache.new_keys), torch.cat(cache.new_values))
-        return states + tuple(output.hidden_states[:-1])
+        states: list[Tensor] = []
+        # Not `output_hidden_states`, for which transformers would leave hooks on these layers.
+        hooks = [
+            layer.register_forward_pre_hook(partial(_note_input, states), with_kwargs=True) for layer in self._layers
+        ]
+        try:
+            settings = {"use_cache": True, "return_dict": True}
+            output = functional_call(self._decoder, given, (), {**inputs, **settings})
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return output.last_hidden_state, torch.cat(cache.new_keys), torch.cat(cache.new_values), *states
+
+
+def _note_input(states: list[Tensor], layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+    states.append(args[0] if args else kwargs["hidden_states"])
 
 
 class LogitsProgram(nn.Module):
@@ -184,6 +206,7 @@ def export_forward(
     given: Sequence[str] = (),
     *,
     stored: torch.dtype,
+    layers: nn.ModuleList,
 ) -> ExportedProgram:
     """The decoder's forward as a program with any number of rows, tokens and slots (:class:`ForwardProgram`).
 
@@ -195,6 +218,7 @@ def export_forward(
         mask_kinds: kinds of layers with masks of their own; empty where all layers share one.
         given: names of the decoder's parameters that are inputs of the program, behind the others.
         stored: number format that keys and values are stored in.
+        layers: of the decoder, perhaps fewer than ``shape`` says.
 
     Raises:
         Exception: of any kind that `torch.export` raises for code that it cannot record.
@@ -213,7 +237,7 @@ def export_forward(
     weights = [decoder.get_parameter(name) for name in given]
     with _attention_by_rows(model):
         return torch.export.export(
-            ForwardProgram(decoder, mask_kinds, given, stored).eval(),
+            ForwardProgram(decoder, mask_kinds, given, stored, layers).eval(),
             (embedding_1MD, torch.arange(rows * tokens)[None], masks, *stores, weights),
             dynamic_shapes=({1: any_size}, {1: any_size}, by_mask, by_store, by_store, [None] * len(weights)),
             strict=False,
@@ -236,6 +260,40 @@ def export_logits(
     return torch.export.export(LogitsProgram(output, logit_map), inputs, dynamic_shapes=sizes, strict=False)
 
 
+def forward_to_openvino(
+    ov: Any,
+    model: PreTrainedModel,
+    decoder: PreTrainedModel,
+    shape: CacheShape,
+    hidden_size: int,
+    mask_kinds: Sequence[str] = (),
+    given: Sequence[str] = (),
+    *,
+    stored: torch.dtype,
+) -> tuple[Any, list[str]]:
+    """The decoder's forward as a model of OpenVINO, recorded of as few layers as possible.
+
+    Args: ``ov``: the module ``openvino``; the others as of :func:`export_forward`.
+
+    Returns:
+        The model; the names of the parameters that are inputs, in the order of the inputs.
+
+    Raises:
+        Exception: of any kind that torch or OpenVINO raises for code that it cannot record or convert.
+    """
+    stack = LayerStack(model, decoder)
+    arguments = (model, decoder, shape, hidden_size, mask_kinds)
+    if stack.num_recorded < len(stack.layers):
+        few = [name for name in given if stack.is_recorded(name)]
+        with stack.cut() as layers:
+            program = export_forward(*arguments, few, stored=stored, layers=layers)
+        recorded = _readable(program) or decomposed(program)
+        names = repeat_layers(recorded, stack, few)
+        if names is not None:
+            return ov.convert_model(as_recorded(recorded)), names
+    return to_openvino(ov, export_forward(*arguments, given, stored=stored, layers=stack.layers)), list(given)
+
+
 def to_openvino(ov: Any, program: ExportedProgram) -> Any:
     """The program as a model of OpenVINO.
 
@@ -249,7 +307,13 @@ def to_openvino(ov: Any, program: ExportedProgram) -> Any:
     Raises:
         Exception: of any kind that OpenVINO raises for what it cannot convert.
     """
-    recorded = program.module(check_guards=False)
+    recorded = _readable(program)
+    return ov.convert_model(program if recorded is None else as_recorded(recorded))
+
+
+def _readable(program: ExportedProgram) -> GraphModule | None:
+    """The recorded operators as OpenVINO reads them; None where it does not read one of them."""
+    recorded: Any = program.module(check_guards=False)
     for node in list(recorded.graph.nodes):
         if node.op != "call_function":
             continue
@@ -264,9 +328,10 @@ def to_openvino(ov: Any, program: ExportedProgram) -> Any:
         elif node.target is _ATEN.reshape.default:
             node.target = _ATEN.view.default
         elif node.target not in _READABLE:
-            return ov.convert_model(program)
+            return None
     recorded.graph.eliminate_dead_code()
-    return ov.convert_model(as_recorded(recorded))
+    found: GraphModule = recorded
+    return found
 
 
 @contextmanager

@@ -6,6 +6,7 @@ the import of transformers takes seconds: a later start does both at once.
 
 import contextlib
 import json
+import logging
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -173,6 +174,19 @@ def as_recorded(graph: Any) -> Any:
     from openvino.frontend.pytorch.fx_decoder import TorchFXPythonDecoder
 
     return TorchFXPythonDecoder(graph, dynamic_shapes=True)
+
+
+def decomposed(program: Any) -> Any:
+    """The graph of a recorded program (`torch.export.ExportedProgram`) in operators that OpenVINO reads."""
+    import_openvino()
+    from openvino.frontend.pytorch.fx_decoder import TorchFXPythonDecoder
+
+    level = logging.root.level
+    logging.root.setLevel(logging.ERROR)  # its table names operators that this version of torch lacks
+    try:
+        return TorchFXPythonDecoder.from_exported_program(program).pt_module
+    finally:
+        logging.root.setLevel(level)
 
 
 @cache

@@ -26,7 +26,7 @@ from drafter.kernels.packed import count_parameters
 from drafter.kernels.pages import dropping, trim
 from drafter.targets.cache import CacheShape
 from drafter.targets.capabilities import Capabilities, LayerWindows, LogitMap, decoder_of, fingerprint_of
-from drafter.targets.export import check_exportable, export_forward, export_logits, to_openvino
+from drafter.targets.export import check_exportable, export_logits, forward_to_openvino, to_openvino
 from drafter.targets.loading import Checkpoint, describe
 from drafter.targets.masks import Window
 from drafter.targets.openvino_compile import Unsuitable, import_openvino
@@ -298,9 +298,9 @@ def write_programs(folder: Path, source: _Source, dtype: torch.dtype) -> None:
         warnings.simplefilter("ignore")
         try:
             given = [name for name, _ in decoder.named_parameters() if name in source.matrices]
-            recorded = export_forward(model, decoder, shape, hidden_size, kinds, given, stored=dtype)
+            recorded, names = forward_to_openvino(ov, model, decoder, shape, hidden_size, kinds, given, stored=dtype)
             bar.update()
-            forward = use_matrices(ov, to_openvino(ov, recorded), [source.matrices.pop(name) for name in given])
+            forward = use_matrices(ov, recorded, [source.matrices.pop(name) for name in names])
             forward = split_stores(ov, forward, 2 + (len(kinds) or 1), shape.num_layers)
             is_given = isinstance(output_matrix, Grouped)
             head = to_openvino(ov, export_logits(output, found.logit_map, hidden_size, is_given=is_given))

@@ -106,7 +106,7 @@ def test_code_that_cannot_be_recorded_is_refused_and_leaves_no_file(monkeypatch:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("data-dependent branch\nmore")
 
-    monkeypatch.setattr(programs, "export_forward", fail)
+    monkeypatch.setattr(programs, "forward_to_openvino", fail)
     target = tiny("Llama", vocab_size=97)
     before = files()
     with pytest.raises(ValueError, match=r"its code cannot be exported \(data-dependent branch\); use --runtime torch"):
@@ -159,7 +159,7 @@ def test_openvino_sends_no_statistics(tmp_path: Path) -> None:
 
 def test_an_exported_program_is_kept_and_other_weights_get_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     on_openvino(tiny("Llama"))
-    monkeypatch.setattr(programs, "export_forward", lambda *_: 1 / 0)
+    monkeypatch.setattr(programs, "forward_to_openvino", lambda *_: 1 / 0)
     on_openvino(tiny("Llama"))
     other = tiny("Llama")
     with torch.no_grad():
