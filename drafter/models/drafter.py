@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
-from transformers import initialization as init
 from transformers.utils import CONFIG_NAME, cached_file
 
 from drafter.kernels.packed import Int8Matrix, PackedMatrix, can_round, pack_linears
@@ -82,21 +81,23 @@ class ResBlock(nn.Module):
         return x_XE + F.silu(self.linear(narrow))
 
 
-class RecurrentDrafter(PreTrainedModel):
+class RecurrentDrafter(nn.Module):
     """The drafter; see the module's text for its mathematics.
+
+    A plain module with the methods of transformers' models that a drafter needs: the base class of those models takes
+    two seconds to import, at every start of a command.
 
     Attributes:
         draft_token_ids_R: int64 buffer, draft index -> target token id, ascending; the identity when R == V.
         output_rows_RD: rows of the target's output matrix for a tied head, set by :meth:`bind`; not in the state dict.
     """
 
-    config_class = DrafterConfig
-    config: DrafterConfig
-    base_model_prefix = ""
-    main_input_name = "context_XC"
+    config_class = DrafterConfig  # read by transformers' AutoModel
 
     def __init__(self, config: DrafterConfig) -> None:
-        super().__init__(config)
+        super().__init__()
+        self.config = config
+        self.name_or_path = ""
         size = config.hidden_size
         self.fuse_context = nn.Linear(config.context_size, size, bias=False) if config.context != "last" else None
         self.cell = RnnCell(size, config.embedding_scale)
@@ -107,33 +108,19 @@ class RecurrentDrafter(PreTrainedModel):
         self.output_rows_RD: Tensor | None = None
         self._packed_rows: PackedMatrix | Int8Matrix | None = None
         self._is_packed = False
-        self.post_init()
+        self._init_weights()
 
     @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """Weights that suit inputs of rms 1: the state matters as much as h from the first steps of training on.
-
-        The head starts small (nearly uniform logits), every layer before it at full strength, so that the first
-        gradients meet useful random features of [h; s] instead of zeros.
+    def _init_weights(self) -> None:
+        """The head starts small (nearly uniform logits), every other layer as torch starts a linear layer, so that the
+        first gradients meet useful random features of [h; s] instead of zeros.
         """
-        if isinstance(module, RnnCell):
-            init.normal_(module.w.weight, std=1 / math.sqrt(module.w.in_features))
-            init.normal_(module.u.weight, std=1 / math.sqrt(module.u.in_features))
-            init.zeros_(module.u.bias)
-        elif isinstance(module, ResBlock):
-            init.normal_(module.linear.weight, std=1 / math.sqrt(module.linear.in_features))
-            init.zeros_(module.linear.bias)
-            if module.down is not None:
-                init.normal_(module.down.weight, std=1 / math.sqrt(module.down.in_features))
-        elif isinstance(module, RecurrentDrafter):
-            init.normal_(module.head.weight, std=0.1 / math.sqrt(module.head.in_features))
-            init.copy_(module.draft_token_ids_R, torch.arange(module.config.num_outputs))
-            if module.fuse_context is not None:
-                # Starts as the final hidden state alone, which is the last of the layers.
-                size = module.config.hidden_size
-                weight_DC = torch.zeros_like(module.fuse_context.weight)
-                weight_DC[:, -size:] = torch.eye(size)
-                init.copy_(module.fuse_context.weight, weight_DC)
+        nn.init.normal_(self.head.weight, std=0.1 / math.sqrt(self.head.in_features))
+        if self.fuse_context is not None:
+            # Starts as the final hidden state alone, which is the last of the layers.
+            size = self.config.hidden_size
+            self.fuse_context.weight.zero_()
+            self.fuse_context.weight[:, -size:] = torch.eye(size)
 
     @classmethod
     def from_apple(cls, folder: str | Path) -> Self:
@@ -150,7 +137,7 @@ class RecurrentDrafter(PreTrainedModel):
         return cls.from_tensors(config, tensors, str(folder))
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]
+    def from_pretrained(
         cls,
         name: str | Path,
         *,
@@ -180,9 +167,9 @@ class RecurrentDrafter(PreTrainedModel):
             raise FileNotFoundError(f"{folder} holds no {CONFIG_NAME}: give a folder that `drafter export` made")
         config = DrafterConfig.from_fields(read_json_object(folder / CONFIG_NAME), str(folder / CONFIG_NAME))
         drafter = cls.from_tensors(config, read_tensors(folder / WEIGHTS), str(folder / WEIGHTS))
-        drafter.config.name_or_path = drafter.name_or_path = str(name)
+        drafter.name_or_path = str(name)
         if dtype is not None:
-            nn.Module.to(drafter, dtype)
+            drafter.to(dtype)
         return drafter
 
     @classmethod
@@ -192,8 +179,26 @@ class RecurrentDrafter(PreTrainedModel):
             drafter = cls(config)
         check_tensors(tensors, drafter.state_dict(), config.vocab_size, where)
         drafter.load_state_dict(dict(tensors), assign=True)
-        drafter.config.dtype = drafter.dtype
         return drafter.eval()
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write weights and config to a folder, for :meth:`from_pretrained` (OSError if a file cannot be written)."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.config.dtype, self.config.architectures = self.dtype, [type(self).__name__]
+        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        self.config.save_pretrained(folder)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating point type of the weights."""
+        return next(self.parameters()).dtype
 
     def bind(self, target: TargetLike) -> Self:
         """Check that this is the drafter's target and, for a tied head, take its output rows.

@@ -11,21 +11,24 @@ cache that is read in float64 hides the order: the differences lie at least 2^-4
 Shapes: B rows · N queries · S slots · H heads · G key/value heads · R heads of a group · K head dimension.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NAME = "drafter_sdpa"
 
 
-def use_folded_attention(model: PreTrainedModel) -> bool:
+def use_folded_attention(model: "PreTrainedModel") -> bool:
     """Switch a model that runs with SDPA over to :func:`folded_attention`; whether it runs with that now."""
     if model.config._attn_implementation != "sdpa":
         return bool(model.config._attn_implementation == NAME)
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
     AttentionInterface.register(NAME, folded_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     model.set_attn_implementation(NAME)
@@ -69,6 +72,8 @@ def folded_attention(
         and kwargs.get("s_aux") is None
     )
     if not is_plain:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )

@@ -5,15 +5,17 @@ Shapes: B rows · T tokens · V vocabulary · D hidden size.
 
 import copy
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
 
 from drafter.targets.attention import NAME as FOLDED_ATTENTION
 from drafter.targets.cache import CacheShape, MixedShape
 from drafter.targets.masks import Window
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _MASKABLE = ("sdpa", "eager", FOLDED_ATTENTION)  # attention implementations that take any mask as a tensor
@@ -48,13 +50,13 @@ class Capabilities(NamedTuple):
         logit_map: what the model does to the products of its output matrix.
     """
 
-    decoder: PreTrainedModel
+    decoder: "PreTrainedModel"
     windows: "LayerWindows"
     cache_shape: CacheShape | MixedShape
     logit_map: LogitMap
 
 
-def probe(model: PreTrainedModel, name: str) -> Capabilities:
+def probe(model: "PreTrainedModel", name: str) -> Capabilities:
     """Ask a frozen model what it can do.
 
     Args:
@@ -70,7 +72,7 @@ def probe(model: PreTrainedModel, name: str) -> Capabilities:
     return Capabilities(decoder_of(model), layer_windows(model, name), _probe_cache_shape(model, name), logit_map)
 
 
-def _check_architecture(model: PreTrainedModel, name: str) -> None:
+def _check_architecture(model: "PreTrainedModel", name: str) -> None:
     """Refuse, with the reason, models that cannot be a target.
 
     Raises:
@@ -96,7 +98,7 @@ def refusal(name: str, reason: str) -> ValueError:
     )
 
 
-def _check_layers(model: PreTrainedModel, name: str) -> None:
+def _check_layers(model: "PreTrainedModel", name: str) -> None:
     """ValueError for recurrent and other layers whose state is not keys and values by slot."""
     text = model.config.get_text_config(decoder=True)
     kinds = set(getattr(text, "layer_types", None) or ()) - _ATTENTION_KINDS
@@ -107,14 +109,14 @@ def _check_layers(model: PreTrainedModel, name: str) -> None:
         raise refusal(name, "has local attention layers that count their window from the end of the cache")
 
 
-def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+def decoder_of(model: "PreTrainedModel") -> "PreTrainedModel":
     """The model without its output matrix: token ids in, final hidden states (after the last norm) out."""
     # Llama 4 names a base that it does not have, and then says that it is its own decoder.
     found: tuple[Any, ...] = (model.base_model, model.get_decoder(), getattr(model, "model", model))
     return next((decoder for decoder in found if decoder is not model), model)
 
 
-def _embedding_of(model: PreTrainedModel) -> Tensor:
+def _embedding_of(model: "PreTrainedModel") -> Tensor:
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
     return weight
@@ -137,7 +139,7 @@ class LayerWindows(NamedTuple):
         return min((window.size for window in self.by_kind.values() if window is not None), default=None)
 
 
-def layer_windows(model: PreTrainedModel, name: str) -> LayerWindows:
+def layer_windows(model: "PreTrainedModel", name: str) -> LayerWindows:
     """Windows of the model's attention layers, from its configuration and what its forward accepts.
 
     Raises:
@@ -165,7 +167,7 @@ def layer_windows(model: PreTrainedModel, name: str) -> LayerWindows:
 
 
 @torch.no_grad()
-def _slides(model: PreTrainedModel) -> bool:
+def _slides(model: "PreTrainedModel") -> bool:
     """Whether ``sliding_window`` of the configuration means anything to the model: some carry it without a use."""
     config = model.config.get_text_config(decoder=True)
     token_BT = torch.arange(1, 5, device=_embedding_of(model).device)[None]
@@ -180,7 +182,7 @@ def _slides(model: PreTrainedModel) -> bool:
 
 
 @torch.no_grad()
-def _takes_masks_by_kind(model: PreTrainedModel, kinds: Iterable[str]) -> bool:
+def _takes_masks_by_kind(model: "PreTrainedModel", kinds: Iterable[str]) -> bool:
     """Run one token with a mapping of masks: models with layers of one kind only take a tensor and raise."""
     embedding_VD = _embedding_of(model)
     token_BT = torch.zeros(1, 1, dtype=torch.int64, device=embedding_VD.device)
@@ -193,12 +195,14 @@ def _takes_masks_by_kind(model: PreTrainedModel, kinds: Iterable[str]) -> bool:
 
 
 @torch.no_grad()
-def _probe_cache_shape(model: PreTrainedModel, name: str) -> CacheShape | MixedShape:
+def _probe_cache_shape(model: "PreTrainedModel", name: str) -> CacheShape | MixedShape:
     """Run two tokens with the library's own cache and look at what each layer stores.
 
     Raises:
         ValueError: a layer stores something else than one key and one value per head and token.
     """
+    from transformers import DynamicCache
+
     cache = DynamicCache()
     token_BT = torch.zeros(1, 2, dtype=torch.int64, device=_embedding_of(model).device)
     decoder_of(model)(input_ids=token_BT, past_key_values=cache, use_cache=True)
@@ -214,7 +218,7 @@ def _probe_cache_shape(model: PreTrainedModel, name: str) -> CacheShape | MixedS
 
 
 @torch.no_grad()
-def _probe_logit_map(model: PreTrainedModel, name: str) -> LogitMap:
+def _probe_logit_map(model: "PreTrainedModel", name: str) -> LogitMap:
     """Find what the model does to ``output_matrix @ hidden`` before it calls the result logits.
 
     Most models do nothing; some multiply or divide by a constant, some squash with a soft cap. The candidates come from
@@ -266,7 +270,7 @@ def fingerprint_of(output_weight_VD: Tensor) -> str:
 
 
 @torch.no_grad()
-def final_norm(model: PreTrainedModel, name: str) -> nn.Module:
+def final_norm(model: "PreTrainedModel", name: str) -> nn.Module:
     """A copy, on the CPU, of the module that makes the final hidden states: states [..., D] in and out.
 
     A forward over three tokens finds the module: the last one whose output is the final hidden state.

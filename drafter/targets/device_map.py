@@ -8,14 +8,16 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from drafter.targets.sharding import layers_of
 from drafter.utils.parse import read_yaml
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Of a device's free memory, for layers; the rest is for keys, values and steps.
 _SHARE = 0.8
@@ -25,7 +27,7 @@ DeviceMap = dict[str, int | str]
 
 def load_mapped(
     place: Path | str, dtype: torch.dtype, shared: dict[str, Any], device_map: str, main: torch.device
-) -> PreTrainedModel:
+) -> "PreTrainedModel":
     """A model with its layers spread out.
 
     Args:
@@ -38,6 +40,8 @@ def load_mapped(
     Raises:
         ValueError: a file that is no map of this model, or takes the main device's modules elsewhere.
     """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # it says that the map was followed
     spread: Any = _read(device_map) if device_map != "auto" else None
     if spread is None:
@@ -56,7 +60,9 @@ def load_mapped(
     return model
 
 
-def spread_out(skeleton: PreTrainedModel, dtype: torch.dtype, main: torch.device, free: Mapping[Any, int]) -> DeviceMap:
+def spread_out(
+    skeleton: "PreTrainedModel", dtype: torch.dtype, main: torch.device, free: Mapping[Any, int]
+) -> DeviceMap:
     """A device for every decoder layer, in order: the main device, the other GPUs, main memory, disk.
 
     Args:
@@ -83,7 +89,7 @@ def spread_out(skeleton: PreTrainedModel, dtype: torch.dtype, main: torch.device
     return spread
 
 
-def layer_devices(model: PreTrainedModel, name: str) -> list[torch.device]:
+def layer_devices(model: "PreTrainedModel", name: str) -> list[torch.device]:
     """Where each decoder layer computes, and so where its keys and values are."""
     found = []
     for layer in layers_of(model, name):
@@ -95,7 +101,7 @@ def layer_devices(model: PreTrainedModel, name: str) -> list[torch.device]:
     return found
 
 
-def copy_once(model: PreTrainedModel, name: str, devices: Sequence[torch.device]) -> None:
+def copy_once(model: "PreTrainedModel", name: str, devices: Sequence[torch.device]) -> None:
     """Let masks, positions and their embeddings travel once to each device in a forward.
 
     Accelerate alone would send them to every layer. The hidden states still travel wherever the device changes.

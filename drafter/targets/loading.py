@@ -6,19 +6,9 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers.initialization import no_init_weights
 from transformers.utils import cached_file
 
 from drafter.targets.catalog import resolve
@@ -27,12 +17,15 @@ from drafter.targets.quantized import has_plain_weights, reading_of
 from drafter.targets.sharding import load_sharded
 from drafter.utils.io import first_line
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CPU_INFO = Path("/proc/cpuinfo")
 # Bytes of weights. Smaller targets decode a whole answer in less time than an export to OpenVINO takes.
 _LEAST_STORED_BYTES = 300_000_000
 _LEAST_OPENVINO_BYTES = 40_000_000
-_DECIDING = ("*.safetensors", "config.json", "model.safetensors.index.json", "*.py")
+_DECIDING = ("*.safetensors", "config.json", "generation_config.json", "model.safetensors.index.json", "*.py")
 
 
 class Spread(NamedTuple):
@@ -61,8 +54,8 @@ class Checkpoint(NamedTuple):
         scheme: how the checkpoint's weights were quantised; empty for plain weights.
     """
 
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
+    model: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase | None"
     scheme: str
 
 
@@ -167,9 +160,13 @@ def _has_bfloat16_instructions() -> bool:
     return not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags.split())
 
 
-def read_tokenizer(place: Path | str, **shared: Any) -> PreTrainedTokenizerBase | None:
+def read_tokenizer(place: Path | str, **shared: Any) -> "PreTrainedTokenizerBase | None":
     """The tokenizer of a folder or hub id; None where the folder has none."""
-    return AutoTokenizer.from_pretrained(place, **shared) if _has_tokenizer(place) else None
+    if not _has_tokenizer(place):
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(place, **shared)
 
 
 def read_checkpoint(
@@ -227,7 +224,7 @@ def _read(
     return _load_model(place, dtype, shared | arguments)
 
 
-def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -> PreTrainedModel:
+def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -> "PreTrainedModel":
     """The model of a checkpoint with its weights."""
 
     def read(kind: Any, attention: str) -> Any:
@@ -239,8 +236,11 @@ def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -
     return _made(read)
 
 
-def describe(place: Path | str, dtype: torch.dtype, **shared: Any) -> PreTrainedModel:
+def describe(place: Path | str, dtype: torch.dtype, **shared: Any) -> "PreTrainedModel":
     """The model of a folder or hub id with weights that nobody has written: their memory is not in use yet."""
+    from transformers import AutoConfig, GenerationConfig
+    from transformers.initialization import no_init_weights
+
     config = AutoConfig.from_pretrained(place, **shared)
     code = {"trust_remote_code": True} if shared.get("trust_remote_code") else {}
     with no_init_weights():
@@ -256,6 +256,8 @@ def _made(make: Callable[[Any, str], Any]) -> Any:
 
     SDPA attention where the model has it; else (soft-capped scores, attention sinks) its own plain formulas.
     """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
     try:
         return _with_attention(make, AutoModelForCausalLM)
     except ValueError as error:

@@ -20,8 +20,9 @@ from drafter.utils.parse import read_json
 _log = logging.getLogger(__name__)
 
 FORWARD, HEAD = "forward.xml", "head.xml"
+FACTS, ENDS = "facts.json", "ends.safetensors"
 _RECORD = "files.json"
-_FORMAT = "format-6"  # of the files on disk
+_FORMAT = "format-7"  # of the files on disk
 
 
 def programs_folder(files: Iterable[Path], facts: dict[str, Any]) -> Path:

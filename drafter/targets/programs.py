@@ -1,8 +1,9 @@
 """A target that runs from OpenVINO's programs on disk: torch holds no copy of its weights.
 
-The first start reads the target, asks it what it can do, and writes a folder: the programs of decoder and output matrix
-with their weights, embeddings and output matrix once more for look-ups, and what the probes found out. Later starts
-read this folder alone, and map it into memory. The model's modules remain as a description without weights.
+The first start reads the target, asks it what it can do, and writes a folder (:mod:`drafter.targets.programs_writing`):
+the programs of decoder and output matrix with their weights, embeddings and output matrix once more for look-ups, and
+what the probes found out. Later starts read this folder alone, and map it into memory. They import no code of models:
+that import takes as long as everything else.
 
 The weights of the programs are numbers as they were read, or integers in groups: those of a GGUF file, or of
 ``--quantization``.
@@ -10,47 +11,93 @@ The weights of the programs are numbers as they were read, or integers in groups
 
 import gc
 import json
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig
 
-from drafter.kernels.packed import count_parameters
 from drafter.kernels.pages import dropping, trim
 from drafter.targets.cache import CacheShape
-from drafter.targets.capabilities import Capabilities, LayerWindows, LogitMap, decoder_of, fingerprint_of
-from drafter.targets.export import check_exportable, export_logits, forward_to_openvino, to_openvino
-from drafter.targets.loading import Checkpoint, describe
+from drafter.targets.capabilities import Capabilities, LayerWindows, LogitMap
 from drafter.targets.masks import Window
-from drafter.targets.openvino_compile import Unsuitable, import_openvino
-from drafter.targets.openvino_files import FORWARD, HEAD, keep, programs_folder
-from drafter.targets.openvino_graph import join_products, split_stores, use_matrices, with_type
-from drafter.targets.openvino_runtime import PRECISIONS, OpenVINORuntime, check_dtype, mask_kinds
-from drafter.targets.quantized import has_plain_weights
-from drafter.targets.sharding import layers_of
-from drafter.targets.stored import Grouped, StoredMatrix, read_tensors, round_matrix
-from drafter.utils.io import first_line
+from drafter.targets.openvino_files import ENDS, FACTS, keep, programs_folder
+from drafter.targets.openvino_runtime import OpenVINORuntime, check_dtype
+from drafter.targets.stored import Grouped, StoredMatrix
 
-_FACTS, _ENDS = "facts.json", "ends.safetensors"
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _ROUNDED_TOGETHER = 32  # activations that share a scale of 8 bits, as many as weights do
-BITS = {"int8": 8, "int4": 4}
 
 # Asks a model what it can do, and compares a small tree with its paths.
-Probe = Callable[[PreTrainedModel], Capabilities]
+Probe = Callable[["PreTrainedModel"], Capabilities]
+
+
+class ProgramsModel(nn.Module):
+    """What torch holds of a model whose layers run from programs: embeddings and output matrix, mapped into memory.
+
+    Args:
+        config: the sizes that a target reads.
+        tensors: of the folder.
+        dtype: of the rows that a matrix in groups gives.
+    """
+
+    generation_config = None
+
+    def __init__(self, config: PreTrainedConfig, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        embedding, output = (_end(name, tensors, dtype) for name in ("embedding", "output"))
+        assert embedding is not None
+        if isinstance(embedding, Tensor):
+            self.embedding: nn.Module = nn.Embedding.from_pretrained(embedding)
+        else:
+            self.embedding = embedding
+        output = embedding if output is None else output
+        bias = tensors.get("bias")
+        if isinstance(output, Tensor):
+            num_tokens, size = output.shape
+            self.output: Any = nn.Linear(size, num_tokens, bias=bias is not None, device="meta")
+            self.output.weight = nn.Parameter(output, requires_grad=False)
+            if bias is not None:
+                self.output.bias = nn.Parameter(bias, requires_grad=False)
+        else:
+            self.output = output
+            self.output.bias = bias
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Int64 [..., T] to embeddings [..., T, D], as transformers names them."""
+        return self.embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The output matrix, as transformers names it."""
+        return self.output
+
+
+def _end(name: str, tensors: dict[str, Tensor], dtype: torch.dtype) -> Tensor | StoredMatrix | None:
+    """Embeddings or output matrix of a folder; None for an output matrix that is the embeddings'."""
+    packed = tensors.get(f"{name}.packed")
+    if packed is None:
+        return tensors.get(name)
+    offset = tensors.get(f"{name}.offset_OG")
+    matrix = Grouped(
+        packed.numpy(),
+        4 if packed.dtype == torch.uint8 else 8,
+        tensors[f"{name}.scale_OG"].numpy(),
+        None if offset is None else offset.numpy(),
+    )
+    return StoredMatrix(matrix, dtype)
 
 
 class Programs(NamedTuple):
     """What a target is made of.
 
     Attributes:
-        model: modules without weights, but for embeddings and output matrix.
+        model: embeddings and output matrix.
         capabilities: of the model.
         runtime: that runs the programs.
         dtype: of embeddings, keys, values and states.
@@ -59,32 +106,13 @@ class Programs(NamedTuple):
         num_parameters: of the model.
     """
 
-    model: PreTrainedModel
+    model: ProgramsModel
     capabilities: Capabilities
     runtime: OpenVINORuntime
     dtype: torch.dtype
     fingerprint: str
     scheme: str
     num_parameters: int
-
-
-class _Source(NamedTuple):
-    """What programs are made of.
-
-    Attributes:
-        capabilities: of a model whose code is recorded; float32 if there are matrices.
-        model: this model.
-        matrices: in place of parameters of the decoder, by name; each goes when a program has its numbers.
-        ends: embeddings and output matrix.
-        fingerprint, scheme: as of :class:`Programs`.
-    """
-
-    model: PreTrainedModel
-    capabilities: Capabilities
-    matrices: dict[str, Grouped]
-    ends: tuple[Tensor | Grouped, Tensor | Grouped]
-    fingerprint: str
-    scheme: str
 
 
 def open_checkpoint(
@@ -112,34 +140,17 @@ def open_checkpoint(
         ValueError: of ``read`` and ``probe``.
     """
     check_dtype(dtype)
-    model = _described(place, dtype, **shared)
-    check_exportable(model)
-    folder = programs_folder(files, {"dtype": str(dtype), "quantization": quantization})
 
     def write(scratch: Path) -> None:
-        # Its memory is a part of the files where the numbers are stored in this format.
-        with dropping(files):
-            checkpoint: Checkpoint = read()
-            plain = checkpoint.model
-            if not has_plain_weights(plain):
-                raise Unsuitable("its weights have the storage of a library of quantisation")
-            found = probe(plain.eval().requires_grad_(False))
-            if not isinstance(found.cache_shape, CacheShape):
-                raise Unsuitable("its layers have keys of different shapes")
-            scheme = checkpoint.scheme or "none"
-            if quantization == "none":
-                output: Any = plain.get_output_embeddings()
-                ends = _embedding(plain).weight.detach(), output.weight.detach()
-                source = _Source(plain, found, {}, ends, fingerprint_of(ends[1]), scheme)
-            else:
-                source = _rounded(plain, found, describe(place, torch.float32, **shared), quantization)
-            _write(scratch, source, dtype)
+        from drafter.targets.programs_writing import write_checkpoint
 
+        with dropping(files):  # its memory is a part of the files where the numbers are stored in this format
+            write_checkpoint(scratch, place, read, dtype, quantization, probe, **shared)
+
+    folder = programs_folder(files, {"dtype": str(dtype), "quantization": quantization})
     keep(folder, write)
     read.cache_clear()
-    gc.collect()
-    trim()
-    return _open(folder, model, dtype)
+    return _opened(folder, dtype)
 
 
 def open_gguf(file: Path, place: Path, dtype: torch.dtype, probe: Probe) -> Programs:
@@ -155,242 +166,40 @@ def open_gguf(file: Path, place: Path, dtype: torch.dtype, probe: Probe) -> Prog
         ValueError: the file has matrices of another type, or OpenVINO cannot run the model; says why.
     """
     check_dtype(dtype)
-    model = _described(place, dtype)
-    folder = programs_folder([file, place / "config.json"], {"dtype": str(dtype)})
 
     def write(scratch: Path) -> None:
-        with dropping([file]):
-            _write(scratch, _of_gguf(file, place, probe), dtype)
+        from drafter.targets.programs_writing import write_gguf
 
+        with dropping([file]):
+            write_gguf(scratch, file, place, dtype, probe)
+
+    files = [file, *place.glob("config.json"), *place.glob("generation_config.json")]
+    folder = programs_folder(files, {"dtype": str(dtype)})
     keep(folder, write)
+    return _opened(folder, dtype)
+
+
+def _opened(folder: Path, dtype: torch.dtype) -> Programs:
+    """What a folder holds."""
     gc.collect()
     trim()
-    return _open(folder, model, dtype)
-
-
-def _described(place: Path | str, dtype: torch.dtype, **shared: Any) -> PreTrainedModel:
-    """:func:`drafter.targets.loading.describe`; Unsuitable for an odd configuration, whatever transformers raises."""
-    try:
-        return describe(place, dtype, **shared)
-    except Exception as error:
-        raise Unsuitable(f"its configuration has no model ({first_line(error)})") from error
-
-
-def _open(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> Programs:
-    """What a folder holds; ``model``: a description, which loses its weights."""
-    facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
-    num_parameters = count_parameters(model)
+    facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    with safe_open(folder / ENDS, "pt") as stored:
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    model: Any = ProgramsModel(PreTrainedConfig(**facts["config"]), tensors, dtype)
     windows = {kind: None if window is None else Window(*window) for kind, window in facts["windows"].items()}
     capabilities = Capabilities(
-        decoder_of(model),
+        model,
         LayerWindows(windows, is_mapped=facts["is_mapped"]),
         CacheShape(*facts["cache_shape"]),
         LogitMap(*facts["logit_map"]),
     )
-    for module in model.modules():  # a description has no weights that somebody could take for numbers
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(parameter.detach().to("meta"), requires_grad=False))
-    _set_ends(model, folder / _ENDS, dtype)
     is_grouped = facts["is_grouped"]
     runtime = OpenVINORuntime(
-        folder, _embedding(model), capabilities,
+        folder, model.embedding, capabilities,
         dtype=dtype,
         # OpenVINO rounds activations to 8 bits in float32 kernels; in bfloat16 it unpacks the weights instead.
         precision="f32" if is_grouped else "",
         rounded_together=_ROUNDED_TOGETHER if is_grouped and dtype == torch.bfloat16 else 0,
     )  # fmt: skip
-    return Programs(model, capabilities, runtime, dtype, facts["fingerprint"], facts["scheme"], num_parameters)
-
-
-def _embedding(model: PreTrainedModel) -> Any:
-    return model.get_input_embeddings()
-
-
-def _set_ends(model: PreTrainedModel, file: Path, dtype: torch.dtype) -> None:
-    """Give a description its embeddings and its output matrix, mapped into memory."""
-    with safe_open(file, "pt") as stored:
-        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-    ends: dict[str, StoredMatrix | nn.Parameter] = {}
-    for name in ("embedding", "output"):
-        packed = tensors.get(f"{name}.packed")
-        if packed is not None:
-            offset = tensors.get(f"{name}.offset_OG")
-            matrix = Grouped(
-                packed.numpy(),
-                4 if packed.dtype == torch.uint8 else 8,
-                tensors[f"{name}.scale_OG"].numpy(),
-                None if offset is None else offset.numpy(),
-            )
-            ends[name] = StoredMatrix(matrix, dtype)
-        elif name in tensors:
-            ends[name] = nn.Parameter(tensors[name], requires_grad=False)
-    if isinstance(ends["embedding"], StoredMatrix):
-        model.set_input_embeddings(ends["embedding"])
-    else:
-        _embedding(model).weight = ends["embedding"]
-    found = ends.get("output", ends["embedding"])
-    if isinstance(found, StoredMatrix):
-        found.bias = tensors.get("bias")
-        model.set_output_embeddings(found)
-    else:
-        output: Any = model.get_output_embeddings()
-        output.weight = found
-        if "bias" in tensors:
-            output.bias = nn.Parameter(tensors["bias"], requires_grad=False)
-
-
-def _save_ends(source: _Source, file: Path) -> None:
-    tensors: dict[str, Tensor] = {}
-    embedding, output = source.ends
-    for name, end in {"embedding": embedding, "output": output}.items():
-        if name == "output" and _is_same(end, embedding):
-            continue
-        if isinstance(end, Grouped):
-            parts = {"packed": end.packed, "scale_OG": end.scale_OG, "offset_OG": end.offset_OG}
-            tensors |= {f"{name}.{part}": torch.from_numpy(a) for part, a in parts.items() if a is not None}
-        else:
-            tensors[name] = end
-    bias = getattr(source.model.get_output_embeddings(), "bias", None)
-    if bias is not None:
-        tensors["bias"] = bias.detach()
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
-
-
-def _is_same(one: Tensor | Grouped, other: Tensor | Grouped) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.data_ptr() == other.data_ptr()
-    return one is other
-
-
-def _write(folder: Path, source: _Source, dtype: torch.dtype) -> None:
-    """Fill a folder with programs, ends and facts."""
-    check_exportable(source.model)
-    found = source.capabilities
-    shape = found.cache_shape
-    assert isinstance(shape, CacheShape)
-    _save_ends(source, folder / _ENDS)
-    facts = {
-        "windows": {kind: window and list(window) for kind, window in found.windows.by_kind.items()},
-        "is_mapped": found.windows.is_mapped,
-        "cache_shape": list(shape),
-        "logit_map": list(found.logit_map),
-        "fingerprint": source.fingerprint,
-        "scheme": source.scheme,
-        "is_grouped": bool(source.matrices),
-    }
-    (folder / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
-    write_programs(folder, source, dtype)
-
-
-def write_programs(folder: Path, source: _Source, dtype: torch.dtype) -> None:
-    """Write the programs of decoder and output matrix; ``dtype``: of embeddings, keys, values and states.
-
-    Raises:
-        Unsuitable: the model's code cannot be recorded or converted, or a file cannot be written.
-    """
-    ov = import_openvino()
-    model, found, output_matrix = source.model, source.capabilities, source.ends[1]
-    decoder, shape, kinds = found.decoder, found.cache_shape, mask_kinds(found)
-    assert isinstance(shape, CacheShape)
-    output: Any = model.get_output_embeddings()
-    hidden_size = output.weight.shape[1]
-    with tqdm(total=3, desc="Exporting the target to OpenVINO, once", disable=None) as bar, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            given = [name for name, _ in decoder.named_parameters() if name in source.matrices]
-            recorded, names = forward_to_openvino(ov, model, decoder, shape, hidden_size, kinds, given, stored=dtype)
-            bar.update()
-            forward = use_matrices(ov, recorded, [source.matrices.pop(name) for name in names])
-            forward = split_stores(ov, forward, 2 + (len(kinds) or 1), shape.num_layers)
-            is_given = isinstance(output_matrix, Grouped)
-            head = to_openvino(ov, export_logits(output, found.logit_map, hidden_size, is_given=is_given))
-            if isinstance(output_matrix, Grouped):
-                head = use_matrices(ov, head, [output_matrix])
-            join_products(ov, forward)
-            if dtype != model.dtype:
-                forward = with_type(ov, forward, PRECISIONS[dtype], has_outputs=True)
-                head = with_type(ov, head, PRECISIONS[dtype], has_outputs=False)  # logits stay finer
-            bar.update()
-        except Exception as error:
-            # Code that cannot be recorded or converted raises errors of all kinds, of torch and of OpenVINO.
-            raise Unsuitable(f"its code cannot be exported ({first_line(error)})") from error
-        for program, name in ((forward, FORWARD), (head, HEAD)):
-            try:
-                ov.save_model(program, folder / name, compress_to_fp16=False)
-            except RuntimeError as error:  # OpenVINO's form of a full disk
-                what = f"{folder / name} cannot be written, perhaps for want of space: {first_line(error)}"
-                raise Unsuitable(what) from error
-        bar.update()
-
-
-def _rounded(plain: PreTrainedModel, found: Capabilities, recorded: PreTrainedModel, quantization: str) -> _Source:
-    """Programs with the rounded weights of all linear layers of a plain model.
-
-    Args:
-        plain: the model.
-        found: what it can do.
-        recorded: its description in float32, which OpenVINO's products with integers need.
-        quantization: the scheme.
-    """
-    bits = BITS[quantization]
-    linears = {id(layer.weight) for layer in plain.modules() if type(layer) is nn.Linear}
-    decoder = decoder_of(recorded)
-    embedding: Any = _embedding(plain).weight
-    matrices = {}
-    by_name = dict(decoder.named_parameters())
-    for name, parameter in found.decoder.named_parameters():
-        if parameter is embedding:
-            continue
-        if id(parameter) in linears:
-            matrices[name] = round_matrix(parameter, bits)
-        else:
-            by_name[name].data.copy_(parameter)
-    output: Any = plain.get_output_embeddings()
-    if not matrices or type(output) is not nn.Linear:
-        raise Unsuitable(f"--quantization {quantization} rounds linear layers")
-    if output.bias is not None:
-        head: Any = recorded.get_output_embeddings()
-        head.bias.data.copy_(output.bias)
-    ends = embedding.detach(), round_matrix(output.weight, bits)
-    capabilities = found._replace(decoder=decoder)
-    return _Source(recorded, capabilities, matrices, ends, fingerprint_of(output.weight), quantization)
-
-
-def _of_gguf(file: Path, place: Path, probe: Probe) -> _Source:
-    """Programs with the integers of a GGUF file; only a few layers are unpacked, for the probes."""
-    model = describe(place, torch.float32)  # OpenVINO multiplies by integers in float32 programs only
-    capabilities, fingerprint = _probe_few_layers(file, place, model, probe)
-    parameters = dict(model.named_parameters())
-    tensors = read_tensors(file, model, parameters)
-    by_parameter = {id(parameter): tensors[name] for name, parameter in parameters.items()}
-    ends: Any = model.get_input_embeddings(), model.get_output_embeddings()
-    embedding, output = (by_parameter[id(module.weight)] for module in ends)
-    if not (isinstance(embedding, Grouped) and isinstance(output, Grouped)):
-        raise ValueError("its embeddings or its output matrix are not quantised")
-    matrices = {}
-    for name, parameter in capabilities.decoder.named_parameters():
-        tensor = by_parameter[id(parameter)]
-        if isinstance(tensor, Tensor):
-            parameter.data.copy_(tensor)
-        elif parameter is not ends[0].weight:
-            matrices[name] = tensor
-    return _Source(model, capabilities, matrices, (embedding, output), fingerprint, "none")
-
-
-def _probe_few_layers(file: Path, place: Path, model: PreTrainedModel, probe: Probe) -> tuple[Capabilities, str]:
-    """What ``model`` can do, and its fingerprint, by its first layers: one of each kind and two at least, unpacked."""
-    few = describe(place, torch.float32)
-    config = model.config.get_text_config(decoder=True)
-    kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
-    count = max(2, *(kinds.index(kind) + 1 for kind in set(kinds)))
-    layers = layers_of(few, str(place))
-    del layers[count:]
-    parameters = dict(few.named_parameters())
-    for name, tensor in read_tensors(file, model, parameters).items():
-        dense = tensor if isinstance(tensor, Tensor) else StoredMatrix(tensor, torch.float32).weight
-        parameters[name].data.copy_(dense)
-    found = probe(few)
-    assert isinstance(found.cache_shape, CacheShape)
-    cache_shape = found.cache_shape._replace(num_layers=config.num_hidden_layers)
-    output: Any = few.get_output_embeddings()
-    return found._replace(decoder=decoder_of(model), cache_shape=cache_shape), fingerprint_of(output.weight)
+    return Programs(model, capabilities, runtime, dtype, facts["fingerprint"], facts["scheme"], facts["num_parameters"])

@@ -9,11 +9,13 @@ compiles or exports them.
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # Whose quantizer of transformers gives plain numbers.
 _PLAIN = ("fp8", "mxfp8", "compressed-tensors", "mxfp4")
@@ -42,6 +44,8 @@ def reading_of(place: Path | str, shared: dict[str, Any]) -> Reading:
     Raises:
         ValueError: the library of the scheme is missing.
     """
+    from transformers import AutoConfig
+
     config = AutoConfig.from_pretrained(place, **shared)
     settings = _settings_of(config)
     if not settings:
@@ -59,7 +63,7 @@ def reading_of(place: Path | str, shared: dict[str, Any]) -> Reading:
     return Reading(scheme, {"config": config})
 
 
-def has_plain_weights(model: PreTrainedModel) -> bool:
+def has_plain_weights(model: "PreTrainedModel") -> bool:
     """Whether all weights are plain numbers of the model, not storage of a library of quantisation."""
     return not getattr(model, "is_quantized", False)
 
@@ -87,7 +91,7 @@ def dense_weight(matrix: Any, size: int) -> Tensor:
     return weight.detach()
 
 
-def _settings_of(config: PreTrainedConfig) -> dict[str, Any]:
+def _settings_of(config: "PreTrainedConfig") -> dict[str, Any]:
     found = getattr(config, "quantization_config", None) or getattr(
         config.get_text_config(decoder=True), "quantization_config", None
     )

@@ -5,20 +5,21 @@ matrix, which others read directly, stay whole everywhere. All processes of a no
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from transformers import PreTrainedModel
 
 from drafter.targets.capabilities import decoder_of
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 def load_sharded(
-    load: Callable[[], PreTrainedModel], num_shards: int, device: torch.device, name: str
-) -> PreTrainedModel:
+    load: "Callable[[], PreTrainedModel]", num_shards: int, device: torch.device, name: str
+) -> "PreTrainedModel":
     """Load a model in each process of a node, one after the other, and keep a share of its layers.
 
     One after the other, because each has the whole model in main memory for a moment.
@@ -38,6 +39,10 @@ def load_sharded(
             f"target {name!r} is to be shared by {num_shards} processes but {size} run: "
             "start that many on every node (--trainer.devices), with --trainer.strategy ddp"
         )
+    # Their import takes half a second.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
     mesh = init_device_mesh(
         device.type, (dist.get_world_size() // num_shards, num_shards), mesh_dim_names=("node", "shard")
     )["shard"]
@@ -53,7 +58,7 @@ def load_sharded(
     return model
 
 
-def layers_of(model: PreTrainedModel, name: str) -> nn.ModuleList:
+def layers_of(model: "PreTrainedModel", name: str) -> nn.ModuleList:
     """The decoder layers; ValueError where there is no list of them."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     for module in decoder_of(model).modules():

@@ -111,6 +111,9 @@ def round_linears(model: nn.Module, bits: int) -> int:
     return len(layers)
 
 
+BITS = {"int8": 8, "int4": 4}  # of --quantization
+
+
 class StoredMatrix(nn.Module):
     """Embeddings or an output matrix in groups; rows become numbers when they are asked for.
 

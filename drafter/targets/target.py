@@ -7,11 +7,10 @@ Shapes: B rows · T tokens of a forward · S visible cache slots · V vocabulary
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from drafter.kernels.packed import can_pack, count_parameters, pack_linears
 from drafter.targets.attention import use_folded_attention
@@ -33,10 +32,13 @@ from drafter.targets.loading import (
 )
 from drafter.targets.masks import chunk_mask, slot_positions, tree_mask
 from drafter.targets.openvino_compile import Unsuitable
-from drafter.targets.programs import BITS, Programs, open_checkpoint, open_gguf
+from drafter.targets.programs import Programs, ProgramsModel, open_checkpoint, open_gguf
 from drafter.targets.quantized import dense_weight, has_plain_weights
-from drafter.targets.stored import StoredMatrix, round_linears
+from drafter.targets.stored import BITS, StoredMatrix, round_linears
 from drafter.utils.io import first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +61,8 @@ class Target:
     """A frozen decoder-only causal language model with plain key/value attention.
 
     Attributes:
-        model: the Hugging Face model, in eval mode, without gradients.
+        model: the Hugging Face model, in eval mode, without gradients; of a described target, embeddings and output
+            matrix alone (:class:`drafter.targets.programs.ProgramsModel`).
         tokenizer: its tokenizer, or None.
         name: what the user called it.
         revision: hub revision, or None.
@@ -75,7 +78,7 @@ class Target:
         is_sharded: other processes hold parts of the weights, and take part in every forward.
         layer_devices: where each layer computes, if a map says so; empty: all on one device.
         is_packed: torch cannot read the weights of the layers, which are packed for this CPU's kernels or in programs.
-        is_described: the target runs from programs on disk; the modules of the model's layers have no weights.
+        is_described: the target runs from programs on disk; torch has no layers.
         is_stored: the forward multiplies by the integers of a GGUF file.
         num_parameters: of the model, each shared one once.
         runtime: runs forwards over a slot cache and the output matrix instead of torch; None: torch runs them.
@@ -83,8 +86,8 @@ class Target:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
+        model: "PreTrainedModel | ProgramsModel",
+        tokenizer: "PreTrainedTokenizerBase | None",
         capabilities: Capabilities,
         *,
         name: str,
@@ -95,7 +98,7 @@ class Target:
         layer_devices: Sequence[torch.device] = (),
         programs: Programs | None = None,
     ) -> None:
-        self.model = model
+        self.model: Any = model
         self.tokenizer = tokenizer
         self.capabilities = capabilities
         self.name = name
@@ -218,7 +221,7 @@ class Target:
 
     @classmethod
     def from_model(
-        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, name: str = ""
+        cls, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None" = None, *, name: str = ""
     ) -> "Target":
         """Wrap a model that is already in memory; it is put in eval mode and frozen.
 
@@ -267,11 +270,11 @@ class Target:
         )  # fmt: skip
 
     @classmethod
-    def _probe(cls, name: str) -> Callable[[PreTrainedModel], Capabilities]:
+    def _probe(cls, name: str) -> "Callable[[PreTrainedModel], Capabilities]":
         return lambda model: cls._checked(model, None, name=name).capabilities
 
     @classmethod
-    def _checked(cls, model: PreTrainedModel, tokenizer: Any, *, name: str, **fields: Any) -> "Target":
+    def _checked(cls, model: "PreTrainedModel", tokenizer: Any, *, name: str, **fields: Any) -> "Target":
         """Freeze the model, ask it what it can do, and compare a small tree with its paths."""
         model.eval().requires_grad_(False)
         target = cls(model, tokenizer, probe(model, name), name=name, **fields)
@@ -393,7 +396,7 @@ class Target:
         """Let the query heads of a group share their keys, which transformers' SDPA attention copies under a mask
         (:mod:`drafter.targets.attention`). Decoding does it; the model stays so. Whether the model can.
         """
-        return use_folded_attention(self.model)
+        return not self.is_described and use_folded_attention(self.model)
 
     def final_norm(self) -> nn.Module:
         """A copy, on the CPU, of the norm behind the last layer, for states [..., D] that were stored before the norm.
@@ -508,7 +511,7 @@ def _check_options(runtime: str, quantization: str, spread: Spread) -> None:
         )
 
 
-def _round(model: PreTrainedModel, quantization: str, name: str) -> str:
+def _round(model: "PreTrainedModel", quantization: str, name: str) -> str:
     """Round the weights as ``quantization`` says; the fingerprint of the plain weights, empty without rounding."""
     if quantization == "none":
         return ""
@@ -519,7 +522,7 @@ def _round(model: PreTrainedModel, quantization: str, name: str) -> str:
     return fingerprint
 
 
-def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+def _eos_token_ids(model: Any, tokenizer: "PreTrainedTokenizerBase | None") -> tuple[int, ...]:
     """Stop tokens: of the generation config, else of the config, else of the tokenizer."""
     for owner in (model.generation_config, model.config, tokenizer):
         found = getattr(owner, "eos_token_id", None)

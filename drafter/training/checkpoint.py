@@ -189,7 +189,6 @@ def _write(drafter: RecurrentDrafter, checkpoint: dict[str, Any], folder: Path, 
     from drafter.integrations.hub import write_custom_generate
     from drafter.utils.provenance import write_run_record
 
-    drafter.config.dtype = drafter.dtype
     drafter.save_pretrained(folder)
     shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors writes for one user only
     facts = {
