@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import transformers
 from transformers.utils import cached_file
 
 from drafter.targets.catalog import resolve
@@ -25,7 +26,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 # Bytes of weights. Smaller targets decode a whole answer in less time than an export to OpenVINO takes.
 _LEAST_STORED_BYTES = 300_000_000
 _LEAST_OPENVINO_BYTES = 40_000_000
-_DECIDING = ("*.safetensors", "config.json", "generation_config.json", "model.safetensors.index.json", "*.py")
+_DECIDING = ("*.safetensors", "*config.json", "model.safetensors.index.json", "*.py")
 
 
 class Spread(NamedTuple):
@@ -160,13 +161,18 @@ def _has_bfloat16_instructions() -> bool:
     return not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags.split())
 
 
-def read_tokenizer(place: Path | str, **shared: Any) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer of a folder or hub id; None where the folder has none."""
+def read_tokenizer(place: Path | str, kind: str = "AutoTokenizer", **shared: Any) -> "PreTrainedTokenizerBase | None":
+    """The tokenizer of a folder or hub id; None where the folder has none.
+
+    Args:
+        place: folder or hub id.
+        kind: class of transformers; AutoTokenizer finds the class, and imports a part of the model's code for that.
+        **shared: revision and trust_remote_code.
+    """
     if not _has_tokenizer(place):
         return None
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(place, **shared)
+    found: PreTrainedTokenizerBase = getattr(transformers, kind).from_pretrained(place, **shared)
+    return found
 
 
 def read_checkpoint(

@@ -104,6 +104,7 @@ class Programs(NamedTuple):
         fingerprint: of the weights before ``--quantization``.
         scheme: how the weights were quantised, ``none`` for plain ones and those of a GGUF file.
         num_parameters: of the model.
+        tokenizer_kind: class of transformers that reads the tokenizer.
     """
 
     model: ProgramsModel
@@ -113,6 +114,7 @@ class Programs(NamedTuple):
     fingerprint: str
     scheme: str
     num_parameters: int
+    tokenizer_kind: str
 
 
 def open_checkpoint(
@@ -173,7 +175,7 @@ def open_gguf(file: Path, place: Path, dtype: torch.dtype, probe: Probe) -> Prog
         with dropping([file]):
             write_gguf(scratch, file, place, dtype, probe)
 
-    files = [file, *place.glob("config.json"), *place.glob("generation_config.json")]
+    files = [file, *sorted(place.glob("*config.json"))]
     folder = programs_folder(files, {"dtype": str(dtype)})
     keep(folder, write)
     return _opened(folder, dtype)
@@ -202,4 +204,5 @@ def _opened(folder: Path, dtype: torch.dtype) -> Programs:
         precision="f32" if is_grouped else "",
         rounded_together=_ROUNDED_TOGETHER if is_grouped and dtype == torch.bfloat16 else 0,
     )  # fmt: skip
-    return Programs(model, capabilities, runtime, dtype, facts["fingerprint"], facts["scheme"], facts["num_parameters"])
+    kept = (facts[name] for name in ("fingerprint", "scheme", "num_parameters", "tokenizer_kind"))
+    return Programs(model, capabilities, runtime, dtype, *kept)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -15,7 +16,7 @@ from drafter.kernels.packed import count_parameters
 from drafter.targets.cache import CacheShape
 from drafter.targets.capabilities import Capabilities, decoder_of, fingerprint_of
 from drafter.targets.export import check_exportable, export_logits, forward_to_openvino, to_openvino
-from drafter.targets.loading import Checkpoint, describe
+from drafter.targets.loading import Checkpoint, describe, read_tokenizer
 from drafter.targets.openvino_compile import Unsuitable, import_openvino
 from drafter.targets.openvino_files import ENDS, FACTS, FORWARD, HEAD
 from drafter.targets.openvino_graph import join_products, split_stores, use_matrices, with_type
@@ -69,7 +70,7 @@ def write_checkpoint(
         source = _Source(plain, found, {}, ends, fingerprint_of(ends[1]), scheme)
     else:
         source = _rounded(plain, found, describe(place, torch.float32, **shared), quantization)
-    _write(folder, source, dtype)
+    _write(folder, source, dtype, checkpoint.tokenizer)
 
 
 def write_gguf(folder: Path, file: Path, place: Path, dtype: torch.dtype, probe: Probe) -> None:
@@ -77,7 +78,7 @@ def write_gguf(folder: Path, file: Path, place: Path, dtype: torch.dtype, probe:
     :func:`drafter.targets.programs.open_gguf`.
     """
     check_exportable(_described(place, dtype))
-    _write(folder, _of_gguf(file, place, probe), dtype)
+    _write(folder, _of_gguf(file, place, probe), dtype, read_tokenizer(place))
 
 
 def _described(place: Path | str, dtype: torch.dtype, **shared: Any) -> PreTrainedModel:
@@ -121,12 +122,13 @@ def _is_same(one: Tensor | Grouped, other: Tensor | Grouped) -> bool:
     return one is other
 
 
-def _write(folder: Path, source: _Source, dtype: torch.dtype) -> None:
+def _write(folder: Path, source: _Source, dtype: torch.dtype, tokenizer: Any) -> None:
     """Fill a folder with programs, ends and facts."""
     found = source.capabilities
     shape = found.cache_shape
     assert isinstance(shape, CacheShape)
     _save_ends(source, folder / ENDS)
+    kind = type(tokenizer).__name__
     facts = {
         "windows": {kind: window and list(window) for kind, window in found.windows.by_kind.items()},
         "is_mapped": found.windows.is_mapped,
@@ -136,6 +138,7 @@ def _write(folder: Path, source: _Source, dtype: torch.dtype) -> None:
         "scheme": source.scheme,
         "is_grouped": bool(source.matrices),
         "config": _config_of(source.model),
+        "tokenizer_kind": kind if getattr(transformers, kind, None) is type(tokenizer) else "AutoTokenizer",
         "num_parameters": count_parameters(source.model),
     }
     (folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")

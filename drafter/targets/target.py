@@ -240,7 +240,7 @@ class Target:
             made = open_gguf(found.file, found.place, torch.bfloat16, cls._probe(name))
         except ValueError as error:
             raise ValueError(f"--dtype stored cannot run target {name!r}: {error}; give another --dtype") from error
-        return cls._of_programs(made, read_tokenizer(found.place), name=name, revision=revision)
+        return cls._of_programs(made, read_tokenizer(found.place, made.tokenizer_kind), name=name, revision=revision)
 
     @classmethod
     def _load_programs(
@@ -258,9 +258,11 @@ class Target:
         if not files:
             read()  # fetches the files of a hub id
             files = checkpoint_files(place, revision)
-        shared = {"revision": revision, "trust_remote_code": trust_remote_code}
+        shared: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         made = open_checkpoint(place, files, read, dtype, quantization, cls._probe(name), **shared)
-        return cls._of_programs(made, read_tokenizer(place, **shared), name=name, revision=revision)
+        return cls._of_programs(
+            made, read_tokenizer(place, made.tokenizer_kind, **shared), name=name, revision=revision
+        )
 
     @classmethod
     def _of_programs(cls, made: Programs, tokenizer: Any, **fields: Any) -> "Target":
