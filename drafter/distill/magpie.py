@@ -9,12 +9,14 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from drafter.data.encode import stop_token_ids
 from drafter.data.formats import ChatMessage
 from drafter.data.template import render
+from drafter.decoding.params import SamplingParams
 from drafter.distill.journal import Journal
 from drafter.distill.prompts import Exclusion, derive_seed
 from drafter.targets.chat import what_runs
@@ -24,24 +26,17 @@ _SENTINEL = "Zebra crossing?"
 _MIN_CHARACTERS = 12
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 512  # candidates in one batch
 _MAX_BARREN_BLOCKS = 8
+_PARAMS = SamplingParams(max_new_tokens=160, temperature=1.0, top_p=0.99)  # of an invented prompt
 
 
-class Opening(NamedTuple):
-    """The template before the user's words, and the tokens or texts that end the words."""
-
-    token_ids: list[int]
-    stop_token_ids: tuple[int, ...]
-    stop: tuple[str, ...]
+# Continuations of the opening of a user turn, one for each of the parameters: (text, whether the text is complete).
+Sampler = Callable[[list[int], Sequence[SamplingParams]], Sequence[tuple[str, bool]]]
 
 
-MAX_TOKENS, TEMPERATURE, TOP_P = 160, 1.0, 0.99  # of an invented prompt
+def user_opening(tokenizer: Any, name: str) -> tuple[list[int], SamplingParams]:
+    """The template before the user's words, and how the words are sampled: the parameters know what ends the words.
 
-# One continuation of the opening for each seed: (text, whether the text is complete).
-Sampler = Callable[[Opening, Sequence[int]], Sequence[tuple[str, bool]]]
-
-
-def user_opening(tokenizer: Any, name: str) -> Opening:
-    """The opening of the user turn, found by rendering a known message with the template.
+    A known message is rendered with the template.
 
     Raises:
         ValueError: no template, a template that does not show the message exactly once, or no end of the user turn.
@@ -65,7 +60,7 @@ def user_opening(tokenizer: Any, name: str) -> Opening:
         raise ValueError(f"the chat template of target {name!r} has no text before a user message: give --prompts FILE")
     if not stop_ids and not stop:
         raise ValueError(f"the chat template of target {name!r} does not end a user message: give --prompts FILE")
-    return Opening(list(before_ids), stop_ids, stop)
+    return list(before_ids), replace(_PARAMS, stop=stop, stop_token_ids=stop_ids)
 
 
 def problem_of(text: str, special_tokens: Sequence[str]) -> str | None:
@@ -122,8 +117,9 @@ def invent_prompts(
     from tqdm import tqdm
 
     exclude = exclude or Exclusion()
-    opening = user_opening(tokenizer, target_name)
-    sampling = {"max_tokens": MAX_TOKENS, "temperature": TEMPERATURE, "top_p": TOP_P, "seed": seed}
+    opening_ids, params = user_opening(tokenizer, target_name)
+    sampling = {"max_tokens": params.max_new_tokens, "temperature": params.temperature, "top_p": params.top_p}
+    sampling["seed"] = seed
     dropped: Counter[str] = Counter()
     with Journal(path, {**sampling, **recorded}, {"candidate": int, "prompt": str}) as journal:
         rows = list(journal.rows)
@@ -144,7 +140,7 @@ def invent_prompts(
                 size = min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, 5 * (num_prompts - before) // 4))
                 numbers = range(number, number + size)
                 number += size
-                texts = sample(opening, [derive_seed(seed, "magpie", n) for n in numbers])
+                texts = sample(opening_ids, [replace(params, seed=derive_seed(seed, "magpie", n)) for n in numbers])
                 for candidate, (text, is_whole) in zip(numbers, texts, strict=True):
                     if len(rows) == num_prompts:
                         break

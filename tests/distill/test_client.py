@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from drafter.decoding.params import SamplingParams
 from drafter.distill import client
 from drafter.distill.client import Client, ServerError, read_reply
 from drafter.distill.endpoint import made_answer
@@ -188,7 +189,7 @@ def test_wrong_replies_are_rows_or_one_line() -> None:
     """A reply is taken whole, as a row that can be written and counted, or is refused in one printable line."""
     replies = wrong_replies()
     queue = iter(replies)
-    item = WantedAnswer(PromptRow("p", tuple(chat("Why?")), "test"), 0, 0.0, 1)
+    item = WantedAnswer(PromptRow("p", tuple(chat("Why?")), "test"), 0, SamplingParams())
     num_refused = 0
     with strange(lambda handler: sending(next(queue))(handler)) as server:
         asked = Client(server.url)

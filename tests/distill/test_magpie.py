@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from drafter.distill.magpie import Opening, invent_prompts, problem_of, user_opening
+from drafter.decoding.params import SamplingParams
+from drafter.distill.magpie import invent_prompts, problem_of, user_opening
 from drafter.distill.prompts import Exclusion, select_prompts
 from tests.data.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
@@ -23,9 +24,9 @@ WORDS = "{% for m in messages %}{{ '### ' + m['role'] + ': ' + m['content'] + '\
 )
 def test_the_opening_comes_from_the_template(template: str, text: str, stop_ids: tuple, stop: tuple) -> None:
     tokenizer = tiny_tokenizer(template)
-    opening = user_opening(tokenizer, "tiny")
-    assert tokenizer.decode(opening.token_ids) == text
-    assert opening.stop_token_ids == stop_ids and opening.stop == stop
+    opening_ids, params = user_opening(tokenizer, "tiny")
+    assert tokenizer.decode(opening_ids) == text
+    assert params.stop_token_ids == stop_ids and params.stop == stop
 
 
 @pytest.mark.parametrize(
@@ -68,11 +69,12 @@ class FakeSampler:
         self.num_texts = num_texts
         self.num_calls = 0
 
-    def __call__(self, opening: Opening, seeds: Sequence[int]) -> list[tuple[str, bool]]:
+    def __call__(self, prompt_ids: list[int], params: Sequence[SamplingParams]) -> list[tuple[str, bool]]:
         if self.num_calls == self.dies_after:
             raise InterruptedError
         self.num_calls += 1
         kinds = ["What about number {}, my friend?", "short {}", "Is it the number {} that you mean?"]
+        seeds = [item.seed for item in params]
         return [(kinds[seed % 3].format(seed % self.num_texts), seed % 5 != 0) for seed in seeds]
 
 

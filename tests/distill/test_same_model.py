@@ -11,7 +11,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.distill.client import Client
 from drafter.distill.endpoint import Endpoint
 from drafter.distill.prompts import AnswerSettings
-from drafter.distill.run import distill
+from drafter.distill.run import NO_ANSWER, distill
 from drafter.distill.same_model import Comparison, compare_models
 from drafter.targets.target import Target
 from tests.data.tiny import CHAT_TEMPLATE, chat, encode_rows, tiny_tokenizer, write_jsonl
@@ -140,7 +140,7 @@ def test_a_server_without_the_field_is_asked_once(target: Target, tmp_path: Path
     with running(EngineServer(target, "strict")) as engine:
         endpoint = Endpoint(engine.url, "tiny", concurrency=1, retries=0)
         report = distill(endpoint, prompts, tmp_path / "o.jsonl", AnswerSettings(4), progress=False)
-    assert report.num_new == 6 and not report.notes[Endpoint.refusal]
+    assert report.num_new == 6 and not report.notes[NO_ANSWER]
     assert sum("return_token_ids" in body for body in engine.bodies) == 1
     assert "token_ids" not in json.loads((tmp_path / "o.jsonl").read_text().splitlines()[0])
 
