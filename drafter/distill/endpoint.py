@@ -59,52 +59,48 @@ class Endpoint:
         """
         stop, is_told = threading.Event(), False
 
-        def ask(item: WantedAnswer) -> tuple[WantedAnswer, MadeAnswer | ServerError | OSError]:
+        def ask(item: WantedAnswer) -> tuple[WantedAnswer, MadeAnswer | ServerError]:
             return item, self._ask(item, stop)
 
         # The pool's threads are daemons: Ctrl-C does not wait for running requests.
         pool = ThreadPool(max(1, min(self.concurrency, len(wanted))))
         try:
             for item, result in pool.imap_unordered(ask, wanted):
-                if isinstance(result, OSError):
-                    raise result
-                if isinstance(result, MadeAnswer):
-                    yield item, result
-                    continue
-                if not is_told:
+                if isinstance(result, ServerError) and not is_told:
                     print(f"warning: {self.chat_url} refuses a prompt: {result}", file=sys.stderr)
-                is_told = True
-                yield item, None
+                    is_told = True
+                yield item, None if isinstance(result, ServerError) else result
         finally:
             stop.set()
             pool.terminate()
 
-    def _ask(self, item: WantedAnswer, stop: threading.Event) -> MadeAnswer | ServerError | OSError:
-        """The answer, the refusal of the prompt, or the reason why the server is unusable."""
+    def _ask(self, item: WantedAnswer, stop: threading.Event) -> MadeAnswer | ServerError:
+        """The answer, or the refusal of the prompt; OSError if the server is unusable."""
         problem = ""
         body = _body(self.model, item.prompt, item.params)
         for attempt in range(self.retries + 1):
             wait = self.pause * 2**attempt
             try:
                 reply = self.client.complete("chat/completions", body)
-                if reply.has_parts and not (reply.prompt_ids and reply.token_ids):
-                    return OSError(
-                        f"{self.chat_url} separates reasoning or tool calls from the text and gives no token ids, so "
-                        "the answer's tokens are unknown: use vLLM, SGLang, or --target without --endpoint"
-                    )
-                return made_answer(reply)
             except ServerError as error:
                 problem = str(error)
                 if error.code in _REFUSED:
                     return error
                 if error.code not in _RETRYABLE:
-                    return OSError(f"{self.chat_url} answers {problem}")
+                    raise OSError(f"{self.chat_url} answers {problem}") from error
                 wait = max(wait, error.retry_after)
             except (OSError, ValueError) as error:
                 problem = f"{type(error).__name__}: {error}"
+            else:
+                if reply.has_parts and not (reply.prompt_ids and reply.token_ids):
+                    raise OSError(
+                        f"{self.chat_url} separates reasoning or tool calls from the text and gives no token ids, so "
+                        "the answer's tokens are unknown: use vLLM, SGLang, or --target without --endpoint"
+                    )
+                return made_answer(reply)
             if attempt < self.retries and stop.wait(min(wait, 60.0)):
                 break
-        return OSError(
+        raise OSError(
             f"{self.chat_url} gave no answer in {self.retries + 1} attempts ({problem}); finished answers are "
             "kept, run the same command again to continue"
         )

@@ -56,10 +56,10 @@ def user_opening(tokenizer: Any, name: str) -> tuple[list[int], SamplingParams]:
     special = stop_token_ids(tokenizer)
     stop_ids = tuple(token for token in after_ids if token in special)[:1]
     stop = () if stop_ids or not after.strip() else (after.strip(),)
-    if not before_ids:
-        raise ValueError(f"the chat template of target {name!r} has no text before a user message: give --prompts FILE")
-    if not stop_ids and not stop:
-        raise ValueError(f"the chat template of target {name!r} does not end a user message: give --prompts FILE")
+    if not before_ids or not (stop_ids or stop):
+        raise ValueError(
+            f"the chat template of target {name!r} does not open and end a user message: give --prompts FILE"
+        )
     return list(before_ids), replace(_PARAMS, stop=stop, stop_token_ids=stop_ids)
 
 

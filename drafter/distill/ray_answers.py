@@ -7,16 +7,21 @@ answer.
 
 import logging
 import math
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from drafter.distill.prompts import AnswerStream, WantedAnswer
+from pydantic import TypeAdapter
+
+from drafter.distill.prompts import AnswerStream, MadeAnswer, WantedAnswer
 from drafter.utils.validate import within
 
 if TYPE_CHECKING:
     from drafter.distill.local import EngineAnswerer
+
+# A column of Ray Data holds JSON.
+_WANTED = TypeAdapter(WantedAnswer)
+_ANSWER: TypeAdapter[tuple[tuple[str, int], MadeAnswer | None]] = TypeAdapter(tuple[tuple[str, int], MadeAnswer | None])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +82,7 @@ class RayAnswerer:
         context.enable_progress_bars = False
         options = self._options
         # Prompts of similar length waste the least padding.
-        items = [{"item": pickle.dumps(item)} for item in sorted(wanted, key=_num_characters)]
+        items = [{"item": _WANTED.dump_json(item).decode()} for item in sorted(wanted, key=_num_characters)]
         batches = ray.data.from_items(items, override_num_blocks=math.ceil(len(items) / self._batch_size))
         answered = batches.map_batches(
             _RayEngine,
@@ -90,7 +95,7 @@ class RayAnswerer:
         missing = {item.key: item for item in wanted}
         try:
             for row in answered.iter_rows():
-                key, answer = pickle.loads(row["answer"])  # noqa: S301  # of our own workers
+                key, answer = _ANSWER.validate_json(row["answer"])
                 item = missing.pop(key, None)
                 if item is not None:  # a batch that two workers answered counts once
                     yield item, answer
@@ -122,9 +127,10 @@ class _RayEngine:
     def __init__(self, make: "Callable[[], EngineAnswerer]") -> None:
         self._answerer = make()
 
-    def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[bytes]]:
-        wanted = [pickle.loads(item) for item in batch["item"]]  # noqa: S301  # of our own process
-        return {"answer": [pickle.dumps((item.key, made)) for item, made in self._answerer.answer(wanted)]}
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[str]]:
+        wanted = [_WANTED.validate_json(item) for item in batch["item"]]
+        answers = self._answerer.answer(wanted)
+        return {"answer": [_ANSWER.dump_json((item.key, made)).decode() for item, made in answers]}
 
 
 def _identity_of(make: "Callable[[], EngineAnswerer]") -> dict[str, Any]:

@@ -19,8 +19,6 @@ from drafter.data.template import PrefixError
 from tests.data.tiny import (
     CHAT_TEMPLATE,
     COUNTING_TEMPLATE,
-    FORGETFUL_TEMPLATE,
-    OTHER_OPENING_TEMPLATE,
     TRIMMING_TEMPLATE,
     UPPERCASE_TEMPLATE,
     chat,
@@ -81,14 +79,11 @@ def test_an_answer_whose_first_token_melts_into_the_opening_is_refused() -> None
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (FORGETFUL_TEMPLATE, "changes when the answer is added"),
         (COUNTING_TEMPLATE, "changes when the answer is added"),
-        (OTHER_OPENING_TEMPLATE, "changes when the answer is added"),
         (UPPERCASE_TEMPLATE, "the template changes the answer"),
         ("{{ raise_exception('no turns today') }}", "template of the target refuses the conversation .no turns today."),
-        ("{{ messages[0]['content'] ", "template of the target refuses the conversation"),
     ],
-    ids=["forgetful", "counting", "other-opening", "uppercase", "raising", "broken"],
+    ids=["counting", "uppercase", "raising"],
 )
 def test_templates_without_usable_prefixes_are_refused(template: str, message: str) -> None:
     with pytest.raises(PrefixError, match=message):
@@ -135,8 +130,6 @@ def test_rows_of_token_ids_are_trained_on_as_they_are(tmp_path: Path) -> None:
     assert report.num_foreign == 0 and "the target did not write" not in " ".join(report.lines())
     assert [rows.row(i).token_T.tolist() for i in range(3)] == [row.token_ids for row in encoded]
     assert [rows.row(i).loss_mask_T.tolist() for i in range(3)] == [row.loss_mask for row in encoded]
-    (cut,) = encode_rows([given], bare, max_length=4)
-    assert cut.token_ids == [0, 70, 70, 71] and cut.is_cut and sum(cut.loss_mask) == 1
 
 
 @pytest.mark.parametrize(

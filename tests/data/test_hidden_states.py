@@ -7,11 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from drafter.data.batch import collate
 from drafter.data.hidden_states import CachedStates, cache_states, crop_to_answers
-from drafter.data.module import ChatDataModule
 from drafter.data.rows import TokenRows
-from tests.data.tiny import chat, save_tiny_target, tiny_target, token_rows, write_jsonl
+from tests.data.tiny import tiny_target, token_rows
 
 MARGIN = 3
 
@@ -112,38 +110,3 @@ def test_damaged_files_are_refused(target, tmp_path: Path) -> None:
         states.files[0].write_bytes(damaged)
         with pytest.raises(ValueError, match=r"\.safetensors is damaged .*delete it, and it is made again"):
             states.row(0)
-
-
-@pytest.mark.parametrize("train_on", ["answers", "everything"])
-def test_batches_of_the_data_module_carry_states(
-    target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train_on: str
-) -> None:
-    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
-    (tmp_path / "target").mkdir()
-    rows = [{"messages": chat(f"a rather long question {i}?", "the answer " + "and " * i)} for i in range(12)]
-    data = ChatDataModule(
-        train=write_jsonl(tmp_path / "train.jsonl", rows),
-        target=save_tiny_target(tmp_path / "target"),
-        val=0.2,
-        max_length=64,
-        batch_tokens=200,
-        train_on=train_on,
-        cache_hidden_states=str(tmp_path / "states"),
-        progress=False,
-    )
-    with pytest.raises(ValueError, match="the cache is not made yet"):
-        data.train_dataloader()
-    data.cache_states(target, draft_length=4, context_layers=(1,))
-    num_rows = 0
-    for loader, part in ((data.train_dataloader(), "train"), (data.val_dataloader(), "val")):
-        for batch in loader:
-            assert batch.hidden_BTD.shape == (*batch.token_BT.shape, 16) == batch.context_BTC.shape
-            first_B = batch.loss_mask_BT.int().argmax(dim=1)
-            assert int(first_B.max()) == (1 if part == "train" and train_on == "everything" else 5)
-            assert not batch.hidden_BTD[batch.length_B[:, None] <= torch.arange(batch.token_BT.shape[1])].any()
-            num_rows += len(batch.length_B)
-    assert num_rows == 12
-    whole = collate([data.val_rows.row(0)])
-    expected_TD = target.forward(whole.token_BT).hidden_BTD[0]
-    found_TD = data._states["val"].row(0).hidden_TD
-    assert torch.allclose(found_TD, expected_TD[-len(found_TD) :], rtol=1e-2, atol=1e-2)

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import LlamaConfig
 
 from drafter.data.module import ChatDataModule
@@ -81,17 +80,6 @@ def test_token_counts_are_of_answers(tmp_path: Path, target: str) -> None:
     assert len(data.token_counts()) == len(tokenizer)
     with pytest.raises(ValueError, match="not the target's tokenizer"):
         data.token_counts(50)
-
-
-def test_everything_is_trained_on_when_asked(tmp_path: Path, target: str) -> None:
-    data = module_of(tmp_path, target, train_on="everything", max_length=20)
-    data.setup()
-    for batch in data.train_dataloader():
-        in_row_BT = torch.arange(batch.token_BT.shape[1])[None] < batch.length_B[:, None]
-        in_row_BT[:, 0] = False
-        assert torch.equal(batch.loss_mask_BT, in_row_BT)
-    (batch, *_) = data.val_dataloader()
-    assert not batch.loss_mask_BT[:, :8].any()
 
 
 @pytest.mark.parametrize(

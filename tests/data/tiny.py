@@ -22,12 +22,8 @@ CHAT_TEMPLATE = (
     "{% else %}{{ '<|bot|>\n' + m['content'] + '<|end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|bot|>\n' }}{% endif %}"
 )
-# Shows the last question and answer only.
-FORGETFUL_TEMPLATE = CHAT_TEMPLATE.replace("for m in messages", "for m in messages[-2:]")
 # Writes the number of turns first, so that what stands before an answer changes with the answer.
 COUNTING_TEMPLATE = "{{ messages | length }}" + CHAT_TEMPLATE
-# Opens the assistant's turn otherwise than it shows answers.
-OTHER_OPENING_TEMPLATE = CHAT_TEMPLATE.replace("{{ '<|bot|>\n' }}{% endif %}", "{{ '<|bot|>Well, ' }}{% endif %}")
 # Trims answers, and puts an empty reasoning block before the last one.
 TRIMMING_TEMPLATE = CHAT_TEMPLATE.replace(
     "'<|bot|>\n' + m['content'] + '<|end|>\n'",

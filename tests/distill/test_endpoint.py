@@ -139,11 +139,9 @@ def test_bad_endpoints(options: dict, message: str) -> None:
     [
         (503, {"error": {"message": "busy"}}, {}),
         (429, b"slow down", {"Retry-After": "0"}),
-        (429, b"", {"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}),
-        (200, b"not json", {}),
         (200, {"choices": []}, {}),
     ],
-    ids=["503", "429", "429-date", "no-json", "no-choice"],
+    ids=["503", "429", "no-choice"],
 )
 def test_passing_failures_are_retried(server: FakeServer, prompts: str, tmp_path: Path, failure: Reply) -> None:
     server.reply = lambda body, count: failure if count <= 2 else (200, answer_of(body), {})
@@ -197,8 +195,6 @@ def test_what_an_endpoint_cannot_do(server: FakeServer, prompts: str, tmp_path: 
         ({"endpoint": "http://a", "target": "t", "drafter": "d"}, "--drafter and --endpoint exclude each other"),
         ({"endpoint": "http://a", "target": "t", "ray": "auto"}, "--endpoint and --ray both answer"),
         ({"endpoint": "http://a", "ray": "auto"}, "--ray needs --target"),
-        ({"target": "t", "max_num_seqs": 0}, "--max-num-seqs is 0"),
-        ({"target": "t", "num_prompts": 0}, "--num-prompts is 0"),
     ):
         with pytest.raises(ValueError, match=reason):
             DistillOptions(out=tmp_path / "o.jsonl", **others)

@@ -33,10 +33,9 @@ def test_the_opening_comes_from_the_template(template: str, text: str, stop_ids:
     ("template", "message"),
     [
         (None, "has no chat template"),
-        ("{{ 'x' }}", "does not show a user message exactly once"),
         (CHAT_TEMPLATE + "{{ messages[0]['content'] }}", "does not show a user message exactly once"),
-        ("{{ messages[0]['content'] }}", "has no text before a user message"),
-        ("{{ 'user: ' + messages[0]['content'] }}", "does not end a user message"),
+        ("{{ messages[0]['content'] }}", "does not open and end a user message"),
+        ("{{ 'user: ' + messages[0]['content'] }}", "does not open and end a user message"),
     ],
 )
 def test_templates_that_cannot_be_opened(template: str | None, message: str) -> None:
@@ -48,9 +47,7 @@ def test_templates_that_cannot_be_opened(template: str | None, message: str) -> 
     ("text", "problem"),
     [
         ("What is the capital of Norway?", None),
-        ("ノルウェーの首都はどこですか、教えて", None),
         ("Why?", "too short"),
-        ("!!! ??? ... --- ///", "too short"),
         ("What is \ufffd in this text here?", "damaged characters"),
         ("What is this?<|bot|>Something.", "template tokens"),
         ("again and " * 40, "repeats itself"),

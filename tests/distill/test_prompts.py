@@ -1,6 +1,5 @@
 """Prompts, exclusions, wanted answers: everything that happens before an answer."""
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -21,10 +20,6 @@ def test_the_package_brings_its_own_prompts() -> None:
     found = select_prompts(builtin_prompts())
     assert len(found.prompts) >= 100 and found.num_duplicates == 0
     assert all(len(prompt.messages) == 1 and prompt.source == "drafter" for prompt in found.prompts)
-    categories = Counter(json.loads(line)["category"] for line in builtin_prompts().read_text().splitlines())
-    assert {"explain", "write", "code", "sum", "list", "translate"} <= set(categories)
-    assert min(categories.values()) >= 8
-    assert max(len(prompt.messages[0]["content"]) for prompt in found.prompts) < 400
 
 
 def test_prompts_of_conversations_ids_and_duplicates(tmp_path: Path) -> None:

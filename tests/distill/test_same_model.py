@@ -118,11 +118,7 @@ def test_rows_hold_the_engines_own_tokens(target: Target, style: str, tmp_path: 
     template = CHAT_TEMPLATE.replace("<|user|>", "Q: ")
     with running(EngineServer(target, style, template=template)) as engine:
         endpoint = Endpoint(engine.url, "tiny", concurrency=2)
-        arguments = endpoint, prompts, tmp_path / "out.jsonl", AnswerSettings(9)
-        distill(*arguments, num_prompts=4, progress=False)
-        with pytest.raises(ValueError, match="written with prompts"):
-            distill(*arguments, progress=False)
-        assert distill(*arguments, num_prompts=4, progress=False).num_new == 0
+        distill(endpoint, prompts, tmp_path / "out.jsonl", AnswerSettings(9), num_prompts=4, progress=False)
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     tokenizer = tiny_tokenizer(template)
     encoded, report = encode_files([str(tmp_path / "out.jsonl")], tiny_tokenizer(None), RowSettings(), progress=False)
