@@ -61,13 +61,15 @@ def read_traffic(path: str | Path, *, vocab_size: int | None = None) -> list[Tra
 
 def _row_of(line: bytes, where: str, vocab_size: int | None) -> TrafficRow:
     fields = parse_json(line, where, only_depth=True)
-    if not isinstance(fields, dict) or None in ids_of(fields).values():
-        raise ValueError(f"{where} lacks prompt_token_ids and token_ids: it is no recorded answer")
-    row = validated(Row, ids_of(fields), where)
+    ids = ids_of(fields if isinstance(fields, dict) else {})
+    lacking = [name for name, value in ids.items() if value is None]
+    if lacking:
+        raise ValueError(f"{where} lacks {', '.join(lacking)}: the row is no recorded answer")
+    row = validated(Row, ids, where)
     largest = max((*row.prompt_ids, *(row.token_ids or ())), default=0)
     if vocab_size is not None and largest >= vocab_size:
         raise ValueError(
-            f"{where}: token id {largest} is outside the target's vocabulary of {vocab_size} tokens: the row is "
+            f"{where}: a token id is outside the target's vocabulary of {vocab_size} tokens ({largest}): the row is "
             "another model's"
         )
     return TrafficRow(list(row.prompt_ids), list(row.token_ids or ()))

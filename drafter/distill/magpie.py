@@ -8,10 +8,10 @@ import re
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drafter.data.encode import stop_token_ids
 from drafter.data.formats import ChatMessage
@@ -22,15 +22,14 @@ from drafter.distill.prompts import Exclusion, derive_seed
 from drafter.targets.chat import what_runs
 from drafter.utils.limits import limited_map
 
+if TYPE_CHECKING:
+    from drafter.distill.local import EngineAnswerer
+
 _SENTINEL = "Zebra crossing?"
 _MIN_CHARACTERS = 12
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 512  # candidates in one batch
 _MAX_BARREN_BLOCKS = 8
 _PARAMS = SamplingParams(max_new_tokens=160, temperature=1.0, top_p=0.99)  # of an invented prompt
-
-
-# Continuations of the opening of a user turn, one for each of the parameters: (text, whether the text is complete).
-Sampler = Callable[[list[int], Sequence[SamplingParams]], Sequence[tuple[str, bool]]]
 
 
 def user_opening(tokenizer: Any, name: str) -> tuple[list[int], SamplingParams]:
@@ -82,11 +81,9 @@ def problem_of(text: str, special_tokens: Sequence[str]) -> str | None:
 
 def invent_prompts(
     path: Path,
-    tokenizer: Any,
-    sample: Sampler,
+    answerer: "EngineAnswerer",
     num_prompts: int,
     *,
-    target_name: str,
     recorded: Mapping[str, Any],
     seed: int = 0,
     exclude: Exclusion | None = None,
@@ -99,10 +96,8 @@ def invent_prompts(
 
     Args:
         path: .jsonl file of the prompts.
-        tokenizer: the target's tokenizer.
-        sample: samples continuations; see ``Sampler``.
+        answerer: the engine that samples the prompts.
         num_prompts: prompts to invent.
-        target_name: the target's name, for messages.
         recorded: settings that determine the texts beside the seed, such as the target's fingerprint.
         seed: seed of sampling.
         exclude: texts that no prompt may contain.
@@ -117,6 +112,8 @@ def invent_prompts(
     from tqdm import tqdm
 
     exclude = exclude or Exclusion()
+    tokenizer: Any = answerer.target.tokenizer
+    target_name = answerer.target.name
     opening_ids, params = user_opening(tokenizer, target_name)
     sampling = {"max_tokens": params.max_new_tokens, "temperature": params.temperature, "top_p": params.top_p}
     sampling["seed"] = seed
@@ -140,14 +137,16 @@ def invent_prompts(
                 size = min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, 5 * (num_prompts - before) // 4))
                 numbers = range(number, number + size)
                 number += size
-                texts = sample(opening_ids, [replace(params, seed=derive_seed(seed, "magpie", n)) for n in numbers])
+                texts = answerer.sample(
+                    opening_ids, [replace(params, seed=derive_seed(seed, "magpie", n)) for n in numbers]
+                )
                 for candidate, (text, is_whole) in zip(numbers, texts, strict=True):
                     if len(rows) == num_prompts:
                         break
                     text = text.strip()
-                    problem = (None if is_whole else "cut") or problem_of(text, special)
-                    problem = problem or ("seen before" if _normal(text) in seen else None)
-                    problem = problem or ("excluded" if exclude.matches(text) else None)
+                    problem = problem_of(text, special) if is_whole else "cut"
+                    if problem is None and (_normal(text) in seen or exclude.matches(text)):
+                        problem = "seen before" if _normal(text) in seen else "excluded"
                     if problem is not None:
                         dropped[problem] += 1
                         continue

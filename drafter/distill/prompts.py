@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from drafter.data.formats import ChatMessage, read_rows
 from drafter.decoding.params import SamplingParams
 from drafter.utils.validate import check_ranges, seed_field, within
 
@@ -24,7 +23,7 @@ class PromptRow:
     """
 
     id: str
-    messages: tuple[ChatMessage, ...]
+    messages: tuple[dict[str, Any], ...]
     source: str
     tools: tuple[dict[str, Any], ...] = ()
 
@@ -54,6 +53,8 @@ class Exclusion:
     @classmethod
     def read(cls, name: str | None) -> "Exclusion":
         """All turns of all rows of a file, system turns excepted; no texts for None."""
+        from drafter.data.formats import read_rows
+
         rows = () if name is None else read_rows(name)
         return cls(text for row in rows for text in (row.text or "", *_turns(row.messages), *row.later_turns) if text)
 
@@ -62,7 +63,7 @@ class Exclusion:
         return not self._runs.isdisjoint(_runs_of(text))
 
 
-def _turns(messages: Iterable[ChatMessage]) -> list[str]:
+def _turns(messages: Iterable[Mapping[str, str]]) -> list[str]:
     """The texts of all turns but system turns."""
     return [message["content"] for message in messages if message["role"] != "system"]
 
@@ -88,6 +89,8 @@ def select_prompts(
     Raises:
         ValueError: a row holds no prompt, or no prompt is left.
     """
+    from drafter.data.formats import read_rows
+
     found: dict[str, PromptRow] = {}
     seen: set[str] = set()
     num_duplicates = num_excluded = 0

@@ -9,19 +9,16 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from pydantic import TypeAdapter
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drafter.distill.prompts import AnswerStream, MadeAnswer, WantedAnswer
 from drafter.utils.validate import within
 
 if TYPE_CHECKING:
-    from drafter.distill.local import EngineAnswerer
+    from pydantic import TypeAdapter
 
-# A column of Ray Data holds JSON.
-_WANTED = TypeAdapter(WantedAnswer)
-_ANSWER: TypeAdapter[tuple[tuple[str, int], MadeAnswer | None]] = TypeAdapter(tuple[tuple[str, int], MadeAnswer | None])
+    from drafter.distill.local import EngineAnswerer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +79,7 @@ class RayAnswerer:
         context.enable_progress_bars = False
         options = self._options
         # Prompts of similar length waste the least padding.
-        items = [{"item": _WANTED.dump_json(item).decode()} for item in sorted(wanted, key=_num_characters)]
+        items = [{"item": _json().wanted.dump_json(item).decode()} for item in sorted(wanted, key=_num_characters)]
         batches = ray.data.from_items(items, override_num_blocks=math.ceil(len(items) / self._batch_size))
         answered = batches.map_batches(
             _RayEngine,
@@ -95,7 +92,7 @@ class RayAnswerer:
         missing = {item.key: item for item in wanted}
         try:
             for row in answered.iter_rows():
-                key, answer = _ANSWER.validate_json(row["answer"])
+                key, answer = _json().made.validate_json(row["answer"])
                 item = missing.pop(key, None)
                 if item is not None:  # a batch that two workers answered counts once
                     yield item, answer
@@ -128,9 +125,23 @@ class _RayEngine:
         self._answerer = make()
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[str]]:
-        wanted = [_WANTED.validate_json(item) for item in batch["item"]]
+        wanted = [_json().wanted.validate_json(item) for item in batch["item"]]
         answers = self._answerer.answer(wanted)
-        return {"answer": [_ANSWER.dump_json((item.key, made)).decode() for item, made in answers]}
+        return {"answer": [_json().made.dump_json((item.key, made)).decode() for item, made in answers]}
+
+
+class _Json(NamedTuple):
+    """Wanted and made answers as JSON, which a column of Ray Data holds."""
+
+    wanted: "TypeAdapter[WantedAnswer]"
+    made: "TypeAdapter[tuple[tuple[str, int], MadeAnswer | None]]"
+
+
+@cache
+def _json() -> _Json:
+    from pydantic import TypeAdapter
+
+    return _Json(TypeAdapter(WantedAnswer), TypeAdapter(tuple[tuple[str, int], MadeAnswer | None]))
 
 
 def _identity_of(make: "Callable[[], EngineAnswerer]") -> dict[str, Any]:

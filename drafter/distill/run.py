@@ -120,10 +120,8 @@ def distill(
         columns, file = None, Path(out).with_name(Path(out).name.removesuffix(".jsonl") + ".prompts.jsonl")
         dropped = invent_prompts(
             file,
-            answerer.target.tokenizer,
-            answerer.sample,
+            answerer,
             num_prompts,
-            target_name=answerer.target.name,
             recorded={**answerer.identity, **excluded},
             seed=settings.seed,
             exclude=unwanted,

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -76,8 +78,9 @@ class FakeSampler:
 
 
 def invent(path: Path, sampler: FakeSampler, num_prompts: int = 60, **options):
-    given = {"target_name": "tiny", "recorded": {"target": "tiny"}, "seed": 1, "progress": False, **options}
-    dropped = invent_prompts(path, TOKENIZER, sampler, num_prompts, **given)
+    given = {"recorded": {"target": "tiny"}, "seed": 1, "progress": False, **options}
+    answerer: Any = SimpleNamespace(target=SimpleNamespace(tokenizer=TOKENIZER, name="tiny"), sample=sampler)
+    dropped = invent_prompts(path, answerer, num_prompts, **given)
     return select_prompts(path, limit=num_prompts).prompts, dropped
 
 
