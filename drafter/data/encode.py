@@ -6,25 +6,25 @@ characters, and the special token that closes a turn.
 """
 
 import hashlib
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from drafter.data.formats import ChatMessage, Row, parse_row
-from drafter.data.reading import Source, open_source
+from drafter.data.reading import RawRow, fingerprint_of, read_records
 from drafter.data.rows import TokenRows, row_features
 from drafter.data.template import Rendered, find_all_answers
 from drafter.targets.chat import Chat
 
-MAX_FAILED_SHARE = 0.01
+_BATCH_ROWS = 256  # rows that are rendered and tokenised in one call
 # Part of the cache's key: raise the number when a change of this file changes tokens or masks.
 ENCODING_VERSION = 4
-NO_ANSWER, EMPTY = "rows without an answer", "rows with an empty answer"
+NO_ANSWER, EMPTY = "without an answer", "an empty answer"
 _MARK = "an answer ends with a special token as text: remove the token from the file"
-TOO_LONG = "rows whose answer begins after the maximal length"
+TOO_LONG = "the answer begins after the maximal length"
 _PARTS = "an answer has reasoning or tool calls and no token ids: let the target answer (`drafter distill`)"
 
 
@@ -69,7 +69,7 @@ class EncodeReport:
     Attributes:
         num_foreign: kept rows of text without the target's token ids.
         dropped: rows by reason.
-        first_failure: place of the first conversation whose answers were not found.
+        first: file and line of the first row that was dropped for a reason.
     """
 
     num_rows: int
@@ -79,15 +79,13 @@ class EncodeReport:
     num_foreign: int
     num_cut: int
     dropped: Counter[str]
-    first_failure: str
+    first: dict[str, str]
 
     @classmethod
     def of(cls, dataset: Any) -> "EncodeReport":
         """The counts of an encoded ``datasets.Dataset``."""
-        names = ["problem", "is_foreign", "is_cut", "where", "length", "num_trained"]
-        found = dataset.select_columns(names)[:]
-        problems = found["problem"]
-        failed = (where for where, problem in zip(found["where"], problems, strict=True) if _is_failure(problem))
+        found = dataset.select_columns(["problem", "is_foreign", "is_cut", "where", "length", "num_trained"])[:]
+        problems, places = found["problem"], found["where"]
         return cls(
             num_rows=len(problems),
             num_kept=problems.count(""),
@@ -96,13 +94,8 @@ class EncodeReport:
             num_foreign=sum(found["is_foreign"]),
             num_cut=sum(found["is_cut"]),
             dropped=Counter(filter(None, problems)),
-            first_failure=next(failed, ""),
+            first=dict(zip(reversed(problems), reversed(places), strict=True)),
         )
-
-    @property
-    def failures(self) -> Counter[str]:
-        """Conversations whose answers were not found, by reason."""
-        return Counter({reason: count for reason, count in self.dropped.items() if _is_failure(reason)})
 
     def lines(self) -> list[str]:
         """The report as text: one line of totals, and one for each reason to drop or change rows."""
@@ -117,31 +110,11 @@ class EncodeReport:
                 "without the target's token ids; a drafter learns less from text that the target did not write "
                 "(`drafter distill` writes rows with token ids)"
             )
-        lines += [f"{count:,} {reason} dropped" for reason, count in sorted(self.dropped.items())]
+        for reason, count in self.dropped.most_common():
+            lines.append(f"{count:,} rows dropped, such as {self.first[reason]}: {reason}")
         if self.num_cut:
             lines.append(f"{self.num_cut:,} rows cut at the maximal length")
-        if self.failures:
-            lines.append(f"the first conversation without a mask: {self.first_failure}")
         return lines
-
-    def check(self, name: str) -> None:
-        """ValueError when more than 1% of the conversations failed, or nothing is left to train on."""
-        num_failed = self.failures.total()
-        num_tried = self.num_kept + num_failed + self.dropped[TOO_LONG]
-        if num_failed > MAX_FAILED_SHARE * num_tried:
-            reason = self.failures.most_common(1)[0][0]
-            raise ValueError(
-                f"{name}: {num_failed:,} of {num_tried:,} conversations cannot be masked, more than 1%: {reason} "
-                f"(first: {self.first_failure}). Clean the rows, or let the target answer (`drafter distill`)"
-            )
-        if self.num_kept == 0:
-            details = "; ".join(self.lines()[1:]) or "no rows"
-            hint = " Make answers with `drafter distill`." if self.dropped[NO_ANSWER] else ""
-            raise ValueError(f"{name}: nothing to train on: {details}.{hint}")
-
-
-def _is_failure(problem: str) -> bool:
-    return problem not in ("", NO_ANSWER, EMPTY, TOO_LONG)
 
 
 def encode_files(
@@ -157,46 +130,43 @@ def encode_files(
         progress: show a bar.
 
     Raises:
-        FileNotFoundError, ValueError: see :func:`open_source`, :func:`parse_row` and :meth:`EncodeReport.check`.
+        FileNotFoundError, ValueError: see :func:`read_records` and :func:`parse_row`, and a file without a usable row.
     """
     import datasets
 
     datasets.enable_progress_bars() if progress else datasets.disable_progress_bars()
     encoder, parts = RowEncoder(tokenizer, settings, target_name), []
     for name in names:
-        parts.append(_encoded(open_source(name, streaming=False), encoder))
-        EncodeReport.of(parts[-1]).check(name)
+        parts.append(_encoded(name, encoder))
+        report = EncodeReport.of(parts[-1])
+        if not report.num_kept:
+            details = "; ".join(report.lines()[1:])
+            raise ValueError(f"{name}: nothing to train on: {details}. Make answers with `drafter distill`")
     whole = datasets.concatenate_datasets(parts)
     kept = [index for index, problem in enumerate(whole["problem"][:]) if not problem]
     return TokenRows(whole if len(kept) == len(whole) else whole.select(kept)), EncodeReport.of(whole)
 
 
-def _encoded(source: Source, encoder: "RowEncoder") -> Any:
-    """The encoded rows of a source as a ``datasets.Dataset``, dropped ones included."""
-    from datasets import Features, Value
+def _encoded(name: str, encoder: "RowEncoder") -> Any:
+    """The encoded rows of a file or hub data set as a ``datasets.Dataset``, dropped ones included."""
+    from datasets import Dataset, Features, Value
+    from datasets.exceptions import DatasetGenerationError
 
     features = row_features() | {"is_foreign": Value("bool"), "problem": Value("string"), "is_cut": Value("bool")}
     features |= {"where": Value("string")}
 
-    def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        items = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        rows = list(encoder.encode(source, items, [index + 1 for index in indices]))
-        found = {name: [getattr(row, name) for row in rows] for name in EncodedRow._fields}
-        sizes = {"length": [len(row.token_ids) for row in rows], "num_trained": [sum(row.loss_mask) for row in rows]}
-        return found | sizes
+    def rows() -> Iterator[dict[str, Any]]:
+        records = read_records(name, streaming=False)
+        while batch := list(itertools.islice(records, _BATCH_ROWS)):
+            for row in encoder.encode(batch):
+                yield row._asdict() | {"length": len(row.token_ids), "num_trained": sum(row.loss_mask)}
 
-    key = [source.dataset._fingerprint, source.name, encoder.key]
-    digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=16).hexdigest()
-    return source.dataset.map(
-        encode,
-        batched=True,
-        batch_size=256,
-        with_indices=True,
-        remove_columns=source.dataset.column_names,
-        features=Features(features),
-        new_fingerprint=digest,
-        desc=f"tokenising {Path(source.name).name}",
-    )
+    key = json.dumps([fingerprint_of(name), name, encoder.key], sort_keys=True)
+    try:
+        fingerprint = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+        return Dataset.from_generator(rows, features=Features(features), fingerprint=fingerprint)
+    except DatasetGenerationError as error:
+        raise (error.__cause__ or error) from None
 
 
 class RowEncoder:
@@ -219,16 +189,13 @@ class RowEncoder:
         """What the encoded rows depend on beside the rows themselves."""
         return [tokenizer_fingerprint(self._tokenizer), asdict(self._settings), ENCODING_VERSION]
 
-    def encode(
-        self, source: Source, items: Sequence[Mapping[str, Any]], numbers: Sequence[int]
-    ) -> Iterator[EncodedRow]:
-        """The encoded rows in the order of the items; a dropped row has a ``problem``.
+    def encode(self, records: Sequence[RawRow]) -> Iterator[EncodedRow]:
+        """The encoded rows in the order of the records; a dropped row has a ``problem``.
 
         Raises:
             ValueError: an invalid row, or a conversation for a target without a chat template.
         """
-        records = [source.record(item, number) for item, number in zip(items, numbers, strict=True)]
-        rows = [parse_row(record, columns=self._settings.columns) for record in records if record is not None]
+        rows = [parse_row(record, columns=self._settings.columns) for record in records]
         conversations = self._conversations([row for row in rows if row.is_chat])
         for row in rows:
             self._check_ids(row)
@@ -252,23 +219,19 @@ class RowEncoder:
 
     def _conversations(self, rows: Sequence[Row]) -> Iterator[EncodedRow]:
         """The encoded conversations, rendered by one process with limits."""
-        chats = [Chat(_asked(row), row.tools) for row in rows]
-        problems = [self._problem_of(row, chat) for row, chat in zip(rows, chats, strict=True)]
-        good = [chat for chat, problem in zip(chats, problems, strict=True) if not problem]
-        if good and not self._tokenizer.chat_template:
+        chats = [self._problem_of(row) or Chat(_asked(row), row.tools) for row in rows]
+        if not self._tokenizer.chat_template and any(isinstance(chat, Chat) for chat in chats):
             raise ValueError(
                 f"target {self._name!r} has no chat template, so conversations cannot be rendered: give plain `text` "
                 "rows, or choose an instruction-tuned target"
             )
-        rendered = find_all_answers(self._tokenizer, good, self._name)
-        texts = [text for item in rendered if isinstance(item, Rendered) for text in _texts_of(item)]
-        encodings, results = iter(self._tokenise(texts)), iter(rendered)
-        for row, problem in zip(rows, problems, strict=True):
-            found = problem or next(results)
-            if isinstance(found, str):
-                yield EncodedRow([], [], problem=found)
+        rendered = find_all_answers(self._tokenizer, chats, self._name)
+        encodings = iter(self._tokenise([text for item in rendered for text in _texts_of(item)]))
+        for row, item in zip(rows, rendered, strict=True):
+            if isinstance(item, str):
+                yield EncodedRow([], [], problem=item)
             else:
-                yield self._masked(found, [next(encodings) for _ in _texts_of(found)], has_end=not row.is_cut)
+                yield self._masked(item, [next(encodings) for _ in _texts_of(item)], has_end=not row.is_cut)
 
     def _tokenise(self, texts: list[str]) -> Sequence[Any]:
         """Encodings with ``ids`` and character ``offsets``. The tokenizer encodes the texts of a call on all cores."""
@@ -279,13 +242,14 @@ class RowEncoder:
         encodings: Sequence[Any] = encoded.encodings
         return encodings
 
-    def _problem_of(self, row: Row, chat: Chat) -> str:
+    def _problem_of(self, row: Row) -> str:
         """The reason to drop a conversation before it is rendered, or empty."""
-        if chat.messages[-1]["role"] != "assistant":
+        messages = _asked(row)
+        if messages[-1]["role"] != "assistant":
             return NO_ANSWER
         if row.has_parts:
             return _PARTS
-        answers = [message["content"].rstrip() for message in chat.messages if message["role"] == "assistant"]
+        answers = [message["content"].rstrip() for message in messages if message["role"] == "assistant"]
         if not all(answers):
             return EMPTY
         return _MARK if any(answer.endswith(self._marks) for answer in answers) else ""
@@ -342,9 +306,9 @@ def _asked(row: Row) -> list[ChatMessage]:
     return messages[:-1] if messages[-1]["role"] == "user" and len(messages) > 2 else messages
 
 
-def _texts_of(rendered: Rendered) -> list[str]:
-    """A conversation, and the part before each of its answers."""
-    return [rendered.text, *(answer.prefix for answer in rendered.answers)]
+def _texts_of(rendered: Rendered | str) -> list[str]:
+    """A conversation, and the part before each of its answers; nothing for the reason to drop a conversation."""
+    return [] if isinstance(rendered, str) else [rendered.text, *(answer.prefix for answer in rendered.answers)]
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

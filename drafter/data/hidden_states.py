@@ -1,11 +1,12 @@
 """The target's hidden states of a data set on disk, so that several epochs cost one forward pass.
 
-The states of a row are bfloat16 and begin shortly before the first token that is trained on, because no drafter starts
-from earlier positions. `datasets` writes them as Arrow files of about 64 MiB, each named by a hash of its rows and of
-everything that the states depend on: an interrupted run continues with the next file, data that grow at their end keep
-their files, and several data sets, targets and drafters share a folder.
+One safetensors file holds the states of one row, from shortly before the first token that is trained on: no drafter
+starts from earlier positions. A hash of the row and of everything that the states depend on is the file's name. So an
+interrupted run continues, and several data sets, targets and drafters share a folder.
 
-Shapes: T positions of a row · D target hidden size · C context size · R rows.
+    hidden_states [P, L, D]   bfloat16: the layers of the context, then the final states
+
+Shapes: P kept positions of a row · L layers · D target hidden size · R rows.
 """
 
 import hashlib
@@ -15,16 +16,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
 from drafter.data.batch import States, plan_in_order
-from drafter.data.rows import TokenRows
+from drafter.data.rows import TokenRow, TokenRows
 from drafter.targets.target import Target
 
-_FILE_BYTES = 1 << 26
-_SPARE = 1.02  # headers, and the overhead of the file system
-_VERSION = 1  # raise the number when the files' content changes
+_STATES = "hidden_states"
+_SPARE_BYTES = 4096  # of a file: its header, and the rest of its last block on the disk
+_VERSION = 2  # raise the number when the files' content changes
 
 
 def crop_to_answers(rows: TokenRows, margin: int) -> TokenRows:
@@ -44,23 +46,25 @@ class CachedStates:
 
     Args:
         rows: the rows, cut to the positions that have states.
-        states: a ``datasets.Dataset`` of their states.
+        files: the file of each row.
         dtype: the target's dtype.
     """
 
-    def __init__(self, rows: TokenRows, states: Any, dtype: torch.dtype) -> None:
-        self.rows, self._states, self._dtype = rows, states.with_format("arrow"), dtype
+    def __init__(self, rows: TokenRows, files: Sequence[Path], dtype: torch.dtype) -> None:
+        self.rows, self.files, self._dtype = rows, files, dtype
 
     def row(self, index: int) -> States:
-        """The states of a row's kept positions."""
-        table, length = self._states[index], int(self.rows.length_R[index])
-        hidden, context = (bytearray(table[name][0].as_buffer()) for name in ("hidden", "context"))
-        return States(self._tensor(hidden, length), self._tensor(context, length) if context else None)
+        """The states of a row's kept positions; ValueError for a damaged file."""
+        path = self.files[index]
+        try:
+            state_PLD = safetensors.torch.load_file(path)[_STATES].to(self._dtype)
+        except (safetensors.SafetensorError, OSError, KeyError) as error:
+            raise ValueError(f"{path} is damaged ({error}); delete it, and it is made again") from error
+        context_PLD = state_PLD[:, :-1]
+        return States(state_PLD[:, -1], context_PLD.flatten(1) if context_PLD.numel() else None)
 
-    def _tensor(self, data: bytearray, length: int) -> Tensor:
-        return torch.frombuffer(data, dtype=torch.bfloat16).view(length, -1).to(self._dtype)
 
-
+@torch.no_grad()
 def cache_states(
     folder: str | Path,
     rows: TokenRows,
@@ -78,108 +82,52 @@ def cache_states(
     Raises:
         OSError: the disk has no room for the states.
     """
-    import datasets
     from filelock import FileLock
     from tqdm import tqdm
 
     folder = Path(folder).expanduser()
     cropped = crop_to_answers(rows, margin)
-    key = repr((target.fingerprint, target.dtype, target.hidden_size, tuple(context_layers), margin, _VERSION))
-    position_bytes = 2 * target.hidden_size * (1 + len(context_layers))
+    key = repr((target.fingerprint, target.dtype, target.hidden_size, tuple(context_layers), _VERSION))
+    starts = cropped.start_R.tolist()
+    files = [folder / _name(rows.row(index), start, key) for index, start in enumerate(starts)]
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):
-        files = [
-            (part, folder / f"states-{_name(rows.select(part), key)}.arrow")
-            for part in _plan_files(cropped, position_bytes)
-        ]
-        missing = [(part, path) for part, path in files if not path.is_file()]
+        missing = list({file: index for index, file in enumerate(files) if not file.is_file()}.values())
         if missing:
-            num_positions = sum(int(cropped.length_R[list(part)].sum()) for part, _ in missing)
-            _check_room(folder, num_positions, position_bytes)
-        total = sum(int(rows.length_R[list(part)].sum()) for part, _ in missing)
-        with tqdm(
-            total=total, desc="hidden states", unit="token", unit_scale=True, disable=not progress, file=sys.stderr
-        ) as bar:
-            for part, path in missing:
-                start_R = cropped.start_R[list(part)]
-                _write(path, _compute(rows.select(part), start_R, target, context_layers, batch_tokens, bar))
-    states = datasets.concatenate_datasets([_open(path, len(part)) for part, path in files])
-    return CachedStates(cropped, states, target.dtype)
+            num_positions, num_states = int(cropped.length_R[missing].sum()), 1 + len(context_layers)
+            _check_room(folder, num_positions, num_positions * 2 * target.hidden_size * num_states, len(missing))
+        length_R = rows.length_R[missing]
+        options: dict[str, Any] = {"desc": "hidden states", "unit": "token", "unit_scale": True, "file": sys.stderr}
+        with tqdm(total=int(length_R.sum()), disable=not progress, **options) as bar:
+            for batch in plan_in_order(length_R, batch_tokens=batch_tokens):
+                indices = [missing[place] for place in batch]
+                tokens = [row.token_T for row in rows.take(indices)]
+                token_BT = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True).to(target.device)
+                output = target.forward(token_BT, context_layers=context_layers)
+                layers = [output.context_BTC, output.hidden_BTD] if context_layers else [output.hidden_BTD]
+                state_BTLD = torch.cat(layers, dim=-1).unflatten(-1, (-1, target.hidden_size))
+                for state_TLD, index, token_T in zip(state_BTLD, indices, tokens, strict=True):
+                    _write(files[index], state_TLD[starts[index] : len(token_T)])
+                bar.update(sum(map(len, tokens)))
+    return CachedStates(cropped, files, target.dtype)
 
 
-@torch.no_grad()
-def _compute(
-    rows: TokenRows, start_R: Tensor, target: Target, context_layers: Sequence[int], batch_tokens: int, bar: Any
-) -> dict[str, list[bytes]]:
-    """The states of one file. The target reads whole rows; the file gets the positions from ``start_R`` on."""
-    columns: dict[str, list[bytes]] = {"hidden": [b""] * len(rows), "context": [b""] * len(rows)}
-    for batch in plan_in_order(rows.length_R, batch_tokens=batch_tokens):
-        tokens = [row.token_T for row in rows.take(batch)]
-        token_BT = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True).to(target.device)
-        output = target.forward(token_BT, context_layers=context_layers)
-        for line, index in enumerate(batch):
-            kept = slice(int(start_R[index]), len(tokens[line]))
-            columns["hidden"][index] = _bytes(output.hidden_BTD[line, kept])
-            if context_layers:
-                columns["context"][index] = _bytes(output.context_BTC[line, kept])
-            bar.update(len(tokens[line]))
-    return columns
-
-
-def _bytes(state_TD: Tensor) -> bytes:
-    return state_TD.to(torch.bfloat16).cpu().contiguous().view(torch.int16).numpy().tobytes()
-
-
-def _write(path: Path, columns: dict[str, list[bytes]]) -> None:
+def _write(file: Path, state_PLD: Tensor) -> None:
     """Write beside, then rename: a file under the final name is whole."""
-    from datasets.arrow_writer import ArrowWriter
-
-    from drafter.utils.io import replacing
-
-    with replacing(path, follows_links=False) as new, ArrowWriter(path=str(new), features=_features()) as writer:
-        writer.write_batch(columns)
-        writer.finalize()
+    new = file.with_suffix(".tmp")
+    new.write_bytes(safetensors.torch.save({_STATES: state_PLD.to(torch.bfloat16).cpu().contiguous()}))
+    new.replace(file)
 
 
-def _open(path: Path, num_rows: int) -> Any:
-    import datasets
-    import pyarrow
-
-    try:
-        found = datasets.Dataset.from_file(str(path))
-        if (found.features, len(found)) != (_features(), num_rows):
-            raise ValueError(f"{len(found)} rows of {', '.join(found.column_names)}")
-    except (OSError, ValueError, pyarrow.ArrowInvalid) as error:
-        raise ValueError(f"{path} is damaged ({error}); delete it, and it is made again") from error
-    return found
+def _name(row: TokenRow, start: int, key: str) -> str:
+    """A state depends on all text before its position, so the hash is of the whole row."""
+    hasher = hashlib.blake2b(f"{start} {key}".encode(), digest_size=16)
+    hasher.update(row.token_T.numpy().tobytes())
+    return f"{hasher.hexdigest()}.safetensors"
 
 
-def _features() -> Any:
-    from datasets import Features, Value
-
-    return Features({"hidden": Value("large_binary"), "context": Value("large_binary")})
-
-
-def _plan_files(cropped: TokenRows, position_bytes: int) -> list[range]:
-    """Ranges of rows of about 64 MiB, planned from the first row on, so that added rows change no earlier range."""
-    limit = max(1, _FILE_BYTES // position_bytes)
-    files, start, size = [], 0, 0
-    for index, length in enumerate(cropped.length_R.tolist()):
-        size += length
-        if index + 1 == len(cropped) or size > limit:
-            files.append(range(start, index + 1))
-            start, size = index + 1, 0
-    return files
-
-
-def _name(rows: TokenRows, key: str) -> str:
-    """A hash of the uncut rows and the key: a state depends on all text before its position, cut text included."""
-    return hashlib.blake2b((rows.digest() + key).encode(), digest_size=16).hexdigest()
-
-
-def _check_room(folder: Path, num_positions: int, position_bytes: int) -> None:
-    needed = int(num_positions * position_bytes * _SPARE)
-    free = shutil.disk_usage(folder).free
+def _check_room(folder: Path, num_positions: int, num_bytes: int, num_files: int) -> None:
+    needed, free = num_bytes + num_files * _SPARE_BYTES, shutil.disk_usage(folder).free
     print(
         f"hidden states of {num_positions:,} positions: {needed / 1e9:.2f} GB in {folder} ({free / 1e9:.1f} GB free)",
         file=sys.stderr,

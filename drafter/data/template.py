@@ -80,16 +80,18 @@ def find_answers(tokenizer: Any, chat: Chat) -> Rendered:
     return Rendered(text, turns)
 
 
-def find_all_answers(tokenizer: Any, chats: Sequence[Chat], name: str) -> list[Rendered | str]:
+def find_all_answers(tokenizer: Any, chats: Sequence[Chat | str], name: str) -> list[Rendered | str]:
     """:func:`find_answers` or why it fails, for every conversation; the template runs with limits of time and memory.
+
+    A text in place of a conversation is the reason why nobody has to look for answers.
 
     Raises:
         ValueError: a limit was reached; names the target ``name``.
     """
 
-    def find(chat: Chat) -> Rendered | str:
+    def find(chat: Chat | str) -> Rendered | str:
         try:
-            return find_answers(tokenizer, chat)
+            return chat if isinstance(chat, str) else find_answers(tokenizer, chat)
         except PrefixError as error:
             return str(error)
 

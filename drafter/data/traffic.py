@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from drafter.data.formats import answer_of
+from drafter.data.formats import Row, ids_of, validated
 from drafter.data.reading import lines_of
-from drafter.utils.parse import check_shape, parse_json
+from drafter.utils.parse import parse_json
 
 _KINDS = ("*.jsonl", "*.jsonl.gz")
 
@@ -61,11 +61,15 @@ def read_traffic(path: str | Path, *, vocab_size: int | None = None) -> list[Tra
 
 def _row_of(line: bytes, where: str, vocab_size: int | None) -> TrafficRow:
     fields = parse_json(line, where, only_depth=True)
-    if isinstance(fields, dict):
-        fields = {**fields, **answer_of(fields)}
-    check_shape(fields, {"prompt_token_ids": [int], "token_ids": [int]}, where)
-    ids = (*fields["prompt_token_ids"], *fields["token_ids"])
-    if min(ids, default=0) < 0 or (vocab_size is not None and max(ids, default=0) >= vocab_size):
-        size = "" if vocab_size is None else f" of {vocab_size} tokens"
-        raise ValueError(f"{where}: a token id is outside the target's vocabulary{size}: the row is another model's")
-    return TrafficRow(fields["prompt_token_ids"], fields["token_ids"])
+    ids = ids_of(fields if isinstance(fields, dict) else {})
+    lacking = [name for name, value in ids.items() if value is None]
+    if lacking:
+        raise ValueError(f"{where} lacks {', '.join(lacking)}: the row is no recorded answer")
+    row = validated(Row, ids, where)
+    largest = max((*row.prompt_ids, *(row.token_ids or ())), default=0)
+    if vocab_size is not None and largest >= vocab_size:
+        raise ValueError(
+            f"{where}: a token id is outside the target's vocabulary of {vocab_size} tokens ({largest}): the row is "
+            "another model's"
+        )
+    return TrafficRow(list(row.prompt_ids), list(row.token_ids or ()))

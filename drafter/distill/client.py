@@ -17,10 +17,11 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
+from drafter.data.formats import validated
 from drafter.utils.io import printable
 from drafter.utils.key import key_header, refuse_password
 from drafter.utils.parse import parse_json
@@ -117,7 +118,7 @@ class Client:
             ValueError: the server does not answer, or lists no such model.
         """
         try:
-            cards = _checked(_Cards, _json(self.get(self.address("models")).encode()), "no list of models").data
+            cards = validated(_Cards, _json(self.get(self.address("models")).encode()), "no list of models").data
         except OSError as error:
             raise ValueError(f"{self.flag} {self.url}: the server does not answer ({error})") from error
         except (ServerError, ValueError) as error:
@@ -289,7 +290,7 @@ def read_reply(response: Any) -> Reply:
     Raises:
         ValueError: the answer is no completion, or a field has another type or range.
     """
-    found = _checked(_Completion, response, "the reply is no completion")
+    found = validated(_Completion, response, "the reply is no completion")
     choice, message = found.choices[0], found.choices[0].message
     return Reply(
         message.content or choice.text,
@@ -301,18 +302,6 @@ def read_reply(response: Any) -> Reply:
         [token.logprob for token in choice.logprobs.content] or choice.logprobs.token_logprobs,
         choice.details,
     )
-
-
-_Kind = TypeVar("_Kind", bound=_Part)
-
-
-def _checked(kind: type[_Kind], value: Any, problem: str) -> _Kind:
-    try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(map(str, fault["loc"]))
-        raise ValueError(printable(f"{problem}: {place}{': ' if place else ''}{fault['msg']}")) from error
 
 
 def _json(data: bytes) -> Any:

@@ -5,10 +5,11 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.pool import ThreadPool
-from typing import Any, ClassVar
+from typing import Any
 
+from drafter.decoding.params import SamplingParams
 from drafter.distill.client import Client, Reply, ServerError
-from drafter.distill.prompts import AnswerSettings, AnswerStream, MadeAnswer, WantedAnswer
+from drafter.distill.prompts import AnswerStream, MadeAnswer, PromptRow, WantedAnswer
 
 _RETRYABLE = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 _REFUSED = {400, 413, 422}  # the server refuses this prompt (too long, filtered) and may answer others
@@ -49,14 +50,8 @@ class Endpoint:
     def chat_url(self) -> str:
         return self.client.address("chat/completions")
 
-    refusal: ClassVar[str] = "prompts refused by the server"
-
-    def answer(self, wanted: Sequence[WantedAnswer], settings: AnswerSettings) -> AnswerStream:
+    def answer(self, wanted: Sequence[WantedAnswer]) -> AnswerStream:
         """Yield each wanted answer with the made one, in order of arrival; None where the server refused the prompt.
-
-        Args:
-            wanted: answers to make.
-            settings: sampling parameters.
 
         Raises:
             OSError: the server is unusable (address, model, key, or no answer after all retries); answers yielded
@@ -64,71 +59,68 @@ class Endpoint:
         """
         stop, is_told = threading.Event(), False
 
-        def ask(item: WantedAnswer) -> tuple[WantedAnswer, MadeAnswer | ServerError | OSError]:
-            return item, self._ask(item, settings, stop)
+        def ask(item: WantedAnswer) -> tuple[WantedAnswer, MadeAnswer | ServerError]:
+            return item, self._ask(item, stop)
 
         # The pool's threads are daemons: Ctrl-C does not wait for running requests.
         pool = ThreadPool(max(1, min(self.concurrency, len(wanted))))
         try:
             for item, result in pool.imap_unordered(ask, wanted):
-                if isinstance(result, OSError):
-                    raise result
-                if isinstance(result, MadeAnswer):
-                    yield item, result
-                    continue
-                if not is_told:
+                if isinstance(result, ServerError) and not is_told:
                     print(f"warning: {self.chat_url} refuses a prompt: {result}", file=sys.stderr)
-                is_told = True
-                yield item, None
+                    is_told = True
+                yield item, None if isinstance(result, ServerError) else result
         finally:
             stop.set()
             pool.terminate()
 
-    def _ask(
-        self, item: WantedAnswer, settings: AnswerSettings, stop: threading.Event
-    ) -> MadeAnswer | ServerError | OSError:
-        """The answer, the refusal of the prompt, or the reason why the server is unusable."""
+    def _ask(self, item: WantedAnswer, stop: threading.Event) -> MadeAnswer | ServerError:
+        """The answer, or the refusal of the prompt; OSError if the server is unusable."""
         problem = ""
-        body = _body(self.model, item, settings)
+        body = _body(self.model, item.prompt, item.params)
         for attempt in range(self.retries + 1):
             wait = self.pause * 2**attempt
             try:
                 reply = self.client.complete("chat/completions", body)
-                if reply.has_parts and not (reply.prompt_ids and reply.token_ids):
-                    return OSError(
-                        f"{self.chat_url} separates reasoning or tool calls from the text and gives no token ids, so "
-                        "the answer's tokens are unknown: use vLLM, SGLang, or --target without --endpoint"
-                    )
-                return made_answer(reply)
             except ServerError as error:
                 problem = str(error)
                 if error.code in _REFUSED:
                     return error
                 if error.code not in _RETRYABLE:
-                    return OSError(f"{self.chat_url} answers {problem}")
+                    raise OSError(f"{self.chat_url} answers {problem}") from error
                 wait = max(wait, error.retry_after)
             except (OSError, ValueError) as error:
                 problem = f"{type(error).__name__}: {error}"
+            else:
+                if reply.has_parts and not (reply.prompt_ids and reply.token_ids):
+                    raise OSError(
+                        f"{self.chat_url} separates reasoning or tool calls from the text and gives no token ids, so "
+                        "the answer's tokens are unknown: use vLLM, SGLang, or --target without --endpoint"
+                    )
+                return made_answer(reply)
             if attempt < self.retries and stop.wait(min(wait, 60.0)):
                 break
-        return OSError(
+        raise OSError(
             f"{self.chat_url} gave no answer in {self.retries + 1} attempts ({problem}); finished answers are "
             "kept, run the same command again to continue"
         )
 
 
-def _body(model: str, item: WantedAnswer, settings: AnswerSettings) -> dict[str, Any]:
+def _body(model: str, prompt: PromptRow, params: SamplingParams) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": model,
-        "messages": list(item.prompt.messages),
-        "max_tokens": settings.max_new_tokens,
-        "temperature": item.temperature,
-        "seed": item.seed % 2**31,
+        "messages": list(prompt.messages),
+        "max_tokens": params.max_new_tokens,
+        "temperature": params.temperature,
+        "seed": params.seed % 2**31,
     }
-    if item.prompt.tools:
-        body["tools"] = list(item.prompt.tools)
     # Sent only where the user asks for them: OpenAI has no top_k and min_p, but vLLM and SGLang do.
-    given = {"top_p": settings.top_p if settings.top_p < 1 else 0, "top_k": settings.top_k, "min_p": settings.min_p}
+    given: dict[str, Any] = {
+        "top_p": params.top_p if params.top_p < 1 else 0,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+    }
+    given |= {"tools": list(prompt.tools)}
     return body | {name: value for name, value in given.items() if value}
 
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from drafter.distill.magpie import MAX_TOKENS, TEMPERATURE, TOP_P, Opening
-from drafter.distill.prompts import AnswerSettings, AnswerStream, MadeAnswer, WantedAnswer
+from drafter.decoding.params import SamplingParams
+from drafter.distill.prompts import AnswerStream, MadeAnswer, WantedAnswer
 from drafter.targets.chat import Chat
 
 if TYPE_CHECKING:
@@ -25,12 +25,7 @@ class EngineAnswerer:
         drafter: drafts for the target.
         draft_model: a smaller model for ``config.method`` draft-model.
         config: the engine's settings; None: all are open, but for ``MAX_NUM_SEQS``.
-
-    Attributes:
-        refusal: what it means that a prompt has no answer.
     """
-
-    refusal = "answers left out: the prompt leaves no room in the context"
 
     def __init__(
         self,
@@ -51,54 +46,24 @@ class EngineAnswerer:
         """The settings that, with prompts and sampling parameters, determine the answers."""
         return {"target_fingerprint": self.target.fingerprint, "dtype": str(self.target.dtype).removeprefix("torch.")}
 
-    def answer(self, wanted: Sequence[WantedAnswer], settings: AnswerSettings) -> AnswerStream:
+    def answer(self, wanted: Sequence[WantedAnswer]) -> AnswerStream:
         """See :class:`drafter.distill.run.Answerer`. The shortest prompts come first: rows of a step are alike."""
-        from drafter.decoding.params import SamplingParams
-
         texts = self.target.encode_chats([Chat(item.prompt.messages, item.prompt.tools) for item in wanted])
         pairs = sorted(zip(wanted, texts, strict=True), key=lambda pair: len(pair[1]))
-        longest = self.target.max_length - settings.max_new_tokens
-        yield from ((item, None) for item, ids in pairs if len(ids) > longest)
-        pairs = [pair for pair in pairs if len(pair[1]) <= longest]
-        params = [
-            SamplingParams(
-                max_new_tokens=settings.max_new_tokens,
-                temperature=item.temperature,
-                top_k=settings.top_k,
-                top_p=settings.top_p,
-                min_p=settings.min_p,
-                seed=item.seed,
-            )
-            for item, _ in pairs
-        ]
+        fits = [len(ids) + item.params.max_new_tokens <= self.target.max_length for item, ids in pairs]
+        yield from ((item, None) for (item, _), is_fitting in zip(pairs, fits, strict=True) if not is_fitting)
+        pairs = [pair for pair, is_fitting in zip(pairs, fits, strict=True) if is_fitting]
+        params = [item.params for item, _ in pairs]
         for event in self._engine(len(pairs)).stream([ids for _, ids in pairs], params):
             done = event.completion
             if done is not None:
-                made = MadeAnswer(
-                    done.text,
-                    "stop" if done.finish_reason == "stop" else "length",
-                    len(done.token_ids),
-                    prompt_ids=done.prompt_ids,
-                    token_ids=done.token_ids,
-                )
+                reason: Any = "stop" if done.finish_reason == "stop" else "length"
+                made = MadeAnswer(done.text, reason, len(done.token_ids), done.prompt_ids, done.token_ids)
                 yield pairs[event.index][0], made
 
-    def sample_openings(self, opening: Opening, seeds: Sequence[int]) -> list[tuple[str, bool]]:
-        """One continuation of the user turn's opening for each seed: (text, whether the text is complete)."""
-        from drafter.decoding.params import SamplingParams
-
-        params = [
-            SamplingParams(
-                max_new_tokens=MAX_TOKENS,
-                temperature=TEMPERATURE,
-                top_p=TOP_P,
-                seed=seed,
-                stop=opening.stop,
-                stop_token_ids=opening.stop_token_ids,
-            )
-            for seed in seeds
-        ]
-        completions = self._engine(len(seeds)).generate([opening.token_ids] * len(seeds), params)
+    def sample(self, prompt_ids: list[int], params: Sequence[SamplingParams]) -> list[tuple[str, bool]]:
+        """A continuation of the prompt for each of the parameters: (text, whether the text is complete)."""
+        completions = self._engine(len(params)).generate([prompt_ids] * len(params), params)
         return [(completion.text, completion.finish_reason == "stop") for completion in completions]
 
     def _engine(self, num_rows: int) -> "Engine":

@@ -8,40 +8,34 @@ import re
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from drafter.data.encode import stop_token_ids
 from drafter.data.formats import ChatMessage
 from drafter.data.template import render
+from drafter.decoding.params import SamplingParams
 from drafter.distill.journal import Journal
 from drafter.distill.prompts import Exclusion, derive_seed
 from drafter.targets.chat import what_runs
 from drafter.utils.limits import limited_map
 
+if TYPE_CHECKING:
+    from drafter.distill.local import EngineAnswerer
+
 _SENTINEL = "Zebra crossing?"
 _MIN_CHARACTERS = 12
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 512  # candidates in one batch
 _MAX_BARREN_BLOCKS = 8
+_PARAMS = SamplingParams(max_new_tokens=160, temperature=1.0, top_p=0.99)  # of an invented prompt
 
 
-class Opening(NamedTuple):
-    """The template before the user's words, and the tokens or texts that end the words."""
+def user_opening(tokenizer: Any, name: str) -> tuple[list[int], SamplingParams]:
+    """The template before the user's words, and how the words are sampled: the parameters know what ends the words.
 
-    token_ids: list[int]
-    stop_token_ids: tuple[int, ...]
-    stop: tuple[str, ...]
-
-
-MAX_TOKENS, TEMPERATURE, TOP_P = 160, 1.0, 0.99  # of an invented prompt
-
-# One continuation of the opening for each seed: (text, whether the text is complete).
-Sampler = Callable[[Opening, Sequence[int]], Sequence[tuple[str, bool]]]
-
-
-def user_opening(tokenizer: Any, name: str) -> Opening:
-    """The opening of the user turn, found by rendering a known message with the template.
+    A known message is rendered with the template.
 
     Raises:
         ValueError: no template, a template that does not show the message exactly once, or no end of the user turn.
@@ -61,11 +55,11 @@ def user_opening(tokenizer: Any, name: str) -> Opening:
     special = stop_token_ids(tokenizer)
     stop_ids = tuple(token for token in after_ids if token in special)[:1]
     stop = () if stop_ids or not after.strip() else (after.strip(),)
-    if not before_ids:
-        raise ValueError(f"the chat template of target {name!r} has no text before a user message: give --prompts FILE")
-    if not stop_ids and not stop:
-        raise ValueError(f"the chat template of target {name!r} does not end a user message: give --prompts FILE")
-    return Opening(list(before_ids), stop_ids, stop)
+    if not before_ids or not (stop_ids or stop):
+        raise ValueError(
+            f"the chat template of target {name!r} does not open and end a user message: give --prompts FILE"
+        )
+    return list(before_ids), replace(_PARAMS, stop=stop, stop_token_ids=stop_ids)
 
 
 def problem_of(text: str, special_tokens: Sequence[str]) -> str | None:
@@ -87,11 +81,9 @@ def problem_of(text: str, special_tokens: Sequence[str]) -> str | None:
 
 def invent_prompts(
     path: Path,
-    tokenizer: Any,
-    sample: Sampler,
+    answerer: "EngineAnswerer",
     num_prompts: int,
     *,
-    target_name: str,
     recorded: Mapping[str, Any],
     seed: int = 0,
     exclude: Exclusion | None = None,
@@ -104,10 +96,8 @@ def invent_prompts(
 
     Args:
         path: .jsonl file of the prompts.
-        tokenizer: the target's tokenizer.
-        sample: samples continuations; see ``Sampler``.
+        answerer: the engine that samples the prompts.
         num_prompts: prompts to invent.
-        target_name: the target's name, for messages.
         recorded: settings that determine the texts beside the seed, such as the target's fingerprint.
         seed: seed of sampling.
         exclude: texts that no prompt may contain.
@@ -122,8 +112,11 @@ def invent_prompts(
     from tqdm import tqdm
 
     exclude = exclude or Exclusion()
-    opening = user_opening(tokenizer, target_name)
-    sampling = {"max_tokens": MAX_TOKENS, "temperature": TEMPERATURE, "top_p": TOP_P, "seed": seed}
+    tokenizer: Any = answerer.target.tokenizer
+    target_name = answerer.target.name
+    opening_ids, params = user_opening(tokenizer, target_name)
+    sampling = {"max_tokens": params.max_new_tokens, "temperature": params.temperature, "top_p": params.top_p}
+    sampling["seed"] = seed
     dropped: Counter[str] = Counter()
     with Journal(path, {**sampling, **recorded}, {"candidate": int, "prompt": str}) as journal:
         rows = list(journal.rows)
@@ -144,14 +137,16 @@ def invent_prompts(
                 size = min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, 5 * (num_prompts - before) // 4))
                 numbers = range(number, number + size)
                 number += size
-                texts = sample(opening, [derive_seed(seed, "magpie", n) for n in numbers])
+                texts = answerer.sample(
+                    opening_ids, [replace(params, seed=derive_seed(seed, "magpie", n)) for n in numbers]
+                )
                 for candidate, (text, is_whole) in zip(numbers, texts, strict=True):
                     if len(rows) == num_prompts:
                         break
                     text = text.strip()
-                    problem = (None if is_whole else "cut") or problem_of(text, special)
-                    problem = problem or ("seen before" if _normal(text) in seen else None)
-                    problem = problem or ("excluded" if exclude.matches(text) else None)
+                    problem = problem_of(text, special) if is_whole else "cut"
+                    if problem is None and (_normal(text) in seen or exclude.matches(text)):
+                        problem = "seen before" if _normal(text) in seen else "excluded"
                     if problem is not None:
                         dropped[problem] += 1
                         continue

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from drafter.data.formats import ChatMessage, read_rows
+from drafter.decoding.params import SamplingParams
 from drafter.utils.validate import check_ranges, seed_field, within
 
 # Two texts that share a run of this many words count as the same material.
@@ -23,7 +23,7 @@ class PromptRow:
     """
 
     id: str
-    messages: tuple[ChatMessage, ...]
+    messages: tuple[dict[str, Any], ...]
     source: str
     tools: tuple[dict[str, Any], ...] = ()
 
@@ -48,41 +48,30 @@ class Exclusion:
     """
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
-        self._texts: set[str] = set()
-        self._runs: set[tuple[str, ...]] = set()
-        for text in texts:
-            words = _words(text)
-            self._texts.add(" ".join(words))
-            self._runs.update(_runs_of(words))
+        self._runs = {run for text in texts for run in _runs_of(text)}
 
     @classmethod
     def read(cls, name: str | None) -> "Exclusion":
         """All turns of all rows of a file, system turns excepted; no texts for None."""
-        if name is None:
-            return cls()
-        return cls(
-            text
-            for row in read_rows(name)
-            for text in ([row.text] if row.text is not None else [*_turns(row.messages), *row.later_turns])
-        )
+        from drafter.data.formats import read_rows
+
+        rows = () if name is None else read_rows(name)
+        return cls(text for row in rows for text in (row.text or "", *_turns(row.messages), *row.later_turns) if text)
 
     def matches(self, text: str) -> bool:
         """Whether ``text`` has the words of an excluded text, or 13 consecutive words of one."""
-        words = _words(text)
-        return " ".join(words) in self._texts or not self._runs.isdisjoint(_runs_of(words))
+        return not self._runs.isdisjoint(_runs_of(text))
 
 
-def _turns(messages: Iterable[ChatMessage]) -> list[str]:
+def _turns(messages: Iterable[Mapping[str, str]]) -> list[str]:
     """The texts of all turns but system turns."""
     return [message["content"] for message in messages if message["role"] != "system"]
 
 
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.casefold())
-
-
-def _runs_of(words: list[str]) -> Iterable[tuple[str, ...]]:
-    return (tuple(words[i : i + _OVERLAP_WORDS]) for i in range(len(words) - _OVERLAP_WORDS + 1))
+def _runs_of(text: str) -> list[tuple[str, ...]]:
+    """All runs of 13 words of a text, or all words of a shorter one."""
+    words = re.findall(r"\w+", text.casefold())
+    return [tuple(words[i : i + _OVERLAP_WORDS]) for i in range(max(1, len(words) - _OVERLAP_WORDS + 1))]
 
 
 def select_prompts(
@@ -100,6 +89,8 @@ def select_prompts(
     Raises:
         ValueError: a row holds no prompt, or no prompt is left.
     """
+    from drafter.data.formats import read_rows
+
     found: dict[str, PromptRow] = {}
     seen: set[str] = set()
     num_duplicates = num_excluded = 0
@@ -167,12 +158,11 @@ class AnswerSettings:
 
 @dataclass(frozen=True)
 class WantedAnswer:
-    """An answer to make: prompt, number among the prompt's answers, temperature, seed."""
+    """An answer to make: prompt, number among the prompt's answers, temperature and seed among the parameters."""
 
     prompt: PromptRow
     number: int
-    temperature: float
-    seed: int
+    params: SamplingParams
 
     @property
     def key(self) -> tuple[str, int]:
@@ -200,25 +190,23 @@ def missing_answers(
     prompts: Iterable[PromptRow], settings: AnswerSettings, done: set[tuple[str, int]]
 ) -> list[WantedAnswer]:
     """The answers of ``settings`` to ``prompts`` whose keys are not in ``done``."""
-    return [
-        WantedAnswer(
-            prompt, number, temperature_of(settings, prompt.id, number), derive_seed(settings.seed, prompt.id, number)
-        )
-        for prompt in prompts
-        for number in range(settings.num_answers)
-        if (prompt.id, number) not in done
-    ]
+    shared = {name: getattr(settings, name) for name in ("max_new_tokens", "top_k", "top_p", "min_p")}
+    found = []
+    for prompt in prompts:
+        # The first temperature depends on the prompt, so single answers use all temperatures too.
+        start = derive_seed("temperature", prompt.id)
+        for number in range(settings.num_answers):
+            temperature = settings.temperature[(start + number) % len(settings.temperature)]
+            seed = derive_seed(settings.seed, prompt.id, number)
+            if (prompt.id, number) not in done:
+                params = SamplingParams(temperature=temperature, seed=seed, **shared)
+                found.append(WantedAnswer(prompt, number, params))
+    return found
 
 
 def derive_seed(*key: int | str) -> int:
     """A 63-bit hash of a key; different keys give unrelated seeds."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
-
-
-def temperature_of(settings: AnswerSettings, prompt_id: str, number: int) -> float:
-    """The temperature of an answer. The first one depends on the prompt, so single answers use all temperatures too."""
-    start = derive_seed("temperature", prompt_id)
-    return settings.temperature[(start + number) % len(settings.temperature)]
 
 
 def row_of(wanted: WantedAnswer, answer: MadeAnswer) -> dict[str, Any]:
@@ -227,7 +215,7 @@ def row_of(wanted: WantedAnswer, answer: MadeAnswer) -> dict[str, Any]:
         "id": wanted.prompt.id,
         "answer": wanted.number,
         "source": wanted.prompt.source,
-        "temperature": wanted.temperature,
+        "temperature": wanted.params.temperature,
         "finish_reason": answer.finish_reason,
         "num_tokens": answer.num_tokens,
         "messages": [*wanted.prompt.messages, {"role": "assistant", "content": answer.text}],

@@ -5,17 +5,19 @@ Only this process writes rows. A seed depends on the prompt's id and the answer'
 answer.
 """
 
-import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from drafter.distill.prompts import AnswerSettings, AnswerStream, MadeAnswer, PromptRow, WantedAnswer
+from drafter.distill.prompts import AnswerStream, MadeAnswer, WantedAnswer
 from drafter.utils.validate import within
 
 if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
     from drafter.distill.local import EngineAnswerer
 
 
@@ -58,12 +60,15 @@ class RayAnswerer:
         if self._identity is None:
             ray = self._connect()
             ask = ray.remote(num_gpus=self._options.ray_gpus, num_cpus=self._options.ray_cpus)(_identity_of)
-            self._identity = _get(ray, ask.remote(self._make))
+            try:
+                self._identity = ray.get(ask.remote(self._make))
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, ValueError | OSError):
+                    raise error.cause from error
+                raise OSError(f"--ray: a worker failed: {_last_line(error)}") from error
         return self._identity
 
-    refusal = "answers left out: the prompt leaves no room in the context"
-
-    def answer(self, wanted: Sequence[WantedAnswer], settings: AnswerSettings) -> AnswerStream:
+    def answer(self, wanted: Sequence[WantedAnswer]) -> AnswerStream:
         """Answers in the order in which batches return; see :class:`drafter.distill.run.Answerer`."""
         if not wanted:
             return
@@ -74,11 +79,11 @@ class RayAnswerer:
         context.enable_progress_bars = False
         options = self._options
         # Prompts of similar length waste the least padding.
-        items = [{"item": json.dumps(asdict(item))} for item in sorted(wanted, key=_num_characters)]
+        items = [{"item": _json().wanted.dump_json(item).decode()} for item in sorted(wanted, key=_num_characters)]
         batches = ray.data.from_items(items, override_num_blocks=math.ceil(len(items) / self._batch_size))
         answered = batches.map_batches(
             _RayEngine,
-            fn_constructor_args=(self._make, settings),
+            fn_constructor_args=(self._make,),
             batch_size=self._batch_size,
             concurrency=options.ray_workers,
             num_gpus=options.ray_gpus or None,
@@ -87,10 +92,10 @@ class RayAnswerer:
         missing = {item.key: item for item in wanted}
         try:
             for row in answered.iter_rows():
-                found = json.loads(row["answer"])
-                item = missing.pop((found["id"], found["answer"]), None)
+                key, answer = _json().made.validate_json(row["answer"])
+                item = missing.pop(key, None)
                 if item is not None:  # a batch that two workers answered counts once
-                    yield item, None if found["result"] is None else MadeAnswer(*found["result"])
+                    yield item, answer
         except ray.exceptions.RayError as error:
             raise OSError(f"--ray: a worker failed: {_last_line(error)}") from error
 
@@ -116,38 +121,31 @@ class RayAnswerer:
 class _RayEngine:
     """The engine of one worker."""
 
-    def __init__(self, make: "Callable[[], EngineAnswerer]", settings: AnswerSettings) -> None:
+    def __init__(self, make: "Callable[[], EngineAnswerer]") -> None:
         self._answerer = make()
-        self._settings = settings
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[str]]:
-        wanted = [_unpacked(json.loads(text)) for text in batch["item"]]
-        return {
-            "answer": [
-                json.dumps({"id": item.prompt.id, "answer": item.number, "result": answer})
-                for item, answer in self._answerer.answer(wanted, self._settings)
-            ]
-        }
+        wanted = [_json().wanted.validate_json(item) for item in batch["item"]]
+        answers = self._answerer.answer(wanted)
+        return {"answer": [_json().made.dump_json((item.key, made)).decode() for item, made in answers]}
+
+
+class _Json(NamedTuple):
+    """Wanted and made answers as JSON, which a column of Ray Data holds."""
+
+    wanted: "TypeAdapter[WantedAnswer]"
+    made: "TypeAdapter[tuple[tuple[str, int], MadeAnswer | None]]"
+
+
+@cache
+def _json() -> _Json:
+    from pydantic import TypeAdapter
+
+    return _Json(TypeAdapter(WantedAnswer), TypeAdapter(tuple[tuple[str, int], MadeAnswer | None]))
 
 
 def _identity_of(make: "Callable[[], EngineAnswerer]") -> dict[str, Any]:
     return make().identity
-
-
-def _get(ray: Any, reference: Any) -> Any:
-    try:
-        return ray.get(reference)
-    except ray.exceptions.RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, ValueError | OSError):
-            raise cause from error
-        raise OSError(f"--ray: a worker failed: {_last_line(error)}") from error
-
-
-def _unpacked(found: dict[str, Any]) -> WantedAnswer:
-    prompt = found.pop("prompt")
-    row = PromptRow(prompt["id"], tuple(prompt["messages"]), prompt["source"], tuple(prompt["tools"]))
-    return WantedAnswer(row, **found)
 
 
 def _num_characters(item: WantedAnswer) -> int:

@@ -29,6 +29,7 @@ from drafter.distill.prompts import (
 )
 
 MAGPIE = "magpie"
+NO_ANSWER = "prompts without an answer: refused by the server, or too long for the context"
 
 
 @dataclass
@@ -65,16 +66,12 @@ class Answerer(Protocol):
 
     Attributes:
         identity: the settings that, with prompts and sampling parameters, determine the answers.
-        refusal: what it means that a prompt has no answer.
     """
 
     @property
     def identity(self) -> dict[str, Any]: ...
 
-    @property
-    def refusal(self) -> str: ...
-
-    def answer(self, wanted: Sequence[WantedAnswer], settings: AnswerSettings) -> AnswerStream:
+    def answer(self, wanted: Sequence[WantedAnswer]) -> AnswerStream:
         """Each wanted answer with the made one as it is finished, or with None where the prompt has no answer."""
 
 
@@ -123,10 +120,8 @@ def distill(
         columns, file = None, Path(out).with_name(Path(out).name.removesuffix(".jsonl") + ".prompts.jsonl")
         dropped = invent_prompts(
             file,
-            answerer.target.tokenizer,
-            answerer.sample_openings,
+            answerer,
             num_prompts,
-            target_name=answerer.target.name,
             recorded={**answerer.identity, **excluded},
             seed=settings.seed,
             exclude=unwanted,
@@ -170,10 +165,10 @@ def _answer_all(
     )
     start = time.perf_counter()
     with bar:
-        for item, answer in answerer.answer(wanted, settings):
+        for item, answer in answerer.answer(wanted):
             report.seconds = time.perf_counter() - start
             if answer is None:
-                report.notes[answerer.refusal] += 1
+                report.notes[NO_ANSWER] += 1
                 continue
             journal.append(row_of(item, answer))
             report.num_new += 1
@@ -182,7 +177,7 @@ def _answer_all(
             bar.set_postfix_str(f"{report.num_tokens / report.seconds:,.0f} tokens/s", refresh=False)
             bar.update()
     if wanted and not done and not report.num_new:
-        raise OSError(f"no prompt was answered: {report.notes[answerer.refusal]:,} {answerer.refusal}")
+        raise OSError(f"no prompt was answered: {report.notes[NO_ANSWER]:,} {NO_ANSWER}")
 
 
 def _digest(prompts: Sequence[PromptRow]) -> str:

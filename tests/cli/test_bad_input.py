@@ -57,7 +57,7 @@ def decode(target: str, *words: str) -> list[str]:
         ("\n\n", "holds no rows"),
         ('{"prompt": "hi"}\n{"question": "hi"}\n', "line 2: no known keys"),
         ('{"prompt": "hi"}\n{"prompt": \n', "line 2: broken JSON"),
-        ('{"messages": [{"role": "assistant", "content": "hi"}]}\n', "line 1: turns out of order"),
+        ('{"messages": [{"role": "assistant", "content": "hi"}]}\n', "line 1: messages: turns out of order"),
         ('{"prompt": "' + "long " * 40 + '"}\n', "context is 128: shorten it"),
     ],
 )

@@ -19,8 +19,6 @@ from drafter.data.template import PrefixError
 from tests.data.tiny import (
     CHAT_TEMPLATE,
     COUNTING_TEMPLATE,
-    FORGETFUL_TEMPLATE,
-    OTHER_OPENING_TEMPLATE,
     TRIMMING_TEMPLATE,
     UPPERCASE_TEMPLATE,
     chat,
@@ -81,14 +79,11 @@ def test_an_answer_whose_first_token_melts_into_the_opening_is_refused() -> None
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (FORGETFUL_TEMPLATE, "changes when the answer is added"),
         (COUNTING_TEMPLATE, "changes when the answer is added"),
-        (OTHER_OPENING_TEMPLATE, "changes when the answer is added"),
         (UPPERCASE_TEMPLATE, "the template changes the answer"),
         ("{{ raise_exception('no turns today') }}", "template of the target refuses the conversation .no turns today."),
-        ("{{ messages[0]['content'] ", "template of the target refuses the conversation"),
     ],
-    ids=["forgetful", "counting", "other-opening", "uppercase", "raising", "broken"],
+    ids=["counting", "uppercase", "raising"],
 )
 def test_templates_without_usable_prefixes_are_refused(template: str, message: str) -> None:
     with pytest.raises(PrefixError, match=message):
@@ -135,8 +130,6 @@ def test_rows_of_token_ids_are_trained_on_as_they_are(tmp_path: Path) -> None:
     assert report.num_foreign == 0 and "the target did not write" not in " ".join(report.lines())
     assert [rows.row(i).token_T.tolist() for i in range(3)] == [row.token_ids for row in encoded]
     assert [rows.row(i).loss_mask_T.tolist() for i in range(3)] == [row.loss_mask for row in encoded]
-    (cut,) = encode_rows([given], bare, max_length=4)
-    assert cut.token_ids == [0, 70, 70, 71] and cut.is_cut and sum(cut.loss_mask) == 1
 
 
 @pytest.mark.parametrize(
@@ -144,9 +137,7 @@ def test_rows_of_token_ids_are_trained_on_as_they_are(tmp_path: Path) -> None:
     [
         ({"prompt_token_ids": [5, 10**6], "token_ids": [7]}, "token id 1000000 is outside the vocabulary of target"),
         ({"prompt_token_ids": [5], "token_ids": [7, 267]}, "token id 267 is outside .* 'tiny' with 267 tokens"),
-        ({"prompt_token_ids": [5, "a"], "token_ids": [7]}, "prompt_token_ids must be an array of token ids"),
-        ({"prompt_token_ids": [5], "token_ids": [True]}, "token_ids must be an array of token ids"),
-        ({"prompt_token_ids": [-5], "token_ids": [7]}, "prompt_token_ids must be an array of token ids"),
+        ({"prompt_token_ids": [5, "a"], "token_ids": [7]}, "prompt_token_ids.1: Input should be a valid integer"),
         ({"prompt_token_ids": [5], "token_ids": [2**70]}, "token id 118.* is outside the vocabulary"),
     ],
 )
@@ -164,8 +155,8 @@ def test_rows_that_cannot_be_trained_on_are_counted(tmp_path: Path) -> None:
     assert report.num_rows == 7 and report.num_kept == len(kept) == 3 and report.num_cut == 1
     assert report.dropped == {NO_ANSWER: 1, EMPTY: 2, TOO_LONG: 1}
     assert report.num_trained_tokens == kept.num_trained_tokens == sum(sum(item.loss_mask) for item in encoded)
-    assert "1 rows without an answer dropped" in report.lines()
     assert "3 of 3 rows (100%) hold text without the target's token ids" in report.lines()[1]
+    assert f"1 rows dropped, such as {tmp_path}/a.jsonl, line 2: {NO_ANSWER}" in report.lines()
 
 
 def test_end_marks_as_text_are_refused() -> None:
@@ -180,17 +171,10 @@ def test_plain_text_is_trained_on_from_its_second_token_and_goes_on_in_further_r
     assert [item.loss_mask for item in encoded] == [[False, True, True]] * 2
 
 
-def test_more_than_one_percent_of_failures_stops(tmp_path: Path) -> None:
-    good, bad = {"messages": chat("a", "one")}, {"messages": chat("a", "\nHello")}
-    _, report = encode_files([write_jsonl(tmp_path / "a.jsonl", [good] * 99 + [bad])], TOKENIZER, RowSettings())
-    assert report.failures.total() == 1 and report.num_kept == 99
-    assert report.lines()[-1].endswith("a.jsonl, line 100")
-    name = write_jsonl(tmp_path / "b.jsonl", [good] * 98 + [bad] * 2)
-    reason = r"b.jsonl: 2 of 100 .* more than 1%: the tokens before.*first: .*b.jsonl, line 99"
+def test_a_file_without_a_usable_row_is_refused(tmp_path: Path) -> None:
+    name = write_jsonl(tmp_path / "c.jsonl", [{"messages": chat("a")}, {"messages": chat("a", "\nHello")}])
+    reason = r"c.jsonl: nothing to train on: 1 rows dropped, .* line 1: without an answer; .* line 2: the tokens"
     with pytest.raises(ValueError, match=reason):
-        encode_files([name], TOKENIZER, RowSettings())
-    name = write_jsonl(tmp_path / "c.jsonl", [{"messages": chat("a")}])
-    with pytest.raises(ValueError, match="nothing to train on: 1 rows without an answer dropped. Make answers with"):
         encode_files([name], TOKENIZER, RowSettings())
 
 

@@ -27,7 +27,7 @@ def test_trained_tokens_stand_in_brackets_without_colour(tmp_path: Path) -> None
     assert "<s><|user|>\nHi<|end|>\n<|bot|>\n⟦the [bold]end<|end|>⟧\n" in text
     assert "⟦b<|end|>⟧" in text and "⟦dé🙂<|end|>⟧" in text
     assert "row 2: 10 of 27 tokens are trained on" in text
-    assert "2 of 3 rows kept" in text and "1 rows without an answer dropped" in text
+    assert "2 of 3 rows kept" in text and "1 rows dropped, such as" in text
     assert "trained tokens in a row: 10 at least, 12 median, 12 at most" in text
     assert report.num_kept == 2
 
@@ -41,7 +41,7 @@ def test_num_rows_and_bad_input(tmp_path: Path) -> None:
     name = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat(f"{i}", "yes")} for i in range(5)])
     assert "row 2:" in show(name, num_rows=2)[0] and "row 3:" not in show(name, num_rows=2)[0]
     assert "row 1:" not in show(name, num_rows=0)[0]
-    with pytest.raises(ValueError, match="5 of 5 conversations cannot be masked"):
+    with pytest.raises(ValueError, match="nothing to train on: 5 rows dropped"):
         show(name, tokenizer=tiny_tokenizer(COUNTING_TEMPLATE), target_name="tiny")
     with pytest.raises(FileNotFoundError):
         show(str(tmp_path / "none.jsonl"))

@@ -33,10 +33,10 @@ def test_files_that_a_server_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
     ("text", "message"),
     [
         ('{"prompt_token_ids": [1, 9], "token_ids": [1]}', "line 1: a token id is outside .* of 9 tokens"),
-        ('{"prompt_token_ids": [1], "token_ids": [-1]}', "line 1: a token id is outside"),
-        ('{"prompt_token_ids": [1], "token_ids": [true]}', "line 1, token_ids, entry 0 is a truth value"),
+        ('{"prompt_token_ids": [1], "token_ids": [-1]}', "line 1: token_ids.0: Input should be greater"),
+        ('{"prompt_token_ids": [1], "token_ids": [true]}', "line 1: token_ids.0: Input should be a valid int"),
         ('{"prompt_token_ids": [1], "choices": [{}]}', "line 1 lacks token_ids"),
-        ("[1]", "line 1 is a list"),
+        ("[1]", "line 1 lacks"),
     ],
 )
 def test_wrong_rows(tmp_path: Path, text: str, message: str) -> None:

@@ -9,7 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from drafter.data.encode import EncodedRow, RowEncoder, RowSettings
-from drafter.data.reading import Source
+from drafter.data.reading import RawRow
 from drafter.data.rows import TokenRows, row_features
 from drafter.data.template import PrefixError
 
@@ -22,12 +22,8 @@ CHAT_TEMPLATE = (
     "{% else %}{{ '<|bot|>\n' + m['content'] + '<|end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|bot|>\n' }}{% endif %}"
 )
-# Shows the last question and answer only.
-FORGETFUL_TEMPLATE = CHAT_TEMPLATE.replace("for m in messages", "for m in messages[-2:]")
 # Writes the number of turns first, so that what stands before an answer changes with the answer.
 COUNTING_TEMPLATE = "{{ messages | length }}" + CHAT_TEMPLATE
-# Opens the assistant's turn otherwise than it shows answers.
-OTHER_OPENING_TEMPLATE = CHAT_TEMPLATE.replace("{{ '<|bot|>\n' }}{% endif %}", "{{ '<|bot|>Well, ' }}{% endif %}")
 # Trims answers, and puts an empty reasoning block before the last one.
 TRIMMING_TEMPLATE = CHAT_TEMPLATE.replace(
     "'<|bot|>\n' + m['content'] + '<|end|>\n'",
@@ -108,8 +104,7 @@ def tiny_target(**changes: int):
 def encode_rows(rows: list[dict[str, Any]], tokenizer: Any = None, **settings: Any) -> list[EncodedRow]:
     """The encoded rows of a file with these rows."""
     encoder = RowEncoder(tokenizer or tiny_tokenizer(), RowSettings(**{"max_length": None, **settings}), "tiny")
-    items = [{"text": json.dumps(row)} for row in rows]
-    return list(encoder.encode(Source("rows.jsonl", None, True), items, range(1, len(rows) + 1)))
+    return list(encoder.encode([RawRow(row, f"rows.jsonl, line {number}") for number, row in enumerate(rows, 1)]))
 
 
 def encode_conversation(tokenizer: Any, messages: list[dict[str, Any]], *, is_cut: bool = False) -> EncodedRow:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from drafter.decoding.params import SamplingParams
 from drafter.distill import client
 from drafter.distill.client import Client, ServerError, read_reply
 from drafter.distill.endpoint import made_answer
@@ -188,7 +189,7 @@ def test_wrong_replies_are_rows_or_one_line() -> None:
     """A reply is taken whole, as a row that can be written and counted, or is refused in one printable line."""
     replies = wrong_replies()
     queue = iter(replies)
-    item = WantedAnswer(PromptRow("p", tuple(chat("Why?")), "test"), 0, 0.0, 1)
+    item = WantedAnswer(PromptRow("p", tuple(chat("Why?")), "test"), 0, SamplingParams())
     num_refused = 0
     with strange(lambda handler: sending(next(queue))(handler)) as server:
         asked = Client(server.url)
@@ -229,13 +230,3 @@ def test_lists_of_models_are_checked() -> None:
         assert Client(server.url).model_card() == kept == Client(server.url).model_card("a")
         with pytest.raises(ValueError, match="--model b is not served at .* it serves a"):
             Client(server.url).model_card("b")
-    lists = [json.dumps(changed(good, path, new)).encode() for path in places(good) for new in WRONG]
-    queue = iter(lists)
-    with strange(lambda handler: sending(next(queue))(handler)) as server:
-        for _ in lists:
-            try:
-                card = Client(server.url, flag="--url").model_card()
-            except ValueError as error:
-                assert str(error).startswith(("--url", "--model None")) and str(error).isprintable()
-            else:
-                assert card["id"] and isinstance(card["owned_by"], str)

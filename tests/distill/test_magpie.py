@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from drafter.distill.magpie import Opening, invent_prompts, problem_of, user_opening
+from drafter.decoding.params import SamplingParams
+from drafter.distill.magpie import invent_prompts, problem_of, user_opening
 from drafter.distill.prompts import Exclusion, select_prompts
 from tests.data.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
@@ -23,19 +26,18 @@ WORDS = "{% for m in messages %}{{ '### ' + m['role'] + ': ' + m['content'] + '\
 )
 def test_the_opening_comes_from_the_template(template: str, text: str, stop_ids: tuple, stop: tuple) -> None:
     tokenizer = tiny_tokenizer(template)
-    opening = user_opening(tokenizer, "tiny")
-    assert tokenizer.decode(opening.token_ids) == text
-    assert opening.stop_token_ids == stop_ids and opening.stop == stop
+    opening_ids, params = user_opening(tokenizer, "tiny")
+    assert tokenizer.decode(opening_ids) == text
+    assert params.stop_token_ids == stop_ids and params.stop == stop
 
 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
         (None, "has no chat template"),
-        ("{{ 'x' }}", "does not show a user message exactly once"),
         (CHAT_TEMPLATE + "{{ messages[0]['content'] }}", "does not show a user message exactly once"),
-        ("{{ messages[0]['content'] }}", "has no text before a user message"),
-        ("{{ 'user: ' + messages[0]['content'] }}", "does not end a user message"),
+        ("{{ messages[0]['content'] }}", "does not open and end a user message"),
+        ("{{ 'user: ' + messages[0]['content'] }}", "does not open and end a user message"),
     ],
 )
 def test_templates_that_cannot_be_opened(template: str | None, message: str) -> None:
@@ -47,9 +49,7 @@ def test_templates_that_cannot_be_opened(template: str | None, message: str) -> 
     ("text", "problem"),
     [
         ("What is the capital of Norway?", None),
-        ("ノルウェーの首都はどこですか、教えて", None),
         ("Why?", "too short"),
-        ("!!! ??? ... --- ///", "too short"),
         ("What is \ufffd in this text here?", "damaged characters"),
         ("What is this?<|bot|>Something.", "template tokens"),
         ("again and " * 40, "repeats itself"),
@@ -68,17 +68,19 @@ class FakeSampler:
         self.num_texts = num_texts
         self.num_calls = 0
 
-    def __call__(self, opening: Opening, seeds: Sequence[int]) -> list[tuple[str, bool]]:
+    def __call__(self, prompt_ids: list[int], params: Sequence[SamplingParams]) -> list[tuple[str, bool]]:
         if self.num_calls == self.dies_after:
             raise InterruptedError
         self.num_calls += 1
         kinds = ["What about number {}, my friend?", "short {}", "Is it the number {} that you mean?"]
+        seeds = [item.seed for item in params]
         return [(kinds[seed % 3].format(seed % self.num_texts), seed % 5 != 0) for seed in seeds]
 
 
 def invent(path: Path, sampler: FakeSampler, num_prompts: int = 60, **options):
-    given = {"target_name": "tiny", "recorded": {"target": "tiny"}, "seed": 1, "progress": False, **options}
-    dropped = invent_prompts(path, TOKENIZER, sampler, num_prompts, **given)
+    given = {"recorded": {"target": "tiny"}, "seed": 1, "progress": False, **options}
+    answerer: Any = SimpleNamespace(target=SimpleNamespace(tokenizer=TOKENIZER, name="tiny"), sample=sampler)
+    dropped = invent_prompts(path, answerer, num_prompts, **given)
     return select_prompts(path, limit=num_prompts).prompts, dropped
 
 

@@ -1,9 +1,7 @@
 """Answers by engines on a Ray cluster: the same rows as by one engine here, also when a worker is lost."""
 
-import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -12,10 +10,10 @@ import pytest
 from drafter.cli.distill import DistillOptions, engine_answerer
 from drafter.cli.main import main
 from drafter.distill.local import EngineAnswerer
-from drafter.distill.prompts import AnswerSettings, AnswerStream, PromptRow, WantedAnswer
-from drafter.distill.ray_answers import ClusterOptions, RayAnswerer, _unpacked
+from drafter.distill.prompts import AnswerSettings, AnswerStream, WantedAnswer
+from drafter.distill.ray_answers import ClusterOptions, RayAnswerer
 from drafter.distill.run import distill
-from tests.data.tiny import chat, write_jsonl
+from tests.data.tiny import write_jsonl
 from tests.distill.test_local import rows_of
 from tests.tiny_files import make_target
 
@@ -29,9 +27,9 @@ class DyingAnswerer(EngineAnswerer):
     num_batches = 0
     marker: Path
 
-    def answer(self, wanted: Sequence[WantedAnswer], settings: AnswerSettings) -> AnswerStream:
+    def answer(self, wanted: Sequence[WantedAnswer]) -> AnswerStream:
         self.num_batches += 1
-        for done, pair in enumerate(super().answer(wanted, settings)):
+        for done, pair in enumerate(super().answer(wanted)):
             if self.num_batches == 2 and done == 2 and not self.marker.exists():
                 self.marker.write_text("dead")
                 os._exit(1)
@@ -44,12 +42,6 @@ def make_dying(target: str, marker: Path) -> EngineAnswerer:
     answerer = DyingAnswerer(Target.load(target, device="cpu"))
     answerer.marker = marker
     return answerer
-
-
-def test_a_worker_gets_the_whole_prompt() -> None:
-    prompt = PromptRow("p", tuple(chat("Rain?")), "test", ({"type": "function"},))
-    item = WantedAnswer(prompt, 3, 0.5, 7)
-    assert _unpacked(json.loads(json.dumps(asdict(item)))) == item
 
 
 @pytest.fixture(scope="module")

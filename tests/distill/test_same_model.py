@@ -11,7 +11,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.distill.client import Client
 from drafter.distill.endpoint import Endpoint
 from drafter.distill.prompts import AnswerSettings
-from drafter.distill.run import distill
+from drafter.distill.run import NO_ANSWER, distill
 from drafter.distill.same_model import Comparison, compare_models
 from drafter.targets.target import Target
 from tests.data.tiny import CHAT_TEMPLATE, chat, encode_rows, tiny_tokenizer, write_jsonl
@@ -118,11 +118,7 @@ def test_rows_hold_the_engines_own_tokens(target: Target, style: str, tmp_path: 
     template = CHAT_TEMPLATE.replace("<|user|>", "Q: ")
     with running(EngineServer(target, style, template=template)) as engine:
         endpoint = Endpoint(engine.url, "tiny", concurrency=2)
-        arguments = endpoint, prompts, tmp_path / "out.jsonl", AnswerSettings(9)
-        distill(*arguments, num_prompts=4, progress=False)
-        with pytest.raises(ValueError, match="written with prompts"):
-            distill(*arguments, progress=False)
-        assert distill(*arguments, num_prompts=4, progress=False).num_new == 0
+        distill(endpoint, prompts, tmp_path / "out.jsonl", AnswerSettings(9), num_prompts=4, progress=False)
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     tokenizer = tiny_tokenizer(template)
     encoded, report = encode_files([str(tmp_path / "out.jsonl")], tiny_tokenizer(None), RowSettings(), progress=False)
@@ -140,7 +136,7 @@ def test_a_server_without_the_field_is_asked_once(target: Target, tmp_path: Path
     with running(EngineServer(target, "strict")) as engine:
         endpoint = Endpoint(engine.url, "tiny", concurrency=1, retries=0)
         report = distill(endpoint, prompts, tmp_path / "o.jsonl", AnswerSettings(4), progress=False)
-    assert report.num_new == 6 and not report.notes[Endpoint.refusal]
+    assert report.num_new == 6 and not report.notes[NO_ANSWER]
     assert sum("return_token_ids" in body for body in engine.bodies) == 1
     assert "token_ids" not in json.loads((tmp_path / "o.jsonl").read_text().splitlines()[0])
 

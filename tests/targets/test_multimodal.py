@@ -88,5 +88,5 @@ def test_text_prompts_decode_as_with_generate(config: Callable[[], PreTrainedCon
 def test_images_in_a_row_are_refused_by_name() -> None:
     content = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "x"}}]
     row = RawRow({"messages": [{"role": "user", "content": content}]}, "p.jsonl, line 1")
-    with pytest.raises(ValueError, match="turn 1 has a part of type 'image_url': only text can be used"):
+    with pytest.raises(ValueError, match="messages.0: a part of type 'image_url': only text can be used"):
         parse_row(row)

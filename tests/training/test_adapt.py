@@ -68,7 +68,7 @@ def test_rows_are_read_once_and_a_torn_line_is_left_out(place: Path, tmp_path: P
     assert len(rows) == 120 and len(rows[0].token_ids) == 24
     for text, message in (
         ('{"prompt_token_ids": [1]}\n', "line 1 lacks token_ids"),
-        ('{"prompt_token_ids": [1], "token_ids": ["a"]}\n', "line 1, token_ids, entry 0 is a text"),
+        ('{"prompt_token_ids": [1], "token_ids": ["a"]}\n', "line 1: token_ids.0: Input should be a valid integer"),
         ('{"prompt_token_ids": [1], "token_ids": []}\n', "holds no recorded answers"),
         ("{\n", "line 1: broken JSON"),
     ):
