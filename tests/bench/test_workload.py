@@ -28,12 +28,14 @@ def test_rows_of_every_form_become_prompts(tmp_path: Path) -> None:
         {"prompt": "hello", "completion": "unused"},
         {"messages": [*chat, *asked("and")]},
         {"text": "once upon"},
+        {"prompt_token_ids": [5, 6], "token_ids": [7]},
     ]
     workload = read_prompt_set(write(tmp_path / "mine.jsonl", rows))
     assert workload.name == "mine" and workload.categories == ["math"]
     assert workload.items[0] == Item("math", asked("one")) and workload.items[1] == Item("", asked("hello"))
     assert workload.items[2].request() == ("chat/completions", {"messages": [*chat, *asked("and")]})
     assert workload.items[3].request() == ("completions", {"prompt": "once upon"})
+    assert workload.items[4].request() == ("completions", {"prompt": [5, 6]})
 
 
 @pytest.mark.parametrize(
@@ -41,7 +43,7 @@ def test_rows_of_every_form_become_prompts(tmp_path: Path) -> None:
     [
         {"turns": ["", "two"]},
         {"prompt": "x", "category": 3},
-        {"prompt_token_ids": [1], "token_ids": [2]},
+        {"prompt_token_ids": ["x"], "token_ids": [2]},
     ],
 )
 def test_bad_rows_are_refused_with_their_place(tmp_path: Path, row: dict[str, object]) -> None:
@@ -100,7 +102,7 @@ def test_a_hub_that_does_not_answer_is_said_in_one_line(monkeypatch: pytest.Monk
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(
         ValueError,
-        match="--prompts gsm8k cannot be fetched .*no route to the hub; give a file of prompts, or evaluation",
+        match=r"--prompts gsm8k: the data set cannot be loaded from the hub \(.*no route to the hub",
     ):
         read_prompt_set("gsm8k")
 
