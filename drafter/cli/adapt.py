@@ -17,7 +17,7 @@ _EXIT_NO_GAIN = 3
 class AdaptOptions(Options):
     """Let a drafter learn recorded traffic.
 
-    Rows of `drafter serve --record` and `drafter decode --record` are traffic, and so are answers of `drafter distill`.
+    Rows of `drafter serve --record` are traffic, and so are answers of `drafter decode --out` and `drafter distill`.
     A tenth of the prompts is held out. Old and new drafter decode these prompts, and the new one is written to --out
     only if it gained more than two standard errors; otherwise the exit code is 3. With the same rows, the same command
     goes on after an interruption. No answer of the target changes, whatever the drafter has learned.

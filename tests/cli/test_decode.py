@@ -16,10 +16,10 @@ import torch
 from drafter.cli import decode as cli_decode
 from drafter.cli.decode import DecodeOptions, _verdict
 from drafter.cli.main import main
+from drafter.data.traffic import read_traffic
 from drafter.engine.engine import Engine
 from drafter.engine.outputs import Completion
 from drafter.targets.target import Target
-from drafter.utils.traffic import traffic_files
 from tests.cli.test_main import fails
 from tests.tiny_files import make_drafter, make_target
 
@@ -54,6 +54,7 @@ def test_decode_writes_answers(target: str, drafter: str, tmp_path: Path, capsys
     fields = "id prompt text prompt_token_ids token_ids num_tokens num_target_forwards tokens_per_step"
     assert list(one[0]) == [*fields.split(), "finish_reason", "seconds"]
     assert [row["token_ids"] for row in one] == [row["token_ids"] for row in other]
+    assert [row.token_ids for row in read_traffic(plain)] == [row["token_ids"] for row in one], "what adapt learns"
     for row in one:
         assert row["num_tokens"] == len(row["token_ids"]) == row["num_target_forwards"] <= 6
         assert row["tokens_per_step"] == 1.0 and row["finish_reason"] in ("stop", "length")
@@ -176,24 +177,10 @@ def test_the_help_lists_at_most_26_flags_and_names_the_others(capsys: pytest.Cap
     assert {flag for flag in flags if flag not in own} == set(re.findall(r"--[a-z-]+", rest)) - {"--print-config"}
 
 
-def test_decode_records_answers_when_told(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, out = tmp_path / "traffic", tmp_path / "out.jsonl"
-    common = ["decode", "--target", target, "--device", "cpu", "--max-new-tokens", "3", "--record", str(folder)]
-    assert main([*common, "--prompt", "one", "--prompt", "two", "--out", str(out)]) == 0
-    assert main([*common, "--prompt", "three", "--compare", "--stop", "secret"]) == 0
-    lines = ["four", "/exit"]
-    monkeypatch.setattr("builtins.input", lambda _: lines.pop(0))
-    assert main(common) == 0
-    rows = [row for file in traffic_files(folder) for row in rows_of(file)]
-    assert len(rows) == 4 and [row["token_ids"] for row in rows[:2]] == [row["token_ids"] for row in rows_of(out)]
-    assert [row["prompt_token_ids"] for row in rows[:2]] == [row["prompt_token_ids"] for row in rows_of(out)]
-    assert all(row["max_new_tokens"] == 3 and "stop" not in row for row in rows)
-
-
 def test_a_prompt_enters_at_most_14_files_before_the_first_step(target: str, drafter: str) -> None:
     """Files of the package whose functions are called, except to load the models and to make the engine."""
     root = str(Path(cli_decode.__file__).parents[1])
-    aside = {"load_models", "resolve", "_decoder"}
+    aside = {"load_models", "resolve", "_engine"}
     files: set[str] = set()
     is_on, outer = False, None  # outer: the frame of a function of `aside`
 
