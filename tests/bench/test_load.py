@@ -126,7 +126,7 @@ def refused_by(respond: Respond) -> str:
 @pytest.mark.parametrize(
     "event",
     [
-        b"[1]", b"{", b'{"choices": [{"delta": 1}]}', b"\xff", b"[" * 100_000,
+        b"[1]", b'{"choices": [{"delta": 1}]}', b"\xff", b"[" * 100_000,
         b'{"choices": [], "usage": {"completion_tokens": 1e999}}',
     ],
 )  # fmt: skip
@@ -194,8 +194,6 @@ def test_the_command_records_and_shows_the_table(
     [
         (["--url", "localhost:8000"], "--url 'localhost:8000' must be an http or https address"),
         (["--url", "http://127.0.0.1:9"], "--url http://127.0.0.1:9: the server does not answer"),
-        (["--url", "http://[::1"], "--url 'http://[::1' must be"),
-        (["--url", "http://:8000"], "--url 'http://:8000' must be"),
         (["--url", "http://me:hush@host:8000"], "--url holds a user name or a password: give"),
     ],
 )
