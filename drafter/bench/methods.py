@@ -162,5 +162,5 @@ def drafter_of(specs: Iterable[MethodSpec], target: str, drafter: str | None) ->
         return None
     found = drafter or (target if shipped_drafter(target) is not None else None)
     if found is None:
-        raise ValueError(f"{spec.label} needs a drafter: give --drafter DIR")
+        raise ValueError(f"method {spec.label} needs a drafter: give --drafter DIR")
     return found

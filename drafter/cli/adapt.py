@@ -67,12 +67,6 @@ class AdaptOptions(Options):
         return [*words, "--model.trust_remote_code=true"] if self.trust_remote_code else words
 
 
-def shipped_answers(target: str) -> Path | None:
-    """The package's answers of a target to general prompts; None where it has none."""
-    path = Path(__file__).parent.parent / "assets" / f"{target}-answers.jsonl.gz"
-    return path if path.is_file() else None
-
-
 def adapt(options: AdaptOptions) -> int:
     """Run `drafter adapt`."""
     import torch
@@ -83,6 +77,7 @@ def adapt(options: AdaptOptions) -> int:
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    own_answers = Path(__file__).parent.parent / "assets" / f"{options.target}-answers.jsonl.gz"
     is_written = run(
         Loading(options.load, load_drafter),
         target=options.target,
@@ -90,7 +85,7 @@ def adapt(options: AdaptOptions) -> int:
         traffic=options.traffic,
         out=options.out,
         minutes=options.minutes,
-        general=options.general or shipped_answers(options.target),
+        general=options.general or (own_answers if own_answers.is_file() else None),
         words=options.train_words,
     )
     if is_written:

@@ -99,7 +99,8 @@ def test_decode_prints_and_chats(
 ) -> None:
     common = ["decode", "--target", target, "--method", "none", "--max-new-tokens", "3", "--device", "cpu"]
     assert main([*common, "--raw", "--prompt", "one"]) == 0
-    assert "tokens/step" in capsys.readouterr().err
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[0] == "drafting: none: as given" and "3 target forwards" in shown[-1]
     assert main([*common, "--prompt", "one", "--prompt", "two"]) == 0
     assert "[1] two" in capsys.readouterr().out
     lines = ["hello", "", "again", "/new", "fresh", "/exit", "never read"]
@@ -112,21 +113,6 @@ def test_decode_prints_and_chats(
     monkeypatch.setattr("builtins.input", next_line)
     assert main(common) == 0
     assert capsys.readouterr().err.count("tokens/step") == 3 and lines == ["never read"]
-
-
-def test_decode_says_what_drafts(target: str, drafter: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = ["decode", "--target", target, "--device", "cpu", "--drafter", drafter, "--prompt", "a"]
-    words += ["--max-new-tokens", "3"]
-    file = tmp_path / "plain.yaml"
-    file.write_text("method: none\n")
-    for flags, line in (
-        ([], "drafting: drafter, W 4 L 3 N 8: default for a CPU; nothing was measured (`drafter tune` measures)"),
-        (["--config", str(file)], "drafting: none: as given"),
-    ):
-        assert main([*words, *flags]) == 0
-        shown = capsys.readouterr().err.splitlines()
-        assert shown[0] == line
-        assert ("3 target forwards" in shown[-1]) or "none" not in line
 
 
 def test_foreign_files_are_kept(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,9 +141,7 @@ def test_distill_then_inspect(target: str, tmp_path: Path, capsys: pytest.Captur
     assert json.loads(out.with_suffix(".run.json").read_text())["settings"]["num_new"] == 4
     capsys.readouterr()
     assert main([*words, *("--method", "none")]) == 0
-    assert "drafting: none: as given" in capsys.readouterr().err
     assert rows_of(out) == rows
-    capsys.readouterr()
     good = tmp_path / "good.jsonl"
     good.write_text('{"prompt": "hi", "response": "hello"}\n')
     assert main(["data", "inspect", str(good), "--target", target]) == 0
