@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """The architecture study of docs/notebook.md: train every variant of `VARIANTS` for as many steps over the same
-batches, decode prompts with each drafter, write a row of JSON for each, and the table into the document.
+batches, decode prompts with each drafter, write a row of JSON for each, and print the table.
 
     scripts/ablations.py --answers answers.jsonl --prompts prompts.jsonl --steps 64
 
@@ -24,10 +24,9 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.training.callbacks import decode_answers, mean_tokens_per_step
 from drafter.training.checkpoint import drafter_of_checkpoint, read_checkpoint
 from drafter.training.run import main_train
+from drafter.utils.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs" / "notebook.md"
-BEGIN, END = "<!-- ablations: begin -->", "<!-- ablations: end -->"
 WIDTH, LENGTH, SIZE = 8, 4, 24
 # Settings of `drafter train` that all runs have in common, and the settings that each variant changes.
 BASE: dict[str, Any] = {
@@ -80,25 +79,24 @@ def main() -> None:
     args = arguments()
     args.results.parent.mkdir(parents=True, exist_ok=True)
     done = read_rows(args.results)
-    if not args.table:
-        target = Target.load(args.target, dtype="bfloat16")
-        prompts: list[Prompt] = [prompt.value for prompt in read_prompts((), str(args.prompts), raw=False)]
-        prompts = prompts[:: max(1, len(prompts) // args.num_prompts)][: args.num_prompts]
-        for name in args.only or VARIANTS:
-            if name in done:
-                continue
-            row = run(name, args, target, prompts)
-            with args.results.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(row) + "\n")
-            print(json.dumps(row), flush=True)
-            gc.collect()  # a trainer and what hangs on it refer to each other
-    write_table(list(read_rows(args.results).values()))
+    target = Target.load(args.target, dtype="bfloat16")
+    prompts: list[Prompt] = [prompt.value for prompt in read_prompts((), str(args.prompts), raw=False)]
+    prompts = prompts[:: max(1, len(prompts) // args.num_prompts)][: args.num_prompts]
+    for name in args.only or VARIANTS:
+        if name in done:
+            continue
+        row = run(name, args, target, prompts)
+        with args.results.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(row) + "\n")
+        print(json.dumps(row), flush=True)
+        gc.collect()  # a trainer and what hangs on it refer to each other
+    print_table(list(read_rows(args.results).values()))
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--answers", type=Path, help="conversations with the target's answers (drafter distill)")
-    parser.add_argument("--prompts", type=Path, help="prompts to decode, held out")
+    parser.add_argument("--answers", type=Path, required=True, help="the target's answers (drafter distill)")
+    parser.add_argument("--prompts", type=Path, required=True, help="prompts to decode, held out")
     parser.add_argument("--steps", type=int, default=64, help="optimizer steps of every run (default: 64)")
     parser.add_argument("--num-prompts", type=int, default=10, help="prompts to decode (default: 10)")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens for each (default: 64)")
@@ -106,11 +104,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("runs/ablations"), help="folder for checkpoints and states")
     parser.add_argument("--results", type=Path, default=ROOT / "docs" / "results" / "ablations.jsonl")
     parser.add_argument("--only", nargs="*", choices=VARIANTS, help="names of variants (default: all)")
-    parser.add_argument("--table", action="store_true", help="only write the table from the results")
-    args = parser.parse_args()
-    if not args.table and (args.answers is None or args.prompts is None):
-        parser.error("--answers and --prompts are needed to train")
-    return args
+    return parser.parse_args()
 
 
 def run(name: str, args: argparse.Namespace, target: Target, prompts: list[Prompt]) -> dict[str, Any]:
@@ -190,30 +184,19 @@ def read_rows(path: Path) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in rows}
 
 
-def write_table(rows: list[dict[str, Any]]) -> None:
-    """Replace what stands between the two marks in the document."""
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """The table of the notebook."""
     tree = f"W{WIDTH} L{LENGTH} N{SIZE}"
-    lines = [
-        "| variant | positions | tokens/step | with L = T | top-1, depth 1 | draft, CPU ms | training, CPU s | MB |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    columns = ["variant", "positions", "tokens/step", "with L = T", "top-1, depth 1", "draft, CPU ms"]
+    cells = []
     for row in sorted(rows, key=lambda row: (row["name"] != "base", row["name"])):
         rates = dict(row["tokens_per_step"])
         own = f"{rates.pop(tree):.2f}"
         other = ", ".join(f"{rate:.2f} ({name.split()[1]})" for name, rate in rates.items())
-        metrics = row["metrics"]
-        cells = [
-            *(row["name"], f"{row['positions'] / 1000:.0f}k", own, other),
-            f"{metrics['val/top1_d1']:.3f}",
-            *(f"{row['draft_cpu_ms']:.1f}", f"{row['train_cpu_s']:.0f}", f"{row['megabytes']:.1f}"),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    text = DOCUMENT.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    if not rest or END not in rest:
-        raise SystemExit(f"{DOCUMENT} lacks {BEGIN} ... {END}")
-    DOCUMENT.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}", encoding="utf-8")
+        top = f"{row['metrics']['val/top1_d1']:.3f}"
+        figures = (f"{row['draft_cpu_ms']:.1f}", f"{row['train_cpu_s']:.0f}", f"{row['megabytes']:.1f}")
+        cells.append([row["name"], f"{row['positions'] / 1000:.0f}k", own, other, top, *figures])
+    print(markdown_table([*columns, "training, CPU s", "MB"], cells))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,8 @@
 
     scripts/acceptance.py --prompts mtbench.jsonl drafter/assets/smollm2-135m runs/new/checkpoints/last.ckpt
 
-The target writes the greedy answers once; each drafter then drafts along them. The error of a
-difference is that of a ratio of sums over prompts, paired prompt by prompt. Rows of JSON go to --results; --card writes
-the last drafter's table into the README.md of an exported drafter.
+Answers are greedy. The error of a difference is that of a ratio of sums over prompts, paired prompt by prompt. Rows of
+JSON go to --results; --card writes the last drafter's table into the README.md of an exported drafter.
 
 Shapes: A answers.
 """
@@ -19,12 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafter import Engine, EngineConfig, SamplingParams, Target
+from drafter import Engine, SamplingParams, Target
 from drafter.bench.models import BenchModels
-from drafter.bench.recorded import steps_along
 from drafter.bench.workload import read_prompt_set
-from drafter.data.traffic import TrafficRow
-from drafter.proposers.options import Drafting
+from drafter.engine.settings import Plan
 from drafter.training.checkpoint import drafter_of_checkpoint
 
 BEGIN, END = "<!-- acceptance: begin -->", "<!-- acceptance: end -->"
@@ -33,7 +30,8 @@ BEGIN, END = "<!-- acceptance: begin -->", "<!-- acceptance: end -->"
 def main() -> None:
     args = arguments()
     target = Target.load(args.target, dtype=args.dtype, device=args.device, quantization=args.quantization)
-    answers = greedy_answers(target, args)
+    prompts = BenchModels(target).encode(read_prompt_set(args.prompts).take(args.num_prompts).items)
+    params = SamplingParams(max_new_tokens=args.max_new_tokens)
     first: dict[str, tuple[Tensor, Tensor]] = {}
     rows = []
     for name in args.drafters:
@@ -41,10 +39,10 @@ def main() -> None:
         for tree, copying in product(args.tree, args.copying):
             width, length, size = (int(part[1:]) for part in tree.split())
             sizes: Any = {"beam_width": width, "draft_length": length, "tree_size": size}
-            config = Drafting(method="drafter", copying=copying == "on", **sizes)
-            steps = [len(each) for each in steps_along(target, drafter, config, answers)]
-            counts = torch.tensor([[len(a.token_ids) for a in answers], steps], dtype=torch.float64)
-            rate, gap, error = compare(*counts, *first.setdefault(tree, tuple(counts)))
+            plan = Plan(method="drafter", copying=copying == "on", max_num_seqs=args.batch_size, **sizes)
+            answers = Engine(target, drafter, plan).generate(prompts, params)
+            counts = torch.tensor([(len(each.token_ids), each.num_target_forwards) for each in answers]).double()
+            rate, gap, error = compare(*counts.T, *first.setdefault(tree, tuple(counts.T)))
             row = {"drafter": name, "copying": copying, **sizes}
             row |= {"tokens_per_step": round(rate, 3), "difference": round(gap, 3), "error": round(error, 3)}
             row |= {"prompts": Path(args.prompts).name, "num_prompts": len(answers)}
@@ -74,15 +72,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, help="append rows of JSON")
     parser.add_argument("--card", type=Path, help="exported drafter whose README.md gets the last drafter's table")
     return parser.parse_args()
-
-
-def greedy_answers(target: Target, args: argparse.Namespace) -> list[TrafficRow]:
-    """The target's greedy answers to the first turns."""
-    workload = read_prompt_set(args.prompts).take(args.num_prompts)
-    engine = Engine(target, config=EngineConfig(method="none", max_num_seqs=args.batch_size))
-    prompts = BenchModels(target).encode(workload.items)
-    completions = engine.generate(prompts, SamplingParams(max_new_tokens=args.max_new_tokens))
-    return [TrafficRow(each.prompt_ids, each.token_ids) for each in completions]
 
 
 def compare(

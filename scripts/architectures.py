@@ -34,96 +34,38 @@ from drafter import Engine, EngineConfig, SamplingParams, Target
 from drafter.utils.io import write_atomic
 
 VOCAB = 96
-WINDOW = 8
 NUM_NEW = 16
 PROMPT_LENGTHS = (5, 13)
 MOST_PARAMETERS = 100_000_000
 SECONDS = 120  # of one type
 
-# Sizes by the names that configurations have for them; a configuration that lacks a name is left alone.
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "d_model": 32,
-    "n_embd": 32,
-    "intermediate_size": 48,
-    "ffn_dim": 48,
-    "d_ff": 48,
-    "decoder_ffn_dim": 48,
-    "ffn_hidden_size": 48,
-    "n_inner": 48,
-    "word_embed_proj_dim": 32,
-    "num_hidden_layers": 2,
-    "n_layer": 2,
-    "n_layers": 2,
-    "num_layers": 2,
-    "decoder_layers": 2,
-    "num_attention_heads": 4,
-    "n_head": 4,
-    "n_heads": 4,
-    "num_heads": 4,
-    "decoder_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_kv_heads": 2,
-    "head_dim": 8,
-    "global_head_dim": 8,
-    "max_position_embeddings": 128,
-    "n_positions": 128,
-    "max_seq_len": 128,
-    "sliding_window": WINDOW,
-    "attention_chunk_size": WINDOW,
-    "moe_intermediate_size": 16,
-    "moe_shared_expert_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "shared_intermediate_size": 16,
-    "intermediate_size_mlp": 48,
-    "dense_intermediate_size": 48,
-    "expert_ffn_hidden_size": 16,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_k": 2,
-    "top_k_experts": 2,
-    "moe_topk": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "qk_head_dim": 12,
-    "v_head_dim": 12,
-    "index_n_heads": 2,
-    "index_head_dim": 8,
-    "index_topk": 16,
-    "query_pre_attn_scalar": 8,
-    "rotary_dim": 4,
-    "vocab_size_per_layer_input": VOCAB,
-    "hidden_size_per_layer_input": 8,
-    "num_kv_shared_layers": 0,
-    "laurel_rank": 4,
-    "altup_num_inputs": 2,
-    "mamba_d_state": 4,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 16,
-    "state_size": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "lru_width": 32,
-    "attention_window_size": WINDOW,
-    "attn_window_size": WINDOW,
-    "num_codebooks": 1,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+# Names that configurations have for a size; a name that a configuration lacks is left out.
+_NAMES: dict[int, str] = {
+    VOCAB: "vocab_size vocab_size_per_layer_input",
+    # widths: of the model, of feed-forward layers, of experts
+    32: "hidden_size d_model n_embd word_embed_proj_dim lru_width",
+    48: "intermediate_size ffn_dim d_ff decoder_ffn_dim ffn_hidden_size n_inner intermediate_size_mlp "
+    "dense_intermediate_size",
+    16: "moe_intermediate_size moe_shared_expert_intermediate_size shared_expert_intermediate_size index_topk "
+    "shared_intermediate_size expert_ffn_hidden_size mamba_d_head mamba_head_dim",
+    128: "max_position_embeddings n_positions max_seq_len",
+    # layers, key/value heads, experts of a token
+    2: "num_hidden_layers n_layer n_layers num_layers decoder_layers num_key_value_heads num_kv_heads moe_k moe_topk "
+    "num_experts_per_tok top_k_experts index_n_heads altup_num_inputs linear_num_key_heads linear_num_value_heads "
+    "eos_token_id",
+    # heads, experts
+    4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads num_experts num_local_experts "
+    "n_routed_experts moe_num_experts qk_rope_head_dim rotary_dim laurel_rank mamba_d_state mamba_n_heads "
+    "mamba_num_heads state_size",
+    # dimensions of heads; windows
+    8: "head_dim global_head_dim kv_lora_rank q_lora_rank qk_nope_head_dim index_head_dim query_pre_attn_scalar "
+    "hidden_size_per_layer_input linear_key_head_dim linear_value_head_dim sliding_window attention_chunk_size "
+    "attention_window_size attn_window_size",
+    12: "qk_head_dim v_head_dim",
+    1: "n_group topk_group first_k_dense_replace num_codebooks bos_token_id",
+    0: "num_kv_shared_layers pad_token_id",
 }
+SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
 # Further sizes of vision towers, which text prompts leave unused.
 VISION: dict[str, Any] = {
     "depth": 1,

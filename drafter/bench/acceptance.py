@@ -1,18 +1,20 @@
 """Acceptance by depth and by category: counted in this process, or as a running server reports it."""
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 from drafter.bench.methods import MethodSpec
 from drafter.bench.models import BenchModels
-from drafter.bench.workload import Item, Workload
+from drafter.bench.workload import Workload
 from drafter.decoding.params import SamplingParams
 from drafter.distill.client import Client, Reply, ServerError
 
-_VLLM = "vllm:spec_decode_"
+_VLLM = "vllm:spec_decode_num_"
+_PER_DEPTH = f"{_VLLM}accepted_tokens_per_pos_total/"
 # A server that accepts less than this share of the drafted tokens per step that the engine accepts here.
 FAR_BELOW = 0.7
 
@@ -23,40 +25,40 @@ class Acceptance:
 
     Attributes:
         num_answers: answers that were counted.
-        num_steps: target forwards for tokens.
-        num_accepted: drafted tokens that were accepted.
-        reached: steps that accepted at least 1, 2, ... drafted tokens.
+        steps: number of target forwards by the drafted tokens that each accepted: of 2, 0, 2 two steps at 2, one at 0.
     """
 
     num_answers: int = 0
-    num_steps: int = 0
-    num_accepted: int = 0
-    reached: list[int] = field(default_factory=list)
+    steps: Counter[int] = field(default_factory=Counter)
 
-    @classmethod
-    def of_steps(cls, num_accepted: Iterable[int]) -> "Acceptance":
-        """Counts of one answer, from the accepted draft tokens of each step: 2, 0, 1 -> reached [2, 1]."""
-        steps = list(num_accepted)
-        reached = [sum(step > depth for step in steps) for depth in range(max(steps, default=0))]
-        return cls(1, len(steps), sum(steps), reached)
+    def add(self, num_accepted: Iterable[int]) -> None:
+        """Count one more answer, from the accepted draft tokens of each of its steps."""
+        self.num_answers += 1
+        self.steps.update(num_accepted)
 
-    def add(self, other: "Acceptance") -> None:
-        """Add the counts of other answers."""
-        self.num_answers += other.num_answers
-        self.num_steps += other.num_steps
-        self.num_accepted += other.num_accepted
-        self.reached += [0] * (len(other.reached) - len(self.reached))
-        for depth, count in enumerate(other.reached):
-            self.reached[depth] += count
+    @property
+    def num_accepted(self) -> int:
+        return sum(num * count for num, count in self.steps.items())
 
     @property
     def accepted_per_step(self) -> float:
-        return self.num_accepted / self.num_steps if self.num_steps else 0.0
+        return self.num_accepted / max(1, self.steps.total())
+
+    @property
+    def reached(self) -> list[int]:
+        """Steps that accepted at least 1, 2, ... drafted tokens: of 2, 0, 1 they are [2, 1]."""
+        depths = range(1, max(self.steps, default=0) + 1)
+        return [sum(count for num, count in self.steps.items() if num >= depth) for depth in depths]
 
     @property
     def shares(self) -> list[float]:
-        """Share of the steps that accepted at least 1, 2, ... drafted tokens."""
-        return [count / max(1, self.num_steps) for count in self.reached]
+        """:attr:`reached` as shares of all steps."""
+        return [count / max(1, self.steps.total()) for count in self.reached]
+
+    def as_json(self) -> dict[str, Any]:
+        """The counts for a results file."""
+        counts = {"num_answers": self.num_answers, "num_steps": self.steps.total()}
+        return {**counts, "num_accepted": self.num_accepted, "reached": self.reached}
 
 
 ByCategory = dict[str, Acceptance]
@@ -66,7 +68,8 @@ def add_all(parts: Iterable[Acceptance]) -> Acceptance:
     """All counts together."""
     whole = Acceptance()
     for part in parts:
-        whole.add(part)
+        whole.num_answers += part.num_answers
+        whole.steps.update(part.steps)
     return whole
 
 
@@ -76,9 +79,9 @@ def measure_here(
     """Counts of the engine of this process, by category."""
     prompts = models.encode(workload.items)
     backend = models.backend(spec, 1, models.room(prompts, params.max_new_tokens))
-    counts: ByCategory = {}
+    counts: ByCategory = defaultdict(Acceptance)
     for item, answer in zip(workload.items, backend.answer(prompts, params, on_answer), strict=True):
-        counts.setdefault(item.category, Acceptance()).add(Acceptance.of_steps(answer.num_accepted or []))
+        counts[item.category].add(answer.num_accepted or [])
     return counts
 
 
@@ -87,16 +90,14 @@ class Served:
     """Counts that a server reported.
 
     Attributes:
-        by_category: counts by category.
         source: origin of the counts: the answers, the counters of /metrics, or none.
-        num_refused: prompts that the server refused.
-        refusal: the first reason.
+        by_category: counts by category.
+        refusals: the server's reasons for the prompts that it refused.
     """
 
+    source: Literal["answers", "metrics", "none"]
     by_category: ByCategory = field(default_factory=dict)
-    source: Literal["answers", "metrics", "none"] = "none"
-    num_refused: int = 0
-    refusal: str = ""
+    refusals: list[str] = field(default_factory=list)
 
     @property
     def whole(self) -> Acceptance:
@@ -115,75 +116,54 @@ def measure_server(
     Raises:
         ValueError: the server does not answer, or refuses every prompt.
     """
-    served = Served()
-    body: dict[str, Any] = {
-        "model": str(card["id"]),
-        "max_tokens": params.max_new_tokens,
-        "temperature": params.temperature,
-        "seed": params.seed,
-        **({"details": True} if card.get("owned_by") == "drafter" else {}),
-    }
+    is_ours = card.get("owned_by") == "drafter"
+    served = Served("answers" if is_ours else "metrics")
+    body = {
+        "model": card["id"], "max_tokens": params.max_new_tokens, "temperature": params.temperature,
+        "seed": params.seed, **({"details": True} if is_ours else {}),
+    }  # fmt: skip
     for category in dict.fromkeys(item.category for item in workload.items):
         before = read_counters(client)
-        replies = []
-        for item in workload.items:
-            if item.category == category:
-                reply = _ask(client, item, body)
-                on_answer()
-                if isinstance(reply, Reply):
-                    replies.append(reply)
-                else:
-                    served.num_refused += 1
-                    served.refusal = served.refusal or str(reply)
-        told = [counts for reply in replies if (counts := acceptance_of(reply)) is not None]
-        if replies and len(told) == len(replies):
-            served.source, served.by_category[category] = "answers", add_all(told)
-        elif replies and (grown := _growth(before, read_counters(client), len(replies))) is not None:
-            served.source, served.by_category[category] = "metrics", grown
-    if served.num_refused == len(workload.items):
-        raise ValueError(f"--url {client.url} refuses every prompt: {served.refusal}")
+        own = Acceptance()
+        for path, prompt in [item.request() for item in workload.items if item.category == category]:
+            try:
+                reply = client.complete(path, body | prompt)
+            except ServerError as error:
+                if error.code not in (400, 413, 422):
+                    raise ValueError(f"--url {client.url} answers {error}") from error
+                served.refusals.append(str(error))
+            except (OSError, ValueError) as error:
+                raise ValueError(f"--url {client.url} gives no answer: {error}") from error
+            else:
+                own.add(accepted_of(reply) if is_ours else [])
+            on_answer()
+        counts = own if is_ours else _growth(before, read_counters(client), own.num_answers)
+        if own.num_answers and counts is not None:
+            served.by_category[category] = counts
+    if len(served.refusals) == len(workload.items):
+        raise ValueError(f"--url {client.url} refuses every prompt: {served.refusals[0]}")
+    served.source = served.source if served.by_category else "none"
     return served
 
 
-def _ask(client: Client, item: Item, body: dict[str, Any]) -> Reply | ServerError:
-    path, asked = item.request()
-    try:
-        return client.complete(path, body | asked)
-    except ServerError as error:
-        if error.code in (400, 413, 422):
-            return error
-        raise ValueError(f"--url {client.url} answers {error}") from error
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--url {client.url} gives no answer: {error}") from error
+def accepted_of(reply: Reply) -> list[int]:
+    """Accepted draft tokens of each step of an answer, as our own server reports them in ``details``.
 
-
-def acceptance_of(reply: Reply) -> Acceptance | None:
-    """Counts that an answer of our own server reports; None if the answer reports none."""
-    details = reply.details
-    if not details:
-        return None
+    A step ends with the target's own token: drafted, drafted, own, own, drafted -> 2, 0, 1, whose last step was cut at
+    the end of the answer. A step of the stop token alone shows only in the number of forwards.
+    """
+    steps = [0]
     try:
-        steps = steps_of(bool(is_drafted) for _, is_drafted in details["tokens"])
-        # The details leave out the stop token, so a step of the stop token alone shows only in the number of forwards.
-        num_silent = min(2**20, int(details["num_target_forwards"]) - len(steps))
+        for _, is_drafted in reply.details["tokens"]:
+            if is_drafted:
+                steps[-1] += 1
+            else:
+                steps.append(0)
+        steps = steps if steps[-1] else steps[:-1]
+        num_silent = min(2**20, int(reply.details["num_target_forwards"]) - len(steps))
     except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise ValueError("the server's `details` are of another shape") from error
-    return Acceptance.of_steps(steps + [0] * num_silent)
-
-
-def steps_of(is_drafted: Iterable[bool]) -> list[int]:
-    """Drafted tokens of each step, from the origin of each token: a step ends with the target's own token.
-
-    Drafted, drafted, own, own, drafted -> 2, 0, 1: the last step was cut at the end of the answer.
-    """
-    steps, run = [], 0
-    for drafted in is_drafted:
-        if drafted:
-            run += 1
-        else:
-            steps.append(run)
-            run = 0
-    return [*steps, run] if run else steps
+    return steps + [0] * num_silent
 
 
 def read_counters(client: Client) -> Mapping[str, float] | None:
@@ -206,13 +186,12 @@ def _growth(before: Mapping[str, float] | None, after: Mapping[str, float] | Non
     grown = {name: round(after[name] - before.get(name, 0)) for name in after if "_total" in name}
     if min(grown.values(), default=0) < 0:
         return None
-    num_drafts = grown.get(f"{_VLLM}num_drafts_total", 0)
+    num_drafts = grown.get(f"{_VLLM}drafts_total", 0)
     if not num_drafts:
-        return Acceptance(num, grown.get("vllm:generation_tokens_total", 0), 0, [])
-    prefix = f"{_VLLM}num_accepted_tokens_per_pos_total/"
-    by_place = {int(name.removeprefix(prefix)): count for name, count in grown.items() if name.startswith(prefix)}
-    reached = [count for _, count in sorted(by_place.items()) if count]
-    return Acceptance(num, num_drafts, grown.get(f"{_VLLM}num_accepted_tokens_total", 0), reached)
+        return Acceptance(num, Counter({0: grown.get("vllm:generation_tokens_total", 0)}))
+    depths = sorted(int(name.removeprefix(_PER_DEPTH)) for name in grown if name.startswith(_PER_DEPTH))
+    reached = [num_drafts, *(grown[f"{_PER_DEPTH}{depth}"] for depth in depths), 0]
+    return Acceptance(num, Counter({depth: one - more for depth, (one, more) in enumerate(pairwise(reached))}))
 
 
 def warning_lines(here: Acceptance, served: Served, differences: Sequence[str]) -> list[str]:
@@ -227,8 +206,8 @@ def warning_lines(here: Acceptance, served: Served, differences: Sequence[str]) 
     if served.source == "none" or whole.accepted_per_step >= FAR_BELOW * here.accepted_per_step:
         return []
     causes = [*differences]
-    if served.num_refused:
-        causes.append(f"context length: {served.num_refused} prompts are refused: {served.refusal}")
+    if served.refusals:
+        causes.append(f"context length: {len(served.refusals)} prompts are refused: {served.refusals[0]}")
     if not whole.num_accepted:
         causes.append("speculation off: the server accepts no drafted token")
     return [

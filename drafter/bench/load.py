@@ -5,7 +5,6 @@ import json
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -13,8 +12,8 @@ from typing import Any, NamedTuple
 import httpx
 from tqdm import tqdm
 
-from drafter.bench.results import BenchRecord, run_id, spread
-from drafter.bench.settings import LoadSettings
+from drafter.bench.results import BenchRecord, append_result, run_id, spread
+from drafter.bench.settings import LoadOptions
 from drafter.bench.workload import Item, Workload
 from drafter.distill.client import Client
 from drafter.utils.io import first_line, printable
@@ -24,20 +23,6 @@ from drafter.utils.provenance import run_record
 _TIMEOUT = httpx.Timeout(60.0, connect=10.0)  # of one read; a server that drips bytes meets _SECONDS
 _SECONDS = 600.0  # of one request
 _MOST_BYTES, _MOST_LINE = 64 * 2**20, 2**20  # of one answer, and of one event
-
-
-@dataclass(frozen=True)
-class LoadLevel:
-    """One level of load: a number of requests at the same time, or a mean number of random arrivals per second."""
-
-    concurrency: int | None = None
-    rate: float | None = None
-
-    def __post_init__(self) -> None:
-        assert (self.concurrency is None) != (self.rate is None)
-
-    def __str__(self) -> str:
-        return f"{self.concurrency} at a time" if self.rate is None else f"{self.rate:g} per second"
 
 
 class TimedReply(NamedTuple):
@@ -56,59 +41,46 @@ class TimedReply(NamedTuple):
     error: str = ""
 
 
-Ask = Callable[[Item], Any]
-
-
-def run_load(
-    settings: LoadSettings,
-    workload: Workload,
-    levels: Sequence[LoadLevel],
-    on_record: Callable[[BenchRecord], object] | None = None,
-) -> list[BenchRecord]:
-    """One record for each level of load.
+async def run_load(options: LoadOptions, workload: Workload) -> list[BenchRecord]:
+    """One record for each level of load, appended to the results file at the end of the level.
 
     Args:
-        settings: address of the server, and the requests.
+        options: address of the server, requests, levels and results file.
         workload: the prompts.
-        levels: levels of load in order.
-        on_record: called with the record of each level at the end of the level.
 
     Raises:
         ValueError: the server cannot be reached, or refuses every request of a level.
     """
-    return asyncio.run(_run_all(settings, workload, levels, on_record))
-
-
-async def _run_all(
-    settings: LoadSettings,
-    workload: Workload,
-    levels: Sequence[LoadLevel],
-    on_record: Callable[[BenchRecord], object] | None,
-) -> list[BenchRecord]:
-    server = Client(settings.url, flag="--url")
-    model = (await asyncio.to_thread(server.model_card, settings.model or None))["id"]
-    asked = [workload.items[index % len(workload.items)] for index in range(settings.num_requests)]
+    server = Client(options.url, flag="--url")
+    model = (await asyncio.to_thread(server.model_card, options.model))["id"]
+    asked = [workload.items[index % len(workload.items)] for index in range(options.num_requests)]
+    levels: list[dict[str, Any]] = [{"concurrency": number, "rate": None} for number in options.concurrency]
+    levels += [{"concurrency": None, "rate": number} for number in options.rate]
+    levels = levels or [{"concurrency": number, "rate": None} for number in (1, 4, 16)]
     headers = {"Accept-Encoding": "identity"} | key_header()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     records = []
     async with httpx.AsyncClient(timeout=_TIMEOUT, headers=headers, limits=limits) as http:
-        ask = partial(_ask, http, server, settings, model)
+        ask = partial(_ask, http, server, options, model)
         await ask(asked[0])  # connections and caches are warm before the clock starts
         for level in levels:
-            with tqdm(total=len(asked), desc=str(level), unit="request", disable=None) as bar:
+            title = f"{level['concurrency']} at a time" if level["concurrency"] else f"{level['rate']:g} per second"
+            with tqdm(total=len(asked), desc=title, unit="request", disable=None) as bar:
                 start = time.perf_counter()
-                replies = await _ask_all(ask, asked, level, settings.seed, bar)
+                replies = await _ask_all(ask, asked, level, options.seed, bar)
                 seconds = time.perf_counter() - start
-            records.append(_record(settings, workload, model, level, replies, seconds))
-            if on_record is not None:
-                on_record(records[-1])
+            records.append(_record(options, workload, {"model": model, **level}, replies, seconds))
+            if options.out is not None:
+                append_result(options.out, records[-1])
     return records
 
 
-async def _ask_all(ask: Ask, asked: Sequence[Item], level: LoadLevel, seed: int, bar: "tqdm[Any]") -> list[TimedReply]:
-    gate = asyncio.Semaphore(level.concurrency or len(asked))
-    arrivals = random.Random(seed)
-    gaps = [0.0 if level.rate is None or not index else arrivals.expovariate(level.rate) for index in range(len(asked))]
+async def _ask_all(
+    ask: Callable[[Item], Any], asked: Sequence[Item], level: dict[str, Any], seed: int, bar: "tqdm[Any]"
+) -> list[TimedReply]:
+    gate = asyncio.Semaphore(level["concurrency"] or len(asked))
+    chance, rate = random.Random(seed), level["rate"]
+    arrivals = accumulate(chance.expovariate(rate) if rate and index else 0.0 for index in range(len(asked)))
 
     async def one(item: Item, due: float) -> TimedReply:
         await asyncio.sleep(due)
@@ -117,17 +89,17 @@ async def _ask_all(ask: Ask, asked: Sequence[Item], level: LoadLevel, seed: int,
         bar.update()
         return reply
 
-    return await asyncio.gather(*map(one, asked, accumulate(gaps)))
+    return await asyncio.gather(*map(one, asked, arrivals))
 
 
-async def _ask(http: httpx.AsyncClient, server: Client, settings: LoadSettings, model: str, item: Item) -> TimedReply:
+async def _ask(http: httpx.AsyncClient, server: Client, options: LoadOptions, model: str, item: Item) -> TimedReply:
     """Send one request and read its stream, at most `_SECONDS` and `_MOST_BYTES` long."""
     path, prompt = item.request()
     body: dict[str, Any] = {
         "model": model,
-        "max_tokens": settings.max_new_tokens,
-        "temperature": settings.temperature,
-        "seed": settings.seed,
+        "max_tokens": options.max_new_tokens,
+        "temperature": options.temperature,
+        "seed": options.seed,
         "stream": True,
         "stream_options": {"include_usage": True},
         **prompt,
@@ -174,26 +146,19 @@ async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def _record(
-    settings: LoadSettings,
-    workload: Workload,
-    model: str,
-    level: LoadLevel,
-    replies: Sequence[TimedReply],
-    seconds: float,
+    options: LoadOptions, workload: Workload, level: dict[str, Any], replies: Sequence[TimedReply], seconds: float
 ) -> BenchRecord:
     good = [reply for reply in replies if not reply.error]
     errors = [reply.error for reply in replies if reply.error]
     if not good:
-        raise ValueError(f"--url {settings.url} refused all {len(replies)} requests: {errors[0]}")
-    made_by = run_record(seed=settings.seed)
+        raise ValueError(f"--url {options.url} refused all {len(replies)} requests: {errors[0]}")
+    made_by = run_record(seed=options.seed)
     identity = {
-        "url": settings.url,
-        "model": model,
+        "url": options.url,
         "prompts": {"name": workload.name, "digest": workload.digest},
-        "concurrency": level.concurrency,
-        "rate": level.rate,
-        "max_new_tokens": settings.max_new_tokens,
-        "temperature": settings.temperature,
+        **level,
+        "max_new_tokens": options.max_new_tokens,
+        "temperature": options.temperature,
     }
     return {
         "kind": "load",

@@ -1,46 +1,39 @@
 """Methods of a benchmark by their written form, such as `drafter:W8:L4:N24`. Imports no torch."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from drafter.engine.loading import shipped_drafter
 from drafter.engine.settings import EngineConfig
 from drafter.proposers.options import Drafting
 from drafter.utils.options import suggestion
 
-BASELINES = ("none", "autoregressive")  # plain decoding of this package; the second name is that of older results
-BASELINE = BASELINES[0]
+BASELINE = "none"  # plain decoding of this package
 # llama.cpp without speculation; the program that was built for the processor comes first.
 LLAMA_CPP_BASELINES = ("llama-cpp:native", "llama-cpp:BF16:native", "llama-cpp", "llama-cpp:BF16")
 
 GGUF_WEIGHTS = ("F32", "F16", "BF16", "Q8_0", "Q4_1", "Q4_0")  # formats of the weights of a GGUF file
 
-# Options after a method's name; those of `_NUMBERS` take a number.
-_OPTIONS: dict[str, tuple[str, ...]] = {
-    "none": (),
-    "drafter": ("W", "L", "N", "tau", "noise", "final-beams", "uncoupled", "alone", "tuned"),
-    "lookup": ("W", "L", "N"),
-    "draft-model": ("G", "rejection"),
-    "hf-generate": (),
-    "hf-lookup": ("G",),
-    "llama-cpp": (*GGUF_WEIGHTS, "native"),
-    "vllm": (),
-}
-_NUMBERS = {
-    "W": "beam_width",
-    "L": "draft_length",
-    "N": "tree_size",
-    "G": "num_speculative_tokens",
-    "tau": "tau",
-    "noise": "noise_weight",
-}
-_LOOKUP_NUMBERS = {"W": "num_matches", "L": "lookup_length", "N": "tree_size"}
-_WORDS = {
-    "final-beams": ("tree_policy", "final-beams"),
-    "uncoupled": ("coupled", False),
-    "alone": ("copying", False),
-    "rejection": ("verify", "rejection"),
+_TREE = {"W": "beam_width", "L": "draft_length", "N": "tree_size"}
+# Options after a method's name. A text is the setting whose number follows, a pair is a setting and its value.
+_OPTIONS: dict[str, dict[str, str | tuple[str, Any]]] = {
+    "none": {},
+    "drafter": {
+        **_TREE,
+        "tau": "tau",
+        "noise": "noise_weight",
+        "final-beams": ("tree_policy", "final-beams"),
+        "uncoupled": ("coupled", False),
+        "alone": ("copying", False),
+        "tuned": ("method", "drafter"),
+    },
+    "lookup": {**_TREE, "W": "num_matches", "L": "lookup_length"},
+    "draft-model": {"G": "num_speculative_tokens", "rejection": ("verify", "rejection")},
+    "hf-generate": {},
+    "llama-cpp": {word: ("", None) for word in (*GGUF_WEIGHTS, "native")},
+    "vllm": {},
 }
 _SETTINGS = {item.name for item in fields(EngineConfig)}
 # The engines of other people; the last one is a name in results of earlier releases.
@@ -98,14 +91,16 @@ class MethodSpec:
     @property
     def is_one_at_a_time(self) -> bool:
         """Whether the method answers no prompts together."""
-        return self.name == "hf-lookup" or "native" in self.options
+        return "native" in self.options
 
     def settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The settings of :class:`EngineConfig` that the written form gives, and its other numbers of a Plan."""
         assert not self.is_peer, self.label
-        names = _LOOKUP_NUMBERS if self.name == "lookup" else _NUMBERS
-        numbers = {names[letter]: value for letter, value in self.options.items() if letter in names}
-        given = {"method": self.name, **numbers, **dict(_WORDS[word] for word in self.options if word in _WORDS)}
+        given: dict[str, Any] = {"method": self.name}
+        for option, number in self.options.items():
+            meaning = _OPTIONS[self.name][option]
+            name, value = (meaning, number) if isinstance(meaning, str) else meaning
+            given[name] = value
         config = {name: value for name, value in given.items() if name in _SETTINGS}
         return config, {name: value for name, value in given.items() if name not in _SETTINGS}
 
@@ -122,14 +117,17 @@ def parse_method(text: str) -> MethodSpec:
         raise ValueError(f"--methods: unknown method {name!r}{hint}; methods are {', '.join(_OPTIONS)}")
     options: dict[str, float] = {}
     for option in given:
-        number = re.fullmatch(r"([WLNG])(\d{1,4})|(tau|noise)(\d{0,3}\.?\d{1,3})", option)
-        key, value = (number[1] or number[3], number[2] or number[4]) if number else (option, None)
-        if key not in _OPTIONS[name] or (key in _NUMBERS) != bool(number):
-            takes = ", ".join(f"{key}<{_NUMBERS[key]}>" if key in _NUMBERS else key for key in _OPTIONS[name])
-            raise ValueError(f"--methods {text}: {option!r} is no option of {name}, which takes {takes or 'none'}")
+        number = re.fullmatch(r"([WLNG]|tau|noise)(\d{1,4}|\d{0,3}\.\d{1,3})", option)
+        key = number[1] if number else option
+        meaning = _OPTIONS[name].get(key)
+        if meaning is None or isinstance(meaning, str) != bool(number):
+            takes = [f"{key}<{each}>" if isinstance(each, str) else key for key, each in _OPTIONS[name].items()]
+            raise ValueError(
+                f"--methods {text}: {option!r} is no option of {name}, which takes {', '.join(takes) or 'none'}"
+            )
         if key in options:
             raise ValueError(f"--methods {text}: {key} is given twice")
-        options[key] = 1 if value is None else float(value) if key in ("tau", "noise") else int(value)
+        options[key] = 1 if number is None else float(number[2]) if "." in number[2] else int(number[2])
     weights = sorted(set(GGUF_WEIGHTS) & set(options))
     if len(weights) > 1:
         raise ValueError(f"--methods {text}: {' and '.join(weights)} exclude each other")
@@ -151,3 +149,18 @@ def parse_methods(texts: tuple[str, ...]) -> tuple[MethodSpec, ...]:
         if texts.count(text) > 1:
             raise ValueError(f"--methods: {text} is given twice")
     return tuple(map(parse_method, texts))
+
+
+def drafter_of(specs: Iterable[MethodSpec], target: str, drafter: str | None) -> str | None:
+    """The drafter of the methods: the given one, else the package's own for the target; None if no method needs one.
+
+    Raises:
+        ValueError: a method needs a drafter, and there is none.
+    """
+    spec = next((spec for spec in specs if spec.name == "drafter"), None)
+    if spec is None:
+        return None
+    found = drafter or (target if shipped_drafter(target) is not None else None)
+    if found is None:
+        raise ValueError(f"method {spec.label} needs a drafter: give --drafter DIR")
+    return found

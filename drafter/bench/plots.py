@@ -37,7 +37,7 @@ def draw_all(tables: Tables, out: Path) -> list[Path]:
     with matplotlib.rc_context(_STYLE):
         for condition, methods in tables.items():
             if (figure := plot_speedups(condition, methods)) is not None:
-                seed = "" if condition.seed is None else f"-seed{condition.seed}"
+                seed = f"-seed{condition.seed}" if condition.seed else ""
                 place = out / f"speedup-{condition.prompts}-t{condition.temperature:g}{seed}"
                 out.mkdir(parents=True, exist_ok=True)
                 figure.savefig(f"{place}.svg", bbox_inches="tight", metadata={"Date": None})

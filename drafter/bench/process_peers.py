@@ -134,7 +134,7 @@ class PeerProcess:
     """A process of :mod:`drafter.bench.peer_worker`.
 
     Attributes:
-        ready: the worker's first message: url, build, version, load_seconds.
+        ready: the worker's first message: build, version, load_seconds.
     """
 
     def __init__(self, settings: dict[str, Any], label: str, python: str = sys.executable) -> None:

@@ -18,7 +18,7 @@ def report(records: Sequence[BenchRecord]) -> str:
     for condition, methods in summarise(records).items():
         builds = _distinct(f"{each.label} was built for {each.build}.\n" for each in methods if each.build)
         sections += [f"## {condition.prompts}, {condition.sampling}\n", _about(condition, methods)]
-        sections += [_main_table(methods), *builds, *_category_table(methods)]
+        sections += [_main_table(condition, methods), *builds, *_category_table(methods)]
     loads = [record for record in records if record["kind"] == "load"]
     sections += ["## Load on a server\n", load_table(loads)] if loads else []
     return "\n".join(sections)
@@ -62,7 +62,7 @@ def _about(condition: Condition, methods: Sequence[Summary]) -> str:
     )
 
 
-def _main_table(methods: Sequence[Summary]) -> str:
+def _main_table(condition: Condition, methods: Sequence[Summary]) -> str:
     """One row for each method; columns that say nothing about these methods are left out."""
     columns: dict[str, Callable[[Summary], str]] = {
         "method": lambda s: s.label,
@@ -72,7 +72,7 @@ def _main_table(methods: Sequence[Summary]) -> str:
         "over plain decoding": lambda s: _times_span(s.speedup),
         "over llama.cpp BF16": lambda s: _times_span(s.over_llama_cpp),
         "tokens per step": lambda s: "-" if s.tokens_per_step is None else f"{s.tokens_per_step:.2f}",
-        "identical texts": lambda s: "-" if s.num_identical is None else f"{s.num_identical}/{s.num_prompts}",
+        "identical texts": lambda s: "-" if s.num_identical is None else f"{s.num_identical}/{condition.num_prompts}",
         "margin where they differ": lambda s: _margins(s.margins),
         "first token, ms": lambda s: f"{1000 * s.first_token_seconds:.0f}",
         "answer, s": lambda s: f"{s.latency_seconds:.2f}",

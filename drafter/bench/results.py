@@ -102,19 +102,21 @@ def _parse_lines(data: bytes, path: Path) -> list[BenchRecord]:
         lines = data.decode().split("\n")  # a line separator within a string is no line's end
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason}, byte {error.start})") from error
-    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
-
-
-def _parse(line: str, where: str) -> BenchRecord:
-    record = parse_json(line.encode(), where)
-    schema = record.get("schema") if isinstance(record, dict) else None
-    if schema != SCHEMA:
-        raise ValueError(f"{where}: not a benchmark result of schema {SCHEMA!r} but of {schema!r}")
-    kind = record.get("kind")
-    if not isinstance(kind, str) or kind not in _SHAPES:
-        raise ValueError(f"{where}: kind is {kind!r} but must be one of {', '.join(_SHAPES)}")
-    check_shape(record, _SHAPES[kind], f"{where}: the record")
-    return record
+    records = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        record = parse_json(line.encode(), where)
+        schema = record.get("schema") if isinstance(record, dict) else None
+        if schema != SCHEMA:
+            raise ValueError(f"{where}: not a benchmark result of schema {SCHEMA!r} but of {schema!r}")
+        shape = _SHAPES.get(str(record.get("kind")))
+        if shape is None:
+            raise ValueError(f"{where}: kind is {record.get('kind')!r} but must be one of {', '.join(_SHAPES)}")
+        check_shape(record, shape, f"{where}: the record")
+        records.append(record)
+    return records
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -1,9 +1,10 @@
 """Settings of a benchmark, of tuning and of load on a server: options of the commands too. Imports no torch."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
-from drafter.bench.methods import PEER_PACKAGES, MethodSpec, parse_methods
+from drafter.bench.methods import PEER_PACKAGES, MethodSpec, drafter_of, parse_methods
 from drafter.decoding.params import SamplingParams
 from drafter.engine.loading import TargetConfig
 from drafter.utils.options import Options, comma_separated
@@ -13,14 +14,26 @@ LARGEST_TREE = 1024  # nodes of a candidate of `drafter tune`
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchSettings(Options, TargetConfig):
-    """Settings of a benchmark.
+class BenchOptions(Options, TargetConfig):
+    """Measure methods against each other on the same prompts.
+
+    Methods take turns, round after round. Each run is appended to --out when it is done; runs in --out are not
+    repeated. The table is printed at the end.
+
+    Methods: none, drafter, lookup, draft-model (ours); hf-generate (transformers); llama-cpp, vllm (engines of their
+    own; --peer-python names the Python of another environment). Options follow a colon: drafter:W8:L4:N24,
+    drafter:alone (no copies), drafter:final-beams, drafter:tuned, draft-model:G5, llama-cpp:Q4_1 (the wheel xllamacpp),
+    llama-cpp:Q4_1:native (llama-cpp-python, built for the processor).
 
     Attributes:
+        out: results file (.jsonl)
+        report: also write the table and the picture to this folder
         methods: methods in the order of a round
-        drafter: folder of an exported drafter, or name of a drafter that comes with the package
+        drafter: folder of an exported drafter, hub id, or name of a drafter that comes with the package (default: the
+            target's own drafter where the package has one)
         draft_model: smaller model with the target's tokenizer, for draft-model
-        prompts: file of prompts, hub data set, or a name: evaluation, default, mtbench, humaneval, gsm8k
+        prompts: file of prompts, hub data set, folder of `drafter serve --record`, or a name: evaluation, default,
+            mtbench, humaneval, gsm8k
         num_prompts: largest number of prompts of each set, all categories alike
         max_new_tokens: longest answer in tokens
         batch_sizes: prompts that are answered at the same time
@@ -35,6 +48,9 @@ class BenchSettings(Options, TargetConfig):
     """
 
     sections: ClassVar = {"Where to run": TargetConfig}
+    common: ClassVar = ("target", "drafter", "prompts", "methods", "out", "report", "num_prompts", "batch_sizes")
+    out: Path
+    report: Path | None = None
     methods: tuple[str, ...] = comma_separated(("none", "drafter", "lookup", "hf-generate"))
     drafter: str | None = None
     draft_model: str | None = None
@@ -57,11 +73,9 @@ class BenchSettings(Options, TargetConfig):
         for temperature in self.temperatures:
             self.sampling(temperature)
         self.pythons  # noqa: B018  # refuses an unknown name
-        for spec in self.specs:
-            if spec.name == "drafter" and self.drafter is None:
-                raise ValueError(f"--methods {spec.label} needs a drafter: give --drafter DIR")
-            if spec.name == "draft-model" and self.draft_model is None:
-                raise ValueError(f"--methods {spec.label} needs a smaller model: give --draft-model NAME")
+        drafter_of(self.specs, self.target, self.drafter)
+        if self.draft_model is None and any(spec.name == "draft-model" for spec in self.specs):
+            raise ValueError("--methods draft-model needs a smaller model: give --draft-model NAME")
 
     @property
     def specs(self) -> tuple[MethodSpec, ...]:
@@ -105,24 +119,33 @@ class TuneSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadSettings:
-    """Address of a server, and the requests to send.
+class LoadOptions(Options):
+    """Put load on a server that speaks OpenAI's protocol.
+
+    Measures throughput, the time to the first token and the time per token. The key of OPENAI_API_KEY is sent if set.
 
     Attributes:
         url: address of the server, such as http://localhost:8000
-        model: name of the model on the server (default: the first model that the server lists)
+        prompts: file of prompts, hub data set, folder of `drafter serve --record`, or a name: evaluation, default,
+            mtbench, humaneval, gsm8k
+        out: results file (.jsonl); each level of load is appended when it ends
+        concurrency: levels of load: requests at the same time (default: 1,4,16)
+        rate: levels of load: requests per second on average, arriving at random
         num_requests: requests of each level of load; prompts repeat if there are fewer
         max_new_tokens: longest answer in tokens
+        model: name of the model on the server (default: the first model that the server lists)
         temperature: 0 is greedy
         seed: seed of arrivals and sampling
     """
 
+    common: ClassVar = ("url", "prompts", "out", "concurrency", "rate", "num_requests", "max_new_tokens")
     url: str
-    model: str = ""
+    prompts: str = "evaluation"
+    out: Path | None = None
+    concurrency: tuple[int, ...] = within((), low=1)
+    rate: tuple[float, ...] = within((), above=0.0)
     num_requests: int = within(64, low=1)
     max_new_tokens: int = within(128, low=1, high=2**24)
+    model: str | None = None
     temperature: float = within(0.0, low=0.0)
     seed: int = seed_field()
-
-    def __post_init__(self) -> None:
-        check_ranges(self)

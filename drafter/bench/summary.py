@@ -7,15 +7,12 @@ from pathlib import PurePosixPath
 from statistics import median
 from typing import Any, NamedTuple
 
-from drafter.bench.methods import BASELINES, LLAMA_CPP_BASELINES, engine_of
+from drafter.bench.methods import BASELINE, LLAMA_CPP_BASELINES, engine_of
 from drafter.bench.results import BenchRecord
 
 
 class Condition(NamedTuple):
-    """The conditions that the methods of one table share.
-
-    ``seed`` is None if all results have the same seed.
-    """
+    """The conditions that the methods of one table share; ``seed`` is None for greedy text."""
 
     target: str
     dtype: str
@@ -31,8 +28,7 @@ class Condition(NamedTuple):
     @property
     def sampling(self) -> str:
         """How tokens are chosen, for titles."""
-        kind = "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
-        return kind if self.seed is None else f"{kind}, seed {self.seed}"
+        return "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}, seed {self.seed}"
 
 
 class Span(NamedTuple):
@@ -54,7 +50,7 @@ class Summary:
     Attributes:
         label: the method, with drafter, weights and measured sizes where results hold several.
         batch_size: prompts answered at the same time.
-        engine: name of the engine that decodes.
+        method: the method alone.
         build: the instruction sets that the engine was built for; empty where it does not say.
         num_rounds: number of runs.
         rate: tokens per second.
@@ -62,17 +58,16 @@ class Summary:
         over_llama_cpp: over llama.cpp with BF16 weights and without speculation, likewise.
         tokens_per_step: generated tokens per target forward; None where unknown.
         category_speedups: speedup over plain decoding by category (batch size 1).
-        num_identical: texts identical to plain decoding, of ``num_prompts``; None where texts are not compared.
+        num_identical: texts identical to plain decoding; None where texts are not compared.
         margins: the target's logit margins where texts first differ.
         first_token_seconds: median over answers, median over rounds.
         latency_seconds: likewise, of whole answers.
         peak_bytes: highest memory of all rounds.
-        is_baseline: whether the method is plain decoding of this package.
     """
 
     label: str
     batch_size: int
-    engine: str
+    method: str
     build: str
     num_rounds: int
     rate: Span
@@ -81,12 +76,20 @@ class Summary:
     tokens_per_step: float | None
     category_speedups: dict[str, Span]
     num_identical: int | None
-    num_prompts: int
     margins: list[float]
     first_token_seconds: float
     latency_seconds: float
     peak_bytes: int
-    is_baseline: bool
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether the method is plain decoding of this package."""
+        return self.method == BASELINE
+
+    @property
+    def engine(self) -> str:
+        """Name of the engine that decodes."""
+        return engine_of(self.method)
 
 
 Tables = dict[Condition, list[Summary]]
@@ -95,10 +98,9 @@ Tables = dict[Condition, list[Summary]]
 def summarise(records: Iterable[BenchRecord]) -> Tables:
     """Summaries of all runs: conditions, batch sizes and methods in order of first appearance."""
     runs = [record for record in records if record["kind"] == "run"]
-    has_seeds = len({record.get("seed") for record in runs}) > 1
     groups: dict[tuple[Condition, int], dict[str, list[BenchRecord]]] = {}
     for record, label in zip(runs, _labels(runs), strict=True):
-        key = (_condition_of(record, has_seeds), record["batch_size"])
+        key = (_condition_of(record), record["batch_size"])
         groups.setdefault(key, {}).setdefault(label, []).append(record)
     tables: Tables = {}
     for (condition, _), methods in groups.items():
@@ -121,7 +123,7 @@ def _labels(runs: Sequence[BenchRecord]) -> list[str]:
     return [record["method"] if num_names[record["method"]] == 1 else name_of(record) for record in runs]
 
 
-def _condition_of(record: BenchRecord, has_seeds: bool) -> Condition:
+def _condition_of(record: BenchRecord) -> Condition:
     target, prompts = record["target"], record["prompts"]
     return Condition(
         PurePosixPath(target["name"]).name,
@@ -133,13 +135,13 @@ def _condition_of(record: BenchRecord, has_seeds: bool) -> Condition:
         prompts["num_prompts"],
         record["max_new_tokens"],
         record["temperature"],
-        record.get("seed") if has_seeds else None,
+        record.get("seed") if record["temperature"] else None,
     )
 
 
 def _summarise(label: str, rounds: list[BenchRecord], methods: dict[str, list[BenchRecord]]) -> Summary:
     first = rounds[0]
-    baseline = next((methods[name] for name in BASELINES if name in methods), [])
+    baseline = methods.get(BASELINE, [])
     llama_cpp = next((methods[name] for name in LLAMA_CPP_BASELINES if name in methods), [])
     identical = [record["identical"] for record in rounds if record["identical"] is not None]
     speedups = {
@@ -150,7 +152,7 @@ def _summarise(label: str, rounds: list[BenchRecord], methods: dict[str, list[Be
     return Summary(
         label=label,
         batch_size=first["batch_size"],
-        engine=first.get("engine", engine_of(first["method"])),
+        method=first["method"],
         build=first.get("build", ""),
         num_rounds=len(rounds),
         rate=Span.of([_rate(record) for record in rounds]),
@@ -159,12 +161,10 @@ def _summarise(label: str, rounds: list[BenchRecord], methods: dict[str, list[Be
         tokens_per_step=_tokens_per_step(rounds),
         category_speedups={name: span for name, span in speedups.items() if span is not None},
         num_identical=min((item["num_identical"] for item in identical), default=None),
-        num_prompts=first["prompts"]["num_prompts"],
         margins=identical[0]["margins"] if identical else [],
         first_token_seconds=median([record["first_token_seconds"]["median"] for record in rounds]),
         latency_seconds=median([record["latency_seconds"]["median"] for record in rounds]),
         peak_bytes=max(record["peak_memory_bytes"]["bytes"] for record in rounds),
-        is_baseline=first["method"] in BASELINES,
     )
 
 

@@ -1,4 +1,4 @@
-"""The backend of transformers' `generate` in its variants.
+"""The backend of transformers' `generate`.
 
 Shapes: B rows of a batch · T prompt tokens, padded on the left.
 """
@@ -12,27 +12,22 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from drafter.bench.backends import Backend, TimedAnswer
-from drafter.bench.methods import MethodSpec
 from drafter.decoding.params import SamplingParams
 from drafter.targets.target import Target
-
-_LOOKUP_TOKENS = 10  # the value of transformers' documentation for prompt lookup
 
 
 class TransformersBackend(Backend):
     """`generate` in batches of fixed composition: a batch ends when its last answer does.
 
-    hf-generate decodes plainly; hf-lookup drafts from the prompt. The model's own generation settings are ignored, so
-    that every backend follows the same rule.
+    The model's own generation settings are ignored, so that every backend follows the same rule.
 
     Args:
         target: the model; the backend uses its weights without a copy.
-        spec: the variant.
         batch_size: prompts answered together.
     """
 
-    def __init__(self, target: Target, spec: MethodSpec, batch_size: int) -> None:
-        self._target, self._spec, self._batch_size = target, spec, batch_size
+    def __init__(self, target: Target, batch_size: int) -> None:
+        self._target, self._batch_size = target, batch_size
 
     def answer(
         self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], object]
@@ -64,9 +59,6 @@ class TransformersBackend(Backend):
         fields: dict[str, Any] = {"max_new_tokens": num_tokens, "eos_token_id": eos or None, "pad_token_id": pad}
         if params.temperature > 0:
             fields.update(do_sample=True, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
-        is_lookup = self._spec.name == "hf-lookup"
-        if is_lookup:
-            fields["prompt_lookup_num_tokens"] = int(self._spec.options.get("G", _LOOKUP_TOKENS))
         clock = _Clock(device)
         start = time.perf_counter()
         output_BT = model.generate(
@@ -77,25 +69,21 @@ class TransformersBackend(Backend):
         )
         rows = [_cut(row, eos) for row in output_BT[:, width:].tolist()]
         seconds = time.perf_counter() - start
-        return [
-            TimedAnswer(row, seconds, clock.first - start, clock.num_forwards if is_lookup else len(row), None)
-            for row in rows
-        ]
+        return [TimedAnswer(row, seconds, clock.first - start, len(row), None) for row in rows]
 
 
 class _Clock(StoppingCriteria):
-    """A criterion that never stops, counts the forwards, and records the time of the first token."""
+    """A criterion that never stops, and records the time of the first token."""
 
     def __init__(self, device: torch.device) -> None:
-        self.first, self.num_forwards = 0.0, 0
+        self.first = 0.0
         self._device = device
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        if self.num_forwards == 0:
+        if not self.first:
             if self._device.type != "cpu":
                 torch.accelerator.synchronize(self._device)
             self.first = time.perf_counter()
-        self.num_forwards += 1
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from drafter.utils.io import first_line
-
 EVALUATION = "evaluation"  # name of the prompts that come with the package for measurements
 _ASSETS = Path(__file__).parent.parent / "assets"
 
@@ -19,19 +17,21 @@ class Item:
 
     Attributes:
         category: column of the results; empty when the prompt set has no categories.
-        messages: the conversation up to a user's turn; empty for raw text.
-        text: raw text, without chat template; None for a conversation.
+        messages: the conversation up to a user's turn; empty for raw text and tokens.
+        text: raw text, without chat template; None for a conversation or tokens.
+        token_ids: the prompt's tokens; empty for a conversation or text.
     """
 
     category: str
     messages: tuple[dict[str, Any], ...] = ()
     text: str | None = None
+    token_ids: tuple[int, ...] = ()
 
     def request(self) -> tuple[str, dict[str, Any]]:
         """Path of OpenAI's API below /v1, and the field of the request that holds the prompt."""
-        if self.text is not None:
-            return "completions", {"prompt": self.text}
-        return "chat/completions", {"messages": list(self.messages)}
+        if self.messages:
+            return "chat/completions", {"messages": list(self.messages)}
+        return "completions", {"prompt": self.text if self.text is not None else list(self.token_ids)}
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ class Workload:
     @property
     def digest(self) -> str:
         """Sixteen hex digits that change with any prompt, its category or its order."""
-        text = json.dumps([[item.category, item.messages, item.text] for item in self.items], sort_keys=True)
+        rows = [[item.category, item.messages, item.text, *item.token_ids] for item in self.items]
+        text = json.dumps(rows, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def take(self, num_prompts: int | None) -> "Workload":
@@ -95,23 +96,26 @@ HUB_SETS = {
 
 
 def read_prompt_set(name: str) -> Workload:
-    """A prompt set by name, or a file or hub data set of prompts.
+    """A prompt set by name, a file or hub data set of prompts, or a folder of recorded traffic.
 
     The names are `evaluation` (twenty prompts that come with the package), `default` (the package's prompts for
     calibration) and :data:`HUB_SETS`. A row with `turns` asks the first of them; a row with `category` belongs to that
-    column of the results.
+    column of the results. Of rows of token ids, such as recorded answers, the prompts are asked as they are.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: a wrong row, with file and line, or the hub cannot be reached.
     """
+    from drafter.data.traffic import read_traffic
     from drafter.distill.prompts import builtin_prompts
 
     if name in HUB_SETS:
         return Workload(name, tuple(_hub_items(name, HUB_SETS[name])))
     own = {EVALUATION: _ASSETS / "evaluation-prompts.jsonl", "default": builtin_prompts()}
-    label = Path(name).name.partition(".")[0] or name
-    return Workload(label, tuple(_file_items(str(own.get(name, name)))))
+    path = Path(own.get(name, name))
+    if path.is_dir():
+        return Workload(path.name, tuple(Item("", token_ids=tuple(row.prompt_token_ids)) for row in read_traffic(path)))
+    return Workload(Path(name).name.partition(".")[0] or name, tuple(_file_items(str(path))))
 
 
 def _file_items(name: str) -> Iterator[Item]:
@@ -123,9 +127,12 @@ def _file_items(name: str) -> Iterator[Item]:
         if not isinstance(category, str):
             raise ValueError(f"{record.where}: category is {category!r} but must be text")
         row = parse_row(record)
-        if row.text is None and not (row.prompt and row.prompt[-1]["content"].strip()):
+        if row.text is not None or row.prompt_ids:
+            yield Item(category, text=row.text, token_ids=row.prompt_ids)
+        elif row.prompt and row.prompt[-1]["content"].strip():
+            yield Item(category, row.prompt)
+        else:
             raise ValueError(f"{record.where}: the row has no text of a user")
-        yield Item(category, row.prompt if row.text is None else (), row.text)
 
 
 def _hub_items(name: str, place: _HubSet) -> Iterator[Item]:
@@ -133,14 +140,11 @@ def _hub_items(name: str, place: _HubSet) -> Iterator[Item]:
     import datasets
     import huggingface_hub.utils.logging as hub_logging
 
+    from drafter.data.reading import reading
+
     hub_logging.set_verbosity_error()  # a hub that does not answer is told once, by us
-    try:
+    with reading(f"--prompts {name}", is_hub=True):
         rows = datasets.load_dataset(place.path, place.config, split=place.split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(
-            f"--prompts {name} cannot be fetched from {place.path}: {first_line(error)}; give a file of prompts, or "
-            f"{EVALUATION}, which comes with the package"
-        ) from error
     for row in rows:
         prompt = row[place.prompt]
         text = prompt[0] if isinstance(prompt, list) else prompt

@@ -17,7 +17,7 @@ _EXIT_NO_GAIN = 3
 class AdaptOptions(Options):
     """Let a drafter learn recorded traffic.
 
-    Rows of `drafter serve --record` and `drafter decode --record` are traffic, and so are answers of `drafter distill`.
+    Rows of `drafter serve --record` are traffic, and so are answers of `drafter decode --out` and `drafter distill`.
     A tenth of the prompts is held out. Old and new drafter decode these prompts, and the new one is written to --out
     only if it gained more than two standard errors; otherwise the exit code is 3. With the same rows, the same command
     goes on after an interruption. No answer of the target changes, whatever the drafter has learned.
@@ -67,12 +67,6 @@ class AdaptOptions(Options):
         return [*words, "--model.trust_remote_code=true"] if self.trust_remote_code else words
 
 
-def shipped_answers(target: str) -> Path | None:
-    """The package's answers of a target to general prompts; None where it has none."""
-    path = Path(__file__).parent.parent / "assets" / f"{target}-answers.jsonl.gz"
-    return path if path.is_file() else None
-
-
 def adapt(options: AdaptOptions) -> int:
     """Run `drafter adapt`."""
     import torch
@@ -83,6 +77,7 @@ def adapt(options: AdaptOptions) -> int:
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    own_answers = Path(__file__).parent.parent / "assets" / f"{options.target}-answers.jsonl.gz"
     is_written = run(
         Loading(options.load, load_drafter),
         target=options.target,
@@ -90,7 +85,7 @@ def adapt(options: AdaptOptions) -> int:
         traffic=options.traffic,
         out=options.out,
         minutes=options.minutes,
-        general=options.general or shipped_answers(options.target),
+        general=options.general or (own_answers if own_answers.is_file() else None),
         words=options.train_words,
     )
     if is_written:

@@ -52,19 +52,22 @@ class ExportOptions(Options):
 
 def export(options: ExportOptions) -> None:
     """Run `drafter export`."""
-    if options.format == "apple":
-        _export_apple(options)
-    elif options.format == "vllm":
+    from drafter.training.checkpoint import drafter_of_checkpoint, export_checkpoint
+
+    if options.format == "drafter":
+        export_checkpoint(options.checkpoint, options.out, dtype=options.dtype)
+    elif options.format == "apple":
+        from drafter.integrations.hub import export_apple
+
+        drafter = drafter_of_checkpoint(options.checkpoint)
+        target = _target_of(options, drafter) if drafter.config.head == "tied" else None
+        export_apple(drafter, options.out, target=target, dtype=options.dtype)
+    else:
         from drafter.integrations.vllm.export import export_vllm
-        from drafter.training.checkpoint import drafter_of_checkpoint
 
         drafter = drafter_of_checkpoint(options.checkpoint)
         target = _target_of(options, drafter)
         export_vllm(drafter, options.out, target=target, dtype=options.dtype, copying=options.copying)
-    else:
-        from drafter.training.checkpoint import export_checkpoint
-
-        export_checkpoint(options.checkpoint, options.out, dtype=options.dtype)
     print(options.out)
     if options.push_to_hub is not None:
         from drafter.integrations.hub import push_to_hub as upload
@@ -79,12 +82,3 @@ def _target_of(options: ExportOptions, drafter: "RecurrentDrafter") -> "Target":
     if not name:
         raise ValueError("the drafter does not say which target it was trained for: give --target")
     return load_target(name, dtype="auto", device="auto", revision=drafter.config.target_revision, pack=False)
-
-
-def _export_apple(options: ExportOptions) -> None:
-    from drafter.integrations.hub import export_apple
-    from drafter.training.checkpoint import drafter_of_checkpoint
-
-    drafter = drafter_of_checkpoint(options.checkpoint)
-    target = _target_of(options, drafter) if drafter.config.head == "tied" else None
-    export_apple(drafter, options.out, target=target, dtype=options.dtype)

@@ -6,16 +6,12 @@ help. A function whose argument is a list of words reads its command line itself
 inside their functions, so that every `--help` answers at once.
 """
 
-import _thread
-import contextlib
 import inspect
 import os
-import signal
 import sys
-import time
 import typing
 from argparse import ArgumentError
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -54,8 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no error
-        with _interrupts_repeated():
-            code = _dispatch(words)
+        code = _dispatch(words)
         if sys.stdout is not None:  # closed by the shell: >&-
             sys.stdout.flush()  # here, where a closed pipe is caught
         return code
@@ -66,40 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output went away (`drafter ... | head`): also keep the interpreter's last flush quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_PIPE
-    except (ValueError, OSError, ArgumentError) as error:
-        return _fail(error, _one_line(error))
-    except _file_errors() as error:
-        return _fail(error, f"a weight file cannot be read or written: {_one_line(error)}")
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] == "drafter":
+    except Exception as error:
+        if not _is_of_user(error) or os.environ.get("DRAFTER_TRACEBACK", "0") not in ("", "0"):
             raise
-        return _fail(
-            error, f"{error.name} is not installed: in the repository, pip install -c constraints.txt -e '.[dev]'"
-        )
-
-
-@contextlib.contextmanager
-def _interrupts_repeated() -> Iterator[None]:
-    """Raise Ctrl-C again where Python drops it: in `__del__` and in callbacks an exception is printed and forgotten."""
-    usual = sys.unraisablehook
-
-    def hook(dropped: Any) -> None:
-        if issubclass(dropped.exc_type, KeyboardInterrupt):
-            # `threading.Thread` takes locks, which the code below this callback may hold.
-            _thread.start_new_thread(_interrupt_soon, (_thread.get_ident(),))
-        else:
-            usual(dropped)
-
-    sys.unraisablehook = hook
-    try:
-        yield
-    finally:
-        sys.unraisablehook = usual
-
-
-def _interrupt_soon(thread: int) -> None:
-    time.sleep(0.02)  # until the callback is left
-    signal.pthread_kill(thread, signal.SIGINT)  # a real signal: it also ends a wait
+        print(f"drafter: error: {_one_line(error)}", file=sys.stderr)
+        return _EXIT_ERROR
 
 
 def _let_threads_sleep() -> None:
@@ -112,23 +78,19 @@ def _let_threads_sleep() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 
 
-def _file_errors() -> tuple[type[BaseException], ...]:
-    """The error of safetensors (a full disk, a damaged file), which is no OSError; nothing if nobody loaded it."""
-    safetensors = sys.modules.get("safetensors")
-    return () if safetensors is None else (safetensors.SafetensorError,)
-
-
-def _fail(error: BaseException, message: str) -> int:
-    if os.environ.get("DRAFTER_TRACEBACK", "0") not in ("", "0"):
-        raise error
-    print(f"drafter: error: {message}", file=sys.stderr)
-    return _EXIT_ERROR
+def _is_of_user(error: Exception) -> bool:
+    """Whether a user can mend what failed: a value, a file, a full disk (safetensors has its own error), a package."""
+    if isinstance(error, ModuleNotFoundError):
+        return (error.name or "").split(".")[0] != "drafter"
+    return isinstance(error, ValueError | OSError | ArgumentError) or type(error).__name__ == "SafetensorError"
 
 
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, OSError) and error.strerror and error.filename:
         text = f"{printable(str(error.filename), _LONGEST_ERROR // 2)}: {error.strerror}"
+    if isinstance(error, ModuleNotFoundError):
+        text = f"{error.name} is not installed: in the repository, pip install -c constraints.txt -e '.[dev]'"
     # A library or a server may repeat a value, whatever its length and whatever a terminal would obey in it.
     return printable(text, _LONGEST_ERROR)
 
@@ -139,26 +101,21 @@ def _dispatch(words: list[str]) -> int:
 
         print(__version__)
         return 0
-    name = next((name for name in (" ".join(words[:2]), words[0] if words else "") if name in COMMANDS), None)
+    name = next((name for name in (" ".join(words[:2]), words[0] if words else "") if name in COMMANDS), "")
     below = [other for other in COMMANDS if words and other.startswith(words[0] + " ")]
-    rest = words[len(name.split()) :] if name is not None else words[1:]
-    if name is None and (not words or words[0] in _HELP or (below and (not rest or rest[0] in _HELP))):
+    rest = words[max(1, len(name.split())) :]
+    if not name and (not words or words[0] in _HELP or (below and (not rest or rest[0] in _HELP))):
         print(_overview(below or list(COMMANDS)))
         return 0 if words and words[-1] in _HELP else _EXIT_ERROR
-    if name is None or (name == words[0] and below and rest and not rest[0].startswith("-")):
-        given = " ".join(words[:2]) if below else words[0]
-        known = below or list(COMMANDS)
+    if not name or (name == words[0] and below and rest and not rest[0].startswith("-")):
+        given, known = " ".join(words[:2] if below else words[:1]), below or list(COMMANDS)
         raise ValueError(f"unknown command {given!r}{suggestion(given, known)}. Commands: {', '.join(known)}")
     function = load_command(name)
     kind = options_class(function)
     if kind is None:
         return function(rest) or 0
     options = read_options(kind, rest, f"drafter {name}")
-    if options is None:
-        if name == words[0] and below and any(word in _HELP for word in rest):
-            print(f"\nMore: drafter {', drafter '.join(below)}")
-        return 0
-    return function(options) or 0
+    return 0 if options is None else function(options) or 0
 
 
 def load_command(name: str) -> Callable[..., int | None]:

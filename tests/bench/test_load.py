@@ -1,5 +1,6 @@
 """Load on a server: a small one that speaks the protocol, counts who is there at once, and refuses when told to."""
 
+import asyncio
 import json
 import threading
 import time
@@ -11,15 +12,18 @@ from typing import Any
 import pytest
 
 from drafter.bench import load
-from drafter.bench.load import LoadLevel, run_load
-from drafter.bench.results import read_results
-from drafter.bench.settings import LoadSettings
+from drafter.bench.results import BenchRecord, read_results
+from drafter.bench.settings import LoadOptions
 from drafter.bench.workload import Item, Workload
 from drafter.cli.main import main
 from tests.distill.loopback import Respond, send, serving
 
 WORKLOAD = Workload("mine", (Item("", ({"role": "user", "content": "hello"},)), Item("", text="once")))
 NUM_PIECES, PIECE_SECONDS = 4, 0.01
+
+
+def run_load(**options: Any) -> list[BenchRecord]:
+    return asyncio.run(load.run_load(LoadOptions(**options), WORKLOAD))
 
 
 class Server:
@@ -76,10 +80,11 @@ def server() -> Iterator[Server]:
 
 
 def test_requests_under_way_are_as_many_as_asked_for(server: Server) -> None:
-    (record,) = run_load(LoadSettings(url=server.url, num_requests=9), WORKLOAD, [LoadLevel(concurrency=3)])
+    server.is_refused = lambda number: number == 10
+    (record,) = run_load(url=server.url, num_requests=9, concurrency=(3,))
     assert server.most_present == 3 and len(server.bodies) == 10  # the first one warms up
-    assert record["model"] == "tiny" and record["num_failed"] == 0
-    assert record["num_tokens"] == 9 * 2 * NUM_PIECES
+    assert record["model"] == "tiny" and record["num_failed"] == 1 and "503" in record["first_error"]
+    assert record["num_tokens"] == 8 * 2 * NUM_PIECES
     assert record["first_token_seconds"]["median"] >= PIECE_SECONDS
     # Three pieces come after the first, for seven tokens after the first.
     assert record["token_seconds"]["median"] >= 3 * PIECE_SECONDS / (2 * NUM_PIECES - 1) * 0.9
@@ -88,34 +93,20 @@ def test_requests_under_way_are_as_many_as_asked_for(server: Server) -> None:
 
 
 def test_chats_and_raw_text_go_to_their_own_places(server: Server) -> None:
-    settings = LoadSettings(url=server.url + "/v1/", model="mine", num_requests=2, temperature=0.5, max_new_tokens=7)
-    run_load(settings, WORKLOAD, [LoadLevel(concurrency=1)])
+    server.has_usage = False
+    fields = {"model": "mine", "num_requests": 2, "temperature": 0.5, "max_new_tokens": 7, "concurrency": (1,)}
+    (record,) = run_load(url=server.url + "/v1/", **fields)
+    assert record["num_tokens"] == 2 * NUM_PIECES, "without usage pieces are counted"
     (_, chat), (_, raw) = server.bodies[1:]
     assert [path for path, _ in server.bodies[1:]] == ["/v1/chat/completions", "/v1/completions"]
     assert chat["messages"] == [{"role": "user", "content": "hello"}] and raw["prompt"] == "once"
-    assert {key: chat[key] for key in ("model", "temperature", "max_tokens", "stream")} == {
-        "model": "mine",
-        "temperature": 0.5,
-        "max_tokens": 7,
-        "stream": True,
-    }
+    sent = {key: chat[key] for key in ("model", "temperature", "max_tokens", "stream")}
+    assert sent == {"model": "mine", "temperature": 0.5, "max_tokens": 7, "stream": True}
 
 
 def test_arrivals_do_not_wait_for_answers(server: Server) -> None:
-    (record,) = run_load(LoadSettings(url=server.url, num_requests=12), WORKLOAD, [LoadLevel(rate=500.0)])
+    (record,) = run_load(url=server.url, num_requests=12, rate=(500.0,))
     assert server.most_present > 4 and record["rate"] == 500.0 and record["concurrency"] is None
-
-
-def test_without_usage_pieces_are_counted(server: Server) -> None:
-    server.has_usage = False
-    (record,) = run_load(LoadSettings(url=server.url, num_requests=2), WORKLOAD, [LoadLevel(concurrency=1)])
-    assert record["num_tokens"] == 2 * NUM_PIECES
-
-
-def test_failed_requests_are_counted_and_named(server: Server) -> None:
-    server.is_refused = lambda number: number % 2 == 1
-    (record,) = run_load(LoadSettings(url=server.url, num_requests=6), WORKLOAD, [LoadLevel(concurrency=1)])
-    assert record["num_failed"] == 3 and "503" in record["first_error"]
 
 
 def refused_by(respond: Respond) -> str:
@@ -128,15 +119,14 @@ def refused_by(respond: Respond) -> str:
             respond(handler, body)
 
     with serving(answer) as url, pytest.raises(ValueError, match="refused all 2 requests: ") as caught:
-        run_load(LoadSettings(url=url, num_requests=2), WORKLOAD, [LoadLevel(concurrency=2)])
+        run_load(url=url, num_requests=2, concurrency=(2,))
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
     "event",
     [
-        b"[1]", b"3", b'"x"', b"null", b"{", b"{}", b'{"choices": 1}', b'{"choices": [1]}', b"\xff", b"[" * 100_000,
-        b'{"choices": [{"delta": 1}]}', b'{"choices": [], "usage": 1}',
+        b"[1]", b'{"choices": [{"delta": 1}]}', b"\xff", b"[" * 100_000,
         b'{"choices": [], "usage": {"completion_tokens": 1e999}}',
     ],
 )  # fmt: skip
@@ -204,8 +194,6 @@ def test_the_command_records_and_shows_the_table(
     [
         (["--url", "localhost:8000"], "--url 'localhost:8000' must be an http or https address"),
         (["--url", "http://127.0.0.1:9"], "--url http://127.0.0.1:9: the server does not answer"),
-        (["--url", "http://[::1"], "--url 'http://[::1' must be"),
-        (["--url", "http://:8000"], "--url 'http://:8000' must be"),
         (["--url", "http://me:hush@host:8000"], "--url holds a user name or a password: give"),
     ],
 )

@@ -4,18 +4,16 @@ import json
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from drafter.bench import run as run_module
-from drafter.bench.measure import PeakMemory, compare, first_differences
-from drafter.bench.models import BenchModels, EngineBackend
+from drafter.bench.measure import PeakMemory, compare
+from drafter.bench.models import BenchModels
 from drafter.bench.report import report
 from drafter.bench.results import BenchRecord, read_results
-from drafter.bench.run import run_benchmark
-from drafter.bench.settings import BenchSettings
+from drafter.bench.settings import BenchOptions
 from drafter.bench.summary import summarise
 from drafter.bench.workload import Item, Workload
 from drafter.engine.engine import Engine
@@ -31,7 +29,8 @@ def asked(category: str, text: str) -> Item:
 
 ITEMS = (asked("math", "What is one and one?"), asked("writing", "Write a word."), asked("math", "Count."))
 WORKLOAD = Workload("mine", ITEMS)
-SETTINGS = BenchSettings(
+SETTINGS = BenchOptions(
+    out=Path("r.jsonl"),
     target="tiny",
     prompts=("mine.jsonl",),
     drafter="runs/drafter",
@@ -46,13 +45,17 @@ def models() -> BenchModels:
     return BenchModels(tiny_target(), tiny_drafter().bind(tiny_target()), "runs/drafter")
 
 
+def run_benchmark(options: BenchOptions, models: BenchModels, out: Path) -> int:
+    return run_module.run_benchmark(replace(options, out=out), models, [WORKLOAD])
+
+
 def records_of(out: Path) -> list[BenchRecord]:
     return read_results([out])
 
 
 def test_methods_take_turns_and_agree_with_plain_decoding(tmp_path: Path, models: BenchModels) -> None:
     out = tmp_path / "r.jsonl"
-    assert run_benchmark(SETTINGS, models, [WORKLOAD], out) == 8
+    assert run_benchmark(SETTINGS, models, out) == 8
     records = records_of(out)
     assert [record["method"] for record in records] == [*SETTINGS.methods, *SETTINGS.methods]
     assert [record["round"] for record in records] == [0] * 4 + [1] * 4
@@ -79,7 +82,7 @@ def test_batches_and_temperatures_are_points_of_a_grid(tmp_path: Path, models: B
     out = tmp_path / "r.jsonl"
     methods = ("none", "drafter:W16:L2:N24", "hf-generate")
     settings = replace(SETTINGS, methods=methods, batch_sizes=(1, 3), temperatures=(0.0, 0.7), rounds=1)
-    assert run_benchmark(settings, models, [WORKLOAD], out) == 12
+    assert run_benchmark(settings, models, out) == 12
     records = records_of(out)
     conditions = [(record["temperature"], record["batch_size"]) for record in records[::3]]
     assert conditions == [(0.0, 1), (0.0, 3), (0.7, 1), (0.7, 3)]
@@ -94,63 +97,43 @@ def test_batches_and_temperatures_are_points_of_a_grid(tmp_path: Path, models: B
 
 def test_what_is_done_is_not_repeated(tmp_path: Path, models: BenchModels) -> None:
     out = tmp_path / "r.jsonl"
-    settings = replace(SETTINGS, methods=("none", "lookup"), max_new_tokens=4, rounds=2)
-    assert run_benchmark(settings, models, [WORKLOAD], out) == 4
+    settings = replace(SETTINGS, methods=("lookup", "none"), max_new_tokens=4, rounds=2)
+    assert run_benchmark(settings, models, out) == 4
     lines = out.read_text().splitlines(keepends=True)
     out.write_text("".join(lines[:2]) + lines[2][:40])  # broken off within the third run
-    assert run_benchmark(settings, models, [WORKLOAD], out) == 2
-    assert [record["method"] for record in records_of(out)] == ["none", "lookup"] * 2
-    assert run_benchmark(settings, models, [WORKLOAD], out) == 0
-    assert run_benchmark(replace(settings, max_new_tokens=3, rounds=1), models, [WORKLOAD], out) == 2
-    assert run_benchmark(replace(settings, quantization="int8", rounds=1), models, [WORKLOAD], out) == 2
+    assert run_benchmark(settings, models, out) == 2
+    assert [record["method"] for record in records_of(out)] == ["lookup", "none"] * 2
+    # Also where plain decoding, which was decoded for this comparison alone, comes later.
+    assert all(record["identical"]["num_identical"] == 3 for record in records_of(out))
+    assert run_benchmark(settings, models, out) == 0
+    assert run_benchmark(replace(settings, max_new_tokens=3, rounds=1), models, out) == 2
+    assert run_benchmark(replace(settings, quantization="int8", rounds=1), models, out) == 2
     assert records_of(out)[-1]["target"]["dtype"] == "float32, int8 weights"
 
 
 def test_a_method_that_takes_one_prompt_at_a_time_is_left_out_of_batches(
     tmp_path: Path, models: BenchModels, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = replace(SETTINGS, methods=("none", "hf-lookup"), batch_sizes=(2,), rounds=1)
-    assert run_benchmark(settings, models, [WORKLOAD], tmp_path / "r.jsonl") == 1
-    assert "hf-lookup answers one prompt at a time: left out at batch size 2" in capsys.readouterr().err
+    settings = replace(SETTINGS, methods=("none", "llama-cpp:native"), batch_sizes=(2,), rounds=1)
+    assert run_benchmark(settings, models, tmp_path / "r.jsonl") == 1
+    assert "llama-cpp:native answers one prompt at a time: left out at batch size 2" in capsys.readouterr().err
 
 
 def test_more_rows_than_prompts_are_refused(tmp_path: Path, models: BenchModels) -> None:
     with pytest.raises(ValueError, match="--batch-sizes 4 exceeds the 3 prompts of mine"):
-        run_benchmark(replace(SETTINGS, batch_sizes=(1, 4)), models, [WORKLOAD], tmp_path / "r.jsonl")
-
-
-def test_the_oracle_is_decoded_unmeasured_when_nobody_asked_for_it(tmp_path: Path, models: BenchModels) -> None:
-    out = tmp_path / "r.jsonl"
-    assert run_benchmark(replace(SETTINGS, methods=("lookup",), rounds=1), models, [WORKLOAD], out) == 1
-    (record,) = records_of(out)
-    assert record["identical"]["num_identical"] == 3
-
-
-def test_warm_up_runs_before_the_clock(tmp_path: Path, models: BenchModels, monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-    answer = EngineBackend.answer
-
-    def noted(self: EngineBackend, prompts: Any, params: Any, on_answer: Any) -> Any:
-        events.append(f"{len(prompts)} of {params.max_new_tokens}")
-        return answer(self, prompts, params, on_answer)
-
-    monkeypatch.setattr(EngineBackend, "answer", noted)
-    monkeypatch.setattr(run_module, "_WARM_UP_TOKENS", 2)
-    settings = replace(SETTINGS, methods=("none",), batch_sizes=(2,), rounds=2)
-    run_benchmark(settings, models, [WORKLOAD], tmp_path / "r.jsonl")
-    assert events == ["2 of 2", "3 of 10", "3 of 10"]  # then two rounds
+        run_benchmark(replace(SETTINGS, batch_sizes=(1, 4)), models, tmp_path / "r.jsonl")
 
 
 def test_other_weights_in_the_same_folder_are_another_run(tmp_path: Path, models: BenchModels) -> None:
     out = tmp_path / "r.jsonl"
     settings = replace(SETTINGS, methods=("none", "drafter"), max_new_tokens=4, rounds=1)
-    assert run_benchmark(settings, models, [WORKLOAD], out) == 2
-    assert run_benchmark(settings, models, [WORKLOAD], out) == 0
+    assert run_benchmark(settings, models, out) == 2
+    assert run_benchmark(settings, models, out) == 0
     trained = deepcopy(models.drafter)
     assert trained is not None
     with torch.no_grad():
         next(trained.parameters()).mul_(1.5)
-    assert run_benchmark(settings, models._replace(drafter=trained), [WORKLOAD], out) == 1  # plain decoding has none
+    assert run_benchmark(settings, models._replace(drafter=trained), out) == 1  # plain decoding has none
     plain, *drafted = records_of(out)
     assert "drafter_fingerprint" not in plain and "tuned_digest" not in plain
     assert len({record["drafter_fingerprint"] for record in drafted}) == len({r["run_id"] for r in drafted}) == 2
@@ -168,24 +151,19 @@ def test_a_tuned_method_goes_by_its_file(tmp_path: Path, models: BenchModels, mo
 
     tuned = replace(SETTINGS, methods=("none", "drafter:tuned"), rounds=1)
     with pytest.raises(ValueError, match="drafter:tuned needs .*runs--drafter/tuned.json"):
-        run_benchmark(tuned, models, [WORKLOAD], tmp_path / "no.jsonl")
+        run_benchmark(tuned, models, tmp_path / "no.jsonl")
     write(Tree(16, 2, 24))
     beside = models._replace(drafter_name=str(tmp_path))
-    run_benchmark(tuned, beside, [WORKLOAD], tmp_path / "r.jsonl")
+    run_benchmark(tuned, beside, tmp_path / "r.jsonl")
     record = records_of(tmp_path / "r.jsonl")[1]
     assert record["identical"]["num_identical"] == 3 and record["num_forwards"] < record["num_tokens"]
     assert record["settings"]["tuned"] == "tuned.json"  # no paths of this machine
-    assert run_benchmark(tuned, beside, [WORKLOAD], tmp_path / "r.jsonl") == 0
+    assert run_benchmark(tuned, beside, tmp_path / "r.jsonl") == 0
     write(Tree(8, 2, 12))
-    assert run_benchmark(tuned, beside, [WORKLOAD], tmp_path / "r.jsonl") == 1
+    assert run_benchmark(tuned, beside, tmp_path / "r.jsonl") == 1
     again = records_of(tmp_path / "r.jsonl")[2]
     assert again["drafter_fingerprint"] == record["drafter_fingerprint"]
     assert again["tuned_digest"] != record["tuned_digest"]
-
-
-def test_the_first_difference_of_a_text_counts() -> None:
-    oracle, other = [[5, 6, 7], [8, 9], [1]], [[5, 4, 9], [8], [1]]
-    assert first_differences(oracle, other) == {0: 1, 1: 1}
 
 
 def test_margins_are_the_targets_own_preference() -> None:

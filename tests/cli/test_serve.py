@@ -23,11 +23,8 @@ from tests.serving.tiny import save_target
     [
         ("target: a\nprot: 1", "'prot' is not accepted"),
         ("target: a\nport: true", "Parser key \"port\": Expected a <class 'int'>. Got value: True"),
-        ("target: a\nport: 70000", "--port is 70000"),
         ("target: a\nrequest_timeout: .nan", "--request-timeout is nan"),
         ("target: a\nmethod: drafter", "--method drafter needs a drafter"),
-        ("target: a\nmethod: magic", "Got value: magic"),
-        ("port: 1", "arguments are required: target"),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
@@ -35,22 +32,6 @@ def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
     file.write_text(text)
     with pytest.raises(ValueError, match=re.escape(message)):
         read_options(ServeOptions, ["--config", str(file)])
-
-
-@pytest.mark.parametrize(
-    ("given", "drafter"),
-    [
-        ({"target": "smollm2-135m"}, "smollm2-135m"),
-        ({"target": "smollm2-135m", "drafter": "mine"}, "mine"),
-        ({"target": "smollm2-135m", "drafter": "none"}, None),
-        ({"target": "smollm2-135m", "method": "lookup"}, None),
-        ({"target": "smollm2-135m", "draft_model": "small"}, None),
-        ({"target": "owner/other"}, None),
-        ({"target": "owner/other", "drafter": "mine", "method": "none"}, None),
-    ],
-)
-def test_targets_own_drafter_is_used_unless_told_otherwise(given: dict[str, Any], drafter: str | None) -> None:
-    assert ServeOptions(**given).drafter_used == drafter
 
 
 def test_names_that_clients_see(tmp_path: Path) -> None:
