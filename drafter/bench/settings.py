@@ -1,7 +1,6 @@
 """Settings of a benchmark, of tuning and of load on a server: options of the commands too. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from drafter.bench.methods import PEER_PACKAGES, MethodSpec, parse_methods
 from drafter.decoding.params import SamplingParams
@@ -34,7 +33,6 @@ class BenchSettings(Options, TargetConfig):
         ValueError: a value out of range, an unknown method, or a method without the model that it needs.
     """
 
-    sections: ClassVar = {"Where to run": TargetConfig}
     methods: tuple[str, ...] = comma_separated(("none", "drafter", "lookup", "hf-generate"))
     drafter: str | None = None
     draft_model: str | None = None

@@ -31,7 +31,6 @@ class BenchOptions(BenchSettings):
         report: also write the table and the picture to this folder
     """
 
-    common: ClassVar = ("target", "drafter", "prompts", "methods", "out", "report", "num_prompts", "batch_sizes")
     out: Path
     report: Path | None = None
 
@@ -66,7 +65,6 @@ class ReportOptions(Options):
         out: folder for report.md and the pictures (PNG and SVG); the table is printed if no folder is given
     """
 
-    common: ClassVar = ("results", "out")
     positional: ClassVar = "results"
     results: tuple[Path, ...]
     out: Path | None = None
@@ -98,7 +96,6 @@ class LoadOptions(Options, LoadSettings):
         rate: levels of load: requests per second on average, arriving at random
     """
 
-    common: ClassVar = ("url", "prompts", "out", "concurrency", "rate", "num_requests", "max_new_tokens")
     prompts: str = "evaluation"
     out: Path | None = None
     concurrency: tuple[int, ...] = within((), low=1)

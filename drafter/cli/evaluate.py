@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drafter.bench.methods import parse_method
 from drafter.engine.loading import TargetConfig
@@ -41,8 +41,6 @@ class EvaluateOptions(Options, TargetConfig):
         out: results file (.json)
     """
 
-    sections: ClassVar = {"Where to run": TargetConfig}
-    common: ClassVar = ("target", "drafter", "method", "prompts", "url", "out", "num_prompts", "max_new_tokens")
     drafter: str | None = None
     method: str = "drafter"
     prompts: str = "evaluation"

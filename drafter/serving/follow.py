@@ -38,7 +38,6 @@ class Follower:
         self._folder = Path(name).expanduser()
         self._worker = worker
         self._metrics = metrics
-        self._lock = asyncio.Lock()
         self._seen = self._stamp()
         drafter = worker.engine.drafter
         assert drafter is not None
@@ -53,28 +52,20 @@ class Follower:
             await asyncio.sleep(_POLL_SECONDS)
             if self._stamp() not in (None, self._seen):
                 try:
-                    await self.reload()
+                    await self._take_over()
                 except Exception as error:  # whatever a damaged folder raises
                     _log.warning("%s was replaced, and the old drafter stays: %s", self._folder, first_line(error))
 
-    async def reload(self) -> bool:
-        """Load the drafter again, and let it take over if its weights differ; False if they do not differ.
-
-        Raises:
-            ValueError: the drafter is damaged, belongs to another target, or does not fit the engine's settings.
-            OSError: the folder is gone or cannot be read.
-        """
-        async with self._lock:
-            drafter = await self._load()
-            digest = await asyncio.to_thread(fingerprint_of_weights, drafter)
-            if digest == self.digest:
-                return False
+    async def _take_over(self) -> None:
+        """Load the drafter again, and let it take over if its weights differ."""
+        drafter = await self._load()
+        digest = await asyncio.to_thread(fingerprint_of_weights, drafter)
+        if digest != self.digest:
             await self._worker.replace_drafter(drafter)
             _log.info("drafter %s has taken over from %s", digest, self.digest)
             self.digest = digest
             self._metrics.drafter_swaps.inc()
             self._metrics.name_drafter(digest)
-            return True
 
     async def _load(self) -> RecurrentDrafter:
         """The drafter of one version of the folder."""

@@ -3,9 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
-from drafter.engine.loading import TargetConfig
 from drafter.engine.settings import EngineOptions
 from drafter.utils.options import Options
 from drafter.utils.traffic import MAX_MIB
@@ -81,15 +79,6 @@ class ServeOptions(Options, ListenOptions, LimitOptions, LearningOptions, Engine
         ValueError: a value out of range, or values that exclude each other.
     """
 
-    sections: ClassVar = {
-        "Who may call": ListenOptions,
-        "Limits": LimitOptions,
-        "Learning from traffic": LearningOptions,
-        "Where to run": TargetConfig,
-        "How to draft": EngineOptions,
-    }
-    common: ClassVar = ("target", "drafter", "host", "port", "max_num_seqs", "max_model_len", "api_key")
-    rare: ClassVar = ("compile", "revision", "trust_remote_code", "tree_policy", "num_speculative_tokens")
     enable_prefix_caching: bool | None = True
 
     def __post_init__(self) -> None:
