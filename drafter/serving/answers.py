@@ -326,15 +326,12 @@ class Choice:
             self._num_released = len(ends)
         return range(start, self._num_released)
 
-    def pieces(self, places: range) -> list[tuple[str, bool]]:
-        """Text of each token, and whether the token was drafted; a token within a character has no text."""
-        ends = self._text.ends
-        return [(self._shown[self.start_of(place) : ends[place]], self._is_drafted[place]) for place in places]
-
     def _details(self, places: range, tree: StepTree | None) -> dict[str, Any]:
         """The field ``details``, an extension of this server: the tokens, and which tokens were drafted."""
+        ends = self._text.ends
         details = {
-            "tokens": self.pieces(places),
+            # A token within a character has no text.
+            "tokens": [(self._shown[self.start_of(at) : ends[at]], self._is_drafted[at]) for at in places],
             "num_tokens": len(self.request.token_ids),
             "num_target_forwards": self.request.num_forwards,
         }

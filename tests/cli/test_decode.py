@@ -56,7 +56,7 @@ def test_decode_writes_answers(target: str, drafter: str, tmp_path: Path, capsys
         assert row["num_tokens"] == len(row["token_ids"]) == row["num_target_forwards"] <= 6
         assert row["tokens_per_step"] == 1.0 and row["finish_reason"] in ("stop", "length")
     table = capsys.readouterr().out.splitlines()
-    assert len(table) == 5 and table[-1].startswith("all") and all(line.endswith("yes") for line in table[2:])
+    assert len(table) == 5 and table[-1].startswith("| all") and all(line.endswith("yes |") for line in table[2:])
     record = json.loads((tmp_path / "new" / "drafted.run.json").read_text())
     engine = record["settings"]["engine"]
     tree = [engine[name] for name in ("method", "beam_width", "draft_length", "tree_size")]

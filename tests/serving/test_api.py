@@ -223,13 +223,6 @@ def test_refusals_name_the_field(idle: Live) -> None:
         assert caught.value.param == param and caught.value.type == "invalid_request_error"
 
 
-def test_fields_that_ask_for_nothing_are_accepted(idle: Live) -> None:
-    neutral = {"tools": [], "frequency_penalty": 0.0, "user": "me", "metadata": {"a": "b"}, "store": True}
-    neutral |= {"stop": None, "seed": None, "logprobs": None, "n": None, "stream": None}
-    answer = idle.client.chat.completions.create(**GREEDY, extra_body=neutral)
-    assert answer.choices[0].message.content == offline(MESSAGES).text
-
-
 def test_prompts_that_do_not_fit(idle: Live) -> None:
     client = idle.client
     for is_stream in (False, True):
