@@ -50,7 +50,7 @@ class Encoder:
         self._pipe: Connection | None = None
 
     async def start(self) -> None:
-        """Start the child; return when the child has the tokenizer (OSError or EOFError when it does not start)."""
+        """Start the child; return when the child has the tokenizer (OSError when the child does not start)."""
         async with self._lock:
             await asyncio.to_thread(self._start)
 
@@ -99,8 +99,9 @@ class Encoder:
                 return await asyncio.to_thread(exchange)
             except (OSError, EOFError):
                 await self.close()
-                is_late = self._process.exitcode == -signal.SIGALRM
-                return f"{self._program} took longer than {self._arguments[-1]:g} seconds" if is_late else None
+                if self._process is not None and self._process.exitcode == -signal.SIGALRM:
+                    return f"{self._program} took longer than {self._arguments[-1]:g} seconds with this text"
+                return None
 
     def _start(self) -> None:
         if self._process is not None and self._process.is_alive():
@@ -113,7 +114,10 @@ class Encoder:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._process = process
         end.close()
-        self._pipe.recv()
+        try:
+            self._pipe.recv()
+        except EOFError:
+            raise OSError("the tokenizer's process ended at its start") from None
 
 
 def _run_child(pipe: Connection, program: str, tokenizer: Any, name: str, escape: bool, seconds: float) -> None:
