@@ -32,7 +32,7 @@ from drafter.targets.masks import chunk_mask
 from drafter.targets.target import QUANTIZATIONS, Target
 from drafter.utils.io import append, replacing
 from drafter.utils.provenance import run_record
-from drafter.utils.tables import markdown_table
+from drafter.utils.tables import format_table
 
 # hidden, intermediate, layers, heads, key/value heads; the vocabulary is the default target's
 SHAPES = {"tiny": (256, 512, 2, 4, 2), "1b": (2048, 8192, 16, 32, 8), "3b": (3072, 8192, 28, 24, 8)}
@@ -192,7 +192,7 @@ def main() -> None:
     print(f"Milliseconds of one forward, {args.shape} with random weights, {cores} threads, {cpu}:\n")
     starts = "first / second process" if args.rounds > 1 else "first process"
     columns = [*(f"{size} tokens" for size in SIZES), f"peak GB, {starts}", f"load s, {starts}"]
-    print(markdown_table(["weights", *columns], rows))
+    print(format_table(["weights", *columns], rows))
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def test_reduced_quickstart(
     capsys.readouterr()
     assert main([*decode, "--max-new-tokens", "8", *drafted, "--compare"]) == 0
     table = capsys.readouterr().out.splitlines()
-    assert len(table) == 11 and all(line.endswith("yes") for line in table[2:])
+    assert len(table) == 11 and all(line.endswith("yes |") for line in table[2:])
 
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     example = readme.partition("```python\n")[2].partition("```")[0]

@@ -6,7 +6,7 @@ from statistics import median
 
 from drafter.bench.results import BenchRecord
 from drafter.bench.summary import Condition, Span, Summary, summarise
-from drafter.utils.tables import markdown_table
+from drafter.utils.tables import format_table
 
 _TITLE = "# Benchmark results\n"
 _PACKAGES = ("torch", "transformers", "xllamacpp", "llama-cpp-python", "openvino", "vllm")
@@ -84,7 +84,7 @@ def _main_table(condition: Condition, methods: Sequence[Summary]) -> str:
         del columns["engine"]
     if not any(summary.over_llama_cpp for summary in methods):
         del columns["over llama.cpp BF16"]
-    return markdown_table(list(columns), [[show(summary) for show in columns.values()] for summary in methods])
+    return format_table(list(columns), [[show(summary) for show in columns.values()] for summary in methods]) + "\n"
 
 
 def _category_table(methods: Sequence[Summary]) -> list[str]:
@@ -93,7 +93,7 @@ def _category_table(methods: Sequence[Summary]) -> list[str]:
     categories = _distinct(category for speedups in rows.values() for category in speedups)
     cells = [[label, *(_times(speedups.get(name)) for name in categories)] for label, speedups in rows.items()]
     title = "### Speedup over plain decoding by category, one prompt at a time\n"
-    return [title, markdown_table(["method", *categories], cells)] if rows else []
+    return [title, format_table(["method", *categories], cells) + "\n"] if rows else []
 
 
 def load_table(loads: Sequence[BenchRecord]) -> str:
@@ -113,7 +113,7 @@ def load_table(loads: Sequence[BenchRecord]) -> str:
         for _, key, factor, digits in figures:
             row += [f"{factor * load[key][share]:.{digits}f}" for share in ("median", "p95", "p99")]
         rows.append(row)
-    return markdown_table(columns, rows)
+    return format_table(columns, rows) + "\n"
 
 
 def _times_span(span: Span | None) -> str:

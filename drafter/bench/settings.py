@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from drafter.bench.methods import PEER_PACKAGES, MethodSpec, drafter_of, parse_methods
 from drafter.decoding.params import SamplingParams
@@ -47,8 +46,6 @@ class BenchOptions(Options, TargetConfig):
         ValueError: a value out of range, an unknown method, or a method without the model that it needs.
     """
 
-    sections: ClassVar = {"Where to run": TargetConfig}
-    common: ClassVar = ("target", "drafter", "prompts", "methods", "out", "report", "num_prompts", "batch_sizes")
     out: Path
     report: Path | None = None
     methods: tuple[str, ...] = comma_separated(("none", "drafter", "lookup", "hf-generate"))
@@ -138,7 +135,6 @@ class LoadOptions(Options):
         seed: seed of arrivals and sampling
     """
 
-    common: ClassVar = ("url", "prompts", "out", "concurrency", "rate", "num_requests", "max_new_tokens")
     url: str
     prompts: str = "evaluation"
     out: Path | None = None

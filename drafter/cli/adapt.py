@@ -1,8 +1,9 @@
 """`drafter adapt`: a drafter learns recorded traffic."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from drafter.utils.options import Options
 from drafter.utils.validate import within
@@ -36,7 +37,6 @@ class AdaptOptions(Options):
         trainer: a setting of Lightning's trainer, such as --trainer.accelerator gpu
     """
 
-    common: ClassVar = ("target", "drafter", "traffic", "out", "minutes", "general", "threads")
     target: str
     drafter: str
     traffic: Path
@@ -47,7 +47,7 @@ class AdaptOptions(Options):
     device: str = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
-    trainer: tuple[str, ...] = ()
+    trainer: dict[str, Any] = field(default_factory=dict)
 
     def load(self) -> "Target":
         """The target as decoding uses it."""
@@ -61,7 +61,10 @@ class AdaptOptions(Options):
     @property
     def train_words(self) -> list[str]:
         """The words of `drafter train` that these options stand for."""
-        words = [f"--trainer.{setting}" for setting in self.trainer]
+        settings = {
+            name: value if isinstance(value, str) else json.dumps(value) for name, value in self.trainer.items()
+        }
+        words = [f"--trainer.{name}={value}" for name, value in settings.items()]
         if self.revision is not None:
             words.append(f"--model.revision={self.revision}")
         return [*words, "--model.trust_remote_code=true"] if self.trust_remote_code else words

@@ -39,7 +39,6 @@ class ReportOptions(Options):
         out: folder for report.md and the pictures (PNG and SVG); the table is printed if no folder is given
     """
 
-    common: ClassVar = ("results", "out")
     positional: ClassVar = "results"
     results: tuple[Path, ...]
     out: Path | None = None

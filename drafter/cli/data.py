@@ -47,7 +47,6 @@ class InspectOptions(Options, RowOptions):
         trust_remote_code: run code of a hub model
     """
 
-    common: ClassVar = ("file", "target", "num_rows", "max_length")
     positional: ClassVar = "file"
     file: str
     target: str

@@ -5,10 +5,10 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.loading import LoadedModels, TargetConfig
+from drafter.engine.loading import LoadedModels
 from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
 from drafter.utils.io import check_output
 from drafter.utils.options import Options, part_of
@@ -62,19 +62,6 @@ class DecodeOptions(Options, PromptOptions, SamplingParams, EngineOptions, Outpu
         max_num_seqs: prompts that are answered at the same time
     """
 
-    sections: ClassVar = {
-        "What to answer": PromptOptions,
-        "How to sample": SamplingParams,
-        "Where to run": TargetConfig,
-        "How to draft": EngineOptions,
-        "Output": OutputOptions,
-    }
-    common: ClassVar = ("target", "drafter", "prompt", "prompts", "max_new_tokens", "temperature", "out", "compare")
-    rare: ClassVar = (
-        "stop_token_ids", "ignore_eos", "compile", "revision", "trust_remote_code", "tree_policy",
-        "num_speculative_tokens", "tuned", "max_model_len", "enable_prefix_caching", "prefill_chunk", "overwrite",
-        "device_map",
-    )  # fmt: skip
     max_num_seqs: int | None = 1
 
     def __post_init__(self) -> None:

@@ -4,12 +4,11 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from drafter.cli.data import RowOptions
 from drafter.distill.prompts import AnswerSettings
 from drafter.distill.ray_answers import ClusterOptions, RayAnswerer
-from drafter.engine.loading import TargetConfig
 from drafter.engine.settings import EngineOptions, resolve
 from drafter.utils.options import Options, part_of
 from drafter.utils.validate import within
@@ -63,23 +62,6 @@ class DistillOptions(Options, SourceOptions, AnswerSettings, EngineOptions, Serv
         max_num_seqs: prompts that are answered at the same time
     """
 
-    sections: ClassVar = {
-        "What to answer": SourceOptions,
-        "How to sample": AnswerSettings,
-        "Where to run": TargetConfig,
-        "How to draft": EngineOptions,
-        "Answers of a server": ServerOptions,
-        "Answers of a Ray cluster": ClusterOptions,
-    }
-    common: ClassVar = (
-        "target", "prompts", "num_prompts", "out", "max_new_tokens", "temperature", "drafter", "max_num_seqs",
-        "endpoint", "model",
-    )  # fmt: skip
-    rare: ClassVar = (
-        "min_p", "compile", "device_map", "revision", "trust_remote_code", "beam_width",
-        "draft_length", "tree_size", "tree_policy", "copying", "num_speculative_tokens", "tuned", "max_model_len",
-        "enable_prefix_caching", "prefill_chunk", "ray_workers", "ray_gpus", "ray_cpus",
-    )  # fmt: skip
     out: Path
     target: str | None = None  # type: ignore[assignment]
     max_num_seqs: int | None = 64

@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from drafter.bench.methods import drafter_of, parse_method
 from drafter.engine.loading import TargetConfig
@@ -38,8 +38,6 @@ class EvaluateOptions(Options, TargetConfig):
         out: results file (.json)
     """
 
-    sections: ClassVar = {"Where to run": TargetConfig}
-    common: ClassVar = ("target", "drafter", "method", "prompts", "url", "out", "num_prompts", "max_new_tokens")
     drafter: str | None = None
     method: str = "drafter"
     prompts: str = "evaluation"

@@ -30,7 +30,6 @@ class ExportOptions(Options):
         copying: with --format vllm: mix the drafts with copies from the text
     """
 
-    common: ClassVar = ("checkpoint", "out", "format", "dtype", "push_to_hub")
     positional: ClassVar = "checkpoint"
     checkpoint: Path
     out: Path

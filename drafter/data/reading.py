@@ -52,7 +52,7 @@ def fingerprint_of(name: str) -> str:
     """A hash of the rows of a file or hub data set; errors as of :func:`read_records`."""
     path = _file_of(name)
     if path is None:
-        with _reading(name):
+        with reading(name, is_hub=True):
             return str(_load(name, streaming=False)._fingerprint)
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -85,7 +85,7 @@ def _lines(name: str) -> Iterator[RawRow]:
 
 
 def _table_rows(name: str, streaming: bool) -> Iterator[RawRow]:
-    with _reading(name):
+    with reading(name, is_hub=_file_of(name) is None):
         for number, item in enumerate(_load(name, streaming=streaming), start=1):
             yield RawRow(_without_null(item), f"{name}, row {number}")
 
@@ -126,9 +126,8 @@ def _load(name: str, *, streaming: bool) -> Any:
 
 
 @contextlib.contextmanager
-def _reading(name: str) -> Iterator[None]:
+def reading(name: str, *, is_hub: bool) -> Iterator[None]:
     """Errors of `datasets`, pandas and Arrow within the block become one line that begins with ``name``."""
-    is_hub = _file_of(name) is None
     try:
         yield
     except StopIteration as error:  # of an empty JSON file

@@ -7,7 +7,6 @@ engine's thread; the answer's queue takes the entries to the event loop.
 
 import asyncio
 import copy
-import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -19,65 +18,31 @@ from drafter.engine.request import Request, RequestOptions
 from drafter.serving.protocol import ApiError, ChatRequest, CompletionRequest
 
 _LEAST_LOGPROB = -9999.0  # the API writes this number for minus infinity, which JSON lacks
-_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_WORD_START = "\u2581"  # SentencePiece writes a leading space as this character
-_REPLACEMENT = "\ufffd"
 
 
 class Model:
-    """What responses say of the model: its name, its fingerprint, and the bytes and printable names of token ids.
+    """What responses say of the model: its name, its fingerprint, and the texts of token ids.
 
-    The names are cached. Not thread-safe; owns a copy of the tokenizer.
+    The texts are cached. Not thread-safe; owns a copy of the tokenizer.
     """
 
     def __init__(self, name: str, fingerprint: str, tokenizer: Any) -> None:
         self.name = name
         self.fingerprint = fingerprint
         self._tokenizer = copy.deepcopy(tokenizer)
-        self._bytes: dict[int, bytes] = {}
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """The bytes that the token adds to a text; the bytes of some tokens are part of a character."""
-        found = self._bytes.get(token_id)
-        if found is None:
-            found = self._bytes[token_id] = self._find_bytes(token_id)
-        return found
+        self._first = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
+        self._names: dict[int, str] = {}
 
     def name_of(self, token_id: int) -> str:
-        """The token's text, or ``bytes:\\xe2\\x80``, as in the API, if the bytes are not whole characters."""
-        raw = self.bytes_of(token_id)
-        try:
-            return raw.decode("utf-8")
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-    def _find_bytes(self, token_id: int) -> bytes:
-        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
-        piece = self._tokenizer.convert_ids_to_tokens(token_id)
-        if not isinstance(piece, str):
-            return str(text).encode()  # an id past the tokenizer's last: the output matrix may be larger
-        single = _BYTE_PIECE.fullmatch(piece)
-        if single:
-            return bytes([int(single[1], 16)])
-        if all(char in _BYTE_OF for char in piece):
-            raw = bytes(_BYTE_OF[char] for char in piece)
-            # The tokenizer's own decoding shows whether the piece is written in the byte alphabet.
-            if raw.decode("utf-8", "replace") == text:
-                return raw
-        if _REPLACEMENT not in text and piece.startswith(_WORD_START) and not text.startswith(" "):
-            return (" " + text).encode()  # decoding a list strips the space of its first word
-        return str(text).encode()
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Characters of byte-level tokenizers, by byte: printable bytes as themselves, other bytes from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(0x100 + place): byte for place, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()
+        """The token's text within a text; U+FFFD stands for bytes that are part of a character."""
+        if token_id not in self._names:
+            # Behind another token, because many decoders strip the space of a first word.
+            first, both = (
+                self._tokenizer.decode(ids, skip_special_tokens=False)
+                for ids in (self._first, [*self._first, token_id])
+            )
+            self._names[token_id] = both[len(first) :]
+        return self._names[token_id]
 
 
 class Answer:
@@ -252,11 +217,8 @@ class ChatAnswer(Answer):
         return {"content": content, "refusal": None}
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": self.model.name_of(token_id),
-            "logprob": max(logprob, _LEAST_LOGPROB),
-            "bytes": list(self.model.bytes_of(token_id)),
-        }
+        name = self.model.name_of(token_id)
+        return {"token": name, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": list(name.encode())}
 
 
 class CompletionAnswer(Answer):
@@ -277,8 +239,9 @@ class CompletionAnswer(Answer):
         return {
             "tokens": [name_of(choice.request.token_ids[place]) for place in places],
             "token_logprobs": [max(item.logprob, _LEAST_LOGPROB) for item in found],
+            # The likelier of two tokens with one name counts.
             "top_logprobs": [
-                {name_of(token): max(value, _LEAST_LOGPROB) for token, value in item.top} for item in found
+                {name_of(token): max(value, _LEAST_LOGPROB) for token, value in reversed(item.top)} for item in found
             ],
             "text_offset": [choice.start_of(place) for place in places],
         }
@@ -363,15 +326,12 @@ class Choice:
             self._num_released = len(ends)
         return range(start, self._num_released)
 
-    def pieces(self, places: range) -> list[tuple[str, bool]]:
-        """Text of each token, and whether the token was drafted; a token within a character has no text."""
-        ends = self._text.ends
-        return [(self._shown[self.start_of(place) : ends[place]], self._is_drafted[place]) for place in places]
-
     def _details(self, places: range, tree: StepTree | None) -> dict[str, Any]:
         """The field ``details``, an extension of this server: the tokens, and which tokens were drafted."""
+        ends = self._text.ends
         details = {
-            "tokens": self.pieces(places),
+            # A token within a character has no text.
+            "tokens": [(self._shown[self.start_of(at) : ends[at]], self._is_drafted[at]) for at in places],
             "num_tokens": len(self.request.token_ids),
             "num_target_forwards": self.request.num_forwards,
         }

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from drafter.engine.engine import Engine
 from drafter.serving.metrics import Metrics
 from drafter.serving.options import ServeOptions
-from drafter.serving.protocol import ApiError, ChatRequest, CompletionRequest, error_of, server_error, timed_out
+from drafter.serving.protocol import ApiError, error_of, server_error, timed_out
 from drafter.serving.server import Server
 from drafter.serving.stream import CLOSED_BY_CLIENT, STATUS
 
@@ -86,13 +86,8 @@ def _add_error_handlers(app: FastAPI, request_timeout: float) -> None:
 def _add_endpoints(app: FastAPI, server: Server) -> None:
     page = (files("drafter.serving") / "page.html").read_text(encoding="utf-8")
 
-    @app.post("/v1/chat/completions", response_model=None)
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        return await server.chat(body, request)
-
-    @app.post("/v1/completions", response_model=None)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await server.complete(body, request)
+    app.post("/v1/chat/completions", response_model=None)(server.chat)
+    app.post("/v1/completions", response_model=None)(server.complete)
 
     @app.get("/v1/models")
     async def models() -> Mapping[str, Any]:
@@ -103,11 +98,6 @@ def _add_endpoints(app: FastAPI, server: Server) -> None:
         if name != server.model.name:
             raise ApiError(404, f"model {name!r} is not served here", param="model", code="model_not_found")
         return server.model_card
-
-    @app.post("/v1/drafter/reload")
-    async def reload_drafter() -> Mapping[str, Any]:
-        """Load the drafter's folder again, and let the drafter take over between two steps."""
-        return await server.reload_drafter()
 
     @app.get("/health")
     async def health() -> Response:

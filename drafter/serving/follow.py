@@ -7,7 +7,6 @@ from pathlib import Path
 
 from drafter.engine.loading import load_drafter
 from drafter.engine.tuned import fingerprint_of_weights
-from drafter.models.drafter import RecurrentDrafter
 from drafter.models.files import WEIGHTS
 from drafter.serving.metrics import Metrics
 from drafter.serving.worker import Worker
@@ -38,7 +37,6 @@ class Follower:
         self._folder = Path(name).expanduser()
         self._worker = worker
         self._metrics = metrics
-        self._lock = asyncio.Lock()
         self._seen = self._stamp()
         drafter = worker.engine.drafter
         assert drafter is not None
@@ -51,44 +49,24 @@ class Follower:
             raise ValueError(f"--follow watches a folder, and --drafter {self._name} is none")
         while True:
             await asyncio.sleep(_POLL_SECONDS)
-            if self._stamp() not in (None, self._seen):
+            stamp = self._stamp()
+            if stamp not in (None, self._seen):
+                self._seen = stamp  # before the load: a folder that is replaced within the load is loaded again
                 try:
-                    await self.reload()
+                    await self._take_over()
                 except Exception as error:  # whatever a damaged folder raises
                     _log.warning("%s was replaced, and the old drafter stays: %s", self._folder, first_line(error))
 
-    async def reload(self) -> bool:
-        """Load the drafter again, and let it take over if its weights differ; False if they do not differ.
-
-        Raises:
-            ValueError: the drafter is damaged, belongs to another target, or does not fit the engine's settings.
-            OSError: the folder is gone or cannot be read.
-        """
-        async with self._lock:
-            drafter = await self._load()
-            digest = await asyncio.to_thread(fingerprint_of_weights, drafter)
-            if digest == self.digest:
-                return False
+    async def _take_over(self) -> None:
+        """Load the drafter again, and let it take over if its weights differ."""
+        drafter = await asyncio.to_thread(load_drafter, self._name, self._worker.engine.target)
+        digest = await asyncio.to_thread(fingerprint_of_weights, drafter)
+        if digest != self.digest:
             await self._worker.replace_drafter(drafter)
             _log.info("drafter %s has taken over from %s", digest, self.digest)
             self.digest = digest
             self._metrics.drafter_swaps.inc()
             self._metrics.name_drafter(digest)
-            return True
-
-    async def _load(self) -> RecurrentDrafter:
-        """The drafter of one version of the folder."""
-        while True:
-            self._seen = self._stamp()
-            try:
-                drafter = await asyncio.to_thread(load_drafter, self._name, self._worker.engine.target)
-            except (OSError, ValueError):
-                if self._seen == self._stamp():
-                    raise
-            else:
-                if self._seen == self._stamp():
-                    return drafter
-            # The folder was replaced within the load: the files may come from two versions.
 
     def _stamp(self) -> _Stamp | None:
         """What tells one version of the folder from another; None while there is none."""

@@ -50,20 +50,14 @@ def bind(host: str, port: int) -> sockets.socket:
         OSError: the address is taken, or no address of this machine.
     """
     try:
-        family, kind, _, _, address = sockets.getaddrinfo(
-            host, port, type=sockets.SOCK_STREAM, flags=sockets.AI_PASSIVE
-        )[0]
-    except sockets.gaierror as error:
-        raise OSError(f"--host {host}: {error.strerror}") from error
-    socket = sockets.socket(family, kind)
-    try:
+        found = sockets.getaddrinfo(host, port, type=sockets.SOCK_STREAM, flags=sockets.AI_PASSIVE)
+        family, kind, _, _, address = found[0]
+        socket = sockets.socket(family, kind)
         socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
         socket.bind(address)
     except OSError as error:
-        socket.close()
-        raise OSError(
-            f"cannot listen on {host}, port {port}: {error.strerror}; give another --host or --port"
-        ) from error
+        message = f"cannot listen on {host}, port {port}: {error.strerror}; give another --host or --port"
+        raise OSError(message) from error
     return socket
 
 
@@ -102,18 +96,10 @@ async def _serve(
     def tell() -> None:
         (is_told_again if is_told.is_set() else is_told).set()
 
+    # The socket does not listen yet, so no client connects before the engine has generated a token.
+    await app_server.start()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, tell)
-    # The socket does not listen yet, so no client connects before the engine has generated a token.
-    starting = asyncio.create_task(app_server.start())
-    await _wait(starting, is_told)
-    has_failed = starting.done() and starting.exception() is not None
-    if has_failed or not starting.done():
-        starting.cancel()
-        await app_server.encoder.close()
-        if has_failed:
-            starting.result()  # raises
-        return 0  # no client waits for an answer yet
     _log.info("%s", notice)
     serving = asyncio.create_task(server.serve(sockets=[socket]))
     await _wait(serving, is_told, worker.ended)

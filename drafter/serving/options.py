@@ -3,9 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
-from drafter.engine.loading import TargetConfig
 from drafter.engine.settings import EngineOptions
 from drafter.utils.options import Options
 from drafter.utils.traffic import MAX_MIB
@@ -16,8 +14,11 @@ KEY_VARIABLE = "DRAFTER_API_KEY"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListenOptions:
-    """Who may call the server.
+class ServeOptions(Options, EngineOptions):
+    """Serve a target over HTTP as the OpenAI API does, with a page to try it.
+
+    Requests share the steps of one engine: requests join and leave between steps, and no answer depends on the other
+    requests. SIGTERM and Ctrl-C let running answers finish.
 
     Attributes:
         host: address to listen on; 127.0.0.1 is this machine only
@@ -26,6 +27,17 @@ class ListenOptions:
         api_key: key that clients must send (better: the variable DRAFTER_API_KEY, which no process list shows)
         cors_origin: web site whose pages may call the server, * for all
         escape_special_tokens: read special tokens in clients' texts as plain text, for a server of strangers
+        max_queue: answers that may wait for a row; further requests get status 429
+        request_timeout: seconds that a request may take
+        drain_seconds: seconds that running answers get when the server is told to stop
+        record: write the token ids of finished answers into this folder, for `drafter adapt` (default: off)
+        record_max_mib: limit of the folder in MiB; the oldest answers go
+        follow: when the drafter's folder is replaced, let the new drafter take over between two steps
+        max_model_len: tokens of a prompt and its answer together (default: the target's context, at most 4096)
+        enable_prefix_caching: copy the keys and values of a prefix that a prompt shares with an earlier one
+
+    Raises:
+        ValueError: a value out of range, or values that exclude each other.
     """
 
     host: str = "127.0.0.1"
@@ -34,62 +46,12 @@ class ListenOptions:
     api_key: tuple[str, ...] = ()
     cors_origin: tuple[str, ...] = ()
     escape_special_tokens: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class LimitOptions:
-    """How much the server takes on.
-
-    Attributes:
-        max_queue: answers that may wait for a row; further requests get status 429
-        request_timeout: seconds that a request may take
-        drain_seconds: seconds that running answers get when the server is told to stop
-    """
-
     max_queue: int = within(64, low=0, high=10**6)
     request_timeout: float = within(600.0, above=0.0)
     drain_seconds: float = within(30.0, low=0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LearningOptions:
-    """What the server gives to and takes from `drafter adapt`.
-
-    Attributes:
-        record: write the token ids of finished answers into this folder, for `drafter adapt` (default: off)
-        record_max_mib: limit of the folder in MiB; the oldest answers go
-        follow: when the drafter's folder is replaced, let the new drafter take over between two steps
-    """
-
     record: Path | None = None
     record_max_mib: int = within(MAX_MIB, low=1, high=2**24)
     follow: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeOptions(Options, ListenOptions, LimitOptions, LearningOptions, EngineOptions):
-    """Serve a target over HTTP as the OpenAI API does, with a page to try it.
-
-    Requests share the steps of one engine: requests join and leave between steps, and no answer depends on the other
-    requests. SIGTERM and Ctrl-C let running answers finish.
-
-    Attributes:
-        max_model_len: tokens of a prompt and its answer together (default: the target's context, at most 4096)
-        enable_prefix_caching: copy the keys and values of a prefix that a prompt shares with an earlier one
-
-    Raises:
-        ValueError: a value out of range, or values that exclude each other.
-    """
-
-    sections: ClassVar = {
-        "Who may call": ListenOptions,
-        "Limits": LimitOptions,
-        "Learning from traffic": LearningOptions,
-        "Where to run": TargetConfig,
-        "How to draft": EngineOptions,
-    }
-    common: ClassVar = ("target", "drafter", "host", "port", "max_num_seqs", "max_model_len", "api_key")
-    rare: ClassVar = ("compile", "revision", "trust_remote_code", "tree_policy", "num_speculative_tokens")
     enable_prefix_caching: bool | None = True
 
     def __post_init__(self) -> None:

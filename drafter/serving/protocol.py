@@ -1,81 +1,52 @@
 """Requests and errors of the OpenAI API, without torch.
 
-The server obeys the fields that the classes here declare. A field of ``REFUSED`` would change the answer in a way that
-the engine does not offer: the server refuses such a field by name, unless the field holds its neutral value. All other
-fields (``user``, ``metadata``, ``store``, ...) change no answer; the server ignores them, as the API does.
+The server obeys the fields that the classes here declare, and ignores the fields of ``_IGNORED``. Any other field may
+ask for an answer that the engine does not offer: the server refuses such a field by name, unless its value asks for
+nothing.
 """
 
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr, model_validator
 from pydantic_core import PydanticCustomError
 
 from drafter.decoding.params import SamplingParams
+from drafter.utils.io import printable
 from drafter.utils.validate import range_of
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256  # characters; the search for the start of a longer stop string would be slow
 MAX_TOP_LOGPROBS = 20
+TRY_LATER = {"Retry-After": "5"}  # seconds
 GREEDY_BELOW = 1e-5  # logits divided by a smaller temperature overflow
 
-# Field -> its neutral values; null is neutral for every field.
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
+# Fields that change no answer.
+_IGNORED = {
+    "user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "safety_identifier",
+    "prediction", "priority", "name", "annotations",
+}  # fmt: skip
+
+# Values that ask for nothing, beside null, false, 0 and what is empty.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "best_of": (1,),
     "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "no_repeat_ngram_size": (0,),
     "typical_p": (1,),
-    "tfs": (1,),
-    "top_a": (0,),
-    "xtc_probability": (0,),
-    "dry_multiplier": (0,),
-    "mirostat": (0,),
-    "spaces_between_special_tokens": (True,),
-    "use_beam_search": (False,),
-    "best_of": (1,),
-    "suffix": ("",),
-    "echo": (False,),
-    "prompt_logprobs": (),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "reasoning_effort": ("none",),
-    "thinking": (),
-    "moderation": (),
-    "verbosity": ("medium",),
-    "grammar": (),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "documents": ([],),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "add_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "min_tokens": (0,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "logits_processors": ([],),
     "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
+    "spaces_between_special_tokens": (True,),
+    "add_special_tokens": (True,),
+    "add_generation_prompt": (True,),
 }
 
-_REFUSED_MESSAGE_FIELDS: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "function_call": (), "audio": ()}
 
-
+@dataclass(eq=False)
 class ApiError(Exception):
     """An error response.
 
@@ -88,23 +59,16 @@ class ApiError(Exception):
         headers: HTTP headers of the response.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.kind = kind
-        self.param = param
-        self.code = code
-        self.headers = dict(headers or {})
+    status: int
+    message: str
+    _: KW_ONLY
+    kind: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def body(self) -> dict[str, Any]:
@@ -113,11 +77,6 @@ class ApiError(Exception):
         message = self.message.encode("utf-8", "replace").decode()
         param = None if self.param is None else self.param.encode("utf-8", "replace").decode()
         return {"error": {"message": message, "type": self.kind, "param": param, "code": self.code}}
-
-
-def try_later(seconds: int) -> dict[str, str]:
-    """The header that tells a client when to try again."""
-    return {"Retry-After": str(seconds)}
 
 
 def server_error(
@@ -132,20 +91,24 @@ def timed_out(seconds: float) -> ApiError:
     return server_error(504, f"the answer took longer than {seconds:g} seconds", code="timeout")
 
 
-def _same(given: Any, neutral: Any) -> bool:
-    """True if the values are equal and both or neither are booleans, because in Python 1 == True."""
-    return given == neutral and isinstance(given, bool) == isinstance(neutral, bool)
+class _Body(BaseModel):
+    """An object of which every field is obeyed, changes no answer, asks for nothing, or is refused by name."""
 
-
-def _refuse(data: Any, refused: Mapping[str, tuple[Any, ...]]) -> Any:
-    if isinstance(data, dict):
-        for name in refused.keys() & data.keys():
-            value = data[name]
-            if value is not None and not any(_same(value, neutral) for neutral in refused[name]):
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_fields(cls, data: Any) -> Any:
+        for name in data if isinstance(data, dict) else ():
+            if (
+                data[name]
+                and name not in cls.model_fields.keys() | _IGNORED
+                and data[name] not in _NEUTRAL.get(name, ())
+            ):
                 raise PydanticCustomError(
-                    "unsupported_parameter", "'{name}' is not supported by this server: leave it out", {"name": name}
+                    "unsupported_parameter",
+                    "'{name}' is not supported by this server: leave it out",
+                    {"name": printable(name, 100)},
                 )
-    return data
+        return data
 
 
 _Item = TypeVar("_Item")
@@ -160,16 +123,11 @@ class TextPart(BaseModel):
     text: _Text
 
 
-class Message(BaseModel):
+class Message(_Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: _Text | _Many[TextPart]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_fields(cls, data: Any) -> Any:
-        return _refuse(data, _REFUSED_MESSAGE_FIELDS)
 
     @property
     def plain(self) -> dict[str, str]:
@@ -199,10 +157,8 @@ _PromptId = Annotated[StrictInt, Field(ge=0)]
 _StopText = Annotated[StrictStr, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
-class Generation(BaseModel):
+class Generation(_Body):
     """The fields of both kinds of requests. As in the API, null means the default."""
-
-    model_config = ConfigDict(extra="ignore")
 
     model: StrictStr
     max_tokens: _Count | None = None
@@ -226,13 +182,6 @@ class Generation(BaseModel):
         default=None,
         description="report which tokens were drafted, and in a stream the tree of each step",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_fields(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("best_of") is not None and data.get("best_of") == data.get("n"):
-            data = {name: value for name, value in data.items() if name != "best_of"}
-        return _refuse(data, REFUSED)
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> "Generation":

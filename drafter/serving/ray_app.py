@@ -18,8 +18,6 @@ from drafter.utils.options import options_from
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-_CLUSTER_KEYS = ("host", "port")  # the cluster's proxies listen, not the replicas
-
 
 def read_args(args: Mapping[str, Any]) -> ServeOptions:
     """The ``args`` of an application: the keys of a `drafter serve` file.
@@ -27,18 +25,10 @@ def read_args(args: Mapping[str, Any]) -> ServeOptions:
     Raises:
         ValueError: an unknown key, a value of the wrong kind or out of range, or no target.
     """
-    for name in _CLUSTER_KEYS:
-        if name in args:
+    for name in ("host", "port"):
+        if name in args:  # the cluster's proxies listen, not the replicas
             raise ValueError(f"args: {name} is the cluster's: set {name} under http_options")
     return options_from(ServeOptions, args, "args")
-
-
-def build_replica(options: ServeOptions) -> "FastAPI":
-    """The application of one replica, with its own engine."""
-    from drafter.serving.app import create_app
-    from drafter.serving.listen import load_engine
-
-    return create_app(load_engine(options), options)
 
 
 def deployment_of(options: ServeOptions) -> Any:
@@ -46,7 +36,11 @@ def deployment_of(options: ServeOptions) -> Any:
     from ray import serve
 
     def build() -> "FastAPI":
-        return build_replica(options)
+        """The application of one replica, with its own engine."""
+        from drafter.serving.app import create_app
+        from drafter.serving.listen import load_engine
+
+        return create_app(load_engine(options), options)
 
     @serve.ingress(build)
     class Drafter:

@@ -1,12 +1,11 @@
 """Server: makes answers for the engine from the API's requests, and sends them."""
 
 import asyncio
-import contextlib
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncGenerator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -21,11 +20,9 @@ from drafter.serving.metrics import Metrics
 from drafter.serving.options import ServeOptions
 from drafter.serving.protocol import GREEDY_BELOW, ApiError, ChatRequest, CompletionRequest, Generation, timed_out
 from drafter.serving.record import TrafficLog
-from drafter.serving.stream import CLOSED_BY_CLIENT, EventStream, is_attended
+from drafter.serving.stream import CLOSED_BY_CLIENT, EventStream, unless_client_leaves
 from drafter.serving.worker import Worker
-from drafter.utils.io import first_line
 
-_KEEP_ALIVE_SECONDS = 15.0
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, so that the seeds of all choices of one request differ
 
 
@@ -90,17 +87,6 @@ class Server:
         if self._traffic is not None:
             await asyncio.to_thread(self._traffic.close)
 
-    async def reload_drafter(self) -> dict[str, Any]:
-        """Load the drafter's folder again; the response of ``/v1/drafter/reload``."""
-        if self.follower is None:
-            raise ApiError(400, "this server drafts without a drafter's folder: there is nothing to reload")
-        try:
-            is_replaced = await self.follower.reload()
-        except (OSError, ValueError) as error:
-            message = f"the old drafter stays: {first_line(error)}"
-            raise ApiError(409, message, code="drafter_refused") from error
-        return {"drafter": self.follower.digest, "replaced": is_replaced}
-
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer a conversation (TimeoutError after the request's time)."""
         async with asyncio.timeout(self._seconds) as limit:
@@ -140,24 +126,18 @@ class Server:
         return [replace(first, seed=_seed(body, choice)) for _ in range(num_prompts) for choice in range(body.n or 1)]
 
     async def _respond(self, answer: Answer, request: Request, limit: asyncio.Timeout) -> Response:
+        abandon, is_streaming = partial(self.worker.abandon, answer), False
         self.worker.submit(answer)
-        with contextlib.ExitStack() as on_exit:
-            on_exit.callback(self.worker.abandon, answer)
+        try:
             if answer.body.stream:
                 await answer.accepted()
-                on_exit.pop_all()  # the end of the stream frees the rows
-                return EventStream(self._chunks(answer), limit.when() or 0.0, timed_out(self._seconds))
-            work = asyncio.create_task(answer.whole())
-            on_exit.callback(work.cancel)
-            is_done = await is_attended(work, request.receive)
-            return JSONResponse(work.result()) if is_done else Response(status_code=CLOSED_BY_CLIENT)
-
-    async def _chunks(self, answer: Answer) -> AsyncGenerator[dict[str, Any] | None, None]:
-        try:
-            async for chunk in answer.chunks(_KEEP_ALIVE_SECONDS):
-                yield chunk
+                is_streaming = True  # the end of the stream frees the rows
+                return EventStream(answer.chunks, limit.when() or 0.0, timed_out(self._seconds), abandon)
+            whole = await unless_client_leaves(answer.whole(), request.receive)
+            return Response(status_code=CLOSED_BY_CLIENT) if whole is None else JSONResponse(whole)
         finally:
-            self.worker.abandon(answer)
+            if not is_streaming:
+                abandon()
 
 
 def _seed(body: Generation, choice: int) -> int:

@@ -7,12 +7,11 @@ engine's thread posts all entries of a step in one callback.
 import asyncio
 import gc
 import logging
-import math
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Literal
 
@@ -25,14 +24,13 @@ from drafter.engine.request import Request
 from drafter.models.drafter import RecurrentDrafter
 from drafter.serving.answers import Answer, Choice
 from drafter.serving.metrics import Metrics
-from drafter.serving.protocol import ApiError, server_error, try_later
+from drafter.serving.protocol import TRY_LATER, ApiError, server_error
 from drafter.serving.record import TrafficLog
 from drafter.utils.io import first_line
 
 State = Literal["starting", "ready", "draining", "dead"]
 
 _log = logging.getLogger("drafter.serving")
-_LONGEST_RETRY = 600  # largest number of seconds in a Retry-After header
 _WARM_UP = SamplingParams(max_new_tokens=4, ignore_eos=True)
 _WARM_UP_PROMPT = 40  # tokens: more than a step has, so that the program for prompts runs as well
 
@@ -60,10 +58,8 @@ class Worker:
         self._traffic = traffic
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._answers: set[Answer] = set()  # answers with open texts; event loop only
-        self._swaps: set[asyncio.Future[None]] = set()  # event loop only
         self._choices: dict[int, Choice] = {}  # by request id; engine's thread only
         self._stop_error: ApiError | None = None  # engine's thread only
-        self._durations: deque[float] = deque(maxlen=32)  # seconds of the last texts
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._is_warm = asyncio.Event()
@@ -107,14 +103,13 @@ class Worker:
         """
         if self.state in ("draining", "dead"):
             what = "is shutting down" if self.state == "draining" else "has lost its engine"
-            raise server_error(503, f"the server {what}: try again later", headers=try_later(5))
+            raise server_error(503, f"the server {what}: try again later", headers=TRY_LATER)
         if num_texts > self.capacity:
             message = f"{num_texts} answers were asked for at once, this server takes {self.capacity}"
             raise ApiError(400, message, param="n")
         if self.num_open + num_texts > self.capacity:
-            wait = self._seconds_to_wait(num_texts)
             message = "all rows are busy and the queue is full: try again later"
-            raise ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=try_later(wait))
+            raise ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=TRY_LATER)
 
     def abandon(self, answer: Answer) -> None:
         """Free the rows of an answer whose client has left. A finished answer needs no change."""
@@ -126,15 +121,11 @@ class Worker:
         """Draft with another drafter from the next step on; running answers go on with the same tokens.
 
         Raises:
-            ValueError: the drafter does not fit, or the thread has ended. The old drafter stays.
+            ValueError: the drafter does not fit, and the old drafter stays.
         """
-        assert self._loop is not None
-        done: asyncio.Future[None] = self._loop.create_future()
+        done: Future[None] = Future()
         self._commands.put(partial(self._replace_drafter, drafter, done))
-        if self.ended.is_set():
-            raise ValueError("the engine has ended")
-        self._swaps.add(done)
-        await done
+        await asyncio.wrap_future(done)
 
     def drain(self) -> None:
         """Refuse new answers; open answers go on."""
@@ -148,12 +139,6 @@ class Worker:
         error = server_error(503, "the server was shut down before the answer was finished")
         self._commands.put(partial(setattr, self, "_stop_error", error))
         await asyncio.to_thread(self._thread.join)
-
-    def _seconds_to_wait(self, num_texts: int) -> int:
-        """Estimated seconds until further texts get rows, from the durations of the last texts."""
-        mean = sum(self._durations) / len(self._durations) if self._durations else 1.0
-        num_rounds = (self.num_open + num_texts) / self.engine.plan.max_num_seqs - 1.0
-        return max(1, min(_LONGEST_RETRY, math.ceil(mean * num_rounds)))
 
     def _deliver(self, entries: list[tuple[Answer, dict[str, Any]]]) -> None:
         for answer, entry in entries:
@@ -170,14 +155,7 @@ class Worker:
     def _end(self, error: ApiError) -> None:
         """Fail all open answers. The thread has set the state before this callback, so no answer can follow."""
         self._fail(set(self._answers), error)
-        for done in set(self._swaps):
-            self._settle(done, ValueError("the engine has ended"))
         self.ended.set()
-
-    def _settle(self, done: "asyncio.Future[None]", error: ValueError | None = None) -> None:
-        self._swaps.discard(done)
-        if not done.done():
-            done.set_result(None) if error is None else done.set_exception(error)
 
     # -- on the engine's thread ------------------------------------------------------------------------------------
 
@@ -241,15 +219,18 @@ class Worker:
             self._choices[request.request_id] = Choice(answer, index, request)
         self._post(answer.accept, requests)
 
-    def _replace_drafter(self, drafter: RecurrentDrafter, done: "asyncio.Future[None]") -> None:
+    def _replace_drafter(self, drafter: RecurrentDrafter, done: "Future[None]") -> None:
+        if not done.set_running_or_notify_cancel():
+            return
         try:
             self.engine.replace_drafter(drafter)
         except Exception as error:
             # Whatever the drafter raises in its first steps: the engine still has the old one.
-            refusal = error if isinstance(error, ValueError) else ValueError(f"its first step failed: {error}")
-            self._post(self._settle, done, refusal)
+            done.set_exception(
+                error if isinstance(error, ValueError) else ValueError(f"its first step failed: {error}")
+            )
         else:
-            self._post(self._settle, done)
+            done.set_result(None)
 
     def _drop(self, answers: set[Answer]) -> None:
         for request_id in [key for key, choice in self._choices.items() if choice.answer in answers]:
@@ -292,7 +273,7 @@ class Worker:
         if is_memory:
             _log.warning("out of memory with %d rows; going on with %d", num_running, keep, exc_info=error)
             message = "the server ran out of memory: try again later"
-            failure = server_error(503, message, code="out_of_memory", headers=try_later(5))
+            failure = server_error(503, message, code="out_of_memory", headers=TRY_LATER)
         else:
             _log.error("a step with %d rows failed", num_running, exc_info=error)
             failure = server_error(500, "an internal error ended this answer")
@@ -334,7 +315,6 @@ class Worker:
         if request.finish_reason is not None:
             metrics.answers.labels(request.finish_reason).inc()
             metrics.answer_seconds.observe(now - arrived)
-            self._durations.append(request.seconds)
             num_further = len(request.token_ids) - num_tokens
             if request.first_token is not None and num_further > 0:
                 metrics.token_seconds.observe((now - request.first_token) / num_further)

@@ -104,12 +104,3 @@ def escaped(tokenizer: Any, text: str) -> str:
     if special.keys() & set(tokenizer(text, add_special_tokens=False)["input_ids"]):
         raise ValueError("the text holds a special token of the model, which this server does not take from clients")
     return text
-
-
-def load_saved_tokenizer(folder: str, *, trust_remote_code: bool) -> Any:
-    """The tokenizer that ``save_pretrained`` wrote into a folder, without notices of the library."""
-    from transformers import AutoTokenizer
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)

@@ -120,11 +120,10 @@ def write_atomic(path: Path, text: str, *, follows_links: bool = True) -> None:
 def append(path: Path, text: str) -> None:
     """Add text to the end of a file, complete on disk before this returns, or send the text to a pipe or device."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = text.encode()
     try:
-        with path.open("ab", buffering=0) as stream:
-            while data:
-                data = data[stream.write(data) :]
+        with path.open("ab") as stream:
+            stream.write(text.encode())
+            stream.flush()
             if not is_stream(path):
                 os.fsync(stream.fileno())
     except OSError as error:

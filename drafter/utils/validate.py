@@ -2,13 +2,12 @@
 
 @dataclass(frozen=True)
 class Toy:
-    rows: int = within(8, low=1, high=64)               # the help shows "1 to 64"
+    rows: int = within(8, low=1, high=64)               # the help shows "from 1 to 64"
 
     def __post_init__(self) -> None:
-        check_ranges(self)                              # --rows is 0 but must be from 1 to 64
+        check_ranges(self)                              # --rows is 0 but must be an integer from 1 to 64
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import field, fields
 from typing import Any, NamedTuple
@@ -17,28 +16,26 @@ MOST = 10**9  # of a value that has no limit of its own: no count, size or time 
 
 
 class Range(NamedTuple):
-    """The permitted values of a field. An integer ``low`` permits integers alone."""
+    """The permitted values of a field: from ``low``, or above ``above``. An integer ``low`` permits integers alone."""
 
     low: float | None = None
     above: float | None = None
     high: float = MOST
     mend: str = ""
 
+    def holds(self, number: float) -> bool:
+        """Whether the range holds the number; NaN is in no range."""
+        return number <= self.high and (number > self.above if self.above is not None else number >= (self.low or 0))
+
     def __str__(self) -> str:
-        if self == SEEDS:
-            return self.mend  # shorter than the numbers
-        start = f"at least {self.low:.10g}" if self.low is not None else f"above {self.above:.10g}"
-        if self.high == MOST:
-            return start
-        return f"{self.low:.10g} to {self.high:.10g}" if self.low is not None else f"{start}, at most {self.high:.10g}"
-
-
-SEEDS = Range(low=-(2**63), high=2**64 - 1, mend="any 64-bit integer")
+        return (
+            f"from {self.low} to {self.high}" if self.above is None else f"above {self.above} and at most {self.high}"
+        )
 
 
 def seed_field() -> Any:
-    """A dataclass field for a seed; the default is 0."""
-    return field(default=0, metadata={"range": SEEDS})
+    """A dataclass field for a seed, any 64-bit integer, signed or not; the default is 0."""
+    return within(0, low=-(2**63), high=2**64 - 1)
 
 
 def within(
@@ -85,17 +82,9 @@ def require(flag: str, value: object, span: Range) -> None:
 
 def _check(name: str, value: object, span: Range) -> None:
     kind = int if isinstance(span.low, int) else int | float
-    if isinstance(value, kind) and not isinstance(value, bool) and (isinstance(value, int) or math.isfinite(value)):
-        is_low = (span.low is not None and value < span.low) or (span.above is not None and value <= span.above)
-        if not is_low and value <= span.high:
-            return
-    is_open = span.high == MOST and not (isinstance(value, kind) and value > MOST)
-    if kind is int:
-        wanted = f"an integer of at least {span.low}" if is_open else f"an integer from {span.low} to {span.high}"
-    else:
-        wanted = f"at least {span.low:g}" if span.low is not None else f"above {span.above:g}"
-        wanted += "" if is_open else f" and at most {span.high:g}"
-    raise ValueError(f"{name} is {value!r} but must be {wanted}" + (f" ({span.mend})" if span.mend else ""))
+    if isinstance(value, bool) or not isinstance(value, kind) or not span.holds(value):
+        mend = f" ({span.mend})" if span.mend else ""
+        raise ValueError(f"{name} is {value!r} but must be {'an integer ' if kind is int else ''}{span}{mend}")
 
 
 def require_choice(name: str, value: object, choices: Sequence[str]) -> None:

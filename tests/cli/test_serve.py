@@ -50,7 +50,7 @@ def test_taken_port_is_told_before_anything_is_loaded(capsys: pytest.CaptureFixt
         assert main(["serve", "--target", "no-such-target", "--port", str(port)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("drafter: error: cannot listen on 127.0.0.1") and "--port" in error
-    with pytest.raises(OSError, match="--host no.such.host.invalid"):
+    with pytest.raises(OSError, match="cannot listen on no.such.host.invalid"):
         bind("no.such.host.invalid", 0)
 
 

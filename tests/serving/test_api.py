@@ -7,6 +7,7 @@ import openai
 import pytest
 import torch
 
+from tests.data.tiny import END
 from tests.serving.live import MODEL, Live, offline
 from tests.serving.tiny import tiny_target
 
@@ -157,7 +158,8 @@ def test_chat_logprobs(idle: Live, is_stream: bool) -> None:
         choice = client.chat.completions.create(**fields, extra_body=extra).choices[0]
         content, text = choice.logprobs.content, choice.message.content
     wanted = offline(MESSAGES, temperature=0.7, seed=4, ignore_eos=True)
-    assert b"".join(bytes(item.bytes) for item in content).decode("utf-8", "replace") == text or "<" in text
+    assert all(bytes(item.bytes).decode() == item.token for item in content)
+    assert "\ufffd" in text or "".join(item.token for item in content).replace(END, "") == text
     assert len(content) == len(wanted.token_ids) == 24
     with torch.no_grad():
         logits_TV = tiny_target().model(torch.tensor([[*wanted.prompt_ids, *wanted.token_ids]])).logits[0]
@@ -175,7 +177,7 @@ def test_completion_logprobs(idle: Live) -> None:
     assert logprobs is not None
     assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset) == 12
     for token, value, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
-        assert len(top) == 3 and max(top.values()) == value == top[token], "greedy takes the likeliest"
+        assert len(top) <= 3 and max(top.values()) == value == top[token], "greedy takes the likeliest"
     assert logprobs.text_offset[0] == 0 and logprobs.text_offset == sorted(logprobs.text_offset)
 
 
@@ -219,13 +221,6 @@ def test_refusals_name_the_field(idle: Live) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             idle.client.chat.completions.create(**(GREEDY | fields))
         assert caught.value.param == param and caught.value.type == "invalid_request_error"
-
-
-def test_fields_that_ask_for_nothing_are_accepted(idle: Live) -> None:
-    neutral = {"tools": [], "frequency_penalty": 0.0, "user": "me", "metadata": {"a": "b"}, "store": True}
-    neutral |= {"stop": None, "seed": None, "logprobs": None, "n": None, "stream": None, "some_new_field": 1}
-    answer = idle.client.chat.completions.create(**GREEDY, extra_body=neutral)
-    assert answer.choices[0].message.content == offline(MESSAGES).text
 
 
 def test_prompts_that_do_not_fit(idle: Live) -> None:

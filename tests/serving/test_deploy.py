@@ -5,10 +5,8 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
-
-from drafter.serving.options import KEY_VARIABLE, ServeOptions
-from drafter.utils.options import flags_of, read_options
+from drafter.serving.options import ServeOptions
+from drafter.utils.options import read_options
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = (ROOT / "scripts/deploy/Dockerfile").read_text()
@@ -40,15 +38,3 @@ def test_unit_waits_longer_than_the_server_drains() -> None:
     options = parse(shlex.split(found[1]))
     stop = re.search(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)
     assert stop and int(stop[1]) > options.drain_seconds
-
-
-@pytest.mark.parametrize("text", [DOCKERFILE, UNIT, (ROOT / "docs/serving.md").read_text()])
-def test_every_command_and_flag_that_is_named_exists(text: str) -> None:
-    assert KEY_VARIABLE in text
-    flags = set(flags_of(ServeOptions))
-    foreign = {"--build-arg", "--gpus", "--rm", "--time", "--start-period", "--timeout", "--no-cache-dir", "--from"}
-    foreign |= {"--uid", "--create-home", "--system", "--home-dir", "--now", "--config", "--out", "--url", "--help"}
-    foreign |= {"--batch-sizes", "--print-config", "--print_config"}  # of drafter tune, and of every command
-    foreign |= {"--prompts", "--num-prompts", "--concurrency"}  # of drafter evaluate
-    foreign |= {"--per-request-spec-decode-metrics"}  # of vLLM
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", text)) <= flags | foreign

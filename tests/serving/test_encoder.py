@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from drafter.serving import encoder as module
 from drafter.serving.encoder import Encoder
 from drafter.serving.protocol import ApiError
 from drafter.targets.chat import encode_chat, encode_text, escaped
@@ -53,9 +52,7 @@ def test_the_child_gives_the_tokens_of_this_process() -> None:
     run(test)
 
 
-def test_hostile_templates_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_SECONDS", 1.0)
-
+def test_hostile_templates_fail_alone() -> None:
     async def test(encoder: Encoder) -> None:
         assert await encoder.chat(turns("fine"))
         for word, fragment in (
@@ -72,10 +69,10 @@ def test_hostile_templates_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         waiting = asyncio.create_task(encoder.chat(turns("next")))
         with pytest.raises(ApiError, match="took longer than") as found:
             await hanging
-        assert found.value.status == 400 and found.value.code == "template_failed"
+        assert found.value.status == 400
         assert await waiting == encode_chat(tiny_tokenizer(HOSTILE), turns("next"), "tiny")
 
-    run(test)
+    run(test, seconds=1.0)
 
 
 def test_a_client_that_leaves_does_not_leave_its_tokens_to_the_next() -> None:
@@ -90,11 +87,11 @@ def test_a_client_that_leaves_does_not_leave_its_tokens_to_the_next() -> None:
 
 def test_a_killed_child_is_replaced() -> None:
     async def test(encoder: Encoder) -> None:
-        await encoder.prompt("a")
-        assert encoder._process is not None
-        os.killpg(encoder._process.pid, signal.SIGKILL)
+        hanging = asyncio.create_task(encoder.chat(turns("hang")))
+        await asyncio.sleep(0.2)
+        os.kill(encoder._process.pid, signal.SIGKILL)
         with pytest.raises(ApiError) as found:
-            await encoder.prompt("lost")
+            await hanging
         assert found.value.status == 503
         assert await encoder.prompt("b") == encode_text(tiny_tokenizer(), "b")
 

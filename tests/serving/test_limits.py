@@ -118,10 +118,6 @@ def test_full_queue(strict: Live) -> None:
         client.chat.completions.create(**_openai(BODY))
     assert int(caught.value.response.headers["retry-after"]) >= 1
     assert caught.value.code == "queue_full"
-    worker = strict.server.worker
-    worker._durations.extend([2.0] * 32)
-    waits = [worker._seconds_to_wait(number) for number in (1, 20, 10**6)]
-    assert waits == sorted(set(waits)) and waits[-1] == 600, "many rounds of answers are in front"
     for stream in streams:
         stream.close()
     strict.wait_until_idle()
@@ -248,11 +244,6 @@ def test_two_ends_of_a_body_are_refused_and_the_connection_is_closed(live: Live)
         )
         assert answer.startswith(b"HTTP/1.1 400") and b"Transfer-Encoding: send one" in answer
         assert answer.count(b"HTTP/1.1") == 1 and b"connection: close" in answer.lower()
-
-
-def test_bytes_that_are_no_http_are_refused(live: Live) -> None:
-    for data in (b"\x16\x03\x01\x02\x00\x01\x00", b"GET /\r\n\r\n", b"\0" * 100 + b"\r\n\r\n"):
-        assert raw(live, data + b"\r\n\r\n").startswith(b"HTTP/1.1 400")
 
 
 def test_slow_headers_end_the_connection(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

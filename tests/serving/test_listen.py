@@ -22,10 +22,10 @@ from tests.serving.tiny import tiny_engine
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "ignore_eos": True, "stream": True}
 
 
-def serve(engine: Engine, client: Callable[[str], None], **options: Any) -> int:
+def serve(engine: Engine, client: Callable[[str], None], host: str = "127.0.0.1", **options: Any) -> int:
     """Serve on this thread while a client acts on another; the exit code."""
     failures: list[BaseException] = []
-    socket = bind("127.0.0.1", 0)
+    socket = bind(host, 0)
     url = f"http://127.0.0.1:{socket.getsockname()[1]}"
 
     def act() -> None:
@@ -109,11 +109,8 @@ def test_a_server_without_its_engine_ends_with_code_one() -> None:
 
 
 def test_reachable_without_a_key_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    socket = bind("0.0.0.0", 0)
-    timer = threading.Timer(0.5, terminate)  # perhaps before the server is ready: code 0 as well
-    timer.start()
-    with socket, caplog.at_level("INFO", "drafter.serving"):
-        assert listen(socket, tiny_engine(), ServeOptions(target=MODEL)) == 0
+    with caplog.at_level("INFO", "drafter.serving"):
+        assert serve(tiny_engine(), lambda _: terminate(), host="0.0.0.0") == 0
     assert "every client that reaches 0.0.0.0" in caplog.text
 
 

@@ -1,19 +1,14 @@
 """The page at ``/``: self-contained, and alive in a browser."""
 
 import re
-from collections.abc import Iterator
 from importlib.resources import files
 
 import pytest
 
-from tests.serving.browser import Browser, browser, is_installed
+from tests.serving.browser import browser, is_installed
 from tests.serving.live import MODEL, Live, live_server, offline
 from tests.serving.tiny import tiny_engine
 from tests.sizes import IS_FULL
-
-needs_browser = pytest.mark.skipif(
-    not (IS_FULL and is_installed()), reason="needs DRAFTER_FULL_TESTS=1, chromium and chromedriver"
-)
 
 
 def test_page_loads_nothing_from_elsewhere(idle: Live) -> None:
@@ -51,61 +46,36 @@ def test_a_name_with_markup_stays_in_json() -> None:
         assert http.get("/v1/models").json()["data"][0]["id"] == name
 
 
-@pytest.fixture(scope="module")
-def window() -> Iterator[Browser]:
-    with browser() as found:
-        yield found
+@pytest.mark.skipif(not (IS_FULL and is_installed()), reason="needs DRAFTER_FULL_TESTS=1, chromium and chromedriver")
+def test_a_chat_in_the_browser(live: Live) -> None:
+    def ask(text: str) -> None:
+        window.run("document.getElementById('max-tokens').value = 24")
+        window.type("#input", text)
+        window.click("#send")
 
-
-def ask(window: Browser, text: str, max_tokens: int = 24) -> None:
-    window.run("document.getElementById('max-tokens').value = arguments[0]", max_tokens)
-    window.type("#input", text)
-    window.click("#send")
-
-
-@needs_browser
-def test_a_chat_in_the_browser(live: Live, window: Browser) -> None:
-    window.open(live.url)
-    window.wait(f"document.getElementById('model').textContent === '{MODEL}'")
-    assert window.count(".tries button") == 3
-    ask(window, "Name a colour.")
-    window.wait("document.querySelector('.again')")
-    wanted = offline([{"role": "user", "content": "Name a colour."}])
-    assert window.text(".answer .text") == wanted.text
-    assert window.count(".answer .text .d") > 0 < window.count(".answer .text .o")
-    assert "24 tokens" in window.text(".facts") and "drafter on" in window.text(".facts")
-    assert float(window.text("#per-step")) > 1
-    assert window.count("#tree .root") == 1 and window.count("#tree g") == 97
-    window.click(".again")
-    window.wait("document.querySelectorAll('.facts .tag').length === 3")
-    assert "the same text" in window.text("#log")
-    assert window.run("return document.getElementById('drafter').checked") is False
-    assert float(window.text("#per-step")) == 1 and window.count("#tree g") == 2
-    window.run("document.getElementById('drafter').click()")
-    ask(window, "And another one.")
-    window.wait("document.querySelectorAll('.answer:not(.live)').length === 3")
-    turns = [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": wanted.text}]
-    again = offline([*turns, {"role": "user", "content": "And another one."}])
-    assert window.run("return [...document.querySelectorAll('.answer .text')].at(-1).textContent") == again.text
-    window.click("#new")
-    window.wait("document.querySelector('.hello')")
-    live.wait_until_idle()
-
-
-@needs_browser
-def test_page_of_a_server_that_wants_a_key_and_has_no_drafter(window: Browser) -> None:
-    engine = tiny_engine(method="none", tree_size=1)
-    with live_server(engine, api_key=("open-sesame",)) as server:
-        window.open(server.url)
-        window.wait("document.getElementById('model').textContent.includes('API key')")
-        ask(window, "hello", 4)
-        window.wait("document.querySelector('.error')")
-        assert "API key" in window.text(".error")
-        window.click("#open-settings")
-        window.type("#key", "open-sesame")
-        window.click("#settings .row button")
+    with browser() as window:
+        window.open(live.url)
         window.wait(f"document.getElementById('model').textContent === '{MODEL}'")
-        assert window.run("return document.getElementById('drafter').disabled") is True
-        ask(window, "hello", 4)
-        window.wait("document.querySelector('.facts b')")
-        assert window.count(".answer .text .d") == 0
+        assert window.count(".tries button") == 3
+        ask("Name a colour.")
+        window.wait("document.querySelector('.again')")
+        wanted = offline([{"role": "user", "content": "Name a colour."}])
+        assert window.text(".answer .text") == wanted.text
+        assert window.count(".answer .text .d") > 0 < window.count(".answer .text .o")
+        assert "24 tokens" in window.text(".facts") and "drafter on" in window.text(".facts")
+        assert float(window.text("#per-step")) > 1
+        assert window.count("#tree .root") == 1 and window.count("#tree g") == 97
+        window.click(".again")
+        window.wait("document.querySelectorAll('.facts .tag').length === 3")
+        assert "the same text" in window.text("#log")
+        assert window.run("return document.getElementById('drafter').checked") is False
+        assert float(window.text("#per-step")) == 1 and window.count("#tree g") == 2
+        window.run("document.getElementById('drafter').click()")
+        ask("And another one.")
+        window.wait("document.querySelectorAll('.answer:not(.live)').length === 3")
+        turns = [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": wanted.text}]
+        again = offline([*turns, {"role": "user", "content": "And another one."}])
+        assert window.run("return [...document.querySelectorAll('.answer .text')].at(-1).textContent") == again.text
+        window.click("#new")
+        window.wait("document.querySelector('.hello')")
+        live.wait_until_idle()

@@ -57,7 +57,7 @@ def words(place: Path, out: Path, *more: str) -> list[str]:
 
 def test_settings_of_the_trainer_are_spelled_as_in_train() -> None:
     needed = ["--target", "t", "--drafter", "d", "--traffic", "r", "--out", "o"]
-    for given in (["--trainer.max_epochs", "3"], ["--trainer.max_epochs=3"], ["--trainer", "max_epochs=3"]):
+    for given in (["--trainer.max_epochs", "3"], ["--trainer.max_epochs=3"]):
         options = read_options(AdaptOptions, [*needed, *given, "--trainer.accelerator", "cpu"])
         assert options is not None
         assert options.train_words == ["--trainer.max_epochs=3", "--trainer.accelerator=cpu"]

@@ -68,18 +68,17 @@ def test_what_stands_at_the_place(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(new))
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_a_swap_that_fails_between_its_renames_keeps_a_whole_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = tmp_path / "drafter"
     write_folder(place, "old")
 
     def interrupted(self: Path, target: Path) -> None:
-        raise error
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(Path, "replace", interrupted)
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         write_folder(place, "new")
     assert content(place) == {"new"} and not hidden(tmp_path)
 

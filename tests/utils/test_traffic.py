@@ -75,12 +75,6 @@ def test_a_full_disk_ends_the_recording_with_one_line(
     assert len(rows_of(tmp_path)) == 1, "no part of a line is left"
 
 
-def test_a_folder_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        Recorder(tmp_path / "file")
-
-
 _WRITES_FOR_EVER = """
 import sys
 from pathlib import Path
