@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drafter.decoding.compile import Compiler
 from drafter.decoding.proposer import Proposer, RowState
-from drafter.decoding.tree import NodeList, merge_equal
+from drafter.decoding.tree import NodeList
 
 # Odds that the text continues like a match of 1, 2, ..., 8 or more tokens, when there is no other match.
 # Counted on 496 greedy answers of a 135M chat model to questions, summaries and chat (75,000 positions).
@@ -115,25 +115,26 @@ class LookupProposer(Proposer):
         """
         history_BS = rows.history_BS[:, : rows.num_visible]
         match_BM, size_BM = find_matches(history_BS, rows.length_B, self.max_ngram, self.num_matches)
-        token_BML = follow_matches(history_BS, rows.length_B, match_BM, self.length)
-        score_BLM = self._score(token_BML, size_BM)
-        num_rows, num_matches = match_BM.shape
-        parent_M = torch.arange(-num_matches, num_matches * (self.length - 1), device=match_BM.device)
-        nodes = NodeList(
-            token_BM=token_BML.transpose(1, 2).flatten(1),
-            parent_BM=parent_M.clamp_min(-1).expand(num_rows, -1),
+        token_BLM = follow_matches(history_BS, rows.length_B, match_BM, self.length).transpose(1, 2)
+        # same[b, l, i, j]: match j, if there is one, proposes the same l + 1 tokens as match i.
+        equal_BLMM = token_BLM[:, :, :, None] == token_BLM[:, :, None, :]
+        same_BLMM = equal_BLMM.cumprod(dim=1).bool() & (size_BM > 0)[:, None, None, :]
+        # Of the matches that propose the same tokens, the first has the node, and the others have none.
+        first_BLM = same_BLMM.int().argmax(dim=3)
+        match_M = torch.arange(self.num_matches, device=match_BM.device)
+        step_L1 = torch.arange(self.length, device=match_BM.device)[:, None]
+        parent_BLM = (step_L1 - 1) * self.num_matches + first_BLM.roll(1, dims=1)
+        score_BLM = self._score(same_BLMM, size_BM).masked_fill(first_BLM != match_M, -torch.inf)
+        return NodeList(
+            token_BM=token_BLM.flatten(1),
+            parent_BM=parent_BLM.where(step_L1 > 0, -1).flatten(1),
             score_BM=score_BLM.flatten(1),
             level_sizes=self.level_sizes,
         )
-        return merge_equal(nodes)
 
-    def _score(self, token_BML: Tensor, size_BM: Tensor) -> Tensor:
-        """Cumulative log-probability of token l of every match, [B, L, M]."""
-        # same[b, l, i, j]: match j, if it is one, has proposed the same l + 1 tokens as match i.
-        token_BLM = token_BML.transpose(1, 2)
-        equal_BLMM = token_BLM[:, :, :, None] == token_BLM[:, :, None, :]
+    def _score(self, same_BLMM: Tensor, size_BM: Tensor) -> Tensor:
+        """Cumulative log-probability of token l of every match, -inf without a match, [B, L, M]."""
         is_match_BM = size_BM > 0
-        same_BLMM = equal_BLMM.cumprod(dim=1).bool() & is_match_BM[:, None, None, :]
         before_BLMM = torch.cat([is_match_BM[:, None, None, :].expand_as(same_BLMM[:, :1]), same_BLMM[:, :-1]], dim=1)
         # A match that was right so far is longer by that many tokens now.
         size_B11M = size_BM[:, None, None, :]
@@ -142,5 +143,4 @@ class LookupProposer(Proposer):
         step_L1 = torch.arange(self.length, device=size_BM.device)[:, None]
         none_BLM = 1 / self._odds_X[(best_BLM1[..., 0] + step_L1 - 1).clamp(0, len(_ODDS) - 1)]
         share_BLM = (weight_BLMM * same_BLMM).sum(dim=3) / (weight_BLMM.sum(dim=3) + none_BLM)
-        total_BLM = share_BLM.log().cumsum(dim=1)
-        return total_BLM.masked_fill(~is_match_BM[:, None], -torch.inf)
+        return share_BLM.log().cumsum(dim=1).masked_fill(~is_match_BM[:, None], -torch.inf)

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.decoding.tree import merge_equal
 from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
 from drafter.proposers.lookup import (
@@ -19,7 +18,7 @@ from drafter.proposers.lookup import (
 )
 from tests.engine.oracle import assert_lossless, requests, rows_of, tiny_target
 from tests.reference.lookup_loop import find_matches_loop, follow_loop, share_loop
-from tests.reference.merge_loop import paths_of
+from tests.reference.loops import Drafted, drafted_path
 
 TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=24), min_size=1, max_size=4)
 
@@ -56,11 +55,15 @@ def test_scores_equal_the_loop(texts: list[list[int]], num_matches: int, length:
         best = find_matches_loop(text, 8)[:num_matches]
         proposals = [follow_loop(text, end, length) for _, end in best]
         lengths = [size for size, _ in best]
-        listed = paths_of(nodes.token_BM[row].tolist(), nodes.parent_BM[row].tolist(), nodes.score_BM[row].tolist())
-        assert {node.path for node in listed} == {tuple(p[: d + 1]) for p in proposals for d in range(length)}
-        for node in listed:
-            share = share_loop(proposals, lengths, node.path, _ODDS, _WEIGHT_PER_TOKEN)
-            assert node.score == pytest.approx(math.log(share), abs=1e-4)
+        columns = nodes.token_BM[row], nodes.parent_BM[row], nodes.depth_BM[row], nodes.score_BM[row]
+        listed = [Drafted(*node) for node in zip(*(column.tolist() for column in columns), strict=True)]
+        places = [place for place, node in enumerate(listed) if node.score > -math.inf]
+        scores = {tuple(drafted_path(listed, place)): listed[place].score for place in places}
+        assert len(places) == len(scores), "two nodes with one path"
+        assert scores.keys() == {tuple(p[: d + 1]) for p in proposals for d in range(length)}
+        for path, score in scores.items():
+            share = share_loop(proposals, lengths, path, _ODDS, _WEIGHT_PER_TOKEN)
+            assert score == pytest.approx(math.log(share), abs=1e-4)
 
 
 def test_garbage_behind_the_root_is_never_read() -> None:
@@ -80,7 +83,7 @@ def test_tree_merges_equal_prefixes() -> None:
     assert tree.token_BN.tolist() == [[2, 3, 0, 6, 5]]
     assert tree.parent_BN.tolist() == [[0, 0, 2, 1, 1]]
     assert tree.is_node_BN.tolist() == [[True, True, False, True, True]]
-    assert merge_equal(proposer.draft(rows, None)).score_BM.isinf().tolist() == [[False, True, False, False]]
+    assert proposer.draft(rows, None).score_BM.isinf().tolist() == [[False, True, False, False]]
 
 
 @pytest.mark.parametrize(
