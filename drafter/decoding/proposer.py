@@ -1,18 +1,61 @@
-"""Proposer: the base class of every way to draft, and the tensors that a proposer reads.
+"""Proposer: the base class of every way to draft, the tensors that a proposer reads, and the compiler of its parts.
 
 Shapes: B rows · N tree nodes · L draft length · V target vocabulary · D hidden size · C context size · S slots.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from drafter.decoding.compile import Compiler
 from drafter.decoding.sampling import Warp
 from drafter.decoding.tree import Candidates, NodeList, pack_nodes
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_MOST_SHAPES = 1024  # of one part; torch stops compiling after 8 unless told otherwise
+
+
+class Compiler:
+    """Makes CUDA graphs of the parts of a step (``torch.compile``), or leaves the parts as they are.
+
+    Every part has a graph for each bucket of rows and each tree size, over all slots of a row. All compilation happens
+    within :meth:`warming_up`, in steps of all shapes that can occur. Later changes of a compiled model's weights have
+    no defined effect, so a model in training must not be compiled.
+
+    Args:
+        is_on: False: every part stays a plain function.
+    """
+
+    def __init__(self, *, is_on: bool = False) -> None:
+        self.is_on = is_on
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """The part, which compiles at its first calls: tensors in, tensors out, without a wait for the device."""
+        if not self.is_on:
+            return function
+        return torch.compile(function, fullgraph=True, dynamic=False, mode="reduce-overhead")
+
+    def keep(self, *state: Tensor) -> None:
+        """Register tensors that live as long as their owner and are written in place: graphs do not copy them."""
+        for tensor in state:
+            torch._dynamo.mark_static_address(tensor)
+
+    def warming_up(self) -> AbstractContextManager[None]:
+        """A context in which torch compiles any number of shapes."""
+        import torch._dynamo.config
+
+        limits: dict[str, Any] = {"recompile_limit": _MOST_SHAPES, "accumulated_recompile_limit": _MOST_SHAPES}
+        return torch._dynamo.config.patch(limits)
+
+    def begin_step(self) -> None:
+        """Allow the graphs to overwrite the results of the last step."""
+        if self.is_on:
+            torch.compiler.cudagraph_mark_step_begin()
 
 
 class Contexts(NamedTuple):
@@ -67,7 +110,7 @@ class Proposer:
     Args:
         level_sizes: see above.
         num_nodes: largest N; None: a tree of all places. Trees never have more nodes than places.
-        compiler: on CUDA the packing of the trees becomes a graph.
+        compiler: compiles the packing of the trees.
     """
 
     level_sizes: tuple[int, ...]
@@ -81,8 +124,7 @@ class Proposer:
         self.max_depth = len(self.level_sizes)
         most = 1 + sum(self.level_sizes)
         self.num_nodes = most if num_nodes is None else min(num_nodes, most)
-        has_graphs = compiler is not None and compiler.has_static_shapes
-        self._pack = compiler(self._pack_nodes) if compiler is not None and has_graphs else self._pack_nodes
+        self._pack = (compiler or Compiler())(self._pack_nodes)
 
     def draft(self, rows: RowState, noise_BLV: Tensor | None) -> NodeList:
         """Draft nodes for every row; no two nodes of a row may have the same path.

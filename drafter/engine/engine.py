@@ -10,9 +10,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from drafter.decoding.compile import Compiler
 from drafter.decoding.params import SamplingParams
-from drafter.decoding.proposer import Proposer
+from drafter.decoding.proposer import Compiler, Proposer
 from drafter.engine.memory import check_fit
 from drafter.engine.outputs import Completion, StreamEvent, Update, event_of
 from drafter.engine.prefix_cache import PrefixIndex
@@ -70,7 +69,7 @@ class Engine:
         elif plan.tuned is not None:
             sizer = TreeSizer(read_tuned(Path(plan.tuned)))
         self.plan = plan
-        self.compiler = Compiler(target.device, is_on=plan.compile)
+        self.compiler = Compiler(is_on=plan.compile)
         self._sizer = sizer if proposer is None else None
         self._models = [target] if draft_model is None else [target, draft_model]
         for model in self._models:

@@ -10,9 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafter.decoding.compile import Compiler
 from drafter.decoding.params import SamplingParams
-from drafter.decoding.proposer import Contexts, Proposer, RowState
+from drafter.decoding.proposer import Compiler, Contexts, Proposer, RowState
 from drafter.decoding.sampling import STREAM_RESIDUAL, Warp, gumbel_noise, make_warp, pick, warped_log_probs
 from drafter.decoding.tree import Candidates, ancestors
 from drafter.decoding.verify import AcceptedPath, accept_picks, accept_samples
@@ -89,27 +88,18 @@ class Runner:
         self._params = [_NO_PARAMS] * num_rows
         self._warps: dict[int, Warp] = {}
         self._active: tuple[tuple[bool, ...], Tensor] = (), torch.zeros(0)
-        self._slot_S = torch.arange(num_slots, device=device)
-        self._spare_slot = torch.tensor(self.cache.spare_slot, device=device)
         self._compiler = compiler
-        self._compile_parts()
-
-    def _compile_parts(self) -> None:
-        """Compile the parts of a step, each with the dimensions that differ between calls."""
-        compiler = self._compiler
-        rows, nodes, slots = 0, 1, 1  # the dimensions of B, of N, and of S in a tensor of a row's history
         if compiler.is_on:
-            compiler.keep((self._root_B, (rows,)), (self._length_B, (rows,)), (self._context_BC, (rows,)))
-            compiler.keep((self._history_BS, (rows, slots)), (self.cache.keys, (1, 3)), (self.cache.values, (1, 3)))
-        of_B, of_BN, of_BNN = (rows,), (rows, nodes), (rows, nodes, nodes + 1)
-        self._ancestors = compiler(ancestors, (of_BN,))
-        self._forward_tree = compiler(self._tree_forward, (of_BN, of_BN, of_BNN, of_B, of_B, (0,)))
-        self._accept = compiler(_accept, (of_BN, of_BN, of_BN, of_BN, of_BN, of_BNN))
-        self._commit = compiler(self._commit_rows, (of_B, of_B, of_B, of_B, of_BN, of_B))
+            state = (self._root_B, self._length_B, self._context_BC, self._history_BS)
+            compiler.keep(*state, self.cache.keys, self.cache.values)
+        self._ancestors = compiler(ancestors)
+        self._forward_tree = compiler(self._tree_forward)
+        self._accept = compiler(_accept)
+        self._commit = compiler(self._commit_rows)
 
     def visible_slots(self, num_needed: int) -> int:
         """``num_needed`` rounded up to a bucket, at most ``num_slots``; ``num_slots`` for CUDA graphs."""
-        if self._compiler.has_static_shapes:
+        if self._compiler.is_on:
             return self.num_slots
         return min(-(-num_needed // _SLOT_BUCKET) * _SLOT_BUCKET, self.num_slots)
 
@@ -246,15 +236,12 @@ class Runner:
         return StepResult(emitted, logprobs, trees)
 
     def warm_up(self, proposer: Proposer, num_rows: int) -> None:
-        """Run steps without an active row, at the smallest and largest number of visible slots; no row changes."""
-        is_static = self._compiler.has_static_shapes
-        # The last of three steps records the CUDA graph.
-        lengths = (0, 0, 0) if is_static else (0, _SLOT_BUCKET, self.num_slots)
+        """Run steps without an active row; no row changes. The last of three steps records the CUDA graphs."""
         held_B = self._length_B.clone()
         self._length_B.zero_()  # a running row may be longer than the visible slots
         try:
-            for length in dict.fromkeys(lengths) if not is_static else lengths:
-                self.step(proposer, [False] * num_rows, length)
+            for _ in range(3):
+                self.step(proposer, [False] * num_rows, 0)
         finally:
             self._length_B.copy_(held_B)
 
@@ -305,9 +292,8 @@ class Runner:
     ) -> tuple[AcceptedPath, Tensor, Tensor]:
         """Run the target over the trees and accept paths: the paths, logits [B, N, V] and contexts [B, N, C]."""
         ancestor_BNN = self._ancestors(candidates.parent_BN, max_depth)
-        slot_S = self._slot_S[: rows.num_visible]
         logits_BNV, context_BNC = self._forward_tree(
-            candidates.token_BN, candidates.depth_BN, ancestor_BNN, rows.length_B, rows.is_active_B, slot_S
+            candidates.token_BN, candidates.depth_BN, ancestor_BNN, rows.length_B, rows.is_active_B, rows.num_visible
         )
         if self._is_rejection:
             log_p_BNV = warped_log_probs(logits_BNV, rows.warp)
@@ -327,16 +313,12 @@ class Runner:
         ancestor_BNN: Tensor,
         length_B: Tensor,
         active_B: Tensor,
-        slot_S: Tensor,
+        num_visible: int,
     ) -> TargetOutput:
-        """Logits [B, N, V] and contexts [B, N, C] of all nodes; keys and values go to the next free slots.
-
-        ``slot_S`` counts the visible slots: 0 .. S - 1.
-        """
+        """Logits [B, N, V] and contexts [B, N, C] of all nodes; keys and values go to the next free slots."""
         slot_BN = length_B[:, None] + torch.arange(token_BN.shape[1], device=length_B.device)
         # Inactive rows, the rows of finished requests included, write to the spare slot and keep their own slots.
-        slot_BN = torch.where(active_B[:, None], slot_BN, self._spare_slot)
-        num_visible = slot_S.shape[0]
+        slot_BN = torch.where(active_B[:, None], slot_BN, self.cache.spare_slot)
         self.cache.plan(slot_BN, num_visible=num_visible)
         output = self.target.forward(
             token_BN,

@@ -68,7 +68,7 @@ class EngineConfig:
         enable_prefix_caching: copy the keys and values of a prefix that a prompt shares with an earlier one (default:
             off)
         prefill_chunk: prompt tokens per forward (default: 256)
-        compile: compile the steps with torch.compile (default: on CUDA only)
+        compile: compile the steps into CUDA graphs (default: on, where they can be)
     """
 
     method: Method | None = None
@@ -153,7 +153,7 @@ class Plan(Drafting):
         max_model_len: largest number of tokens of a prompt and its answer together; None: the need of a call's prompts.
         enable_prefix_caching: copy the keys and values of a common prefix from another row of the cache.
         prefill_chunk: prompt tokens per forward.
-        compile: compile the step (torch.compile).
+        compile: compile the step into CUDA graphs (torch.compile).
         exact_attention: compute attention in float64. The sums then do not depend on the slots of tokens, so a text in
             bfloat16 also equals the text of ``none`` in steps of the same number of nodes, token for token.
         tuned: file of measured sizes: W, L and N follow the number of running rows and the recent acceptance.
@@ -199,13 +199,13 @@ def resolve(
     Raises:
         ValueError: a model is missing, two settings contradict each other, or the file is damaged or does not fit.
     """
-    from drafter.decoding.compile import is_compiled
     from drafter.engine.tuned import dtype_name
 
     config = config or EngineConfig()
     check_models(config.method, config.tuned, has_drafter=drafter is not None, has_draft_model=draft_model is not None)
-    if config.compile and not target.is_plain:
-        raise ValueError(f"--compile needs plain weights on one device: leave it out for {target.name!r}")
+    is_compilable = target.is_plain and target.device.type == "cuda"
+    if config.compile and not is_compilable:
+        raise ValueError(f"--compile needs plain weights on one CUDA device: leave it out for {target.name!r}")
     method = config.method or _default_method(target, drafter, draft_model)
     _refuse_unused(config, method)
     common: dict[str, Any] = {
@@ -214,7 +214,7 @@ def resolve(
         "max_model_len": config.max_model_len,
         "enable_prefix_caching": bool(config.enable_prefix_caching),
         "prefill_chunk": config.prefill_chunk or _PREFILL_CHUNK,
-        "compile": is_compiled(config.compile, target.device) and target.is_plain,
+        "compile": is_compilable and config.compile is not False,
         "dtype": dtype_name(target.dtype),
         "copying": config.copying is not False,
     }

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from drafter.decoding.compile import Compiler
-from drafter.decoding.proposer import Proposer, RootOnly
+from drafter.decoding.proposer import Compiler, Proposer, RootOnly
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.options import Drafting
 from drafter.proposers.table import make_proposer

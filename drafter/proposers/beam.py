@@ -8,11 +8,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from drafter.decoding.compile import Compiler
-from drafter.decoding.proposer import Proposer, RowState
+from drafter.decoding.proposer import Compiler, Proposer, RowState
 from drafter.decoding.sampling import Warp, warp_logits
 from drafter.decoding.tree import NodeList
 from drafter.kernels.largest import topk
@@ -56,7 +55,7 @@ class BeamProposer(Proposer):
         noise_weight: weight of the noise; below 1 where q is flatter than p.
         coupled: rank with the noise.
         copying: mix q with copies from the text, and with N given, let copies lengthen the best beam.
-        compiler: compiles the search of greedy rows. The drafter's weights must not change afterwards.
+        compiler: compiles the search of greedy rows.
 
     Raises:
         ValueError: the drafter belongs to another target or device.
@@ -102,12 +101,7 @@ class BeamProposer(Proposer):
         self._index_V[self._token_R] = torch.arange(len(self._token_R), device=self._token_R.device)
         shares = SHARES if copying else [0.0] * len(SHARES)
         self._odds_X = torch.tensor((0.0, *shares), device=self._token_R.device).logit()
-        is_compiled = compiler is not None and compiler.is_on
-        # A compiler recognises a weight only as a parameter of a module.
-        self._frozen_head = _linear_of(self.drafter.output_rows()) if is_compiled else None
-        self._search_greedily = self._search
-        if compiler is not None and is_compiled:
-            self._search_greedily = compiler(self._search, ((0,), (0,), (0, 1), (0,)))
+        self._search_greedily = (compiler or Compiler())(self._search)
 
     def draft(self, rows: RowState, noise_BLV: Tensor | None) -> NodeList:
         """All nodes of the search, or the nodes of the final beams; the score is the cumulative log-probability."""
@@ -151,7 +145,7 @@ class BeamProposer(Proposer):
         for step in range(self.length):
             context_BWC = context_B1C.expand(-1, token_BW.shape[1], -1)
             state_BWD = self.drafter.step(context_BWC, state_BWD, self._embed(token_BW).to(self._dtype))
-            logits_BWR = self._logits(context_BWC, state_BWD)
+            logits_BWR = self.drafter.logits(context_BWC, state_BWD)
             noise_BV = None if noise_BLV is None else noise_BLV[:, step]
             value_BWK, token_BWK = self._rank_children(logits_BWR, copies, noise_BV, warp)
             # W children of each parent are enough: no parent can have more among the W best of all.
@@ -175,13 +169,6 @@ class BeamProposer(Proposer):
             last = _Level(token_B1, torch.zeros_like(token_B1), best.total_BW + value_B1)
             levels.append(last)
         return levels
-
-    def _logits(self, context_BWC: Tensor, state_BWD: Tensor) -> Tensor:
-        """The drafter's logits [B, W, R]."""
-        if self._frozen_head is None:
-            return self.drafter.logits(context_BWC, state_BWD)
-        logits_BWR: Tensor = self._frozen_head(self.drafter.features(self.drafter.fuse(context_BWC), state_BWD))
-        return logits_BWR
 
     def _rank_children(
         self, logits_BWR: Tensor, copies: Copies, noise_BV: Tensor | None, warp: Warp | None
@@ -216,13 +203,6 @@ class BeamProposer(Proposer):
             ranked_B1 = -(-odds_B1 - self._noise_weight * noise_BV.gather(1, token_B1)).exp()
             value_B1 = ranked_B1.where(warp.temperature_B[:, None] > 0, value_B1)
         return value_B1, token_B1
-
-
-def _linear_of(weight_RX: Tensor) -> nn.Linear:
-    """A linear layer that shares this weight."""
-    layer = nn.Linear(weight_RX.shape[1], weight_RX.shape[0], bias=False, device="meta")
-    layer.weight = nn.Parameter(weight_RX.detach(), requires_grad=False)
-    return layer.eval()
 
 
 def keep_final_beams(parent_BM: Tensor, score_BM: Tensor, width: int) -> Tensor:

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafter.decoding.compile import Compiler
-from drafter.decoding.proposer import Proposer, RowState
+from drafter.decoding.proposer import Compiler, Proposer, RowState
 from drafter.decoding.tree import NodeList
 
 # Odds that the text continues like a match of 1, 2, ..., 8 or more tokens, when there is no other match.

@@ -1,7 +1,6 @@
 """The table of the proposers: one branch for each method."""
 
-from drafter.decoding.compile import Compiler
-from drafter.decoding.proposer import Contexts, Proposer, RootOnly
+from drafter.decoding.proposer import Compiler, Contexts, Proposer, RootOnly
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.beam import BeamProposer
 from drafter.proposers.draft_model import DraftModelProposer

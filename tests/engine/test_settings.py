@@ -138,11 +138,14 @@ def test_settings_that_contradict_the_models_are_refused(models: str, given: dic
         on("cpu", models, **given)
 
 
-def test_compilation_needs_plain_weights() -> None:
+def test_compilation_needs_plain_weights_on_cuda() -> None:
     spread: Any = SimpleNamespace(**{**vars(CUDA), "is_plain": False})
-    with pytest.raises(ValueError, match="--compile needs plain weights on one device: leave it out for 'big'"):
-        resolve(EngineConfig(compile=True), spread)
-    assert not resolve(None, spread).compile
+    for target in (spread, shared_target()):
+        with pytest.raises(
+            ValueError, match=f"one CUDA device: leave it out for '{target.name}'"
+        ):
+            resolve(EngineConfig(compile=True), target)
+        assert not resolve(None, target).compile
 
 
 def test_a_command_refuses_a_method_without_its_model_before_it_loads_one() -> None:
