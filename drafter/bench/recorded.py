@@ -18,7 +18,7 @@ from drafter.decoding.tree import ancestors
 from drafter.decoding.verify import accept_picks
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.options import Drafting
-from drafter.proposers.table import contexts_of, make_proposer
+from drafter.proposers.table import context_layers_of, make_proposer
 from drafter.targets.target import Target
 
 _NUM_TOGETHER = 8  # answers whose contexts are held at the same time
@@ -66,11 +66,9 @@ def steps_along(
 
 def _contexts_of(target: Target, drafter: RecurrentDrafter, answer: TrafficRow) -> Tensor:
     """What the drafter reads of the target before each token of a text, [T, C]; zeros before the first."""
-    contexts = contexts_of(drafter, target)
     token_1T = torch.tensor([[*answer.prompt_token_ids, *answer.token_ids]], device=target.device)
-    context_1TC = target.forward(token_1T, context_layers=contexts.layers).context_BTC
-    start_1C = context_1TC.new_zeros(1, contexts.size)
-    return torch.cat([start_1C, context_1TC[0, :-1]])
+    context_1TC = target.forward(token_1T, context_layers=context_layers_of(drafter, target)).context_BTC
+    return torch.cat([torch.zeros_like(context_1TC[0, :1]), context_1TC[0, :-1]])
 
 
 def _walk(

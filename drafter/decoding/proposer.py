@@ -58,25 +58,13 @@ class Compiler:
             torch.compiler.cudagraph_mark_step_begin()
 
 
-class Contexts(NamedTuple):
-    """The context vectors that the drafter reads.
-
-    Attributes:
-        layers: layers of the target whose hidden states form the context; empty means the final hidden state.
-        size: C.
-    """
-
-    layers: tuple[int, ...]
-    size: int
-
-
 class RowState(NamedTuple):
     """The state of the running rows at the beginning of a step, on the target's device.
 
     Attributes:
         root_B: last chosen token, not yet in the cache, int64 [B].
         length_B: committed slots = absolute position of the root, int64 [B].
-        context_BC: context at the last committed token (see :class:`Contexts`) [B, C].
+        context_BC: the target's hidden states that the drafter reads, at the last committed token [B, C].
         history_BS: token ids by absolute position, root included; entries after the root are undefined, int64 [B, S].
         seed_B: int64 [B].
         is_active_B: True for rows that decode; rows in prefill and padding rows are False, bool [B].
@@ -124,7 +112,7 @@ class Proposer:
         self.max_depth = len(self.level_sizes)
         most = 1 + sum(self.level_sizes)
         self.num_nodes = most if num_nodes is None else min(num_nodes, most)
-        self._pack = (compiler or Compiler())(self._pack_nodes)
+        self._pack = (compiler or Compiler())(pack_nodes)
 
     def draft(self, rows: RowState, noise_BLV: Tensor | None) -> NodeList:
         """Draft nodes for every row; no two nodes of a row may have the same path.
@@ -139,12 +127,8 @@ class Proposer:
     def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
         """Draft, and pack the N - 1 best nodes behind the root of every row. Arguments as of :meth:`draft`."""
         nodes = self.draft(rows, noise_BLV)
-        return Candidates(*self._pack(rows.root_B, nodes.token_BM, nodes.parent_BM, nodes.depth_BM, nodes.score_BM))
-
-    def _pack_nodes(
-        self, root_B: Tensor, token_BM: Tensor, parent_BM: Tensor, depth_BM: Tensor, score_BM: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return pack_nodes(root_B, token_BM, parent_BM, depth_BM, score_BM, self.num_nodes)[:4]
+        columns = nodes.token_BM, nodes.parent_BM, nodes.depth_BM, nodes.score_BM
+        return self._pack(rows.root_B, *columns, self.num_nodes)
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """Allocate state for rows 0 .. ``num_rows`` - 1 of ``num_slots`` slots and drop the state of earlier rows."""

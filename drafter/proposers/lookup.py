@@ -10,6 +10,7 @@ from torch import Tensor
 
 from drafter.decoding.proposer import Compiler, Proposer, RowState
 from drafter.decoding.tree import NodeList
+from drafter.proposers.options import Drafting
 
 # Odds that the text continues like a match of 1, 2, ..., 8 or more tokens, when there is no other match.
 # Counted on 496 greedy answers of a 135M chat model to questions, summaries and chat (75,000 positions).
@@ -83,27 +84,15 @@ class LookupProposer(Proposer):
     and tree: Saxena, 2023.)
 
     Args:
-        num_matches: M, matches that are followed; 1 drafts a chain.
-        length: L.
-        max_ngram: longer matches count as this long.
+        drafting: number of matches (M, 1 drafts a chain), tokens of each (L), and the longest match that counts.
         device: the target's.
-        num_nodes: N; None: all nodes.
         compiler: see :class:`Proposer`.
     """
 
-    def __init__(
-        self,
-        num_matches: int,
-        length: int,
-        max_ngram: int,
-        device: torch.device,
-        num_nodes: int | None = None,
-        compiler: Compiler | None = None,
-    ) -> None:
-        super().__init__((num_matches,) * length, num_nodes, compiler)
-        self.num_matches = num_matches
-        self.length = length
-        self.max_ngram = max_ngram
+    def __init__(self, drafting: Drafting, device: torch.device, compiler: Compiler | None = None) -> None:
+        self.num_matches, self.max_ngram = drafting.num_matches, drafting.max_ngram
+        self.length = min(drafting.lookup_length, drafting.tree_size - 1)
+        super().__init__((self.num_matches,) * self.length, drafting.tree_size, compiler)
         # Index n - 1 for a match of n tokens; the last entry holds for all longer matches.
         self._odds_X = torch.tensor(_ODDS, device=device)
 
