@@ -24,8 +24,7 @@ class Compiler:
     """Makes CUDA graphs of the parts of a step (``torch.compile``), or leaves the parts as they are.
 
     Every part has a graph for each bucket of rows and each tree size, over all slots of a row. All compilation happens
-    within :meth:`warming_up`, in steps of all shapes that can occur. Later changes of a compiled model's weights have
-    no defined effect, so a model in training must not be compiled.
+    within :meth:`warming_up`, in steps of all shapes that can occur.
 
     Args:
         is_on: False: every part stays a plain function.

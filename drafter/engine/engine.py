@@ -333,8 +333,9 @@ class Engine:
     def _proposers(self, drafter: RecurrentDrafter | None) -> tuple[Proposer, dict[Tree, Proposer]]:
         """The proposer with the most nodes, and the proposers of all trees that the sizer may choose."""
         draft_model = self._models[1] if len(self._models) > 1 else None
-        make = partial(make_proposer, target=self.target, drafter=drafter, draft_model=draft_model)
-        make = partial(make, compiler=self.compiler, prefill_chunk=self.plan.prefill_chunk)
+        make = partial(
+            make_proposer, target=self.target, drafter=drafter, draft_model=draft_model, compiler=self.compiler
+        )
         if self._sizer is None:
             return make(self.plan), {}
         trees = sorted(self._sizer.trees, key=lambda tree: -tree.tree_size)

@@ -17,6 +17,8 @@ from drafter.targets.cache import SlotCache
 from drafter.targets.masks import chunk_mask
 from drafter.targets.target import Target
 
+_PREFILL_CHUNK = 256  # prompt tokens per forward
+
 
 class DraftModelProposer(Proposer):
     """Two-model speculative decoding (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
@@ -34,13 +36,12 @@ class DraftModelProposer(Proposer):
         target: the target.
         drafting: number of tokens (gamma), the acceptance rule, and whether drafts are coupled; without coupling the
             most probable token is drafted.
-        prefill_chunk: prompt tokens per forward.
 
     Raises:
         ValueError: the two models do not share their vocabulary or device.
     """
 
-    def __init__(self, draft: Target, target: Target, drafting: Drafting, prefill_chunk: int = 256) -> None:
+    def __init__(self, draft: Target, target: Target, drafting: Drafting) -> None:
         check_same_vocabulary(draft, target)
         if draft.device != target.device:
             raise ValueError(
@@ -50,7 +51,6 @@ class DraftModelProposer(Proposer):
         self._draft = draft
         self._is_rejection = drafting.verify == "rejection"
         self._coupled = drafting.coupled
-        self._prefill_chunk = prefill_chunk
         self._token_V = torch.arange(target.vocab_size, device=target.device)
         self._cache: SlotCache = draft.new_cache(0, 0)
 
@@ -66,8 +66,8 @@ class DraftModelProposer(Proposer):
     @torch.inference_mode()
     def admit(self, row: int, prompt_ids: list[int]) -> None:
         """Prefill the prompt up to the first root, in chunks."""
-        for start in range(0, len(prompt_ids) - 1, self._prefill_chunk):
-            stop = min(start + self._prefill_chunk, len(prompt_ids) - 1)
+        for start in range(0, len(prompt_ids) - 1, _PREFILL_CHUNK):
+            stop = min(start + _PREFILL_CHUNK, len(prompt_ids) - 1)
             token_BT = torch.tensor([prompt_ids[start:stop]], device=self._draft.device)
             start_B = torch.full((1,), start, device=self._draft.device)
             self._forward(token_BT, start_B, first_row=row, num_visible=stop)

@@ -15,8 +15,6 @@ def make_proposer(
     drafter: RecurrentDrafter | None = None,
     draft_model: Target | None = None,
     compiler: Compiler | None = None,
-    *,
-    prefill_chunk: int = 256,
 ) -> Proposer:
     """The proposer of ``drafting.method``.
 
@@ -26,7 +24,6 @@ def make_proposer(
         drafter: a trained drafter; ``drafter`` needs one.
         draft_model: a smaller model of the same tokenizer; ``draft-model`` needs one.
         compiler: the compiler of the engine's steps.
-        prefill_chunk: prompt tokens per forward of a draft model.
 
     Raises:
         ValueError: a model does not fit the target.
@@ -39,7 +36,7 @@ def make_proposer(
     if drafting.method == "lookup":
         return LookupProposer(drafting, target.device, compiler)
     assert draft_model is not None, "method draft-model without a draft model"
-    return DraftModelProposer(draft_model, target, drafting, prefill_chunk)
+    return DraftModelProposer(draft_model, target, drafting)
 
 
 def context_layers_of(drafter: RecurrentDrafter | None, target: Target) -> tuple[int, ...]:

@@ -57,22 +57,13 @@ def test_the_choice(device: str, models: str, given: dict[str, Any], wanted: tup
     ("models", "given", "reason"),
     [
         ("", {}, "lookup, N 8, plain decoding above 2 rows: default for a CPU; there is no drafter"),
-        ("", {"method": "none"}, "none: as given"),
-        (
-            "drafter",
-            {"max_num_seqs": 2},
-            "drafter, W 4 L 3 N 8: default for a CPU; " + UNMEASURED,
-        ),
+        ("drafter", {"max_num_seqs": 2}, "drafter, W 4 L 3 N 8: default for a CPU; " + UNMEASURED),
         ("drafter", {"tree_size": 6}, "drafter, W 4 L 3 N 6: --tree-size as given, otherwise default for a CPU"),
         (
             "drafter",
-            {"method": "drafter", "beam_width": 2, "draft_length": 2, "tree_size": 5, "copying": False},
-            "drafter, W 2 L 2 N 5, no copies: as given",
-        ),
-        (
-            "drafter",
-            {"tree_policy": "final-beams"},
-            "drafter, W 4 L 3 N 13, final beams: --tree-policy as given, otherwise default for a CPU",
+            {"method": "drafter", "beam_width": 2, "draft_length": 2, "tree_policy": "final-beams", "copying": False},
+            "drafter, W 2 L 2 N 5, final beams, no copies: --method, --beam-width, --draft-length, --tree-policy, "
+            "--copying as given, otherwise default for a CPU",
         ),
     ],
 )
