@@ -56,7 +56,7 @@ class BenchModels(NamedTuple):
         draft_model: the smaller model, for methods that need one.
         peer_target: the target of transformers' methods; None is ``target``.
         pythons: the Python of each environment that holds an engine, by name.
-        compile: compile the engine's steps; None: on CUDA only.
+        compile: compile the engine's steps; None: where they can be.
     """
 
     target: Target

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from drafter.bench.settings import LARGEST_TREE, TuneSettings
-from drafter.decoding.compile import is_compiled
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.request import Request
@@ -79,7 +78,7 @@ def tune(
         drafter: bound to the target.
         prompts: calibration prompts, token ids.
         settings: candidates and time limit.
-        compile: compile the steps; None: on CUDA only.
+        compile: compile the steps; None: where they can be.
 
     Raises:
         ValueError: no tree can be drafted, or no prompt leaves room for an answer.
@@ -120,7 +119,7 @@ class _Calibration:
         settings: TuneSettings,
         compile: bool | None,
     ) -> None:
-        self._target, self._drafter, self._compile = target, drafter, compile
+        self._target, self._drafter = target, drafter
         trees = candidates(settings.tree_sizes, target.device.type, drafter.config.num_outputs)
         self._steer = _Steered([PLAIN, *trees])
         config = EngineConfig(method="drafter", max_num_seqs=max(settings.batch_sizes), compile=compile, tuned="none")
@@ -207,7 +206,7 @@ class _Calibration:
         return TunedSizes(
             device=device_name(self._target.device),
             dtype=number_format(self._target),
-            compile=is_compiled(self._compile, self._target.device),
+            compile=self._engine.plan.compile,
             target_fingerprint=self._target.fingerprint,
             plans=tuple(RowPlan(rows, self._choices(rows, times)) for rows, times in self._seconds.items()),
             drafter_fingerprint=fingerprint_of_weights(self._drafter),

@@ -1,30 +1,60 @@
-"""Proposer: the base class of every way to draft, and the tensors that a proposer reads.
+"""Proposer: the base class of every way to draft, the tensors that a proposer reads, and the compiler of its parts.
 
 Shapes: B rows · N tree nodes · L draft length · V target vocabulary · D hidden size · C context size · S slots.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from drafter.decoding.compile import Compiler
 from drafter.decoding.sampling import Warp
 from drafter.decoding.tree import Candidates, NodeList, pack_nodes
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-class Contexts(NamedTuple):
-    """The context vectors that the drafter reads.
+_MOST_SHAPES = 1024  # of one part; torch stops compiling after 8 unless told otherwise
 
-    Attributes:
-        layers: layers of the target whose hidden states form the context; empty means the final hidden state.
-        size: C.
+
+class Compiler:
+    """Makes CUDA graphs of the parts of a step (``torch.compile``), or leaves the parts as they are.
+
+    Every part has a graph for each bucket of rows and each tree size, over all slots of a row. All compilation happens
+    within :meth:`warming_up`, in steps of all shapes that can occur.
+
+    Args:
+        is_on: False: every part stays a plain function.
     """
 
-    layers: tuple[int, ...]
-    size: int
+    def __init__(self, *, is_on: bool = False) -> None:
+        self.is_on = is_on
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """The part, which compiles at its first calls: tensors in, tensors out, without a wait for the device."""
+        if not self.is_on:
+            return function
+        return torch.compile(function, fullgraph=True, dynamic=False, mode="reduce-overhead")
+
+    def keep(self, *state: Tensor) -> None:
+        """Register tensors that live as long as their owner and are written in place: graphs do not copy them."""
+        for tensor in state:
+            torch._dynamo.mark_static_address(tensor)
+
+    def warming_up(self) -> AbstractContextManager[None]:
+        """A context in which torch compiles any number of shapes."""
+        import torch._dynamo.config
+
+        limits: dict[str, Any] = {"recompile_limit": _MOST_SHAPES, "accumulated_recompile_limit": _MOST_SHAPES}
+        return torch._dynamo.config.patch(limits)
+
+    def begin_step(self) -> None:
+        """Allow the graphs to overwrite the results of the last step."""
+        if self.is_on:
+            torch.compiler.cudagraph_mark_step_begin()
 
 
 class RowState(NamedTuple):
@@ -33,7 +63,7 @@ class RowState(NamedTuple):
     Attributes:
         root_B: last chosen token, not yet in the cache, int64 [B].
         length_B: committed slots = absolute position of the root, int64 [B].
-        context_BC: context at the last committed token (see :class:`Contexts`) [B, C].
+        context_BC: the target's hidden states that the drafter reads, at the last committed token [B, C].
         history_BS: token ids by absolute position, root included; entries after the root are undefined, int64 [B, S].
         seed_B: int64 [B].
         is_active_B: True for rows that decode; rows in prefill and padding rows are False, bool [B].
@@ -67,7 +97,7 @@ class Proposer:
     Args:
         level_sizes: see above.
         num_nodes: largest N; None: a tree of all places. Trees never have more nodes than places.
-        compiler: on CUDA the packing of the trees becomes a graph.
+        compiler: compiles the packing of the trees.
     """
 
     level_sizes: tuple[int, ...]
@@ -81,8 +111,7 @@ class Proposer:
         self.max_depth = len(self.level_sizes)
         most = 1 + sum(self.level_sizes)
         self.num_nodes = most if num_nodes is None else min(num_nodes, most)
-        has_graphs = compiler is not None and compiler.has_static_shapes
-        self._pack = compiler(self._pack_nodes) if compiler is not None and has_graphs else self._pack_nodes
+        self._pack = (compiler or Compiler())(pack_nodes)
 
     def draft(self, rows: RowState, noise_BLV: Tensor | None) -> NodeList:
         """Draft nodes for every row; no two nodes of a row may have the same path.
@@ -97,12 +126,8 @@ class Proposer:
     def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
         """Draft, and pack the N - 1 best nodes behind the root of every row. Arguments as of :meth:`draft`."""
         nodes = self.draft(rows, noise_BLV)
-        return Candidates(*self._pack(rows.root_B, nodes.token_BM, nodes.parent_BM, nodes.depth_BM, nodes.score_BM))
-
-    def _pack_nodes(
-        self, root_B: Tensor, token_BM: Tensor, parent_BM: Tensor, depth_BM: Tensor, score_BM: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return pack_nodes(root_B, token_BM, parent_BM, depth_BM, score_BM, self.num_nodes)[:4]
+        columns = nodes.token_BM, nodes.parent_BM, nodes.depth_BM, nodes.score_BM
+        return self._pack(rows.root_B, *columns, self.num_nodes)
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """Allocate state for rows 0 .. ``num_rows`` - 1 of ``num_slots`` slots and drop the state of earlier rows."""

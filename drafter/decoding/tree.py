@@ -10,10 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafter.decoding.sampling import mix64
-
-_PATH_FACTOR = 0x5851F42D4C957F2D  # any large odd number
-
 
 class Candidates(NamedTuple):
     """A tree of N nodes per row, packed by depth: a parent always has a smaller index than its children.
@@ -121,46 +117,3 @@ def _depths(level_sizes: tuple[int, ...], device: torch.device) -> Tensor:
     # Filled on the device: a copy from the host would make the host wait.
     with torch.inference_mode(False):
         return torch.cat([torch.full((size,), depth, device=device) for depth, size in enumerate(level_sizes, start=1)])
-
-
-def merge_equal(nodes: NodeList) -> NodeList:
-    """Keep one of several nodes that hold the same token under the same parent.
-
-    The first of the equal nodes stays, with the highest of their scores, and gets their children; the others become
-    places without a node. The list (7 -> 9), (7 -> 8), written level by level::
-
-        token  [7, 7, 9, 8]    parent [-1, -1, 0, 1]    score [-2, -1, -4, -3]     becomes
-        token  [7, 7, 9, 8]    parent [-1, -1, 0, 0]    score [-1, -inf, -4, -3]
-
-    A child still never scores above its parent: the best of equal children has a parent with at least the same score,
-    and this parent is merged into the node that stays.
-
-    Args:
-        nodes: any list.
-
-    Returns:
-        A list of the same shape.
-    """
-    path_BM = _paths(nodes)
-    same_BMM = path_BM[:, :, None] == path_BM[:, None, :]
-    first_BM = same_BMM.int().argmax(dim=2)  # of several largest the first
-    best_BM = torch.where(same_BMM, nodes.score_BM[:, None, :], -torch.inf).amax(dim=2)
-    is_first_BM = first_BM == torch.arange(first_BM.shape[1], device=first_BM.device)
-    parent_BM = torch.where(nodes.parent_BM < 0, -1, first_BM.gather(1, nodes.parent_BM.clamp_min(0)))
-    return nodes._replace(parent_BM=parent_BM, score_BM=torch.where(is_first_BM, best_BM, -torch.inf))
-
-
-def _paths(nodes: NodeList) -> Tensor:
-    """A hash of the tokens from the root to each node, int64 [B, M]; equal paths have equal hashes.
-
-    Two different paths have the same hash about once in 2^64 pairs, which would lose one draft node.
-    """
-    own_BM = mix64(nodes.token_BM + 1)  # mix64 maps 0 to 0
-    levels = [own_BM[:, : nodes.level_sizes[0]]]
-    above, start = 0, nodes.level_sizes[0]
-    for size in nodes.level_sizes[1:]:
-        span = slice(start, start + size)
-        above_BX = levels[-1].gather(1, nodes.parent_BM[:, span] - above)
-        levels.append(own_BM[:, span] + above_BX * _PATH_FACTOR)
-        above, start = start, start + size
-    return torch.cat(levels, dim=1)

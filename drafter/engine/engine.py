@@ -4,26 +4,25 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from drafter.decoding.compile import Compiler
 from drafter.decoding.params import SamplingParams
-from drafter.decoding.proposer import Proposer
-from drafter.engine.memory import check_fit
+from drafter.decoding.proposer import Compiler, Proposer
 from drafter.engine.outputs import Completion, StreamEvent, Update, event_of
 from drafter.engine.prefix_cache import PrefixIndex
 from drafter.engine.request import Request, RequestOptions
-from drafter.engine.runner import Runner, StepResult, StepWants
+from drafter.engine.runner import Runner, StepResult, StepWants, check_fit
 from drafter.engine.scheduler import Scheduler, bucket, neighbours
 from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
 from drafter.engine.text import IncrementalText, Prompt, check_prompts, encode_prompts
-from drafter.engine.tuned import Sizer, Tree, TreeSizer, read_tuned, sized_proposers
+from drafter.engine.tuned import PLAIN, Sizer, Tree, TreeSizer, read_tuned
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.table import contexts_of, make_proposer
+from drafter.proposers.table import context_layers_of, make_proposer
 from drafter.targets.target import Target
 
 _log = logging.getLogger(__name__)
@@ -70,14 +69,14 @@ class Engine:
         elif plan.tuned is not None:
             sizer = TreeSizer(read_tuned(Path(plan.tuned)))
         self.plan = plan
-        self.compiler = Compiler(target.device, is_on=plan.compile)
+        self.compiler = Compiler(is_on=plan.compile)
         self._sizer = sizer if proposer is None else None
         self._models = [target] if draft_model is None else [target, draft_model]
         for model in self._models:
             model.fold_attention()
         self.drafter = drafter
         self.proposer, self._by_tree = (proposer, {}) if proposer is not None else self._proposers(drafter)
-        self._contexts = contexts_of(drafter if plan.method == "drafter" else None, target)
+        self._context_layers = context_layers_of(drafter if plan.method == "drafter" else None, target)
         self._scheduler = Scheduler(plan.max_num_seqs)
         self._runner: Runner | None = None
         self._ids = count()
@@ -202,7 +201,7 @@ class Engine:
         self._runner = None  # the old caches are freed before the new ones are made
         self.proposer.reserve(0, 0)
         check_fit(self._models, self.plan.max_num_seqs, num_slots, self.proposer.num_nodes)
-        self._runner = Runner(self.target, self.plan, num_slots, self._contexts, self.compiler)
+        self._runner = Runner(self.target, self.plan, num_slots, self._context_layers, self.compiler)
         self.proposer.reserve(self.plan.max_num_seqs, num_slots)
         plain = [self._plain] if self._plain is not None else []
         self.warm_up([self.proposer, *self._by_tree.values(), *plain])
@@ -291,8 +290,7 @@ class Engine:
         """
         if self.drafter is None or self.plan.method != "drafter":
             raise ValueError("this engine drafts without a drafter that could be replaced")
-        contexts = contexts_of(drafter, self.target)
-        if contexts != self._contexts:
+        if context_layers_of(drafter, self.target) != self._context_layers:
             raise ValueError("the drafter reads other hidden states of the target: restart with this drafter")
         proposer, by_tree = self._proposers(drafter)
         if self._runner is not None:
@@ -334,12 +332,17 @@ class Engine:
 
     def _proposers(self, drafter: RecurrentDrafter | None) -> tuple[Proposer, dict[Tree, Proposer]]:
         """The proposer with the most nodes, and the proposers of all trees that the sizer may choose."""
-        if self._sizer is not None:
-            by_tree = sized_proposers(self.plan, self._sizer, self.target, drafter, self.compiler)
-            return next(iter(by_tree.values())), by_tree
         draft_model = self._models[1] if len(self._models) > 1 else None
-        chunk = self.plan.prefill_chunk
-        return make_proposer(self.plan, self.target, drafter, draft_model, self.compiler, prefill_chunk=chunk), {}
+        make = partial(
+            make_proposer, target=self.target, drafter=drafter, draft_model=draft_model, compiler=self.compiler
+        )
+        if self._sizer is None:
+            return make(self.plan), {}
+        trees = sorted(self._sizer.trees, key=lambda tree: -tree.tree_size)
+        by_tree = {tree: make(replace(self.plan, **tree._asdict())) for tree in trees if not tree.is_plain}
+        proposer = next(iter(by_tree.values()), None) or make(replace(self.plan, tree_size=1))
+        assert proposer.plain is not None, self.plan.method
+        return proposer, {**by_tree, PLAIN: proposer.plain}
 
     def _arrange(self, runner: Runner) -> None:
         """Free finished rows, start waiting requests, close gaps."""

@@ -33,7 +33,7 @@ class TargetConfig:
             a CPU (default: auto, which is bfloat16 on CUDA, bfloat16 or, for GGUF files from 0.3 GB on, stored on a CPU
             with bfloat16 instructions and OpenVINO, and float32 elsewhere)
         device: auto, cpu, cuda or cuda:1
-        compile: compile the steps with torch.compile (default: on CUDA only)
+        compile: compile the steps into CUDA graphs (default: on, where they can be)
         runtime: runtime of the target's forward; auto: OpenVINO for stored and bfloat16 on a CPU if OpenVINO is
             installed and can run the target, else torch
         device_map: spread the target's layers over devices, main memory and disk: auto, or a YAML or JSON file with the
@@ -55,15 +55,12 @@ class TargetConfig:
 
     def load(self, name: str | None = None, *, pack: bool = True) -> "Target":
         """The target, or another model with the same dtype and device (ValueError if it cannot be loaded)."""
-        if self.compile and self.runtime == "openvino":
-            raise ValueError("--compile compiles torch's steps: leave it out, or give --runtime torch")
-        if self.device_map is not None and (self.compile or self.runtime == "openvino"):
-            flag = "--compile" if self.compile else "--runtime openvino"
-            raise ValueError(f"--device-map {self.device_map} runs torch without compilation: leave {flag} out")
+        if self.device_map is not None and self.runtime == "openvino":
+            raise ValueError(f"--device-map {self.device_map} runs torch: leave --runtime openvino out")
         is_target = name in (None, self.target)
         return load_target(
             name or self.target, dtype=self.dtype, device=self.device, revision=self.revision if is_target else None,
-            trust_remote_code=self.trust_remote_code, pack=pack and not self.compile, runtime=self.runtime,
+            trust_remote_code=self.trust_remote_code, pack=pack, runtime=self.runtime,
             device_map=self.device_map if is_target else None,
             quantization=self.quantization if is_target else "none",
         )  # fmt: skip

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafter.decoding.tree import Candidates
 from drafter.decoding.verify import AcceptedPath
 from drafter.engine.request import FinishReason, Request
 
@@ -112,21 +111,18 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copy the results of a step to the CPU in one transfer, however many there are. Here the host waits.
 
     Args:
-        tensors: int64 or float32 of any shapes, on one device.
+        tensors: integers, flags or float32 of any shapes, on one device.
 
     Returns:
-        The same tensors on the CPU.
+        The same tensors on the CPU; integers and flags as int64.
     """
-    return _unpack(torch.cat([_words(tensor) for tensor in tensors]).cpu(), tensors)
-
-
-def _words(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor as int64 [X], the bits of a float32 in the lower half."""
-    return (tensor.contiguous().view(torch.int32) if tensor.is_floating_point() else tensor).long().flatten()
+    # The bits of a float32 take the lower half of an int64.
+    words = [(each.contiguous().view(torch.int32) if each.is_floating_point() else each).long() for each in tensors]
+    return _unpack(torch.cat([word.flatten() for word in words]).cpu(), tensors)
 
 
 def _unpack(words_X: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of the shapes and dtypes of ``like`` from their packed words."""
+    """Tensors of the shapes of ``like`` from their packed words."""
     parts = words_X.split([tensor.numel() for tensor in like])
     return [
         (part.int().view(torch.float32) if tensor.is_floating_point() else part).view(tensor.shape)
@@ -177,28 +173,23 @@ def read_logprobs(
     }
 
 
-def tree_tensor(candidates: Candidates, accepted: AcceptedPath) -> Tensor:
-    """The trees of all rows and their paths, int64 [B, 3 N + L + 3]: tokens, parents, is-node flags, path, depth of
-    the last accepted node, bonus token.
+def read_trees(rows: list[int], counts: list[int], columns: Sequence[Tensor]) -> dict[int, StepTree]:
+    """The trees of some rows, without padding nodes.
+
+    Args:
+        rows: the wanted rows.
+        counts: emitted tokens of each of them.
+        columns: tokens, parents and is-node flags [B, N], paths [B, L + 1] and bonus tokens [B], on the CPU.
     """
-    columns = (candidates.token_BN, candidates.parent_BN, candidates.is_node_BN.long(), accepted.path_BL)
-    return torch.cat([*columns, accepted.num_accepted_B[:, None], accepted.bonus_B[:, None]], dim=1)
-
-
-def read_trees(rows: list[int], num_nodes: int, trees: Tensor) -> dict[int, StepTree]:
-    """The trees of some rows, without padding nodes, of :func:`tree_tensor` on the CPU with trees of N nodes."""
-    by_row, lines = {}, trees.tolist()
-    for row in rows:
-        line = lines[row]
-        tokens, parents, is_node = (line[start * num_nodes : (start + 1) * num_nodes] for start in range(3))
-        num_accepted, bonus_id = line[-2:]
-        kept = [node for node in range(num_nodes) if is_node[node]]
+    tokens, parents, is_node, path, bonus = (column.tolist() for column in columns)
+    by_row = {}
+    for row, count in zip(rows, counts, strict=True):
+        kept = [node for node, flag in enumerate(is_node[row]) if flag]
         place = {node: index for index, node in enumerate(kept)}
-        path = line[3 * num_nodes : 3 * num_nodes + num_accepted + 1]
         by_row[row] = StepTree(
-            [tokens[node] for node in kept],
-            [place[parents[node]] for node in kept],
-            [place[node] for node in path],
-            bonus_id,
+            [tokens[row][node] for node in kept],
+            [place[parents[row][node]] for node in kept],
+            [place[node] for node in path[row][:count]],
+            bonus[row],
         )
     return by_row

@@ -1,6 +1,7 @@
 """Prefix cache: finds the row of the K/V cache that holds the beginning of a new prompt. No torch here."""
 
 from collections.abc import Iterable, Sequence
+from os.path import commonprefix
 from typing import NamedTuple
 
 from drafter.engine.request import Request
@@ -87,11 +88,4 @@ class PrefixIndex:
 
 def common_length(first: list[int], second: list[int]) -> int:
     """How many leading items two lists share: [1, 2, 3] and [1, 2, 4, 5] share 2."""
-    low, high = 0, min(len(first), len(second))
-    while low < high:  # the first `low` are equal; slices of thousands of tokens are compared far faster than tokens
-        middle = (low + high + 1) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return len(commonprefix([first, second]))

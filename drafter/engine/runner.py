@@ -1,18 +1,18 @@
-"""Runner: the tensors of the running rows, and one step over these rows. The scheduler owns all queues.
+"""Runner: the tensors of the running rows, their memory, and one step over these rows. The scheduler owns all queues.
 
 Shapes: B rows of a step · T tokens of a prefill chunk · N tree nodes · L draft length (L + 1 depths) · V vocabulary ·
 C context size · S slots of a row.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from drafter.decoding.compile import Compiler
 from drafter.decoding.params import SamplingParams
-from drafter.decoding.proposer import Contexts, Proposer, RowState
+from drafter.decoding.proposer import Compiler, Proposer, RowState
 from drafter.decoding.sampling import STREAM_RESIDUAL, Warp, gumbel_noise, make_warp, pick, warped_log_probs
 from drafter.decoding.tree import Candidates, ancestors
 from drafter.decoding.verify import AcceptedPath, accept_picks, accept_samples
@@ -23,7 +23,6 @@ from drafter.engine.outputs import (
     read_logprobs,
     read_trees,
     to_host,
-    tree_tensor,
 )
 from drafter.engine.scheduler import PrefillChunk
 from drafter.engine.settings import Plan
@@ -31,6 +30,7 @@ from drafter.targets.masks import chunk_mask, tree_mask
 from drafter.targets.target import Target, TargetOutput
 
 _NO_PARAMS = SamplingParams()  # of rows without a request
+_MEMINFO = Path("/proc/meminfo")
 _SLOT_BUCKET = 128  # visible slots are rounded up to a multiple of this, so that few shapes occur
 
 
@@ -67,49 +67,43 @@ class Runner:
         target: the frozen model.
         plan: its number of rows, acceptance rule and attention.
         num_slots: slots of a row; a row needs slots for its greatest length plus N.
-        contexts: the context that the drafter reads.
+        context_layers: layers of the target that the drafter reads; empty: the final hidden state.
         compiler: compiles the parts of a step.
     """
 
-    def __init__(self, target: Target, plan: Plan, num_slots: int, contexts: Contexts, compiler: Compiler) -> None:
+    def __init__(
+        self, target: Target, plan: Plan, num_slots: int, context_layers: tuple[int, ...], compiler: Compiler
+    ) -> None:
         self.target = target
         self.num_rows = num_rows = plan.max_num_seqs
         self.num_slots = num_slots
-        self._contexts = contexts
+        self._context_layers = context_layers
         self._is_rejection = plan.verify == "rejection"
         device = target.device
         self.cache = target.new_cache(num_rows, num_slots, exact_attention=plan.exact_attention)
         self._root_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._length_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._seed_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._context_BC = torch.zeros(num_rows, contexts.size, dtype=target.dtype, device=device)
+        context_size = target.hidden_size * max(1, len(context_layers))
+        self._context_BC = torch.zeros(num_rows, context_size, dtype=target.dtype, device=device)
         # One entry more than slots, because the last root follows the last committed token.
         self._history_BS = torch.zeros(num_rows, num_slots + 1, dtype=torch.int64, device=device)
         self._token_V = torch.arange(target.vocab_size, device=device)
         self._params = [_NO_PARAMS] * num_rows
         self._warps: dict[int, Warp] = {}
         self._active: tuple[tuple[bool, ...], Tensor] = (), torch.zeros(0)
-        self._slot_S = torch.arange(num_slots, device=device)
-        self._spare_slot = torch.tensor(self.cache.spare_slot, device=device)
         self._compiler = compiler
-        self._compile_parts()
-
-    def _compile_parts(self) -> None:
-        """Compile the parts of a step, each with the dimensions that differ between calls."""
-        compiler = self._compiler
-        rows, nodes, slots = 0, 1, 1  # the dimensions of B, of N, and of S in a tensor of a row's history
         if compiler.is_on:
-            compiler.keep((self._root_B, (rows,)), (self._length_B, (rows,)), (self._context_BC, (rows,)))
-            compiler.keep((self._history_BS, (rows, slots)), (self.cache.keys, (1, 3)), (self.cache.values, (1, 3)))
-        of_B, of_BN, of_BNN = (rows,), (rows, nodes), (rows, nodes, nodes + 1)
-        self._ancestors = compiler(ancestors, (of_BN,))
-        self._forward_tree = compiler(self._tree_forward, (of_BN, of_BN, of_BNN, of_B, of_B, (0,)))
-        self._accept = compiler(_accept, (of_BN, of_BN, of_BN, of_BN, of_BN, of_BNN))
-        self._commit = compiler(self._commit_rows, (of_B, of_B, of_B, of_B, of_BN, of_B))
+            state = (self._root_B, self._length_B, self._context_BC, self._history_BS)
+            compiler.keep(*state, self.cache.keys, self.cache.values)
+        self._ancestors = compiler(ancestors)
+        self._forward_tree = compiler(self._tree_forward)
+        self._accept = compiler(accept_picks)
+        self._commit = compiler(self._commit_rows)
 
     def visible_slots(self, num_needed: int) -> int:
         """``num_needed`` rounded up to a bucket, at most ``num_slots``; ``num_slots`` for CUDA graphs."""
-        if self._compiler.has_static_shapes:
+        if self._compiler.is_on:
             return self.num_slots
         return min(-(-num_needed // _SLOT_BUCKET) * _SLOT_BUCKET, self.num_slots)
 
@@ -172,7 +166,7 @@ class Runner:
             position_BT=position_BT.clamp_max(self.target.max_length - 1),
             mask=chunk_mask(start_B, width, num_visible),
             cache=self.cache,
-            context_layers=self._contexts.layers,
+            context_layers=self._context_layers,
         )
         span = slice(first, first + len(chunks))
         context_BTC = output.context_BTC
@@ -198,8 +192,15 @@ class Runner:
         self._compiler.begin_step()
         num_rows = len(is_active)
         warp = self._warp(num_rows)
-        rows = self._row_state(
-            self._active_rows(is_active), warp, self.visible_slots(max_committed + proposer.num_nodes)
+        rows = RowState(
+            root_B=self._root_B[:num_rows],
+            length_B=self._length_B[:num_rows],
+            context_BC=self._context_BC[:num_rows],
+            history_BS=self._history_BS[:num_rows],
+            seed_B=self._seed_B[:num_rows],
+            is_active_B=self._active_rows(is_active),
+            warp=warp,
+            num_visible=self.visible_slots(max_committed + proposer.num_nodes),
         )
         has_noise = warp.flags.has_noise and not self._is_rejection  # the rejection rule draws its own noise
         noise_BLV = self._noise(rows, proposer.max_depth) if has_noise else None
@@ -210,7 +211,7 @@ class Runner:
         emitted_BL = accepted.emitted(candidates)
         results = self._results(candidates, accepted, logits_BNV, emitted_BL, wants)
         self._commit(*accepted, emitted_BL, context_BNC, rows.is_active_B)
-        return self._hand_out(results, is_active, candidates.token_BN.shape[1], wants)
+        return self._hand_out(results, is_active, wants)
 
     def _results(
         self,
@@ -226,35 +227,30 @@ class Runner:
             row_R = self._sent(wants.logprob_rows)
             results += logprob_tensors(logits_BNV, accepted, emitted_BL, row_R, wants.num_logprobs)
         if wants.tree_rows:
-            results.append(tree_tensor(candidates, accepted))
+            results += [candidates.token_BN, candidates.parent_BN, candidates.is_node_BN]
+            results += [accepted.path_BL, accepted.bonus_B]
         return results
 
-    def _hand_out(
-        self, results: list[Tensor], is_active: Sequence[bool], num_nodes: int, wants: StepWants
-    ) -> StepResult:
+    def _hand_out(self, results: list[Tensor], is_active: Sequence[bool], wants: StepWants) -> StepResult:
         """The tokens of each row and the further results. Here the host waits for the device, once a step."""
         counted_BL, *others = to_host(results)
         lines = counted_BL.tolist()
         emitted = [line[1 : 1 + line[0]] if active else [] for line, active in zip(lines, is_active, strict=True)]
         logprobs: dict[int, list[TokenLogprob]] = {}
         trees: dict[int, StepTree] = {}
-        if wants.logprob_rows:
-            rows = wants.logprob_rows
+        if rows := wants.logprob_rows:
             logprobs = read_logprobs(rows, [lines[row][0] for row in rows], *others[:3])
-        if wants.tree_rows:
-            trees = read_trees(wants.tree_rows, num_nodes, others[-1])
+        if rows := wants.tree_rows:
+            trees = read_trees(rows, [lines[row][0] for row in rows], others[-5:])
         return StepResult(emitted, logprobs, trees)
 
     def warm_up(self, proposer: Proposer, num_rows: int) -> None:
-        """Run steps without an active row, at the smallest and largest number of visible slots; no row changes."""
-        is_static = self._compiler.has_static_shapes
-        # The last of three steps records the CUDA graph.
-        lengths = (0, 0, 0) if is_static else (0, _SLOT_BUCKET, self.num_slots)
+        """Run steps without an active row; no row changes. The last of three steps records the CUDA graphs."""
         held_B = self._length_B.clone()
         self._length_B.zero_()  # a running row may be longer than the visible slots
         try:
-            for length in dict.fromkeys(lengths) if not is_static else lengths:
-                self.step(proposer, [False] * num_rows, length)
+            for _ in range(3):
+                self.step(proposer, [False] * num_rows, 0)
         finally:
             self._length_B.copy_(held_B)
 
@@ -282,19 +278,6 @@ class Runner:
             self._warps[num_rows] = make_warp(self._params[:num_rows], self.target.device)
         return self._warps[num_rows]
 
-    def _row_state(self, active_B: Tensor, warp: Warp, num_visible: int) -> RowState:
-        num_rows = active_B.shape[0]
-        return RowState(
-            root_B=self._root_B[:num_rows],
-            length_B=self._length_B[:num_rows],
-            context_BC=self._context_BC[:num_rows],
-            history_BS=self._history_BS[:num_rows],
-            seed_B=self._seed_B[:num_rows],
-            is_active_B=active_B,
-            warp=warp,
-            num_visible=num_visible,
-        )
-
     def _noise(self, rows: RowState, max_depth: int, **stream: int) -> Tensor:
         """Noise of the picks at depth 0 .. L. The pick at depth d has position length + d + 1."""
         position_BL = rows.length_B[:, None] + torch.arange(1, max_depth + 2, device=rows.length_B.device)
@@ -305,9 +288,8 @@ class Runner:
     ) -> tuple[AcceptedPath, Tensor, Tensor]:
         """Run the target over the trees and accept paths: the paths, logits [B, N, V] and contexts [B, N, C]."""
         ancestor_BNN = self._ancestors(candidates.parent_BN, max_depth)
-        slot_S = self._slot_S[: rows.num_visible]
         logits_BNV, context_BNC = self._forward_tree(
-            candidates.token_BN, candidates.depth_BN, ancestor_BNN, rows.length_B, rows.is_active_B, slot_S
+            candidates.token_BN, candidates.depth_BN, ancestor_BNN, rows.length_B, rows.is_active_B, rows.num_visible
         )
         if self._is_rejection:
             log_p_BNV = warped_log_probs(logits_BNV, rows.warp)
@@ -317,7 +299,7 @@ class Runner:
         else:
             # Never compiled: rows may combine many filters, and the noise must always have the same bits.
             pick_BN = pick(logits_BNV, _by_depth(noise_BLV, candidates), rows.warp)
-            accepted = self._accept(*candidates[:4], pick_BN, ancestor_BNN, max_depth)
+            accepted = self._accept(candidates, pick_BN, ancestor_BNN, max_depth)
         return accepted, logits_BNV, context_BNC
 
     def _tree_forward(
@@ -327,16 +309,12 @@ class Runner:
         ancestor_BNN: Tensor,
         length_B: Tensor,
         active_B: Tensor,
-        slot_S: Tensor,
+        num_visible: int,
     ) -> TargetOutput:
-        """Logits [B, N, V] and contexts [B, N, C] of all nodes; keys and values go to the next free slots.
-
-        ``slot_S`` counts the visible slots: 0 .. S - 1.
-        """
+        """Logits [B, N, V] and contexts [B, N, C] of all nodes; keys and values go to the next free slots."""
         slot_BN = length_B[:, None] + torch.arange(token_BN.shape[1], device=length_B.device)
         # Inactive rows, the rows of finished requests included, write to the spare slot and keep their own slots.
-        slot_BN = torch.where(active_B[:, None], slot_BN, self._spare_slot)
-        num_visible = slot_S.shape[0]
+        slot_BN = torch.where(active_B[:, None], slot_BN, self.cache.spare_slot)
         self.cache.plan(slot_BN, num_visible=num_visible)
         output = self.target.forward(
             token_BN,
@@ -344,7 +322,7 @@ class Runner:
             position_BT=(length_B[:, None] + depth_BN).clamp_max(self.target.max_length - 1),
             mask=tree_mask(length_B, ancestor_BNN, num_visible),
             cache=self.cache,
-            context_layers=self._contexts.layers,
+            context_layers=self._context_layers,
         )
         return TargetOutput(self.target.logits(output.hidden_BTD), output.context_BTC)
 
@@ -382,19 +360,6 @@ class Runner:
         self._length_B[:num_rows] = length_B
 
 
-def _accept(
-    token_BN: Tensor,
-    parent_BN: Tensor,
-    depth_BN: Tensor,
-    is_node_BN: Tensor,
-    pick_BN: Tensor,
-    ancestor_BNN: Tensor,
-    max_depth: int,
-) -> AcceptedPath:
-    """:func:`accept_picks` of plain tensors."""
-    return accept_picks(Candidates(token_BN, parent_BN, depth_BN, is_node_BN), pick_BN, ancestor_BNN, max_depth)
-
-
 def _by_depth(noise_BLV: Tensor | None, candidates: Candidates) -> Tensor | None:
     """Noise of each node's pick [B, N, V] from noise by depth [B, L + 1, V]."""
     if noise_BLV is None or noise_BLV.shape[1] == 1:  # noise of one depth is broadcast
@@ -402,3 +367,43 @@ def _by_depth(noise_BLV: Tensor | None, candidates: Candidates) -> Tensor | None
     # Indexing copies whole rows of V numbers; a gather would look up each number.
     row_B1 = torch.arange(noise_BLV.shape[0], device=noise_BLV.device)[:, None]
     return noise_BLV[row_B1, candidates.depth_BN]
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Free memory in bytes; None: unknown."""
+    if device.type != "cpu":
+        accelerator = torch.get_device_module(device)
+        if not hasattr(accelerator, "mem_get_info"):  # Apple's, which share the memory of the CPU
+            return None
+        free, _ = accelerator.mem_get_info(device)
+        # Memory that torch has reserved and does not use is free as well.
+        return int(free + accelerator.memory_reserved(device) - accelerator.memory_allocated(device))
+    try:
+        for line in _MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def check_fit(models: Sequence[Target], num_rows: int, num_slots: int, num_nodes: int) -> None:
+    """Refuse an engine whose caches and logits do not fit, before they are allocated.
+
+    Args:
+        models: the target and, if there is one, the draft model, which has a cache of its own.
+        num_rows, num_slots, num_nodes: B, S, N.
+
+    Raises:
+        ValueError: the memory is too small; the message has both numbers.
+    """
+    target = models[0]
+    free = [available_bytes(device) for device in {*target.layer_devices, target.device}]
+    cache = sum(model.cache_shape.num_bytes(num_rows, num_slots, model.dtype) for model in models)
+    step = num_rows * num_nodes * target.vocab_size * target.dtype.itemsize
+    if None not in free and cache + step > (available := sum(filter(None, free))):
+        raise ValueError(
+            f"{num_rows} rows of {num_slots} slots need {cache / 2**30:.2f} GiB for keys and values and a step with "
+            f"{num_nodes} nodes {step / 2**30:.2f} GiB, but only {available / 2**30:.2f} GiB of memory are left on "
+            f"{target.device}: lower --max-num-seqs, --max-model-len or --tree-size"
+        )

@@ -52,36 +52,21 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Between two steps: finished rows are freed, waiting requests start, gaps close."""
         self.waiting = deque(request for request in self.waiting if not request.is_finished)
-        started, moves = [], []
-        row = 0
-        while row < len(self.rows):
-            if not self.rows[row].is_finished:
-                row += 1
-            elif self.waiting:
-                self._release(row)
-                started.append(self._start(row))
-            elif self.rows[-1].is_finished:
-                self._release(len(self.rows) - 1)
-                self.rows.pop()
-            else:
-                self._release(row)
-                last = self.rows.pop()
-                moves.append((last.row, row))
-                last.row = row
-                self.rows[row] = last
-        while self.waiting and len(self.rows) < self._num_rows:
-            self.rows.append(self.waiting[0])
-            started.append(self._start(len(self.rows) - 1))
+        running = [request for request in self.rows if not request.is_finished]
+        for request in self.rows:
+            request.row = -1 if request.is_finished else request.row
+        num_rows = min(self._num_rows, len(running) + len(self.waiting))
+        placed, started, moves = [], [], []
+        for row in sorted(set(range(num_rows)) - {request.row for request in running}):
+            if self.waiting:
+                started.append(self.waiting.popleft())
+                placed.append(started[-1])
+            else:  # the last running request stands behind the last row that is needed
+                placed.append(running.pop())
+                moves.append((placed[-1].row, row))
+            placed[-1].row = row
+        self.rows = sorted((*running, *placed), key=lambda request: request.row)
         return Schedule(started, moves)
-
-    def _release(self, row: int) -> None:
-        self.rows[row].row = -1
-
-    def _start(self, row: int) -> Request:
-        request = self.waiting.popleft()
-        request.row = row
-        self.rows[row] = request
-        return request
 
     def prefill_chunks(self, chunk: int) -> list[PrefillChunk]:
         """Prompt parts for this step: one ``chunk`` of tokens in all while others decode, else one for every row."""

@@ -40,6 +40,7 @@ _READ_BY: dict[Method, tuple[str, ...]] = {
     "lookup": ("tree_size",),
     "draft-model": ("num_speculative_tokens",),
 }
+_LETTERS = {"beam_width": "W", "draft_length": "L", "tree_size": "N"}
 _SMALL_TREE = {"beam_width": 4, "draft_length": 3, "tree_size": 8}
 _LARGE_TREE = {"beam_width": 8, "draft_length": 4, "tree_size": 24}
 # Tokens that one target forward verifies at little more than the cost of one token, where nothing was measured.
@@ -68,7 +69,7 @@ class EngineConfig:
         enable_prefix_caching: copy the keys and values of a prefix that a prompt shares with an earlier one (default:
             off)
         prefill_chunk: prompt tokens per forward (default: 256)
-        compile: compile the steps with torch.compile (default: on CUDA only)
+        compile: compile the steps into CUDA graphs (default: on, where they can be)
     """
 
     method: Method | None = None
@@ -153,7 +154,7 @@ class Plan(Drafting):
         max_model_len: largest number of tokens of a prompt and its answer together; None: the need of a call's prompts.
         enable_prefix_caching: copy the keys and values of a common prefix from another row of the cache.
         prefill_chunk: prompt tokens per forward.
-        compile: compile the step (torch.compile).
+        compile: compile the step into CUDA graphs (torch.compile).
         exact_attention: compute attention in float64. The sums then do not depend on the slots of tokens, so a text in
             bfloat16 also equals the text of ``none`` in steps of the same number of nodes, token for token.
         tuned: file of measured sizes: W, L and N follow the number of running rows and the recent acceptance.
@@ -199,14 +200,14 @@ def resolve(
     Raises:
         ValueError: a model is missing, two settings contradict each other, or the file is damaged or does not fit.
     """
-    from drafter.decoding.compile import is_compiled
-    from drafter.engine.tuned import dtype_name
-
     config = config or EngineConfig()
     check_models(config.method, config.tuned, has_drafter=drafter is not None, has_draft_model=draft_model is not None)
-    if config.compile and not target.is_plain:
-        raise ValueError(f"--compile needs plain weights on one device: leave it out for {target.name!r}")
-    method = config.method or _default_method(target, drafter, draft_model)
+    is_compilable = target.is_plain and target.device.type == "cuda"
+    if config.compile and not is_compilable:
+        raise ValueError(f"--compile needs plain weights on one CUDA device: leave it out for {target.name!r}")
+    without_models: Method = "lookup" if target.device.type == "cpu" else "none"
+    with_drafter: Method = without_models if drafter is None else "drafter"
+    method = config.method or (with_drafter if draft_model is None else "draft-model")
     _refuse_unused(config, method)
     common: dict[str, Any] = {
         "method": method,
@@ -214,8 +215,8 @@ def resolve(
         "max_model_len": config.max_model_len,
         "enable_prefix_caching": bool(config.enable_prefix_caching),
         "prefill_chunk": config.prefill_chunk or _PREFILL_CHUNK,
-        "compile": is_compiled(config.compile, target.device) and target.is_plain,
-        "dtype": dtype_name(target.dtype),
+        "compile": is_compilable and config.compile is not False,
+        "dtype": str(target.dtype).removeprefix("torch."),
         "copying": config.copying is not False,
     }
     note, limit = "", None
@@ -230,7 +231,10 @@ def resolve(
         note = "; there is no drafter"
     cheap = _CHEAP_TOKENS_CPU if target.device.type == "cpu" else _CHEAP_TOKENS
     default = _LARGE_TREE if common["max_num_seqs"] * _LARGE_TREE["tree_size"] <= cheap else _SMALL_TREE
-    tree, text = _tree_of(config, method, default, drafter)
+    tree = _tree_of(config, method, default, drafter)
+    numbers = " ".join(f"{letter} {tree[name]}" for name, letter in _LETTERS.items() if name in tree)
+    switches = ["final beams"] * (config.tree_policy == "final-beams") + ["no copies"] * (config.copying is False)
+    text = ", ".join(part for part in (method, numbers, *switches) if part)
     if method in ("drafter", "lookup") and is_open:
         limit = cheap // tree["tree_size"]
         text += f", plain decoding above {limit} rows" if limit < common["max_num_seqs"] else ""
@@ -240,33 +244,16 @@ def resolve(
 
 def _tree_of(
     config: EngineConfig, method: Method, default: dict[str, int], drafter: "RecurrentDrafter | None"
-) -> tuple[dict[str, Any], str]:
-    """The numbers of a method's trees by field of :class:`Drafting`, and method and numbers for people."""
+) -> dict[str, Any]:
+    """The numbers of a method's trees by field of :class:`Drafting`."""
     if method == "draft-model":
         num_tokens = config.num_speculative_tokens or Drafting.num_speculative_tokens
-        return (
-            {"tree_size": 1 + num_tokens, "num_speculative_tokens": num_tokens},
-            f"draft-model, {num_tokens} tokens a step",
-        )
+        return {"tree_size": 1 + num_tokens, "num_speculative_tokens": num_tokens}
     if method == "lookup":
-        size = config.tree_size or default["tree_size"]
-        return {"tree_size": size, "num_matches": default["beam_width"]}, f"lookup, N {size}"
+        return {"tree_size": config.tree_size or default["tree_size"], "num_matches": default["beam_width"]}
     if method == "none" or drafter is None:
-        return {}, method
-    has_copies = config.copying is not False
-    tree = _drafter_tree(config, default, drafter.config.num_outputs, has_copies=has_copies)
-    text = f"drafter, W {tree['beam_width']} L {tree['draft_length']} N {tree['tree_size']}"
-    text += "" if tree["tree_policy"] == "all-nodes" else ", final beams"
-    return tree, text + ("" if has_copies else ", no copies")
-
-
-def _default_method(target: "Target", drafter: "RecurrentDrafter | None", draft_model: "Target | None") -> Method:
-    """The method where the user names none."""
-    if draft_model is not None:
-        return "draft-model"
-    if drafter is not None:
-        return "drafter"
-    return "lookup" if target.device.type == "cpu" else "none"
+        return {}
+    return _drafter_tree(config, default, drafter.config.num_outputs, has_copies=config.copying is not False)
 
 
 def _drafter_tree(

@@ -33,30 +33,25 @@ def encode_prompts(target: "Target", prompts: Sequence[Prompt], *, raw: bool) ->
     Raises:
         ValueError: a list of anything but messages or token ids, or the chat template fails or reaches a limit.
     """
-    chats = {place: _messages(prompt) for place, prompt in enumerate(prompts) if _is_chat(prompt, raw=raw)}
-    rendered = target.encode_chats([Chat(messages) for messages in chats.values()]) if chats else []
-    encoded = dict(zip(chats, rendered, strict=True))
-    return [
-        encoded[place]
-        if place in encoded
-        else target.encode(prompt)
-        if isinstance(prompt, str)
-        else [_token_id(token) for token in prompt]
-        for place, prompt in enumerate(prompts)
-    ]
+    chats = [chat for prompt in prompts if (chat := _chat_of(prompt, raw=raw)) is not None]
+    rendered = iter(target.encode_chats(chats) if chats else [])
+    encoded = []
+    for prompt in prompts:
+        if _chat_of(prompt, raw=raw) is not None:
+            encoded.append(next(rendered))
+        else:
+            encoded.append(target.encode(prompt) if isinstance(prompt, str) else list(map(_token_id, prompt)))
+    return encoded
 
 
-def _is_chat(prompt: Prompt, *, raw: bool) -> bool:
-    return not raw if isinstance(prompt, str) else len(prompt) > 0 and isinstance(prompt[0], Mapping)
-
-
-def _messages(prompt: Prompt) -> list[Mapping[str, str]]:
+def _chat_of(prompt: Prompt, *, raw: bool) -> Chat | None:
+    """The conversation of a prompt; None for raw text and token ids."""
     if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
+        return None if raw else Chat([{"role": "user", "content": prompt}])
     messages = [item for item in prompt if isinstance(item, Mapping)]
-    if len(messages) < len(prompt):
+    if messages and len(messages) < len(prompt):
         raise ValueError(f"a prompt mixes messages and other things: {prompt!r}")
-    return messages
+    return Chat(messages) if messages else None
 
 
 def _token_id(token: object) -> int:

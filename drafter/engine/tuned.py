@@ -5,17 +5,13 @@ The choice changes the speed of decoding and no token.
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from drafter.decoding.compile import Compiler
-from drafter.decoding.proposer import Proposer, RootOnly
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.options import Drafting
-from drafter.proposers.table import make_proposer
 from drafter.targets.target import Target
 from drafter.utils.parse import check_shape, read_json
 from drafter.utils.provenance import cpu_name
@@ -56,11 +52,6 @@ class MeasuredTree(NamedTuple):
     tree: Tree
     tokens_per_step: float
     step_seconds: float
-
-    @property
-    def measured(self) -> dict[str, float]:
-        """The two figures by name."""
-        return {"tokens_per_step": self.tokens_per_step, "step_seconds": self.step_seconds}
 
     def rate(self, ratio: float = 1.0) -> float:
         """Tokens per second of one row if drafts are accepted ``ratio`` times as often as in calibration."""
@@ -132,7 +123,10 @@ class TunedSizes:
     def as_json(self) -> dict[str, Any]:
         """The content of the file that :func:`read_tuned` reads."""
         plans = [
-            {"num_rows": plan.num_rows, "choices": [{**item.tree._asdict(), **item.measured} for item in plan.choices]}
+            {
+                "num_rows": plan.num_rows,
+                "choices": [dict(zip(_CHOICE, (*item.tree, *item[1:]), strict=True)) for item in plan.choices],
+            }
             for plan in self.plans
         ]
         return {"schema": SCHEMA, **{name: getattr(self, name) for name in _FACTS}, "plans": plans}
@@ -178,12 +172,11 @@ def is_tuned_file(path: Path) -> bool:
 def _plan_of(item: Mapping[str, Any]) -> RowPlan:
     choices = []
     for entry in item["choices"]:
-        tree = Tree(*(entry[name] for name in Tree._fields))
-        choice = MeasuredTree(PLAIN if tree.is_plain else tree, entry["tokens_per_step"], entry["step_seconds"])
-        if not all(1 <= size <= _MAX_SIZE for size in tree) or choice.tokens_per_step < 1 or choice.step_seconds <= 0:
+        *sizes, tokens_per_step, step_seconds = (entry[name] for name in _CHOICE)
+        if not all(1 <= size <= _MAX_SIZE for size in sizes) or tokens_per_step < 1 or step_seconds <= 0:
             raise ValueError(f"impossible numbers: {entry}")
-        choices.append(choice)
-    if item["num_rows"] < 1 or not any(choice.tree.is_plain for choice in choices):
+        choices.append(MeasuredTree(PLAIN if sizes[-1] == 1 else Tree(*sizes), tokens_per_step, step_seconds))
+    if item["num_rows"] < 1 or PLAIN not in [choice.tree for choice in choices]:
         raise ValueError(f"no measurement of plain decoding for {item['num_rows']} rows")
     return RowPlan(item["num_rows"], tuple(choices))
 
@@ -265,32 +258,6 @@ class TreeSizer(Sizer):
         """Weigh all earlier observations less."""
         self._kept *= keep
         self._expected *= keep
-
-
-def sized_proposers(
-    drafting: Drafting,
-    sizer: Sizer,
-    target: Target,
-    drafter: RecurrentDrafter | None,
-    compiler: Compiler,
-) -> dict[Tree, Proposer]:
-    """One proposer for every tree that a sizer may choose; the first has the most nodes, and sets up the rows.
-
-    Args:
-        drafting: the engine's method; the trees replace W, L and N.
-        sizer: chooses the tree of every step.
-        target: the model that answers.
-        drafter: the drafter, bound to the target.
-        compiler: compiler of the engine's steps.
-    """
-    proposers: dict[Tree, Proposer] = {
-        tree: make_proposer(replace(drafting, **tree._asdict()), target, drafter, None, compiler)
-        for tree in sorted(sizer.trees, key=lambda tree: -tree.tree_size)
-        if not tree.is_plain
-    }
-    plain = next(iter(proposers.values()), RootOnly()).plain
-    assert plain is not None, drafting.method
-    return {**proposers, PLAIN: plain}
 
 
 def device_name(device: torch.device) -> str:

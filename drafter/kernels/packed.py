@@ -87,9 +87,6 @@ class PackedLinear(nn.Module):
         """[..., I] -> [..., O]."""
         return self._matrix.linear(x_XI, self.bias).to(x_XI.dtype)
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels of this machine take packed weights of this dtype and compute the right product."""

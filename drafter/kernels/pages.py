@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 # Advice of Linux that loses nothing wherever it goes: another thread may unmap a file and get memory at the same place
 # between our look at the map and our advice, and a page of a private mapping may have been written to.
@@ -28,12 +27,14 @@ def dropping(places: Sequence[Path | str]) -> Iterator[None]:
         yield
         return
     madvise = ctypes.CDLL(None).madvise
-    names, stop = [str(Path(place).resolve()) for place in places], threading.Event()
+    names, stop = tuple(str(Path(place).resolve()) for place in places), threading.Event()
 
     def drop() -> None:
-        for span in _spans():
-            if span.rights[0] == "r" and span.file.startswith(tuple(names)):
-                madvise(ctypes.c_void_p(span.start), ctypes.c_size_t(span.end - span.start), _PAGE_OUT)
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            span, rights, _, _, _, *file = line.split(maxsplit=5)
+            if rights[0] == "r" and file and file[0].startswith(names):
+                start, end = (int(edge, 16) for edge in span.split("-"))
+                madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _PAGE_OUT)
 
     def watch() -> None:
         while not stop.wait(_PAUSE):
@@ -53,18 +54,3 @@ def trim() -> None:
     """Give memory that was freed back to the system, where the C library can."""
     if sys.platform.startswith("linux"):
         getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)(0)
-
-
-class _Span(NamedTuple):
-    start: int
-    end: int
-    rights: str
-    file: str
-
-
-def _spans() -> Iterator[_Span]:
-    """The mapped memory of this process."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, rights, _, _, _, *file = line.split(maxsplit=5)
-        start, end = (int(edge, 16) for edge in span.split("-"))
-        yield _Span(start, end, rights, file[0] if file else "")

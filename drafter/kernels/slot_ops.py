@@ -9,8 +9,6 @@ Shapes: B rows · H key/value heads · S slots of a row · K head dimension · T
 import torch
 from torch import Tensor
 
-_library = torch.library.Library("drafter", "DEF")
-
 
 def write_slots(
     keys: Tensor, values: Tensor, layer: int, row_B1: Tensor, slot_BT: Tensor, new_keys: Tensor, new_values: Tensor
@@ -24,10 +22,8 @@ def write_slots(
         slot_BT: int64 [B, T].
         new_keys, new_values: the keys and values to write.
     """
-    if torch.compiler.is_compiling():
-        torch.ops.drafter.write_slots(keys, values, layer, row_B1, slot_BT, new_keys, new_values)
-    else:
-        _write_slots(keys, values, layer, row_B1, slot_BT, new_keys, new_values)
+    write = _write_operator if torch.compiler.is_compiling() else _write_slots
+    write(keys, values, layer, row_B1, slot_BT, new_keys, new_values)
 
 
 def move_slots(keys: Tensor, values: Tensor, row_B1: Tensor, source_BL: Tensor, destination_BL: Tensor) -> None:
@@ -35,10 +31,8 @@ def move_slots(keys: Tensor, values: Tensor, row_B1: Tensor, source_BL: Tensor, 
 
     All sources are read before anything is written, so the two may overlap.
     """
-    if torch.compiler.is_compiling():
-        torch.ops.drafter.move_slots(keys, values, row_B1, source_BL, destination_BL)
-    else:
-        _move_slots(keys, values, row_B1, source_BL, destination_BL)
+    move = _move_operator if torch.compiler.is_compiling() else _move_slots
+    move(keys, values, row_B1, source_BL, destination_BL)
 
 
 def _write_slots(
@@ -57,13 +51,6 @@ def _move_slots(keys: Tensor, values: Tensor, row_B1: Tensor, source_BL: Tensor,
         store[:, row_B1, :, destination_BL] = store[:, row_B1, :, source_BL]
 
 
-def _nothing(*_: object) -> None:
-    """The meta kernel: the operators return nothing."""
-
-
-_STORES = "Tensor(a!) keys, Tensor(b!) values"
-_library.define(f"write_slots({_STORES}, int layer, Tensor row, Tensor slot, Tensor k, Tensor v) -> ()")
-_library.define(f"move_slots({_STORES}, Tensor row, Tensor source, Tensor destination) -> ()")
-for _name, _function in (("write_slots", _write_slots), ("move_slots", _move_slots)):
-    _library.impl(_name, _function, "CompositeExplicitAutograd")  # on every device
-    _library.impl(_name, _nothing, "Meta")
+_STORES = ("keys", "values")
+_write_operator = torch.library.custom_op("drafter::write_slots", _write_slots, mutates_args=_STORES)
+_move_operator = torch.library.custom_op("drafter::move_slots", _move_slots, mutates_args=_STORES)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from drafter.models.config import DrafterConfig
 from drafter.models.files import WEIGHTS, read_tensors
-from drafter.utils.parse import read_json_object
+from drafter.utils.parse import check_shape, read_json_object
 
 MODEL_TYPE = "recurrent_drafting_drafter"
 _CHUNK_ROWS = 8192  # rows of the vocabulary multiplied out at once, in float32
@@ -78,30 +78,21 @@ def from_apple(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> dict[str
         tensors: the file's.
 
     Raises:
-        ValueError: a tensor is missing, unknown, or of another shape.
+        ValueError: a tensor is missing or unknown.
     """
-    size, exit_dim = config.hidden_size, 2 * config.hidden_size
     names = {
-        "rnn_w.weight": ("cell.w.weight", (size, size)),
-        "rnn_u.weight": ("cell.u.weight", (size, size)),
-        "rnn_u.bias": ("cell.u.bias", (size,)),
-        f"lm_head.{config.num_res_blocks}.weight": ("head.weight", (config.vocab_size, exit_dim)),
+        "rnn_w.weight": "cell.w.weight",
+        "rnn_u.weight": "cell.u.weight",
+        "rnn_u.bias": "cell.u.bias",
+        f"lm_head.{config.num_res_blocks}.weight": "head.weight",
     }
     for block in range(config.num_res_blocks):
-        names[f"lm_head.{block}.linear.weight"] = (f"blocks.{block}.linear.weight", (exit_dim, exit_dim))
-        names[f"lm_head.{block}.linear.bias"] = (f"blocks.{block}.linear.bias", (exit_dim,))
+        for part in ("weight", "bias"):
+            names[f"lm_head.{block}.linear.{part}"] = f"blocks.{block}.linear.{part}"
     for name in sorted(names.keys() ^ tensors.keys()):
         raise ValueError(f"published checkpoint: tensor {name!r} is {'missing' if name in names else 'unknown'}")
-    found = {}
-    for name, (own_name, shape) in names.items():
-        if tuple(tensors[name].shape) != shape:
-            raise ValueError(
-                f"published checkpoint: tensor {name!r} has shape {list(tensors[name].shape)}, "
-                f"its config asks for {list(shape)}"
-            )
-        found[own_name] = tensors[name]
-    found["draft_token_ids_R"] = torch.arange(config.vocab_size)
-    return found
+    found = {own: tensors[name] for name, own in names.items()}
+    return {**found, "draft_token_ids_R": torch.arange(config.vocab_size)}
 
 
 def config_to_apple(config: DrafterConfig) -> dict[str, Any]:
@@ -120,23 +111,20 @@ def config_to_apple(config: DrafterConfig) -> dict[str, Any]:
 
 def config_from_apple(found: Mapping[str, Any]) -> DrafterConfig:
     """Our config of a published one; ValueError naming the field that has no counterpart."""
-    if found.get("model_type") != MODEL_TYPE:
-        raise ValueError(f"model_type is {found.get('model_type')!r}, a published drafter has {MODEL_TYPE!r}")
-    sizes = {}
-    for name in ("vocab_size", "hidden_size", "exit_dim", "num_draft_layers"):
-        value = found.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < (name != "num_draft_layers"):
-            raise ValueError(f"published drafter config: {name} is {value!r} but must be a positive integer")
-        sizes[name] = value
-    if found.get("rnn") is not True:
-        raise ValueError(f"published drafter config: rnn is {found.get('rnn')!r}; only drafters with rnn can be read")
-    if sizes["exit_dim"] != 2 * sizes["hidden_size"]:
+    where = "published drafter config"
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "exit_dim", "num_draft_layers"), int)
+    check_shape(found, {"model_type": str, "rnn": bool, **sizes}, where)
+    if found["model_type"] != MODEL_TYPE or not found["rnn"]:
         raise ValueError(
-            f"published drafter config: exit_dim is {sizes['exit_dim']}, not twice the hidden_size "
-            f"{sizes['hidden_size']}: the input projection that this asks for has no counterpart here"
+            f"{where}: model_type is {found['model_type']!r} and rnn {found['rnn']}; it must be {MODEL_TYPE!r} with rnn"
+        )
+    if found["exit_dim"] != 2 * found["hidden_size"]:
+        raise ValueError(
+            f"{where}: exit_dim is {found['exit_dim']}, not twice the hidden_size {found['hidden_size']}: the input "
+            "projection that this asks for has no counterpart here"
         )
     return DrafterConfig(
-        vocab_size=sizes["vocab_size"], hidden_size=sizes["hidden_size"], num_res_blocks=sizes["num_draft_layers"]
+        vocab_size=found["vocab_size"], hidden_size=found["hidden_size"], num_res_blocks=found["num_draft_layers"]
     )
 
 
@@ -144,14 +132,11 @@ def read_folder(folder: str | Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
     """Config and tensors (under our names) of a published checkpoint.
 
     Raises:
-        ValueError: no such checkpoint, a damaged file, or one that has no counterpart here.
+        OSError: no such checkpoint.
+        ValueError: a damaged file, or one that has no counterpart here.
     """
-    folder = Path(folder)
-    for name in ("config.json", WEIGHTS):
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder} holds no {name}: give the folder of a published drafter")
-    config = config_from_apple(read_json_object(folder / "config.json"))
-    return config, from_apple(config, read_tensors(folder / WEIGHTS))
+    config = config_from_apple(read_json_object(Path(folder, "config.json")))
+    return config, from_apple(config, read_tensors(Path(folder, WEIGHTS)))
 
 
 def write_folder(

@@ -1,24 +1,20 @@
 """DrafterConfig: shape and target of a drafter, in ``config.json`` beside the weights."""
 
 import re
-import struct
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, Literal, Self, get_args
 
+import torch
 from transformers import PreTrainedConfig
+
+from drafter.utils.validate import check_ranges, within
 
 Cell = Literal["rnn"]
 Context = Literal["last", "fused"]
 Head = Literal["full", "tied"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
-# Limits of the sizes in a file, far above every known model.
-_RANGES = {
-    "vocab_size": (2, 2**24),
-    "hidden_size": (1, 2**18),
-    "num_res_blocks": (0, 64),
-    "draft_length": (1, 256),
-}
 _MAX_CONTEXT_LAYERS = 64
 _FINGERPRINT = re.compile("([0-9a-f]{4})*(-[a-z0-9]+)?")  # hex digits, and a scheme of rounding
 
@@ -67,18 +63,19 @@ class DrafterConfig(PreTrainedConfig):
 
     model_type = "recurrent_drafter"
 
-    vocab_size: int = 32000
-    hidden_size: int = 4096
+    # The limits of the sizes lie far above every known model.
+    vocab_size: int = within(32000, low=2, high=2**24)
+    hidden_size: int = within(4096, low=1, high=2**18)
     cell: str = "rnn"
     context: str = "last"
-    context_layers: tuple[int, ...] | list[int] = ()
+    context_layers: tuple[int, ...] | list[int] = within((), low=0)
     head: str = "full"
-    num_res_blocks: int = 2
-    block_rank: int | None = None
-    draft_vocab_size: int | None = None
-    draft_length: int = 4
-    hidden_scale: float = 1.0
-    embedding_scale: float = 1.0
+    num_res_blocks: int = within(2, low=0, high=64)
+    block_rank: int | None = within(None, low=1, high=2**19)
+    draft_vocab_size: int | None = within(None, low=2, high=2**24)
+    draft_length: int = within(4, low=1, high=256)
+    hidden_scale: float = within(1.0, above=0.0)
+    embedding_scale: float = within(1.0, above=0.0)
     target_name: str = ""
     target_revision: str | None = None
     target_fingerprint: str = ""
@@ -121,22 +118,25 @@ class DrafterConfig(PreTrainedConfig):
         return self.hidden_size * (len(self.context_layers) if self.context == "fused" else 1)
 
     def _check(self) -> None:
+        for item in fields(self):
+            if (
+                item.name in type(self).__annotations__
+                and getattr(self, item.name) is None
+                and item.default is not None
+            ):
+                raise ValueError(f"drafter {item.name} is None but must have a value")
+        check_ranges(self, are_flags=False)
         for name, allowed in (("cell", get_args(Cell)), ("context", get_args(Context)), ("head", get_args(Head))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"drafter {name} is {getattr(self, name)!r} but must be one of {', '.join(allowed)}")
-        for name, (low, high) in _RANGES.items():
-            _check_integer(name, getattr(self, name), low, high)
-        for name, low, high in (("block_rank", 1, 2 * self.hidden_size), ("draft_vocab_size", 2, self.vocab_size)):
-            if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), low, high)
+        for name, most in (("block_rank", 2 * self.hidden_size), ("draft_vocab_size", self.vocab_size)):
+            if (getattr(self, name) or 0) > most:
+                raise ValueError(f"drafter {name} is {getattr(self, name)} but must be at most {most}")
         for name in ("target_name", "target_revision", "target_fingerprint"):
-            value = getattr(self, name)
-            if not isinstance(value, str) and not (value is None and name == "target_revision"):
-                raise ValueError(f"drafter {name} is {value!r} but must be a text")
+            if not isinstance(getattr(self, name) or "", str):
+                raise ValueError(f"drafter {name} is {getattr(self, name)!r} but must be a text")
         if not _FINGERPRINT.fullmatch(self.target_fingerprint):
             raise ValueError(f"drafter target_fingerprint is {self.target_fingerprint[:40]!r} but must be hex digits")
-        if any(isinstance(layer, bool) or not isinstance(layer, int) or layer < 0 for layer in self.context_layers):
-            raise ValueError(f"drafter context_layers are {list(self.context_layers)} but must be integers from 0 on")
         if len(self.context_layers) > _MAX_CONTEXT_LAYERS:
             raise ValueError(f"drafter context_layers are {len(self.context_layers)} but at most {_MAX_CONTEXT_LAYERS}")
         if (self.context == "fused") != bool(self.context_layers):
@@ -144,16 +144,6 @@ class DrafterConfig(PreTrainedConfig):
                 f"drafter context {self.context!r} with context_layers {list(self.context_layers)}: "
                 "fused needs layers, the others take none"
             )
-        for name in ("hidden_scale", "embedding_scale"):
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (is_number and 0.0 < value < float("inf")):
-                raise ValueError(f"drafter {name} is {value!r} but must be a positive number")
-
-
-def _check_integer(name: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"drafter {name} is {value!r} but must be an integer from {low} to {high}")
 
 
 def same_fingerprint(first: str, second: str) -> bool:
@@ -164,10 +154,11 @@ def same_fingerprint(first: str, second: str) -> bool:
 
     The part after a hyphen names a scheme of rounding (:func:`rounding_of`); the comparison ignores the part.
     """
-    values = [_bfloat16_values(sample) for sample in (first, second)]
-    if len(values[0]) != len(values[1]):
+    digits = [sample.partition("-")[0] for sample in (first, second)]
+    if len(digits[0]) != len(digits[1]):
         return False
-    return all(abs(a - b) <= 2.0**-6 * max(abs(a), abs(b)) + 1e-6 for a, b in zip(*values, strict=True))
+    one, other = (torch.frombuffer(bytearray.fromhex(text), dtype=torch.bfloat16).float() for text in digits)
+    return torch.allclose(one, other, rtol=2.0**-6, atol=1e-6)
 
 
 def rounding_of(sample: str) -> str:
@@ -177,9 +168,3 @@ def rounding_of(sample: str) -> str:
     ('int8', '')
     """
     return sample.partition("-")[2]
-
-
-def _bfloat16_values(sample: str) -> list[float]:
-    """Little-endian bfloat16 numbers of a hex string: each is the upper half of a float32."""
-    raw = bytes.fromhex(sample.partition("-")[0])
-    return [struct.unpack("<f", b"\0\0" + raw[i : i + 2])[0] for i in range(0, len(raw) - 1, 2)]

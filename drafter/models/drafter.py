@@ -279,15 +279,6 @@ class RecurrentDrafter(nn.Module):
         """Feed one token: contexts [..., C], states [..., D], input embeddings [..., D] -> next states [..., D]."""
         return self.cell(embedding_XD.to(state_XD.dtype), state_XD)
 
-    def unroll(self, context_XC: Tensor, embedding_XLD: Tensor) -> Tensor:
-        """Feed L known tokens (training): contexts [..., C], embeddings [..., L, D] -> states [..., L, D]."""
-        state_XD = self.init_state(context_XC)
-        states = []
-        for embedding_XD in embedding_XLD.unbind(dim=-2):
-            state_XD = self.step(context_XC, state_XD, embedding_XD)
-            states.append(state_XD)
-        return torch.stack(states, dim=-2)
-
     def fuse(self, context_XC: Tensor) -> Tensor:
         """The part of the context that the head reads: [..., C] -> [..., D].
 
@@ -335,7 +326,10 @@ class RecurrentDrafter(nn.Module):
 
     def forward(self, context_XC: Tensor, embedding_XLD: Tensor) -> Tensor:
         """Logits [..., L, R] after each of L known tokens with embeddings [..., L, D]."""
-        return self.logits(context_XC.unsqueeze(-2), self.unroll(context_XC, embedding_XLD))
+        states = [self.init_state(context_XC)]
+        for embedding_XD in embedding_XLD.unbind(dim=-2):
+            states.append(self.step(context_XC, states[-1], embedding_XD))
+        return self.logits(context_XC.unsqueeze(-2), torch.stack(states[1:], dim=-2))
 
     def num_parameters_by_part(self) -> dict[str, int]:
         """Trained parameters of each part: fuse_context, cell, blocks, head."""

@@ -8,17 +8,16 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from drafter.decoding.compile import Compiler
-from drafter.decoding.proposer import Proposer, RowState
+from drafter.decoding.proposer import Compiler, Proposer, RowState
 from drafter.decoding.sampling import Warp, warp_logits
 from drafter.decoding.tree import NodeList
 from drafter.kernels.largest import topk
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.copying import SHARES, Copies, mix
-from drafter.proposers.options import COPY_DEPTH, TreePolicy
+from drafter.proposers.options import COPY_DEPTH, Drafting
 from drafter.targets.target import Target
 
 
@@ -49,75 +48,50 @@ class BeamProposer(Proposer):
     Args:
         drafter: a trained drafter.
         target: its target.
-        beam_width, draft_length: W and L.
-        num_nodes: N; None: all nodes.
-        policy: see above.
-        tau: softness of the ranking.
-        noise_weight: weight of the noise; below 1 where q is flatter than p.
-        coupled: rank with the noise.
-        copying: mix q with copies from the text, and with N given, let copies lengthen the best beam.
-        compiler: compiles the search of greedy rows. The drafter's weights must not change afterwards.
+        drafting: numbers, policy and switches of the search.
+        compiler: compiles the search of greedy rows.
 
     Raises:
-        ValueError: the drafter belongs to another target or device.
+        ValueError: the drafter belongs to another target or device, or has fewer tokens than beams.
     """
 
     def __init__(
-        self,
-        drafter: RecurrentDrafter,
-        target: Target,
-        beam_width: int,
-        draft_length: int,
-        num_nodes: int | None = None,
-        policy: TreePolicy = "all-nodes",
-        *,
-        tau: float = 1.0,
-        noise_weight: float = 1.0,
-        coupled: bool = True,
-        copying: bool = False,
-        compiler: Compiler | None = None,
+        self, drafter: RecurrentDrafter, target: Target, drafting: Drafting, compiler: Compiler | None = None
     ) -> None:
-        deepest = min(num_nodes - 1, COPY_DEPTH) if copying and num_nodes and policy == "all-nodes" else 0
-        levels = (beam_width,) * draft_length + (1,) * (deepest - draft_length)
-        super().__init__(levels, num_nodes, compiler)
+        self.width = drafting.beam_width
+        self.length = min(drafting.draft_length, drafting.tree_size - 1)  # a tree of N nodes is at most N - 1 deep
+        self._drafting = drafting
+        has_tail = drafting.copying and drafting.tree_policy == "all-nodes"
+        deepest = min(drafting.tree_size - 1, COPY_DEPTH) if has_tail else 0
+        levels = (self.width,) * self.length + (1,) * (deepest - self.length)
+        super().__init__(levels, drafting.tree_size, compiler)
         if drafter.draft_token_ids_R.device.type != target.device.type:
             raise ValueError(
                 f"the drafter is on {drafter.device} but the target on {target.device}: drafter.to(...) first"
             )
         self.drafter = drafter.bind(target)
-        self.width = beam_width
-        self.length = draft_length
         self._embed = target.embed
         self._dtype = drafter.dtype  # kept, because transformers searches all modules for the dtype
         self._token_R = drafter.draft_token_ids_R
-        if beam_width > self._token_R.shape[0]:
+        if self.width > self._token_R.shape[0]:
             raise ValueError(
-                f"--beam-width {beam_width} exceeds the drafter's vocabulary of {self._token_R.shape[0]} tokens"
+                f"--beam-width {self.width} exceeds the drafter's vocabulary of {self._token_R.shape[0]} tokens"
             )
-        self._policy = policy
-        self._tau = tau
-        self._noise_weight = noise_weight
-        self._coupled = coupled
         self._index_V = torch.full((target.vocab_size,), -1, device=self._token_R.device)
         self._index_V[self._token_R] = torch.arange(len(self._token_R), device=self._token_R.device)
-        shares = SHARES if copying else [0.0] * len(SHARES)
+        shares = SHARES if drafting.copying else [0.0] * len(SHARES)
         self._odds_X = torch.tensor((0.0, *shares), device=self._token_R.device).logit()
-        is_compiled = compiler is not None and compiler.is_on
-        # A compiler recognises a weight only as a parameter of a module.
-        self._frozen_head = _linear_of(self.drafter.output_rows()) if is_compiled else None
-        self._search_greedily = self._search
-        if compiler is not None and is_compiled:
-            self._search_greedily = compiler(self._search, ((0,), (0,), (0, 1), (0,)))
+        self._search_greedily = (compiler or Compiler())(self._search)
 
     def draft(self, rows: RowState, noise_BLV: Tensor | None) -> NodeList:
         """All nodes of the search, or the nodes of the final beams; the score is the cumulative log-probability."""
         inputs = rows.root_B, rows.context_BC, rows.history_BS[:, : rows.num_visible], rows.length_B
         if rows.warp.flags.has_noise:
-            columns = self._search(*inputs, rows.warp, noise_BLV if self._coupled else None)
+            columns = self._search(*inputs, rows.warp, noise_BLV if self._drafting.coupled else None)
         else:
             columns = self._search_greedily(*inputs)
         nodes = NodeList(*columns, self.level_sizes)
-        if self._policy == "final-beams":
+        if self._drafting.tree_policy == "final-beams":
             nodes = nodes._replace(score_BM=keep_final_beams(nodes.parent_BM, nodes.score_BM, self.width))
         return nodes
 
@@ -151,7 +125,7 @@ class BeamProposer(Proposer):
         for step in range(self.length):
             context_BWC = context_B1C.expand(-1, token_BW.shape[1], -1)
             state_BWD = self.drafter.step(context_BWC, state_BWD, self._embed(token_BW).to(self._dtype))
-            logits_BWR = self._logits(context_BWC, state_BWD)
+            logits_BWR = self.drafter.logits(context_BWC, state_BWD)
             noise_BV = None if noise_BLV is None else noise_BLV[:, step]
             value_BWK, token_BWK = self._rank_children(logits_BWR, copies, noise_BV, warp)
             # W children of each parent are enough: no parent can have more among the W best of all.
@@ -176,13 +150,6 @@ class BeamProposer(Proposer):
             levels.append(last)
         return levels
 
-    def _logits(self, context_BWC: Tensor, state_BWD: Tensor) -> Tensor:
-        """The drafter's logits [B, W, R]."""
-        if self._frozen_head is None:
-            return self.drafter.logits(context_BWC, state_BWD)
-        logits_BWR: Tensor = self._frozen_head(self.drafter.features(self.drafter.fuse(context_BWC), state_BWD))
-        return logits_BWR
-
     def _rank_children(
         self, logits_BWR: Tensor, copies: Copies, noise_BV: Tensor | None, warp: Warp | None
     ) -> tuple[Tensor, Tensor]:
@@ -193,11 +160,12 @@ class BeamProposer(Proposer):
         rank_BWR, copied_BW1, total_BW1 = mix(rank_BWR, self._index_V[token_BW], odds_BW)
         if noise_BV is not None:
             assert warp is not None
-            noise_BV = noise_BV * ((warp.temperature_B > 0) * self._noise_weight)[:, None]
+            noise_BV = noise_BV * ((warp.temperature_B > 0) * self._drafting.noise_weight)[:, None]
             rank_BWR = rank_BWR + noise_BV.index_select(1, self._token_R)[:, None]
             copied_BW1 = copied_BW1 + noise_BV.gather(1, token_BW)[:, :, None]
-        if noise_BV is not None or self._tau != 1.0:
-            rank_BWR, copied_BW1 = rank_BWR / self._tau, copied_BW1 / self._tau
+        tau = self._drafting.tau
+        if noise_BV is not None or tau != 1.0:
+            rank_BWR, copied_BW1 = rank_BWR / tau, copied_BW1 / tau
             total_BW1 = torch.logaddexp(rank_BWR.logsumexp(dim=2, keepdim=True), copied_BW1)
         value_BWK, index_BWK = topk(rank_BWR, self.width)
         value_BWK = torch.cat([value_BWK, copied_BW1], dim=2) - total_BW1
@@ -213,16 +181,9 @@ class BeamProposer(Proposer):
         value_B1 = -F.softplus(-odds_B1)
         if noise_BV is not None:
             assert warp is not None
-            ranked_B1 = -(-odds_B1 - self._noise_weight * noise_BV.gather(1, token_B1)).exp()
+            ranked_B1 = -(-odds_B1 - self._drafting.noise_weight * noise_BV.gather(1, token_B1)).exp()
             value_B1 = ranked_B1.where(warp.temperature_B[:, None] > 0, value_B1)
         return value_B1, token_B1
-
-
-def _linear_of(weight_RX: Tensor) -> nn.Linear:
-    """A linear layer that shares this weight."""
-    layer = nn.Linear(weight_RX.shape[1], weight_RX.shape[0], bias=False, device="meta")
-    layer.weight = nn.Parameter(weight_RX.detach(), requires_grad=False)
-    return layer.eval()
 
 
 def keep_final_beams(parent_BM: Tensor, score_BM: Tensor, width: int) -> Tensor:

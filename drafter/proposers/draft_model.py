@@ -12,10 +12,12 @@ from drafter.decoding.proposer import Proposer, RowState
 from drafter.decoding.sampling import STREAM_DRAFT, gumbel_noise, pick, warped_log_probs
 from drafter.decoding.tree import Candidates
 from drafter.kernels.largest import argmax
-from drafter.proposers.options import Verification
+from drafter.proposers.options import Drafting
 from drafter.targets.cache import SlotCache
 from drafter.targets.masks import chunk_mask
 from drafter.targets.target import Target
+
+_PREFILL_CHUNK = 256  # prompt tokens per forward
 
 
 class DraftModelProposer(Proposer):
@@ -32,35 +34,23 @@ class DraftModelProposer(Proposer):
     Args:
         draft: the smaller model.
         target: the target.
-        num_speculative_tokens: gamma.
-        verify: the acceptance rule.
-        coupled: draft with the noise of the target's picks; False: draft the most probable token.
-        prefill_chunk: prompt tokens per forward.
+        drafting: number of tokens (gamma), the acceptance rule, and whether drafts are coupled; without coupling the
+            most probable token is drafted.
 
     Raises:
         ValueError: the two models do not share their vocabulary or device.
     """
 
-    def __init__(
-        self,
-        draft: Target,
-        target: Target,
-        num_speculative_tokens: int,
-        *,
-        verify: Verification = "coupled",
-        coupled: bool = True,
-        prefill_chunk: int = 256,
-    ) -> None:
+    def __init__(self, draft: Target, target: Target, drafting: Drafting) -> None:
         check_same_vocabulary(draft, target)
         if draft.device != target.device:
             raise ValueError(
                 f"--draft-model is on {draft.device}, the target on {target.device}: load both on one device"
             )
-        super().__init__((1,) * num_speculative_tokens)
+        super().__init__((1,) * drafting.num_speculative_tokens)
         self._draft = draft
-        self._is_rejection = verify == "rejection"
-        self._coupled = coupled
-        self._prefill_chunk = prefill_chunk
+        self._is_rejection = drafting.verify == "rejection"
+        self._coupled = drafting.coupled
         self._token_V = torch.arange(target.vocab_size, device=target.device)
         self._cache: SlotCache = draft.new_cache(0, 0)
 
@@ -76,8 +66,8 @@ class DraftModelProposer(Proposer):
     @torch.inference_mode()
     def admit(self, row: int, prompt_ids: list[int]) -> None:
         """Prefill the prompt up to the first root, in chunks."""
-        for start in range(0, len(prompt_ids) - 1, self._prefill_chunk):
-            stop = min(start + self._prefill_chunk, len(prompt_ids) - 1)
+        for start in range(0, len(prompt_ids) - 1, _PREFILL_CHUNK):
+            stop = min(start + _PREFILL_CHUNK, len(prompt_ids) - 1)
             token_BT = torch.tensor([prompt_ids[start:stop]], device=self._draft.device)
             start_B = torch.full((1,), start, device=self._draft.device)
             self._forward(token_BT, start_B, first_row=row, num_visible=stop)

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafter.decoding.compile import Compiler
-from drafter.decoding.proposer import Proposer, RowState
-from drafter.decoding.tree import NodeList, merge_equal
+from drafter.decoding.proposer import Compiler, Proposer, RowState
+from drafter.decoding.tree import NodeList
+from drafter.proposers.options import Drafting
 
 # Odds that the text continues like a match of 1, 2, ..., 8 or more tokens, when there is no other match.
 # Counted on 496 greedy answers of a 135M chat model to questions, summaries and chat (75,000 positions).
@@ -84,27 +84,15 @@ class LookupProposer(Proposer):
     and tree: Saxena, 2023.)
 
     Args:
-        num_matches: M, matches that are followed; 1 drafts a chain.
-        length: L.
-        max_ngram: longer matches count as this long.
+        drafting: number of matches (M, 1 drafts a chain), tokens of each (L), and the longest match that counts.
         device: the target's.
-        num_nodes: N; None: all nodes.
         compiler: see :class:`Proposer`.
     """
 
-    def __init__(
-        self,
-        num_matches: int,
-        length: int,
-        max_ngram: int,
-        device: torch.device,
-        num_nodes: int | None = None,
-        compiler: Compiler | None = None,
-    ) -> None:
-        super().__init__((num_matches,) * length, num_nodes, compiler)
-        self.num_matches = num_matches
-        self.length = length
-        self.max_ngram = max_ngram
+    def __init__(self, drafting: Drafting, device: torch.device, compiler: Compiler | None = None) -> None:
+        self.num_matches, self.max_ngram = drafting.num_matches, drafting.max_ngram
+        self.length = min(drafting.lookup_length, drafting.tree_size - 1)
+        super().__init__((self.num_matches,) * self.length, drafting.tree_size, compiler)
         # Index n - 1 for a match of n tokens; the last entry holds for all longer matches.
         self._odds_X = torch.tensor(_ODDS, device=device)
 
@@ -115,25 +103,26 @@ class LookupProposer(Proposer):
         """
         history_BS = rows.history_BS[:, : rows.num_visible]
         match_BM, size_BM = find_matches(history_BS, rows.length_B, self.max_ngram, self.num_matches)
-        token_BML = follow_matches(history_BS, rows.length_B, match_BM, self.length)
-        score_BLM = self._score(token_BML, size_BM)
-        num_rows, num_matches = match_BM.shape
-        parent_M = torch.arange(-num_matches, num_matches * (self.length - 1), device=match_BM.device)
-        nodes = NodeList(
-            token_BM=token_BML.transpose(1, 2).flatten(1),
-            parent_BM=parent_M.clamp_min(-1).expand(num_rows, -1),
+        token_BLM = follow_matches(history_BS, rows.length_B, match_BM, self.length).transpose(1, 2)
+        # same[b, l, i, j]: match j, if there is one, proposes the same l + 1 tokens as match i.
+        equal_BLMM = token_BLM[:, :, :, None] == token_BLM[:, :, None, :]
+        same_BLMM = equal_BLMM.cumprod(dim=1).bool() & (size_BM > 0)[:, None, None, :]
+        # Of the matches that propose the same tokens, the first has the node, and the others have none.
+        first_BLM = same_BLMM.int().argmax(dim=3)
+        match_M = torch.arange(self.num_matches, device=match_BM.device)
+        step_L1 = torch.arange(self.length, device=match_BM.device)[:, None]
+        parent_BLM = (step_L1 - 1) * self.num_matches + first_BLM.roll(1, dims=1)
+        score_BLM = self._score(same_BLMM, size_BM).masked_fill(first_BLM != match_M, -torch.inf)
+        return NodeList(
+            token_BM=token_BLM.flatten(1),
+            parent_BM=parent_BLM.where(step_L1 > 0, -1).flatten(1),
             score_BM=score_BLM.flatten(1),
             level_sizes=self.level_sizes,
         )
-        return merge_equal(nodes)
 
-    def _score(self, token_BML: Tensor, size_BM: Tensor) -> Tensor:
-        """Cumulative log-probability of token l of every match, [B, L, M]."""
-        # same[b, l, i, j]: match j, if it is one, has proposed the same l + 1 tokens as match i.
-        token_BLM = token_BML.transpose(1, 2)
-        equal_BLMM = token_BLM[:, :, :, None] == token_BLM[:, :, None, :]
+    def _score(self, same_BLMM: Tensor, size_BM: Tensor) -> Tensor:
+        """Cumulative log-probability of token l of every match, -inf without a match, [B, L, M]."""
         is_match_BM = size_BM > 0
-        same_BLMM = equal_BLMM.cumprod(dim=1).bool() & is_match_BM[:, None, None, :]
         before_BLMM = torch.cat([is_match_BM[:, None, None, :].expand_as(same_BLMM[:, :1]), same_BLMM[:, :-1]], dim=1)
         # A match that was right so far is longer by that many tokens now.
         size_B11M = size_BM[:, None, None, :]
@@ -142,5 +131,4 @@ class LookupProposer(Proposer):
         step_L1 = torch.arange(self.length, device=size_BM.device)[:, None]
         none_BLM = 1 / self._odds_X[(best_BLM1[..., 0] + step_L1 - 1).clamp(0, len(_ODDS) - 1)]
         share_BLM = (weight_BLMM * same_BLMM).sum(dim=3) / (weight_BLMM.sum(dim=3) + none_BLM)
-        total_BLM = share_BLM.log().cumsum(dim=1)
-        return total_BLM.masked_fill(~is_match_BM[:, None], -torch.inf)
+        return share_BLM.log().cumsum(dim=1).masked_fill(~is_match_BM[:, None], -torch.inf)

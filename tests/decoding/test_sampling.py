@@ -1,14 +1,13 @@
 """Warpers and the pick: against loop twins, against transformers' own warpers, against the exact distribution."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
-from scipy import stats
 
 from drafter.decoding import sampling
-from drafter.decoding.sampling import gumbel_noise, make_warp, pick, warp_logits, warped_log_probs
+from drafter.decoding.sampling import gumbel_noise, make_warp, pick, warp_logits
 from tests.reference import warpers
 
 ALPHA = 1e-6
@@ -62,6 +61,9 @@ def test_worked_example():
         warped = warp_logits(logits_BNV, make_warp([params]))[0, 0]
         assert finite_logit_tokens(warped) == tokens, params
         assert torch.equal(warped[tokens], logits_BNV[0, 0, tokens])
+    equal_BNV = torch.tensor([[[2.0, 1.0, 1.0, 1.0, 0.0]]])  # equal logits are kept or dropped together
+    for params in [Params(top_k=2), Params(top_p=0.6), Params(min_p=0.3)]:
+        assert finite_logit_tokens(warp_logits(equal_BNV, make_warp([params]))[0, 0]) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("num_tokens", [2, 50, 601])
@@ -102,13 +104,9 @@ def test_short_lists_equal_the_whole_sort(monkeypatch, scale, top_p):
     "params",
     [
         Params(0.7),
-        Params(1.0, top_k=1),
         Params(1.3, top_k=40),
-        Params(1.0, top_k=500),
-        Params(1.0, top_p=0.3),
         Params(0.8, top_p=0.95),
         Params(1.0, min_p=0.05),
-        Params(0.6, top_k=50, top_p=0.9),
         Params(1.5, top_k=100, top_p=0.8, min_p=0.01),
     ],
 )
@@ -151,45 +149,9 @@ def test_rows_do_not_depend_on_the_batch():
             assert torch.equal(pick(logits_BNV[row, node], noise, alone), pick_BN[row, node])
 
 
-def test_equal_logits_share_their_fate():
-    logits_BNV = torch.tensor([[[2.0, 1.0, 1.0, 1.0, 0.0]]])
-    for params in [Params(top_k=2), Params(top_p=0.6), Params(min_p=0.3)]:
-        assert finite_logit_tokens(warp_logits(logits_BNV, make_warp([params]))[0, 0]) == [0, 1, 2, 3]
-
-
 def test_greedy_takes_the_lowest_of_equal_logits():
     logits_BNV = torch.tensor([[[0.0, 5.0, 5.0]]])
     assert pick(logits_BNV, None, make_warp([Params(0.0)])).item() == 1
     noise_BNV = torch.tensor([[[0.0, -1.0, 9.0]]])
     both = pick(logits_BNV.expand(2, 1, 3), noise_BNV, make_warp([Params(0.0), Params(1.0)]))
     assert both.tolist() == [[1], [2]]
-
-
-@pytest.mark.parametrize(
-    "params", [Params(), Params(0.7), Params(1.3, top_k=4), Params(0.9, top_p=0.8), Params(min_p=0.2), Params(0.0)]
-)
-def test_picks_follow_the_distribution(params):
-    """Chi-square of 200,000 picks, one seed each, against warped_log_probs; false alarms below 1e-6."""
-    num_seeds = 200_000
-    logits_BNV = random_logits(1, 1, 8, seed=6, scale=1.0)
-    noise_BNV = gumbel_noise(torch.arange(num_seeds), torch.full((num_seeds, 1), 17), torch.arange(8))
-    warp = make_warp([params])
-    counts = torch.bincount(pick(logits_BNV.expand(1, num_seeds, 8), noise_BNV.transpose(0, 1), warp)[0], minlength=8)
-    probs = warped_log_probs(logits_BNV, warp)[0, 0].double().exp()
-    assert probs.sum().item() == pytest.approx(1.0)
-    assert (counts[probs == 0] == 0).all()
-    expected = probs[probs > 0] / probs.sum() * num_seeds
-    if expected.numel() > 1:
-        assert stats.chisquare(counts[probs > 0].numpy(), expected.numpy()).pvalue > ALPHA
-    # The test has teeth: the distribution at another temperature is told apart.
-    wrong = warped_log_probs(logits_BNV, make_warp([replace(params, temperature=params.temperature * 1.1)]))
-    wrong_expected = wrong[0, 0].double().exp()[probs > 0] * num_seeds
-    if params.temperature > 0:
-        wrong_expected *= num_seeds / wrong_expected.sum()
-        assert stats.chisquare(counts[probs > 0].numpy(), wrong_expected.numpy()).pvalue < ALPHA
-
-
-def test_log_probs_of_greedy_rows_have_all_mass_on_the_argmax():
-    log_prob_BNV = warped_log_probs(torch.tensor([[[1.0, 3.0, 3.0]]]).expand(2, 1, 3), make_warp([Params(0), Params()]))
-    assert log_prob_BNV[0, 0].tolist() == [MINUS_INF, 0.0, MINUS_INF]
-    assert log_prob_BNV[1, 0].exp().sum().item() == pytest.approx(1.0)

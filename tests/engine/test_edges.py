@@ -14,7 +14,7 @@ from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.options import Method
 from tests.engine.drafters import answers_of, prompts_for, shared_target, trained_drafter
-from tests.engine.oracle import tiny_target
+from tests.engine.oracle import VOCAB, tiny_target
 
 NO_EOS = SamplingParams(max_new_tokens=20, ignore_eos=True)
 KNOWN = prompts_for(4, seed=100, sizes=(5,))
@@ -85,3 +85,19 @@ def test_drafters_that_cannot_work_are_refused_before_the_first_step() -> None:
     too_deep = RecurrentDrafter(DrafterConfig(**fields, context="fused", context_layers=(1, 9)))
     with pytest.raises(ValueError, match=r"reads layers \[1, 9\] but target .* has 2"):
         Engine(shared_target(), too_deep)
+
+
+@pytest.mark.parametrize("method", ["none", "draft-model"])
+def test_an_engine_that_cannot_fit_says_so_with_the_numbers(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft_model = tiny_target(), tiny_target(1) if method == "draft-model" else None
+    engine = Engine(target, config=EngineConfig(method=method, max_num_seqs=3), draft_model=draft_model)
+    models = [target] if draft_model is None else [target, draft_model]
+    need = (
+        sum(model.cache_shape.num_bytes(3, 128, model.dtype) for model in models)
+        + 3 * engine.proposer.num_nodes * VOCAB * 4
+    )
+    monkeypatch.setattr(runner, "available_bytes", lambda device: need - 1)
+    with pytest.raises(ValueError, match=r"3 rows of 128 slots need .* GiB .* lower --max-num-seqs"):
+        engine.reserve(100)
+    monkeypatch.setattr(runner, "available_bytes", lambda device: need)
+    engine.reserve(100)

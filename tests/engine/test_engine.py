@@ -45,29 +45,21 @@ def hugging_face_answer(target: Target, prompt: list[int], num_tokens: int, eos:
 
 
 def test_hugging_face_generates_the_same() -> None:
-    for prompt, completion in zip(KNOWN[:4], new_engine().generate(KNOWN[:4], NO_EOS), strict=True):
+    completions = new_engine().generate(KNOWN, NO_EOS)
+    for prompt, completion in zip(KNOWN[:4], completions, strict=False):
         assert completion.token_ids == hugging_face_answer(shared_target(), prompt, 30)
         assert completion.finish_reason == "length" and completion.prompt_ids == prompt
-
-
-def test_trained_drafter_keeps_long_paths() -> None:
-    """Otherwise the tests below would say little."""
-    completions = new_engine().generate(KNOWN, NO_EOS)
-    kept = {accepted for completion in completions for accepted in completion.num_accepted}
-    assert kept >= {0, 1, 2, 3, 4}  # copies reach deeper than the drafting steps
-    for completion in completions:
         assert len(completion.num_accepted) == completion.num_target_forwards
         assert completion.tokens_per_step == len(completion.token_ids) / completion.num_target_forwards
+    # Paths of all lengths are accepted; otherwise the tests below would say little.
+    assert {accepted for completion in completions for accepted in completion.num_accepted} >= {0, 1, 2, 3, 4}
 
 
 SHAPES: list[tuple[int, int, int, int, TreePolicy]] = [
     # rows, W, L, N, policy
-    (1, 1, 1, 2, "all-nodes"),
     (1, 8, 4, 24, "all-nodes"),
     (3, 2, 3, 1, "all-nodes"),
-    (3, 5, 2, 4, "all-nodes"),
     (5, 3, 6, 19, "all-nodes"),
-    (8, 16, 3, 49, "all-nodes"),
     (1, 2, 5, 11, "final-beams"),
     (4, 5, 3, 16, "final-beams"),
 ]
@@ -118,15 +110,6 @@ def test_rows_come_and_go_while_others_prefill(chunk: int) -> None:
     assert_lossless(new_engine(max_num_seqs=3, prefill_chunk=chunk), asked)
 
 
-def test_one_token_prompts_and_one_token_answers() -> None:
-    prompts = [[5], [6], [5, 6]]
-    assert ids(new_engine().generate(prompts, NO_EOS)) == answers_of(shared_target(), prompts, NO_EOS)
-    single = replace(NO_EOS, max_new_tokens=1)
-    completions = new_engine().generate(prompts, single)
-    assert ids(completions) == answers_of(shared_target(), prompts, single)
-    assert all(c.num_target_forwards == 1 and len(c.token_ids) == 1 for c in completions)
-
-
 def test_stop_tokens_cut_wherever_they_stand_in_an_accepted_path() -> None:
     """Every token of an answer in turn is the stop token: first, within and last of what a step brings."""
     prompt = KNOWN[0]
@@ -166,9 +149,6 @@ def test_context_limit() -> None:
         assert completion.token_ids == hugging_face_answer(target, prompt, room)
     with pytest.raises(ValueError, match="a prompt has 40 tokens but the context is 40: shorten it$"):
         engine.generate([list(range(3, 43))], NO_EOS)
-
-
-def test_max_length_of_the_engine() -> None:
     engine = new_engine(max_model_len=20)
     completion = engine.generate([KNOWN[0]], NO_EOS)[0]
     assert len(completion.token_ids) == 20 - len(KNOWN[0]) and completion.finish_reason == "length"
@@ -180,11 +160,9 @@ def test_max_length_of_the_engine() -> None:
     ("prompts", "match"),
     [
         ([[5, 6], []], "a prompt is empty"),
-        ([[5, 6], [5] * 300], "a prompt has 300 tokens but the context is 256"),
         ([[5, 6], [VOCAB]], f"token id {VOCAB} is not in the vocabulary"),
         ([[5, 6], [-1]], "token id -1 is not in the vocabulary"),
         ([[5, 6], [5, 6.5]], "6.5 is no token id"),
-        ([[5, 6], [5, "a"]], "'a' is no token id"),
         (["text"], "no tokenizer"),
     ],
 )
@@ -196,11 +174,6 @@ def test_bad_prompts_are_refused_and_leave_nothing_behind(prompts: list, match: 
     assert ids(engine.generate(KNOWN[:2], NO_EOS)) == answers_of(shared_target(), KNOWN[:2], NO_EOS)
 
 
-def test_prompts_may_be_tensors() -> None:
-    prompts = [torch.tensor(prompt) for prompt in KNOWN[:2]]
-    assert ids(new_engine().generate(prompts, NO_EOS)) == answers_of(shared_target(), KNOWN[:2], NO_EOS)
-
-
 def test_parameters_are_one_or_one_for_each() -> None:
     engine = new_engine()
     with pytest.raises(ValueError, match="2 sampling parameters for 3 prompts"):
@@ -209,17 +182,6 @@ def test_parameters_are_one_or_one_for_each() -> None:
     with pytest.raises(ValueError, match="stop strings .* need a tokenizer"):
         engine.generate(KNOWN[:1], SamplingParams(stop=("x",)))
     assert not engine.has_work
-
-
-def test_what_a_method_needs_is_asked_for() -> None:
-    with pytest.raises(ValueError, match="--method drafter needs a drafter"):
-        Engine(shared_target(), None, EngineConfig(method="drafter"))
-    with pytest.raises(ValueError, match="--beam-width 64 exceeds the drafter's vocabulary of 61"):
-        Engine(shared_target(), trained_drafter(), EngineConfig(beam_width=64))
-    other = tiny_target(9, hidden_size=16)
-    with pytest.raises(ValueError, match="'tiny-9'"):
-        Engine(other, trained_drafter())
-    assert Engine(shared_target()).plan.method == "lookup"
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -277,35 +239,6 @@ def test_rows_grow_between_calls_but_not_under_running_requests() -> None:
         engine.step()
     longer = replace(NO_EOS, max_new_tokens=80)
     assert ids(engine.generate(KNOWN[:2], longer)) == answers_of(shared_target(), KNOWN[:2], longer)
-
-
-def test_seed_alone_decides_a_sampled_answer() -> None:
-    """Same prompt, many seeds: a seed's answer is the same in any batch, row, tree and method."""
-    params = [SamplingParams(max_new_tokens=16, temperature=1.2, seed=seed, ignore_eos=True) for seed in range(6)]
-    alone = [new_engine(max_num_seqs=1).generate([[7, 8]], one)[0].token_ids for one in params]
-    assert len({tuple(answer) for answer in alone}) == 6
-    order = [3, 0, 5, 1, 4, 2, 3]
-    together = new_engine(max_num_seqs=3, beam_width=7, tree_size=20).generate([[7, 8]] * 7, [params[i] for i in order])
-    assert ids(together) == [alone[i] for i in order]
-    plain = new_engine(method="none", tree_size=1).generate([[7, 8]] * 6, params)
-    assert ids(plain) == alone
-
-
-@pytest.mark.parametrize("name", ["Gemma2", "GPT2", "Phi3", "GptOss"])
-def test_other_architectures(name: str) -> None:
-    """Eager attention, learnt positions, fused projections, attention sinks; an untrained drafter with wide beams."""
-    from drafter.models.config import DrafterConfig
-    from drafter.models.drafter import RecurrentDrafter
-    from tests.targets.zoo import TARGETS, build
-
-    target = Target.from_model(build(TARGETS[name]()), name=name)
-    drafter = RecurrentDrafter(DrafterConfig(vocab_size=target.vocab_size, hidden_size=target.hidden_size)).eval()
-    engine = Engine(target, drafter, EngineConfig(beam_width=32, draft_length=2, tree_size=40, prefill_chunk=4))
-    asked = requests(5, seed=1)
-    assert assert_lossless(engine, asked) > 1.1
-    prompt, params = next((prompt, params) for prompt, params in asked if params.temperature == 0)
-    answer = engine.generate([prompt], replace(params, max_new_tokens=12))[0].token_ids
-    assert answer == hugging_face_answer(target, prompt, 12)
 
 
 def test_beyond_so_many_rows_steps_are_plain() -> None:

@@ -63,6 +63,8 @@ def drafter() -> RecurrentDrafter:
 )
 def test_answers_are_transformers_own(rows: int, width: int, length: int, size: int | None, policy: TreePolicy) -> None:
     config = EngineConfig(max_num_seqs=rows, beam_width=width, draft_length=length, tree_size=size, tree_policy=policy)
+    plain = Engine(target(), config=EngineConfig(method="none", max_num_seqs=rows)).generate(PROMPTS, GREEDY)
+    assert [completion.token_ids for completion in plain] == hugging_face_answers()
     completions = Engine(target(), drafter(), config).generate(PROMPTS, GREEDY)
     assert [completion.token_ids for completion in completions] == hugging_face_answers()
     num_tokens = sum(len(completion.token_ids) for completion in completions)
@@ -70,12 +72,6 @@ def test_answers_are_transformers_own(rows: int, width: int, length: int, size: 
     for completion in completions:
         ended = completion.token_ids[-1] in target().eos_token_ids
         assert completion.finish_reason == ("stop" if ended else "length")
-
-
-@pytest.mark.parametrize("rows", [1, 8])
-def test_autoregressive_decoding_is_transformers_own(rows: int) -> None:
-    completions = Engine(target(), config=EngineConfig(method="none", max_num_seqs=rows)).generate(PROMPTS, GREEDY)
-    assert [completion.token_ids for completion in completions] == hugging_face_answers()
 
 
 def test_seed_decides_a_sampled_answer() -> None:

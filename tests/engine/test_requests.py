@@ -9,7 +9,7 @@ import torch
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.outputs import Update
-from drafter.engine.prefix_cache import MIN_SHARED_TOKENS, PrefixIndex, SharedPrefix, common_length
+from drafter.engine.prefix_cache import common_length
 from drafter.engine.request import Request, RequestOptions
 from drafter.engine.scheduler import Scheduler
 from tests.serving.tiny import tiny_engine, tiny_target
@@ -31,38 +31,6 @@ def plain_answer(prompt_ids: list[int], params: SamplingParams = GREEDY) -> list
 
 def chat(text: str) -> list[int]:
     return tiny_target().encode_chat([{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}])
-
-
-def test_prefix_index_finds_the_longest_and_leaves_two_tokens() -> None:
-    index = PrefixIndex()
-    prompt = list(range(100, 140))
-    index.hold(0, prompt[:20])
-    index.hold(1, [*prompt[:30], 7, 7])
-    index.hold(2, prompt[1:])
-    assert index.find(prompt) == SharedPrefix(1, 30)
-    index.hold(0, prompt * 2)
-    assert index.find(prompt) == SharedPrefix(0, 38)
-    index.copy(0, 3)
-    index.hold(0, [])
-    assert index.find(prompt) == SharedPrefix(3, 38)
-    assert index.length(3) == 80
-    assert index.find(prompt[: MIN_SHARED_TOKENS + 1]) is None, "too short to be worth it"
-    index.clear()
-    assert index.find(prompt) is None
-
-
-def test_what_a_row_held_is_saved_where_it_was_missed_least() -> None:
-    index = PrefixIndex()
-    for row in range(4):
-        index.hold(row, [row] * 40)
-    index.hold(2, [2] * 40)
-    assert index.spare_row(0, None, [1, 2, 3]) == 1, "1 was used longest ago"
-    assert index.spare_row(0, SharedPrefix(1, 20), [1, 2, 3]) == 3, "1 is about to be copied from"
-    assert index.spare_row(0, None, []) is None
-    assert index.spare_row(0, SharedPrefix(0, 38), [1, 2, 3]) is None, "next to nothing is lost"
-    index.hold(0, [1] * 30 + [5] * 9)
-    assert index.spare_row(0, SharedPrefix(1, 25), [2, 3]) is None
-    assert index.spare_row(0, SharedPrefix(1, 20), [2, 3]) == 3
 
 
 def test_shared_system_prompt_is_not_computed_again() -> None:
@@ -110,15 +78,6 @@ def test_prefixes_survive_rows_that_come_go_and_move() -> None:
     for request in requests:
         if request.finish_reason != "abort":
             assert request.token_ids == plain_answer(request.prompt_ids, request.params)
-
-
-def test_prefixes_are_left_alone_unless_asked_for() -> None:
-    engine = tiny_engine(enable_prefix_caching=False)
-    requests = [engine.add(chat("Name a colour."), GREEDY)]
-    run(engine)
-    requests.append(engine.add(chat("Name a colour."), GREEDY))
-    run(engine)
-    assert [request.num_shared for request in requests] == [0, 0]
 
 
 def test_speculation_off_is_one_token_a_forward_and_the_same_text() -> None:
@@ -182,20 +141,6 @@ def failing_once(engine: Engine, error: Exception, *, after: int) -> None:
         commit(*args)  # type: ignore[arg-type]
 
     engine._runner._commit = broken  # type: ignore[method-assign,assignment]
-
-
-def test_dropped_rows_are_gone_and_waiting_requests_go_on() -> None:
-    engine = tiny_engine(max_num_seqs=2)
-    requests = [engine.add(chat(f"Question {i}?"), GREEDY) for i in range(4)]
-    failing_once(engine, RuntimeError("broken"), after=3)
-    with pytest.raises(RuntimeError, match="broken"):
-        run(engine)
-    assert engine.drop() == requests[:2]
-    assert (engine.num_running, engine.num_waiting) == (0, 2)
-    run(engine)
-    assert [item.finish_reason for item in requests] == ["abort", "abort", "length", "length"]
-    for request in requests[2:]:
-        assert request.token_ids == plain_answer(request.prompt_ids)
 
 
 def test_rows_that_are_kept_after_a_failed_step_are_unharmed() -> None:

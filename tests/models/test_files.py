@@ -45,15 +45,11 @@ def refusal(folder: Path) -> str:
     ("fields", "word"),
     [
         ({"context_layers": None}, "context_layers"),
-        ({"context": "fused", "context_layers": [1] * 65}, "context_layers"),
         ({"hidden_scale": "x"}, "hidden_scale"),
         ({"hidden_scale": 10**400}, "beyond the limit"),
         ({"target_fingerprint": "xyz"}, "target_fingerprint"),
         ({"target_name": None}, "target_name"),
         ({"hidden_size": 2**40}, "hidden_size"),
-        ({"vocab_size": 2**60}, "vocab_size"),
-        ({"num_res_blocks": 10**7}, "num_res_blocks"),
-        ({"draft_length": 10**9}, "draft_length"),
         ({"dtype": "evil"}, "dtype"),
         ({"cell": {"a": 1}}, "cell"),
         ({"head": None}, "head"),
@@ -66,7 +62,7 @@ def test_config_of_wrong_kinds(fields: dict[str, Any], word: str, folder: Path) 
     assert word in refusal(folder)
 
 
-@pytest.mark.parametrize("text", ["[]", "null", '"x"', "NaN", "5", "", "{", "[" * 5000, "\ufeff[]"])
+@pytest.mark.parametrize("text", ["[]", "", "{", "[" * 5000])
 def test_config_that_is_no_object(text: str, folder: Path) -> None:
     (folder / "config.json").write_text(text)
     assert "config.json" in refusal(folder)
@@ -80,42 +76,32 @@ def test_fields_of_the_library_may_hold_anything(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("token_ids", "words"),
     [
-        (list(range(11)) + [10**6], "outside"),
-        ([-1, *range(11)], "outside"),
-        ([*range(11), 10], "ascend"),
-        ([*range(11), 5], "ascend"),
+        (torch.tensor([*range(11), 10**6]), "outside"),
+        (torch.tensor([-1, *range(11)]), "outside"),
+        (torch.tensor([*range(11), 10]), "ascend"),
+        (torch.arange(12).float(), "int64"),
     ],
 )
-def test_draft_token_ids(token_ids: list[int], words: str, folder: Path) -> None:
-    change_tensor(folder, "draft_token_ids_R", torch.tensor(token_ids))
+def test_draft_token_ids(token_ids: torch.Tensor, words: str, folder: Path) -> None:
+    change_tensor(folder, "draft_token_ids_R", token_ids)
     message = refusal(folder)
     assert words in message and "draft_token_ids_R" in message
 
 
-def test_draft_token_ids_of_another_type(folder: Path) -> None:
-    change_tensor(folder, "draft_token_ids_R", torch.arange(12).float())
-    assert "draft_token_ids_R" in refusal(folder)
-
-
 def test_every_tensor_must_be_there_in_its_shape_and_finite(folder: Path) -> None:
     whole = load_file(folder / "model.safetensors")
-    for name, tensor in whole.items():
-        save_file({**whole}, folder / "model.safetensors")
-        change_tensor(folder, name, None)
-        assert repr(name) in refusal(folder) and "missing" in refusal(folder)
-        save_file({**whole}, folder / "model.safetensors")
-        change_tensor(folder, name, torch.zeros(3, dtype=tensor.dtype))
-        assert repr(name) in refusal(folder) and "shape" in refusal(folder)
-        for value in (float("nan"), float("inf")) if tensor.is_floating_point() else ():
-            save_file({**whole}, folder / "model.safetensors")
-            bad = tensor.clone()
-            bad.view(-1)[-1] = value
-            change_tensor(folder, name, bad)
-            assert repr(name) in refusal(folder) and "NaN or infinity" in refusal(folder)
+    bias = whole["cell.u.bias"]
+    for tensor, words in (
+        (None, "missing"),
+        (torch.zeros(3), "shape"),
+        (bias * float("nan"), "NaN or infinity"),
+        (bias.half(), "type"),
+    ):
+        save_file(whole, folder / "model.safetensors")
+        change_tensor(folder, "cell.u.bias", tensor)
+        assert "'cell.u.bias'" in refusal(folder) and words in refusal(folder)
     save_file({**whole, "more": torch.zeros(1)}, folder / "model.safetensors")
     assert "'more' is unknown" in refusal(folder)
-    save_file({**whole, "cell.u.bias": whole["cell.u.bias"].half()}, folder / "model.safetensors")
-    assert "cell.u.bias" in refusal(folder) and "type" in refusal(folder)
 
 
 def test_damaged_weights(folder: Path) -> None:

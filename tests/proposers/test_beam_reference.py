@@ -21,6 +21,7 @@ from drafter.decoding.verify import accept_picks, accept_samples
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.beam import BeamProposer
+from drafter.proposers.options import Drafting
 from tests.reference import loops
 from tests.reference.loops import Packed
 
@@ -74,21 +75,18 @@ class Case:
             embed=self.embed,
             device=torch.device("cpu"),
         )
-        self.proposer = partial(
-            BeamProposer,
-            self.drafter,
-            target,
-            self.width,
-            self.length,
-            tau=self.tau,
-            noise_weight=self.noise_weight,
-            coupled=self.is_coupled,
-        )
+        self._target = target
         self.rows = self._rows()
         self.noise_BLV = None
         if any(p.temperature > 0 for p in self.params):
             position_BL = self.rows.length_B[:, None] + torch.arange(1, self.length + extra_depth + 2)
             self.noise_BLV = gumbel_noise(self.rows.seed_B, position_BL, torch.arange(self.vocab_size))
+
+    def proposer(self, num_nodes=1024, **more):
+        """The search, with all nodes unless fewer are asked for."""
+        numbers = {"beam_width": self.width, "draft_length": self.length, "tree_size": num_nodes, "copying": False}
+        numbers |= {"tau": self.tau, "noise_weight": self.noise_weight, "coupled": self.is_coupled}
+        return BeamProposer(self.drafter, self._target, Drafting(method="drafter", **(numbers | more)))
 
     def _rows(self):
         num_rows = self.num_rows
@@ -170,7 +168,7 @@ def test_beam_search_equals_the_reference(block):
         token_BM, parent_BM, score_BM = case.proposer().draft(case.rows, case.noise_BLV)[:3]
         num_nodes = random.Random(-number).randint(2, 1 + case.width * case.length)
         all_nodes = case.proposer(num_nodes)
-        final = case.proposer(policy="final-beams")
+        final = case.proposer(tree_policy="final-beams")
         trees = all_nodes.propose(case.rows, case.noise_BLV), final.propose(case.rows, case.noise_BLV)
         for row in range(case.num_rows):
             ids_R = case.drafter.draft_token_ids_R

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
+from drafter.proposers import draft_model
 from drafter.proposers.draft_model import check_same_vocabulary
 from drafter.targets.target import Target
 from tests.engine.oracle import VOCAB, answer, assert_lossless, requests, tiny_target
@@ -20,8 +21,9 @@ def engine_of(draft: Target, target: Target, num_speculative_tokens: int = 5, **
 
 @pytest.mark.parametrize(("max_num_seqs", "gamma"), [(1, 1), (3, 4), (8, 7)])
 @pytest.mark.parametrize("draft_seed", [0, 1])
-def test_oracle(max_num_seqs: int, gamma: int, draft_seed: int) -> None:
+def test_oracle(max_num_seqs: int, gamma: int, draft_seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Coupled: the same tokens as autoregressive decoding, with the target as its own draft and with a stranger."""
+    monkeypatch.setattr(draft_model, "_PREFILL_CHUNK", 7)
     engine = engine_of(
         tiny_target(draft_seed), tiny_target(), max_num_seqs=max_num_seqs, num_speculative_tokens=gamma, prefill_chunk=7
     )

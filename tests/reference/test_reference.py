@@ -37,20 +37,12 @@ beams = vmap(chain, in_dims=(None, 0))
 batch = vmap(beams, in_dims=(0, 0))
 
 
-class TestToyDrafter:
-    def test_one_sequence(self):
-        """[d], [] -> [l + 1]."""
-        assert chain(torch.zeros(D), torch.tensor(100.0)).tolist() == CHAINS[1]
-        assert chain(torch.zeros(D, dtype=torch.int64), torch.tensor(100)).tolist() == CHAINS[1]
-
-    def test_beams(self):
-        """[d], [w] -> [w, l + 1]: in_dims (None, 0), all beams read the same llm_state."""
-        assert beams(torch.zeros(D), torch.tensor([0.0, 100.0, 200.0])).tolist() == CHAINS
-
-    def test_batch(self):
-        """[b, d], [b, w] -> [b, w, l + 1]: in_dims (0, 0), every row has its own llm_state."""
-        tokens = torch.tensor([0.0, 100.0, 200.0]).repeat(2, 1)
-        assert batch(torch.zeros(2, D), tokens).tolist() == [CHAINS, CHAINS]
+def test_toy_drafter():
+    """[d], [] -> [l + 1]; with beams [d], [w] -> [w, l + 1]; with a batch [b, d], [b, w] -> [b, w, l + 1]."""
+    tokens = torch.tensor([0.0, 100.0, 200.0])
+    assert chain(torch.zeros(D, dtype=torch.int64), torch.tensor(100)).tolist() == CHAINS[1]
+    assert beams(torch.zeros(D), tokens).tolist() == CHAINS
+    assert batch(torch.zeros(2, D), tokens.repeat(2, 1)).tolist() == [CHAINS, CHAINS]
 
 
 def random_weights(v=11, d=5, h=6, seed=0):
@@ -79,11 +71,6 @@ def test_vmap_of_a_real_drafter_equals_a_loop():
             assert batched[b, w].tolist() == drafts(llm_state[b], token[b, w]).tolist()
 
 
-def test_max_fn_worked_example():
-    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
-    torch.testing.assert_close(reference.max_fn(p - q), torch.tensor([0.75, 0.25, 0.0]))
-
-
 P = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.2, 0.2, 0.6]])
 Q = torch.tensor([[0.2, 0.2, 0.6], [0.1, 0.6, 0.3]])
 
@@ -102,17 +89,6 @@ def test_accept_chain_worked_example(draft, coin, num_accepted, bonus):
     torch.testing.assert_close(reference.bonus_distribution(P, Q, accepted), torch.tensor(bonus))
 
 
-def test_accept_chain_batches_by_vmap():
-    """[b, l + 1, v], [b, l, v], [b, l], [b, l] -> [b], and the bonus distributions [b, v]."""
-    draft = torch.tensor([[0, 1], [2, 1], [2, 1]])
-    coin = torch.tensor([[0.99, 0.99], [0.32, 0.0], [0.34, 0.0]])
-    p, q = P.expand(3, -1, -1), Q.expand(3, -1, -1)
-    accepted = vmap(reference.accept_chain)(p, q, draft, coin)
-    assert accepted.tolist() == [2, 2, 0]
-    bonus = vmap(reference.bonus_distribution)(p, q, accepted)
-    torch.testing.assert_close(bonus, torch.tensor([[0.2, 0.2, 0.6], [0.2, 0.2, 0.6], [0.75, 0.25, 0.0]]))
-
-
 # The tree of the reference: root -> (7 -> 9 -> 5, 2), 8 -> 9
 NODES = [
     Node(1, 0, 0, 0.0),
@@ -123,21 +99,6 @@ NODES = [
     Node(9, 2, 2, -2.0),
     Node(5, 3, 3, -0.9),
 ]
-
-
-def test_tree_worked_example():
-    assert reference.path_to(NODES, 6) == [0, 1, 3, 6]
-    parent = torch.tensor([node.parent for node in NODES])
-    expected = [
-        [1, 0, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0, 0],
-        [1, 0, 1, 0, 0, 0, 0],
-        [1, 1, 0, 1, 0, 0, 0],
-        [1, 1, 0, 0, 1, 0, 0],
-        [1, 0, 1, 0, 0, 1, 0],
-        [1, 1, 0, 1, 0, 0, 1],
-    ]
-    assert reference.ancestors(parent, 3).int().tolist() == expected
 
 
 @pytest.mark.parametrize(

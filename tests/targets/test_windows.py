@@ -11,6 +11,7 @@ from drafter.engine.settings import EngineConfig, Plan
 from drafter.targets.capabilities import layer_windows
 from drafter.targets.masks import Window, slot_positions
 from drafter.targets.target import Target
+from tests.engine.oracle import trace_only
 from tests.targets.zoo import TARGETS, VOCAB, build
 
 WINDOW = 8
@@ -81,10 +82,11 @@ def test_texts_of_several_windows_are_those_of_generate(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Mistral", "Gemma2", "Llama4Text"])
-def test_compiled_steps_see_the_same_windows(name: str) -> None:
+def test_compiled_steps_see_the_same_windows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace_only(monkeypatch)
     target = windowed(name)
     wanted = [generated(target, prompt) for prompt in prompts()]
-    engine = Engine(target, config=EngineConfig(method="lookup", tree_size=8, max_num_seqs=4, compile=True))
+    engine = Engine(target, config=Plan(method="lookup", tree_size=8, max_num_seqs=4, compile=True))
     found = engine.generate(prompts(), SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True))
     assert [completion.token_ids for completion in found] == wanted
 

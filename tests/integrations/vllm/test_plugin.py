@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from drafter.integrations.vllm.folder import TargetFacts, fingerprint_in
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.beam import BeamProposer
+from drafter.proposers.options import Drafting
 from drafter.targets.target import Target
 from tests.engine.oracle import VOCAB, rows_of, tiny_target
 from tests.integrations.vllm import fake_vllm
@@ -158,8 +160,9 @@ def test_chains_with_copies_are_those_of_our_beam_search(
     states = [torch.stack(x) for x in zip(*(states_before_the_norm(target, row_T) for row_T in token_BT), strict=True)]
     layers = json.loads((folder / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"]
     handed_BTE = torch.cat([states[layer] for layer in layers], dim=-1)
-    proposer = BeamProposer(drafter.bind(target), target, 1, 3, num_nodes=4, copying=True)
-    plain = BeamProposer(drafter, target, 1, 3, num_nodes=4)
+    drafting = Drafting(method="drafter", beam_width=1, draft_length=3, tree_size=4)
+    proposer = BeamProposer(drafter.bind(target), target, drafting)
+    plain = BeamProposer(drafter, target, replace(drafting, copying=False))
     num_changed = 0
     # (first position, tokens, rejected drafts) of a step for every row
     for spans in (((0, 6, 0), (0, 9, 0)), ((6, 4, 3), (9, 1, 3)), ((10, 1, 0), (10, 4, 1)), ((11, 3, 0), (14, 5, 0))):
