@@ -52,31 +52,15 @@ def mean_tokens_per_step(answers: Sequence[Completion]) -> float:
 
 
 def count_steps(
-    target: Target,
-    drafter: RecurrentDrafter,
-    prompts: Sequence[Prompt],
-    *,
-    copying: bool,
-    num_tokens: int,
-    label: str,
+    target: Target, drafter: RecurrentDrafter, prompts: Sequence[Prompt], *, copying: bool, num_tokens: int, label: str
 ) -> list[tuple[int, int]]:
-    """(tokens, steps) of the greedy answer to each prompt, with trees of 8 nodes, under a progress bar.
-
-    Args:
-        target: the model that answers.
-        drafter: as in :func:`decode_answers`.
-        prompts: text, messages or token ids.
-        copying: whether the drafter copies from the text.
-        num_tokens: longest answer.
-        label: of the bar.
-    """
+    """(tokens, steps) of the greedy answer of at most ``num_tokens`` to each prompt, with trees of 8 nodes, under a
+    progress bar."""
     config = EngineConfig(method="drafter", beam_width=4, draft_length=3, tree_size=8, copying=copying)
     params, found = SamplingParams(max_new_tokens=num_tokens), []
-    with tqdm(total=len(prompts), desc=label, unit="prompt") as bar:
-        for start in range(0, len(prompts), _MEASURED_TOGETHER):
-            answers = decode_answers(target, drafter, prompts[start : start + _MEASURED_TOGETHER], config, params)
-            found += [(len(answer.token_ids), answer.num_target_forwards) for answer in answers]
-            bar.update(len(answers))
+    for start in tqdm(range(0, len(prompts), _MEASURED_TOGETHER), desc=label):
+        answers = decode_answers(target, drafter, prompts[start : start + _MEASURED_TOGETHER], config, params)
+        found += [(len(answer.token_ids), answer.num_target_forwards) for answer in answers]
     return found
 
 
