@@ -245,7 +245,7 @@ def _recipe(target: str, drafter: Path, work: Path, minutes: float, longest: int
         "model.objective.shared_tokens": 2048 if config.head == "tied" else 0,
         "model.optim.lr": _LR,
         "model.optim.warmup_steps": 10,
-        "model.optim.schedule": "linear",
+        "model.optim.decay_share": 1.0,
         "model.optim.minutes": minutes,
         "data.train": work / "train.jsonl",
         "data.val": work / "val.jsonl",

@@ -85,26 +85,3 @@ def draft_index_of(draft_token_ids_R: Tensor, vocab_size: int) -> Tensor:
     index_V = torch.full((vocab_size,), -1, dtype=torch.int64, device=draft_token_ids_R.device)
     index_V[draft_token_ids_R] = torch.arange(len(draft_token_ids_R), device=draft_token_ids_R.device)
     return index_V
-
-
-def per_depth(value_P: Tensor, num_starts: Sequence[int], fill: int | float | bool) -> Tensor:
-    """Lay pairs out as [N, K], ``fill`` where a start does not reach a depth."""
-    out_NK = value_P.new_full((num_starts[0], len(num_starts)), fill)
-    for depth, part in enumerate(value_P.split(list(num_starts))):
-        out_NK[: len(part), depth] = part
-    return out_NK
-
-
-def reached(rank_P: Tensor, num_starts: Sequence[int], limit: int) -> Tensor:
-    """Pairs whose shallower labels are all among the drafter's first ``limit`` tokens, bool [P].
-
-    A label of a higher rank is seldom in a draft tree, and decoding seldom reaches the positions after the label.
-
-    Args:
-        rank_P: number of tokens that the drafter prefers to each pair's label.
-        num_starts: as in :class:`Pairs`.
-        limit: ranks below the limit count as drafted.
-    """
-    is_drafted_NK = per_depth(rank_P < limit, num_starts, False)
-    is_reached_NK = torch.cat([torch.ones_like(is_drafted_NK[:, :1]), is_drafted_NK[:, :-1]], dim=1).cumprod(dim=1)
-    return torch.cat([is_reached_NK[:num, depth] for depth, num in enumerate(num_starts)]).bool()

@@ -28,7 +28,6 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.catalog import fetch
 from drafter.targets.target import Target
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
-from tests.engine.oracle import VOCAB
 
 PAD = 0
 KNOWN = prompts_for(4, seed=100)
@@ -87,12 +86,6 @@ def test_rows_that_end_early_are_padded_like_the_models_own(model: PreTrainedMod
     assert wanted.shape[1] < plain.shape[1] or not torch.equal(wanted, plain)
 
 
-def test_padding_without_a_mask_is_found_like_the_models_own(model: PreTrainedModel) -> None:
-    ids = left_padded(KNOWN)["input_ids"]
-    wanted = model.generate(ids, do_sample=False, max_new_tokens=9, pad_token_id=PAD)
-    assert torch.equal(generate(model, ids, drafter=trained_drafter(), max_new_tokens=9, pad_token_id=PAD), wanted)
-
-
 def test_one_line_with_transformers_alone_in_front(model: PreTrainedModel, folder: Path) -> None:
     inputs = left_padded(KNOWN)
     wanted = model.generate(**inputs, do_sample=False, max_new_tokens=16, pad_token_id=PAD)
@@ -121,22 +114,6 @@ def test_sampling_is_decided_by_the_seed(model: PreTrainedModel, folder: Path) -
     torch.manual_seed(1)
     assert torch.equal(unseeded, generate(model, inputs, drafter=folder, **settings))
     assert not torch.equal(unseeded, generate(model, inputs, drafter=folder, **settings))
-
-
-def test_sampling_follows_the_models_distribution(model: PreTrainedModel) -> None:
-    """One token after a short prompt, 400 times: frequencies against the softmax that transformers would draw from."""
-    num_rows, top_k = 400, 5
-    ids = torch.tensor([KNOWN[1]] * num_rows)
-    drawn = generate(
-        model, ids, drafter=trained_drafter(), do_sample=True, top_k=top_k, temperature=0.8, max_new_tokens=2, seed=1
-    )[:, ids.shape[1]]
-    with torch.no_grad():
-        logits = model(ids[:1]).logits[0, -1] / 0.8
-    best = logits.topk(top_k)
-    wanted = torch.zeros(VOCAB).index_add(0, best.indices, best.values.softmax(0))
-    found = torch.bincount(drawn, minlength=VOCAB) / num_rows
-    assert (found - wanted).abs().max() < 0.1
-    assert set(drawn.tolist()) <= set(best.indices.tolist())
 
 
 def test_settings_of_every_origin_are_read_as_by_transformers(model: PreTrainedModel) -> None:
