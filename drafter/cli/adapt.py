@@ -78,13 +78,13 @@ def adapt(options: AdaptOptions) -> int:
     import torch
 
     from drafter.engine.loading import load_drafter, shipped_drafter
-    from drafter.training.adapt import Loading
     from drafter.training.adapt import adapt as run
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     is_written = run(
-        Loading(options.load, load_drafter),
+        load_target=options.load,
+        load_drafter=load_drafter,
         target=options.target,
         drafter=shipped_drafter(options.drafter) or Path(options.drafter),
         traffic=options.traffic,

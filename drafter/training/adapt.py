@@ -52,19 +52,13 @@ class Figure(NamedTuple):
         return self.after - self.before > 2 * self.error
 
 
-Counts = dict[str, dict[str, list[tuple[int, int]]]]  # set -> mode -> (tokens, steps) of each prompt
-
-
-class Loading(NamedTuple):
-    """How target and drafters are loaded for measuring."""
-
-    target: Callable[[], Target]
-    drafter: Callable[[str, Target], RecurrentDrafter]
+Counts = dict[tuple[str, str], list[tuple[int, int]]]  # (set, mode) -> (tokens, steps) of each prompt
 
 
 def adapt(
-    loading: Loading,
     *,
+    load_target: Callable[[], Target],
+    load_drafter: Callable[[str, Target], RecurrentDrafter],
     target: str,
     drafter: Path,
     traffic: Path,
@@ -76,7 +70,7 @@ def adapt(
     """Train ``drafter`` on the traffic, measure both on prompts that no training saw, and write ``out`` if it gained.
 
     Args:
-        loading: loads the target and a drafter for decoding.
+        load_target, load_drafter: load the target and a drafter for decoding.
         target: the target's name, for the training.
         drafter: folder of the drafter to begin with.
         traffic: file or folder of rows of token ids.
@@ -94,17 +88,18 @@ def adapt(
     """
     check_export(out)
     with _work_folder(out) as work:
-        prompts, num_answers, longest = _prepare(loading, work, traffic, general, minutes)
-        before = _measured(loading, str(drafter), prompts)
+        loaded = load_target()
+        prompts, num_answers, longest = _prepare(loaded, work, traffic, general, minutes)
+        before = _measured(loaded, load_drafter(str(drafter), loaded), prompts)
+        del loaded
+        gc.collect()  # a target and what hangs on it refer to each other
         main_train([*_recipe(target, drafter, work, minutes, longest), *words])
         checkpoint, made = work / "checkpoints" / "last.ckpt", work / "drafter"
         export_checkpoint(checkpoint, made)
         gc.collect()  # the trainer's target
-        after = _measured(loading, str(made), prompts)
-        figures = {
-            (name, mode): compared(before[name][mode], after[name][mode])
-            for name in prompts if prompts[name] for mode in _MODES
-        }  # fmt: skip
+        loaded = load_target()
+        after = _measured(loaded, load_drafter(str(made), loaded), prompts)
+        figures = {key: compared(before[key], after[key]) for key in before}
         print(table(figures, {name: len(found) for name, found in prompts.items()}))
         has_gained = figures["traffic", "with copies"].has_gained
         if has_gained:
@@ -165,22 +160,15 @@ def prompts_of(rows: Sequence[TrafficRow], num: int) -> list[list[int]]:
     return [list(prompt) for prompt in found[:num]]
 
 
-def _measured(loading: Loading, drafter: str, prompts: dict[str, list[list[int]]]) -> Counts:
+def _measured(target: Target, drafter: RecurrentDrafter, prompts: dict[str, list[list[int]]]) -> Counts:
     """Steps of greedy decoding of all prompts, in each mode, with a tree of 8 nodes."""
-    target = loading.target()
-    loaded = loading.drafter(drafter, target)
-    found = {
-        name: {
-            mode: count_steps(
-                target, loaded, found, copying=copying, num_tokens=_NUM_TOKENS, label=f"measuring {name}, {mode}"
-            )
-            for mode, copying in _MODES.items()
-        }
+    return {
+        (name, mode): count_steps(
+            target, drafter, found, copying=copying, num_tokens=_NUM_TOKENS, label=f"measuring {name}, {mode}"
+        )
         for name, found in prompts.items() if found
+        for mode, copying in _MODES.items()
     }  # fmt: skip
-    del target, loaded
-    gc.collect()  # a target and what hangs on it refer to each other
-    return found
 
 
 def affordable(
@@ -280,7 +268,7 @@ def _work_folder(out: Path) -> Iterator[Path]:
 
 
 def _prepare(
-    loading: Loading, work: Path, traffic: Path, general: Path | None, minutes: float
+    target: Target, work: Path, traffic: Path, general: Path | None, minutes: float
 ) -> tuple[dict[str, list[list[int]]], int, int]:
     """Write the rows to train on into the folder. Errors as :func:`adapt`.
 
@@ -288,7 +276,6 @@ def _prepare(
         The held-out prompts to measure, of the traffic and of general text; the number of recorded answers to train
         on; the tokens of the longest row.
     """
-    target = loading.target()
     rows, held_out = split(read_traffic(traffic, vocab_size=target.vocab_size))
     prompts = {"traffic": prompts_of(held_out, _NUM_TRAFFIC)}
     if len(prompts["traffic"]) < MIN_HELD_OUT:

@@ -156,9 +156,12 @@ def test_the_shipped_drafter_carries_the_script_of_an_export() -> None:
         ),  # type: ignore[arg-type]
     ],
 )
-def test_refusal_of_the_hub_is_one_line(error: Exception, match: str, tmp_path: Path) -> None:
+def test_refusal_of_the_hub_is_one_line(
+    error: Exception, match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: FakeHub(error))
     with pytest.raises(ValueError, match=match):
-        push_to_hub(tmp_path, "me/first", api=FakeHub(error))
+        push_to_hub(tmp_path, "me/first")
 
 
 def test_push_from_the_command_line_is_private_unless_asked(

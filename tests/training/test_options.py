@@ -36,12 +36,9 @@ def test_draft_vocabulary_worked_example() -> None:
     ("make", "word"),
     [
         (lambda: Objective(kl=0.0), "above 0"),
-        (lambda: Objective(memory_mib=0), "memory_mib"),
         (lambda: Objective(shared_tokens=-1), "shared_tokens"),
-        (lambda: OptimOptions(decay_share=2.0), "decay_share"),
         (lambda: Objective(depth_rates=(0.5, 0.7)), "depth_rates"),
         (lambda: Objective(depth_rates=(1.0, 0.5)).rates(3), "draft_length is 3"),
-        (lambda: OptimOptions(lr=0.0), "lr"),
         (lambda: OptimOptions(lr=math.nan), "lr"),
     ],
 )
