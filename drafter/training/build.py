@@ -91,8 +91,6 @@ def summary_lines(drafter: RecurrentDrafter) -> Iterator[str]:
     yield f"drafter: {total:,} parameters ({listed})"
     num_bytes = 2 * total + 8 * len(drafter.draft_token_ids_R)
     yield f"exported checkpoint: {num_bytes / 1e6:,.1f} MB in bfloat16"
-    config = drafter.config
-    yield f"input scales: hidden {config.hidden_scale:g}, embedding {config.embedding_scale:g}"
 
 
 def _continued(target: Target, config: DrafterConfig, init_from: str) -> RecurrentDrafter:

@@ -372,7 +372,7 @@ class DrafterModule(LightningModule):
     def validation_step(self, paired: PairedBatch, batch_idx: int) -> None:
         """Log the loss, and ``top8_d2`` and the like: the share of pairs at depth 2 whose token is among the drafter's
         first 8."""
-        inputs, num_pairs = self.inputs(paired), len(paired.pairs.depth_P)
+        inputs, num_pairs = self.inputs(paired), len(paired.pairs.label_P)
         loss = self.exact_loss(inputs)
         self.log("val/loss", loss, prog_bar=True, batch_size=max(1, num_pairs), sync_dist=True)
         for depth, rank_P in enumerate(self.rank_picks(inputs).split(list(paired.pairs.num_starts)), 1):

@@ -25,7 +25,6 @@ class Pairs(NamedTuple):
         position_M: indices b * T + t + k of the hidden states that hold the target's own predictions, each once.
         teacher_P: index of each pair's position in ``position_M``.
         label_P: draft index of x_{t+1+k}.
-        depth_P: k - 1.
     """
 
     start_N: Tensor
@@ -33,7 +32,6 @@ class Pairs(NamedTuple):
     position_M: Tensor
     teacher_P: Tensor
     label_P: Tensor
-    depth_P: Tensor
 
 
 def select_pairs(
@@ -66,14 +64,12 @@ def select_pairs(
         is_valid_SK = is_valid_SK & (chance_S1 < torch.tensor(depth_rates))
     depth_S = is_valid_SK.sum(dim=1)
     sorted_S, start_S = depth_S.sort(descending=True, stable=True)
-    counts = torch.searchsorted(-sorted_S, -torch.arange(1, num_depths + 1), right=True)
-    num_starts = tuple(counts.tolist())
+    num_starts = tuple(torch.searchsorted(-sorted_S, -torch.arange(1, num_depths + 1), right=True).tolist())
     start_N = start_S[: num_starts[0]]
     source_P = torch.cat([start_N[:n] + k for k, n in enumerate(num_starts, 1)])
     label_P = index_BT.flatten()[source_P + 1]
-    depth_P = torch.arange(num_depths).repeat_interleave(counts)
     position_M, teacher_P = source_P.unique(return_inverse=True)
-    return Pairs(start_N, num_starts, position_M, teacher_P, label_P, depth_P)
+    return Pairs(start_N, num_starts, position_M, teacher_P, label_P)
 
 
 def draft_index_of(draft_token_ids_R: Tensor, vocab_size: int) -> Tensor:

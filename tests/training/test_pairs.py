@@ -9,7 +9,8 @@ V, R = 12, 8
 
 def valid_pairs(pairs: Pairs) -> list[Pair]:
     start_P = torch.cat([pairs.start_N[:n] for n in pairs.num_starts])
-    columns = (start_P, pairs.depth_P, pairs.position_M[pairs.teacher_P], pairs.label_P)
+    depth_P = torch.arange(len(pairs.num_starts)).repeat_interleave(torch.tensor(pairs.num_starts))
+    columns = (start_P, depth_P, pairs.position_M[pairs.teacher_P], pairs.label_P)
     return sorted(Pair(*row) for row in zip(*(column.tolist() for column in columns), strict=True))
 
 
