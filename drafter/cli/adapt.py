@@ -20,8 +20,8 @@ class AdaptOptions(Options):
 
     Rows of `drafter serve --record` are traffic, and so are answers of `drafter decode --out` and `drafter distill`.
     A tenth of the prompts is held out. Old and new drafter decode these prompts, and the new one is written to --out
-    only if it gained more than two standard errors; otherwise the exit code is 3. With the same rows, the same command
-    goes on after an interruption. No answer of the target changes, whatever the drafter has learned.
+    only if it gained more than two standard errors; otherwise the exit code is 3. No answer of the target changes,
+    whatever the drafter has learned.
 
     Attributes:
         target: alias, hub id, folder or .gguf file of the language model
@@ -75,14 +75,14 @@ def adapt(options: AdaptOptions) -> int:
     import torch
 
     from drafter.engine.loading import load_drafter, shipped_drafter
-    from drafter.training.adapt import Loading
     from drafter.training.adapt import adapt as run
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     own_answers = Path(__file__).parent.parent / "assets" / f"{options.target}-answers.jsonl.gz"
     is_written = run(
-        Loading(options.load, load_drafter),
+        load_target=options.load,
+        load_drafter=load_drafter,
         target=options.target,
         drafter=shipped_drafter(options.drafter) or Path(options.drafter),
         traffic=options.traffic,

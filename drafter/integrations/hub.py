@@ -2,7 +2,7 @@
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drafter.utils.io import check_output_folder, first_line, replacing
 
@@ -78,14 +78,13 @@ def export_apple(drafter: "RecurrentDrafter", out: Path, *, target: "Target | No
     return out
 
 
-def push_to_hub(folder: Path, name: str, *, private: bool = True, api: Any = None) -> str:
+def push_to_hub(folder: Path, name: str, *, private: bool = True) -> str:
     """Upload an exported folder to the hub; the address of its page.
 
     Args:
         folder: a folder of ``drafter export``.
         name: ``owner/name``, or a name under the owner who is logged in.
         private: only for repositories that do not exist yet.
-        api: an ``huggingface_hub.HfApi`` or a stand-in.
 
     Raises:
         ValueError: the hub refused the upload.
@@ -94,7 +93,7 @@ def push_to_hub(folder: Path, name: str, *, private: bool = True, api: Any = Non
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
-    hub = api or HfApi()
+    hub = HfApi()
     try:
         repo = hub.create_repo(name, private=private, exist_ok=True, repo_type="model")
         hub.upload_folder(repo_id=repo.repo_id, folder_path=str(folder), commit_message="Upload recurrent drafter")

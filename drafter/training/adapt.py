@@ -1,7 +1,7 @@
 """`drafter adapt`: a drafter learns recorded traffic, and takes the place of ``out`` only if held-out prompts gained.
 
-The work lies in a hidden folder beside ``out``: the rows as the first call found them, the target's hidden states,
-checkpoints. The same call goes on where an earlier one was stopped; the folder goes when the result is known.
+The work lies in a hidden folder beside ``out``: rows, the target's hidden states, checkpoints. The folder goes when the
+call ends, and what a killed call left there goes when the next one begins.
 """
 
 import contextlib
@@ -22,12 +22,11 @@ import torch
 
 from drafter.data.traffic import TrafficRow, read_traffic
 from drafter.models.drafter import RecurrentDrafter
-from drafter.models.files import WEIGHTS
 from drafter.targets.target import Target
 from drafter.training.callbacks import count_steps
 from drafter.training.checkpoint import check_export, export_checkpoint
 from drafter.training.run import main_train
-from drafter.utils.io import locked, write_atomic
+from drafter.utils.io import locked
 from drafter.utils.tables import format_table
 
 MIN_HELD_OUT = 8  # prompts: fewer cannot tell a gain from chance
@@ -38,7 +37,6 @@ _LR = 3e-4
 _BATCH_TOKENS, _MAX_LENGTH = 2048, 2**15
 _STATES_SHARE = 0.4  # of the minutes for the target's forward over the rows
 _SPEED_TOKENS = 2048
-_LOCK, _KEY, _FROZEN, _MADE = "adapt.lock", "key.json", "frozen.json", "drafter"  # of the hidden folder
 _MODES = {"drafter alone": False, "with copies": True}
 
 
@@ -54,19 +52,13 @@ class Figure(NamedTuple):
         return self.after - self.before > 2 * self.error
 
 
-Counts = dict[str, dict[str, list[tuple[int, int]]]]  # set -> mode -> (tokens, steps) of each prompt
-
-
-class Loading(NamedTuple):
-    """How target and drafters are loaded for measuring."""
-
-    target: Callable[[], Target]
-    drafter: Callable[[str, Target], RecurrentDrafter]
+Counts = dict[tuple[str, str], list[tuple[int, int]]]  # (set, mode) -> (tokens, steps) of each prompt
 
 
 def adapt(
-    loading: Loading,
     *,
+    load_target: Callable[[], Target],
+    load_drafter: Callable[[str, Target], RecurrentDrafter],
     target: str,
     drafter: Path,
     traffic: Path,
@@ -78,7 +70,7 @@ def adapt(
     """Train ``drafter`` on the traffic, measure both on prompts that no training saw, and write ``out`` if it gained.
 
     Args:
-        loading: loads the target and a drafter for decoding.
+        load_target, load_drafter: load the target and a drafter for decoding.
         target: the target's name, for the training.
         drafter: folder of the drafter to begin with.
         traffic: file or folder of rows of token ids.
@@ -95,28 +87,24 @@ def adapt(
             another call works on ``out``.
     """
     check_export(out)
-    settings = [target, drafter, traffic, general, minutes, *words]
-    with _work_folder(out, settings, _digest(drafter / WEIGHTS)) as work:
-        if not (work / _FROZEN).exists():
-            _freeze(loading, work, traffic, general, minutes)
-        frozen = json.loads((work / _FROZEN).read_text(encoding="utf-8"))
-        prompts = frozen["prompts"]
-        before = _kept(work / "before.json", lambda: _measured(loading, str(drafter), prompts))
-        checkpoint, made = work / "checkpoints" / "last.ckpt", work / _MADE
-        if not made.exists():
-            main_train([*_recipe(target, drafter, work, minutes, frozen["longest"]), *words])
-            export_checkpoint(checkpoint, made)
-            gc.collect()  # the trainer's target
-        after = _kept(work / "after.json", lambda: _measured(loading, str(made), prompts))
-        figures = {
-            (name, mode): compared(before[name][mode], after[name][mode])
-            for name in prompts if prompts[name] for mode in _MODES
-        }  # fmt: skip
+    with _work_folder(out) as work:
+        loaded = load_target()
+        prompts, num_answers, longest = _prepare(loaded, work, traffic, general, minutes)
+        before = _measured(loaded, load_drafter(str(drafter), loaded), prompts)
+        del loaded
+        gc.collect()  # a target and what hangs on it refer to each other
+        main_train([*_recipe(target, drafter, work, minutes, longest), *words])
+        checkpoint, made = work / "checkpoints" / "last.ckpt", work / "drafter"
+        export_checkpoint(checkpoint, made)
+        gc.collect()  # the trainer's target
+        loaded = load_target()
+        after = _measured(loaded, load_drafter(str(made), loaded), prompts)
+        figures = {key: compared(before[key], after[key]) for key in before}
         print(table(figures, {name: len(found) for name, found in prompts.items()}))
         has_gained = figures["traffic", "with copies"].has_gained
         if has_gained:
             measured = {f"{name}, {mode}": figure._asdict() for (name, mode), figure in figures.items()}
-            facts = {"from": str(drafter), "answers": frozen["answers"], "minutes": minutes}
+            facts = {"from": str(drafter), "answers": num_answers, "minutes": minutes}
             export_checkpoint(checkpoint, out, facts={"adapted": facts | {"tokens_per_step": measured}})
     return has_gained
 
@@ -172,22 +160,15 @@ def prompts_of(rows: Sequence[TrafficRow], num: int) -> list[list[int]]:
     return [list(prompt) for prompt in found[:num]]
 
 
-def _measured(loading: Loading, drafter: str, prompts: dict[str, list[list[int]]]) -> Counts:
+def _measured(target: Target, drafter: RecurrentDrafter, prompts: dict[str, list[list[int]]]) -> Counts:
     """Steps of greedy decoding of all prompts, in each mode, with a tree of 8 nodes."""
-    target = loading.target()
-    loaded = loading.drafter(drafter, target)
-    found = {
-        name: {
-            mode: count_steps(
-                target, loaded, found, copying=copying, num_tokens=_NUM_TOKENS, label=f"measuring {name}, {mode}"
-            )
-            for mode, copying in _MODES.items()
-        }
+    return {
+        (name, mode): count_steps(
+            target, drafter, found, copying=copying, num_tokens=_NUM_TOKENS, label=f"measuring {name}, {mode}"
+        )
         for name, found in prompts.items() if found
+        for mode, copying in _MODES.items()
     }  # fmt: skip
-    del target, loaded
-    gc.collect()  # a target and what hangs on it refer to each other
-    return found
 
 
 def affordable(
@@ -245,14 +226,14 @@ def _recipe(target: str, drafter: Path, work: Path, minutes: float, longest: int
         "model.drafter.context_layers": list(config.context_layers),
         "model.drafter.head": config.head,
         "model.drafter.num_res_blocks": config.num_res_blocks,
-        "model.drafter.block_rank": _yaml(config.block_rank),
-        "model.drafter.draft_vocab_size": _yaml(config.draft_vocab_size),
+        "model.drafter.block_rank": config.block_rank,
+        "model.drafter.draft_vocab_size": config.draft_vocab_size,
         "model.drafter.draft_length": config.draft_length,
         "model.objective.depth_rates": rates,
         "model.objective.shared_tokens": 2048 if config.head == "tied" else 0,
         "model.optim.lr": _LR,
         "model.optim.warmup_steps": 10,
-        "model.optim.schedule": "linear",
+        "model.optim.decay_share": 1.0,
         "model.optim.minutes": minutes,
         "data.train": work / "train.jsonl",
         "data.val": work / "val.jsonl",
@@ -265,64 +246,36 @@ def _recipe(target: str, drafter: Path, work: Path, minutes: float, longest: int
         "trainer.num_sanity_val_steps": 0,
         "trainer.default_root_dir": work,
     }
-    return [*(f"--{name}={value}" for name, value in settings.items()), "--ckpt_path=last"]
-
-
-def _yaml(value: int | None) -> int | str:
-    return "null" if value is None else value
-
-
-def _digest(file: Path) -> str:
-    """Hash of a file; empty without the file."""
-    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() if file.is_file() else ""
+    return [f"--{name}={'null' if value is None else value}" for name, value in settings.items()]
 
 
 @contextlib.contextmanager
-def _work_folder(out: Path, settings: Sequence[object], drafter: str) -> Iterator[Path]:
-    """The hidden folder beside ``out`` for one process (ValueError for a second one), removed when the work is done.
-
-    What an earlier call left there stays if its settings and the hash ``drafter`` of the weights were the same.
-    """
+def _work_folder(out: Path) -> Iterator[Path]:
+    """The empty hidden folder beside ``out`` for one process (ValueError for a second one), removed at the end."""
     work = out.absolute().with_name(f".{out.name}.adapt")
     work.mkdir(mode=0o700, parents=True, exist_ok=True)  # the rows are as private as the traffic
-    (work / _LOCK).touch()
-    with locked(work / _LOCK) as is_locked:
+    lock = work / "adapt.lock"  # not the folder, which its writers lock
+    lock.touch()
+    with locked(lock) as is_locked:
         if is_locked is False:
             raise ValueError(f"another `drafter adapt` works on --out {out}: wait for its end, or give another --out")
-        key, place = repr(list(map(str, settings))), work / _KEY
-        found = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
-        # A call that was stopped at its end may have written into the drafter's own folder already.
-        same = (found.get("drafter"), _digest(work / _MADE / WEIGHTS))
-        if found.get("settings") == key and drafter in same:
-            print(f"going on with an earlier call and its answers; to begin anew, delete {work}", file=sys.stderr)
-        else:
-            place.unlink(missing_ok=True)
-            for entry in work.iterdir():
-                if entry.is_dir():
-                    shutil.rmtree(entry)
-                elif entry.name != _LOCK:
-                    entry.unlink()
-            write_atomic(place, json.dumps({"settings": key, "drafter": drafter}), follows_links=False)
-        is_over = False
+        for entry in set(work.iterdir()) - {lock}:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         try:
             yield work
-            is_over = True
         finally:
-            if is_over or not (work / _FROZEN).exists():
-                _remove(work)
+            shutil.rmtree(work)
 
 
-def _remove(work: Path) -> None:
-    (work / _KEY).unlink()  # the first to go: a half removed folder begins anew
-    shutil.rmtree(work)
+def _prepare(
+    target: Target, work: Path, traffic: Path, general: Path | None, minutes: float
+) -> tuple[dict[str, list[list[int]]], int, int]:
+    """Write the rows to train on into the folder. Errors as :func:`adapt`.
 
-
-def _freeze(loading: Loading, work: Path, traffic: Path, general: Path | None, minutes: float) -> None:
-    """Put the rows of this work into the folder: a server may go on recording. Errors as :func:`adapt`.
-
-    The file ``_FROZEN`` is the last to be written.
+    Returns:
+        The held-out prompts to measure, of the traffic and of general text; the number of recorded answers to train
+        on; the tokens of the longest row.
     """
-    target = loading.target()
     rows, held_out = split(read_traffic(traffic, vocab_size=target.vocab_size))
     prompts = {"traffic": prompts_of(held_out, _NUM_TRAFFIC)}
     if len(prompts["traffic"]) < MIN_HELD_OUT:
@@ -336,25 +289,13 @@ def _freeze(loading: Loading, work: Path, traffic: Path, general: Path | None, m
     chosen, mixed_in = affordable(rows, general_rows, _tokens_per_second(target) * 60 * minutes * _STATES_SHARE)
     if len(chosen) < len(rows):
         print(f"{len(chosen)} of {len(rows)} recorded answers fit into {minutes:g} minutes", file=sys.stderr)
-    _write_rows(work / "val.jsonl", held_out[:MIN_HELD_OUT])  # a loss to watch, and a checkpoint an epoch
-    # Neighbours of one length share a forward of the target without padding.
-    _write_rows(work / "train.jsonl", sorted((*chosen, *mixed_in), key=_length))
-    longest = max(map(_length, (*chosen, *mixed_in, *held_out)))
-    frozen = {"prompts": prompts, "answers": len(chosen), "longest": longest}
-    write_atomic(work / _FROZEN, json.dumps(frozen), follows_links=False)
+    # A loss to watch; and neighbours of one length, which share a forward of the target without padding.
+    parts = {"val": held_out[:MIN_HELD_OUT], "train": sorted((*chosen, *mixed_in), key=_length)}
+    for name, part in parts.items():
+        text = "".join(json.dumps(row._asdict()) + "\n" for row in part)
+        (work / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    return prompts, len(chosen), max(map(_length, (*chosen, *mixed_in, *held_out)))
 
 
 def _length(row: TrafficRow) -> int:
     return len(row.prompt_token_ids) + len(row.token_ids)
-
-
-def _kept(file: Path, make: Callable[[], Counts]) -> Counts:
-    """The counts of a file, which is made first if it is missing."""
-    if not file.exists():
-        write_atomic(file, json.dumps(make()), follows_links=False)
-    found: Counts = json.loads(file.read_text(encoding="utf-8"))
-    return found
-
-
-def _write_rows(file: Path, rows: Iterable[TrafficRow]) -> None:
-    write_atomic(file, "".join(json.dumps(row._asdict()) + "\n" for row in rows), follows_links=False)

@@ -4,8 +4,8 @@ Shapes: B rows · T tokens · V target vocabulary · R draft vocabulary · D hid
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, fields
-from typing import Any, NamedTuple
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,28 +13,25 @@ from torch import Tensor
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
-from drafter.training.checkpoint import drafter_of_checkpoint
+from drafter.training.checkpoint import drafter_of_checkpoint, shape_fields
 from drafter.training.options import DrafterOptions
 
 _NUM_SCALE_PROMPTS = 8
 
 
-class Built(NamedTuple):
-    """A drafter and lines for the user about its origin."""
-
-    drafter: RecurrentDrafter
-    notes: list[str]
-
-
-def build_drafter(target: Target, data: Any, options: DrafterOptions, init_from: str | None) -> Built:
+def build_drafter(
+    target: Target, data: Any, options: DrafterOptions, init_from: str | None
+) -> tuple[RecurrentDrafter, list[str]]:
     """A new drafter for ``target``, or the drafter of ``init_from``.
 
     Args:
         target: the frozen model.
         data: a ChatDataModule (``token_counts`` and ``val_prompts`` are used).
         options: shape.
-        init_from: exported folder or checkpoint to take weights, constants and draft vocabulary from. A tied head has
-            no weights for single tokens, so its draft vocabulary may get another size and is then chosen anew.
+        init_from: exported folder or checkpoint to take weights, constants and draft vocabulary from.
+
+    Returns:
+        The drafter, and lines for the user about its origin.
 
     Raises:
         ValueError: ``init_from`` has another shape or target, or the draft vocabulary is larger than the target's.
@@ -54,21 +51,15 @@ def build_drafter(target: Target, data: Any, options: DrafterOptions, init_from:
         target_fingerprint=target.fingerprint,
     )
     if init_from is not None:
-        return _continued(target, data, config, init_from)
-    drafter = RecurrentDrafter(config)
-    notes = _choose_vocabulary(drafter, target, data)
+        return _continued(target, config, init_from), [f"weights start from {init_from}"]
+    drafter, notes = RecurrentDrafter(config), []
+    if config.draft_vocab_size is not None:
+        count_V = data.token_counts(target.vocab_size)
+        ids_R = choose_draft_vocabulary(count_V, config.num_outputs, always=target.eos_token_ids)
+        drafter.set_draft_token_ids(ids_R)
+        notes = [f"draft vocabulary: {len(ids_R):,} tokens cover {coverage(count_V, ids_R):.2%} of the answers"]
     drafter.set_scales(*measure_scales(target, data.val_prompts(_NUM_SCALE_PROMPTS)))
-    return Built(drafter.bind(target), notes)
-
-
-def _choose_vocabulary(drafter: RecurrentDrafter, target: Target, data: Any) -> list[str]:
-    """Set the draft vocabulary by the counts of the answers; return a line about the vocabulary."""
-    if drafter.config.draft_vocab_size is None:
-        return []
-    count_V = data.token_counts(target.vocab_size)
-    ids_R = choose_draft_vocabulary(count_V, drafter.config.num_outputs, always=target.eos_token_ids)
-    drafter.set_draft_token_ids(ids_R)
-    return [f"draft vocabulary: {len(ids_R):,} tokens cover {coverage(count_V, ids_R):.2%} of the answers"]
+    return drafter.bind(target), notes
 
 
 def drafter_config(options: DrafterOptions, *, vocab_size: int, hidden_size: int, **target: Any) -> DrafterConfig:
@@ -81,8 +72,7 @@ def drafter_config(options: DrafterOptions, *, vocab_size: int, hidden_size: int
 
 def expect_same_shape(config: DrafterConfig, saved: dict[str, Any]) -> None:
     """ValueError, naming the first field, when weights saved with ``saved`` do not fit ``config``."""
-    shape = [field.name for field in fields(DrafterOptions) if field.name != "draft_length"]  # any depth fits
-    for name in ("vocab_size", "hidden_size", *shape):
+    for name in shape_fields():
         mine, theirs = getattr(config, name), saved.get(name)
         if name == "context_layers":
             mine, theirs = list(mine), list(theirs or ())
@@ -101,27 +91,16 @@ def summary_lines(drafter: RecurrentDrafter) -> Iterator[str]:
     yield f"drafter: {total:,} parameters ({listed})"
     num_bytes = 2 * total + 8 * len(drafter.draft_token_ids_R)
     yield f"exported checkpoint: {num_bytes / 1e6:,.1f} MB in bfloat16"
-    config = drafter.config
-    yield f"input scales: hidden {config.hidden_scale:g}, embedding {config.embedding_scale:g}"
 
 
-def _continued(target: Target, data: Any, config: DrafterConfig, init_from: str) -> Built:
-    drafter, notes = drafter_of_checkpoint(init_from).float(), []
-    before = drafter.config
-    if config.head == before.head == "tied" and config.num_outputs != before.num_outputs:
-        expect_same_shape(config, before.to_dict() | {"draft_vocab_size": config.draft_vocab_size})
-        weights = drafter.state_dict()
-        del weights["draft_token_ids_R"]
-        drafter = RecurrentDrafter(config)
-        drafter.set_scales(before.hidden_scale, before.embedding_scale)
-        drafter.load_state_dict(weights, strict=False)
-        notes = _choose_vocabulary(drafter, target, data)
+def _continued(target: Target, config: DrafterConfig, init_from: str) -> RecurrentDrafter:
+    drafter = drafter_of_checkpoint(init_from).float()
     expect_same_shape(config, drafter.config.to_dict())
     drafter.bind(target)
     drafter.config.draft_length = config.draft_length
     drafter.config.target_name = config.target_name
     drafter.train()
-    return Built(drafter, [f"weights start from {init_from}", *notes])
+    return drafter
 
 
 def choose_draft_vocabulary(count_V: Tensor, size: int, always: Iterable[int] = ()) -> Tensor:

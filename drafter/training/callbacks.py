@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
@@ -52,31 +51,15 @@ def mean_tokens_per_step(answers: Sequence[Completion]) -> float:
 
 
 def count_steps(
-    target: Target,
-    drafter: RecurrentDrafter,
-    prompts: Sequence[Prompt],
-    *,
-    copying: bool,
-    num_tokens: int,
-    label: str,
+    target: Target, drafter: RecurrentDrafter, prompts: Sequence[Prompt], *, copying: bool, num_tokens: int, label: str
 ) -> list[tuple[int, int]]:
-    """(tokens, steps) of the greedy answer to each prompt, with trees of 8 nodes, under a progress bar.
-
-    Args:
-        target: the model that answers.
-        drafter: as in :func:`decode_answers`.
-        prompts: text, messages or token ids.
-        copying: whether the drafter copies from the text.
-        num_tokens: longest answer.
-        label: of the bar.
-    """
+    """(tokens, steps) of the greedy answer of at most ``num_tokens`` to each prompt, with trees of 8 nodes, under a
+    progress bar."""
     config = EngineConfig(method="drafter", beam_width=4, draft_length=3, tree_size=8, copying=copying)
     params, found = SamplingParams(max_new_tokens=num_tokens), []
-    with tqdm(total=len(prompts), desc=label, unit="prompt") as bar:
-        for start in range(0, len(prompts), _MEASURED_TOGETHER):
-            answers = decode_answers(target, drafter, prompts[start : start + _MEASURED_TOGETHER], config, params)
-            found += [(len(answer.token_ids), answer.num_target_forwards) for answer in answers]
-            bar.update(len(answers))
+    for start in tqdm(range(0, len(prompts), _MEASURED_TOGETHER), desc=label):
+        answers = decode_answers(target, drafter, prompts[start : start + _MEASURED_TOGETHER], config, params)
+        found += [(len(answer.token_ids), answer.num_target_forwards) for answer in answers]
     return found
 
 
@@ -87,30 +70,19 @@ class TokensPerStep(Callback):
     depend on the drafter alone. Runs on the first process.
     """
 
-    def __init__(
-        self,
-        num_prompts: int = 8,
-        max_new_tokens: int = 64,
-        beam_width: int = 8,
-        draft_length: int = 4,
-        tree_size: int = 24,
-    ) -> None:
+    def __init__(self, num_prompts: int = 8, max_new_tokens: int = 64, draft_length: int = 4) -> None:
         """
         Args:
             num_prompts: held-out prompts to decode.
             max_new_tokens: tokens for each.
-            beam_width: W of the engine.
-            draft_length: L of the engine.
-            tree_size: N of the engine.
+            draft_length: L of the engine, whose trees have 24 nodes.
         """
         if num_prompts < 1:
             raise ValueError(f"TokensPerStep: num_prompts is {num_prompts} but must be at least 1")
         self._num_prompts = num_prompts
         self._params = SamplingParams(max_new_tokens=max_new_tokens)
         self._draft_length = draft_length
-        self._config = EngineConfig(
-            max_num_seqs=num_prompts, beam_width=beam_width, draft_length=draft_length, tree_size=tree_size
-        )
+        self._config = EngineConfig(max_num_seqs=num_prompts, beam_width=8, draft_length=draft_length, tree_size=24)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking:
@@ -119,7 +91,9 @@ class TokensPerStep(Callback):
         module: Any = pl_module
         # The processes that share a target's weights must run every forward of the target together.
         if trainer.is_global_zero or module.teacher.target.is_sharded:
-            answers = self._decode(trainer, pl_module)
+            data: Any = getattr(trainer, "datamodule", None)
+            prompts = data.val_prompts(self._num_prompts)
+            answers = decode_answers(module.teacher.target, module.drafter, prompts, self._config, self._params)
             num_accepted = torch.tensor([num for answer in answers for num in answer.num_accepted])
             shares = [float((num_accepted >= depth).double().mean()) for depth in range(1, self._draft_length + 1)]
             values = values + torch.tensor([mean_tokens_per_step(answers), *shares]).to(values)
@@ -127,19 +101,6 @@ class TokensPerStep(Callback):
         pl_module.log("val/tokens_per_step", rate, prog_bar=True, rank_zero_only=False)
         for depth, share in enumerate(accepted, 1):
             pl_module.log(f"val/accepted_d{depth}", share, rank_zero_only=False)
-
-    def _decode(self, trainer: Trainer, pl_module: Any) -> list[Completion]:
-        data: Any = getattr(trainer, "datamodule", None)
-        prompts = data.val_prompts(self._num_prompts)
-        return decode_answers(pl_module.teacher.target, pl_module.drafter, prompts, self._config, self._params)
-
-
-class ShortProgressBar(TQDMProgressBar):
-    """Lightning's bar in one line: metrics without the stage that the bar is in, and without the logger's version."""
-
-    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        shown = super().get_metrics(trainer, pl_module)
-        return {name.removeprefix("train/"): value for name, value in shown.items() if name != "v_num"}
 
 
 class SaveWhenStopped(Callback):
@@ -152,20 +113,15 @@ class SaveWhenStopped(Callback):
 
     def __init__(self) -> None:
         self._signal = 0
-        self._before: dict[int, Any] = {}
         self._step = 0  # of the last whole step
         self.has_stepped = False  # before, an error is one of the checkpoint that a run resumes from
         self._saved_step = -1
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # Lightning sets handlers after this hook, and takes them away before the hook `teardown`.
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._signal, self._step, self._saved_step = 0, trainer.global_step, -1
-        for number in self._before:
-            signal.signal(number, self._take_note)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self._take_note)  # Lightning puts the earlier handlers back at the end
         # Lightning makes the loader before it reads the position in the data, and restores none after a whole epoch.
         fit_loop: Any = trainer.fit_loop
         fit_loop._combined_loader._load_state_dicts(fit_loop._combined_loader_states_to_load)
@@ -190,11 +146,6 @@ class SaveWhenStopped(Callback):
         # The steps after the last validation belong to the run.
         if not trainer.interrupted and self._saved_step != trainer.global_step:
             self._save_last(trainer)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
 
     def _save_last(self, trainer: Trainer) -> None:
         self._saved_step = trainer.global_step

@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
+from drafter.training.options import DrafterOptions
 from drafter.utils.io import check_output_folder, first_line, recover, replacing
 from drafter.utils.parse import check_shape, read_json_object
 
@@ -21,16 +23,6 @@ PREFIX = "drafter."
 # Files of an exported drafter, and files that `drafter tune` adds.
 TUNED_FILE = "tuned.json"
 _OUTPUTS = ("config.json", "model.safetensors", "README.md", "run.json", "custom_generate", TUNED_FILE)
-_SHAPE = (
-    "vocab_size",
-    "hidden_size",
-    "context",
-    "context_layers",
-    "head",
-    "num_res_blocks",
-    "block_rank",
-    "draft_vocab_size",
-)
 # What this module reads of a checkpoint; `state_dict` holds tensors alone.
 _CONTENT: dict[str, Any] = {
     **{"drafter_config": {}, "state_dict": {}, "metrics?": {"*": float}, "num_positions?": int, "global_step?": int},
@@ -56,15 +48,9 @@ With transformers alone in front (the package `drafter` installed; the folder's 
 model.generate(**inputs, max_new_tokens=128, custom_generate="THIS_FOLDER", trust_remote_code=True)
 ```
 
-| | |
-|---|---|
-| parameters | {num_parameters:,} ({parts}) |
-| cell, context, head | {cell}, {context}, {head} |
-| residual blocks | {num_res_blocks} |
-| draft vocabulary | {num_outputs:,} of {vocab_size:,} tokens |
-| trained to depth | {draft_length} |
-| trained positions | {trained_positions:,} in {steps:,} steps |
-{measured}
+{num_parameters:,} parameters, head {head}. {num_outputs:,} of {vocab_size:,} tokens can be drafted. Trained to depth
+{draft_length} on {trained_positions:,} positions in {steps:,} steps.{measured}
+
 It works with this target only; another is refused by a fingerprint of the output matrix. `run.json` says how this
 folder was made.
 
@@ -73,7 +59,6 @@ folder was made.
 {training}
 ```
 """
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -151,38 +136,37 @@ def export_checkpoint(
         The folder.
 
     Raises:
-        ValueError: unreadable checkpoint, unknown dtype, or ``out`` is in use.
+        ValueError: unreadable checkpoint, or ``out`` is in use.
         OSError: the disk is full or not writable.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype!r} must be one of {', '.join(DTYPES)}")
     out = Path(out)
     check_export(out)
     read = read_checkpoint(checkpoint)
     drafter = drafter_from_checkpoint(read)
-    torch.nn.Module.to(drafter, DTYPES[dtype])
+    torch.nn.Module.to(drafter, getattr(torch, dtype))
     with replacing(out) as folder:
         _write(drafter, read, folder, facts or {})
         _keep_sizes(drafter, out, folder)
     return out
 
 
+def shape_fields() -> list[str]:
+    """The fields of a config on which the shapes of the weights, and the time of a drafting step, depend."""
+    options = [field.name for field in fields(DrafterOptions) if field.name != "draft_length"]  # any depth fits
+    return ["vocab_size", "hidden_size", *options]
+
+
 def _keep_sizes(drafter: RecurrentDrafter, before: Path, after: Path) -> None:
     """Take the measured sizes of ``drafter tune`` along where the drafter before has the same shape."""
     sizes, config = before / TUNED_FILE, before / "config.json"
     if sizes.is_file() and config.is_file():
-        shapes = [_shape(found) for found in (read_json_object(config), drafter.config.to_dict())]
-        if shapes[0] == shapes[1]:
+        earlier, own = read_json_object(config), drafter.config.to_dict()
+        if all(earlier.get(name) == own.get(name) for name in shape_fields()):
             kept = read_json_object(sizes)
             kept.pop("drafter_fingerprint", None)  # a file that names no drafter fits every drafter of its shape
             (after / TUNED_FILE).write_text(json.dumps(kept) + "\n", encoding="utf-8")
         else:
             print(f"{sizes} was measured with a drafter of another shape and is left out", file=sys.stderr)
-
-
-def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that decide how long a drafting step takes."""
-    return {name: config.get(name) for name in _SHAPE}
 
 
 def _write(drafter: RecurrentDrafter, checkpoint: dict[str, Any], folder: Path, further: Mapping[str, Any]) -> None:
@@ -213,23 +197,14 @@ def _plain(name: str) -> str:
 def model_card(drafter: RecurrentDrafter, facts: Mapping[str, Any]) -> str:
     """The model card (Markdown); ``facts`` has trained_positions, steps, metrics, training and data."""
     config = drafter.config
-    parts = drafter.num_parameters_by_part()
-    training = {"model": facts["training"], "data": facts["data"]}
     rate = facts.get("metrics", {}).get("val/tokens_per_step")
     return _CARD.format(
+        **{name: getattr(config, name) for name in ("head", "num_outputs", "vocab_size", "draft_length")},
         target=_plain(config.target_name or "an unnamed target"),
         revision=f" (revision `{_plain(config.target_revision)}`)" if config.target_revision else "",
-        num_parameters=sum(parts.values()),
-        parts=", ".join(f"{name} {count:,}" for name, count in parts.items()),
-        cell=config.cell,
-        context=config.context,
-        head=config.head,
-        num_res_blocks=config.num_res_blocks,
-        num_outputs=config.num_outputs,
-        vocab_size=config.vocab_size,
-        draft_length=config.draft_length,
+        num_parameters=drafter.num_parameters(),
         trained_positions=facts["trained_positions"],
         steps=facts["steps"],
-        measured="" if rate is None else f"| tokens per step on held-out prompts, greedy | {rate:.2f} |\n",
-        training=json.dumps(training, indent=2, default=str),
+        measured="" if rate is None else f" Tokens per step on held-out prompts, greedy: {rate:.2f}.",
+        training=json.dumps({"model": facts["training"], "data": facts["data"]}, indent=2, default=str),
     )

@@ -19,115 +19,77 @@ head (D for a tied head, 2D for a full one) · D hidden size · K likeliest toke
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafter.utils.validate import check_ranges, within
+from drafter.training.options import Objective
 
 _BLOCK_BYTES = 2**20  # a MiB
 
 
-@dataclass(frozen=True)
-class LossMix:
-    """Weights of the losses.
-
-    Attributes:
-        cross_entropy: weight of -log q[next token of the text].
-        kl: weight of the forward KL from the target's distribution.
-    """
-
-    cross_entropy: float = within(0.0, low=0.0)
-    kl: float = within(1.0, low=0.0)
-
-    def __post_init__(self) -> None:
-        check_ranges(self, "model.objective.")
-        if max(self.cross_entropy, self.kl) <= 0:
-            raise ValueError("--model.objective.cross_entropy and kl are both 0: one of the weights must be above 0")
-
-
-class PairLosses(NamedTuple):
-    """A loss over pairs.
-
-    Attributes:
-        loss_P: float32 loss of each pair, with gradient.
-        rank_P: how many draft tokens have a higher logit than the ranked one; float32 and estimated if sampled.
-    """
-
-    loss_P: Tensor
-    rank_P: Tensor
-
-
-def cross_entropy(logits_PR: Tensor, label_P: Tensor) -> Tensor:
-    """-log q[label], float32 [P]."""
-    return F.cross_entropy(logits_PR.float(), label_P, reduction="none")
-
-
-def forward_kl(logits_PR: Tensor, teacher_logits_PR: Tensor) -> Tensor:
-    """KL(p || q), float32 [P]."""
-    log_p_PR = teacher_logits_PR.float().log_softmax(dim=-1)
-    return (log_p_PR.exp() * (log_p_PR - logits_PR.float().log_softmax(dim=-1))).sum(dim=-1)
-
-
-def mixed_loss(logits_PR: Tensor, teacher_logits_PR: Tensor, label_P: Tensor, mix: LossMix) -> Tensor:
+def mixed_loss(logits_PR: Tensor, teacher_logits_PR: Tensor, label_P: Tensor, mix: Objective) -> Tensor:
     """The weighted sum of both losses, float32 [P]; a loss without weight is not computed."""
+    log_q_PR = logits_PR.float().log_softmax(dim=-1)
     loss_P = torch.zeros(len(label_P), device=logits_PR.device)
     if mix.cross_entropy:
-        loss_P = loss_P + mix.cross_entropy * cross_entropy(logits_PR, label_P)
+        loss_P = loss_P + mix.cross_entropy * F.nll_loss(log_q_PR, label_P, reduction="none")
     if mix.kl:
-        loss_P = loss_P + mix.kl * forward_kl(logits_PR, teacher_logits_PR)
+        log_p_PR = teacher_logits_PR.float().log_softmax(dim=-1)
+        loss_P = loss_P + mix.kl * (log_p_PR.exp() * (log_p_PR - log_q_PR)).sum(dim=-1)
     return loss_P
 
 
-# Features of some pairs [C, F], output rows [R, F], and which pairs these are -> loss and rank of each.
-_ChunkLoss = Callable[[Tensor, Tensor, slice], PairLosses]
+# Features of some pairs [C, F], output rows [R, F], and which pairs these are -> loss of each.
+_ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
 
 
 class _ByChunks(torch.autograd.Function):
     """Losses chunk by chunk. A chunk's gradient is computed with its loss, and its logits are freed."""
 
     @staticmethod
-    def forward(
-        ctx: Any, feature_PF: Tensor, weight_RF: Tensor, chunk_loss: _ChunkLoss, size: int
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, feature_PF: Tensor, weight_RF: Tensor, chunk_loss: _ChunkLoss, size: int) -> Tensor:
         wanted = ctx.needs_input_grad[:2]
         rows_RF = weight_RF.detach().to(feature_PF.dtype).requires_grad_(wanted[1])
-        losses: list[PairLosses] = []
+        losses: list[Tensor] = []
         grads: list[Tensor] = []
         grad_RF = torch.zeros_like(weight_RF, dtype=torch.float32) if wanted[1] else None
         for start in range(0, max(1, len(feature_PF)), size):
             here = slice(start, start + size)
             with torch.set_grad_enabled(any(wanted)), torch.autocast(feature_PF.device.type, enabled=False):
                 leaf_CF = feature_PF[here].detach().requires_grad_(any(wanted))
-                found = chunk_loss(leaf_CF, rows_RF, here)
+                loss_C = chunk_loss(leaf_CF, rows_RF, here)
                 if any(wanted):
                     inputs = [leaf_CF, rows_RF] if wanted[1] else [leaf_CF]
-                    grad_CF, *grad_rows = torch.autograd.grad(found.loss_P.sum(), inputs)
+                    grad_CF, *grad_rows = torch.autograd.grad(loss_C.sum(), inputs)
                     grads.append(grad_CF)
                     if grad_RF is not None:
                         grad_RF += grad_rows[0]
-            losses.append(PairLosses(found.loss_P.detach(), found.rank_P))
+            losses.append(loss_C.detach())
         ctx.save_for_backward(torch.cat(grads) if grads else None, grad_RF)
         ctx.row_dtype = weight_RF.dtype
-        loss_P, rank_P = (torch.cat(parts) for parts in zip(*losses, strict=True))
-        ctx.mark_non_differentiable(rank_P)
-        return loss_P, rank_P
+        return torch.cat(losses)
 
     @staticmethod
-    def backward(ctx: Any, grad_P: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_P: Tensor) -> tuple[Tensor | None, ...]:
         grad_PF, grad_RF = ctx.saved_tensors
         # Rows are trained on the mean of all pairs only, so that one factor serves every pair.
         row_grad = None if grad_RF is None else grad_RF.mul_(grad_P[0] if len(grad_P) else 0).to(ctx.row_dtype)
         return grad_PF * grad_P[:, None].to(grad_PF.dtype), row_grad, None, None
 
 
-def _by_chunks(feature_PF: Tensor, weight_RF: Tensor, chunk_loss: _ChunkLoss, size: int) -> PairLosses:
+def _by_chunks(feature_PF: Tensor, weight_RF: Tensor, chunk_loss: _ChunkLoss, size: int) -> Tensor:
     if not torch.is_grad_enabled():  # which a Function cannot see
         feature_PF, weight_RF = feature_PF.detach(), weight_RF.detach()
-    return PairLosses(*_ByChunks.apply(feature_PF, weight_RF, chunk_loss, size))
+    loss_P: Tensor = _ByChunks.apply(feature_PF, weight_RF, chunk_loss, size)
+    return loss_P
+
+
+def _chunk_size(mix: Objective, bytes_each: int) -> int:
+    """Pairs or positions whose numbers fit into the memory budget of the logits."""
+    return max(1, mix.memory_mib * _BLOCK_BYTES // bytes_each)
 
 
 def exact_loss(
@@ -135,11 +97,8 @@ def exact_loss(
     weight_RF: Tensor,
     label_P: Tensor,
     teacher_logits: Callable[[slice], Tensor],
-    mix: LossMix,
-    *,
-    ranked_P: Tensor | None = None,
-    memory_mib: int = 256,
-) -> PairLosses:
+    mix: Objective,
+) -> Tensor:
     """:func:`mixed_loss` of each pair; at no time are the logits of all pairs in memory.
 
     Args:
@@ -148,22 +107,33 @@ def exact_loss(
             pairs weigh the same.
         label_P: int64 draft index of the text's next token.
         teacher_logits: the target's logits over the draft vocabulary for some of the pairs [C, R].
-        mix: weights of the losses.
-        ranked_P: draft index whose rank is counted (-1: counts as last); None: the label.
-        memory_mib: budget for logits of one chunk.
+        mix: weights of the losses, and the memory budget of a chunk.
     """
-    ranked_P = label_P if ranked_P is None else ranked_P
 
-    def chunk_loss(feature_CF: Tensor, rows_RF: Tensor, here: slice) -> PairLosses:
+    def chunk_loss(feature_CF: Tensor, rows_RF: Tensor, here: slice) -> Tensor:
         z_CR = feature_CF @ rows_RF.T
-        own_C1 = z_CR.detach().gather(1, ranked_P[here].clamp_min(0)[:, None])
-        rank_C = (z_CR.detach() > own_C1).sum(dim=-1).where(ranked_P[here] >= 0, len(rows_RF))
-        teacher_CR = teacher_logits(here) if mix.kl else z_CR
-        return PairLosses(mixed_loss(z_CR, teacher_CR, label_P[here], mix), rank_C)
+        return mixed_loss(z_CR, teacher_logits(here) if mix.kl else z_CR, label_P[here], mix)
 
     # Six blocks of float32 live at a time: both logits, both log-softmaxes, the products and their gradient.
-    size = max(1, memory_mib * _BLOCK_BYTES // (6 * len(weight_RF) * 4))
-    return _by_chunks(feature_PF, weight_RF, chunk_loss, size)
+    return _by_chunks(feature_PF, weight_RF, chunk_loss, _chunk_size(mix, 6 * len(weight_RF) * 4))
+
+
+@torch.no_grad()
+def count_better(feature_PF: Tensor, weight_RF: Tensor, token_P: Tensor, mix: Objective) -> Tensor:
+    """How many draft tokens have a higher logit than a pair's token, int64 [P].
+
+    Args:
+        feature_PF, weight_RF: as of :func:`exact_loss`.
+        token_P: int64 draft index; -1, a token outside the draft vocabulary, counts as last.
+        mix: the memory budget of a chunk.
+    """
+    counts = []
+    size = _chunk_size(mix, 2 * len(weight_RF) * 4)
+    for feature_CF, token_C in zip(feature_PF.split(size), token_P.split(size), strict=True):
+        z_CR = feature_CF @ weight_RF.to(feature_CF.dtype).T
+        own_C1 = z_CR.gather(1, token_C.clamp_min(0)[:, None])
+        counts.append((z_CR > own_C1).sum(dim=-1).where(token_C >= 0, len(weight_RF)))
+    return torch.cat(counts)
 
 
 _MASKED = -1e4  # added to the logit of a repeated column: finite, and without weight
@@ -196,28 +166,24 @@ class TokenSample(NamedTuple):
 def sample_tokens(
     hidden_MD: Tensor,
     weight_RD: Tensor,
+    mix: Objective,
     *,
-    num_top: int,
-    num_shared: int,
     generator: torch.Generator,
-    memory_mib: int = 64,
 ) -> TokenSample:
     """Choose the tokens of a sampled loss for some positions of the target.
 
     Args:
         hidden_MD: the target's final hidden states.
         weight_RD: its output rows over the draft vocabulary; their products are its logits.
-        num_top: K, likeliest tokens of each position.
-        num_shared: S; half of the tokens are the likeliest of all positions together, half are drawn from the rest.
+        mix: K is ``top_tokens``, S ``shared_tokens``; half of the shared tokens are the likeliest of all positions
+            together, half are drawn from the rest.
         generator: of that draw, on the CPU.
-        memory_mib: budget for logits of one chunk.
     """
     device, num_outputs, hidden_MD = hidden_MD.device, len(weight_RD), hidden_MD.to(weight_RD.dtype)
-    num_shared, num_top = min(num_shared, num_outputs), min(num_top, num_outputs)
-    size = max(1, memory_mib * _BLOCK_BYTES // (2 * num_outputs * 4))
+    num_shared, num_top = min(mix.shared_tokens, num_outputs), min(mix.top_tokens, num_outputs)
     mean_R = torch.zeros(num_outputs, device=device)
     tops = []
-    for hidden_CD in hidden_MD.split(size):
+    for hidden_CD in hidden_MD.split(_chunk_size(mix, 2 * num_outputs * 4)):
         logits_CR = hidden_CD @ weight_RD.T
         tops.append(logits_CR.topk(num_top, dim=-1, sorted=False))
         mean_R += logits_CR.softmax(dim=-1).sum(dim=0, dtype=torch.float32)
@@ -248,14 +214,12 @@ def sampled_loss(
     label_P: Tensor,
     teacher_P: Tensor,
     sample: TokenSample,
-    mix: LossMix,
-    *,
-    memory_mib: int = 64,
-) -> PairLosses:
+    mix: Objective,
+) -> Tensor:
     """:func:`mixed_loss` of each pair over few tokens: the label, the position's likeliest ones, and the shared ones.
 
     A shared token that stands for n tokens counts n times in the sums of p and q: log n is added to both logits. If
-    every token is shared, the values equal those of :func:`mixed_loss`. The ranks are those of the labels.
+    every token is shared, the values equal those of :func:`mixed_loss`.
 
     Args:
         feature_PF: factors of the output rows, in the dtype of the computation.
@@ -263,8 +227,7 @@ def sampled_loss(
         label_P: int64 draft index of the text's next token.
         teacher_P: int64 index of each pair's position in ``sample``.
         sample: of :func:`sample_tokens`, with the same rows.
-        mix: weights of the losses.
-        memory_mib: budget for logits of one chunk.
+        mix: weights of the losses, and the memory budget of a chunk.
     """
     assert not weight_RF.requires_grad, "a sampled loss has frozen output rows"
     num_shared, num_top = len(sample.index_S), sample.top_MK.shape[1]
@@ -274,7 +237,7 @@ def sampled_loss(
     column_R[sample.index_S] = torch.arange(num_shared, device=weight_RF.device)
     bias_1S = torch.cat([sample.log_weight_S, sample.log_weight_S.new_zeros(1)])[None]
 
-    def chunk_loss(feature_CF: Tensor, rows_RF: Tensor, here: slice) -> PairLosses:
+    def chunk_loss(feature_CF: Tensor, rows_RF: Tensor, here: slice) -> Tensor:
         label_C, teacher_C = label_P[here], teacher_P[here]
         label_logit_C = (sample.hidden_MD[teacher_C].float() * rows_RF[label_C].float()).sum(dim=-1)
         top_CJ = torch.cat([label_C[:, None], sample.top_MK[teacher_C]], dim=1)
@@ -286,10 +249,7 @@ def sampled_loss(
         known_CA = torch.cat([part.float() for part in known], dim=1)
         own_CJ = torch.einsum("cjf,cf->cj", rows_RF[top_CJ], feature_CF)
         z_CA = torch.cat([own_CJ, feature_CF @ shared_SF.T], dim=1).float()
-        is_better_CA = z_CA.detach() > z_CA.detach()[:, :1]
-        loss_C = mixed_loss(z_CA + bias_CA, known_CA + bias_CA, torch.zeros_like(label_C), mix)
-        return PairLosses(loss_C, (is_better_CA * bias_CA.exp()).sum(dim=-1))
+        return mixed_loss(z_CA + bias_CA, known_CA + bias_CA, torch.zeros_like(label_C), mix)
 
     bytes_of_pair = 32 * num_shared + feature_PF.element_size() * 2 * num_top * feature_PF.shape[1]
-    size = max(1, memory_mib * _BLOCK_BYTES // bytes_of_pair)
-    return _by_chunks(feature_PF, weight_RF, chunk_loss, size)
+    return _by_chunks(feature_PF, weight_RF, chunk_loss, _chunk_size(mix, bytes_of_pair))

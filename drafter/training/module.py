@@ -21,9 +21,9 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target, TargetOutput
 from drafter.training.build import build_drafter, expect_same_shape, summary_lines
 from drafter.training.checkpoint import last_checkpoint
-from drafter.training.losses import PairLosses, exact_loss, sample_tokens, sampled_loss
+from drafter.training.losses import count_better, exact_loss, sample_tokens, sampled_loss
 from drafter.training.options import DrafterOptions, Objective, OptimOptions
-from drafter.training.pairs import Pairs, draft_index_of, reached, select_pairs
+from drafter.training.pairs import Pairs, draft_index_of, select_pairs
 
 _TOP_K = (1, 8)  # drafted tokens among which the target's own token is looked for
 _PICK_CHUNK = 1024  # positions whose logits over the whole vocabulary are held at once
@@ -77,14 +77,20 @@ class PairedBatch(NamedTuple):
 
     batch: ChatBatch
     pairs: Pairs
-    num_tokens: int
 
 
-class BatchResult(NamedTuple):
-    """The loss to minimise, and on request the exact loss and rank of each pair."""
+class LossInputs(NamedTuple):
+    """What the losses of a batch are computed from.
 
-    loss: Tensor
-    exact: PairLosses | None
+    Attributes:
+        feature_PF: the drafter's features of each pair, which its output rows turn into logits.
+        hidden_MD: the target's final hidden states at the positions of its own predictions.
+        pairs: the pairs.
+    """
+
+    feature_PF: Tensor
+    hidden_MD: Tensor
+    pairs: Pairs
 
 
 class DrafterModule(LightningModule):
@@ -158,8 +164,7 @@ class DrafterModule(LightningModule):
         )
         self._seed = seed
         self.num_positions = 0
-        self._num_tokens = 0
-        self._clock: tuple[float, int, int] = (0.0, 0, 0)
+        self._clock = (0.0, 0)
         self._began = time.monotonic()
 
     # -- set-up ----------------------------------------------------------------------------------------------------
@@ -170,12 +175,11 @@ class DrafterModule(LightningModule):
             return
         precision = str(self.trainer.precision)
         if precision.startswith("16"):
-            # A fused optimizer unscales the gradients of 16-mixed itself, after the clipping.
+            # Its scaled gradients overflow now and then, which here is the end of a run.
             raise ValueError(f"--trainer.precision {precision} is not supported: use bf16-mixed or 32-true")
         target = self._load_target(str(self.trainer.strategy.root_device))
         data: Any = getattr(self.trainer, "datamodule", None)
-        built = build_drafter(target, data, self.options, self.hparams["init_from"])
-        self.drafter = built.drafter
+        self.drafter, notes = build_drafter(target, data, self.options, self.hparams["init_from"])
         dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
         ids_R = self.drafter.draft_token_ids_R
         teacher = Teacher(target, ids_R.to(target.device), dtype)
@@ -189,7 +193,7 @@ class DrafterModule(LightningModule):
             )
         if self.trainer.is_global_zero:
             # Not self.print, which needs a progress bar; there is none yet.
-            print("\n".join([*built.notes, *summary_lines(self.drafter)]), flush=True)
+            print("\n".join([*notes, *summary_lines(self.drafter)]), flush=True)
         self._cache_states(data)
 
     def _cache_states(self, data: Any) -> None:
@@ -211,7 +215,6 @@ class DrafterModule(LightningModule):
             [{"params": matrices, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}],
             lr=options.lr,
             betas=options.betas,
-            fused=True,
         )
         factor = options.factor(self.trainer.estimated_stepping_batches, self._time_share)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
@@ -273,61 +276,44 @@ class DrafterModule(LightningModule):
     def select(self, batch: ChatBatch, rates: tuple[float, ...]) -> PairedBatch:
         """The batch with its pairs; ``rates`` as in :func:`drafter.training.pairs.select_pairs`."""
         pairs = select_pairs(batch.token_BT, batch.loss_mask_BT, self._draft_index_V, rates, self._generator())
-        return PairedBatch(batch, pairs, int(batch.length_B.sum()))
+        return PairedBatch(batch, pairs)
 
-    def run_batch(self, paired: PairedBatch, *, with_ranks: bool = False, is_exact: bool = True) -> BatchResult:
-        """Target forward, drafter, loss.
-
-        Args:
-            paired: result of :meth:`select`.
-            with_ranks: return the exact loss and rank of each pair.
-            is_exact: compute the loss over the whole draft vocabulary, whatever ``shared_tokens`` is.
-        """
-        batch, pairs = paired.batch, paired.pairs
+    def inputs(self, paired: PairedBatch) -> LossInputs:
+        """Target forward and drafter, for the pairs of :meth:`select`."""
+        batch, pairs = paired
         target_output = self._target_states(batch)
         feature_PF = self._pair_features(batch.token_BT, target_output.context_BTC, pairs)
-        hidden_MD = target_output.hidden_BTD.flatten(0, 1)[pairs.position_M]
-        if is_exact or not self.objective.shared_tokens:
-            exact = self._exact(feature_PF, hidden_MD, pairs, with_ranks)
-            return BatchResult(exact.loss_P.sum() / max(1, len(exact.loss_P)), exact)
-        with torch.no_grad():
-            seen = self._exact(feature_PF, hidden_MD, pairs, with_ranks) if with_ranks else None
-        return BatchResult(self._sampled(feature_PF, hidden_MD, pairs), seen)
+        return LossInputs(feature_PF, target_output.hidden_BTD.flatten(0, 1)[pairs.position_M], pairs)
 
-    def _exact(self, feature_PF: Tensor, hidden_MD: Tensor, pairs: Pairs, with_ranks: bool) -> PairLosses:
-        """The loss of each pair over all tokens; with ranks those of the target's own picks, else those of the text."""
-        is_tied = self.drafter.config.head == "tied"
-        ranked_P = None
-        if with_ranks:
-            ranked_P = self.teacher.draft_index_V[self.teacher.picks(hidden_MD)][pairs.teacher_P]
-        return exact_loss(
+    def exact_loss(self, inputs: LossInputs) -> Tensor:
+        """The mean loss of the pairs over the whole draft vocabulary, whatever ``shared_tokens`` is."""
+        feature_PF, hidden_MD, pairs = inputs
+        loss_P = exact_loss(
             feature_PF,
-            self.teacher.weight_RD if is_tied else self.drafter.output_rows(),
+            self._output_rows(),
             pairs.label_P,
             lambda here: self.teacher.logits(hidden_MD[pairs.teacher_P[here]]),
             self.objective,
-            ranked_P=ranked_P,
-            memory_mib=self.objective.memory_mib,
         )
+        return loss_P.sum() / max(1, len(loss_P))
 
-    def _sampled(self, feature_PF: Tensor, hidden_MD: Tensor, pairs: Pairs) -> Tensor:
-        """The mean of the sampled losses of the pairs within reach."""
-        weight_RD, options = self.teacher.weight_RD, self.objective
-        sample = sample_tokens(
-            hidden_MD,
-            weight_RD,
-            num_top=options.top_tokens,
-            num_shared=options.shared_tokens,
-            generator=self._generator(),
-            memory_mib=options.memory_mib,
+    def _output_rows(self) -> Tensor:
+        return self.teacher.weight_RD if self.drafter.config.head == "tied" else self.drafter.output_rows()
+
+    def sampled_loss(self, inputs: LossInputs) -> Tensor:
+        """The mean loss of the pairs, estimated from ``shared_tokens`` and each position's ``top_tokens``."""
+        feature_PF, hidden_MD, pairs = inputs
+        sample = sample_tokens(hidden_MD, self.teacher.weight_RD, self.objective, generator=self._generator())
+        loss_P = sampled_loss(
+            feature_PF, self.teacher.weight_RD, pairs.label_P, pairs.teacher_P, sample, self.objective
         )
-        found = sampled_loss(
-            feature_PF, weight_RD, pairs.label_P, pairs.teacher_P, sample, options, memory_mib=options.memory_mib
-        )
-        if not options.reach:
-            return found.loss_P.sum() / max(1, len(found.loss_P))
-        weight_P = reached(found.rank_P, pairs.num_starts, options.reach).to(found.loss_P.dtype)
-        return (found.loss_P * weight_P).sum() / weight_P.sum().clamp_min(1)
+        return loss_P.sum() / max(1, len(loss_P))
+
+    def rank_picks(self, inputs: LossInputs) -> Tensor:
+        """How many draft tokens the drafter prefers to the target's own pick of each pair, int64 [P]."""
+        feature_PF, hidden_MD, pairs = inputs
+        picked_P = self.teacher.draft_index_V[self.teacher.picks(hidden_MD)][pairs.teacher_P]
+        return count_better(feature_PF, self._output_rows(), picked_P, self.objective)
 
     def _target_states(self, batch: ChatBatch) -> TargetOutput:
         if batch.hidden_BTD is not None:
@@ -362,71 +348,47 @@ class DrafterModule(LightningModule):
 
     def training_step(self, paired: PairedBatch, batch_idx: int) -> Tensor:
         trainer: Any = self.trainer
-        is_logged = (trainer.global_step + 1) % trainer.log_every_n_steps == 0
-        result = self.run_batch(paired, with_ranks=is_logged, is_exact=False)
+        inputs = self.inputs(paired)
+        loss = self.sampled_loss(inputs) if self.objective.shared_tokens else self.exact_loss(inputs)
         self.num_positions += paired.pairs.num_starts[0] * trainer.world_size
-        self._num_tokens += paired.num_tokens * trainer.world_size
-        self.log("train/loss", result.loss, prog_bar=True)
+        self.log("train/loss", loss, prog_bar=True)
         # All processes end after the same step, whichever clock is ahead.
         if self.optim_options.minutes and trainer.strategy.reduce_boolean_decision(self._time_share() >= 1, all=False):
             trainer.should_stop = True
-        if is_logged:
-            self._log_details(paired.pairs, result)
+        if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
             self._log_speed()
-        return result.loss
+        return loss
 
-    def configure_gradient_clipping(
-        self,
-        optimizer: torch.optim.Optimizer,
-        gradient_clip_val: int | float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Clip by the global norm, or by value. Lightning refuses both with a fused optimizer, although bfloat16 needs
-        no unscaling.
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Stop before a gradient that is not finite changes the weights.
 
-        Called before every optimizer step, so that a gradient that is not finite never changes the weights. The norm
-        is the one number of a step that the host waits for.
+        The norm is the one number of a step that the host waits for.
         """
-        limit, is_by_value = gradient_clip_val or math.inf, gradient_clip_algorithm == "value"
-        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), math.inf if is_by_value else limit)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.drafter.parameters() if p.grad is not None])
         if not math.isfinite(norm.cpu().item()):
             self._stop_diverged("a gradient is not finite")
-        if is_by_value:
-            torch.nn.utils.clip_grad_value_(self.drafter.parameters(), limit)
         self.log("train/grad_norm", norm)
 
     def validation_step(self, paired: PairedBatch, batch_idx: int) -> None:
-        pairs = paired.pairs
-        result = self.run_batch(paired, with_ranks=True)
-        self.log("val/loss", result.loss, prog_bar=True, batch_size=max(1, len(pairs.depth_P)), sync_dist=True)
-        self._log_accuracies("val", pairs, result)
+        """Log the loss, and ``top8_d2`` and the like: the share of pairs at depth 2 whose token is among the drafter's
+        first 8."""
+        inputs, num_pairs = self.inputs(paired), len(paired.pairs.label_P)
+        loss = self.exact_loss(inputs)
+        self.log("val/loss", loss, prog_bar=True, batch_size=max(1, num_pairs), sync_dist=True)
+        for depth, rank_P in enumerate(self.rank_picks(inputs).split(list(paired.pairs.num_starts)), 1):
+            num = max(1, len(rank_P))
+            for top in _TOP_K:
+                self.log(f"val/top{top}_d{depth}", (rank_P < top).sum() / num, batch_size=num, sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
         self.log("val/positions", float(self.num_positions))
 
-    def _log_accuracies(self, stage: str, pairs: Pairs, result: BatchResult) -> None:
-        """Log ``top8_d2`` and the like: the share of pairs at depth 2 whose token is among the drafter's first 8."""
-        assert result.exact is not None
-        for depth, rank_P in enumerate(result.exact.rank_P.split(list(pairs.num_starts)), 1):
-            num = max(1, len(rank_P))
-            for top in _TOP_K:
-                share = (rank_P < top).sum() / num
-                self.log(f"{stage}/top{top}_d{depth}", share, batch_size=num, sync_dist=stage == "val")
-
-    def _log_details(self, pairs: Pairs, result: BatchResult) -> None:
-        assert result.exact is not None
-        self._log_accuracies("train", pairs, result)
-        for depth, loss_P in enumerate(result.exact.loss_P.split(list(pairs.num_starts)), 1):
-            self.log(f"train/loss_d{depth}", loss_P.sum() / max(1, len(loss_P)))
-
     def _log_speed(self) -> None:
         """Log the speed of all processes since the last logged step; the other processes count like this one."""
-        now = (time.perf_counter(), self._num_tokens, self.num_positions)
-        seconds, tokens, positions = (new - old for new, old in zip(now, self._clock, strict=True))
-        if self._clock[0] > 0:
-            self.log("train/tokens_per_s", tokens / seconds)
-            self.log("train/positions_per_s", positions / seconds, prog_bar=True)
-        self._clock = now
+        (before, old), self._clock = self._clock, (time.perf_counter(), self.num_positions)
+        if before > 0:
+            speed = (self.num_positions - old) / (self._clock[0] - before)
+            self.log("train/positions_per_s", speed, prog_bar=True)
         self.log("train/lr", float(self.trainer.optimizers[0].param_groups[0]["lr"]))
 
     def _stop_diverged(self, what: str) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from drafter.training.losses import LossMix
 from drafter.utils.validate import check_ranges, within
 
 
@@ -33,7 +32,7 @@ class DrafterOptions:
 
 
 @dataclass(frozen=True)
-class Objective(LossMix):
+class Objective:
     """Weights and settings of the losses of :mod:`drafter.training.losses`.
 
     Attributes:
@@ -44,23 +43,20 @@ class Objective(LossMix):
         shared_tokens: number of tokens of the draft vocabulary, chosen for each batch, from which losses are estimated
             together with each position's ``top_tokens``; 0 = all tokens, without estimates. Needs a tied head.
         top_tokens: number of the target's likeliest tokens at each position in an estimate.
-        reach: above 0, a pair counts if the drafter's rank of every earlier token of its path is below this number;
-            0 = every pair counts. Needs ``shared_tokens``.
         memory_mib: budget for logits held at once.
     """
 
+    cross_entropy: float = within(0.0, low=0.0)
+    kl: float = within(1.0, low=0.0)
     depth_rates: tuple[float, ...] | None = within(None, above=0.0, high=1.0)
     shared_tokens: int = within(0, low=0)
     top_tokens: int = within(32, low=1)
-    reach: int = within(0, low=0)
     memory_mib: int = within(64, low=1)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.reach and not self.shared_tokens:
-            raise ValueError(
-                f"--model.objective.reach {self.reach} needs the sampled loss: give --model.objective.shared_tokens too"
-            )
+        check_ranges(self, "model.objective.")
+        if max(self.cross_entropy, self.kl) <= 0:
+            raise ValueError("--model.objective.cross_entropy and kl are both 0: one of the weights must be above 0")
         rates = self.depth_rates
         if rates is not None and sorted(rates, reverse=True) != list(rates):
             raise ValueError(f"--model.objective.depth_rates {list(rates)} must not rise")
@@ -85,8 +81,8 @@ class OptimOptions:
         lr: peak learning rate.
         warmup_steps: steps of linear rise from 0.
         schedule: ``wsd`` stays at the peak and falls linearly over the last ``decay_share`` of the steps; ``cosine``
-            and ``linear`` fall from the peak on; ``constant`` does not fall.
-        decay_share: share of the steps over which ``wsd`` falls.
+            falls from the peak on.
+        decay_share: share of the steps over which ``wsd`` falls; 1 falls from the peak on, 0 stays at the peak.
         weight_decay: decoupled weight decay, on matrices only.
         betas: betas of Adam.
         minutes: the run ends after this time, of all its starts together, and the schedule falls with the time where
@@ -95,7 +91,7 @@ class OptimOptions:
 
     lr: float = within(1e-3, above=0.0)
     warmup_steps: int = within(100, low=0)
-    schedule: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
+    schedule: Literal["wsd", "cosine"] = "wsd"
     decay_share: float = within(0.4, low=0.0, high=1.0)
     weight_decay: float = within(0.0, low=0.0)
     betas: tuple[float, float] = within((0.9, 0.99), low=0.0, high=1.0)
@@ -107,36 +103,34 @@ class OptimOptions:
             raise ValueError(f"--model.optim.betas {self.betas} must be below 1")
 
     def factor(self, num_steps: int | float, time_share: Callable[[], float] = lambda: 0.0) -> Callable[[int], float]:
-        """Step (0-based) -> share of the peak learning rate, for a run of ``num_steps`` steps (may be infinite).
+        """Step (0-based) -> share of the peak learning rate, for a run of ``num_steps`` steps.
 
         ``time_share`` is the passed share of ``minutes``; the schedule follows the steps or the time, whichever is
         further.
 
-        >>> factor = OptimOptions(warmup_steps=2, schedule="linear").factor(6)
+        >>> factor = OptimOptions(warmup_steps=2, decay_share=1.0).factor(6)
         >>> [factor(step) for step in range(6)]
         [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
-        >>> factor = OptimOptions(warmup_steps=1, schedule="wsd", decay_share=0.5).factor(8)
+        >>> factor = OptimOptions(warmup_steps=1, decay_share=0.5).factor(8)
         >>> [factor(step) for step in range(8)]
         [1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
 
         Raises:
-            ValueError: a schedule that falls until the last step, for a run that has none.
+            ValueError: ``num_steps`` is infinite, and no time ends the run.
         """
-        if math.isinf(num_steps) and self.minutes:
+        if math.isinf(num_steps):
+            if not self.minutes:
+                raise ValueError(
+                    "the learning rate falls until the last step, and this run has none: give --trainer.max_steps, "
+                    "--trainer.max_epochs or --model.optim.minutes"
+                )
             num_steps = 10**9  # the time ends the run
-        if math.isinf(num_steps) and self.schedule != "constant":
-            raise ValueError(
-                f"--model.optim.schedule {self.schedule} falls until the last step, and this run has none: give "
-                "--trainer.max_steps, --trainer.max_epochs or --model.optim.minutes, or --model.optim.schedule constant"
-            )
         warmup = min(self.warmup_steps, max(num_steps - 1, 0))
         start = max(warmup, num_steps * (1 - self.decay_share)) if self.schedule == "wsd" else warmup
 
         def factor(step: int) -> float:
             if step < warmup:
                 return (step + 1) / warmup
-            if self.schedule == "constant":
-                return 1.0
             place = max(step, time_share() * num_steps)
             done = min(1.0, max(0.0, place - start) / max(1, num_steps - start))
             return (1 + math.cos(math.pi * done)) / 2 if self.schedule == "cosine" else 1 - done

@@ -25,7 +25,6 @@ class Pairs(NamedTuple):
         position_M: indices b * T + t + k of the hidden states that hold the target's own predictions, each once.
         teacher_P: index of each pair's position in ``position_M``.
         label_P: draft index of x_{t+1+k}.
-        depth_P: k - 1.
     """
 
     start_N: Tensor
@@ -33,7 +32,6 @@ class Pairs(NamedTuple):
     position_M: Tensor
     teacher_P: Tensor
     label_P: Tensor
-    depth_P: Tensor
 
 
 def select_pairs(
@@ -66,14 +64,12 @@ def select_pairs(
         is_valid_SK = is_valid_SK & (chance_S1 < torch.tensor(depth_rates))
     depth_S = is_valid_SK.sum(dim=1)
     sorted_S, start_S = depth_S.sort(descending=True, stable=True)
-    counts = torch.searchsorted(-sorted_S, -torch.arange(1, num_depths + 1), right=True)
-    num_starts = tuple(counts.tolist())
+    num_starts = tuple(torch.searchsorted(-sorted_S, -torch.arange(1, num_depths + 1), right=True).tolist())
     start_N = start_S[: num_starts[0]]
     source_P = torch.cat([start_N[:n] + k for k, n in enumerate(num_starts, 1)])
     label_P = index_BT.flatten()[source_P + 1]
-    depth_P = torch.arange(num_depths).repeat_interleave(counts)
     position_M, teacher_P = source_P.unique(return_inverse=True)
-    return Pairs(start_N, num_starts, position_M, teacher_P, label_P, depth_P)
+    return Pairs(start_N, num_starts, position_M, teacher_P, label_P)
 
 
 def draft_index_of(draft_token_ids_R: Tensor, vocab_size: int) -> Tensor:
@@ -85,26 +81,3 @@ def draft_index_of(draft_token_ids_R: Tensor, vocab_size: int) -> Tensor:
     index_V = torch.full((vocab_size,), -1, dtype=torch.int64, device=draft_token_ids_R.device)
     index_V[draft_token_ids_R] = torch.arange(len(draft_token_ids_R), device=draft_token_ids_R.device)
     return index_V
-
-
-def per_depth(value_P: Tensor, num_starts: Sequence[int], fill: int | float | bool) -> Tensor:
-    """Lay pairs out as [N, K], ``fill`` where a start does not reach a depth."""
-    out_NK = value_P.new_full((num_starts[0], len(num_starts)), fill)
-    for depth, part in enumerate(value_P.split(list(num_starts))):
-        out_NK[: len(part), depth] = part
-    return out_NK
-
-
-def reached(rank_P: Tensor, num_starts: Sequence[int], limit: int) -> Tensor:
-    """Pairs whose shallower labels are all among the drafter's first ``limit`` tokens, bool [P].
-
-    A label of a higher rank is seldom in a draft tree, and decoding seldom reaches the positions after the label.
-
-    Args:
-        rank_P: number of tokens that the drafter prefers to each pair's label.
-        num_starts: as in :class:`Pairs`.
-        limit: ranks below the limit count as drafted.
-    """
-    is_drafted_NK = per_depth(rank_P < limit, num_starts, False)
-    is_reached_NK = torch.cat([torch.ones_like(is_drafted_NK[:, :1]), is_drafted_NK[:, :-1]], dim=1).cumprod(dim=1)
-    return torch.cat([is_reached_NK[:num, depth] for depth, num in enumerate(num_starts)]).bool()

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 
 from drafter.data.module import ChatDataModule
 from drafter.integrations.wandb import init_options
-from drafter.training.callbacks import SaveWhenStopped, ShortProgressBar, WholeCheckpointIO
+from drafter.training.callbacks import SaveWhenStopped, WholeCheckpointIO
 from drafter.training.checkpoint import last_checkpoint, read_checkpoint
 from drafter.training.module import DrafterModule
 from drafter.utils.io import first_line, locked, recover
@@ -85,8 +85,6 @@ class TrainCLI(LightningCLI):
             record = run_record(settings=self.config.as_dict())
             options = init_options(config.wandb, root, record=record, is_resumed=config.ckpt_path is not None)
             config.trainer.logger = [*(logger for logger in loggers if logger), WandbLogger(save_dir=root, **options)]
-        if config.trainer.enable_progress_bar is not False:
-            self.trainer_defaults["callbacks"] = [*self.trainer_defaults["callbacks"], ShortProgressBar()]
         if config.trainer.plugins is None:
             config.trainer.plugins = [WholeCheckpointIO()]
         return super().instantiate_trainer(**kwargs)
@@ -182,7 +180,7 @@ def _parse(args: list[str]) -> TrainCLI:
         seed_everything_default=0,
         save_config_kwargs={"overwrite": True},
         # The drafter's size is printed when the drafter is made.
-        trainer_defaults={"callbacks": [], "enable_model_summary": False},
+        trainer_defaults={"enable_model_summary": False},
         auto_configure_optimizers=False,
         load_from_checkpoint_support=False,
         parser_kwargs={

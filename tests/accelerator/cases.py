@@ -260,7 +260,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "reads-of-the-worker": reads_of_the_worker,
     "train-kl": training,
     "train-cross-entropy": lambda: training(kl=0.0, cross_entropy=1.0),
-    "train-sampled": lambda: training(shared_tokens=64, reach=4),
+    "train-sampled": lambda: training(shared_tokens=64),
     "train-logged": lambda: training(is_logged=True),
     "train-validation": validation,
     **_refusals(),

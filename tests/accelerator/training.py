@@ -55,7 +55,7 @@ def batch_of(module: DrafterModule) -> PairedBatch:
         return part.to(DEVICE, non_blocking=True) if isinstance(part, torch.Tensor) else part
 
     batch = type(paired.batch)(*map(move, paired.batch))
-    return PairedBatch(batch, Pairs(*map(move, paired.pairs)), paired.num_tokens)
+    return PairedBatch(batch, Pairs(*map(move, paired.pairs)))
 
 
 def train_step(module: DrafterModule) -> None:
@@ -63,7 +63,8 @@ def train_step(module: DrafterModule) -> None:
     paired = batch_of(module)
     optimizer = torch.optim.AdamW(module.drafter.parameters(), fused=True)
     module.training_step(paired, 0).backward()
-    module.configure_gradient_clipping(optimizer, 1.0, "norm")
+    module.on_before_optimizer_step(optimizer)
+    torch.nn.utils.clip_grad_norm_(module.drafter.parameters(), 1.0)
     optimizer.step()
 
 

@@ -131,13 +131,6 @@ def test_flags_that_do_not_fit_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_stands_at_the_place_already_is_kept(drafter: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = sorted(file.name for file in drafter.iterdir())
-    assert main(["export", str(drafter), "--format", "apple", "--out", str(drafter)]) == 2
-    assert "is no published drafter" in capsys.readouterr().err
-    assert sorted(file.name for file in drafter.iterdir()) == before
-
-
 def test_drafter_of_another_target_is_refused(tmp_path: Path) -> None:
     other = shared_target()
     config = trained_drafter().config.to_dict() | {"target_fingerprint": "80" * 64, "target_name": "somebody"}
@@ -147,31 +140,10 @@ def test_drafter_of_another_target_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object, **kwargs: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("drafter.models.apple_format.save_file", full)
-    with pytest.raises(OSError, match="No space"):
-        export_apple(trained_drafter(), tmp_path / "out", target=None)
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_shipped_drafter_carries_the_script_of_an_export() -> None:
     folder = shipped_drafter("smollm2-135m")
     assert folder is not None
     assert (Path(folder) / "custom_generate" / "generate.py").read_text() == hub._CUSTOM_GENERATE
-
-
-def test_push_is_private_unless_asked(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "custom_generate").mkdir()
-    (tmp_path / "custom_generate" / "generate.py").write_text("x")
-    hub = FakeHub()
-    push_to_hub(tmp_path, "me/first", api=hub)
-    push_to_hub(tmp_path, "second", private=False, api=hub)
-    assert hub.private == {"me/first": True, "me/second": False}
-    assert set(hub.files["me/first"]) == {"config.json", "custom_generate/generate.py"}
 
 
 @pytest.mark.parametrize(
@@ -184,14 +156,20 @@ def test_push_is_private_unless_asked(tmp_path: Path) -> None:
         ),  # type: ignore[arg-type]
     ],
 )
-def test_refusal_of_the_hub_is_one_line(error: Exception, match: str, tmp_path: Path) -> None:
+def test_refusal_of_the_hub_is_one_line(
+    error: Exception, match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: FakeHub(error))
     with pytest.raises(ValueError, match=match):
-        push_to_hub(tmp_path, "me/first", api=FakeHub(error))
+        push_to_hub(tmp_path, "me/first")
 
 
-def test_push_from_the_command_line(drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_push_from_the_command_line_is_private_unless_asked(
+    drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub = FakeHub()
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
-    words = ["export", str(drafter), "--format", "apple", "--out", str(tmp_path / "out"), "--push-to-hub", "me/it"]
-    assert main(words) == 0
-    assert hub.private == {"me/it": True} and set(hub.files["me/it"]) == {"config.json", "model.safetensors"}
+    words = ["export", str(drafter), "--format", "apple", "--out", str(tmp_path / "out")]
+    assert main([*words, "--push-to-hub", "me/it"]) == main([*words, "--push-to-hub", "open", "--public"]) == 0
+    assert hub.private == {"me/it": True, "me/open": False}
+    assert set(hub.files["me/it"]) == {"config.json", "model.safetensors"}

@@ -15,6 +15,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    TextStreamer,
 )
 
 from drafter.decoding.params import SamplingParams
@@ -22,12 +23,11 @@ from drafter.engine.engine import Engine
 from drafter.engine.loading import shipped_drafter
 from drafter.engine.settings import EngineConfig
 from drafter.integrations.hub import write_custom_generate
-from drafter.integrations.transformers import DrafterDecoder, generate, sampling_params
+from drafter.integrations.transformers import DrafterDecoder, generate
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.catalog import fetch
 from drafter.targets.target import Target
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
-from tests.engine.oracle import VOCAB
 
 PAD = 0
 KNOWN = prompts_for(4, seed=100)
@@ -86,12 +86,6 @@ def test_rows_that_end_early_are_padded_like_the_models_own(model: PreTrainedMod
     assert wanted.shape[1] < plain.shape[1] or not torch.equal(wanted, plain)
 
 
-def test_padding_without_a_mask_is_found_like_the_models_own(model: PreTrainedModel) -> None:
-    ids = left_padded(KNOWN)["input_ids"]
-    wanted = model.generate(ids, do_sample=False, max_new_tokens=9, pad_token_id=PAD)
-    assert torch.equal(generate(model, ids, drafter=trained_drafter(), max_new_tokens=9, pad_token_id=PAD), wanted)
-
-
 def test_one_line_with_transformers_alone_in_front(model: PreTrainedModel, folder: Path) -> None:
     inputs = left_padded(KNOWN)
     wanted = model.generate(**inputs, do_sample=False, max_new_tokens=16, pad_token_id=PAD)
@@ -103,7 +97,7 @@ def test_one_line_with_transformers_alone_in_front(model: PreTrainedModel, folde
     assert torch.equal(model.generate(**inputs, custom_generate=str(moved), drafter=str(moved), **settings), wanted)
     with pytest.raises(ValueError, match="trust_remote_code"):
         model.generate(**inputs, custom_generate=str(moved), max_new_tokens=4, trust_remote_code=False)
-    with pytest.raises(ValueError, match="repetition_penalty=1.5 cannot be honoured"):
+    with pytest.raises(ValueError, match="RepetitionPenaltyLogitsProcessor cannot be honoured"):
         model.generate(**inputs, custom_generate=str(moved), repetition_penalty=1.5, **settings)
 
 
@@ -122,82 +116,43 @@ def test_sampling_is_decided_by_the_seed(model: PreTrainedModel, folder: Path) -
     assert not torch.equal(unseeded, generate(model, inputs, drafter=folder, **settings))
 
 
-def test_sampling_follows_the_models_distribution(model: PreTrainedModel) -> None:
-    """One token after a short prompt, 400 times: frequencies against the softmax that transformers would draw from."""
-    num_rows, top_k = 400, 5
-    ids = torch.tensor([KNOWN[1]] * num_rows)
-    drawn = generate(
-        model, ids, drafter=trained_drafter(), do_sample=True, top_k=top_k, temperature=0.8, max_new_tokens=2, seed=1
-    )[:, ids.shape[1]]
-    with torch.no_grad():
-        logits = model(ids[:1]).logits[0, -1] / 0.8
-    best = logits.topk(top_k)
-    wanted = torch.zeros(VOCAB).index_add(0, best.indices, best.values.softmax(0))
-    found = torch.bincount(drawn, minlength=VOCAB) / num_rows
-    assert (found - wanted).abs().max() < 0.1
-    assert set(drawn.tolist()) <= set(best.indices.tolist())
-
-
-def test_generation_configs_become_sampling_parameters() -> None:
-    greedy = sampling_params(GenerationConfig(temperature=0.7, top_p=0.9), 5)
-    assert (greedy.temperature, greedy.top_k, greedy.max_new_tokens, greedy.stop_token_ids) == (0.0, 0, 20, ())
-    sampled = sampling_params(GenerationConfig(do_sample=True, max_length=25, eos_token_id=7), 5)
-    assert (sampled.temperature, sampled.top_k, sampled.top_p, sampled.min_p) == (1.0, 50, 1.0, 0.0)
-    assert (sampled.max_new_tokens, sampled.stop_token_ids, sampled.ignore_eos) == (20, (7,), True)
-    config = GenerationConfig(
-        do_sample=True, temperature=0.6, top_k=0, top_p=0.9, min_p=0.05, max_new_tokens=9, eos_token_id=[7, 8]
-    )
-    full = sampling_params(config, 5)
-    assert (full.temperature, full.top_k, full.top_p, full.min_p, full.max_new_tokens) == (0.6, 0, 0.9, 0.05, 9)
-    assert full.stop_token_ids == (7, 8)
-    harmless = GenerationConfig(num_beams=1, repetition_penalty=1.0, use_cache=False, length_penalty=2.0, top_k=3)
-    assert sampling_params(harmless, 5).max_new_tokens == 20
+def test_settings_of_every_origin_are_read_as_by_transformers(model: PreTrainedModel) -> None:
+    """Sampling parameters of a config, of the model's own config, and transformers' default of 50 likeliest tokens."""
+    prompt, engine = KNOWN[0], Engine(Target.from_model(model), config=EngineConfig(method="none"))
+    inputs = torch.tensor([prompt])
+    model.generation_config.min_p = 0.05
+    config = GenerationConfig(do_sample=True, temperature=1.4, top_p=0.95, max_length=len(prompt) + 20)
+    for given, top_k in ((config, 50), (GenerationConfig(**config.to_diff_dict() | {"top_k": 7}), 7)):
+        params = SamplingParams(max_new_tokens=20, temperature=1.4, top_p=0.95, top_k=top_k, min_p=0.05, seed=3)
+        wanted = engine.generate([prompt], params)[0].token_ids
+        assert generate(model, inputs, drafter=trained_drafter(), generation_config=given, seed=3)[0].tolist() == (
+            prompt + wanted
+        )
+    harmless = {"repetition_penalty": 1.0, "use_cache": False, "length_penalty": 2.0, "num_return_sequences": 2}
+    drawn = generate(model, inputs, drafter=trained_drafter(), seed=3, do_sample=True, max_new_tokens=9, **harmless)
+    assert drawn.shape == (2, len(prompt) + 9) and not torch.equal(drawn[0], drawn[1])
 
 
 @pytest.mark.parametrize(
-    "setting",
+    ("setting", "name"),
     [
-        {"num_beams": 4},
-        {"repetition_penalty": 1.1},
-        {"no_repeat_ngram_size": 2},
-        {"num_return_sequences": 2},
-        {"min_new_tokens": 3},
-        {"bad_words_ids": [[5]]},
-        {"stop_strings": ["x"]},
-        {"guidance_scale": 2.0},
-        {"typical_p": 0.5},
-        {"max_time": 1.0},
-        {"return_dict_in_generate": True},
-        {"output_scores": True},
-        {"prompt_lookup_num_tokens": 3},
-        {"logits_processor": [lambda ids, scores: scores]},
-        {"assistant_model": "another"},
-        {"inputs_embeds": torch.zeros(1, 1, 32)},
+        ({"num_beams": 4}, "num_beams"),
+        ({"repetition_penalty": 1.1}, "RepetitionPenalty"),
+        ({"max_time": 1.0}, "MaxTimeCriteria"),
+        ({"return_dict_in_generate": True}, "return_dict_in_generate"),
+        ({"logits_processor": [lambda ids, scores: scores]}, "function"),
+        ({"do_sample": True, "typical_p": 0.5}, "Typical"),
+        ({"inputs_embeds": torch.zeros(4, 7, 32)}, "inputs_embeds"),
+        ({"attention_mask": torch.zeros(4, 1)}, "attention_mask has shape"),
+        ({"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[0, 0]])}, "a prompt is empty"),
+        ({"max_length": 2}, "max_length"),
+        ({"streamer": TextStreamer(None)}, "batch size 1"),
+        ({"no_such_setting": 1}, "no_such_setting"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(model: PreTrainedModel, setting: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(setting))}.* cannot be honoured"):
-        generate(model, left_padded(KNOWN), drafter=trained_drafter(), **setting)
-
-
-def test_bad_inputs_are_refused(model: PreTrainedModel) -> None:
-    def run(inputs: Any, **settings: Any) -> None:
-        generate(model, inputs, drafter=trained_drafter(), **settings)
-
-    with pytest.raises(ValueError, match="token ids of shape"):
-        run(None)
-    with pytest.raises(ValueError, match="token ids of shape"):
-        run(torch.tensor([1.0, 2.0]))
-    with pytest.raises(ValueError, match="inputs holds 'pixel_values'"):
-        run({"input_ids": torch.tensor([[5]]), "pixel_values": torch.zeros(1)})
-    with pytest.raises(ValueError, match="a prompt is empty"):
-        run(torch.tensor([[5, 6]]), attention_mask=torch.tensor([[0, 0]]))
-    with pytest.raises(ValueError, match="attention_mask has shape"):
-        run(torch.tensor([[5, 6]]), attention_mask=torch.tensor([[1]]))
-    with pytest.raises(ValueError, match="max_length=2 leaves no room"):
-        run(torch.tensor([[5, 6]]), max_length=2)
-    with pytest.raises(ValueError, match="a streamer takes one row"):
-        run(torch.tensor([[5], [6]]), streamer=object())
+def test_what_cannot_be_honoured_is_refused_by_name(model: PreTrainedModel, setting: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        generate(model, **(left_padded(KNOWN) | setting), drafter=trained_drafter())
 
 
 def test_streamer_gets_the_prompt_and_every_token(model: PreTrainedModel) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
+from torch.utils.data import DataLoader
 
 from drafter.data.batch import ChatBatch, collate
 from drafter.targets.target import Target
@@ -28,19 +29,6 @@ class Losses(Callback):
         self.seen.append(float(trainer.callback_metrics["val/loss"]))
 
 
-class Repeat:
-    """The same batch so many times. (Lightning takes a list for several loaders.)"""
-
-    def __init__(self, batch: ChatBatch, times: int) -> None:
-        self.batch, self.times = batch, times
-
-    def __len__(self) -> int:
-        return self.times
-
-    def __iter__(self) -> Iterator[ChatBatch]:
-        return iter([self.batch] * self.times)
-
-
 class FakeData(LightningDataModule):
     """Every batch holds all rows; loss on everything behind the prompt."""
 
@@ -52,10 +40,10 @@ class FakeData(LightningDataModule):
         )
 
     def train_dataloader(self) -> Any:
-        return Repeat(self.batch, self.num_batches)
+        return DataLoader([self.batch] * self.num_batches, batch_size=None)
 
     def val_dataloader(self) -> Any:
-        return Repeat(self.batch, 1)
+        return DataLoader([self.batch], batch_size=None)
 
     def token_counts(self, vocab_size: int) -> torch.Tensor:
         return torch.bincount(self.batch.token_BT[self.batch.loss_mask_BT], minlength=vocab_size)

@@ -10,26 +10,19 @@ from drafter.training.build import choose_draft_vocabulary, coverage, drafter_co
 from drafter.training.options import DrafterOptions, Objective, OptimOptions
 
 
-@pytest.mark.parametrize("schedule", ["wsd", "cosine", "linear", "constant"])
-def test_learning_rate_rises_then_falls_to_its_end(schedule: str) -> None:
-    factor = OptimOptions(warmup_steps=10, schedule=schedule).factor(100)
-    values = [factor(step) for step in range(101)]
+@pytest.mark.parametrize(
+    ("options", "last"),
+    [({"schedule": "cosine"}, 0.0), ({}, 0.0), ({"decay_share": 1.0}, 0.0), ({"decay_share": 0.0}, 1.0)],
+)
+def test_learning_rate_rises_then_falls_to_its_end(options: dict, last: float) -> None:
+    factor = OptimOptions(warmup_steps=10, **options).factor(100)
+    values = [factor(step) for step in range(100)]
     assert values[0] == pytest.approx(0.1) and values[9] == values[10] == 1
-    assert values[100] == pytest.approx(1.0 if schedule == "constant" else 0.0)
+    assert values[99] == pytest.approx(last, abs=0.03)
     assert all(a >= b for a, b in zip(values[10:], values[11:], strict=False))
     assert OptimOptions(warmup_steps=1000).factor(5)(4) <= 1
-    if schedule == "constant":
-        assert OptimOptions(warmup_steps=2, schedule=schedule).factor(math.inf)(1000) == 1
-    else:
-        with pytest.raises(ValueError, match=f"--model.optim.schedule {schedule}.*--trainer.max_steps"):
-            OptimOptions(schedule=schedule).factor(math.inf)
-
-
-def test_worked_examples_of_the_schedule() -> None:
-    factor = OptimOptions(warmup_steps=2, schedule="linear").factor(6)
-    assert [factor(step) for step in range(6)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
-    factor = OptimOptions(warmup_steps=1, schedule="wsd", decay_share=0.5).factor(8)
-    assert [factor(step) for step in range(8)] == [1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
+    with pytest.raises(ValueError, match="this run has none: give --trainer.max_steps"):
+        OptimOptions(**options).factor(math.inf)
 
 
 def test_draft_vocabulary_worked_example() -> None:
@@ -43,13 +36,9 @@ def test_draft_vocabulary_worked_example() -> None:
     ("make", "word"),
     [
         (lambda: Objective(kl=0.0), "above 0"),
-        (lambda: Objective(memory_mib=0), "memory_mib"),
         (lambda: Objective(shared_tokens=-1), "shared_tokens"),
-        (lambda: Objective(reach=8), "reach 8 needs the sampled loss"),
-        (lambda: OptimOptions(decay_share=2.0), "decay_share"),
         (lambda: Objective(depth_rates=(0.5, 0.7)), "depth_rates"),
         (lambda: Objective(depth_rates=(1.0, 0.5)).rates(3), "draft_length is 3"),
-        (lambda: OptimOptions(lr=0.0), "lr"),
         (lambda: OptimOptions(lr=math.nan), "lr"),
     ],
 )

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from drafter.training.pairs import Pairs, draft_index_of, per_depth, reached, select_pairs
+from drafter.training.pairs import Pairs, draft_index_of, select_pairs
 from tests.training.loops import Pair, list_pairs
 
 V, R = 12, 8
@@ -9,7 +9,8 @@ V, R = 12, 8
 
 def valid_pairs(pairs: Pairs) -> list[Pair]:
     start_P = torch.cat([pairs.start_N[:n] for n in pairs.num_starts])
-    columns = (start_P, pairs.depth_P, pairs.position_M[pairs.teacher_P], pairs.label_P)
+    depth_P = torch.arange(len(pairs.num_starts)).repeat_interleave(torch.tensor(pairs.num_starts))
+    columns = (start_P, depth_P, pairs.position_M[pairs.teacher_P], pairs.label_P)
     return sorted(Pair(*row) for row in zip(*(column.tolist() for column in columns), strict=True))
 
 
@@ -37,12 +38,6 @@ def test_a_path_ends_where_a_token_cannot_be_drafted() -> None:
     pairs = select_pairs(tokens, mask, draft_index_of(torch.tensor([7, 9]), V), (1.0, 1.0))
     # Draft indices: 7 is 0, 9 is 1.
     assert valid_pairs(pairs) == [Pair(0, 0, 1, 0), Pair(2, 0, 3, 1), Pair(2, 1, 4, 0), Pair(3, 0, 4, 0)]
-
-
-def test_a_pair_is_reached_while_the_shallower_labels_are_drafted() -> None:
-    """Three starts of depths 3, 2, 1; with a limit of 2 the first is lost behind depth 1, the second goes on."""
-    rank_P = torch.tensor([2, 1, 5, 0, 0, 0])
-    assert reached(rank_P, (3, 2, 1), 2).tolist() == [True, True, True, False, True, False]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -81,13 +76,3 @@ def test_nothing_to_train_on() -> None:
     tokens = torch.zeros(2, 5, dtype=torch.int64)
     pairs = select_pairs(tokens, torch.zeros_like(tokens, dtype=torch.bool), torch.arange(V), (1.0, 1.0))
     assert pairs.num_starts == (0, 0) and len(pairs.teacher_P) == 0
-    assert per_depth(pairs.depth_P, pairs.num_starts, 0).shape == (0, 2)
-
-
-def test_per_depth_lays_slices_side_by_side() -> None:
-    laid = per_depth(torch.tensor([1, 2, 3, 4, 5]), (3, 2), -1)
-    assert laid.tolist() == [[1, 4], [2, 5], [3, -1]]
-
-
-def test_draft_index_is_the_inverse() -> None:
-    assert draft_index_of(torch.tensor([1, 3]), 5).tolist() == [-1, 0, -1, 1, -1]

@@ -47,15 +47,8 @@ vllm serve {name} --speculative-config \\
 size; they come in fewer steps. vLLM logs an error of a plug-in and goes on: where vLLM does not know
 "RecurrentDrafterEagle3", this package is missing.
 
-The drafter belongs to one target, which is checked when vLLM loads it:
-
-| | |
-|---|---|
-| target | {name} |
-| layers, hidden size, vocabulary | {num_layers}, {hidden_size}, {vocab_size} |
-| fingerprint of the output matrix | `{fingerprint}` |
-| context, head, draft vocabulary | {context}, {head}, {num_outputs} tokens |
-| copies from the text | {copying} |
+The drafter belongs to one target, and vLLM compares the sizes alone: another fine-tuning gets few drafts accepted.
+Copies from the text: {copying}.
 """
 
 
@@ -101,7 +94,13 @@ def export_vllm(
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         fields = _config(config, facts, target, dtype, copying)
         (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-        (folder / "README.md").write_text(_card(config, facts, copying), encoding="utf-8")
+        card = _CARD.format(
+            name=facts.name,
+            versions=", ".join(TESTED_VERSIONS),
+            draft_length=min(3, config.draft_length),
+            copying="yes" if copying else "no",
+        )
+        (folder / "README.md").write_text(card, encoding="utf-8")
         shutil.copymode(folder / "config.json", folder / WEIGHTS)  # safetensors writes for one user only
     return out
 
@@ -133,34 +132,14 @@ def _config(config: DrafterConfig, facts: TargetFacts, target: Target, dtype: st
     }
 
 
-def _card(config: DrafterConfig, facts: TargetFacts, copying: bool) -> str:
-    return _CARD.format(
-        **facts._asdict(),
-        versions=", ".join(TESTED_VERSIONS),
-        draft_length=min(3, config.draft_length),
-        context=config.context,
-        head=config.head,
-        num_outputs=config.num_outputs,
-        copying="yes" if copying else "no",
-    )
-
-
 def _check_context(config: DrafterConfig, target: Target) -> None:
-    """vLLM hands over the states behind chosen layers, the last of them before the final norm."""
-    reason = ""
-    if config.context not in ("last", "fused"):
-        reason = f"context {config.context!r}: vLLM hands over states of the target's layers only"
-    elif config.context_layers and config.context_layers[-1] != target.num_layers:
-        reason = (
-            f"context_layers {list(config.context_layers)}: the last one must be the final hidden state, "
-            f"{target.num_layers}"
+    """vLLM hands over the states behind chosen layers once, the last of them before the final norm."""
+    layers, last = config.context_layers, target.num_layers
+    if layers and (layers[-1] != last or max(layers) > last or len(set(layers)) < len(layers)):
+        raise ValueError(
+            f"{_REFUSAL}: context_layers {list(layers)}: each may stand once, and the last one must be the final "
+            f"hidden state, {last}"
         )
-    elif len(set(config.context_layers)) < len(config.context_layers) or max(config.context_layers, default=0) > (
-        target.num_layers
-    ):
-        reason = f"context_layers {list(config.context_layers)}: each must be one of the target's {target.num_layers}"
-    if reason:
-        raise ValueError(f"{_REFUSAL}: {reason}")
 
 
 def _rms_norm_of(target: Target) -> tuple[Tensor, float]:

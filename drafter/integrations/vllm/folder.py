@@ -12,16 +12,13 @@ vLLM a draft model of hidden size 2D or a few more with one attention layer; the
 Shapes: R draft vocabulary · D the target's hidden size.
 """
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from drafter.models.config import DrafterConfig, same_fingerprint
-from drafter.models.files import FLOATS, WEIGHTS
+from drafter.models.config import DrafterConfig
+from drafter.utils.parse import check_shape
 
 DRAFTER_KEY, TARGET_KEY, COPYING_KEY = "drafter", "target", "copying"
 FINAL_NORM, OUTPUT_ROWS = "final_norm.weight", "lm_head.weight"
@@ -32,7 +29,7 @@ class TargetFacts(NamedTuple):
 
     Attributes:
         name: the name of the training run.
-        fingerprint: sample of the output matrix; empty: unchecked.
+        fingerprint: sample of the output matrix.
         hidden_size: D.
         num_layers: decoder layers.
         vocab_size: rows of the output matrix.
@@ -49,14 +46,7 @@ class TargetFacts(NamedTuple):
     @classmethod
     def read(cls, fields: Any) -> Self:
         """The facts of a config's ``target``; ValueError naming the key that is missing or of another type."""
-        if not isinstance(fields, Mapping):
-            raise ValueError(f"config.json, {TARGET_KEY}: {fields!r} is no object: export the drafter again")
-        for name, kind in cls.__annotations__.items():
-            if not isinstance(fields.get(name), kind):
-                raise ValueError(
-                    f"config.json, {TARGET_KEY}.{name} is {fields.get(name)!r}, not of type {kind.__name__}: export "
-                    "the drafter again"
-                )
+        check_shape(fields, dict(cls.__annotations__), f"config.json, {TARGET_KEY}")
         return cls(**{name: fields[name] for name in cls._fields})
 
     def check(self, *, hidden_size: int, num_layers: int, vocab_size: int) -> None:
@@ -71,14 +61,6 @@ class TargetFacts(NamedTuple):
                     f"the drafter belongs to target {self.name!r} ({what} {wanted}), and vLLM serves another model "
                     f"({what} {found}): export a drafter that was trained for this model"
                 )
-
-    def check_fingerprint(self, fingerprint: str | None) -> None:
-        """Compare with :func:`fingerprint_in`; ValueError for another model. None or an empty one is not compared."""
-        if fingerprint and self.fingerprint and not same_fingerprint(self.fingerprint, fingerprint):
-            raise ValueError(
-                f"the drafter belongs to target {self.name!r}, and vLLM serves a model with another output matrix: "
-                "export a drafter that was trained for this model"
-            )
 
 
 def shares_head(config: DrafterConfig) -> bool:
@@ -105,42 +87,3 @@ def split_tensors(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> tuple
             )
     own = {name: tensor for name, tensor in tensors.items() if name not in lent}
     return own, {name: tensors[name] for name in lent}
-
-
-def fingerprint_in(place: str, revision: str | None = None) -> str | None:
-    """Fingerprint of the output matrix in a model's safetensors files, of which only the sampled rows are read.
-
-    Args:
-        place: folder, or a hub id that was downloaded.
-        revision: of the hub.
-
-    Returns:
-        The fingerprint; None where no such file is on this machine, or the matrix is not stored in plain numbers.
-    """
-    from drafter.targets.capabilities import fingerprint_of
-
-    try:
-        names = _tensor_files(place, revision)
-        for end in ("lm_head.weight", "embed_tokens.weight"):
-            for name, path in names.items():
-                if name.endswith(end):
-                    with safe_open(path, framework="pt") as file:
-                        weight_VD = file.get_tensor(name)
-                    return fingerprint_of(weight_VD) if weight_VD.dtype in FLOATS.values() else None
-    except (OSError, SafetensorError):
-        return None
-    return None
-
-
-def _tensor_files(place: str, revision: str | None) -> dict[str, str]:
-    """Which file of a model holds which tensor (OSError where the model is not on this machine)."""
-    from transformers.utils import cached_file
-
-    try:
-        index = cached_file(place, f"{WEIGHTS}.index.json", revision=revision, local_files_only=True)
-    except OSError:
-        single = str(cached_file(place, WEIGHTS, revision=revision, local_files_only=True))
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single)
-    weight_map = json.loads(Path(str(index)).read_text(encoding="utf-8"))["weight_map"]
-    return {name: str(Path(str(index)).parent / file) for name, file in weight_map.items()}

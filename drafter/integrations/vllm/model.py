@@ -38,7 +38,6 @@ from drafter.integrations.vllm.folder import (
     OUTPUT_ROWS,
     TARGET_KEY,
     TargetFacts,
-    fingerprint_in,
     shares_head,
     split_tensors,
 )
@@ -225,7 +224,6 @@ def _check_target(target: TargetFacts, vllm_config: VllmConfig, *, has_copies: b
         num_layers=model.get_total_num_hidden_layers(),
         vocab_size=model.get_vocab_size(),
     )
-    target.check_fingerprint(fingerprint_in(model.model, model.revision))
     if parallel.pipeline_parallel_size > 1:
         raise ValueError(
             f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: a recurrent drafter reads the target's "

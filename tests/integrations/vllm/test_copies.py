@@ -1,12 +1,9 @@
 """Copies in vLLM's chain without vLLM: the text in the cache's slots, and drafts equal to those of our own chain."""
 
-import random
-
 import pytest
 import torch
 
 from drafter.integrations.vllm.copies import CopyMixer, Place, Text, decode_place, encode_place
-from drafter.proposers.copying import SHARES, Copies, mix
 
 VOCAB = 200_000
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
@@ -39,38 +36,6 @@ def test_place_travels_from_token_to_token(dtype: torch.dtype) -> None:
         assert number_TX.dtype == dtype
         place = decode_place(number_TX)
         assert place.root_B.tolist() == roots and place.num_drafted_B.tolist() == [num_drafted] * len(roots)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_chain_mixes_what_our_beam_search_mixes(seed: int) -> None:
-    """Matches are found anew for every draft here, and followed from draft to draft there."""
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    vocab_size, num_rows = 12, 3
-    token_R = torch.randperm(vocab_size)[: rng.choice([7, 12])].sort().values
-    mixer = CopyMixer(token_R, vocab_size)
-    odds_X = torch.tensor((0.0, *SHARES)).logit()
-    index_V = torch.full((vocab_size,), -1)
-    index_V[token_R] = torch.arange(len(token_R))
-    token_BS = torch.tensor([rng.choices(range(rng.randint(2, 4)), k=40) for _ in range(num_rows)])
-    root_B = torch.tensor([rng.choice([0, 1, 2, 20, 30]) for _ in range(num_rows)])
-    copies = Copies.of(token_BS.clone(), root_B, odds_X)
-    num_copied = 0
-    for depth in range(4):
-        logits_BR = 2 * torch.randn(num_rows, len(token_R))
-        named_B1, odds_B1 = copies.best()
-        mixture = mix(logits_BR[:, None].clone(), index_V[named_B1], odds_B1)
-        wanted_BV = torch.zeros(num_rows, vocab_size)
-        wanted_BV[:, token_R] = (mixture.logits_BWR - mixture.total_BW1)[:, 0].exp()
-        wanted_BV.scatter_add_(1, named_B1, (mixture.copied_BW1 - mixture.total_BW1)[:, 0].exp())
-        place = Place(root_B, torch.full((num_rows,), depth))
-        found_BV = mixer.mix_copies(logits_BR, token_BS, place)
-        assert torch.allclose(found_BV.softmax(1), wanted_BV, atol=1e-6)
-        drafted_B = found_BV.argmax(1)
-        num_copied += int((odds_B1 > -torch.inf).sum())
-        copies = copies.follow(torch.zeros(num_rows, 1, dtype=torch.int64), drafted_B[:, None])
-        token_BS[torch.arange(num_rows), root_B + depth + 1] = drafted_B
-    assert num_copied or int(root_B.max()) < 2
 
 
 def test_slots_of_freed_blocks_copy_nothing() -> None:
