@@ -2,9 +2,9 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,14 +21,13 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.utils import cached_file
 
-from drafter.targets.catalog import resolve
+from drafter.targets.catalog import gguf_path, resolve
 from drafter.targets.device_map import load_mapped
 from drafter.targets.quantized import has_plain_weights, reading_of
 from drafter.targets.sharding import load_sharded
 from drafter.utils.io import first_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_CPU_INFO = Path("/proc/cpuinfo")
 # Bytes of weights. Smaller targets decode a whole answer in less time than an export to OpenVINO takes.
 _LEAST_STORED_BYTES = 300_000_000
 _LEAST_OPENVINO_BYTES = 40_000_000
@@ -110,31 +109,24 @@ def suits_openvino(name: str) -> bool:
     """
     if find_spec("openvino") is None:
         return False
-    file = Path(name).expanduser()
-    if file.suffix == ".gguf" and file.is_file():
-        return file.stat().st_size >= _LEAST_OPENVINO_BYTES
-    place = resolve(name)
-    files = list(place.glob("*.safetensors")) if isinstance(place, Path) else []
+    file = gguf_path(name)
+    place = file or resolve(name)
+    files = [file] if file else list(place.glob("*.safetensors")) if isinstance(place, Path) else []
     return not files or sum(file.stat().st_size for file in files) >= _LEAST_OPENVINO_BYTES
 
 
 def openvino_dtype(name: str) -> str:
-    """What ``auto`` means for plain weights where OpenVINO may run the target on a CPU.
+    """What ``auto`` means where OpenVINO may run the target on a CPU; ValueError for an unknown target.
 
-    ``bfloat16`` where OpenVINO suits the target, on a processor that computes in bfloat16 (AVX-512 BF16 or AMX); else
-    ``float32``. ValueError for an unknown target.
+    ``float32`` where OpenVINO does not suit the target, or the processor does not compute in bfloat16. Else ``stored``
+    for a GGUF file whose integers of 0.3 GB or more are faster than unpacked weights: integers of 0.1 GB (such as the
+    alias' file) are slower, and their rounded activations change more near ties (docs/performance.md). Else
+    ``bfloat16``.
     """
-    return "bfloat16" if _has_bfloat16_instructions() and suits_openvino(name) else "float32"
-
-
-def is_better_stored(name: str) -> bool:
-    """Whether ``auto`` runs a target from the integers of its GGUF file.
-
-    Integers of 0.7 GB are faster than unpacked weights, integers of 0.1 GB (such as the alias' file) are slower, and
-    their rounded activations change more near ties (docs/performance.md).
-    """
-    file = Path(name).expanduser()
-    return file.suffix == ".gguf" and file.is_file() and file.stat().st_size >= _LEAST_STORED_BYTES
+    if not (torch.cpu._is_avx512_bf16_supported() and suits_openvino(name)):  # AMX comes with AVX-512 BF16
+        return "float32"
+    file = gguf_path(name)
+    return "stored" if file is not None and file.stat().st_size >= _LEAST_STORED_BYTES else "bfloat16"
 
 
 def checkpoint_files(place: Path | str, revision: str | None) -> list[Path]:
@@ -158,18 +150,12 @@ def checkpoint_files(place: Path | str, revision: str | None) -> list[Path]:
     return sorted(file for end in _DECIDING for file in folder.glob(end)) if is_whole else []
 
 
-@cache
-def _has_bfloat16_instructions() -> bool:
-    """Whether this processor multiplies matrices of bfloat16 numbers; False where the system does not say."""
-    if not _CPU_INFO.is_file():
-        return False
-    flags = next((line for line in _CPU_INFO.read_text().splitlines() if line.startswith("flags")), "")
-    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags.split())
-
-
 def read_tokenizer(place: Path | str, **shared: Any) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a folder or hub id; None where the folder has none."""
-    return AutoTokenizer.from_pretrained(place, **shared) if _has_tokenizer(place) else None
+    """The tokenizer of a folder or hub id; None for a folder without any file of one, a bare model."""
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    if isinstance(place, Path) and not any((place / name).exists() for name in names):
+        return None
+    return AutoTokenizer.from_pretrained(place, **shared)
 
 
 def read_checkpoint(
@@ -190,12 +176,18 @@ def read_checkpoint(
     place = resolve(name)
     try:
         scheme, arguments = reading_of(place, shared)
+        given = shared | arguments
         if scheme and (spread.device_map is not None or quantization != "none"):
             flag = "--device-map" if quantization == "none" else f"--quantization {quantization}"
             raise ValueError(
                 f"{flag} takes plain weights, and the checkpoint's weights are quantised already ({scheme})"
             )
-        model = _read(place, name, dtype, device, spread, shared, arguments)
+        if spread.device_map is not None:
+            model: Any = load_mapped(place, dtype, shared, spread.device_map, device)
+        elif spread.num_shards > 1:
+            model = load_sharded(lambda: _load_model(place, dtype, given), spread.num_shards, device, name)
+        else:
+            model = _load_model(place, dtype, given)
         tokenizer = read_tokenizer(place, **shared)
     except Exception as error:
         # Transformers reads the folder: damaged files raise errors of any type there.
@@ -210,30 +202,16 @@ def read_checkpoint(
     return Checkpoint(model, tokenizer, scheme)
 
 
-def _read(
-    place: Path | str,
-    name: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    spread: Spread,
-    shared: dict[str, Any],
-    arguments: dict[str, Any],
-) -> Any:
-    """The model, spread over what the user named; ``arguments``: how a checkpoint that comes quantised is read."""
-    if spread.num_shards > 1:
-        return load_sharded(lambda: _load_model(place, dtype, shared | arguments), spread.num_shards, device, name)
-    if spread.device_map is not None:
-        return load_mapped(place, dtype, shared, spread.device_map, device)
-    return _load_model(place, dtype, shared | arguments)
-
-
 def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -> PreTrainedModel:
     """The model of a checkpoint with its weights."""
 
     def read(kind: Any, attention: str) -> Any:
         arguments = {"dtype": dtype, "attn_implementation": attention, "use_safetensors": True, **shared}
         model, report = kind.from_pretrained(place, output_loading_info=True, **arguments)
-        refuse_missing(report)
+        if missing := sorted(report["missing_keys"]):  # which would stay random
+            raise ValueError(
+                f"its files lack {len(missing)} of the weights that config.json asks for, first {missing[0]}"
+            )
         return model
 
     return _made(read)
@@ -256,35 +234,12 @@ def _made(make: Callable[[Any, str], Any]) -> Any:
 
     SDPA attention where the model has it; else (soft-capped scores, attention sinks) its own plain formulas.
     """
-    try:
-        return _with_attention(make, AutoModelForCausalLM)
-    except ValueError as error:
-        if "Unrecognized configuration class" not in str(error):
-            raise
-        causal_error = error
-    try:
-        return _with_attention(make, AutoModelForImageTextToText)
-    except ValueError as error:
-        raise (causal_error if "Unrecognized configuration class" in str(error) else error) from error
-
-
-def _with_attention(make: Callable[[Any, str], Any], kind: Any) -> Any:
-    try:
-        return make(kind, "sdpa")
-    except ValueError as error:
-        if "attn_implementation" not in str(error):
-            raise
-        return make(kind, "eager")
-
-
-def refuse_missing(report: Mapping[str, Any]) -> None:
-    """ValueError where ``from_pretrained`` found no weights for a part, which would stay random."""
-    if missing := sorted(report["missing_keys"]):
-        raise ValueError(f"its files lack {len(missing)} of the weights that config.json asks for, first {missing[0]}")
-
-
-def _has_tokenizer(place: Path | str) -> bool:
-    """A local folder without any tokenizer file is a bare model (tests, research); a hub id always has one."""
-    if not isinstance(place, Path):
-        return True
-    return any((place / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
+    errors = []
+    for kind, attention in product((AutoModelForCausalLM, AutoModelForImageTextToText), ("sdpa", "eager")):
+        try:
+            return make(kind, attention)
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error) and "attn_implementation" not in str(error):
+                raise
+            errors.append(error)
+    raise errors[0]

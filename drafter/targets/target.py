@@ -6,7 +6,7 @@ Shapes: B rows · T tokens of a forward · S visible cache slots · V vocabulary
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +18,11 @@ from drafter.targets.attention import use_folded_attention
 from drafter.targets.cache import CacheShape, MixedShape, SlotCache
 from drafter.targets.capabilities import Capabilities, LogitMap, final_norm, fingerprint_of, probe, refusal
 from drafter.targets.catalog import resolve, stored_file
-from drafter.targets.chat import Chat, encode_chats, encode_texts
+from drafter.targets.chat import Chat, encode_chat, encode_text, what_runs
 from drafter.targets.device_map import copy_once, layer_devices
 from drafter.targets.loading import (
     Spread,
     checkpoint_files,
-    is_better_stored,
     openvino_dtype,
     read_checkpoint,
     read_tokenizer,
@@ -37,6 +36,7 @@ from drafter.targets.programs import BITS, Programs, open_checkpoint, open_gguf
 from drafter.targets.quantized import dense_weight, has_plain_weights
 from drafter.targets.stored import StoredMatrix, round_linears
 from drafter.utils.io import first_line
+from drafter.utils.limits import limited_map
 
 _log = logging.getLogger(__name__)
 
@@ -174,9 +174,11 @@ class Target:
             return cls._load_stored(name, revision)
         if dtype == "auto" and runtime != "torch" and is_here:
             dtype = openvino_dtype(name)
-            if dtype == "bfloat16" and quantization == "none" and is_better_stored(name):
+            if dtype == "stored":
+                dtype = "bfloat16"
                 try:
-                    return cls._load_stored(name, revision)
+                    if quantization == "none":
+                        return cls._load_stored(name, revision)
                 except ValueError as error:
                     _log.info("%s", error)
         torch_dtype = resolve_dtype(dtype, torch_device)
@@ -212,8 +214,9 @@ class Target:
         )  # fmt: skip
         if devices:
             copy_once(model, name, devices)
-        if spread.is_whole and has_plain_weights(model):
-            target._pack(pack)
+        if is_here and has_plain_weights(model) and can_pack(target.device, model.dtype):
+            pack_linears(model, keep=(model.get_output_embeddings(),))
+            target.is_packed = True
         return target
 
     @classmethod
@@ -234,10 +237,10 @@ class Target:
         if found is None:
             raise ValueError(f"--dtype stored runs GGUF files, and target {name!r} has none here: give another --dtype")
         try:
-            made = open_gguf(found.file, found.place, torch.bfloat16, cls._probe(name))
+            made = open_gguf(*found, torch.bfloat16, cls._probe(name))
         except ValueError as error:
             raise ValueError(f"--dtype stored cannot run target {name!r}: {error}; give another --dtype") from error
-        return cls._of_programs(made, read_tokenizer(found.place), name=name, revision=revision)
+        return cls._of_programs(made, read_tokenizer(found[1]), name=name, revision=revision)
 
     @classmethod
     def _load_programs(
@@ -430,7 +433,9 @@ class Target:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of raw text, with the special tokens the tokenizer adds by itself."""
-        return encode_texts(self._tokenizer(), [text], self.name)[0]
+        encode = partial(encode_text, self._tokenizer())
+        found: list[list[int]] = limited_map(encode, [text], f"the tokenizer of {self.name!r}")
+        return found[0]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Token ids of a conversation up to the opening of the assistant's turn, by the tokenizer's own template;
@@ -447,17 +452,15 @@ class Target:
         Raises:
             ValueError: there is no template, or the template refuses the messages or reaches a limit.
         """
-        return encode_chats(self._tokenizer(), chats, self.name)
+        tokenizer = self._tokenizer()
+        return limited_map(
+            lambda chat: encode_chat(tokenizer, chat.messages, self.name, tools=chat.tools),
+            chats, f"{what_runs(self.name)}, or the tokenizer,",
+        )  # fmt: skip
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids."""
         return str(self._tokenizer().decode(list(token_ids), skip_special_tokens=skip_special_tokens))
-
-    def _pack(self, pack: bool) -> None:
-        """Pack plain weights where that is wanted and possible."""
-        self.is_packed = pack and can_pack(self.device, self.model.dtype)
-        if self.is_packed:
-            pack_linears(self.model, keep=(self.model.get_output_embeddings(),))
 
     def _own_masks(
         self, mask: Tensor | None, position_BT: Tensor | None, cache: SlotCache | None

@@ -27,7 +27,7 @@ ASK: dict[str, Any] = {
 
 @cache
 def plain() -> Engine:
-    target = Target.load(str(fetch(NAME, progress=False)), dtype="float32", device="cpu")
+    target = Target.load(str(fetch(NAME)), dtype="float32", device="cpu")
     return Engine(target, config=EngineConfig(method="none"))
 
 
@@ -39,7 +39,7 @@ def offline(params: SamplingParams) -> str:
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
     """Small trees: sixteen rows of them are one forward, on a processor."""
-    fetch(NAME, progress=False)
+    fetch(NAME)
     tree = ["--beam-width", "4", "--draft-length", "3", "--tree-size", "6"]
     flags = ["--max-num-seqs", str(NUM_ROWS), "--max-model-len", "256", "--dtype", "float32", *tree]
     with server_process("--target", NAME, *flags, CUDA_VISIBLE_DEVICES="") as server:

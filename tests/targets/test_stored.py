@@ -100,7 +100,7 @@ def test_text_with_float32_activations_is_that_of_generate(kind: str, tmp_path: 
     found = stored_file(str(file))
     assert found is not None
     probe = lambda model: Target.from_model(model).capabilities  # noqa: E731
-    target = Target._of_programs(open_gguf(found.file, found.place, torch.float32, probe), None, name="stored")
+    target = Target._of_programs(open_gguf(*found, torch.float32, probe), None, name="stored")
     assert texts(target, "none") == texts(target, "lookup") == wanted
     assert target.fingerprint == unpacked.fingerprint and target.num_parameters == unpacked.num_parameters
     assert target.is_stored and not unpacked.is_stored

@@ -94,5 +94,5 @@ def write_wheel(folder: Path) -> tuple[Path, Source]:
         archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
-    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    return wheel, Source("tiny-model", "1.0", digest, MEMBER, "Apache-2.0", "tests/tiny", 1_000_000)
+    digest = hashlib.sha256(model.read_bytes()).hexdigest()
+    return wheel, Source("tiny-model", "1.0", MEMBER, digest, "Apache-2.0", "tests/tiny")
