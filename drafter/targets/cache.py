@@ -76,7 +76,6 @@ class SlotCache(Cache):
         num_rows: B.
         num_slots: S.
         spare_slot: index of the slot that takes the writes of padding; never visible.
-        is_read_as_stored: attention reads keys and values in the dtype they are stored in.
         rows: that take part in the next forward, a slice.
         window: slots that attention looks at in the next forward.
         planned_slots: of every token of the next forward, int64 [B, T].
@@ -104,7 +103,6 @@ class SlotCache(Cache):
         # Of each layer: its store, and its number there.
         self._places = [(self._stores[kind], kinds[:layer].count(kind)) for layer, kind in enumerate(kinds)]
         self._read_dtype = read_dtype or dtype
-        self.is_read_as_stored = self._read_dtype == dtype
         self.rows = slice(0, num_rows)
         self.window = num_slots
         self.planned_slots = torch.zeros(0, 0, dtype=torch.int64)

@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from drafter.targets.gguf_file import check_magic, convert_gguf
+from drafter.targets.gguf_file import convert_gguf
 from drafter.targets.home import home_folder, sha256_of
 from drafter.utils.io import first_line, recover, replacing
 from drafter.utils.parse import read_json_object
@@ -159,7 +159,6 @@ def stored_file(name: str) -> tuple[Path, Path] | None:
 
 def _converted(file: Path, *, has_weights: bool = True) -> Path:
     """The folder made from a `.gguf` file, made now if this content has not been seen before."""
-    check_magic(file)
     digest = sha256_of(file)
     folder = home_folder() / "targets" / f"gguf-{digest[:16]}{'' if has_weights else '-stored'}"
     source = {"file": file.name, "sha256": digest}

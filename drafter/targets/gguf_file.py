@@ -8,16 +8,6 @@ and gives other tools a `model.safetensors`. float32 keeps what the file says ex
 from pathlib import Path
 from typing import Any
 
-_MAGIC = b"GGUF"
-
-
-def check_magic(file: Path) -> None:
-    """Refuse a file that does not begin as GGUF does (ValueError), before any heavy library is loaded."""
-    with file.open("rb") as stream:
-        start = stream.read(len(_MAGIC))
-    if start != _MAGIC:
-        raise ValueError(f"{file} is not a GGUF file: it begins with {start!r}, not {_MAGIC!r}. Give another --target.")
-
 
 def convert_gguf(file: Path, folder: Path, *, has_weights: bool = True) -> None:
     """Write `file`'s model as configs, model.safetensors (float32), tokenizer and chat template.
@@ -31,7 +21,6 @@ def convert_gguf(file: Path, folder: Path, *, has_weights: bool = True) -> None:
     from transformers import AutoConfig, GenerationConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    check_magic(file)
     try:
         found = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
         model = _load_model(file) if has_weights else None

