@@ -62,14 +62,11 @@ def resolve_device(device: str) -> torch.device:
         resolved = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"--device {device!r} is no device: use auto, cpu, cuda or cuda:N") from error
-    if resolved.type == "cpu":
-        return resolved
-    if accelerator is None or resolved.type != accelerator.type:
-        here = "no accelerator" if accelerator is None else f"{accelerator.type} alone"
-        raise ValueError(f"--device {device!r}: torch finds {here} here; use --device cpu or auto")
-    count = torch.accelerator.device_count()
-    if (resolved.index or 0) >= count:
-        raise ValueError(f"--device {device!r}: this machine has {count} such device(s), numbered from 0")
+    here = [] if accelerator is None else [f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count())]
+    if resolved.type != "cpu" and f"{resolved.type}:{resolved.index or 0}" not in here:
+        raise ValueError(
+            f"--device {device!r}: torch finds {', '.join(here) or 'no accelerator'} here; use --device cpu or auto"
+        )
     return resolved
 
 

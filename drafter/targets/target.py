@@ -178,12 +178,7 @@ class Target:
                     _log.info("%s", error)
         torch_dtype = resolve_dtype(dtype, torch_device)
         shared: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-        options: dict[str, Any] = {
-            "num_shards": num_shards,
-            "device_map": device_map,
-            "quantization": quantization,
-            **shared,
-        }
+        options = shared | {"num_shards": num_shards, "device_map": device_map, "quantization": quantization}
         read = cache(lambda: read_checkpoint(name, torch_dtype, torch_device, **options))
         if runtime == "openvino" or (runtime == "auto" and torch_dtype == torch.bfloat16 and suits_openvino(name)):
             try:

@@ -281,25 +281,22 @@ def test_unknown_devices_are_refused(device: str) -> None:
         resolve_device(device)
 
 
-@pytest.mark.parametrize("kind", ["cuda", "xpu"])
-def test_accelerators_are_the_ones_that_torch_finds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+def test_accelerators_are_the_ones_that_torch_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def finds(kind: str | None) -> None:
+        found = None if kind is None else torch.device(kind)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+
+    finds(None)
     assert resolve_device("auto") == torch.device("cpu")
     with pytest.raises(ValueError, match="no accelerator"):
-        resolve_device(kind)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device(kind))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    assert resolve_device("auto") == torch.device(kind) and resolve_device(f"{kind}:1") == torch.device(kind, 1)
-    with pytest.raises(ValueError, match="2 such device"):
-        resolve_device(f"{kind}:2")
-    with pytest.raises(ValueError, match=f"finds {kind} alone"):
-        resolve_device("mps")
-
-
-def test_auto_leaves_apples_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have no float64, in which the noise of sampling is computed."""
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+        resolve_device("xpu")
+    finds("xpu")
+    assert resolve_device("auto") == torch.device("xpu") and resolve_device("xpu:1") == torch.device("xpu", 1)
+    for device in ("xpu:2", "mps"):
+        with pytest.raises(ValueError, match=f"--device '{device}': torch finds xpu:0, xpu:1 here"):
+            resolve_device(device)
+    finds("mps")  # Apple's GPUs have no float64, in which the noise of sampling is computed
     assert resolve_device("auto") == torch.device("cpu") and resolve_device("mps") == torch.device("mps")
 
 

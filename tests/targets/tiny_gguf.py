@@ -6,6 +6,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+from tokenizers import pre_tokenizers
 
 from drafter.targets.catalog import Source
 
@@ -18,13 +19,6 @@ TEMPLATE = (
 MEMBER = "tiny_model/tiny.gguf"
 
 
-def byte_letters() -> list[str]:
-    """GPT-2's 256 printable stand-ins for bytes."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [256 + index for index in range(256 - len(printable))]
-    return [chr(code) for code in [*printable, *others]]
-
-
 def write_gguf(
     path: Path, *, pre_tokenizer: str = "smollm", seed: int = 0, matrices: str = "F32", **fields: int
 ) -> Path:
@@ -32,7 +26,7 @@ def write_gguf(
 
     ``fields`` replaces numbers of the header, which the weights then do not fit.
     """
-    tokens = [*SPECIAL, *byte_letters(), "ĠĠ"]
+    tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĠĠ"]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
     writer.add_context_length(CONTEXT)
