@@ -107,7 +107,7 @@ MORE: dict[str, dict[str, Any]] = {
         "chunk_size": 8,
     },
     "zamba": {
-        "layers_block_type": ["mamba", "drafter", "mamba", "drafter"],
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
         "num_hidden_layers": 4,
         "num_key_value_heads": 4,
         "attention_hidden_size": 64,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, StaticLayer
 
 from drafter.kernels.slot_ops import move_slots, write_slots
 
@@ -76,6 +76,9 @@ class SlotCache(Cache):
         num_rows: B.
         num_slots: S.
         spare_slot: index of the slot that takes the writes of padding; never visible.
+        rows: that take part in the next forward, a slice.
+        window: slots that attention looks at in the next forward.
+        planned_slots: of every token of the next forward, int64 [B, T].
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class SlotCache(Cache):
         read_dtype: torch.dtype | None = None,
     ) -> None:
         layers = shape.layers
-        super().__init__(layers=[SlotLayer(num_slots) for _ in layers])
+        super().__init__(layers=[StaticLayer(num_slots) for _ in layers])  # what a model may ask; these store nothing
         self.num_rows, self.num_slots, self.spare_slot = num_rows, num_slots, num_slots
         places = [device] * len(layers) if isinstance(device, torch.device | str) else list(device)
         kinds = list(zip(layers, places, strict=True))
@@ -99,10 +102,10 @@ class SlotCache(Cache):
         }
         # Of each layer: its store, and its number there.
         self._places = [(self._stores[kind], kinds[:layer].count(kind)) for layer, kind in enumerate(kinds)]
-        self._dtype, self._read_dtype = dtype, read_dtype or dtype
-        self._rows = slice(0, num_rows)
-        self._window = num_slots
-        self._slot_BT = torch.zeros(0, 0, dtype=torch.int64)
+        self._read_dtype = read_dtype or dtype
+        self.rows = slice(0, num_rows)
+        self.window = num_slots
+        self.planned_slots = torch.zeros(0, 0, dtype=torch.int64)
 
     @property
     def keys(self) -> Tensor:
@@ -126,31 +129,11 @@ class SlotCache(Cache):
         """
         num_rows = slot_BT.shape[0]
         assert first_row + num_rows <= self.num_rows, (first_row, num_rows, self.num_rows)
-        self._rows = slice(first_row, first_row + num_rows)
-        self._slot_BT = slot_BT
+        self.rows = slice(first_row, first_row + num_rows)
+        self.planned_slots = slot_BT
         for store in self._stores.values():
             store.slot_BT = slot_BT.to(store.keys.device)
-        self._window = self.num_slots if num_visible is None else num_visible
-
-    @property
-    def rows(self) -> slice:
-        """Rows that take part in the next forward."""
-        return self._rows
-
-    @property
-    def window(self) -> int:
-        """Slots that attention looks at in the next forward."""
-        return self._window
-
-    @property
-    def is_read_as_stored(self) -> bool:
-        """Whether attention reads keys and values in the dtype they are stored in."""
-        return self._read_dtype == self._dtype
-
-    @property
-    def planned_slots(self) -> Tensor:
-        """Slot of every token of the next forward, int64 [B, T]."""
-        return self._slot_BT
+        self.window = self.num_slots if num_visible is None else num_visible
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -165,11 +148,11 @@ class SlotCache(Cache):
             The visible keys and values of the rows that run, [B, H, S, K]; views, but for another ``read_dtype``.
         """
         store, layer = self._places[layer_idx]
-        row_B1 = store.row_B1[self._rows]
+        row_B1 = store.row_B1[self.rows]
         write_slots(store.keys, store.values, layer, row_B1, store.slot_BT, key_states, value_states)
         return (
-            store.keys[layer, self._rows, :, : self._window].to(self._read_dtype),
-            store.values[layer, self._rows, :, : self._window].to(self._read_dtype),
+            store.keys[layer, self.rows, :, : self.window].to(self._read_dtype),
+            store.values[layer, self.rows, :, : self.window].to(self._read_dtype),
         )
 
     def move_slots(self, source_BL: Tensor, destination_BL: Tensor) -> None:
@@ -189,40 +172,6 @@ class SlotCache(Cache):
             for kept in (store.keys, store.values):
                 kept[:, destination, :, :num_slots] = kept[:, source, :, :num_slots]
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Unused by models that get positions and a 4-D mask; rows have their own lengths, known to the caller."""
-        return 0
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Slots of a row."""
-        return self.num_slots
-
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Visible slots and offset, for the rare model that asks although it is given a ready mask."""
-        return self._window, 0
-
-
-class SlotLayer(CacheLayerMixin):
-    """What a model may ask of one layer; keys and values themselves go through the cache, which holds all layers."""
-
-    is_compileable = True
-
-    def __init__(self, num_slots: int) -> None:
-        super().__init__()
-        self._num_slots = num_slots
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the storage exists from the start."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        raise AssertionError("a slot layer is written through its SlotCache")
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._num_slots, 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return self._num_slots
+        return self.window, 0

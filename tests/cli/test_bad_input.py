@@ -60,7 +60,7 @@ def test_missing_things(target: str, refused: Refusal, tmp_path: Path) -> None:
     refused(decode(target, "--prompts", "none.jsonl"), "none.jsonl: there is no such file")
     refused(decode(target, "--prompts", str(tmp_path)), "is a folder")
     refused(decode(target, "--prompt", ""), "--prompt is empty")
-    refused(decode("smollm", "--prompt", "hi"), "unknown target 'smollm': did you mean smollm2-135m?")
+    refused(decode("smollm", "--prompt", "hi"), "unknown target 'smollm': give an alias (smollm2-135m)")
     refused(decode("./none", "--prompt", "hi"), "--target ./none: there is no such file or folder")
     refused(decode(target, "--prompt", "hi", "--out", str(tmp_path)), "is a folder: name a file in it")
     refused(decode(target, "--compare", "--prompt", "hi"), "--compare sets a method beside")

@@ -31,7 +31,7 @@ GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS)
 def target() -> Target:
     from drafter.targets.catalog import fetch
 
-    return Target.load(str(fetch("smollm2-135m", progress=False)), device="cpu")
+    return Target.load(str(fetch("smollm2-135m")), device="cpu")
 
 
 @cache

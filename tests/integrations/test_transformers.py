@@ -196,7 +196,7 @@ def test_auto_classes_know_the_drafter(folder: Path) -> None:
 @pytest.mark.timeout(900)
 def test_real_model_with_the_drafter_of_the_package() -> None:
     """A chat with SmolLM2-135M as a user of transformers has it."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(fetch("smollm2-135m", progress=False))
+    tokenizer: Any = AutoTokenizer.from_pretrained(fetch("smollm2-135m"))
     model: Any = AutoModelForCausalLM.from_pretrained(fetch("smollm2-135m"), dtype=torch.float32)
     folder = shipped_drafter("smollm2-135m")
     question = [{"role": "user", "content": "Why is the sea salty?"}]

@@ -49,7 +49,6 @@ class TableTarget:
 
     name, revision, fingerprint, tokenizer = "table", None, "", None
     device, dtype, eos_token_ids, max_length = torch.device("cpu"), torch.float32, (), 64
-    output_bias_V = None
     layer_devices, is_plain = (), True  # one process on one device
     num_layers = 1
     cache_shape = CacheShape(num_layers=1, num_heads=1, key_dim=1, value_dim=1)  # tokens and positions

@@ -22,7 +22,7 @@ ASK: dict[str, Any] = {
 
 
 def test_client_streams_the_targets_own_answer() -> None:
-    folder = str(fetch(NAME, progress=False))
+    folder = str(fetch(NAME))
     engine = Engine(Target.load(folder, dtype="float32", device="cpu"), config=EngineConfig(method="none"))
     wanted = engine.generate([ASK["messages"]], SamplingParams(max_new_tokens=64))[0].text
     options = {"stream_options": {"include_usage": True}, "extra_body": {"details": True}}

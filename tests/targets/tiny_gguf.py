@@ -6,6 +6,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+from tokenizers import pre_tokenizers
 
 from drafter.targets.catalog import Source
 
@@ -18,13 +19,6 @@ TEMPLATE = (
 MEMBER = "tiny_model/tiny.gguf"
 
 
-def byte_letters() -> list[str]:
-    """GPT-2's 256 printable stand-ins for bytes."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [256 + index for index in range(256 - len(printable))]
-    return [chr(code) for code in [*printable, *others]]
-
-
 def write_gguf(
     path: Path, *, pre_tokenizer: str = "smollm", seed: int = 0, matrices: str = "F32", **fields: int
 ) -> Path:
@@ -32,7 +26,7 @@ def write_gguf(
 
     ``fields`` replaces numbers of the header, which the weights then do not fit.
     """
-    tokens = [*SPECIAL, *byte_letters(), "ĠĠ"]
+    tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĠĠ"]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
     writer.add_context_length(CONTEXT)
@@ -94,5 +88,5 @@ def write_wheel(folder: Path) -> tuple[Path, Source]:
         archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
-    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    return wheel, Source("tiny-model", "1.0", digest, MEMBER, "Apache-2.0", "tests/tiny", 1_000_000)
+    digest = hashlib.sha256(model.read_bytes()).hexdigest()
+    return wheel, Source("tiny-model", "1.0", MEMBER, digest, "Apache-2.0", "tests/tiny")

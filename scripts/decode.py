@@ -1,0 +1,5 @@
+import sys
+
+from drafter.cli.main import main
+
+sys.exit(main(["decode", *sys.argv[1:]]))
