@@ -24,7 +24,7 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.training.callbacks import decode_answers, mean_tokens_per_step
 from drafter.training.checkpoint import drafter_of_checkpoint, read_checkpoint
 from drafter.training.run import main_train
-from drafter.utils.tables import markdown_table
+from drafter.utils.tables import format_table
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH, LENGTH, SIZE = 8, 4, 24
@@ -196,7 +196,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         top = f"{row['metrics']['val/top1_d1']:.3f}"
         figures = (f"{row['draft_cpu_ms']:.1f}", f"{row['train_cpu_s']:.0f}", f"{row['megabytes']:.1f}")
         cells.append([row["name"], f"{row['positions'] / 1000:.0f}k", own, other, top, *figures])
-    print(markdown_table([*columns, "training, CPU s", "MB"], cells))
+    print(format_table([*columns, "training, CPU s", "MB"], cells))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from drafter.bench.methods import PEER_PACKAGES, MethodSpec, drafter_of, parse_methods
 from drafter.decoding.params import SamplingParams
@@ -46,6 +47,7 @@ class BenchOptions(Options, TargetConfig):
         ValueError: a value out of range, an unknown method, or a method without the model that it needs.
     """
 
+    common: ClassVar = ("target", "drafter", "prompts", "methods", "out", "report", "num_prompts", "batch_sizes")
     out: Path
     report: Path | None = None
     methods: tuple[str, ...] = comma_separated(("none", "drafter", "lookup", "hf-generate"))

@@ -5,7 +5,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.loading import LoadedModels
@@ -62,6 +62,11 @@ class DecodeOptions(Options, PromptOptions, SamplingParams, EngineOptions, Outpu
         max_num_seqs: prompts that are answered at the same time
     """
 
+    common: ClassVar = ("target", "drafter", "prompt", "prompts", "max_new_tokens", "temperature", "out", "compare")
+    rare: ClassVar = (
+        "stop_token_ids", "ignore_eos", "compile", "revision", "trust_remote_code", "tree_policy", "tuned", "overwrite",
+        "num_speculative_tokens", "max_model_len", "enable_prefix_caching", "prefill_chunk", "device_map",
+    )  # fmt: skip
     max_num_seqs: int | None = 1
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from drafter.cli.data import RowOptions
 from drafter.distill.prompts import AnswerSettings
@@ -62,6 +62,15 @@ class DistillOptions(Options, SourceOptions, AnswerSettings, EngineOptions, Serv
         max_num_seqs: prompts that are answered at the same time
     """
 
+    common: ClassVar = (
+        "target", "prompts", "num_prompts", "out", "max_new_tokens", "temperature", "drafter", "max_num_seqs",
+        "endpoint", "model",
+    )  # fmt: skip
+    rare: ClassVar = (
+        "min_p", "compile", "device_map", "revision", "trust_remote_code", "beam_width", "draft_length", "tree_size",
+        "tree_policy", "copying", "num_speculative_tokens", "tuned", "max_model_len", "enable_prefix_caching",
+        "prefill_chunk", "ray_workers", "ray_gpus", "ray_cpus",
+    )  # fmt: skip
     out: Path
     target: str | None = None  # type: ignore[assignment]
     max_num_seqs: int | None = 64

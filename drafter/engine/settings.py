@@ -50,7 +50,7 @@ _CHEAP_TOKENS_CPU, _CHEAP_TOKENS = 16, 256
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What a user asks of an engine; None: :func:`resolve` chooses.
+    """How an engine drafts and batches. None: :func:`resolve` chooses.
 
     Attributes:
         method: how tokens are drafted (default: draft-model with --draft-model, drafter with a drafter; else lookup on
@@ -106,7 +106,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(TargetConfig, EngineConfig):
-    """The options of a command that runs an engine: the models, and what is asked of the engine.
+    """The models that draft. With the target and the settings of the engine, they are the options of many commands.
 
     Attributes:
         drafter: folder of an exported drafter, hub id, or name of a drafter that comes with the package (default: the

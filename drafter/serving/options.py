@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from drafter.engine.settings import EngineOptions
 from drafter.utils.options import Options
@@ -40,6 +41,8 @@ class ServeOptions(Options, EngineOptions):
         ValueError: a value out of range, or values that exclude each other.
     """
 
+    common: ClassVar = ("target", "drafter", "host", "port", "max_num_seqs", "max_model_len", "api_key")
+    rare: ClassVar = ("compile", "revision", "trust_remote_code", "tree_policy", "num_speculative_tokens")
     host: str = "127.0.0.1"
     port: int = within(8000, low=0, high=65535)
     model_name: str | None = None

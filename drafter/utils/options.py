@@ -34,10 +34,15 @@ from drafter.utils.validate import check_ranges, range_of
 class Options:
     """Base of all options: checks the ranges of all fields, and runs the checks of every base, on construction.
 
-    ``positional``: the field that is given without a flag.
+    Attributes of the class:
+        positional: the field that is given without a flag.
+        common: fields that the help shows first.
+        rare: fields that seldom matter: flags and keys like the others, which the help names in its last line only.
     """
 
     positional: ClassVar[str | None] = None
+    common: ClassVar[tuple[str, ...]] = ()
+    rare: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -165,6 +170,13 @@ class _Repeated(argparse.Action):
 def _parser(kind: type[Options], command: str) -> Any:
     from jsonargparse import ArgumentParser
 
+    class Help(argparse.HelpFormatter):
+        """Leaves out the rare fields; what argparse.SUPPRESS hides is missing in --print-config too."""
+
+        def add_argument(self, action: argparse.Action) -> None:
+            if action.dest not in kind.rare:
+                super().add_argument(action)
+
     limit_yaml()
     description = re.split(r"\n(?:Attributes|Raises):\n", inspect.cleandoc(kind.__doc__ or ""))[0].strip()
     needed = [
@@ -174,15 +186,19 @@ def _parser(kind: type[Options], command: str) -> Any:
     ]
     parser = ArgumentParser(
         prog=command, usage=f"{command} {''.join(needed)}[--flags]", description=description, exit_on_error=False,
-        allow_abbrev=False, print_config="--print-config", formatter_class=argparse.HelpFormatter,
+        allow_abbrev=False, print_config="--print-config", formatter_class=Help,
+        epilog=f"Flags that seldom matter: {', '.join(map(_flag, kind.rare))}." if kind.rare else None,
     )  # fmt: skip
     parser.add_argument("--config", action="config", help="YAML file of options; keys are the names of the flags")
     hints, texts = get_type_hints(kind), _texts(kind)
     left = {item.name: item for item in fields(kind)}
-    for base in kind.__mro__:
-        own = [left.pop(name) for name in vars(base).get("__annotations__", {}) if name in left]
+    titles: dict[str, Iterable[str]] = {"Common options": kind.common}
+    for base in kind.__mro__[1:]:
         title = inspect.cleandoc(base.__doc__ or "").partition("\n")[0].partition(". ")[0].rstrip(".")
-        group = parser.add_argument_group("Options" if base is kind else title)
+        titles[title] = vars(base).get("__annotations__", {})
+    for title, names in {**titles, "Other options": list(left)}.items():
+        own = [left.pop(name) for name in names if name in left]
+        group = parser.add_argument_group(title)
         for item in own:
             _add(group, kind, item, _plain(hints[item.name]), texts.get(item.name, ""))
     return parser

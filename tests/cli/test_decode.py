@@ -2,8 +2,10 @@
 
 import inspect
 import json
+import re
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from drafter.cli import decode as cli_decode
-from drafter.cli.decode import _verdict
+from drafter.cli.decode import DecodeOptions, _verdict
 from drafter.cli.main import main
 from drafter.data.traffic import read_traffic
 from drafter.engine.engine import Engine
@@ -146,6 +148,17 @@ def test_distill_then_inspect(target: str, tmp_path: Path, capsys: pytest.Captur
     assert "⟦hello<|im_end|>⟧" in capsys.readouterr().out
     fails(["distill", "--out", str(out)], capsys, "give --target, or --endpoint with --model")
     fails(["distill", "--out", str(out), "--endpoint", "http://h:1"], capsys, "--endpoint needs --model")
+
+
+def test_the_help_lists_at_most_26_flags_and_names_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["decode", "--help"]) == 0
+    shown = capsys.readouterr().out
+    listed = [line.split()[0].rstrip(",") for line in shown.splitlines() if line.startswith("  --")]
+    own = [flag for flag in listed if flag not in ("--config", "--print-config")]
+    assert 20 < len(own) <= 26, own
+    rest = " ".join(shown.split()).rpartition("Flags that seldom matter")[2].replace("- ", "-")
+    flags = {f"--{item.name.replace('_', '-')}" for item in fields(DecodeOptions)}
+    assert {flag for flag in flags if flag not in own} == set(re.findall(r"--[a-z-]+", rest))
 
 
 def test_a_prompt_enters_at_most_14_files_before_the_first_step(target: str, drafter: str) -> None:
