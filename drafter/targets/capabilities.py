@@ -4,7 +4,7 @@ Shapes: B rows · T tokens · V vocabulary · D hidden size.
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -54,6 +54,10 @@ class Capabilities(NamedTuple):
     windows: "LayerWindows"
     cache_shape: CacheShape | MixedShape
     logit_map: LogitMap
+
+
+# Asks a model what it can do, and compares a small tree with its paths.
+Probe = Callable[["PreTrainedModel"], Capabilities]
 
 
 def probe(model: "PreTrainedModel", name: str) -> Capabilities:

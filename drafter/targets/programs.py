@@ -11,7 +11,7 @@ The weights of the programs are numbers as they were read, or integers in groups
 
 import gc
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,19 +22,16 @@ from transformers import PreTrainedConfig
 
 from drafter.kernels.pages import dropping, trim
 from drafter.targets.cache import CacheShape
-from drafter.targets.capabilities import Capabilities, LayerWindows, LogitMap
+from drafter.targets.capabilities import Capabilities, LayerWindows, LogitMap, Probe
 from drafter.targets.masks import Window
 from drafter.targets.openvino_files import ENDS, FACTS, keep, programs_folder
 from drafter.targets.openvino_runtime import OpenVINORuntime, check_dtype
 from drafter.targets.stored import Grouped, StoredMatrix
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 _ROUNDED_TOGETHER = 32  # activations that share a scale of 8 bits, as many as weights do
-
-# Asks a model what it can do, and compares a small tree with its paths.
-Probe = Callable[["PreTrainedModel"], Capabilities]
 
 
 class ProgramsModel(nn.Module):

@@ -14,14 +14,13 @@ from transformers import PreTrainedModel
 
 from drafter.kernels.packed import count_parameters
 from drafter.targets.cache import CacheShape
-from drafter.targets.capabilities import Capabilities, decoder_of, fingerprint_of
+from drafter.targets.capabilities import Capabilities, Probe, decoder_of, fingerprint_of
 from drafter.targets.export import check_exportable, export_logits, forward_to_openvino, to_openvino
 from drafter.targets.loading import Checkpoint, describe, read_tokenizer
 from drafter.targets.openvino_compile import Unsuitable, import_openvino
 from drafter.targets.openvino_files import ENDS, FACTS, FORWARD, HEAD
 from drafter.targets.openvino_graph import join_products, split_stores, use_matrices, with_type
 from drafter.targets.openvino_runtime import PRECISIONS, mask_kinds
-from drafter.targets.programs import Probe
 from drafter.targets.quantized import has_plain_weights
 from drafter.targets.sharding import layers_of
 from drafter.targets.stored import BITS, Grouped, StoredMatrix, read_tensors, round_matrix

@@ -51,12 +51,15 @@ def test_help_explains_every_option(name: str, capsys: pytest.CaptureFixture[str
     text = capsys.readouterr().out
     shown = " ".join(text.split())
     flags = {word.rstrip(",") for line in text.splitlines() if line.startswith("  --") for word in line.split()[:3]}
-    assert {"--config", "--print-config", *flags_of(kind)} <= flags
+    listed = {flag for flag in flags_of(kind) if flag[2:].removeprefix("no-").replace("-", "_") not in kind.rare}
+    assert {"--config", "--print-config", *listed} <= flags
+    named = shown.rpartition("Flags that seldom matter")[2].replace("- ", "-")
+    assert all(f"--{name.replace('_', '-')}" in named for name in kind.rare)
     texts = _texts(kind)
     for item in fields(kind):
         assert texts[item.name], f"{item.name} has no line under Attributes:"
         span = range_of(kind, item.name)
-        assert span is None or f"({span})" in shown
+        assert span is None or item.name in kind.rare or f"({span})" in shown
         if item.name == "dtype" and name != "export":
             assert item.default == "auto", "one default for all commands"
 

@@ -140,7 +140,7 @@ def test_help_has_a_group_for_each_class(capsys: pytest.CaptureFixture[str], mon
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[0] == "usage: drafter toy SOURCE --out OUT [--flags]"
     assert text.index("Do a thing.") < text.index("More about the thing.") < text.index("--config")
-    assert text.index("Options:") < text.index("--ratio") < text.index("Sampling parameters of one request") < len(text)
+    assert text.index("Sampling parameters of one request") < text.index("Other options:") < text.index("--ratio")
     for line in (
         "source where from",
         "--ratio RATIO how much, on a second line (from -1.0 to 1.0)",
