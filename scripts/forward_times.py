@@ -7,7 +7,7 @@
 A Llama of --shape gets random weights, the default target's tokenizer and a GGUF file for each format. Every engine
 runs in a process of its own, one after the other, round after round. Logits of all tokens are computed, as a tree needs
 them. `bfloat16`, `float32`, `int8` and `int4` load the BF16 file; another name is the file of that format, run from its
-own integers.
+own integers. The last table is a forecast, not a measurement.
 
 Shapes: B rows · N tokens of a row · S visible slots.
 """
@@ -38,6 +38,8 @@ from drafter.utils.tables import format_table
 SHAPES = {"tiny": (256, 512, 2, 4, 2), "1b": (2048, 8192, 16, 32, 8), "3b": (3072, 8192, 28, 24, 8)}
 SIZES = (1, 8, 16, 24, 300)
 NUM_CONTEXT, NUM_ROUNDS = 32, 8
+FORECAST_CORES = (2, 8, 16)
+MOST_BANDWIDTH = 4  # how many times the measured bandwidth the forecast assumes at most
 
 
 def random_file(shape: str, weights: str) -> Path:
@@ -152,6 +154,21 @@ def measure_llama_cpp(weights: str, shape: str, python: str) -> dict[str, Any]:
     return {"ms": ms, "load_seconds": seconds, "peak_bytes": memory.num_bytes, "build": ready["build"]}
 
 
+def forecast(ms: dict[str, float], cores: int) -> list[str]:
+    """Milliseconds of 1, 8 and 24 tokens on other numbers of cores: reading weights, and arithmetic for each token.
+
+    Arithmetic is shared by the cores; the bandwidth grows with the cores up to `MOST_BANDWIDTH` times.
+    """
+    per_token = max(0.0, (ms["24"] - ms["1"]) / 23)
+    reading = max(0.0, ms["1"] - per_token)
+    shown = []
+    for number in FORECAST_CORES:
+        more = number / cores
+        times = [reading / min(more, MOST_BANDWIDTH) + size * per_token / more for size in (1, 8, 24)]
+        shown.append(" / ".join(f"{value:.0f}" for value in times))
+    return shown
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="1b", choices=SHAPES)
@@ -181,18 +198,22 @@ def main() -> None:
             facts = {key: made_by[key] for key in ("machine", "versions", "git_revision", "date")}
             line = {"shape": args.shape, "engine": engine, "weights": name, "threads": cores, **record, **facts}
             append(args.out, json.dumps(line) + "\n")
-    rows = []
+    rows, later = [], []
     for (engine, name), records in found.items():
         ms = {str(size): median(record["ms"][str(size)] for record in records) for size in SIZES}
         # The first process may write files that later ones read.
         peaks = " / ".join(f"{record['peak_bytes'] / 1e9:.1f}" for record in records[:2])
         loads = " / ".join(f"{record['load_seconds']:.1f}" for record in records[:2])
-        rows.append([f"{engine} {name}", *(f"{ms[str(size)]:.0f}" for size in SIZES), peaks, loads])
+        title = f"{engine} {name}"
+        rows.append([title, *(f"{ms[str(size)]:.0f}" for size in SIZES), peaks, loads])
+        later.append([title, *forecast(ms, cores)])
     cpu = made_by["machine"]["cpu"]
     print(f"Milliseconds of one forward, {args.shape} with random weights, {cores} threads, {cpu}:\n")
     starts = "first / second process" if args.rounds > 1 else "first process"
     columns = [*(f"{size} tokens" for size in SIZES), f"peak GB, {starts}", f"load s, {starts}"]
     print(format_table(["weights", *columns], rows))
+    print("Forecast, not measured: milliseconds of 1 / 8 / 24 tokens, from the times above:\n")
+    print(format_table(["weights", *(f"{number} cores" for number in FORECAST_CORES)], later))
 
 
 if __name__ == "__main__":
