@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drafter.bench.methods import drafter_of, parse_method
 from drafter.engine.loading import TargetConfig
@@ -12,6 +12,7 @@ from drafter.utils.validate import within
 
 if TYPE_CHECKING:
     from drafter.bench.acceptance import ByCategory, Served
+    from drafter.bench.models import BenchModels
 
 _NUM_COMPARED = 4  # prompts whose greedy answers are compared with the target
 
@@ -20,9 +21,9 @@ _NUM_COMPARED = 4  # prompts whose greedy answers are compared with the target
 class EvaluateOptions(Options, TargetConfig):
     """Measure how many drafted tokens are accepted: by depth and category, here and on a server.
 
-    With --url, the prompts go to the server too. If the server accepts far less than this machine, the command warns,
-    names what differs (chat template, special tokens, dtype or quantisation, sampling, context length, speculation off)
-    and returns exit code 1.
+    With --traffic, drafts are counted along recorded answers. With --url, the prompts go to the server too. If the
+    server accepts far less than this machine, the command warns, names what differs (chat template, special tokens,
+    dtype or quantisation, sampling, context length, speculation off) and returns exit code 1.
 
     Attributes:
         drafter: folder of an exported drafter, hub id, or name of a drafter that comes with the package (default: the
@@ -30,7 +31,9 @@ class EvaluateOptions(Options, TargetConfig):
         method: how tokens are drafted, in the written form of `drafter bench`, such as drafter:W4:L3:N8 or lookup
         prompts: file of prompts, hub data set, folder of `drafter serve --record`, or a name: evaluation, default,
             mtbench, humaneval, gsm8k
-        num_prompts: largest number of prompts, all categories alike
+        traffic: file or folder of rows of token ids, such as that of `drafter serve --record`; drafts are counted along
+            the recorded answers, and no prompt is answered
+        num_prompts: largest number of prompts or recorded answers, all categories alike
         max_new_tokens: longest answer in tokens
         temperature: 0 is greedy
         url: address of a running server with OpenAI's protocol (ours or vLLM) that is measured too
@@ -41,6 +44,7 @@ class EvaluateOptions(Options, TargetConfig):
     drafter: str | None = None
     method: str = "drafter"
     prompts: str = "evaluation"
+    traffic: Path | None = None
     num_prompts: int | None = within(None, low=1)
     max_new_tokens: int = within(128, low=1, high=2**24)
     temperature: float = within(0.0, low=0.0)
@@ -53,6 +57,9 @@ class EvaluateOptions(Options, TargetConfig):
         spec = parse_method(self.method)
         if spec.is_peer or spec.name == "draft-model":
             raise ValueError(f"--method {self.method}: evaluate measures none, drafter or lookup")
+        if self.traffic is not None and (self.url is not None or spec.name != "drafter"):
+            flag = f"--url {self.url}" if self.url is not None else f"--method {self.method}"
+            raise ValueError(f"--traffic {self.traffic} counts a drafter along recorded answers: leave {flag} out")
         drafter_of([spec], self.target, self.drafter)
 
 
@@ -76,17 +83,21 @@ def evaluate(options: EvaluateOptions) -> int:
     client = None if options.url is None else Client(options.url, flag="--url")
     card = None if client is None else client.model_card(options.model)  # before the models are loaded
     spec = parse_method(options.method)
-    workload = read_prompt_set(options.prompts).take(options.num_prompts)
+    workload = read_prompt_set(options.prompts).take(options.num_prompts) if options.traffic is None else None
     models = BenchModels.load(options, [spec], options.drafter)
     params = SamplingParams(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
     served, differences, warning = None, [], []
-    with tqdm(total=len(workload.items) * (1 if client is None else 2), unit="answer", disable=None) as bar:
-        here = measure_here(models, spec, workload, params, bar.update)
-        if client is not None and card is not None:
-            served = measure_server(client, card, workload, params, bar.update)
-            chats = [list(item.messages) for item in workload.items if item.messages]
-            differences = compare_models(client, card["id"], models.target, chats[:_NUM_COMPARED]).lines()
-            warning = warning_lines(add_all(here.values()), served, differences)
+    if workload is None:
+        here, source = _along_traffic(options, models)
+    else:
+        source = {"prompts": {"name": workload.name, "digest": workload.digest}}
+        with tqdm(total=len(workload.items) * (1 if client is None else 2), unit="answer", disable=None) as bar:
+            here = measure_here(models, spec, workload, params, bar.update)
+            if client is not None and card is not None:
+                served = measure_server(client, card, workload, params, bar.update)
+                chats = [list(item.messages) for item in workload.items if item.messages]
+                differences = compare_models(client, card["id"], models.target, chats[:_NUM_COMPARED]).lines()
+                warning = warning_lines(add_all(here.values()), served, differences)
     _print_tables(here, served)
     if options.out is not None:
         content = {
@@ -94,7 +105,7 @@ def evaluate(options: EvaluateOptions) -> int:
             "target": {"name": models.target.name, "fingerprint": models.target.fingerprint},
             "drafter": models.drafter_name or None,
             "method": options.method,
-            "prompts": {"name": workload.name, "digest": workload.digest},
+            **source,
             **{name: getattr(options, name) for name in ("max_new_tokens", "temperature", "url")},
             "here": _as_json(here),
             "server": None if served is None else {**vars(served), "by_category": _as_json(served.by_category)},
@@ -105,6 +116,32 @@ def evaluate(options: EvaluateOptions) -> int:
     for line in warning or differences:
         print(line, file=sys.stderr)
     return 1 if warning else 0
+
+
+def _along_traffic(options: EvaluateOptions, models: "BenchModels") -> tuple["ByCategory", dict[str, Any]]:
+    """Counts along recorded answers, and their origin for the results file."""
+    from tqdm import tqdm
+
+    from drafter.bench.acceptance import Acceptance
+    from drafter.bench.recorded import steps_along
+    from drafter.data.traffic import read_traffic
+
+    assert options.traffic is not None and models.drafter is not None
+    target, counts = models.target, Acceptance()
+    rows = read_traffic(options.traffic, vocab_size=target.vocab_size)
+    fitting = [row for row in rows if len(row.prompt_token_ids) + len(row.token_ids) <= target.max_length]
+    if len(fitting) < len(rows):
+        print(f"{len(rows) - len(fitting)} answers exceed the target's context: left out", file=sys.stderr)
+    if not fitting:
+        raise ValueError(f"--traffic {options.traffic} holds no answer that fits the context of {target.name!r}")
+    fitting = fitting[: options.num_prompts]
+    plan = models.plan(parse_method(options.method), 1)
+    with tqdm(total=len(fitting), unit="answer", disable=None) as bar:
+        for steps in steps_along(target, models.drafter, plan, fitting, bar.update):
+            counts.add(steps)
+    num_tokens = sum(len(row.token_ids) for row in fitting)
+    print(f"{num_tokens / counts.steps.total():.3f} tokens per step along {len(fitting)} recorded answers")
+    return {"": counts}, {"traffic": str(options.traffic), "num_tokens": num_tokens}
 
 
 def _as_json(counts: "ByCategory") -> dict[str, dict[str, object]]:

@@ -10,7 +10,10 @@ import pytest
 from drafter.bench.acceptance import Acceptance, _growth, accepted_of, add_all, read_counters
 from drafter.cli.evaluate import EvaluateOptions, evaluate
 from drafter.cli.main import main
+from drafter.decoding.params import SamplingParams
 from drafter.distill.client import Client, read_reply
+from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig
 from tests.data.tiny import write_jsonl
 from tests.distill.engine_server import EngineServer, running
 from tests.distill.loopback import send, serving
@@ -147,6 +150,24 @@ def test_the_prompts_of_recorded_traffic_are_asked_as_tokens(files: Path, live: 
     assert recorded["server"]["by_category"][""]["num_answers"] == 2
     _, recorded = run(files, None, prompts=str(tmp_path / "traffic-1.jsonl"))
     assert recorded["here"][""] == asked["here"]["short"]
+
+
+def test_recorded_answers_are_counted_without_the_target(files: Path, tmp_path: Path, capsys) -> None:
+    target = tiny_target()
+    prompts = [target.encode_chat([{"role": "user", "content": text}]) for text in QUESTIONS["short"]]
+    answers = Engine(target, config=EngineConfig(method="none")).generate(prompts, SamplingParams(max_new_tokens=24))
+    rows = [{"prompt_token_ids": done.prompt_ids, "token_ids": done.token_ids} for done in answers]
+    rows.append({"prompt_token_ids": [1] * target.max_length, "token_ids": [1]})
+    write_jsonl(tmp_path / "traffic-1.jsonl", rows)
+    _, asked = run(files, None)
+    code, recorded = run(files, None, traffic=tmp_path)
+    assert code == 0 and recorded["here"][""] == asked["here"]["short"] and recorded["traffic"] == str(tmp_path)
+    shown = capsys.readouterr()
+    assert "tokens per step along 2" in shown.out and "1 answers exceed the target's context" in shown.err
+    assert run(files, None, traffic=tmp_path, num_prompts=1)[1]["here"][""]["num_answers"] == 1
+    for changes in ({"url": "http://x"}, {"method": "lookup"}):
+        with pytest.raises(ValueError, match="leave --(url http://x|method lookup) out"):
+            run(files, **{"url": None, "traffic": tmp_path} | changes)
 
 
 def test_here_alone_and_mistakes(files: Path, tmp_path: Path, capsys) -> None:
