@@ -88,6 +88,7 @@ def _add_endpoints(app: FastAPI, server: Server) -> None:
 
     app.post("/v1/chat/completions", response_model=None)(server.chat)
     app.post("/v1/completions", response_model=None)(server.complete)
+    app.post("/v1/drafter/reload")(server.reload_drafter)
 
     @app.get("/v1/models")
     async def models() -> Mapping[str, Any]:

@@ -37,6 +37,7 @@ class Follower:
         self._folder = Path(name).expanduser()
         self._worker = worker
         self._metrics = metrics
+        self._lock = asyncio.Lock()
         self._seen = self._stamp()
         drafter = worker.engine.drafter
         assert drafter is not None
@@ -49,24 +50,33 @@ class Follower:
             raise ValueError(f"--follow watches a folder, and --drafter {self._name} is none")
         while True:
             await asyncio.sleep(_POLL_SECONDS)
-            stamp = self._stamp()
-            if stamp not in (None, self._seen):
-                self._seen = stamp  # before the load: a folder that is replaced within the load is loaded again
+            if self._stamp() not in (None, self._seen):
                 try:
-                    await self._take_over()
+                    await self.reload()
                 except Exception as error:  # whatever a damaged folder raises
                     _log.warning("%s was replaced, and the old drafter stays: %s", self._folder, first_line(error))
 
-    async def _take_over(self) -> None:
-        """Load the drafter again, and let it take over if its weights differ."""
-        drafter = await asyncio.to_thread(load_drafter, self._name, self._worker.engine.target)
-        digest = await asyncio.to_thread(fingerprint_of_weights, drafter)
-        if digest != self.digest:
+    async def reload(self) -> bool:
+        """Load the drafter again, and let it take over if its weights differ; False if they do not differ.
+
+        Raises:
+            ValueError: the drafter is damaged, belongs to another target, or does not fit the engine's settings.
+            OSError: the folder is gone or cannot be read.
+        """
+        async with self._lock:
+            drafter = None
+            while drafter is None or self._seen != self._stamp():  # replaced within the load: files of two versions
+                self._seen = self._stamp()
+                drafter = await asyncio.to_thread(load_drafter, self._name, self._worker.engine.target)
+            digest = await asyncio.to_thread(fingerprint_of_weights, drafter)
+            if digest == self.digest:
+                return False
             await self._worker.replace_drafter(drafter)
             _log.info("drafter %s has taken over from %s", digest, self.digest)
             self.digest = digest
             self._metrics.drafter_swaps.inc()
             self._metrics.name_drafter(digest)
+            return True
 
     def _stamp(self) -> _Stamp | None:
         """What tells one version of the folder from another; None while there is none."""

@@ -22,6 +22,7 @@ from drafter.serving.protocol import GREEDY_BELOW, ApiError, ChatRequest, Comple
 from drafter.serving.record import TrafficLog
 from drafter.serving.stream import CLOSED_BY_CLIENT, EventStream, unless_client_leaves
 from drafter.serving.worker import Worker
+from drafter.utils.io import first_line
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, so that the seeds of all choices of one request differ
 
@@ -86,6 +87,17 @@ class Server:
         await self.encoder.close()
         if self._traffic is not None:
             await asyncio.to_thread(self._traffic.close)
+
+    async def reload_drafter(self) -> dict[str, Any]:
+        """Load the drafter's folder again; the drafter in use, and whether it has just taken over."""
+        if self.follower is None:
+            raise ApiError(400, "this server drafts without a drafter's folder: there is nothing to reload")
+        try:
+            is_replaced = await self.follower.reload()
+        except (OSError, ValueError) as error:
+            message = f"the old drafter stays: {first_line(error)}"
+            raise ApiError(409, message, code="drafter_refused") from error
+        return {"drafter": self.follower.digest, "replaced": is_replaced}
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer a conversation (TimeoutError after the request's time)."""

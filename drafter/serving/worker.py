@@ -121,11 +121,16 @@ class Worker:
         """Draft with another drafter from the next step on; running answers go on with the same tokens.
 
         Raises:
-            ValueError: the drafter does not fit, and the old drafter stays.
+            ValueError: the drafter does not fit, or the thread has ended. The old drafter stays.
         """
         done: Future[None] = Future()
         self._commands.put(partial(self._replace_drafter, drafter, done))
-        await asyncio.wrap_future(done)
+        swap, end = asyncio.wrap_future(done), asyncio.create_task(self.ended.wait())
+        await asyncio.wait((swap, end), return_when=asyncio.FIRST_COMPLETED)
+        end.cancel()
+        if not swap.done():
+            raise ValueError("the engine has ended")
+        await swap
 
     def drain(self) -> None:
         """Refuse new answers; open answers go on."""

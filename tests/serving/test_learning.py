@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +20,10 @@ from drafter.serving.options import ServeOptions
 from drafter.utils.io import replacing
 from drafter.utils.traffic import traffic_files
 from tests.serving.live import MODEL, Live, live_server, offline
-from tests.serving.test_limits import BODY, CHAT, LONG
+from tests.serving.test_limits import BODY, CHAT, LONG, key
 from tests.serving.tiny import tiny_engine, tiny_target
+
+RELOAD = "/v1/drafter/reload"
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -115,15 +118,20 @@ def test_a_folder_that_does_not_load_leaves_the_old_drafter(
     whole = load_file(weights)
 
     def spoil(number: int) -> None:
+        """Each file is replaced at once: the server may look at any time."""
+        new = drafter.with_name("new")
         if number == 0:
-            weights.write_bytes(weights.read_bytes()[:-10])
+            new.write_bytes(weights.read_bytes()[:-10])
+            new.replace(weights)
         elif number == 1:
             save_file({name: tensor * float("nan") if tensor.is_floating_point() else tensor
-                       for name, tensor in whole.items()}, weights)  # fmt: skip
+                       for name, tensor in whole.items()}, new)  # fmt: skip
+            new.replace(weights)
         elif number == 2:
             write_drafter(drafter, 9, target_fingerprint="80" * 64)
         else:
-            (drafter / "config.json").write_text("{")
+            new.write_text("{")
+            new.replace(drafter / "config.json")
 
     for number, reason in enumerate(("damaged", "NaN", "cannot draft for", "cannot be read")):
         caplog.clear()
@@ -132,12 +140,28 @@ def test_a_folder_that_does_not_load_leaves_the_old_drafter(
         time.sleep(0.1)
         assert len(caplog.records) == 1 and reason in caplog.text and str(drafter) in caplog.text
     with following.http() as http:
+        refused = http.post(RELOAD, json={})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "drafter_refused")
         assert digest_of(following) == first and http.post(CHAT, json=BODY).status_code == 200
         write_drafter(drafter, 10)
         following.wait_until(lambda: following.metric("drafter_swaps_total") == 1)
         assert digest_of(following) != first
 
 
-def test_a_server_without_a_drafter_has_nothing_to_follow() -> None:
+def test_a_reload_is_told_and_needs_the_key(drafter: Path) -> None:
+    with live_server(tiny_engine(), drafter=str(drafter), api_key=("first-key",)) as server, server.http() as http:
+        assert http.post(RELOAD, json={}).status_code == 401
+        write_drafter(drafter, 11)
+        first = http.post(RELOAD, json={}, headers=key()).json()
+        assert first["replaced"] is True
+        assert http.post(RELOAD, json={}, headers=key()).json() == first | {"replaced": False}
+        assert server.metric("drafter_swaps_total") == 1
+        os.rename(drafter, drafter.with_name("gone"))
+        assert "no such folder" in http.post(RELOAD, json={}, headers=key()).json()["error"]["message"]
+
+
+def test_a_server_without_a_drafter_has_nothing_to_reload_or_follow(idle: Live) -> None:
+    with idle.http() as http:
+        assert http.post(RELOAD, json={}).status_code == 400
     with pytest.raises(ValueError, match="--follow watches the folder of a drafter"):
         ServeOptions(target=MODEL, follow=True)

@@ -155,3 +155,15 @@ def test_out_of_memory_sheds_the_latest_half(error: Exception) -> None:
         await collect(submit(worker, "next", params=SamplingParams(max_new_tokens=4)))
 
     run(test, engine)
+
+
+def test_nobody_waits_for_a_drafter_when_the_thread_has_ended() -> None:
+    engine = tiny_engine()
+    assert engine.drafter is not None
+
+    async def test(worker: Worker) -> None:
+        await worker.stop()
+        with pytest.raises(ValueError, match="the engine has ended"):
+            await worker.replace_drafter(engine.drafter)
+
+    run(test, engine)

@@ -47,7 +47,7 @@ vllm serve {name} --speculative-config \\
 size; they come in fewer steps. vLLM logs an error of a plug-in and goes on: where vLLM does not know
 "RecurrentDrafterEagle3", this package is missing.
 
-The drafter belongs to one target, and vLLM compares the sizes alone: another fine-tuning gets few drafts accepted.
+The drafter belongs to one target. vLLM checks sizes and output matrix when it loads the drafter.
 Copies from the text: {copying}.
 """
 

@@ -13,11 +13,14 @@ Shapes: R draft vocabulary · D the target's hidden size.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from drafter.models.config import DrafterConfig
+from drafter.models.config import DrafterConfig, same_fingerprint
+from drafter.models.files import FLOATS
 from drafter.utils.parse import check_shape
 
 DRAFTER_KEY, TARGET_KEY, COPYING_KEY = "drafter", "target", "copying"
@@ -29,7 +32,7 @@ class TargetFacts(NamedTuple):
 
     Attributes:
         name: the name of the training run.
-        fingerprint: sample of the output matrix.
+        fingerprint: sample of the output matrix; empty: unchecked.
         hidden_size: D.
         num_layers: decoder layers.
         vocab_size: rows of the output matrix.
@@ -49,8 +52,8 @@ class TargetFacts(NamedTuple):
         check_shape(fields, dict(cls.__annotations__), f"config.json, {TARGET_KEY}")
         return cls(**{name: fields[name] for name in cls._fields})
 
-    def check(self, *, hidden_size: int, num_layers: int, vocab_size: int) -> None:
-        """Compare with the target that vLLM has loaded; ValueError naming what differs."""
+    def check(self, *, hidden_size: int, num_layers: int, vocab_size: int, fingerprint: str | None) -> None:
+        """Compare with the target that vLLM loads; ValueError naming what differs. No fingerprint is not compared."""
         for what, wanted, found in (
             ("hidden size", self.hidden_size, hidden_size),
             ("number of layers", self.num_layers, num_layers),
@@ -61,6 +64,11 @@ class TargetFacts(NamedTuple):
                     f"the drafter belongs to target {self.name!r} ({what} {wanted}), and vLLM serves another model "
                     f"({what} {found}): export a drafter that was trained for this model"
                 )
+        if fingerprint and self.fingerprint and not same_fingerprint(self.fingerprint, fingerprint):
+            raise ValueError(
+                f"the drafter belongs to target {self.name!r}, and vLLM serves a model with another output matrix: "
+                "export a drafter that was trained for this model"
+            )
 
 
 def shares_head(config: DrafterConfig) -> bool:
@@ -87,3 +95,26 @@ def split_tensors(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> tuple
             )
     own = {name: tensor for name, tensor in tensors.items() if name not in lent}
     return own, {name: tensors[name] for name in lent}
+
+
+def fingerprint_in(place: str, revision: str | None = None) -> str | None:
+    """Fingerprint of the output matrix in a model's safetensors files, of which only the sampled rows are read.
+
+    None where the model, a folder or hub id, is not on this machine, or stores no such matrix in plain numbers.
+    """
+    from transformers.utils import cached_file
+
+    from drafter.targets.capabilities import fingerprint_of
+
+    try:
+        folder = Path(str(cached_file(place, "config.json", revision=revision, local_files_only=True))).parent
+        files = [safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))]
+    except (OSError, SafetensorError):
+        return None
+    found = {name: file for file in files for name in file.keys()}  # noqa: SIM118  # a file is no dict
+    for end in ("lm_head.weight", "embed_tokens.weight"):  # tied: the embeddings are the output matrix
+        for name in found:
+            if name.endswith(end):
+                weight_VD = found[name].get_tensor(name)
+                return fingerprint_of(weight_VD) if weight_VD.dtype in FLOATS.values() else None
+    return None

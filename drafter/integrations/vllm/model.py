@@ -38,6 +38,7 @@ from drafter.integrations.vllm.folder import (
     OUTPUT_ROWS,
     TARGET_KEY,
     TargetFacts,
+    fingerprint_in,
     shares_head,
     split_tensors,
 )
@@ -223,6 +224,7 @@ def _check_target(target: TargetFacts, vllm_config: VllmConfig, *, has_copies: b
         hidden_size=model.get_hidden_size(),
         num_layers=model.get_total_num_hidden_layers(),
         vocab_size=model.get_vocab_size(),
+        fingerprint=fingerprint_in(model.model, model.revision),
     )
     if parallel.pipeline_parallel_size > 1:
         raise ValueError(

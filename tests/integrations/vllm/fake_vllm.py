@@ -85,7 +85,9 @@ def config_of(config: dict[str, Any], target: Any, **changes: Any) -> Any:
         "num_attention_heads": text.num_attention_heads,
         "num_kv_heads": text.num_key_value_heads,
     } | changes
-    model = SimpleNamespace(model="nowhere", dtype=torch.float32, use_mla=changes.get("use_mla", False))
+    model = SimpleNamespace(
+        model=changes.get("model", "nowhere"), revision=None, dtype=torch.float32, use_mla=changes.get("use_mla", False)
+    )
     for name, value in sizes.items():
         setattr(model, f"get_{name}", lambda *_, value=value: value)
     return SimpleNamespace(

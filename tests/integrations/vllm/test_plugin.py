@@ -17,7 +17,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, StableLmConfig, St
 from drafter.cli.main import main
 from drafter.integrations import vllm as plugin
 from drafter.integrations.vllm.export import export_vllm
-from drafter.integrations.vllm.folder import TargetFacts
+from drafter.integrations.vllm.folder import TargetFacts, fingerprint_in
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.beam import BeamProposer
@@ -237,6 +237,11 @@ def test_another_target_and_broken_folders_are_refused(tmp_path: Path, monkeypat
     }.items():
         with pytest.raises(ValueError, match=message):
             served(monkeypatch, folder, target, **{change: 9})
+    tiny_target(seed=5).model.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="another output matrix"):
+        served(monkeypatch, folder, target, model=str(tmp_path / "other"))
+    target.model.save_pretrained(tmp_path / "same")
+    assert served(monkeypatch, folder, target, model=str(tmp_path / "same"))
     weights = folder / "model.safetensors"
     tensors = load_file(weights)
     for name, wrong, message in (
@@ -255,6 +260,19 @@ def test_another_target_and_broken_folders_are_refused(tmp_path: Path, monkeypat
         served(monkeypatch, folder, target)
     with pytest.raises(ValueError, match="target, num_layers is a text"):
         TargetFacts.read(json.loads((folder / "config.json").read_text())["target"] | {"num_layers": "x"})
+
+
+def test_fingerprint_is_read_from_any_layout_of_a_model(tmp_path: Path) -> None:
+    target = tiny_target()
+    target.model.save_pretrained(tmp_path / "one")
+    target.model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
+    assert (tmp_path / "many" / "model.safetensors.index.json").exists()
+    assert fingerprint_in(str(tmp_path / "one")) == fingerprint_in(str(tmp_path / "many")) == target.fingerprint
+    weights = tmp_path / "one" / "model.safetensors"
+    save_file({"model.embed_tokens.weight": target.output_weight_VD.clone()}, weights)
+    assert fingerprint_in(str(tmp_path / "one")) == target.fingerprint, "tied: the embeddings are the output matrix"
+    save_file({"lm_head.weight": torch.zeros(4, 4, dtype=torch.int8)}, weights)
+    assert fingerprint_in(str(tmp_path / "one")) is None and fingerprint_in(str(tmp_path / "nowhere")) is None
 
 
 def test_register_is_safe_to_repeat_and_warns_of_untested_versions(
