@@ -7,9 +7,11 @@ engine's thread posts all entries of a step in one callback.
 import asyncio
 import gc
 import logging
+import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -31,6 +33,7 @@ from drafter.utils.io import first_line
 State = Literal["starting", "ready", "draining", "dead"]
 
 _log = logging.getLogger("drafter.serving")
+_LONGEST_RETRY = 600  # largest number of seconds in a Retry-After header
 _WARM_UP = SamplingParams(max_new_tokens=4, ignore_eos=True)
 _WARM_UP_PROMPT = 40  # tokens: more than a step has, so that the program for prompts runs as well
 
@@ -60,6 +63,7 @@ class Worker:
         self._answers: set[Answer] = set()  # answers with open texts; event loop only
         self._choices: dict[int, Choice] = {}  # by request id; engine's thread only
         self._stop_error: ApiError | None = None  # engine's thread only
+        self._durations: deque[float] = deque(maxlen=32)  # seconds of the last texts
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._is_warm = asyncio.Event()
@@ -109,7 +113,8 @@ class Worker:
             raise ApiError(400, message, param="n")
         if self.num_open + num_texts > self.capacity:
             message = "all rows are busy and the queue is full: try again later"
-            raise ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=TRY_LATER)
+            later = {"Retry-After": str(self._seconds_to_wait(num_texts))}
+            raise ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=later)
 
     def abandon(self, answer: Answer) -> None:
         """Free the rows of an answer whose client has left. A finished answer needs no change."""
@@ -144,6 +149,12 @@ class Worker:
         error = server_error(503, "the server was shut down before the answer was finished")
         self._commands.put(partial(setattr, self, "_stop_error", error))
         await asyncio.to_thread(self._thread.join)
+
+    def _seconds_to_wait(self, num_texts: int) -> int:
+        """Estimated seconds until further texts get rows, from the durations of the last texts."""
+        mean = sum(self._durations) / len(self._durations) if self._durations else 1.0
+        num_rounds = (self.num_open + num_texts) / self.engine.plan.max_num_seqs - 1.0
+        return max(1, min(_LONGEST_RETRY, math.ceil(mean * num_rounds)))
 
     def _deliver(self, entries: list[tuple[Answer, dict[str, Any]]]) -> None:
         for answer, entry in entries:
@@ -320,6 +331,7 @@ class Worker:
         if request.finish_reason is not None:
             metrics.answers.labels(request.finish_reason).inc()
             metrics.answer_seconds.observe(now - arrived)
+            self._durations.append(request.seconds)
             num_further = len(request.token_ids) - num_tokens
             if request.first_token is not None and num_further > 0:
                 metrics.token_seconds.observe((now - request.first_token) / num_further)
