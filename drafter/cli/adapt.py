@@ -20,8 +20,8 @@ class AdaptOptions(Options):
 
     Rows of `drafter serve --record` are traffic, and so are answers of `drafter decode --out` and `drafter distill`.
     A tenth of the prompts is held out. Old and new drafter decode these prompts, and the new one is written to --out
-    only if it gained more than two standard errors; otherwise the exit code is 3. No answer of the target changes,
-    whatever the drafter has learned.
+    only if it gained more than two standard errors; otherwise the exit code is 3. After a stop the same command goes on
+    with the answers that it began with. No answer of the target changes, whatever the drafter has learned.
 
     Attributes:
         target: alias, hub id, folder or .gguf file of the language model

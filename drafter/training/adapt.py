@@ -1,10 +1,11 @@
 """`drafter adapt`: a drafter learns recorded traffic, and takes the place of ``out`` only if held-out prompts gained.
 
-The work lies in a hidden folder beside ``out``: rows, the target's hidden states, checkpoints. The folder goes when the
-call ends, and what a killed call left there goes when the next one begins.
+The work lies in a hidden folder beside ``out``: the rows as the first call found them, the target's hidden states,
+checkpoints. The same call goes on where an earlier one was stopped; the folder goes when the result is known.
 """
 
 import contextlib
+import functools
 import gc
 import hashlib
 import json
@@ -16,17 +17,18 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from drafter.data.traffic import TrafficRow, read_traffic
 from drafter.models.drafter import RecurrentDrafter
+from drafter.models.files import WEIGHTS
 from drafter.targets.target import Target
 from drafter.training.callbacks import count_steps
 from drafter.training.checkpoint import check_export, export_checkpoint
 from drafter.training.run import main_train
-from drafter.utils.io import locked
+from drafter.utils.io import locked, write_atomic
 from drafter.utils.tables import format_table
 
 MIN_HELD_OUT = 8  # prompts: fewer cannot tell a gain from chance
@@ -37,7 +39,9 @@ _LR = 3e-4
 _BATCH_TOKENS, _MAX_LENGTH = 2048, 2**15
 _STATES_SHARE = 0.4  # of the minutes for the target's forward over the rows
 _SPEED_TOKENS = 2048
+_ROWS, _MADE = "rows.json", "drafter"  # of the hidden folder: facts about the frozen rows; the trained drafter
 _MODES = {"drafter alone": False, "with copies": True}
+T = TypeVar("T")
 
 
 class Figure(NamedTuple):
@@ -52,7 +56,7 @@ class Figure(NamedTuple):
         return self.after - self.before > 2 * self.error
 
 
-Counts = dict[tuple[str, str], list[tuple[int, int]]]  # (set, mode) -> (tokens, steps) of each prompt
+Counts = dict[str, list[tuple[int, int]]]  # "set, mode" -> (tokens, steps) of each prompt
 
 
 def adapt(
@@ -87,23 +91,25 @@ def adapt(
             another call works on ``out``.
     """
     check_export(out)
-    with _work_folder(out) as work:
-        loaded = load_target()
-        prompts, num_answers, longest = _prepare(loaded, work, traffic, general, minutes)
-        before = _measured(loaded, load_drafter(str(drafter), loaded), prompts)
-        del loaded
-        gc.collect()  # a target and what hangs on it refer to each other
-        main_train([*_recipe(target, drafter, work, minutes, longest), *words])
-        checkpoint, made = work / "checkpoints" / "last.ckpt", work / "drafter"
-        export_checkpoint(checkpoint, made)
-        gc.collect()  # the trainer's target
-        loaded = load_target()
-        after = _measured(loaded, load_drafter(str(made), loaded), prompts)
-        figures = {key: compared(before[key], after[key]) for key in before}
+    load = functools.cache(load_target)
+    key = [*map(str, (target, drafter, traffic, general, minutes, *words)), _digest(drafter)]
+    with _work_folder(out, key) as work:
+        checkpoint, made = work / "checkpoints" / "last.ckpt", work / _MADE
+        prepared = _kept(work / _ROWS, lambda: (key, *_prepare(load(), work, traffic, general, minutes)))
+        _, prompts, num_answers, longest = prepared
+        before = _kept(work / "before.json", lambda: _measured(load(), load_drafter(str(drafter), load()), prompts))
+        if not made.exists():
+            load.cache_clear()
+            gc.collect()  # a target and what hangs on it refer to each other
+            main_train([*_recipe(target, drafter, work, minutes, longest), *words])
+            export_checkpoint(checkpoint, made)
+            gc.collect()  # the trainer's target
+        after = _kept(work / "after.json", lambda: _measured(load(), load_drafter(str(made), load()), prompts))
+        figures = {name: compared(before[name], after[name]) for name in before}
         print(table(figures, {name: len(found) for name, found in prompts.items()}))
-        has_gained = figures["traffic", "with copies"].has_gained
+        has_gained = figures["traffic, with copies"].has_gained
         if has_gained:
-            measured = {f"{name}, {mode}": figure._asdict() for (name, mode), figure in figures.items()}
+            measured = {name: figure._asdict() for name, figure in figures.items()}
             facts = {"from": str(drafter), "answers": num_answers, "minutes": minutes}
             export_checkpoint(checkpoint, out, facts={"adapted": facts | {"tokens_per_step": measured}})
     return has_gained
@@ -138,7 +144,7 @@ def compared(before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]]
     return Figure(rates[0], rates[1], math.sqrt(sum(d * d for d in deviations) / max(1, num - 1) / num))
 
 
-def table(figures: dict[tuple[str, str], Figure], num_prompts: dict[str, int]) -> str:
+def table(figures: dict[str, Figure], num_prompts: dict[str, int]) -> str:
     """The figures as aligned text."""
     lines = [
         (
@@ -148,7 +154,8 @@ def table(figures: dict[tuple[str, str], Figure], num_prompts: dict[str, int]) -
             f"{figure.after / figure.before - 1:+.1%}",
             f"{figure.error / figure.before:.1%}",
         )
-        for (name, mode), figure in figures.items()
+        for key, figure in figures.items()
+        for name, mode in [key.split(", ")]
     ]
     return format_table(("tokens per step", "before", "after", "change", "standard error"), lines)
 
@@ -163,7 +170,7 @@ def prompts_of(rows: Sequence[TrafficRow], num: int) -> list[list[int]]:
 def _measured(target: Target, drafter: RecurrentDrafter, prompts: dict[str, list[list[int]]]) -> Counts:
     """Steps of greedy decoding of all prompts, in each mode, with a tree of 8 nodes."""
     return {
-        (name, mode): count_steps(
+        f"{name}, {mode}": count_steps(
             target, drafter, found, copying=copying, num_tokens=_NUM_TOKENS, label=f"measuring {name}, {mode}"
         )
         for name, found in prompts.items() if found
@@ -246,31 +253,58 @@ def _recipe(target: str, drafter: Path, work: Path, minutes: float, longest: int
         "trainer.num_sanity_val_steps": 0,
         "trainer.default_root_dir": work,
     }
-    return [f"--{name}={'null' if value is None else value}" for name, value in settings.items()]
+    return [*(f"--{name}={'null' if value is None else value}" for name, value in settings.items()), "--ckpt_path=last"]
+
+
+def _digest(drafter: Path) -> str:
+    """Hash of a drafter's files that exist."""
+    files = [file for file in (drafter / "config.json", drafter / WEIGHTS) if file.is_file()]
+    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=16).hexdigest()
+
+
+def _kept(file: Path, make: Callable[[], T]) -> T:
+    """The content of a JSON file, which is made first if it is missing."""
+    if not file.exists():
+        write_atomic(file, json.dumps(make()), follows_links=False)
+    found: T = json.loads(file.read_text(encoding="utf-8"))
+    return found
 
 
 @contextlib.contextmanager
-def _work_folder(out: Path) -> Iterator[Path]:
-    """The empty hidden folder beside ``out`` for one process (ValueError for a second one), removed at the end."""
+def _work_folder(out: Path, key: Sequence[str]) -> Iterator[Path]:
+    """The hidden folder beside ``out`` for one process (ValueError for a second one), removed when the work is done.
+
+    The work of an earlier call stays if the rows of that call have the same ``key``: settings, hash of the drafter.
+    """
     work = out.absolute().with_name(f".{out.name}.adapt")
     work.mkdir(mode=0o700, parents=True, exist_ok=True)  # the rows are as private as the traffic
-    lock = work / "adapt.lock"  # not the folder, which its writers lock
+    lock, rows = work / "adapt.lock", work / _ROWS  # the lock is not the folder, which its writers lock
     lock.touch()
     with locked(lock) as is_locked:
         if is_locked is False:
             raise ValueError(f"another `drafter adapt` works on --out {out}: wait for its end, or give another --out")
-        for entry in set(work.iterdir()) - {lock}:
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        *settings, first = json.loads(rows.read_text(encoding="utf-8"))[0] if rows.exists() else [""]
+        # A call that was stopped at its end may have written into the drafter's own folder already.
+        if [*settings, first] == key or [*settings, _digest(work / _MADE)] == key:
+            print(f"going on with an earlier call and its answers; to begin anew, delete {work}", file=sys.stderr)
+        else:
+            rows.unlink(missing_ok=True)  # the first to go: a half emptied folder begins anew
+            for entry in set(work.iterdir()) - {lock}:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        is_over = False
         try:
             yield work
+            is_over = True
         finally:
-            shutil.rmtree(work)
+            if is_over or not rows.exists():
+                rows.unlink(missing_ok=True)
+                shutil.rmtree(work)
 
 
 def _prepare(
     target: Target, work: Path, traffic: Path, general: Path | None, minutes: float
 ) -> tuple[dict[str, list[list[int]]], int, int]:
-    """Write the rows to train on into the folder. Errors as :func:`adapt`.
+    """Write the rows to train on into the folder: a server may go on recording. Errors as :func:`adapt`.
 
     Returns:
         The held-out prompts to measure, of the traffic and of general text; the number of recorded answers to train
@@ -293,7 +327,7 @@ def _prepare(
     parts = {"val": held_out[:MIN_HELD_OUT], "train": sorted((*chosen, *mixed_in), key=_length)}
     for name, part in parts.items():
         text = "".join(json.dumps(row._asdict()) + "\n" for row in part)
-        (work / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        write_atomic(work / f"{name}.jsonl", text, follows_links=False)
     return prompts, len(chosen), max(map(_length, (*chosen, *mixed_in, *held_out)))
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from drafter.targets.catalog import ALIASES
 from tests.targets.tiny_gguf import write_wheel
+from tests.tiny_files import SMALL_ADAPT
 
 WHEEL = "tiny_model-1.0-py3-none-any.whl"  # in the spawner's folder, of the alias `tiny`
 MAX_BYTES = 4 << 30  # of address space
@@ -35,6 +36,7 @@ _MODULES = [
     "drafter.distill.run",
     "drafter.engine.engine",
     "drafter.engine.loading",
+    "drafter.training.adapt",
     "drafter.training.run",
     "rich.console",
     "transformers.models.llama.modeling_llama",
@@ -124,7 +126,9 @@ def _run(words: list[str], folder: Path, alias: Any, is_limited: bool, ready: Co
         ALIASES["tiny"] = alias  # `target fetch tiny` takes a wheel of a tiny target: those of real targets are large
         signal.signal(signal.SIGINT, signal.default_int_handler)
         from drafter.cli.main import main
+        from drafter.training import adapt
 
+        vars(adapt).update(SMALL_ADAPT)
         ready.send(None)
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _POLITE)

@@ -13,10 +13,14 @@ import pytest
 import torch
 
 from drafter.bench.results import read_results
+from drafter.decoding.params import SamplingParams
+from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig
 from drafter.engine.tuned import read_tuned
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 from drafter.training.checkpoint import read_checkpoint
+from tests.data.tiny import write_jsonl
 from tests.robustness.conftest import Place
 from tests.robustness.harness import WHEEL, leftovers
 from tests.sizes import size
@@ -139,6 +143,36 @@ def test_train(place: Place, tmp_path: Path) -> None:
         return place.training(out / "run", "--trainer.val_check_interval", "2")
 
     kill_and_resume(place, Work(words, check, assert_equal, more=("--ckpt_path", "last")), tmp_path)
+
+
+def test_adapt(place: Place, tmp_path: Path) -> None:
+    draw, traffic, target = random.Random(0), tmp_path / "traffic.jsonl", Target.load(place.target, device="cpu")
+    prompts = [[draw.randrange(5, 60) for _ in range(4)] for _ in range(120)]
+    engine = Engine(target, config=EngineConfig(method="none", max_num_seqs=16))
+    answers = engine.generate(prompts, SamplingParams(max_new_tokens=24, ignore_eos=True))
+    rows = [{"prompt_token_ids": p, "token_ids": a.token_ids} for p, a in zip(prompts, answers, strict=True)]
+    write_jsonl(traffic, rows)
+
+    def words(out: Path) -> list[str]:
+        return [
+            *("adapt", "--target", place.target, "--drafter", place.drafter, "--traffic", str(traffic)),
+            *("--out", str(out / "new"), "--minutes", "1000", "--device", "cpu", "--trainer.accelerator", "cpu"),
+            *("--trainer.enable_progress_bar=false", "--trainer.max_epochs", "40"),
+            *("--trainer.check_val_every_n_epoch", "5"),
+        ]
+
+    def check(folder: Path) -> None:
+        if (folder / "new").is_dir():
+            RecurrentDrafter.from_pretrained(folder / "new")
+        for file in folder.glob(".new.adapt/checkpoints/*.ckpt"):
+            read_checkpoint(file)
+
+    def assert_equal(whole: Path, out: Path) -> None:
+        for name in ("model.safetensors", "config.json"):
+            assert (whole / "new" / name).read_bytes() == (out / "new" / name).read_bytes(), name
+        assert os.listdir(whole) == os.listdir(out) == ["new"]
+
+    kill_and_resume(place, Work(words, check, assert_equal), tmp_path)
 
 
 def tune_words(place: Place, out: Path) -> list[str]:

@@ -3,8 +3,10 @@
 import json
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,21 +121,57 @@ def test_without_a_gain_nothing_is_changed(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_stopped_call_leaves_nothing(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither do the files of a killed call change what the next one does."""
-    work = tmp_path / ".new.adapt"
-    (work / "checkpoints").mkdir(parents=True)
-    (work / "checkpoints" / "last.ckpt").touch()
+def test_an_interrupted_call_goes_on_with_its_rows(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Although a server has recorded more in the meantime; the end is that of a call without a stop."""
+    traffic, out, work = tmp_path / "traffic", tmp_path / "new", tmp_path / ".new.adapt"
+    shutil.copytree(place / "traffic", traffic)
+    command = words(place, out, "--traffic", str(traffic), "--minutes", "1000")
+    assert main(command) == 0
+    whole = (out / "model.safetensors").read_bytes()
+    shutil.rmtree(out)
+    steps: list[int] = []
 
-    def stop_here(trained: DrafterModule, *_: object) -> None:
-        if trained.trainer.global_step == 3:
-            assert work.stat().st_mode & 0o777 == 0o700, "the rows are in it"
+    def note(trained: DrafterModule, *_: object) -> None:
+        steps.append(trained.trainer.global_step)
+        if len(steps) == 4:
             os.kill(os.getpid(), signal.SIGINT)
 
-    work.chmod(0o700)
-    monkeypatch.setattr(DrafterModule, "on_train_batch_start", stop_here)
-    assert main(words(place, tmp_path / "new")) == 130
-    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(DrafterModule, "on_train_batch_start", note)
+    assert main(command) == 130
+    assert not out.exists() and (work / "checkpoints" / "last.ckpt").is_file()
+    assert work.stat().st_mode & 0o777 == 0o700, "the rows are in it"
+    (traffic / "traffic-3.jsonl").write_text('{"prompt_token_ids": [9, 9], "token_ids": [9]}\n')
+    assert "going on" not in capsys.readouterr().err
+    assert main(command) == 0
+    assert "going on with an earlier call" in capsys.readouterr().err
+    assert steps[:5] == [0, 1, 2, 3, 4] and not work.exists()
+    assert (out / "model.safetensors").read_bytes() == whole
+
+
+def test_a_call_that_was_stopped_at_its_end_does_not_train_again(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new drafter is in its own folder already, and stays the only version."""
+    out = tmp_path / "drafter"
+    shutil.copytree(place / "drafter", out)
+    command = words(place, out, "--drafter", str(out))
+
+    def stop(*found: object, **facts: object) -> None:
+        export(*found, **facts)
+        if "facts" in facts:
+            raise KeyboardInterrupt
+
+    export: Any = module.export_checkpoint
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "export_checkpoint", stop)
+        assert main(command) == 130
+    weights = (out / "model.safetensors").read_bytes()
+    assert weights != (place / "drafter" / "model.safetensors").read_bytes()
+    monkeypatch.setattr(module, "main_train", lambda _: pytest.fail("trains again"))
+    assert main(command) == 0
+    assert (out / "model.safetensors").read_bytes() == weights and os.listdir(tmp_path) == ["drafter"]
 
 
 def test_a_signal_stops_the_measuring_after_the_training(
@@ -160,6 +198,7 @@ def test_a_signal_stops_the_measuring_after_the_training(
         assert signal.getsignal(signal.SIGINT) is before[signal.SIGINT]
     finally:
         signal.signal(signal.SIGTERM, before[signal.SIGTERM])
+    assert (tmp_path / ".new.adapt" / "drafter").is_dir()
 
 
 def test_a_second_call_for_one_folder_is_refused(
@@ -173,6 +212,22 @@ def test_a_second_call_for_one_folder_is_refused(
     monkeypatch.setattr(module, "main_train", second)
     assert main(words(place, tmp_path / "new")) == 130
     assert "error: another `drafter adapt` works on --out" in capsys.readouterr().err
+
+
+def test_another_command_or_drafter_begins_anew(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_measured", lambda *_: {})
+    monkeypatch.setattr(module, "main_train", stop)
+    drafter = RecurrentDrafter.from_pretrained(place / "drafter")
+    mark = tmp_path / ".new.adapt" / "mark"
+    for minutes, shift, goes_on in (("5", 0.0, False), ("5", 0.0, True), ("5", 1.0, False), ("6", 0.0, False)):
+        next(drafter.parameters()).data.add_(shift)
+        drafter.save_pretrained(tmp_path / "old")
+        assert main(words(place, tmp_path / "new", "--drafter", str(tmp_path / "old"), "--minutes", minutes)) == 130
+        assert mark.exists() == goes_on
+        mark.touch()
 
 
 def test_mistakes_are_one_line(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
