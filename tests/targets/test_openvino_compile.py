@@ -1,5 +1,7 @@
 """Programs that are compiled ahead: only what an earlier start used, and nothing where the files are not the same."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,19 @@ def test_a_later_start_compiles_ahead_what_the_first_used(folder: Path, compiled
     assert [(program.file.name, program.layers) for program in ahead] == [HEAD, FORWARD]
     assert compiled == [HEAD, FORWARD] * 2, "nothing is compiled twice"
     assert torch.equal(first, again)
+
+
+def test_a_later_start_imports_no_code_of_models(folder: Path) -> None:
+    """transformers' models take seconds to import: programs, engine and drafter do without them."""
+    states(folder)
+    code = (
+        "import sys\nfrom drafter import Engine\nfrom drafter.models.drafter import RecurrentDrafter\n"
+        "from drafter.targets.target import Target\n"
+        f"target = Target.load({str(folder)!r}, **{OPTIONS!r})\nEngine(target)\n"
+        "print(target.runtime_name, sorted({'transformers.modeling_utils', 'torch._dynamo'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "openvino []\n"
 
 
 def test_other_outputs_and_other_options_are_compiled_when_they_are_asked_for(
