@@ -13,7 +13,7 @@ import gc
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -27,9 +27,6 @@ from drafter.targets.masks import Window
 from drafter.targets.openvino_files import ENDS, FACTS, keep, programs_folder
 from drafter.targets.openvino_runtime import OpenVINORuntime, check_dtype
 from drafter.targets.stored import Grouped, StoredMatrix
-
-if TYPE_CHECKING:
-    pass
 
 _ROUNDED_TOGETHER = 32  # activations that share a scale of 8 bits, as many as weights do
 
