@@ -226,6 +226,34 @@ class Engine:
                 runner.warm_up(proposer, num_rows)
         _log.info("compiled the steps of %d shapes in %.1f s", len(work), time.perf_counter() - start)
 
+    def make_request(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        options: RequestOptions | None = None,
+        *,
+        want_text: bool = True,
+    ) -> Request:
+        """A request for :meth:`enqueue`; any thread may make one.
+
+        Raises:
+            ValueError: the prompt is empty, holds an unknown id, or leaves no room for an answer.
+        """
+        limit = self._limit_of(prompt_ids, params)
+        own_stops = () if params.ignore_eos else self.target.eos_token_ids
+        text = None
+        if want_text and self.target.tokenizer is not None:
+            text = IncrementalText(self.target.decode, params.stop)
+        elif params.stop:
+            raise ValueError(f"stop strings {params.stop} need a tokenizer of {self.target.name!r}, and want_text")
+        stop_ids = frozenset((*own_stops, *params.stop_token_ids))
+        return Request(next(self._ids), list(prompt_ids), params, limit, stop_ids, text, options or _NO_OPTIONS)
+
+    def enqueue(self, request: Request) -> None:
+        """Queue a request, which starts at a step with a free row (ValueError where memory does not suffice)."""
+        self.reserve(self._num_slots_of(len(request.prompt_ids), request.params))
+        self._scheduler.add(request)
+
     def add(
         self,
         prompt_ids: Sequence[int],
@@ -234,22 +262,9 @@ class Engine:
         *,
         want_text: bool = True,
     ) -> Request:
-        """Queue a request, which starts at a step with a free row.
-
-        Raises:
-            ValueError: the prompt is empty, holds an unknown id, or leaves no room for an answer.
-        """
-        limit = self._limit_of(prompt_ids, params)
-        self.reserve(self._num_slots_of(len(prompt_ids), params))
-        own_stops = () if params.ignore_eos else self.target.eos_token_ids
-        text = None
-        if want_text and self.target.tokenizer is not None:
-            text = IncrementalText(self.target.decode, params.stop)
-        elif params.stop:
-            raise ValueError(f"stop strings {params.stop} need a tokenizer of {self.target.name!r}, and want_text")
-        stop_ids = frozenset((*own_stops, *params.stop_token_ids))
-        request = Request(next(self._ids), list(prompt_ids), params, limit, stop_ids, text, options or _NO_OPTIONS)
-        self._scheduler.add(request)
+        """Make a request and queue the request; arguments and errors as of the two."""
+        request = self.make_request(prompt_ids, params, options, want_text=want_text)
+        self.enqueue(request)
         return request
 
     def abort(self, request_id: int) -> None:

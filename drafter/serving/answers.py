@@ -12,9 +12,8 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from drafter.decoding.params import SamplingParams
 from drafter.engine.outputs import StepTree, TokenLogprob, Update
-from drafter.engine.request import Request, RequestOptions
+from drafter.engine.request import Request
 from drafter.serving.protocol import ApiError, ChatRequest, CompletionRequest
 
 _LEAST_LOGPROB = -9999.0  # the API writes this number for minus infinity, which JSON lacks
@@ -53,11 +52,11 @@ class Answer:
     Args:
         model: the model that answers.
         body: the client's request.
-        prompts: token ids of each prompt.
-        params: sampling parameters of each text. The texts of one prompt stand next to each other.
+        requests: the engine's requests, one for each text. The texts of one prompt stand next to each other.
+        deadline: when the last entry must have come, by the event loop's clock.
 
     Attributes:
-        requests: the engine's requests of the texts, once the engine has taken all of them.
+        choices: the texts.
         num_open: texts whose last entry has not come.
         arrived: time of the construction, by ``time.perf_counter``.
     """
@@ -67,28 +66,15 @@ class Answer:
     chunk_object: str
 
     def __init__(
-        self,
-        model: Model,
-        body: ChatRequest | CompletionRequest,
-        prompts: Sequence[list[int]],
-        params: Sequence[SamplingParams],
+        self, model: Model, body: ChatRequest | CompletionRequest, requests: Sequence[Request], deadline: float
     ) -> None:
-        assert prompts and len(params) % len(prompts) == 0
         self.model = model
         self.body = body
-        self.prompts = list(prompts)
-        self.params = list(params)
-        self.options = RequestOptions(
-            speculate=body.speculation is not False,
-            num_logprobs=body.num_logprobs,
-            want_tree=bool(body.details and body.stream),
-        )
-        self.requests: list[Request] = []
-        self.num_open = len(self.params)
+        self.deadline = deadline
+        self.choices = [Choice(self, index, request) for index, request in enumerate(requests)]
+        self.num_open = len(self.choices)
         self.arrived = time.perf_counter()
         self._entries: asyncio.Queue[dict[str, Any] | ApiError] = asyncio.Queue()
-        self._is_decided = asyncio.Event()
-        self._error: ApiError | None = None
         self._envelope = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "object": self.chunk_object if body.stream else self.whole_object,
@@ -99,11 +85,6 @@ class Answer:
 
     # -- what the worker tells -------------------------------------------------------------------------------------
 
-    def accept(self, requests: list[Request]) -> None:
-        """Note that the engine has taken all texts. They may still wait for rows."""
-        self.requests = requests
-        self._is_decided.set()
-
     def put(self, entry: dict[str, Any]) -> None:
         """Add an entry to the queue."""
         self.num_open -= entry["finish_reason"] is not None
@@ -112,50 +93,38 @@ class Answer:
     def fail(self, error: ApiError) -> None:
         """End all open texts by an error."""
         self.num_open = 0
-        self._error = error
-        self._is_decided.set()
         self._entries.put_nowait(error)
 
     # -- what the client gets --------------------------------------------------------------------------------------
 
-    async def accepted(self) -> None:
-        """Wait until the engine has taken all texts (ApiError when the engine refused one)."""
-        await self._is_decided.wait()
-        if self._error is not None:
-            raise self._error
-
-    async def entries(self, idle_seconds: float | None = None) -> AsyncIterator[dict[str, Any] | None]:
-        """The entries of all texts until the last text ends; None after ``idle_seconds`` without an entry.
+    async def entries(self) -> AsyncIterator[dict[str, Any]]:
+        """The entries of all texts until the last text ends.
 
         Raises:
             ApiError: a text failed. The other texts are given up.
+            TimeoutError: the deadline has passed.
         """
-        num_left = len(self.params)
+        num_left = len(self.choices)
         while num_left:
-            try:
-                # Not wait_for: before Python 3.12 it loses a cancellation that meets a result.
-                async with asyncio.timeout(idle_seconds):
-                    entry = await self._entries.get()
-            except TimeoutError:
-                yield None
-                continue
+            # Not wait_for: before Python 3.12 it loses a cancellation that meets a result.
+            async with asyncio.timeout_at(self.deadline):
+                entry = await self._entries.get()
             if isinstance(entry, ApiError):
                 raise entry
             num_left -= entry["finish_reason"] is not None
             yield entry
 
     async def whole(self) -> dict[str, Any]:
-        """The whole response (ApiError when a text failed)."""
-        choices = [entry async for entry in self.entries() if entry is not None]
-        choices.sort(key=lambda entry: entry["index"])
+        """The whole response (errors as of :meth:`entries`)."""
+        choices = sorted([entry async for entry in self.entries()], key=lambda entry: entry["index"])
         return self._envelope | {"choices": choices, "usage": self.usage()}
 
-    async def chunks(self, idle_seconds: float) -> AsyncIterator[dict[str, Any] | None]:
-        """The chunks of a stream; None after ``idle_seconds`` without a chunk (ApiError when a text failed)."""
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of a stream (errors as of :meth:`entries`)."""
         for entry in self.opening():
             yield self._chunk([entry])
-        async for found in self.entries(idle_seconds):
-            yield None if found is None else self._chunk([found])
+        async for entry in self.entries():
+            yield self._chunk([entry])
         if self.body.wants_usage:
             yield self._chunk([]) | {"usage": self.usage()}
 
@@ -164,8 +133,9 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         """Numbers of prompt tokens and generated tokens of a finished answer; a prompt counts once for its texts."""
-        prompt, completion = sum(map(len, self.prompts)), sum(len(request.token_ids) for request in self.requests)
-        firsts = self.requests[:: len(self.params) // len(self.prompts)]
+        firsts = [choice.request for choice in self.choices[:: self.body.n or 1]]
+        prompt = sum(len(request.prompt_ids) for request in firsts)
+        completion = sum(len(choice.request.token_ids) for choice in self.choices)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -197,7 +167,7 @@ class ChatAnswer(Answer):
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """An entry with the role for each text."""
-        for index in range(len(self.params)):
+        for index in range(len(self.choices)):
             delta = {"role": "assistant", "content": ""}
             yield {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 

@@ -9,15 +9,13 @@ import asyncio
 import multiprocessing
 import os
 import signal
-from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 from drafter.serving.protocol import ApiError, server_error
-from drafter.targets.chat import encode_chat, encode_text
+from drafter.targets.chat import Chat, encode_chat, encode_text
 from drafter.utils.limits import MAX_SECONDS, limit_memory
 
-_Asked = str | Sequence[Mapping[str, str]]  # a text or a conversation
 _SPAWN = multiprocessing.get_context("spawn")  # a fork of the server would share its locks and devices
 
 
@@ -51,8 +49,8 @@ class Encoder:
 
     async def start(self) -> None:
         """Start the child; return when the child has the tokenizer (OSError when the child does not start)."""
-        async with self._lock:
-            await asyncio.to_thread(self._start)
+        if await self._exchange("") is None:
+            raise OSError("the tokenizer's process ended at its start")
 
     async def close(self) -> None:
         """End the child."""
@@ -60,20 +58,15 @@ class Encoder:
             self._process.kill()
             await asyncio.to_thread(self._process.join)
 
-    async def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation.
+    async def encode(self, asked: str | Chat) -> list[int]:
+        """Token ids of a text or a conversation.
 
         Raises:
             ApiError: 400 where the template refuses the messages, fails, or takes too much time or memory, and for a
                 text that is far too long; 503 where the child has ended.
         """
-        return await self._ask("messages", messages, [turn["content"] for turn in messages])
-
-    async def prompt(self, prompt: str | list[int]) -> list[int]:
-        """Token ids of a raw prompt, with the errors of :meth:`chat`. A list of token ids is returned unchanged."""
-        return prompt if isinstance(prompt, list) else await self._ask("prompt", prompt, [prompt])
-
-    async def _ask(self, param: str, asked: _Asked, texts: Sequence[str]) -> list[int]:
+        param = "prompt" if isinstance(asked, str) else "messages"
+        texts = [asked] if isinstance(asked, str) else [turn["content"] for turn in asked.messages]
         if len(texts) > self._max_length or sum(map(len, texts)) > self._most_chars:
             message = f"the prompt is far longer than the context of {self._max_length} tokens: shorten it"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
@@ -85,11 +78,12 @@ class Encoder:
             raise server_error(503, "the tokenizer's process ended: try again later")
         return found
 
-    async def _exchange(self, asked: _Asked) -> list[int] | str | None:
+    async def _exchange(self, asked: str | Chat) -> list[int] | str | None:
         """Token ids, or the reason for a refusal; None if the child has ended. The next text starts another child."""
 
         def exchange() -> list[int] | str:
-            self._start()
+            if self._process is None or not self._process.is_alive():
+                self._start()
             assert self._pipe is not None
             self._pipe.send(asked)
             return self._pipe.recv()
@@ -104,27 +98,19 @@ class Encoder:
                 return None
 
     def _start(self) -> None:
-        if self._process is not None and self._process.is_alive():
-            return
         self._pipe, end = _SPAWN.Pipe()
-        process = _SPAWN.Process(target=_run_child, args=(end, self._program, *self._arguments), daemon=True)
+        self._process = _SPAWN.Process(target=_run_child, args=(end, self._program, *self._arguments), daemon=True)
         # Ctrl-C reaches the server alone, which finishes running requests.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        process.start()
+        self._process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self._process = process
         end.close()
-        try:
-            self._pipe.recv()
-        except EOFError:
-            raise OSError("the tokenizer's process ended at its start") from None
 
 
 def _run_child(pipe: Connection, program: str, tokenizer: Any, name: str, escape: bool, seconds: float) -> None:
     """Answer texts until the server closes the pipe or ends."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     limit_memory()
-    pipe.send(None)
     while True:
         try:
             asked = pipe.recv()
@@ -135,7 +121,7 @@ def _run_child(pipe: Connection, program: str, tokenizer: Any, name: str, escape
             if isinstance(asked, str):
                 result: list[int] | str = encode_text(tokenizer, asked, escape_special_tokens=escape)
             else:
-                result = encode_chat(tokenizer, asked, name, escape_special_tokens=escape)
+                result = encode_chat(tokenizer, asked.messages, name, escape_special_tokens=escape)
         except MemoryError:
             result = f"{program} takes too much memory with this text"
         except ValueError as error:

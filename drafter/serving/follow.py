@@ -42,7 +42,7 @@ class Follower:
         drafter = worker.engine.drafter
         assert drafter is not None
         self.digest = fingerprint_of_weights(drafter)
-        metrics.name_drafter(self.digest)
+        metrics.drafter.info({"digest": self.digest})
 
     async def follow(self) -> None:
         """Watch the folder until the task is cancelled."""
@@ -75,7 +75,7 @@ class Follower:
             _log.info("drafter %s has taken over from %s", digest, self.digest)
             self.digest = digest
             self._metrics.drafter_swaps.inc()
-            self._metrics.name_drafter(digest)
+            self._metrics.drafter.info({"digest": digest})
             return True
 
     def _stamp(self) -> _Stamp | None:

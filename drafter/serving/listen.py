@@ -22,7 +22,7 @@ from drafter.utils.options import part_of
 
 _log = logging.getLogger("drafter.serving")
 _LOOPBACK = ("127.", "::1", "localhost")
-HEADER_SECONDS = 20.0  # from the first byte, or the start of the connection, to the end of a request's headers
+HEADER_SECONDS = 20  # from the start of the connection, or the last response, to the end of a request's headers
 
 
 def load_engine(options: ServeOptions) -> Engine:
@@ -68,7 +68,13 @@ def listen(socket: sockets.socket, engine: Engine, options: ServeOptions) -> int
     _log.info("drafting: %s", engine.plan.reason)
     app = create_app(engine, options)
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, log_level="warning", server_header=False, http=ApiProtocol
+        app,
+        log_config=None,
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+        http=ApiProtocol,
+        lifespan="off",
     )
     host, port = socket.getsockname()[:2]
     if not options.api_keys and not host.startswith(_LOOPBACK):
@@ -91,65 +97,42 @@ async def _serve(
     config: uvicorn.Config, socket: sockets.socket, app_server: Server, drain_seconds: float, notice: str
 ) -> int:
     server, worker = _Uvicorn(config), app_server.worker
-    is_told, is_told_again = asyncio.Event(), asyncio.Event()
-
-    def tell() -> None:
-        (is_told_again if is_told.is_set() else is_told).set()
-
+    told = asyncio.Semaphore(0)  # a release for each signal
     # The socket does not listen yet, so no client connects before the engine has generated a token.
     await app_server.start()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, tell)
+        asyncio.get_running_loop().add_signal_handler(number, told.release)
     _log.info("%s", notice)
-    serving = asyncio.create_task(server.serve(sockets=[socket]))
-    await _wait(serving, is_told, worker.ended)
-    if is_told.is_set() and not worker.ended.is_set():
+    serving, first, second = map(asyncio.create_task, (server.serve(sockets=[socket]), told.acquire(), told.acquire()))
+    await asyncio.wait((serving, first, worker.ended), return_when=asyncio.FIRST_COMPLETED)
+    if first.done() and not worker.ended.done():
         _log.info("told to stop: %d answers still run and get %g seconds", worker.num_open, drain_seconds)
         worker.drain()
         server.should_exit = True
-        await _wait(serving, is_told_again, seconds=drain_seconds)  # a second signal does not wait
-        if not serving.done():
-            await worker.stop()
+        # A second signal does not wait.
+        await asyncio.wait((serving, second), timeout=drain_seconds, return_when=asyncio.FIRST_COMPLETED)
+    await app_server.stop()
     server.should_exit = True
-    await _wait(serving, seconds=5)  # a client that does not read its response must not keep the process alive
+    await asyncio.wait((serving,), timeout=5)  # a client that does not read must not keep the process alive
     server.force_exit = True
     await serving
     return 1 if worker.state == "dead" else 0
 
 
-async def _wait(work: "asyncio.Task[None]", *events: asyncio.Event, seconds: float | None = None) -> None:
-    """Wait until the work ends or one of the events is set."""
-    waiting = [asyncio.create_task(event.wait()) for event in events]
-    await asyncio.wait([work, *waiting], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    for task in waiting:
-        task.cancel()
-
-
 class ApiProtocol(H11Protocol):
-    """A connection that is closed when the headers of a request do not arrive in time."""
-
-    _timer: asyncio.TimerHandle | None = None
+    """A connection whose keep-alive time runs on until the headers of a request are complete."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timer for the first request."""
+        """Give the first request the time as well."""
         super().connection_made(transport)
-        self._watch_headers()
+        self.timeout_keep_alive = HEADER_SECONDS
+        self.timeout_keep_alive_task = self.loop.call_later(HEADER_SECONDS, self.timeout_keep_alive_handler)
 
     def data_received(self, data: bytes) -> None:
-        """Read bytes; start or stop the timer."""
+        """Read bytes; end the time when the headers are complete."""
+        timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
         super().data_received(data)
-        self._watch_headers()
-
-    def on_response_complete(self) -> None:
-        """Start the timer for a request whose first bytes came during this response."""
-        super().on_response_complete()
-        self._watch_headers()
-
-    def _watch_headers(self) -> None:
-        is_first = self.cycle is None
-        is_within_headers = self.conn.their_state is h11.IDLE and (is_first or bool(self.conn.trailing_data[0]))
-        if not is_within_headers and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        elif is_within_headers and self._timer is None:
-            self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+        if timer is not None and self.conn.their_state is h11.IDLE:
+            self.timeout_keep_alive_task = timer
+        elif timer is not None:
+            timer.cancel()

@@ -2,8 +2,10 @@
 
 import asyncio
 import hashlib
+import itertools
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +15,8 @@ from starlette.responses import JSONResponse, Response
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
+from drafter.engine.request import Request as EngineRequest
+from drafter.engine.request import RequestOptions
 from drafter.serving.answers import Answer, ChatAnswer, CompletionAnswer, Model
 from drafter.serving.encoder import Encoder
 from drafter.serving.follow import Follower
@@ -22,6 +26,7 @@ from drafter.serving.protocol import GREEDY_BELOW, ApiError, ChatRequest, Comple
 from drafter.serving.record import TrafficLog
 from drafter.serving.stream import CLOSED_BY_CLIENT, EventStream, unless_client_leaves
 from drafter.serving.worker import Worker
+from drafter.targets.chat import Chat
 from drafter.utils.io import first_line
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, so that the seeds of all choices of one request differ
@@ -75,7 +80,7 @@ class Server:
             ValueError: the engine failed.
         """
         await asyncio.gather(self.encoder.start(), self.worker.start())
-        if self._follows and self._following is None:
+        if self._follows:
             assert self.follower is not None, "--follow without a drafter"
             self._following = asyncio.create_task(self.follower.follow())
 
@@ -101,18 +106,32 @@ class Server:
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer a conversation (TimeoutError after the request's time)."""
-        async with asyncio.timeout(self._seconds) as limit:
-            self._check(body, 1)
-            prompts = [await self.encoder.chat([turn.plain for turn in body.messages])]
-            return await self._respond(ChatAnswer(self.model, body, prompts, self._params(body, 1)), request, limit)
+        return await self._respond(ChatAnswer, body, [Chat([turn.plain for turn in body.messages])], request)
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Continue texts (TimeoutError after the request's time)."""
+        return await self._respond(CompletionAnswer, body, body.prompts, request)
+
+    async def _respond(
+        self,
+        kind: type[Answer],
+        body: ChatRequest | CompletionRequest,
+        asked: Sequence[str | Chat | list[int]],
+        request: Request,
+    ) -> Response:
+        self._check(body, len(asked))
         async with asyncio.timeout(self._seconds) as limit:
-            self._check(body, len(body.prompts))
-            prompts = [await self.encoder.prompt(prompt) for prompt in body.prompts]
-            answer = CompletionAnswer(self.model, body, prompts, self._params(body, len(prompts)))
-            return await self._respond(answer, request, limit)
+            prompts = [ids if isinstance(ids, list) else await self.encoder.encode(ids) for ids in asked]
+            answer = kind(self.model, body, self._requests(body, prompts), limit.when() or 0.0)
+            abandon = partial(self.worker.abandon, answer)
+            self.worker.submit(answer)
+            if body.stream:  # the end of the stream frees the rows
+                return EventStream(answer, timed_out(self._seconds), abandon)
+            try:
+                whole = await unless_client_leaves(answer.whole(), request.receive)
+                return Response(status_code=CLOSED_BY_CLIENT) if whole is None else JSONResponse(whole)
+            finally:
+                abandon()
 
     def _check(self, body: Generation, num_prompts: int) -> None:
         """ApiError for an unknown model, or when the worker has no room."""
@@ -121,10 +140,10 @@ class Server:
             raise ApiError(404, message, param="model", code="model_not_found")
         self.worker.check(num_prompts * (body.n or 1))
 
-    def _params(self, body: ChatRequest | CompletionRequest, num_prompts: int) -> list[SamplingParams]:
-        """Sampling parameters of each text; the texts of a prompt differ in the seed."""
+    def _requests(self, body: ChatRequest | CompletionRequest, prompts: Sequence[list[int]]) -> list[EngineRequest]:
+        """The engine's request of each text; the texts of a prompt differ in the seed (ApiError for a bad prompt)."""
         temperature = 1.0 if body.temperature is None else body.temperature
-        first = SamplingParams(
+        params = SamplingParams(
             max_new_tokens=min(body.limit or self.max_length, self.max_length),
             temperature=0.0 if temperature < GREEDY_BELOW else temperature,
             top_k=max(0, body.top_k or 0),
@@ -135,21 +154,18 @@ class Server:
             stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=bool(body.ignore_eos),
         )
-        return [replace(first, seed=_seed(body, choice)) for _ in range(num_prompts) for choice in range(body.n or 1)]
-
-    async def _respond(self, answer: Answer, request: Request, limit: asyncio.Timeout) -> Response:
-        abandon, is_streaming = partial(self.worker.abandon, answer), False
-        self.worker.submit(answer)
+        options = RequestOptions(
+            speculate=body.speculation is not False,
+            num_logprobs=body.num_logprobs,
+            want_tree=bool(body.details and body.stream),
+        )
+        make = self.worker.engine.make_request
+        places = itertools.product(prompts, range(body.n or 1))
         try:
-            if answer.body.stream:
-                await answer.accepted()
-                is_streaming = True  # the end of the stream frees the rows
-                return EventStream(answer.chunks, limit.when() or 0.0, timed_out(self._seconds), abandon)
-            whole = await unless_client_leaves(answer.whole(), request.receive)
-            return Response(status_code=CLOSED_BY_CLIENT) if whole is None else JSONResponse(whole)
-        finally:
-            if not is_streaming:
-                abandon()
+            return [make(ids, replace(params, seed=_seed(body, choice)), options) for ids, choice in places]
+        except ValueError as error:
+            code = "context_length_exceeded" if "context" in str(error) else None
+            raise ApiError(400, str(error), code=code) from error
 
 
 def _seed(body: Generation, choice: int) -> int:

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from drafter.serving.answers import Answer
 from drafter.serving.protocol import ApiError
 
 STATUS = "drafter.status"  # key of the ASGI scope: how a stream ended, after its status 200 was sent
 CLOSED_BY_CLIENT = 499  # no standard status; the client has left and reads none
-_KEEP_ALIVE_SECONDS = 15.0
 
 _Result = TypeVar("_Result")
 
@@ -35,53 +35,40 @@ async def unless_client_leaves(work: Coroutine[Any, Any, _Result], receive: Rece
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, until the chunks end, the client leaves, or the deadline passes.
+    """Server-sent events, until the answer ends, the client leaves, or the answer's deadline passes.
 
     Args:
-        chunks: from the seconds without a chunk to JSON objects, and None after as many seconds.
-        deadline: a time of the event loop's clock.
+        answer: sends its chunks.
         late: the last event when the deadline passes.
         on_end: called at the end, whatever ends the stream.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        chunks: Callable[[float], AsyncIterator[dict[str, Any] | None]],
-        deadline: float,
-        late: ApiError,
-        on_end: Callable[[], None],
-    ) -> None:
+    def __init__(self, answer: Answer, late: ApiError, on_end: Callable[[], None]) -> None:
         # Proxies must not cache or buffer a stream.
-        super().__init__(self._events(), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._chunks = chunks(_KEEP_ALIVE_SECONDS)
-        self._deadline = deadline
-        self._late = late
+        super().__init__(self._events(answer, late), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._last_second = answer.deadline + 1.0
         self._on_end = on_end
         self._status = CLOSED_BY_CLIENT  # until the end of the chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response (ASGI)."""
         try:
-            async with asyncio.timeout_at(self._deadline):
-                await super().__call__(scope, receive, send)
-        except TimeoutError:
-            self._status = self._late.status
-            # A client that does not read would block this send as well, so the send gets one second.
-            with contextlib.suppress(TimeoutError, OSError):
-                async with asyncio.timeout(1.0):
-                    await send({"type": "http.response.body", "body": _event(self._late.body), "more_body": False})
+            # A client that does not read blocks the sending of the last event as well.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._last_second):
+                    await super().__call__(scope, receive, send)
         finally:
             scope[STATUS] = self._status
             self._on_end()
 
-    async def _events(self) -> AsyncIterator[bytes]:
+    async def _events(self, answer: Answer, late: ApiError) -> AsyncIterator[bytes]:
         try:
-            async for chunk in self._chunks:
-                # A comment, which clients skip, keeps the connection through proxies.
-                yield b": waiting\n\n" if chunk is None else _event(chunk)
-        except ApiError as error:
+            async for chunk in answer.chunks():
+                yield _event(chunk)
+        except (ApiError, TimeoutError) as found:
+            error = found if isinstance(found, ApiError) else late
             self._status = error.status
             yield _event(error.body)  # as the last event, because the status 200 was sent with the first
         else:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from functools import partial
 from typing import Any, Literal
 
@@ -22,7 +21,6 @@ import torch
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.outputs import Update
-from drafter.engine.request import Request
 from drafter.models.drafter import RecurrentDrafter
 from drafter.serving.answers import Answer, Choice
 from drafter.serving.metrics import Metrics
@@ -50,8 +48,10 @@ class Worker:
     Attributes:
         state: ``starting`` until the engine has generated its first tokens, ``draining`` when the worker takes no new
             answers, ``dead`` when the engine's thread has ended by an error.
-        ended: set when the thread has ended.
+        ended: is done when the thread has ended.
     """
+
+    ended: asyncio.Future[None]
 
     def __init__(self, engine: Engine, *, max_queue: int, metrics: Metrics, traffic: TrafficLog | None = None) -> None:
         self.engine = engine
@@ -62,13 +62,9 @@ class Worker:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._answers: set[Answer] = set()  # answers with open texts; event loop only
         self._choices: dict[int, Choice] = {}  # by request id; engine's thread only
-        self._stop_error: ApiError | None = None  # engine's thread only
+        self._is_stopping = False
         self._durations: deque[float] = deque(maxlen=32)  # seconds of the last texts
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._is_warm = asyncio.Event()
-        self._failure: Exception | None = None
-        self.ended = asyncio.Event()
 
     # -- on the event loop -----------------------------------------------------------------------------------------
 
@@ -78,14 +74,10 @@ class Worker:
         Raises:
             ValueError: the engine failed at its first tokens.
         """
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-            self._thread.start()
-        await self._is_warm.wait()
-        if self._failure is not None:
-            raise ValueError(
-                f"the engine failed at its first tokens: {type(self._failure).__name__}: {first_line(self._failure)}"
-            ) from self._failure
+        self._loop = asyncio.get_running_loop()
+        self._is_warm, self.ended = self._loop.create_future(), self._loop.create_future()
+        self._thread.start()
+        await self._is_warm
 
     @property
     def num_open(self) -> int:
@@ -128,26 +120,23 @@ class Worker:
         Raises:
             ValueError: the drafter does not fit, or the thread has ended. The old drafter stays.
         """
-        done: Future[None] = Future()
-        self._commands.put(partial(self._replace_drafter, drafter, done))
-        swap, end = asyncio.wrap_future(done), asyncio.create_task(self.ended.wait())
-        await asyncio.wait((swap, end), return_when=asyncio.FIRST_COMPLETED)
-        end.cancel()
+        swap: asyncio.Future[None] = self._loop.create_future()
+        self._commands.put(partial(self._replace_drafter, drafter, swap))
+        await asyncio.wait((swap, self.ended), return_when=asyncio.FIRST_COMPLETED)
         if not swap.done():
             raise ValueError("the engine has ended")
         await swap
 
     def drain(self) -> None:
         """Refuse new answers; open answers go on."""
-        if self.state in ("starting", "ready"):
+        if self.state == "ready":
             self.state = "draining"
 
     async def stop(self) -> None:
         """End the thread. Open answers fail."""
-        if self.state != "dead":
-            self.state = "draining"
-        error = server_error(503, "the server was shut down before the answer was finished")
-        self._commands.put(partial(setattr, self, "_stop_error", error))
+        self.drain()
+        self._is_stopping = True
+        self._commands.put(lambda: None)  # an idle thread waits for a command
         await asyncio.to_thread(self._thread.join)
 
     def _seconds_to_wait(self, num_texts: int) -> int:
@@ -170,27 +159,27 @@ class Worker:
 
     def _end(self, error: ApiError) -> None:
         """Fail all open answers. The thread has set the state before this callback, so no answer can follow."""
-        self._fail(set(self._answers), error)
-        self.ended.set()
+        self._fail(self._answers, error)
+        self.ended.set_result(None)
 
     # -- on the engine's thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        error = server_error(500, "the engine has ended by an error")
         try:
-            if not self._warm_up():
-                return
-            while self._stop_error is None:
+            self._warm_up()
+            while not self._is_stopping and self.state != "dead":
                 self._obey()
                 self._count_rows()
-                if self._stop_error is None and self.engine.has_work:
+                if self.engine.has_work:
                     self._step()
+            error = server_error(503, "the server was shut down before the answer was finished")
         finally:
-            if self._stop_error is None:
+            if not self._is_stopping:
                 self.state = "dead"
-            broken = server_error(500, "the engine has ended by an error")
-            self._post(self._end, self._stop_error or broken)
+            self._post(self._end, error)
 
-    def _warm_up(self) -> bool:
+    def _warm_up(self) -> None:
         """Generate short answers: the cache is allocated and kernels are loaded before the first client.
 
         A runtime that compiles programs for its steps compiles them here, for every number of rows.
@@ -203,50 +192,38 @@ class Worker:
             for num_rows in sorted({min(1 << power, most) for power in range(most.bit_length() + 1)}):
                 self.engine.generate([prompt] * num_rows, _WARM_UP)
             self.engine.forget()
-            if self.state == "starting":
-                self.state = "ready"
         except Exception as error:
-            # `start` reports any error of the engine.
-            self._failure, self.state = error, "dead"
-        self._post(self._is_warm.set)
-        return self._failure is None
+            # The caller of `start` learns of any error of the engine.
+            message = f"the engine failed at its first tokens: {type(error).__name__}: {first_line(error)}"
+            self.state = "dead"
+            self._post(self._is_warm.set_exception, ValueError(message))
+        else:
+            self.state = "ready"
+            self._post(self._is_warm.set_result, None)
 
     def _obey(self) -> None:
         """Carry out the waiting commands; wait for a command when the engine has no work."""
         is_idle = not self.engine.has_work
-        while self._stop_error is None and (is_idle or not self._commands.empty()):
+        while is_idle or not self._commands.empty():
             command = self._commands.get()
             command()
             is_idle = False
 
     def _add(self, answer: Answer) -> None:
-        requests: list[Request] = []
-        per_prompt = len(answer.params) // len(answer.prompts)
-        try:
-            for index, params in enumerate(answer.params):
-                requests.append(self.engine.add(answer.prompts[index // per_prompt], params, answer.options))
-        except ValueError as error:
-            for request in requests:
-                self.engine.abort(request.request_id)
-            code = "context_length_exceeded" if "context" in str(error) else None
-            self._post(self._fail, {answer}, ApiError(400, str(error), code=code))
-            return
-        for index, request in enumerate(requests):
-            self._choices[request.request_id] = Choice(answer, index, request)
-        self._post(answer.accept, requests)
+        for choice in answer.choices:
+            self.engine.enqueue(choice.request)
+            self._choices[choice.request.request_id] = choice
 
-    def _replace_drafter(self, drafter: RecurrentDrafter, done: "Future[None]") -> None:
-        if not done.set_running_or_notify_cancel():
-            return
+    def _replace_drafter(self, drafter: RecurrentDrafter, swap: "asyncio.Future[None]") -> None:
         try:
             self.engine.replace_drafter(drafter)
+        except ValueError as error:
+            self._post(swap.set_exception, error)
         except Exception as error:
             # Whatever the drafter raises in its first steps: the engine still has the old one.
-            done.set_exception(
-                error if isinstance(error, ValueError) else ValueError(f"its first step failed: {error}")
-            )
+            self._post(swap.set_exception, ValueError(f"its first step failed: {error}"))
         else:
-            done.set_result(None)
+            self._post(swap.set_result, None)
 
     def _drop(self, answers: set[Answer]) -> None:
         for request_id in [key for key, choice in self._choices.items() if choice.answer in answers]:
@@ -310,7 +287,6 @@ class Worker:
 
     def _post(self, callback: Callable[..., None], *args: Any) -> None:
         """Run a function on the event loop."""
-        assert self._loop is not None
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(callback, *args)
 

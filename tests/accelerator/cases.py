@@ -180,10 +180,11 @@ async def _serve(engine: Engine) -> int:
             model="llama", prompt="x", stream=True, logprobs=logprobs, details=logprobs is not None
         )
         params = replace(params, max_new_tokens=6)
-        answer = CompletionAnswer(model, body, [list(range(40)), list(range(5, 45))], [params] * 2)
+        options = RequestOptions(num_logprobs=logprobs, want_tree=logprobs is not None)
+        requests = [engine.make_request(list(range(start, start + 40)), params, options) for start in (0, 5)]
+        answer = CompletionAnswer(model, body, requests, asyncio.get_running_loop().time() + 600)
         worker.submit(answer)
-        async for entry in answer.entries():
-            assert entry is not None
+        assert [entry async for entry in answer.entries()]
     await worker.stop()
     assert num_steps > 4
     return refuser.copies["read"] - num_steps

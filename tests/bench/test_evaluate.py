@@ -96,13 +96,13 @@ def test_our_own_server_accepts_what_this_machine_accepts(files: Path, live: Liv
 
 
 def test_a_server_with_another_template(files: Path, live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    encode, header = live.server.encoder.chat, tiny_target().encode("Be brief. ")
+    encode, header = live.server.encoder.encode, tiny_target().encode("Be brief. ")
 
     async def chat(*args):
         first, *rest = await encode(*args)
         return [first, *header, *rest]
 
-    monkeypatch.setattr(live.server.encoder, "chat", chat)
+    monkeypatch.setattr(live.server.encoder, "encode", chat)
     assert [line.partition(":")[0] for line in run(files, live.url)[1]["differences"]] == ["chat template"]
 
 

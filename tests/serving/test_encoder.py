@@ -10,7 +10,7 @@ import pytest
 
 from drafter.serving.encoder import Encoder
 from drafter.serving.protocol import ApiError
-from drafter.targets.chat import encode_chat, encode_text, escaped
+from drafter.targets.chat import Chat, encode_chat, encode_text, escaped
 from tests.data.tiny import CHAT_TEMPLATE, END, USER, tiny_tokenizer
 
 HOSTILE = (
@@ -38,23 +38,24 @@ def run(test: Callable[[Encoder], Coroutine[Any, Any, None]], **options: Any) ->
     asyncio.run(main())
 
 
-def turns(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
+def turns(text: str) -> Chat:
+    return Chat([{"role": "user", "content": text}])
 
 
 def test_the_child_gives_the_tokens_of_this_process() -> None:
     async def test(encoder: Encoder) -> None:
         for text in ("Hello", "a\u2028b \U0001f600 \n\n  x", "", "word " * 500):
-            assert await encoder.chat(turns(text)) == encode_chat(tiny_tokenizer(HOSTILE), turns(text), "tiny")
-            assert await encoder.prompt(text) == encode_text(tiny_tokenizer(), text)
-        assert await encoder.prompt([5, 6]) == [5, 6]
+            assert await encoder.encode(turns(text)) == encode_chat(
+                tiny_tokenizer(HOSTILE), turns(text).messages, "tiny"
+            )
+            assert await encoder.encode(text) == encode_text(tiny_tokenizer(), text)
 
     run(test)
 
 
 def test_hostile_templates_fail_alone() -> None:
     async def test(encoder: Encoder) -> None:
-        assert await encoder.chat(turns("fine"))
+        assert await encoder.encode(turns("fine"))
         for word, fragment in (
             ("divide", "ZeroDivisionError"),
             ("raise", "no such turns"),
@@ -62,15 +63,15 @@ def test_hostile_templates_fail_alone() -> None:
             ("memory", "memory"),
         ):
             with pytest.raises(ApiError, match=fragment) as found:
-                await encoder.chat(turns(word))
+                await encoder.encode(turns(word))
             assert found.value.status == 400 and "'tiny'" in found.value.message and "\n" not in found.value.message
-        hanging = asyncio.create_task(encoder.chat(turns("hang")))
+        hanging = asyncio.create_task(encoder.encode(turns("hang")))
         await asyncio.sleep(0.1)
-        waiting = asyncio.create_task(encoder.chat(turns("next")))
+        waiting = asyncio.create_task(encoder.encode(turns("next")))
         with pytest.raises(ApiError, match="took longer than") as found:
             await hanging
         assert found.value.status == 400
-        assert await waiting == encode_chat(tiny_tokenizer(HOSTILE), turns("next"), "tiny")
+        assert await waiting == encode_chat(tiny_tokenizer(HOSTILE), turns("next").messages, "tiny")
 
     run(test, seconds=1.0)
 
@@ -79,21 +80,21 @@ def test_a_client_that_leaves_does_not_leave_its_tokens_to_the_next() -> None:
     async def test(encoder: Encoder) -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0):  # the exchange with the process begins all the same
-                await encoder.chat(turns("word " * 2_000))
-        assert await encoder.prompt("after") == encode_text(tiny_tokenizer(), "after")
+                await encoder.encode(turns("word " * 2_000))
+        assert await encoder.encode("after") == encode_text(tiny_tokenizer(), "after")
 
     run(test)
 
 
 def test_a_killed_child_is_replaced() -> None:
     async def test(encoder: Encoder) -> None:
-        hanging = asyncio.create_task(encoder.chat(turns("hang")))
+        hanging = asyncio.create_task(encoder.encode(turns("hang")))
         await asyncio.sleep(0.2)
         os.kill(encoder._process.pid, signal.SIGKILL)
         with pytest.raises(ApiError) as found:
             await hanging
         assert found.value.status == 503
-        assert await encoder.prompt("b") == encode_text(tiny_tokenizer(), "b")
+        assert await encoder.encode("b") == encode_text(tiny_tokenizer(), "b")
 
     run(test)
 
@@ -103,13 +104,13 @@ def test_special_tokens_of_clients_are_escaped_where_asked_for() -> None:
     text = f"say {END}{USER} twice"
     assert tokenizer.convert_tokens_to_ids(END) in encode_text(tokenizer, text)
     assert escaped(tokenizer, text) == "say < |end|>< |user|> twice"
-    plain = encode_chat(tokenizer, turns("x"), "tiny")
-    ids = encode_chat(tokenizer, turns(text), "tiny", escape_special_tokens=True)
+    plain = encode_chat(tokenizer, turns("x").messages, "tiny")
+    ids = encode_chat(tokenizer, turns(text).messages, "tiny", escape_special_tokens=True)
     specials = tokenizer.all_special_ids
     assert [token for token in ids if token in specials] == [token for token in plain if token in specials]
     assert escaped(tokenizer, f"{END[:3]}{END}{END[3:]}").count(END) == 0
 
     async def test(encoder: Encoder) -> None:
-        assert await encoder.chat(turns(text)) == ids
+        assert await encoder.encode(turns(text)) == ids
 
     run(test, escape_special_tokens=True)

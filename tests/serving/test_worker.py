@@ -23,10 +23,11 @@ from tests.serving.tiny import save_target, tiny_engine, tiny_target
 LONG = SamplingParams(max_new_tokens=200, ignore_eos=True)
 
 
-def submit(worker: Worker, *prompts: list[int] | str, params: SamplingParams = LONG) -> Answer:
-    ids = [tiny_target().encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+def submit(worker: Worker, *prompts: str, params: SamplingParams = LONG) -> Answer:
+    requests = [worker.engine.make_request(tiny_target().encode(prompt), params) for prompt in prompts]
     body = CompletionRequest(model="tiny", prompt="x", stream=True)
-    call = CompletionAnswer(Model("tiny", "", tiny_target().tokenizer), body, ids, [params] * len(ids))
+    deadline = asyncio.get_running_loop().time() + 60
+    call = CompletionAnswer(Model("tiny", "", tiny_target().tokenizer), body, requests, deadline)
     worker.submit(call)
     return call
 
@@ -46,16 +47,10 @@ def run(test: Callable[[Worker], Coroutine[Any, Any, None]], engine: Engine | No
 
 
 async def collect(call: Answer) -> list[str]:
-    texts = [""] * len(call.params)
+    texts = [""] * len(call.choices)
     async for entry in call.entries():
-        assert entry is not None
         texts[entry["index"]] += entry["text"]
     return texts
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 @cache
@@ -97,20 +92,6 @@ def test_programs_are_compiled_before_the_first_client(tmp_path: Path, monkeypat
         assert set(runtime._programs) == compiled
 
     run(test, engine)
-
-
-def test_one_bad_job_refuses_its_call_alone() -> None:
-    async def test(worker: Worker) -> None:
-        good = submit(worker, "good", params=SamplingParams(max_new_tokens=4, ignore_eos=True))
-        bad = submit(worker, "fine", [1, 99999])
-        with pytest.raises(ApiError, match="not in the vocabulary") as caught:
-            await bad.accepted()
-        assert caught.value.status == 400
-        await good.accepted()
-        await collect(good)
-        assert worker.num_open == 0 and not worker._choices
-
-    run(test)
 
 
 def break_step(engine: Engine, error: Exception, *, at: int, requests: int) -> list[int]:
