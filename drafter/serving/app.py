@@ -1,39 +1,211 @@
-"""The web application: the OpenAI API's endpoints, health, metrics, a chat page, and the guard in front of them."""
+"""The web application: the OpenAI API's endpoints, health, metrics, and a chat page, around one engine."""
 
 import asyncio
 import contextlib
 import hashlib
-import hmac
-from collections.abc import AsyncIterator, Mapping, Sequence
+import itertools
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from starlette.datastructures import Headers
+from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
+from drafter.engine.request import Request as EngineRequest
+from drafter.engine.request import RequestOptions
+from drafter.serving.answers import Answer, ChatAnswer, CompletionAnswer, Model
+from drafter.serving.encoder import Encoder
+from drafter.serving.follow import Follower
+from drafter.serving.guard import Guard, respond
 from drafter.serving.metrics import Metrics
 from drafter.serving.options import ServeOptions
-from drafter.serving.protocol import ApiError, error_of, server_error, timed_out
-from drafter.serving.server import Server
-from drafter.serving.stream import CLOSED_BY_CLIENT, STATUS
+from drafter.serving.protocol import GREEDY_BELOW, ApiError, ChatRequest, CompletionRequest, Generation, error_of
+from drafter.serving.record import TrafficLog
+from drafter.serving.stream import CLOSED_BY_CLIENT, EventStream, unless_client_leaves
+from drafter.serving.worker import Worker
+from drafter.targets.chat import Chat
+from drafter.utils.io import first_line
 
 _PAGE_POLICY = (
     "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_BODY_SECONDS = 30.0
 _LEAST_BODY_BYTES = 2 * 2**20  # largest body, unless the rows are long
 _TOKEN_BYTES = 32  # of a body for each token of a row: text has about four, a list of token ids seven
-_CLOSE = {"Connection": "close"}  # the rest of the body is not read
-_GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
-_OUTCOME_OF = {401: "unauthorized", 429: "overloaded", 503: "overloaded", 504: "timed_out", CLOSED_BY_CLIENT: "hung_up"}
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, so that the seeds of all choices of one request differ
+
+
+class Server:
+    """The state that all endpoints share: worker, encoder, metrics, model card."""
+
+    def __init__(self, engine: Engine, options: ServeOptions) -> None:
+        target = engine.target
+        if target.tokenizer is None:
+            raise ValueError(f"target {target.name!r} has no tokenizer: a server needs a tokenizer")
+        if engine.plan.max_model_len is None:
+            raise ValueError("the rows of a server have one size: set max_model_len (--max-model-len)")
+        self._seconds = options.request_timeout
+        self.metrics = Metrics()
+        self._traffic = None
+        if options.record is not None:
+            self._traffic = TrafficLog(options.record, options.record_max_mib, self.metrics)
+        self.worker = Worker(engine, max_queue=options.max_queue, metrics=self.metrics, traffic=self._traffic)
+        fingerprint = "fp_" + hashlib.sha256(target.fingerprint.encode()).hexdigest()[:12]
+        self.model = Model(options.served_name, fingerprint, target.tokenizer)
+        self.max_length = min(engine.plan.max_model_len, target.max_length)
+        self.encoder = Encoder(
+            target.tokenizer, target.name, self.max_length, escape_special_tokens=options.escape_special_tokens
+        )
+        self.follower = None
+        if options.drafter_used is not None and engine.drafter is not None:
+            self.follower = Follower(options.drafter_used, self.worker, self.metrics)
+        self._follows = options.follow
+        self._following: asyncio.Task[None] | None = None
+        self._page = (files("drafter.serving") / "page.html").read_text(encoding="utf-8")
+        self._card = {
+            "id": self.model.name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "drafter",
+            "max_model_len": self.max_length,
+            "max_num_seqs": engine.plan.max_num_seqs,
+            "speculation": engine.proposer.num_nodes > 1,
+        }
+
+    async def start(self) -> None:
+        """Start the engine's thread and the tokenizer's process; return when the engine has generated its first tokens.
+
+        Raises:
+            ValueError: the engine failed.
+        """
+        await asyncio.gather(self.encoder.start(), self.worker.start())
+        if self._follows:
+            assert self.follower is not None, "--follow without a drafter"
+            self._following = asyncio.create_task(self.follower.follow())
+
+    async def stop(self) -> None:
+        """End the thread and the process. Open answers fail."""
+        if self._following is not None:
+            self._following.cancel()
+        await self.worker.stop()
+        await self.encoder.close()
+        if self._traffic is not None:
+            await asyncio.to_thread(self._traffic.close)
+
+    async def reload_drafter(self) -> dict[str, Any]:
+        """Load the drafter's folder again; the drafter in use, and whether it has just taken over."""
+        if self.follower is None:
+            raise ApiError(400, "this server drafts without a drafter's folder: there is nothing to reload")
+        try:
+            is_replaced = await self.follower.reload()
+        except (OSError, ValueError) as error:
+            message = f"the old drafter stays: {first_line(error)}"
+            raise ApiError(409, message, code="drafter_refused") from error
+        return {"drafter": self.follower.digest, "replaced": is_replaced}
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        return await self._respond(ChatAnswer, body, [Chat([turn.plain for turn in body.messages])], request)
+
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+        """Continue texts."""
+        return await self._respond(CompletionAnswer, body, body.prompts, request)
+
+    async def _respond(
+        self,
+        kind: type[Answer],
+        body: ChatRequest | CompletionRequest,
+        asked: Sequence[str | Chat | list[int]],
+        request: Request,
+    ) -> Response:
+        self._check(body, len(asked))
+        with contextlib.ExitStack() as at_end:
+            try:
+                async with asyncio.timeout(self._seconds) as limit:
+                    prompts = [ids if isinstance(ids, list) else await self.encoder.encode(ids) for ids in asked]
+                    answer = kind(self.model, body, self._requests(body, prompts), limit.when() or 0.0)
+                    self.worker.submit(answer)
+                    at_end.callback(self.worker.abandon, answer)
+                    if body.stream:
+                        return EventStream(answer, self._late, at_end.pop_all().close)
+                    whole = await unless_client_leaves(answer.whole(), request.receive)
+            except TimeoutError:
+                raise self._late from None
+        return Response(status_code=CLOSED_BY_CLIENT) if whole is None else JSONResponse(whole)
+
+    @property
+    def _late(self) -> ApiError:
+        return ApiError(504, f"the answer took longer than {self._seconds:g} seconds", code="timeout")
+
+    def _check(self, body: Generation, num_prompts: int) -> None:
+        """ApiError for an unknown model, or when the worker has no room."""
+        if body.model != self.model.name:
+            message = f"model {body.model!r} is not served here: use {self.model.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        self.worker.check(num_prompts * (body.n or 1))
+
+    def _requests(self, body: ChatRequest | CompletionRequest, prompts: Sequence[list[int]]) -> list[EngineRequest]:
+        """The engine's request of each text; the texts of a prompt differ in the seed (ApiError for a bad prompt)."""
+        temperature = 1.0 if body.temperature is None else body.temperature
+        params = SamplingParams(
+            max_new_tokens=min(body.limit or self.max_length, self.max_length),
+            temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+            top_k=max(0, body.top_k or 0),
+            # 0 keeps the likeliest token alone, like any value below the probability of that token.
+            top_p=1.0 if body.top_p is None else max(body.top_p, 1e-9),
+            min_p=body.min_p or 0.0,
+            stop=body.stops,
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            ignore_eos=bool(body.ignore_eos),
+        )
+        options = RequestOptions(
+            speculate=body.speculation is not False,
+            num_logprobs=body.num_logprobs,
+            want_tree=bool(body.details and body.stream),
+        )
+        make = self.worker.engine.make_request
+        places = itertools.product(prompts, range(body.n or 1))
+        try:
+            return [make(ids, replace(params, seed=_seed(body, choice)), options) for ids, choice in places]
+        except ValueError as error:
+            code = "context_length_exceeded" if "context" in str(error) else None
+            raise ApiError(400, str(error), code=code) from error
+
+    async def models(self) -> dict[str, Any]:
+        """The one model, with the digest of the drafter in use."""
+        digest = None if self.follower is None else self.follower.digest
+        return {"object": "list", "data": [self._card | {"drafter": digest}]}
+
+    async def health(self) -> Response:
+        """Liveness: 503 when only a restart helps."""
+        is_alive = self.worker.state != "dead"
+        return JSONResponse({"status": "ok" if is_alive else "dead"}, 200 if is_alive else 503)
+
+    async def ready(self) -> Response:
+        """Readiness: 503 while the server starts and while the server shuts down."""
+        return JSONResponse({"status": self.worker.state}, 200 if self.worker.state == "ready" else 503)
+
+    async def render_metrics(self) -> Response:
+        """The metrics in the text format of Prometheus."""
+        return Response(generate_latest(self.metrics.registry), media_type="text/plain; version=0.0.4")
+
+    async def page(self) -> Response:
+        """A page to try the server."""
+        return HTMLResponse(self._page, headers={"Content-Security-Policy": _PAGE_POLICY, "Cache-Control": "no-cache"})
+
+
+def _seed(body: Generation, choice: int) -> int:
+    """The seed of a choice: the client's, another for each further choice, or a random seed."""
+    return secrets.randbits(64) if body.seed is None else (body.seed + choice * _SEED_STRIDE) % 2**64
 
 
 def create_app(engine: Engine, options: ServeOptions) -> FastAPI:
@@ -60,160 +232,22 @@ def create_app(engine: Engine, options: ServeOptions) -> FastAPI:
     app.add_middleware(Guard, api_keys=options.api_keys, max_body_bytes=max_body_bytes, metrics=server.metrics)
     if options.cors_origin:  # the outermost layer, so that pages can read errors as well
         app.add_middleware(CORSMiddleware, allow_origins=options.cors_origin, allow_methods=["*"], allow_headers=["*"])
-    _add_error_handlers(app, options.request_timeout)
-    _add_endpoints(app, server)
-    return app
-
-
-def _respond(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body, error.status, error.headers)
-
-
-def _add_error_handlers(app: FastAPI, request_timeout: float) -> None:
-    async def on_error(_: Request, error: Exception) -> JSONResponse:
-        if isinstance(error, RequestValidationError):
-            error = error_of(list(error.errors()))
-        elif isinstance(error, HTTPException):
-            error = ApiError(error.status_code, str(error.detail), headers=error.headers)
-        elif isinstance(error, TimeoutError):
-            error = timed_out(request_timeout)
-        return _respond(error if isinstance(error, ApiError) else server_error(500, "an internal error"))
-
-    for kind in (ApiError, RequestValidationError, HTTPException, TimeoutError, Exception):
-        app.add_exception_handler(kind, on_error)
-
-
-def _add_endpoints(app: FastAPI, server: Server) -> None:
-    page = (files("drafter.serving") / "page.html").read_text(encoding="utf-8")
-
+    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _on_error)
     app.post("/v1/chat/completions", response_model=None)(server.chat)
     app.post("/v1/completions", response_model=None)(server.complete)
     app.post("/v1/drafter/reload")(server.reload_drafter)
-
-    @app.get("/v1/models")
-    async def models() -> Mapping[str, Any]:
-        return {"object": "list", "data": [server.model_card]}
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Mapping[str, Any]:
-        if name != server.model.name:
-            raise ApiError(404, f"model {name!r} is not served here", param="model", code="model_not_found")
-        return server.model_card
-
-    @app.get("/health")
-    async def health() -> Response:
-        """Liveness: 503 when only a restart helps."""
-        is_alive = server.worker.state != "dead"
-        return JSONResponse({"status": "ok" if is_alive else "dead"}, 200 if is_alive else 503)
-
-    @app.get("/ready")
-    async def ready() -> Response:
-        """Readiness: 503 while the server starts and while the server shuts down."""
-        state = server.worker.state
-        return JSONResponse({"status": state}, 200 if state == "ready" else 503)
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(server.metrics.render(), media_type="text/plain; version=0.0.4")
-
-    @app.get("/", include_in_schema=False)
-    async def index() -> Response:
-        return HTMLResponse(page, headers={"Content-Security-Policy": _PAGE_POLICY, "Cache-Control": "no-cache"})
+    app.get("/v1/models")(server.models)
+    app.get("/health")(server.health)
+    app.get("/ready")(server.ready)
+    app.get("/metrics")(server.render_metrics)
+    app.get("/", include_in_schema=False)(server.page)
+    return app
 
 
-class Guard:
-    """ASGI middleware that checks key, type, size and pace of every request under ``/v1``, and counts outcomes.
-
-    Args:
-        app: the application behind the guard.
-        api_keys: a request needs one of these keys; without any, no request needs a key.
-        max_body_bytes: size limit. The guard refuses a larger body before its end.
-        metrics: counters of the server.
-    """
-
-    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], max_body_bytes: int, metrics: Metrics) -> None:
-        self._app = app
-        self._digests = [_digest(key.encode()) for key in api_keys]
-        self._max_body_bytes = max_body_bytes
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check a request, then call the application."""
-        status = 500
-
-        async def watched(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            body = await self._check(scope, receive) if scope["type"] == "http" else None
-        except ApiError as error:
-            await _respond(error)(scope, receive, watched)
-        except ClientDisconnect:
-            status = CLOSED_BY_CLIENT
-        else:
-            await self._app(scope, receive if body is None else _replay(body, receive), watched)
-        finally:
-            if scope["type"] == "http" and scope["path"] in _GENERATION_PATHS and scope["method"] == "POST":
-                status = scope.get(STATUS, status)
-                other = "completed" if status < 400 else "refused" if status < 500 else "failed"
-                self._metrics.requests.labels(_OUTCOME_OF.get(status, other)).inc()
-
-    async def _check(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The body of a request to the API; None for a request without a body, or elsewhere.
-
-        Raises:
-            ApiError: the key is wrong, or the body is ambiguous, too large, too slow, or not JSON.
-            ClientDisconnect: the client left.
-        """
-        headers = Headers(scope=scope)
-        if "content-length" in headers and "transfer-encoding" in headers:
-            # A proxy may find another end of the body, and read the rest as a further request.
-            message = "the request has both Content-Length and Transfer-Encoding: send one of them"
-            raise ApiError(400, message, headers=_CLOSE)
-        if not scope["path"].startswith("/v1/"):
-            return None
-        kind, _, key = headers.get("authorization", "").partition(" ")
-        # All digests have one length and all are compared, so the time reveals nothing about a key.
-        given = _digest(key.strip().encode("latin-1"))
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        if matches and (kind.lower() != "bearer" or not any(matches)):
-            message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
-            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        if scope["method"] != "POST":
-            return None
-        if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            # A browser sends the forms of other web sites without asking; no form has this content type.
-            raise ApiError(415, "the body must be JSON: send 'Content-Type: application/json'")
-        too_large = ApiError(
-            413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large", headers=_CLOSE
-        )
-        declared = headers.get("content-length", "")
-        if declared.isdigit() and int(declared) > self._max_body_bytes:
-            raise too_large
-        body = bytearray()
-        try:
-            async with asyncio.timeout(_BODY_SECONDS):
-                async for part in Request(scope, receive).stream():
-                    body += part
-                    if len(body) > self._max_body_bytes:
-                        raise too_large
-        except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {_BODY_SECONDS:.0f} seconds", headers=_CLOSE) from None
-        return bytes(body)
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """A ``receive`` that returns the body once, and then the client's messages: only a hang-up can follow."""
-    waiting = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replayed() -> Message:
-        return waiting.pop() if waiting else await receive()
-
-    return replayed
+async def _on_error(_: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, RequestValidationError):
+        error = error_of(list(error.errors()))
+    elif isinstance(error, HTTPException):
+        error = ApiError(error.status_code, str(error.detail), headers=error.headers)
+    return respond(error if isinstance(error, ApiError) else ApiError(500, "an internal error"))

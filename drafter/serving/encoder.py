@@ -12,7 +12,7 @@ import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
-from drafter.serving.protocol import ApiError, server_error
+from drafter.serving.protocol import ApiError
 from drafter.targets.chat import Chat, encode_chat, encode_text
 from drafter.utils.limits import MAX_SECONDS, limit_memory
 
@@ -75,7 +75,7 @@ class Encoder:
         if isinstance(found, str):
             raise ApiError(400, found, param=param)
         if found is None:
-            raise server_error(503, "the tokenizer's process ended: try again later")
+            raise ApiError(503, "the tokenizer's process ended: try again later")
         return found
 
     async def _exchange(self, asked: str | Chat) -> list[int] | str | None:

@@ -15,9 +15,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
-from drafter.serving.app import create_app
+from drafter.serving.app import Server, create_app
 from drafter.serving.options import DEFAULT_CONTEXT, ServeOptions
-from drafter.serving.server import Server
 from drafter.utils.options import part_of
 
 _log = logging.getLogger("drafter.serving")

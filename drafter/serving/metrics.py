@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _STEP_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
@@ -49,7 +49,3 @@ class Metrics:
         self.drafter_swaps = counter("drafter_swaps", "Drafters that took over from another")
         self.drafter = Info("drafter", "Digest of the drafter in use", registry=self.registry)
         ProcessCollector(registry=self.registry)
-
-    def render(self) -> bytes:
-        """The metrics in the text format of Prometheus."""
-        return generate_latest(self.registry)

@@ -6,7 +6,6 @@ nothing.
 """
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr, model_validator
@@ -46,49 +45,44 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass(eq=False)
 class ApiError(Exception):
     """An error response.
 
     Attributes:
         status: HTTP status.
         message: the mistake and its mend.
-        kind: the ``type`` of OpenAI's error object.
         param: name of the wrong field, if a field is wrong.
         code: short name for programs.
         headers: HTTP headers of the response.
     """
 
-    status: int
-    message: str
-    _: KW_ONLY
-    kind: str = "invalid_request_error"
-    param: str | None = None
-    code: str | None = None
-    headers: Mapping[str, str] | None = None
-
-    def __str__(self) -> str:
-        return self.message
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
     @property
     def body(self) -> dict[str, Any]:
         """The API's JSON object of an error."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
         # A client's text may hold half a surrogate pair, which no response can hold.
         message = self.message.encode("utf-8", "replace").decode()
         param = None if self.param is None else self.param.encode("utf-8", "replace").decode()
-        return {"error": {"message": message, "type": self.kind, "param": param, "code": self.code}}
-
-
-def server_error(
-    status: int, message: str, *, code: str | None = None, headers: Mapping[str, str] | None = None
-) -> ApiError:
-    """An error that is not the client's."""
-    return ApiError(status, message, kind="server_error", code=code, headers=headers)
-
-
-def timed_out(seconds: float) -> ApiError:
-    """The error of a request that took too long."""
-    return server_error(504, f"the answer took longer than {seconds:g} seconds", code="timeout")
+        return {
+            "error": {
+                "message": message,
+                "type": "rate_limit_error" if self.status == 429 else kind,
+                "param": param,
+                "code": self.code,
+            }
+        }
 
 
 class _Body(BaseModel):

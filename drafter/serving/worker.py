@@ -24,7 +24,7 @@ from drafter.engine.outputs import Update
 from drafter.models.drafter import RecurrentDrafter
 from drafter.serving.answers import Answer, Choice
 from drafter.serving.metrics import Metrics
-from drafter.serving.protocol import TRY_LATER, ApiError, server_error
+from drafter.serving.protocol import TRY_LATER, ApiError
 from drafter.serving.record import TrafficLog
 from drafter.utils.io import first_line
 
@@ -99,14 +99,14 @@ class Worker:
         """
         if self.state in ("draining", "dead"):
             what = "is shutting down" if self.state == "draining" else "has lost its engine"
-            raise server_error(503, f"the server {what}: try again later", headers=TRY_LATER)
+            raise ApiError(503, f"the server {what}: try again later", headers=TRY_LATER)
         if num_texts > self.capacity:
             message = f"{num_texts} answers were asked for at once, this server takes {self.capacity}"
             raise ApiError(400, message, param="n")
         if self.num_open + num_texts > self.capacity:
             message = "all rows are busy and the queue is full: try again later"
             later = {"Retry-After": str(self._seconds_to_wait(num_texts))}
-            raise ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=later)
+            raise ApiError(429, message, code="queue_full", headers=later)
 
     def abandon(self, answer: Answer) -> None:
         """Free the rows of an answer whose client has left. A finished answer needs no change."""
@@ -165,7 +165,7 @@ class Worker:
     # -- on the engine's thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        error = server_error(500, "the engine has ended by an error")
+        error = ApiError(500, "the engine has ended by an error")
         try:
             self._warm_up()
             while not self._is_stopping and self.state != "dead":
@@ -173,7 +173,7 @@ class Worker:
                 self._count_rows()
                 if self.engine.has_work:
                     self._step()
-            error = server_error(503, "the server was shut down before the answer was finished")
+            error = ApiError(503, "the server was shut down before the answer was finished")
         finally:
             if not self._is_stopping:
                 self.state = "dead"
@@ -266,10 +266,10 @@ class Worker:
         if is_memory:
             _log.warning("out of memory with %d rows; going on with %d", num_running, keep, exc_info=error)
             message = "the server ran out of memory: try again later"
-            failure = server_error(503, message, code="out_of_memory", headers=TRY_LATER)
+            failure = ApiError(503, message, code="out_of_memory", headers=TRY_LATER)
         else:
             _log.error("a step with %d rows failed", num_running, exc_info=error)
-            failure = server_error(500, "an internal error ended this answer")
+            failure = ApiError(500, "an internal error ended this answer")
         self._metrics.failed_steps.labels("memory" if is_memory else "error").inc()
         dropped = {request.request_id for request in self.engine.drop(keep)}
         if not dropped:  # the step failed before any row changed: the waiting requests would fail the next step too

@@ -16,10 +16,9 @@ import uvicorn
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.serving.app import create_app
+from drafter.serving.app import Server, create_app
 from drafter.serving.listen import ApiProtocol
 from drafter.serving.options import ServeOptions
-from drafter.serving.server import Server
 from tests.serving.tiny import tiny_engine
 
 MODEL = "tiny"

@@ -41,9 +41,8 @@ def test_a_name_with_markup_stays_in_json() -> None:
     engine = tiny_engine(method="none", tree_size=1)
     with live_server(engine, model_name=name) as server, server.http() as http:
         assert name not in http.get("/").text, "the page asks for the name, and sets the name as text"
-        for path in ("/v1/models", "/v1/models/<img src=x>"):
-            assert http.get(path).headers["content-type"] == "application/json"
-        assert http.get("/v1/models").json()["data"][0]["id"] == name
+        answer = http.get("/v1/models")
+        assert answer.headers["content-type"] == "application/json" and answer.json()["data"][0]["id"] == name
 
 
 @pytest.mark.skipif(not (IS_FULL and is_installed()), reason="needs DRAFTER_FULL_TESTS=1, chromium and chromedriver")

@@ -109,7 +109,7 @@ def test_bodies_that_are_no_requests(body: object) -> None:
 
 
 def test_error_bodies() -> None:
-    error = ApiError(429, "full", kind="rate_limit_error", code="queue_full", headers=TRY_LATER)
+    error = ApiError(429, "full", code="queue_full", headers=TRY_LATER)
     assert error.body == {"error": {"message": "full", "type": "rate_limit_error", "param": None, "code": "queue_full"}}
     assert error.headers == {"Retry-After": "5"}
     ApiError(400, "\ud800", param="\udfff").body["error"]["message"].encode()
