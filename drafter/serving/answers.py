@@ -133,7 +133,7 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         """Numbers of prompt tokens and generated tokens of a finished answer; a prompt counts once for its texts."""
-        firsts = [choice.request for choice in self.choices[:: self.body.n or 1]]
+        firsts = [choice.request for choice in self.choices[:: self.body.n]]
         prompt = sum(len(request.prompt_ids) for request in firsts)
         completion = sum(len(choice.request.token_ids) for choice in self.choices)
         return {

@@ -151,29 +151,24 @@ class Server:
         if body.model != self.model.name:
             message = f"model {body.model!r} is not served here: use {self.model.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
-        self.worker.check(num_prompts * (body.n or 1))
+        self.worker.check(num_prompts * body.n)
 
     def _requests(self, body: ChatRequest | CompletionRequest, prompts: Sequence[list[int]]) -> list[EngineRequest]:
         """The engine's request of each text; the texts of a prompt differ in the seed (ApiError for a bad prompt)."""
-        temperature = 1.0 if body.temperature is None else body.temperature
         params = SamplingParams(
             max_new_tokens=min(body.limit or self.max_length, self.max_length),
-            temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-            top_k=max(0, body.top_k or 0),
+            temperature=0.0 if body.temperature < GREEDY_BELOW else body.temperature,
+            top_k=max(0, body.top_k),
             # 0 keeps the likeliest token alone, like any value below the probability of that token.
-            top_p=1.0 if body.top_p is None else max(body.top_p, 1e-9),
-            min_p=body.min_p or 0.0,
+            top_p=max(body.top_p, 1e-9),
+            min_p=body.min_p,
             stop=body.stops,
-            stop_token_ids=tuple(body.stop_token_ids or ()),
-            ignore_eos=bool(body.ignore_eos),
+            stop_token_ids=tuple(body.stop_token_ids),
+            ignore_eos=body.ignore_eos,
         )
-        options = RequestOptions(
-            speculate=body.speculation is not False,
-            num_logprobs=body.num_logprobs,
-            want_tree=bool(body.details and body.stream),
-        )
+        options = RequestOptions(body.speculation, body.num_logprobs, want_tree=body.details and body.stream)
         make = self.worker.engine.make_request
-        places = itertools.product(prompts, range(body.n or 1))
+        places = itertools.product(prompts, range(body.n))
         try:
             return [make(ids, replace(params, seed=_seed(body, choice)), options) for ids, choice in places]
         except ValueError as error:

@@ -91,18 +91,14 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_fields(cls, data: Any) -> Any:
-        for name in data if isinstance(data, dict) else ():
-            if (
-                data[name]
-                and name not in cls.model_fields.keys() | _IGNORED
-                and data[name] not in _NEUTRAL.get(name, ())
-            ):
-                raise PydanticCustomError(
-                    "unsupported_parameter",
-                    "'{name}' is not supported by this server: leave it out",
-                    {"name": printable(name, 100)},
-                )
-        return data
+        if not isinstance(data, dict):
+            return data
+        known = cls.model_fields.keys() | _IGNORED
+        for name in data:
+            if name not in known and data[name] and data[name] not in _NEUTRAL.get(name, ()):
+                message = "'{name}' is not supported by this server: leave it out"
+                raise PydanticCustomError("unsupported_parameter", message, {"name": printable(name, 100)})
+        return {name: value for name, value in data.items() if value is not None}  # null means the default
 
 
 _Item = TypeVar("_Item")
@@ -133,7 +129,7 @@ class Message(_Body):
 class StreamOptions(BaseModel):
     """Options of a stream."""
 
-    include_usage: StrictBool | None = None
+    include_usage: StrictBool | None = False
 
 
 def _limits(name: str, low: float | None = None) -> Any:
@@ -152,29 +148,27 @@ _StopText = Annotated[StrictStr, Field(min_length=1, max_length=MAX_STOP_LENGTH)
 
 
 class Generation(_Body):
-    """The fields of both kinds of requests. As in the API, null means the default."""
+    """The fields of both kinds of requests."""
 
     model: StrictStr
-    max_tokens: _Count | None = None
-    temperature: Annotated[_Number, _limits("temperature")] | None = None
-    top_p: Annotated[_Number, _limits("top_p", 0.0)] | None = None
-    top_k: Annotated[StrictInt, _limits("top_k", -1)] | None = None
-    min_p: Annotated[_Number, _limits("min_p")] | None = None
+    temperature: Annotated[_Number, _limits("temperature")] = 1.0
+    top_p: Annotated[_Number, _limits("top_p", 0.0)] = 1.0
+    top_k: Annotated[StrictInt, _limits("top_k", -1)] = 0
+    min_p: Annotated[_Number, _limits("min_p")] = 0.0
     seed: Annotated[StrictInt, _limits("seed")] | None = None
-    stop: _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[_TokenId], Field(max_length=64)] | None = None
-    n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stream: StrictBool | None = None
+    stop: _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOPS)] = []
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=64)] = []
+    n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] = 1
+    stream: StrictBool = False
     stream_options: StreamOptions | None = None
-    ignore_eos: StrictBool | None = None
-    return_token_ids: StrictBool | None = Field(
-        default=None, description="the answer holds the token ids of prompt and answer, as with vLLM; not for streams"
+    ignore_eos: StrictBool = False
+    return_token_ids: StrictBool = Field(
+        default=False, description="the answer holds the token ids of prompt and answer, as with vLLM; not for streams"
     )
-    speculation: StrictBool | None = Field(default=None, description="false: no draft tokens; the answer is the same")
-    record: StrictBool | None = Field(default=None, description="false: a server that records leaves this answer out")
-    details: StrictBool | None = Field(
-        default=None,
-        description="report which tokens were drafted, and in a stream the tree of each step",
+    speculation: StrictBool = Field(default=True, description="false: no draft tokens; the answer is the same")
+    record: StrictBool = Field(default=True, description="false: a server that records leaves this answer out")
+    details: StrictBool = Field(
+        default=False, description="report which tokens were drafted, and in a stream the tree of each step"
     )
 
     @model_validator(mode="after")
@@ -193,7 +187,7 @@ class Generation(_Body):
     @property
     def stops(self) -> tuple[str, ...]:
         """Stop strings as a tuple."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def wants_usage(self) -> bool:
@@ -205,9 +199,10 @@ class ChatRequest(Generation):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: _Many[Message]
+    max_tokens: _Count | None = None
     max_completion_tokens: _Count | None = None
-    logprobs: StrictBool | None = None
-    top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: StrictBool = False
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> "ChatRequest":
@@ -220,7 +215,7 @@ class ChatRequest(Generation):
     @property
     def num_logprobs(self) -> int | None:
         """Number of alternatives listed with each token; None: no log-probabilities."""
-        return (self.top_logprobs or 0) if self.logprobs else None
+        return self.top_logprobs if self.logprobs else None
 
     @property
     def limit(self) -> int | None:
@@ -232,6 +227,7 @@ class CompletionRequest(Generation):
     """Body of ``POST /v1/completions``."""
 
     prompt: _Text | _Many[_Text] | _Many[_PromptId] | _Many[_Many[_PromptId]]
+    max_tokens: _Count = 16  # as in the API
     logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @property
@@ -241,8 +237,8 @@ class CompletionRequest(Generation):
 
     @property
     def limit(self) -> int:
-        """Largest number of tokens to generate; the API's default is 16."""
-        return self.max_tokens or 16
+        """Largest number of tokens to generate."""
+        return self.max_tokens
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -252,7 +252,7 @@ class Worker:
             self._count(choice.answer.arrived, update)
             if request.is_finished:
                 del self._choices[request.request_id]
-                if self._traffic is not None and choice.answer.body.record is not False:
+                if self._traffic is not None and choice.answer.body.record:
                     self._traffic.add(request)
             entry = choice.take(update)
             if entry is not None:
