@@ -9,7 +9,7 @@ import asyncio
 import copy
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from drafter.engine.outputs import StepTree, TokenLogprob, Update
@@ -47,7 +47,7 @@ class Model:
 class Answer:
     """One client's request: one or more texts for each of its prompts, and one queue of their entries.
 
-    The engine's thread reads the attributes; only the event loop calls the methods. Each endpoint has a subclass.
+    The engine's thread reads the attributes; only the event loop calls the methods.
 
     Args:
         model: the model that answers.
@@ -61,10 +61,6 @@ class Answer:
         arrived: time of the construction, by ``time.perf_counter``.
     """
 
-    prefix: str
-    whole_object: str
-    chunk_object: str
-
     def __init__(
         self, model: Model, body: ChatRequest | CompletionRequest, requests: Sequence[Request], deadline: float
     ) -> None:
@@ -75,15 +71,14 @@ class Answer:
         self.num_open = len(self.choices)
         self.arrived = time.perf_counter()
         self._entries: asyncio.Queue[dict[str, Any] | ApiError] = asyncio.Queue()
+        is_chat = isinstance(body, ChatRequest)
         self._envelope = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
-            "object": self.chunk_object if body.stream else self.whole_object,
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": f"chat.completion{'.chunk' if body.stream else ''}" if is_chat else "text_completion",
             "created": int(time.time()),
             "model": model.name,
             "system_fingerprint": model.fingerprint,
         }
-
-    # -- what the worker tells -------------------------------------------------------------------------------------
 
     def put(self, entry: dict[str, Any]) -> None:
         """Add an entry to the queue."""
@@ -94,8 +89,6 @@ class Answer:
         """End all open texts by an error."""
         self.num_open = 0
         self._entries.put_nowait(error)
-
-    # -- what the client gets --------------------------------------------------------------------------------------
 
     async def entries(self) -> AsyncIterator[dict[str, Any]]:
         """The entries of all texts until the last text ends.
@@ -121,15 +114,17 @@ class Answer:
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a stream (errors as of :meth:`entries`)."""
-        for entry in self.opening():
-            yield self._chunk([entry])
+        wants_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
+        envelope = self._envelope | ({"usage": None} if wants_usage else {})
+        if isinstance(self.body, ChatRequest):
+            delta = {"role": "assistant", "content": ""}
+            for index in range(len(self.choices)):
+                entry = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+                yield envelope | {"choices": [entry]}
         async for entry in self.entries():
-            yield self._chunk([entry])
-        if self.body.wants_usage:
-            yield self._chunk([]) | {"usage": self.usage()}
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._envelope | {"choices": choices} | ({"usage": None} if self.body.wants_usage else {})
+            yield envelope | {"choices": [entry]}
+        if wants_usage:
+            yield envelope | {"choices": [], "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
         """Numbers of prompt tokens and generated tokens of a finished answer; a prompt counts once for its texts."""
@@ -143,79 +138,6 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": sum(request.num_shared for request in firsts)},
         }
 
-    # -- what the endpoints differ in ------------------------------------------------------------------------------
-
-    def opening(self) -> Iterator[dict[str, Any]]:
-        """Entries of a stream before the first token."""
-        return iter(())
-
-    def text_fields(self, text: str) -> dict[str, Any]:
-        """The fields of an entry that hold its text."""
-        raise NotImplementedError
-
-    def logprobs(self, choice: "Choice", places: range) -> dict[str, Any]:
-        """The field ``logprobs`` of an entry: some tokens of a choice."""
-        raise NotImplementedError
-
-
-class ChatAnswer(Answer):
-    """Answer of ``/v1/chat/completions``."""
-
-    prefix = "chatcmpl"
-    whole_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-
-    def opening(self) -> Iterator[dict[str, Any]]:
-        """An entry with the role for each text."""
-        for index in range(len(self.choices)):
-            delta = {"role": "assistant", "content": ""}
-            yield {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def text_fields(self, text: str) -> dict[str, Any]:
-        """A delta, or the whole message."""
-        if self.body.stream:
-            return {"delta": {"content": text} if text else {}}
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-    def logprobs(self, choice: "Choice", places: range) -> dict[str, Any]:
-        """Log-probabilities token by token."""
-        content = []
-        for place in places:
-            found = choice.token_logprobs[place]
-            top = [self._entry(*item) for item in found.top]
-            content.append(self._entry(choice.request.token_ids[place], found.logprob) | {"top_logprobs": top})
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        name = self.model.name_of(token_id)
-        return {"token": name, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": list(name.encode())}
-
-
-class CompletionAnswer(Answer):
-    """Answer of ``/v1/completions``."""
-
-    prefix = "cmpl"
-    whole_object = "text_completion"
-    chunk_object = "text_completion"
-
-    def text_fields(self, text: str) -> dict[str, Any]:
-        """The text."""
-        return {"text": text}
-
-    def logprobs(self, choice: "Choice", places: range) -> dict[str, Any]:
-        """Log-probabilities as parallel lists, the older form; offsets count from the start of the text."""
-        name_of = self.model.name_of
-        found = [choice.token_logprobs[place] for place in places]
-        return {
-            "tokens": [name_of(choice.request.token_ids[place]) for place in places],
-            "token_logprobs": [max(item.logprob, _LEAST_LOGPROB) for item in found],
-            # The likelier of two tokens with one name counts.
-            "top_logprobs": [
-                {name_of(token): max(value, _LEAST_LOGPROB) for token, value in reversed(item.top)} for item in found
-            ],
-            "text_offset": [choice.start_of(place) for place in places],
-        }
-
 
 class Choice:
     """One text of an answer. Only the engine's thread calls the methods.
@@ -226,20 +148,18 @@ class Choice:
 
     Attributes:
         answer: the answer of the text.
-        index: place of the text in the answer.
         request: the engine's request; it must have a text.
-        token_logprobs: log-probabilities of all tokens, if the client asks for them.
     """
 
     def __init__(self, answer: Answer, index: int, request: Request) -> None:
         assert request.text is not None
         self.answer = answer
-        self.index = index
         self.request = request
-        self.token_logprobs: list[TokenLogprob] = []
+        self._index = index
         self._text = request.text
         self._shown = ""
         self._is_drafted: list[bool] = []
+        self._logprobs: list[TokenLogprob] = []
         self._num_released = 0
 
     def take(self, update: Update) -> dict[str, Any] | None:
@@ -249,34 +169,65 @@ class Choice:
         """
         request, body = self.request, self.answer.body
         assert request.finish_reason != "abort"
-        self.token_logprobs += update.logprobs or []
+        self._logprobs += update.logprobs or []
         num_drafted = request.num_accepted[-1]
         self._is_drafted += [place < num_drafted for place in range(len(update.token_ids))]
         if not (body.stream or request.is_finished):
             return None
         fresh = self._text.take()
         self._shown += fresh
-        places = self.release()
+        places = self._release()
         if not (fresh or places or request.is_finished or update.tree):
             return None
-        wants_logprobs = body.num_logprobs is not None
-        entry = {
-            "index": self.index,
-            **self.answer.text_fields(fresh),
-            "logprobs": self.answer.logprobs(self, places) if wants_logprobs else None,
-            "finish_reason": request.finish_reason,
-        }
+        entry: dict[str, Any] = {"index": self._index, "finish_reason": request.finish_reason, "logprobs": None}
+        if isinstance(body, CompletionRequest):
+            entry["text"] = fresh
+        elif body.stream:
+            entry["delta"] = {"content": fresh} if fresh else {}
+        else:
+            entry["message"] = {"role": "assistant", "content": fresh, "refusal": None}
+        if body.num_logprobs is not None:
+            as_json = self._chat_logprobs if isinstance(body, ChatRequest) else self._completion_logprobs
+            entry["logprobs"] = as_json(places)
         if body.details:
             entry["details"] = self._details(places, update.tree)
         if body.return_token_ids:  # where clients of vLLM and SGLang look for them
             entry |= {"prompt_token_ids": request.prompt_ids, "token_ids": request.token_ids}
         return entry
 
-    def start_of(self, place: int) -> int:
+    def _chat_logprobs(self, places: range) -> dict[str, Any]:
+        """Log-probabilities token by token."""
+
+        def item(token_id: int, logprob: float) -> dict[str, Any]:
+            name = self.answer.model.name_of(token_id)
+            return {"token": name, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": list(name.encode())}
+
+        content = []
+        for place in places:
+            found = self._logprobs[place]
+            top = [item(*pair) for pair in found.top]
+            content.append(item(self.request.token_ids[place], found.logprob) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _completion_logprobs(self, places: range) -> dict[str, Any]:
+        """Log-probabilities as parallel lists, the older form; offsets count from the start of the text."""
+        name_of = self.answer.model.name_of
+        found = [self._logprobs[place] for place in places]
+        return {
+            "tokens": [name_of(self.request.token_ids[place]) for place in places],
+            "token_logprobs": [max(item.logprob, _LEAST_LOGPROB) for item in found],
+            # The likelier of two tokens with one name counts.
+            "top_logprobs": [
+                {name_of(token): max(value, _LEAST_LOGPROB) for token, value in reversed(item.top)} for item in found
+            ],
+            "text_offset": [self._start_of(place) for place in places],
+        }
+
+    def _start_of(self, place: int) -> int:
         """Number of characters before a token."""
         return self._text.ends[place - 1] if place else 0
 
-    def release(self) -> range:
+    def _release(self) -> range:
         """Places of the tokens that may be shown now: up to the last token whose whole text is shown.
 
         A stop token has no entry in ``ends``. Tokens without text at the end may begin a character of a stop string.
@@ -287,11 +238,11 @@ class Choice:
             for place in range(start, len(ends)):
                 if ends[place] > shown:
                     break
-                if ends[place] > self.start_of(place):
+                if ends[place] > self._start_of(place):
                     self._num_released = place + 1
         elif self._text.is_stopped:
             # A stop string cut the text, perhaps within the last token; later tokens are no part of the answer.
-            self._num_released = max(start, sum(self.start_of(place) < shown for place in range(len(ends))))
+            self._num_released = max(start, sum(self._start_of(place) < shown for place in range(len(ends))))
         else:
             self._num_released = len(ends)
         return range(start, self._num_released)
@@ -301,7 +252,7 @@ class Choice:
         ends = self._text.ends
         details = {
             # A token within a character has no text.
-            "tokens": [(self._shown[self.start_of(at) : ends[at]], self._is_drafted[at]) for at in places],
+            "tokens": [(self._shown[self._start_of(at) : ends[at]], self._is_drafted[at]) for at in places],
             "num_tokens": len(self.request.token_ids),
             "num_target_forwards": self.request.num_forwards,
         }

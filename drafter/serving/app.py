@@ -22,7 +22,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.request import Request as EngineRequest
 from drafter.engine.request import RequestOptions
-from drafter.serving.answers import Answer, ChatAnswer, CompletionAnswer, Model
+from drafter.serving.answers import Answer, Model
 from drafter.serving.encoder import Encoder
 from drafter.serving.follow import Follower
 from drafter.serving.guard import Guard, respond
@@ -114,15 +114,14 @@ class Server:
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        return await self._respond(ChatAnswer, body, [Chat([turn.plain for turn in body.messages])], request)
+        return await self._respond(body, [Chat([turn.plain for turn in body.messages])], request)
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Continue texts."""
-        return await self._respond(CompletionAnswer, body, body.prompts, request)
+        return await self._respond(body, body.prompts, request)
 
     async def _respond(
         self,
-        kind: type[Answer],
         body: ChatRequest | CompletionRequest,
         asked: Sequence[str | Chat | list[int]],
         request: Request,
@@ -132,7 +131,7 @@ class Server:
             try:
                 async with asyncio.timeout(self._seconds) as limit:
                     prompts = [ids if isinstance(ids, list) else await self.encoder.encode(ids) for ids in asked]
-                    answer = kind(self.model, body, self._requests(body, prompts), limit.when() or 0.0)
+                    answer = Answer(self.model, body, self._requests(body, prompts), limit.when() or 0.0)
                     self.worker.submit(answer)
                     at_end.callback(self.worker.abandon, answer)
                     if body.stream:

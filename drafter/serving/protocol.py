@@ -189,11 +189,6 @@ class Generation(_Body):
         """Stop strings as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    @property
-    def wants_usage(self) -> bool:
-        """True if the stream ends with a chunk of usage counts."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
 
 class ChatRequest(Generation):
     """Body of ``POST /v1/chat/completions``."""

@@ -28,7 +28,7 @@ from drafter.engine.request import RequestOptions
 from drafter.engine.settings import Plan
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
-from drafter.serving.answers import CompletionAnswer, Model
+from drafter.serving.answers import Answer, Model
 from drafter.serving.metrics import Metrics
 from drafter.serving.protocol import CompletionRequest
 from drafter.serving.worker import Worker
@@ -182,7 +182,7 @@ async def _serve(engine: Engine) -> int:
         params = replace(params, max_new_tokens=6)
         options = RequestOptions(num_logprobs=logprobs, want_tree=logprobs is not None)
         requests = [engine.make_request(list(range(start, start + 40)), params, options) for start in (0, 5)]
-        answer = CompletionAnswer(model, body, requests, asyncio.get_running_loop().time() + 600)
+        answer = Answer(model, body, requests, asyncio.get_running_loop().time() + 600)
         worker.submit(answer)
         assert [entry async for entry in answer.entries()]
     await worker.stop()

@@ -8,7 +8,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.outputs import Update
 from drafter.engine.request import Request
 from drafter.engine.text import IncrementalText
-from drafter.serving.answers import CompletionAnswer, Model
+from drafter.serving.answers import Answer, Model
 from drafter.serving.protocol import CompletionRequest
 from tests.data.tiny import tiny_tokenizer
 
@@ -28,7 +28,7 @@ def run(
     params = SamplingParams(stop=stop)
     request = Request(0, [1], params, limit, frozenset([EOS]), text)
     body = CompletionRequest(model="m", prompt="x", stream=True, details=True)
-    (choice,) = CompletionAnswer(Model("m", "f", TOKENIZER), body, [request], 0.0).choices
+    (choice,) = Answer(Model("m", "f", TOKENIZER), body, [request], 0.0).choices
     released = []
     for emitted in steps:
         if request.is_finished:

@@ -13,7 +13,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.outputs import Update
 from drafter.engine.settings import EngineConfig
-from drafter.serving.answers import Answer, CompletionAnswer, Model
+from drafter.serving.answers import Answer, Model
 from drafter.serving.metrics import Metrics
 from drafter.serving.protocol import ApiError, CompletionRequest
 from drafter.serving.worker import Worker
@@ -27,7 +27,7 @@ def submit(worker: Worker, *prompts: str, params: SamplingParams = LONG) -> Answ
     requests = [worker.engine.make_request(tiny_target().encode(prompt), params) for prompt in prompts]
     body = CompletionRequest(model="tiny", prompt="x", stream=True)
     deadline = asyncio.get_running_loop().time() + 60
-    call = CompletionAnswer(Model("tiny", "", tiny_target().tokenizer), body, requests, deadline)
+    call = Answer(Model("tiny", "", tiny_target().tokenizer), body, requests, deadline)
     worker.submit(call)
     return call
 
