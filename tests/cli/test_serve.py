@@ -22,9 +22,7 @@ from tests.serving.tiny import save_target
     ("text", "message"),
     [
         ("target: a\nprot: 1", "'prot' is not accepted"),
-        ("target: a\nport: true", "Parser key \"port\": Expected a <class 'int'>. Got value: True"),
         ("target: a\nrequest_timeout: .nan", "--request-timeout is nan"),
-        ("target: a\nmethod: drafter", "--method drafter needs a drafter"),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
@@ -59,7 +57,6 @@ def test_taken_port_is_told_before_anything_is_loaded(capsys: pytest.CaptureFixt
     [
         (["--max-num-seqs", "1000", "--max-model-len", "16000000"], "lower --max-num-seqs, --max-model-len"),
         (["--drafter", "nowhere"], "--drafter nowhere"),
-        (["--method", "draft-model"], "--draft-model"),
     ],
 )
 def test_servers_that_cannot_start(
