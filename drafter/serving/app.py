@@ -68,6 +68,8 @@ class Server:
         self.follower = None
         if options.drafter_used is not None and engine.drafter is not None:
             self.follower = Follower(options.drafter_used, self.worker, self.metrics)
+            if options.follow and not self.follower.folder.is_dir():
+                raise ValueError(f"--follow watches a folder, and --drafter {options.drafter_used} is none")
         self._follows = options.follow
         self._following: asyncio.Task[None] | None = None
         self._page = (files("drafter.serving") / "page.html").read_text(encoding="utf-8")
@@ -89,7 +91,7 @@ class Server:
         """
         await asyncio.gather(self.encoder.start(), self.worker.start())
         if self._follows:
-            assert self.follower is not None, "--follow without a drafter"
+            assert self.follower is not None, "--follow with a drafter that is not used"
             self._following = asyncio.create_task(self.follower.follow())
 
     async def stop(self) -> None:

@@ -29,12 +29,13 @@ class Follower:
         metrics: counters of the server.
 
     Attributes:
+        folder: the folder that is watched.
         digest: hash of the weights in use.
     """
 
     def __init__(self, name: str, worker: Worker, metrics: Metrics) -> None:
         self._name = name
-        self._folder = Path(name).expanduser()
+        self.folder = Path(name).expanduser()
         self._worker = worker
         self._metrics = metrics
         self._lock = asyncio.Lock()
@@ -46,15 +47,13 @@ class Follower:
 
     async def follow(self) -> None:
         """Watch the folder until the task is cancelled."""
-        if not self._folder.is_dir():
-            raise ValueError(f"--follow watches a folder, and --drafter {self._name} is none")
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             if self._stamp() not in (None, self._seen):
                 try:
                     await self.reload()
                 except Exception as error:  # whatever a damaged folder raises
-                    _log.warning("%s was replaced, and the old drafter stays: %s", self._folder, first_line(error))
+                    _log.warning("%s was replaced, and the old drafter stays: %s", self.folder, first_line(error))
 
     async def reload(self) -> bool:
         """Load the drafter again, and let it take over if its weights differ; False if they do not differ.
@@ -81,7 +80,7 @@ class Follower:
     def _stamp(self) -> _Stamp | None:
         """What tells one version of the folder from another; None while there is none."""
         try:
-            found = [os.stat(self._folder / name) for name in ("config.json", WEIGHTS)]
+            found = [os.stat(self.folder / name) for name in ("config.json", WEIGHTS)]
         except OSError:
             return None
         return tuple((stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in found)

@@ -30,7 +30,6 @@ class Metrics:
         self.tokens = counter("generated_tokens", "Generated tokens")
         self.drafted_tokens = counter("accepted_draft_tokens", "Generated tokens that were drafted and accepted")
         self.target_forwards = counter("target_forwards", "Target forwards for tokens, summed over rows")
-        self.steps = counter("steps", "Steps of the engine")
         self.failed_steps = counter("failed_steps", "Steps that raised", ["cause"])
         self.tokens_per_step = histogram("tokens_per_step", "Tokens of a row in one step", buckets=_TOKENS)
         self.step_seconds = histogram("step_seconds", "Time of a step", buckets=_STEP_SECONDS)

@@ -238,7 +238,6 @@ class Worker:
             # Any error of a step may fail only the requests of that step.
             self._recover(error)
             return
-        self._metrics.steps.inc()
         self._metrics.step_seconds.observe(time.perf_counter() - started)
         self._count_rows()
         if entries:

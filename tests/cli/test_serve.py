@@ -1,20 +1,15 @@
-"""``drafter serve``: options, refusals, and the process from its start to its exit code."""
+"""``drafter serve``: options and refusals; tests/serving/test_listen.py has the process."""
 
 import json
 import re
-import signal
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
 from drafter.cli.main import main
 from drafter.serving.listen import bind
 from drafter.serving.options import ServeOptions
 from drafter.utils.options import read_options
-from tests.serving.live import server_process
-from tests.serving.test_limits import CHAT
 from tests.serving.tiny import save_target
 
 
@@ -32,13 +27,15 @@ def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
         read_options(ServeOptions, ["--config", str(file)])
 
 
-def test_names_that_clients_see(tmp_path: Path) -> None:
+def test_names_that_clients_see_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ServeOptions(target=str(tmp_path)).served_name == tmp_path.name
     assert ServeOptions(target="owner/model").served_name == "owner/model"
     assert ServeOptions(target="./x/model.gguf").served_name == "model.gguf"
     assert ServeOptions(target="a", model_name="b").served_name == "b"
     options = ServeOptions(target="a")
     assert (options.host, options.cors_origin, options.api_key) == ("127.0.0.1", (), ()), "nobody else comes in"
+    monkeypatch.setenv("DRAFTER_API_KEY", "from-environment")
+    assert ServeOptions(target="a", api_key=("x",)).api_keys == ("x", "from-environment")
 
 
 def test_taken_port_is_told_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,26 +67,3 @@ def test_servers_that_cannot_start(
     assert main(["serve", "--target", folder, "--port", "0", "--device", "cpu", *flags]) == 2
     error = capsys.readouterr().err
     assert error.startswith("drafter: error:") and message in error and error.count("\n") == 1
-
-
-def ask(url: str, **fields: Any) -> Any:
-    body = {"model": "target", "messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "stream": True}
-    headers = {"Authorization": "Bearer from-environment"}
-    return httpx.stream("POST", url + CHAT, json=body | fields, headers=headers, timeout=30)
-
-
-@pytest.mark.slow
-def test_sigterm_lets_streams_finish_and_exits_with_zero(tmp_path: Path) -> None:
-    folder = save_target(tmp_path / "target")
-    with server_process("--target", folder, "--max-model-len", "200", DRAFTER_API_KEY="from-environment") as process:
-        server, url = process.popen, process.url
-        assert httpx.post(url + CHAT, json={}).status_code == 401, "the key of the environment counts"
-        with ask(url, max_tokens=150) as response:
-            lines = response.iter_lines()
-            next(lines)
-            server.send_signal(signal.SIGTERM)
-            rest = list(lines)
-        assert rest[-2] == "data: [DONE]", "the running stream was finished"
-        assert server.wait(20) == 0
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(url + "/health")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import pytest
@@ -36,11 +36,8 @@ SECONDS = size(10, 600)
 CHAT = "/v1/chat/completions"
 
 
-class Question(NamedTuple):
-    """A request and the answer that decoding offline gives: text and finish reason."""
-
-    body: dict[str, Any]
-    answer: tuple[str, str]
+# A request, and the text and the finish reason that decoding offline gives.
+Question = tuple[dict[str, Any], tuple[str, str]]
 
 
 @dataclass
@@ -77,49 +74,39 @@ def questions(target: str, count: int) -> list[Question]:
     engine = Engine(Target.load(target, device="cpu"), config=EngineConfig(method="none", max_num_seqs=NUM_ROWS))
     answers = engine.generate([body["messages"] for body in bodies], params)
     return [
-        Question({"model": MODEL, **body}, (answer.text, answer.finish_reason))
+        ({"model": MODEL, **body}, (answer.text, answer.finish_reason))
         for body, answer in zip(bodies, answers, strict=True)
     ]
 
 
 async def ask(http: httpx.AsyncClient, question: Question, chance: random.Random, tally: Tally) -> None:
     """One request of one client; a twentieth is bad, a twentieth hangs up midway."""
+    body, wanted = question
     kind = chance.random()
-    is_stream = chance.random() < 0.5
     if kind < 0.05:
         bad = [{"tools": [{}]}, {"temperature": -1}, {"messages": []}, {"model": "x"}, {"max_tokens": "no"}]
-        response = await http.post(CHAT, json=question.body | chance.choice(bad))
+        response = await http.post(CHAT, json=body | chance.choice(bad))
         tally.refused += response.status_code in (400, 404)
-        return
-    if kind < 0.10:
-        body = question.body | {"stream": True, "max_tokens": 60, "ignore_eos": True}
-        async with http.stream("POST", CHAT, json=body) as response:
+    elif kind < 0.10:
+        long = body | {"stream": True, "max_tokens": 60, "ignore_eos": True}
+        async with http.stream("POST", CHAT, json=long) as response:
             async for _ in response.aiter_lines():
                 if chance.random() < 0.3:
                     break
         tally.hung_up += 1
-        return
-    response = await http.post(CHAT, json=question.body | {"stream": is_stream, "details": chance.random() < 0.2})
-    answer = read_answer(response, is_stream)
-    if answer == question.answer:
-        tally.right += 1
     else:
-        tally.wrong.append(f"{question.body}: {response.status_code} {answer}")
-
-
-def read_answer(response: httpx.Response, is_stream: bool) -> tuple[str, str | None]:
-    if response.status_code != 200:
-        return response.text, None
-    if not is_stream:
-        choice = response.json()["choices"][0]
-        return choice["message"]["content"], choice["finish_reason"]
-    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
-    text = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
-    return text, events[-1]["choices"][0]["finish_reason"]
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        is_stream = chance.random() < 0.5
+        response = await http.post(CHAT, json=body | {"stream": is_stream, "details": chance.random() < 0.2})
+        text, reason = response.text, None
+        if response.status_code == 200 and is_stream:
+            events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+            text = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+            reason = events[-1]["choices"][0]["finish_reason"]
+        elif response.status_code == 200:
+            choice = response.json()["choices"][0]
+            text, reason = choice["message"]["content"], choice["finish_reason"]
+        tally.right += (text, reason) == wanted
+        tally.wrong += [] if (text, reason) == wanted else [f"{body}: {response.status_code} {text} {reason}"]
 
 
 async def crowd(server: Live, asked: list[Question], seconds: float, replace: Callable[[], object]) -> Tally:
@@ -136,19 +123,15 @@ async def crowd(server: Live, asked: list[Question], seconds: float, replace: Ca
             while goes_on():
                 await ask(http, chance.choice(asked), chance, tally)
 
-    async def watch() -> None:
-        while goes_on():
-            gc.collect()
-            tally.memory.append(resident_bytes())
-            await asyncio.sleep(seconds / 40)
-
     async def replacing() -> None:
         while goes_on():
             await asyncio.to_thread(replace)
             tally.replaced += 1
+            gc.collect()
+            tally.memory.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
             await asyncio.sleep(seconds / 40)
 
-    await asyncio.gather(watch(), replacing(), *(client(number) for number in range(NUM_CLIENTS)))
+    await asyncio.gather(replacing(), *(client(number) for number in range(NUM_CLIENTS)))
     return tally
 
 
@@ -158,11 +141,8 @@ def test_a_crowd_of_clients(place: Place, checkpoints: list[Path], tmp_path: Pat
     drafter = tmp_path / "drafter"
     exports = cycle([["export", str(checkpoint), "--out", str(drafter)] for checkpoint in checkpoints])
     place.run.must(next(exports))
-    tree = {"beam_width": 16, "draft_length": 2, "tree_size": 24}
-    limits = {"max_num_seqs": NUM_ROWS, "prefill_chunk": 32}
-    options = ServeOptions(
-        target=place.target, drafter=str(drafter), device="cpu", model_name=MODEL, **limits, **tree
-    )  # fmt: skip
+    sizes = {"max_num_seqs": NUM_ROWS, "prefill_chunk": 32, "beam_width": 16, "draft_length": 2, "tree_size": 24}
+    options = ServeOptions(target=place.target, drafter=str(drafter), device="cpu", model_name=MODEL, **sizes)
     asked = questions(place.target, 60)
     engine = load_engine(options)
     with live_server(engine, max_queue=NUM_CLIENTS, drafter=str(drafter), follow=True) as server:

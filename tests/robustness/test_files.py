@@ -33,13 +33,13 @@ class Kind(NamedTuple):
     Attributes:
         valid: a good file.
         damage: from the bytes of the good file to those of a bad file.
-        words: the command that reads the file, given a folder for the case and the place of the file in the folder.
+        command: the command that reads the file; ``{case}`` is the folder of the case, ``{file}`` the file.
         has_folder: the folder of the good file is copied first.
     """
 
     valid: Path
     damage: Callable[[bytes, random.Random], bytes]
-    words: Callable[[Path, Path], list[str]]
+    command: str
     has_folder: bool = False
 
 
@@ -121,70 +121,35 @@ def damaged_gzip(data: bytes, chance: random.Random) -> bytes:
 
 def kinds(place: Place, valid: Path) -> dict[str, Kind]:
     """Every kind of file, each with its command."""
-    target, drafter = Path(place.target), Path(place.drafter)
-    short = ["--device", "cpu", "--prompt", "hi", "--max-new-tokens", "2"]
-    plain = [*short, "--method", "none"]
-    decode = ["decode", "--target", place.target]
-    drafted = [*decode, *short, "--drafter"]
-
-    def training(case: Path, *more: str) -> list[str]:
-        return place.training(case / "run", *more, "--trainer.max_steps", "3")
-
-    def configured(case: Path, file: Path) -> list[str]:
-        limits = ["--trainer.max_steps", "1", "--trainer.max_epochs", "1"]
-        return ["train", "--config", str(file), "--trainer.default_root_dir", str(case / "run"), *limits]
-
-    def journal(case: Path, _: Path) -> list[str]:
-        return distilling(place, Path(place.prompts), case / "a.jsonl")
-
-    def inspect(_: Path, file: Path) -> list[str]:
-        return ["data", "inspect", str(file), "--target", place.target]
-
-    index = valid / "sharded" / "model.safetensors.index.json"
+    target, drafter, prompts = Path(place.target), Path(place.drafter), Path(place.prompts)
+    plain = "--device cpu --max-new-tokens 2 --method none"
+    drafted = f"decode --target {target} --device cpu --prompt hi --max-new-tokens 2 --drafter"
+    answers, resumed = valid / "answers" / "a.jsonl", distilling(place, prompts, "{case}/a.jsonl")
+    training = " ".join(place.training(Path("{case}/run"), "--trainer.max_steps", "3")).replace(", ", ",")
+    limits = "--trainer.default_root_dir {case}/run --trainer.max_steps 1 --trainer.max_epochs 1"
+    of_target = f"decode --target {{case}} --prompt hi {plain}"
     return {
-        "drafter-config": Kind(drafter / "config.json", damaged_json, lambda case, _: [*drafted, str(case)], True),
-        "drafter-weights": Kind(
-            drafter / "model.safetensors", damaged_safetensors, lambda case, _: [*drafted, str(case)], True
-        ),
-        "index": Kind(index, damaged_json, lambda case, _: ["decode", "--target", str(case), *plain], True),
-        "target-weights": Kind(
-            target / "model.safetensors", damaged_safetensors,
-            lambda case, _: ["decode", "--target", str(case), *plain], True,
-        ),
-        "checkpoint-export": Kind(
-            valid / "last.ckpt", damaged_checkpoint, lambda case, file: ["export", str(file), "--out", str(case / "o")]
-        ),
-        "checkpoint-train": Kind(
-            valid / "last.ckpt", damaged_checkpoint, lambda case, file: training(case, "--ckpt_path", str(file))
-        ),
-        "config-decode": Kind(
-            valid / "decode.yaml", damaged_yaml, lambda _, file: ["decode", "--config", str(file), "--device", "cpu"]
-        ),
-        "config-train": Kind(valid / "train.yaml", damaged_yaml, configured),
-        "prompts": Kind(
-            Path(place.prompts), damaged_lines,
-            lambda _, file: [*decode, "--device", "cpu", "--prompts", str(file), *plain[4:]],
-        ),
-        "prompts-gz": Kind(
-            valid / "prompts.jsonl.gz", damaged_gzip, lambda case, file: distilling(place, file, case / "o.jsonl")
-        ),
-        "rows": Kind(valid / "rows.jsonl", damaged_lines, inspect),
-        "tuned": Kind(
-            valid / "tuned.json", damaged_json, lambda _, file: [*drafted, place.drafter, "--tuned", str(file)]
-        ),
-        "journal": Kind(valid / "answers" / "a.jsonl", damaged_lines, journal, True),
-        "journal-settings": Kind(valid / "answers" / "a.jsonl.settings.json", damaged_json, journal, True),
-        "results": Kind(
-            valid / "results.jsonl", damaged_lines, lambda _, file: ["bench", "report", str(file)]
-        ),
-    }  # fmt: skip
+        "drafter-config": Kind(drafter / "config.json", damaged_json, f"{drafted} {{case}}", True),
+        "drafter-weights": Kind(drafter / "model.safetensors", damaged_safetensors, f"{drafted} {{case}}", True),
+        "index": Kind(valid / "sharded" / "model.safetensors.index.json", damaged_json, of_target, True),
+        "target-weights": Kind(target / "model.safetensors", damaged_safetensors, of_target, True),
+        "checkpoint-export": Kind(valid / "last.ckpt", damaged_checkpoint, "export {file} --out {case}/o"),
+        "checkpoint-train": Kind(valid / "last.ckpt", damaged_checkpoint, f"{training} --ckpt_path {{file}}"),
+        "config-decode": Kind(valid / "decode.yaml", damaged_yaml, "decode --config {file} --device cpu"),
+        "config-train": Kind(valid / "train.yaml", damaged_yaml, f"train --config {{file}} {limits}"),
+        "prompts": Kind(prompts, damaged_lines, f"decode --target {target} --prompts {{file}} {plain}"),
+        "prompts-gz": Kind(valid / "prompts.jsonl.gz", damaged_gzip, distilling(place, "{file}", "{case}/o.jsonl")),
+        "rows": Kind(valid / "rows.jsonl", damaged_lines, f"data inspect {{file}} --target {target}"),
+        "tuned": Kind(valid / "tuned.json", damaged_json, f"{drafted} {drafter} --tuned {{file}}"),
+        "journal": Kind(answers, damaged_lines, resumed, True),
+        "journal-settings": Kind(answers.with_name("a.jsonl.settings.json"), damaged_json, resumed, True),
+        "results": Kind(valid / "results.jsonl", damaged_lines, "bench report {file}"),
+    }
 
 
-def distilling(place: Place, prompts: Path, out: Path) -> list[str]:
-    return [
-        *("distill", "--target", place.target, "--prompts", str(prompts), "--out", str(out), "--device", "cpu"),
-        *("--max-new-tokens", "3", "--method", "none"),
-    ]
+def distilling(place: Place, prompts: Path | str, out: Path | str) -> str:
+    models = f"--target {place.target} --device cpu --method none"
+    return f"distill {models} --prompts {prompts} --out {out} --max-new-tokens 3"
 
 
 @pytest.fixture(scope="module")
@@ -197,29 +162,19 @@ def valid(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place.run.must(place.training(folder / "training", "--trainer.max_steps", "2", "--trainer.val_check_interval", "2"))
     shutil.copy(folder / "training" / "checkpoints" / "last.ckpt", folder / "last.ckpt")
     shutil.copy(next((folder / "training" / "logs").glob("*/config.yaml")), folder / "train.yaml")
-    place.run.must(distilling(place, Path(place.prompts), folder / "answers" / "a.jsonl"))
-    small = ["--target", place.target, "--prompts", place.prompts, "--device", "cpu"]
-    sizes = ["--batch-sizes", "1,2", "--tree-sizes", "4", "--max-new-tokens", "8", "--seconds", "2"]
-    place.run.must(["tune", *small, "--drafter", place.drafter, *sizes, "--out", str(folder / "tuned.json")])
-    methods = ["--methods", "none,lookup", "--max-new-tokens", "3", "--rounds", "1"]
-    place.run.must(["bench", *small, *methods, "--out", str(folder / "results.jsonl")])
+    place.run.must(distilling(place, place.prompts, folder / "answers" / "a.jsonl").split())
+    small = f"--target {place.target} --prompts {place.prompts} --device cpu"
+    sizes = f"--batch-sizes 1,2 --tree-sizes 4 --max-new-tokens 8 --seconds 2 --out {folder}/tuned.json"
+    place.run.must(f"tune {small} --drafter {place.drafter} {sizes}".split())
+    place.run.must(
+        f"bench {small} --methods none,lookup --max-new-tokens 3 --rounds 1 --out {folder}/results.jsonl".split()
+    )
     settings = {"target": place.target, "prompt": ["hi"], "max_new_tokens": 2, "temperature": 0.5, "method": "lookup"}
     (folder / "decode.yaml").write_text(yaml.safe_dump(settings))
     (folder / "prompts.jsonl.gz").write_bytes(gzip.compress(Path(place.prompts).read_bytes()))
     rows = [{"prompt": "a"}, {"messages": [{"role": "user", "content": "b"}]}, {"turns": ["c", "d"]}, {"text": "e"}]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
-
-
-def make_case(kind: Kind, folder: Path, chance: random.Random) -> list[str]:
-    """A damaged file in its folder; the command that reads it."""
-    if kind.has_folder:
-        shutil.copytree(kind.valid.parent, folder)
-    else:
-        folder.mkdir()
-    file = folder / kind.valid.name
-    file.write_bytes(kind.damage(kind.valid.read_bytes(), chance))
-    return kind.words(folder, file)
 
 
 def test_damaged_files(place: Place, valid: Path, tmp_path: Path) -> None:
@@ -231,8 +186,14 @@ def test_damaged_files(place: Place, valid: Path, tmp_path: Path) -> None:
     for number in range(NUM_FILES):
         chance = random.Random(f"{SEED} {number}")  # a case is the same alone
         name = chosen[number % len(chosen)]
-        folder = tmp_path / f"{number}-{name}"
-        words = make_case(every[name], folder, chance)
+        kind, folder = every[name], tmp_path / f"{number}-{name}"
+        if kind.has_folder:
+            shutil.copytree(kind.valid.parent, folder)
+        else:
+            folder.mkdir()
+        file = folder / kind.valid.name
+        file.write_bytes(kind.damage(kind.valid.read_bytes(), chance))
+        words = kind.command.format(case=folder, file=file).split()
         outcome = place.run(words)
         seen[f"{name}: {'refused' if outcome.code == 2 else 'taken' if outcome.code == 0 else outcome.code}"] += 1
         if outcome.fault:

@@ -70,18 +70,12 @@ def test_hostile_templates_fail_alone() -> None:
     run(test, seconds=1.0)
 
 
-def test_a_client_that_leaves_does_not_leave_its_tokens_to_the_next() -> None:
+def test_a_client_that_leaves_and_a_killed_child_leave_nothing_to_the_next() -> None:
     async def test(encoder: Encoder) -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0):  # the exchange with the process begins all the same
                 await encoder.encode(turns("word " * 2_000))
         assert await encoder.encode("after") == encode_text(tiny_tokenizer(), "after")
-
-    run(test)
-
-
-def test_a_killed_child_is_replaced() -> None:
-    async def test(encoder: Encoder) -> None:
         hanging = asyncio.create_task(encoder.encode(turns("hang")))
         await asyncio.sleep(0.2)
         os.kill(encoder._process.pid, signal.SIGKILL)

@@ -64,26 +64,15 @@ def test_fields_that_nobody_knows_are_named_unless_they_ask_for_nothing(kind: An
         ({"best_of": 3, "n": 2}, "best_of"),
         ({"stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
         ({"return_token_ids": True, "stream": True}, "return_token_ids"),
+        *(({"messages": [CHAT["messages"][0], {"role": "user", "content": content}]}, f"messages[1].content{place}")
+          for content, place in ((HALF, ""), ([{"type": "text", "text": HALF}], "[0].text"), (7, ""),
+                                 ([{"type": "image_url"}], "[0].type"))),
     ],
-)
+)  # fmt: skip
 def test_wrong_fields_are_named(fields: dict[str, Any], param: str) -> None:
-    error = refusal(CompletionRequest, TEXT | fields)
+    is_chat = "messages" in fields
+    error = refusal(ChatRequest if is_chat else CompletionRequest, (CHAT if is_chat else TEXT) | fields)
     assert error.param == param and error.status == 400 and not set("{}") & set(error.message)
-
-
-@pytest.mark.parametrize(
-    ("content", "param"),
-    [
-        (HALF, "content"),
-        ([{"type": "text", "text": HALF}], "content[0].text"),
-        ([{"type": "text", "text": 5}], "content[0].text"),
-        ([{"type": "image_url"}], "content[0].type"),
-        (7, "content"),
-    ],
-)
-def test_the_deepest_place_of_a_message_is_named(content: object, param: str) -> None:
-    error = refusal(ChatRequest, CHAT | {"messages": [CHAT["messages"][0], {"role": "user", "content": content}]})
-    assert error.param == f"messages[1].{param}" and "{" not in error.message
 
 
 def test_bodies_that_pass() -> None:

@@ -29,9 +29,9 @@ def test_client_streams_the_targets_own_answer() -> None:
     text, details, usage = "", [], None
     tree = ["--beam-width", "4", "--draft-length", "3", "--tree-size", "6"]
     flags = ["--max-num-seqs", "2", "--max-model-len", "256", "--dtype", "float32", *tree]
-    with server_process("--target", NAME, *flags, CUDA_VISIBLE_DEVICES="") as server:
-        assert "drafting: drafter" in server.said, "the drafter needs no flag"
-        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=600)
+    with server_process("--target", NAME, *flags, CUDA_VISIBLE_DEVICES="") as (url, said):
+        assert "drafting: drafter" in said, "the drafter needs no flag"
+        client = openai.OpenAI(base_url=url + "/v1", api_key="none", timeout=600)
         for chunk in client.chat.completions.create(**ASK, temperature=0, max_tokens=64, stream=True, **options):
             usage = chunk.usage or usage
             for choice in chunk.choices:
