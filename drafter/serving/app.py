@@ -29,7 +29,7 @@ from drafter.serving.guard import Guard, respond
 from drafter.serving.metrics import Metrics
 from drafter.serving.options import ServeOptions
 from drafter.serving.protocol import GREEDY_BELOW, ApiError, ChatRequest, CompletionRequest, Generation, error_of
-from drafter.serving.record import TrafficLog
+from drafter.serving.record import Recorder
 from drafter.serving.stream import CLOSED_BY_CLIENT, EventStream, unless_client_leaves
 from drafter.serving.worker import Worker
 from drafter.targets.chat import Chat
@@ -55,10 +55,10 @@ class Server:
             raise ValueError("the rows of a server have one size: set max_model_len (--max-model-len)")
         self._seconds = options.request_timeout
         self.metrics = Metrics()
-        self._traffic = None
+        self._recorder = None
         if options.record is not None:
-            self._traffic = TrafficLog(options.record, options.record_max_mib, self.metrics)
-        self.worker = Worker(engine, max_queue=options.max_queue, metrics=self.metrics, traffic=self._traffic)
+            self._recorder = Recorder(options.record, options.record_max_mib, self.metrics)
+        self.worker = Worker(engine, max_queue=options.max_queue, metrics=self.metrics, recorder=self._recorder)
         fingerprint = "fp_" + hashlib.sha256(target.fingerprint.encode()).hexdigest()[:12]
         self.model = Model(options.served_name, fingerprint, target.tokenizer)
         self.max_length = min(engine.plan.max_model_len, target.max_length)
@@ -100,8 +100,8 @@ class Server:
             self._following.cancel()
         await self.worker.stop()
         await self.encoder.close()
-        if self._traffic is not None:
-            await asyncio.to_thread(self._traffic.close)
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
 
     async def reload_drafter(self) -> dict[str, Any]:
         """Load the drafter's folder again; the drafter in use, and whether it has just taken over."""

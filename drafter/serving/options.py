@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from drafter.engine.settings import EngineOptions
 from drafter.utils.options import Options
-from drafter.utils.traffic import MAX_MIB
 from drafter.utils.validate import within
 
 DEFAULT_CONTEXT = 4096  # tokens of a row, unless the target's own context is shorter
@@ -53,7 +52,7 @@ class ServeOptions(Options, EngineOptions):
     request_timeout: float = within(600.0, above=0.0)
     drain_seconds: float = within(30.0, low=0.0)
     record: Path | None = None
-    record_max_mib: int = within(MAX_MIB, low=1, high=2**24)
+    record_max_mib: int = within(1024, low=1, high=2**24)
     follow: bool = False
     enable_prefix_caching: bool | None = True
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
 
@@ -25,8 +26,9 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.serving.answers import Answer, Choice
 from drafter.serving.metrics import Metrics
 from drafter.serving.protocol import TRY_LATER, ApiError
-from drafter.serving.record import TrafficLog
+from drafter.serving.record import Recorder
 from drafter.utils.io import first_line
+from drafter.utils.traffic import traffic_row
 
 State = Literal["starting", "ready", "draining", "dead"]
 
@@ -43,7 +45,7 @@ class Worker:
         engine: the engine; no other thread may use the engine.
         max_queue: texts that may wait for a row; the worker refuses further texts.
         metrics: counters of the server.
-        traffic: records the finished answers; None: no recording.
+        recorder: records the finished answers; None: no recording.
 
     Attributes:
         state: ``starting`` until the engine has generated its first tokens, ``draining`` when the worker takes no new
@@ -53,12 +55,12 @@ class Worker:
 
     ended: asyncio.Future[None]
 
-    def __init__(self, engine: Engine, *, max_queue: int, metrics: Metrics, traffic: TrafficLog | None = None) -> None:
+    def __init__(self, engine: Engine, *, max_queue: int, metrics: Metrics, recorder: Recorder | None = None) -> None:
         self.engine = engine
         self.state: State = "starting"
         self.capacity = engine.plan.max_num_seqs + max_queue
         self._metrics = metrics
-        self._traffic = traffic
+        self._recorder = recorder
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._answers: set[Answer] = set()  # answers with open texts; event loop only
         self._choices: dict[int, Choice] = {}  # by request id; engine's thread only
@@ -251,8 +253,8 @@ class Worker:
             self._count(choice.answer.arrived, update)
             if request.is_finished:
                 del self._choices[request.request_id]
-                if self._traffic is not None and choice.answer.body.record:
-                    self._traffic.add(request)
+                if self._recorder is not None and choice.answer.body.record:
+                    self._recorder.add(traffic_row(request.prompt_ids, request.token_ids, asdict(request.params)))
             entry = choice.take(update)
             if entry is not None:
                 yield choice.answer, entry

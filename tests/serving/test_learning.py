@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,12 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafter.decoding.params import SamplingParams
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
-from drafter.serving import follow, record
+from drafter.serving import follow
 from drafter.serving.app import create_app
-from drafter.serving.metrics import Metrics
 from drafter.serving.options import ServeOptions
 from drafter.utils.io import replacing
 from drafter.utils.traffic import traffic_files
@@ -58,20 +55,6 @@ def test_finished_answers_are_recorded_unless_the_client_objects(
     assert (first["temperature"], first["seed"], first["max_new_tokens"]) == (0.7, 3, 4)
     assert [row["prompt_token_ids"] for row in others] == [wanted.prompt_ids] * 2
     assert {"stop", "text", "user"}.isdisjoint(first) and "secret" not in json.dumps(first)
-
-
-def test_a_slow_disk_costs_rows_and_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_free, metrics = threading.Event(), Metrics()
-    monkeypatch.setattr(record, "_MAX_WAITING", 2)
-    monkeypatch.setattr(record.Recorder, "add", lambda *_: is_free.wait(60))
-    log, request = record.TrafficLog(tmp_path, 1, metrics), tiny_engine().make_request([1], SamplingParams())
-    for _ in range(10):  # one is being written, two wait
-        log.add(request)
-    is_free.set()
-    log.close()
-    names = [f"drafter_{name}_answers_total" for name in ("recorded", "unrecorded")]
-    written, left_out = map(metrics.registry.get_sample_value, names)
-    assert written in (2, 3) and written + left_out == 10
 
 
 @pytest.fixture

@@ -1,17 +1,21 @@
-"""Recorded traffic: what a row holds, how files rotate, and what a full disk and a kill leave."""
+"""Recorded traffic: what a row holds, how files rotate, and what a slow disk, a full disk and a kill leave."""
 
 import json
 import logging
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from drafter.utils import traffic
-from drafter.utils.traffic import Recorder, traffic_files, traffic_row
+from drafter.serving import record
+from drafter.serving.metrics import Metrics
+from drafter.serving.record import Recorder
+from drafter.utils.traffic import traffic_files, traffic_row
 
 ROW = traffic_row([1, 2], [3], {"temperature": 0.5, "stop": ("a secret",), "seed": 7})
 
@@ -20,10 +24,17 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for file in traffic_files(folder) for line in file.read_text().splitlines()]
 
 
+def value(metrics: Metrics, name: str) -> float:
+    found = metrics.registry.get_sample_value(f"drafter_{name}")
+    assert found is not None
+    return found
+
+
 def test_a_row_holds_ids_and_numbers_and_no_text(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "traffic"
-    recorder = Recorder(folder)
-    assert recorder.add(ROW) and recorder.add(ROW)
+    recorder = Recorder(folder, 1024, Metrics())
+    recorder.add(ROW)
+    recorder.add(ROW)
     recorder.close()
     assert rows_of(folder) == [{"prompt_token_ids": [1, 2], "token_ids": [3], "temperature": 0.5, "seed": 7}] * 2
     (file,) = traffic_files(folder)
@@ -32,23 +43,20 @@ def test_a_row_holds_ids_and_numbers_and_no_text(tmp_path: Path) -> None:
 
 def test_files_rotate_and_the_oldest_go(tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text("x" * 2**21)
-    recorder = Recorder(tmp_path, max_mib=1)
-    row = traffic_row(range(10_000, 10_500), [0], {})
-    sizes = []
+    recorder, row = Recorder(tmp_path, 1, Metrics()), traffic_row(range(10_000, 10_500), [0], {})
     for number in range(1000):
-        assert recorder.add(row | {"number": number})
-        sizes.append(sum(file.stat().st_size for file in traffic_files(tmp_path)))
+        recorder.add(row | {"number": number})
+    recorder.add(traffic_row(range(10**6), [], {}))  # larger than a file
     recorder.close()
     numbers = [row["number"] for row in rows_of(tmp_path)]
     assert numbers == list(range(numbers[0], 1000)) and 0 < numbers[0] < 900, "the newest rows, in order"
-    assert max(sizes) <= 2**20 < sum(sizes) / 100 and len(traffic_files(tmp_path)) == 4
+    files = traffic_files(tmp_path)
+    assert len(files) == 4 and sum(file.stat().st_size for file in files) <= 2**20
     assert (tmp_path / "mine.jsonl").exists(), "no file of another kind goes"
-    assert not Recorder(tmp_path, max_mib=1).add(traffic_row(range(10**6), [], {})), "larger than a file"
 
 
 def test_a_recorder_whose_file_was_removed_begins_another(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path)
-    recorder.add(ROW)
+    recorder = Recorder(tmp_path, 1024, Metrics())
     traffic_files(tmp_path)[0].unlink()
     recorder.add(ROW)
     recorder.close()
@@ -59,31 +67,52 @@ def test_a_recorder_whose_file_was_removed_begins_another(tmp_path: Path) -> Non
 def test_a_full_disk_ends_the_recording_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_partial: bool
 ) -> None:
-    recorder = Recorder(tmp_path)
-    assert recorder.add(ROW)
-    write = os.write
+    write, written = os.write, []
 
     def full(file: int, data: bytes) -> int:
+        written.append(data)
+        if len(written) == 1:
+            return write(file, data)
         if is_partial:
             return write(file, data[:10])
         raise OSError(28, "No space left on device")
 
+    metrics = Metrics()
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(traffic.os, "write", full)
-        assert not recorder.add(ROW) and not recorder.add(ROW) and not recorder.is_on
-    assert len(caplog.records) == 1 and str(tmp_path) in caplog.text
+        patch.setattr(record.os, "write", full)
+        recorder = Recorder(tmp_path, 1024, metrics)
+        for _ in range(3):
+            recorder.add(ROW)
+        recorder.close()
+    assert len(caplog.records) == 1 and str(tmp_path) in caplog.text and value(metrics, "is_recording") == 0
     assert len(rows_of(tmp_path)) == 1, "no part of a line is left"
 
 
-_WRITES_FOR_EVER = """
-import sys
-from pathlib import Path
-from drafter.utils.traffic import Recorder, traffic_row
+def test_a_slow_disk_costs_rows_and_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_free, metrics = threading.Event(), Metrics()
+    monkeypatch.setattr(record, "_MAX_WAITING", 2)
+    monkeypatch.setattr(Recorder, "_write", lambda *_: is_free.wait(60))
+    recorder = Recorder(tmp_path, 1, metrics)
+    for _ in range(10):  # one is being written, two wait
+        recorder.add(ROW)
+    is_free.set()
+    recorder.close()
+    written, left_out = value(metrics, "recorded_answers_total"), value(metrics, "unrecorded_answers_total")
+    assert written in (2, 3) and written + left_out == 10
 
-recorder = Recorder(Path(sys.argv[1]), max_mib=4)
+
+_WRITES_FOR_EVER = """
+import sys, time
+from pathlib import Path
+from drafter.serving.metrics import Metrics
+from drafter.serving.record import Recorder
+from drafter.utils.traffic import traffic_row
+
+recorder = Recorder(Path(sys.argv[1]), 4, Metrics())
 print("on", flush=True)
 while True:
     recorder.add(traffic_row(range(3000), range(3000), {"seed": 1}))
+    time.sleep(0.0005)
 """
 
 
@@ -94,6 +123,7 @@ def test_a_killed_recorder_leaves_at_most_a_torn_last_line(tmp_path: Path) -> No
             assert process.stdout is not None and process.stdout.readline() == b"on\n"
             while sum(file.stat().st_size for file in traffic_files(tmp_path)) < 2**20:
                 assert process.poll() is None
+                time.sleep(0.01)
             process.kill()
     for file in traffic_files(tmp_path):
         *whole, last = file.read_bytes().split(b"\n")
