@@ -15,8 +15,6 @@ from drafter.utils.io import first_line
 _log = logging.getLogger("drafter.serving")
 _POLL_SECONDS = 1.0
 
-_Stamp = tuple[tuple[int, int, int], ...]
-
 
 class Follower:
     """Loads the drafter again when its folder was replaced. Only the event loop uses the follower.
@@ -77,10 +75,10 @@ class Follower:
             self._metrics.drafter.info({"digest": digest})
             return True
 
-    def _stamp(self) -> _Stamp | None:
+    def _stamp(self) -> list[tuple[int, int, int]] | None:
         """What tells one version of the folder from another; None while there is none."""
         try:
             found = [os.stat(self.folder / name) for name in ("config.json", WEIGHTS)]
         except OSError:
             return None
-        return tuple((stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in found)
+        return [(stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in found]

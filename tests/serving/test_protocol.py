@@ -78,6 +78,8 @@ def test_wrong_fields_are_named(fields: dict[str, Any], param: str) -> None:
 def test_bodies_that_pass() -> None:
     for prompt, wanted in (("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])):
         assert CompletionRequest.model_validate(TEXT | {"prompt": prompt}).prompts == wanted
+    optional = {name for name, field in CompletionRequest.model_fields.items() if not field.is_required()}
+    assert CompletionRequest.model_validate(TEXT | dict.fromkeys(optional)) == CompletionRequest.model_validate(TEXT)
     whole = {"role": "user", "content": "\U0001f600"}
     assert ChatRequest.model_validate(CHAT | {"messages": [whole]}).messages[0].plain == whole
 
