@@ -199,6 +199,16 @@ def ids_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"prompt_token_ids": fields.get("prompt_token_ids"), "token_ids": answer.get("token_ids")}
 
 
+def check_ids(row: Row, vocab_size: int) -> None:
+    """ValueError for a row with token ids that the target lacks."""
+    largest = max((*row.prompt_ids, *(row.token_ids or ())), default=0)
+    if largest >= vocab_size:
+        raise ValueError(
+            f"{row.where}: token id {largest} is outside the target's vocabulary of {vocab_size} tokens: the row is "
+            "another model's"
+        )
+
+
 _Model = TypeVar("_Model", bound=BaseModel)
 
 

@@ -8,10 +8,9 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from drafter.data.encode import EncodedRow, RowEncoder, RowSettings
+from drafter.data.encode import EncodedRow, RowEncoder
 from drafter.data.reading import RawRow
 from drafter.data.rows import TokenRows, row_features
-from drafter.data.template import PrefixError
 
 BOS, USER, ANSWER, END = "<s>", "<|user|>", "<|bot|>", "<|end|>"
 
@@ -103,15 +102,13 @@ def tiny_target(**changes: int):
 
 def encode_rows(rows: list[dict[str, Any]], tokenizer: Any = None, **settings: Any) -> list[EncodedRow]:
     """The encoded rows of a file with these rows."""
-    encoder = RowEncoder(tokenizer or tiny_tokenizer(), RowSettings(**{"max_length": None, **settings}), "tiny")
+    encoder = RowEncoder(tokenizer or tiny_tokenizer(), "tiny", **settings)
     return list(encoder.encode([RawRow(row, f"rows.jsonl, line {number}") for number, row in enumerate(rows, 1)]))
 
 
 def encode_conversation(tokenizer: Any, messages: list[dict[str, Any]], *, is_cut: bool = False) -> EncodedRow:
-    """Token ids and loss mask of one conversation; PrefixError where its answers cannot be found."""
+    """Token ids and loss mask of one conversation, or the ``problem``."""
     (row,) = encode_rows([{"messages": messages} | ({"finish_reason": "length"} if is_cut else {})], tokenizer)
-    if row.problem:
-        raise PrefixError(row.problem)
     return row
 
 
