@@ -5,16 +5,11 @@ Shapes: B rows · T tokens of the longest row · D target hidden size · C conte
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-
-from drafter.data.rows import TokenRows
-
-if TYPE_CHECKING:
-    from drafter.data.hidden_states import StatesOnDisk
 
 # Rows are sorted by length within a pool, so that a batch has little padding and an epoch is still shuffled.
 _POOL_ROWS = 8192
@@ -48,10 +43,10 @@ def collate(rows: Sequence[tuple[Tensor, Tensor]]) -> ChatBatch:
     ([[5, 6, 7, 0, 0, 0, 0, 0], [8, 0, 0, 0, 0, 0, 0, 0]], [3, 1])
     """
     tokens, masks = zip(*rows, strict=True)
-    return ChatBatch(_stack(tokens), _stack(masks), torch.tensor([len(token_T) for token_T in tokens]))
+    return ChatBatch(stack(tokens), stack(masks), torch.tensor([len(token_T) for token_T in tokens]))
 
 
-def _stack(parts: Sequence[Tensor]) -> Tensor:
+def stack(parts: Sequence[Tensor]) -> Tensor:
     """Parts [T_row, ...] as one tensor [B, T, ...], zeros on the right."""
     stacked_BT = pad_sequence(list(parts), batch_first=True)
     missing = -stacked_BT.shape[1] % PAD_MULTIPLE
@@ -94,15 +89,3 @@ def _cut(rows: list[int], lengths: list[int], batch_tokens: int) -> list[list[in
     if batch:
         batches.append(batch)
     return batches
-
-
-def gather(rows: TokenRows, indices: Sequence[int], *, states: "StatesOnDisk | None" = None) -> ChatBatch:
-    """The batch of these rows, with their hidden states if a reader is given."""
-    batch = collate(rows.take(indices))
-    if states is None:
-        return batch
-    found = [states.row(index) for index in indices]
-    contexts = [state.context_TC for state in found if state.context_TC is not None]
-    return batch._replace(
-        hidden_BTD=_stack([state.hidden_TD for state in found]), context_BTC=_stack(contexts) if contexts else None
-    )

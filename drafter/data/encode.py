@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from drafter.data.formats import ChatMessage, Row, check_ids, parse_row
 from drafter.data.reading import RawRow, fingerprint_of, read_records
 from drafter.data.rows import TokenRows, row_features
-from drafter.data.template import AnswerSpan, find_answers
+from drafter.data.template import find_answers
 from drafter.targets.chat import what_runs
 from drafter.utils.limits import limited_map
 
@@ -149,17 +149,17 @@ class RowEncoder:
         """
         rows = [parse_row(record, columns=self.columns) for record in records]
         conversations = self._rendered([row for row in rows if row.is_chat])
-        size = max(len(self.tokenizer), self.vocab_size or 0)
         for row in rows:
-            check_ids(row, size)
             if row.is_chat:
-                found = [self._cut(self._masked(row, next(conversations)))]
+                found = [self._masked(row, next(conversations))]
             elif row.text is not None:
-                found = list(self._chunks_of_text(row.text))
+                found = self._chunks(row.text)
             else:
                 mask = [False] * len(row.prompt_ids) + [True] * len(row.token_ids or ())
-                found = [self._cut(EncodedRow([*row.prompt_ids, *(row.token_ids or ())], mask))]
-            yield from (encoded._replace(where=row.where) for encoded in found)
+                found = [EncodedRow([*row.prompt_ids, *(row.token_ids or ())], mask)]
+            for encoded in found:
+                check_ids(encoded.token_ids, self.vocab_size or len(self.tokenizer), row.where)
+                yield self._cut(encoded)._replace(where=row.where)
 
     def _rendered(self, rows: Sequence[Row]) -> Iterator[Any]:
         """The text and the answers of conversations, or the reason to drop one.
@@ -199,34 +199,32 @@ class RowEncoder:
         """
         if isinstance(rendered, str):
             return EncodedRow([], [], problem=rendered)
-        text, spans = rendered[0], [AnswerSpan(*span) for span in rendered[1]]
-        texts = [text, *(text[: span.prefix_end] for span in spans)]
+        text, spans = rendered
+        texts = [text, *(text[:prefix_end] for prefix_end, _, _ in spans)]
         encoded = self.tokenizer(texts, add_special_tokens=False, truncation=False, padding=False)
         whole, *prefixes = encoded.encodings
         loss_mask = [False] * len(whole.ids)
-        for prefix, answer in zip(prefixes, spans, strict=True):
+        for number, (prefix, (_, start, end)) in enumerate(zip(prefixes, spans, strict=True), start=1):
             index = len(prefix.ids)
             if whole.ids[:index] != prefix.ids:
                 return EncodedRow([], [], problem="the tokens before an answer change when the answer is added")
-            while index < len(loss_mask) and whole.offsets[index][0] < answer.start:
+            while index < len(loss_mask) and whole.offsets[index][0] < start:
                 index += 1
-            while index < len(loss_mask) and whole.offsets[index][1] <= answer.end:
+            while index < len(loss_mask) and whole.offsets[index][1] <= end:
                 loss_mask[index] = True
                 index += 1
-            has_end = not (row.is_cut and answer is spans[-1])
-            if has_end and index < len(loss_mask) and whole.offsets[index][0] >= answer.end:
+            has_end = not (row.is_cut and number == len(spans))
+            if has_end and index < len(loss_mask) and whole.offsets[index][0] >= end:
                 loss_mask[index] = whole.ids[index] in self._stop_ids
         return EncodedRow(whole.ids, loss_mask, is_foreign=True)
 
-    def _chunks_of_text(self, text: str) -> Iterator[EncodedRow]:
+    def _chunks(self, text: str) -> list[EncodedRow]:
         """Plain text with the special tokens that the tokenizer adds; all tokens but the first are trained on."""
         ids = list(self.tokenizer(text)["input_ids"])
         size = self.max_length or max(1, len(ids))
-        for start in range(0, max(1, len(ids)), size):
-            piece = ids[start : start + size]
-            kept = self._cut(EncodedRow(piece, [False] + [True] * (len(piece) - 1), is_foreign=True))
-            if not start or not kept.problem:
-                yield kept
+        # A last token alone would train nothing.
+        pieces = [ids[start : start + size] for start in range(0, max(1, len(ids) - 1), size)]
+        return [EncodedRow(piece, [place > 0 for place in range(len(piece))], is_foreign=True) for piece in pieces]
 
     def _cut(self, row: EncodedRow) -> EncodedRow:
         """The row, cut at the maximal length; dropped if nothing is trained on."""

@@ -1,9 +1,9 @@
 """Iterables of batches for the trainer: deterministic, and resumable at the exact batch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from drafter.data.batch import ChatBatch, gather, plan_epoch, plan_in_order
+from drafter.data.batch import ChatBatch, collate, plan_epoch, plan_in_order, stack
 from drafter.data.hidden_states import StatesOnDisk
 from drafter.data.rows import TokenRows
 
@@ -27,7 +27,7 @@ class TrainLoader:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        self._rows, self._states = rows, states
+        self._rows, self._states = rows if states is None else states.rows, states
         self._identity = {"fingerprint": rows.digest(), "batch_tokens": batch_tokens, "seed": seed}
         self._rank, self._world_size = rank, world_size
         self._go_to(0, 0)
@@ -90,8 +90,8 @@ class ValLoader:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        self._rows, self._states = rows, states
-        batches = plan_in_order(rows.length_R, batch_tokens=batch_tokens)
+        self._rows, self._states = rows if states is None else states.rows, states
+        batches = plan_in_order(self._rows.length_R, batch_tokens=batch_tokens)
         while len(batches) % world_size:
             place = max(range(len(batches)), key=lambda index: len(batches[index]))
             whole, half = batches[place], len(batches[place]) // 2
@@ -103,3 +103,15 @@ class ValLoader:
 
     def __iter__(self) -> Iterator[ChatBatch]:
         return (gather(self._rows, batch, states=self._states) for batch in self._batches)
+
+
+def gather(rows: TokenRows, indices: Sequence[int], *, states: StatesOnDisk | None = None) -> ChatBatch:
+    """The batch of these rows, with their hidden states if a reader is given."""
+    batch = collate(rows.take(indices))
+    if states is None:
+        return batch
+    found = [states.row(index) for index in indices]
+    contexts = [state.context_TC for state in found if state.context_TC is not None]
+    return batch._replace(
+        hidden_BTD=stack([state.hidden_TD for state in found]), context_BTC=stack(contexts) if contexts else None
+    )

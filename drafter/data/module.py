@@ -1,6 +1,5 @@
 """ChatDataModule: files in, batches out, for Lightning."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -14,6 +13,7 @@ from torch import Tensor
 from drafter.data.encode import RowEncoder, encode_files
 from drafter.data.hidden_states import StatesOnDisk, cache_states, index_stored_files, open_stored_states
 from drafter.data.loader import TrainLoader, ValLoader
+from drafter.data.reading import fingerprint_of
 from drafter.data.rows import TokenRows, split_by_prompt
 from drafter.targets.catalog import load_tokenizer, vocab_size_of
 from drafter.targets.target import Target
@@ -82,8 +82,7 @@ class ChatDataModule(LightningDataModule):
         self._train_names = [train] if isinstance(train, str) else list(train)
         if not self._train_names:
             raise ValueError("--data.train names no file")
-        self._val_share = float(val) if isinstance(val, float | int) else None
-        self._val_names = [val] if isinstance(val, str) else list(val) if isinstance(val, list) else []
+        self._val = val
         self._target_name = target
         self._max_length, self._columns, self._batch_tokens = max_length, columns, batch_tokens
         self.train_on = train_on
@@ -112,9 +111,7 @@ class ChatDataModule(LightningDataModule):
         """Each training file by name, with a hash of its bytes (None for a data set of the hub)."""
         paths = {name: Path(name) for name in self._train_names}
         return [
-            {"name": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-            if path.is_file()
-            else {"name": name, "sha256": None}
+            {"name": path.name, "sha256": fingerprint_of(name)} if path.is_file() else {"name": name, "sha256": None}
             for name, path in paths.items()
         ]
 
@@ -127,12 +124,10 @@ class ChatDataModule(LightningDataModule):
         _ = self._rows
 
     def train_dataloader(self) -> TrainLoader:
-        rows, states = self._source("train")
-        return TrainLoader(rows, states, seed=self._seed, **self._batching())
+        return TrainLoader(self._rows_of("train"), self._states.get("train"), seed=self._seed, **self._batching())
 
     def val_dataloader(self) -> ValLoader:
-        rows, states = self._source("val")
-        return ValLoader(rows, states, **self._batching())
+        return ValLoader(self._rows_of("val"), self._states.get("val"), **self._batching())
 
     def cache_states(self, target: Target, *, draft_length: int, context_layers: Sequence[int] = ()) -> None:
         """Fill the hidden-state cache, if ``cache_hidden_states`` names a folder, or open the files of
@@ -168,19 +163,9 @@ class ChatDataModule(LightningDataModule):
             )
         return [list(prompt) for prompt in found[:num]]
 
-    def token_counts(self, vocab_size: int | None = None) -> Tensor:
-        """Number of trained answer tokens by id, int64 [vocab_size] (default: the tokenizer's size).
-
-        ValueError when a token is not below ``vocab_size``: tokenizer and model do not belong together.
-        """
-        size = len(self.tokenizer) if vocab_size is None else vocab_size
-        counts = self.train_rows.token_counts(size)
-        if len(counts) > size:
-            raise ValueError(
-                f"the training data hold token {len(counts) - 1}, but the target has {size}: "
-                f"{self._target_name!r} is not the target's tokenizer"
-            )
-        return counts
+    def token_counts(self, vocab_size: int) -> Tensor:
+        """Number of trained answer tokens by id, int64 [vocab_size]."""
+        return self.train_rows.token_counts(vocab_size)
 
     def _batching(self) -> dict[str, int]:
         """Size of the batches, and the share of this process."""
@@ -191,20 +176,12 @@ class ChatDataModule(LightningDataModule):
         """The rows of ``train`` or ``val`` with the loss mask of the loss."""
         return replace(self.train_rows, everything=self.train_on == "everything") if part == "train" else self.val_rows
 
-    def _source(self, part: str) -> tuple[TokenRows, StatesOnDisk | None]:
-        """The rows of ``train`` or ``val``, and the reader of their states, if states are on disk."""
-        if self._cache_folder is None and self._stored_folder is None:
-            return self._rows_of(part), None
-        if part not in self._states:
-            raise ValueError("hidden states on disk: the cache is not made yet; call cache_states(target) first")
-        return self._states[part].rows, self._states[part]
-
     @cached_property
     def _rows(self) -> tuple[TokenRows, TokenRows]:
         train = self._read(self._train_names, "train")
-        if self._val_share is None:
-            return train, self._read(self._val_names, "val")
-        kept, held_out = split_by_prompt(train, self._val_share)
+        if isinstance(self._val, str | list):
+            return train, self._read([self._val] if isinstance(self._val, str) else self._val, "val")
+        kept, held_out = split_by_prompt(train, self._val)
         return train.select(kept), train.select(held_out)
 
     def _read(self, names: list[str], what: str) -> TokenRows:

@@ -92,12 +92,11 @@ class TokenRows:
         return hasher.hexdigest()
 
     def token_counts(self, size: int) -> Tensor:
-        """Number of answer tokens by id, int64 [V] with V of at least ``size``."""
+        """Number of answer tokens by id, int64 [V] with V = ``size``, which is larger than every id."""
         count_V = torch.zeros(size, dtype=torch.int64)
         for batch in self._tensors.iter(_BATCH_ROWS):
             token_N = torch.cat(list(batch["token_ids"]))[torch.cat(list(batch["loss_mask"]))]
-            found_V = token_N.bincount(minlength=len(count_V))
-            count_V = torch.nn.functional.pad(count_V, (0, len(found_V) - len(count_V))) + found_V
+            count_V += token_N.bincount(minlength=size)
         return count_V
 
     @cached_property

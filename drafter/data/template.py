@@ -5,7 +5,7 @@ text of the whole conversation must begin with the prefix, so that the answer st
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from drafter.utils.io import first_line
 
@@ -33,18 +33,16 @@ def render(tokenizer: Any, messages: Sequence[Message], *, opening: bool = False
         raise ValueError(f"the chat template of the target refuses the conversation ({first_line(error)})") from error
 
 
-class AnswerSpan(NamedTuple):
-    """An answer in the rendered text: the end of its prefix, and the start and end of its characters."""
+def find_answers(
+    tokenizer: Any, messages: Sequence[Message], tools: Tools = ()
+) -> tuple[str, list[tuple[int, int, int]]]:
+    """The rendered conversation, and of each answer the end of its prefix, its start and its end in characters.
 
-    prefix_end: int
-    start: int
-    end: int
-
-
-def find_answers(tokenizer: Any, messages: Sequence[Message], tools: Tools = ()) -> tuple[str, list[AnswerSpan]]:
-    """The rendered conversation and its answers; ValueError when the text lacks a prefix or an answer."""
+    Raises:
+        ValueError: the text lacks a prefix or an answer.
+    """
     text = render(tokenizer, messages, tools=tools)
-    spans: list[AnswerSpan] = []
+    spans: list[tuple[int, int, int]] = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -56,7 +54,7 @@ def find_answers(tokenizer: Any, messages: Sequence[Message], tools: Tools = ())
         if start != len(prefix):  # templates may trim an answer, or add text between opening and answer
             content = content.strip()
             start = text.find(content, len(prefix))
-        if start < 0 or (spans and spans[-1].end > len(prefix)):
+        if start < 0 or (spans and spans[-1][2] > len(prefix)):
             raise ValueError("the template changes the answer")
-        spans.append(AnswerSpan(len(prefix), start, start + len(content)))
+        spans.append((len(prefix), start, start + len(content)))
     return text, spans

@@ -41,7 +41,7 @@ def read_traffic(path: str | Path, *, vocab_size: int | None = None) -> list[Tra
                     raise ValueError(f"{record.where} lacks {', '.join(lacking)}: the row is no recorded answer")
                 row = parse_row(RawRow(ids, record.where))
                 if vocab_size is not None:
-                    check_ids(row, vocab_size)
+                    check_ids((*row.prompt_ids, *(row.token_ids or ())), vocab_size, row.where)
                 if row.prompt_ids and row.token_ids:
                     rows[row.prompt_ids, row.token_ids] = TrafficRow(list(row.prompt_ids), list(row.token_ids))
         except FileNotFoundError:

@@ -49,9 +49,6 @@ def test_wrong_places(tmp_path: Path) -> None:
         read_traffic(tmp_path)
     with pytest.raises(FileNotFoundError):
         read_traffic(tmp_path / "none.jsonl")
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * 100)[:-9])
-    with pytest.raises(ValueError, match=r"a.jsonl.gz(: damaged|, line 1)"):
-        read_traffic(tmp_path / "a.jsonl.gz")
     os.mkfifo(tmp_path / "b.jsonl")
     with pytest.raises(ValueError, match="b.jsonl is no regular file"):
         read_traffic(tmp_path / "b.jsonl")
