@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from drafter.data.formats import ChatMessage, Row, check_ids, parse_row
 from drafter.data.reading import RawRow, fingerprint_of, read_records
-from drafter.data.rows import TokenRows, row_features
+from drafter.data.rows import TokenRows
 from drafter.data.template import find_answers
 from drafter.targets.chat import what_runs
 from drafter.utils.limits import limited_map
@@ -48,6 +48,19 @@ class EncodedRow(NamedTuple):
     is_cut: bool = False
     where: str = ""
 
+    def columns(self) -> dict[str, Any]:
+        """The row of the data set, with the numbers of all tokens and of the trained ones."""
+        return self._asdict() | {"length": len(self.token_ids), "num_trained": sum(self.loss_mask)}
+
+
+def row_features() -> dict[str, Any]:
+    """Types of the columns of the encoded data set."""
+    from datasets import List, Value
+
+    lists = {"token_ids": List(Value("int32")), "loss_mask": List(Value("bool"))}
+    kinds = {"is_foreign": "bool", "problem": "string", "is_cut": "bool", "where": "string"}
+    return lists | {name: Value(kind) for name, kind in (kinds | {"length": "int32", "num_trained": "int32"}).items()}
+
 
 def encode_files(names: Sequence[str], encoder: "RowEncoder") -> tuple[TokenRows, list[str]]:
     """The token rows of files and hub data sets, from the cache of `datasets` where possible, and a report in lines.
@@ -74,22 +87,18 @@ def encode_files(names: Sequence[str], encoder: "RowEncoder") -> tuple[TokenRows
 
 def _encoded(name: str, encoder: "RowEncoder") -> Any:
     """The encoded rows of a file or hub data set as a ``datasets.Dataset``, dropped ones included."""
-    from datasets import Dataset, Features, Value
+    from datasets import Dataset, Features
     from datasets.exceptions import DatasetGenerationError
-
-    features = row_features() | {"is_foreign": Value("bool"), "problem": Value("string"), "is_cut": Value("bool")}
-    features |= {"where": Value("string")}
 
     def rows() -> Iterator[dict[str, Any]]:
         records = read_records(name, streaming=False)
         while batch := list(itertools.islice(records, _BATCH_ROWS)):
-            for row in encoder.encode(batch):
-                yield row._asdict() | {"length": len(row.token_ids), "num_trained": sum(row.loss_mask)}
+            yield from (row.columns() for row in encoder.encode(batch))
 
     key = json.dumps([fingerprint_of(name), name, encoder.key], sort_keys=True)
     try:
         fingerprint = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-        return Dataset.from_generator(rows, features=Features(features), fingerprint=fingerprint)
+        return Dataset.from_generator(rows, features=Features(row_features()), fingerprint=fingerprint)
     except DatasetGenerationError as error:
         raise (error.__cause__ or error) from None
 

@@ -25,7 +25,7 @@ class TokenRow(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Rows of a data set with the columns ``token_ids``, ``loss_mask``, ``length`` and ``num_trained``.
+    """Rows of a data set with the columns of :func:`drafter.data.encode.row_features`.
 
     Attributes:
         dataset: a ``datasets.Dataset``.
@@ -102,18 +102,6 @@ class TokenRows:
     @cached_property
     def _tensors(self) -> Any:
         return self.dataset.select_columns(["token_ids", "loss_mask"]).with_format("torch")
-
-
-def row_features() -> dict[str, Any]:
-    """Types of the columns of :class:`TokenRows`."""
-    from datasets import List, Value
-
-    return {
-        "token_ids": List(Value("int32")),
-        "loss_mask": List(Value("bool")),
-        "length": Value("int32"),
-        "num_trained": Value("int32"),
-    }
 
 
 def split_by_prompt(rows: TokenRows, share: float) -> tuple[list[int], list[int]]:

@@ -56,6 +56,11 @@ def from_speculators(folder: Path, rows: TokenRows, target: Target, context_laye
     return stored(folder, rows, target, context_layers)
 
 
+def from_float8(folder: Path, rows: TokenRows, target: Target, context_layers=()) -> StatesOnDisk:
+    write_speculators(folder, rows, target, context_layers, is_float8=True)
+    return stored(folder, rows, target, context_layers)
+
+
 def from_vllm(folder: Path, rows: TokenRows, target: Target, context_layers=()) -> StatesOnDisk:
     write_vllm(folder, rows, target, context_layers)
     return stored(folder, rows, target, context_layers)
@@ -69,7 +74,7 @@ def test_rows_are_cut_before_their_answers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "tolerance"), [(cached, 1e-2), (from_speculators, 1e-5), (from_vllm, 1e-5)], ids=lambda value: str(value)
+    ("make", "tolerance"), [(cached, 1e-2), (from_speculators, 1e-5), (from_float8, 0.1), (from_vllm, 1e-5)]
 )
 @pytest.mark.parametrize("layers", [(), (0, 1)])
 def test_states_are_those_of_a_forward(
@@ -137,15 +142,6 @@ def test_damaged_files_of_the_cache_are_refused(damage, target: Target, tmp_path
     states.files[0].write_bytes(damage(states.files[0].read_bytes()))
     with pytest.raises(ValueError, match=r"\.safetensors cannot be read .*: delete it, and make it again"):
         states.row(0)
-
-
-def test_float8_states_come_back_by_their_scales(target: Target, tmp_path: Path) -> None:
-    rows = rows_of()
-    write_speculators(tmp_path / "float8", rows, target, is_float8=True)
-    exact, rounded = from_speculators(tmp_path / "exact", rows, target), stored(tmp_path / "float8", rows, target)
-    for row in range(len(rows)):
-        one, two = exact.row(row).hidden_TD, rounded.row(row).hidden_TD
-        assert 0 < (one - two).norm() / one.norm() < 0.05
 
 
 def test_a_row_that_training_cut_is_the_beginning_of_its_file(target: Target, tmp_path: Path) -> None:

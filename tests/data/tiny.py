@@ -8,9 +8,9 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from drafter.data.encode import EncodedRow, RowEncoder
+from drafter.data.encode import EncodedRow, RowEncoder, row_features
 from drafter.data.reading import RawRow
-from drafter.data.rows import TokenRows, row_features
+from drafter.data.rows import TokenRows
 
 BOS, USER, ANSWER, END = "<s>", "<|user|>", "<|bot|>", "<|end|>"
 
@@ -116,11 +116,5 @@ def token_rows(rows: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> TokenRow
     """Rows in memory, from (token ids, loss mask) pairs."""
     import datasets
 
-    pairs = list(rows)
-    columns = {
-        "token_ids": [list(token_ids) for token_ids, _ in pairs],
-        "loss_mask": [list(loss_mask) for _, loss_mask in pairs],
-        "length": [len(token_ids) for token_ids, _ in pairs],
-        "num_trained": [sum(loss_mask) for _, loss_mask in pairs],
-    }
-    return TokenRows(datasets.Dataset.from_dict(columns, features=datasets.Features(row_features())))
+    columns = [EncodedRow(list(token_ids), list(loss_mask)).columns() for token_ids, loss_mask in rows]
+    return TokenRows(datasets.Dataset.from_list(columns, features=datasets.Features(row_features())))
