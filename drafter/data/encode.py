@@ -95,7 +95,8 @@ def _encoded(name: str, encoder: "RowEncoder") -> Any:
         while batch := list(itertools.islice(records, _BATCH_ROWS)):
             yield from (row.columns() for row in encoder.encode(batch))
 
-    key = json.dumps([fingerprint_of(name), name, encoder.key], sort_keys=True)
+    settings = [encoder.max_length, encoder.columns, encoder.vocab_size, _VERSION]
+    key = json.dumps([fingerprint_of(name), name, _tokenizer_digest(encoder.tokenizer), settings], sort_keys=True)
     try:
         fingerprint = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
         return Dataset.from_generator(rows, features=Features(row_features()), fingerprint=fingerprint)
@@ -132,7 +133,7 @@ class RowEncoder:
         name: the target's name, for messages.
         max_length: longest row in tokens; longer rows are cut, and plain text continues in a further row.
         columns: see :func:`drafter.data.formats.read_rows`.
-        vocab_size: the target's, where it has ids that the tokenizer lacks; None: the tokenizer's.
+        vocab_size: number of the target's tokens, whose output matrix may have rows to spare; None: the tokenizer's.
     """
 
     tokenizer: Any
@@ -140,11 +141,6 @@ class RowEncoder:
     max_length: int | None = None
     columns: Mapping[str, str] | None = None
     vocab_size: int | None = None
-
-    @property
-    def key(self) -> list[Any]:
-        """What the encoded rows depend on beside the rows themselves."""
-        return [_tokenizer_digest(self.tokenizer), self.max_length, self.columns, self.vocab_size, _VERSION]
 
     @cached_property
     def _stop_ids(self) -> set[int]:

@@ -23,7 +23,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,10 +54,11 @@ class States(NamedTuple):
     context_TC: Tensor | None
 
 
+@dataclass(frozen=True)
 class StatesOnDisk:
     """The states of rows.
 
-    Args:
+    Attributes:
         files: the file of each row.
         rows: the rows, cut by :func:`crop_to_answers`.
         dtype: the target's dtype.
@@ -66,16 +67,11 @@ class StatesOnDisk:
             which begin where the cut rows begin.
     """
 
-    def __init__(
-        self,
-        files: Sequence[Path],
-        rows: TokenRows,
-        dtype: torch.dtype,
-        *,
-        has_context: bool = False,
-        norm: nn.Module | None = None,
-    ) -> None:
-        self.files, self.rows, self._dtype, self._has_context, self._norm = files, rows, dtype, has_context, norm
+    files: list[Path]
+    rows: TokenRows
+    dtype: torch.dtype
+    has_context: bool = False
+    norm: nn.Module | None = None
 
     @torch.no_grad()
     def row(self, index: int) -> States:
@@ -85,21 +81,21 @@ class StatesOnDisk:
             ValueError: the file is damaged, or was changed since it was chosen.
         """
         path, token_T = self.files[index], self.rows.row(index).token_T
-        start = 0 if self._norm is None or self.rows.start_R is None else int(self.rows.start_R[index])
+        start = 0 if self.norm is None or self.rows.start_R is None else int(self.rows.start_R[index])
         span = slice(start, start + len(token_T))
         with _open(path) as file:
-            stored_T = file.get_slice(_TOKENS)[span]
-            if not torch.equal(stored_T.long(), token_T[: len(stored_T)]):
+            stored_T, state_TLD = file.get_slice(_TOKENS)[span], file.get_slice(_STATES)[span]
+            is_whole = state_TLD.ndim == 3 and len(state_TLD) == len(stored_T)
+            if not is_whole or not torch.equal(stored_T.long(), token_T[: len(stored_T)]):
                 raise ValueError(f"{path} changed while it was in use: its tokens are no longer those of row {index}")
-            state_TLD = file.get_slice(_STATES)[span]
             if _SCALES in file.keys():  # noqa: SIM118  # a handle of safetensors is no mapping
                 state_TLD = state_TLD.float() * file.get_slice(_SCALES)[span].float()
         if not bool(state_TLD.float().isfinite().all()):
             raise ValueError(f"{path}: the hidden states hold numbers that are not finite: make the file again")
-        state_TLD = state_TLD.to(self._dtype)
-        hidden_TD = state_TLD[:, -1] if self._norm is None else self._norm(state_TLD[:, -1])
+        state_TLD = state_TLD.to(self.dtype)
+        hidden_TD = state_TLD[:, -1] if self.norm is None else self.norm(state_TLD[:, -1])
         padding = (0, 0, 0, len(token_T) - len(stored_T))
-        context_TC = pad(state_TLD[:, :-1].flatten(1), padding) if self._has_context else None
+        context_TC = pad(state_TLD[:, :-1].flatten(1), padding) if self.has_context else None
         return States(pad(hidden_TD, padding), context_TC)
 
 
