@@ -54,7 +54,7 @@ class States(NamedTuple):
     context_TC: Tensor | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StatesOnDisk:
     """The states of rows.
 

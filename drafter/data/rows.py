@@ -23,7 +23,7 @@ class TokenRow(NamedTuple):
     loss_mask_T: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenRows:
     """Rows of a data set with the columns of :func:`drafter.data.encode.row_features`.
 
