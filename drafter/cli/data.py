@@ -60,16 +60,10 @@ def data_inspect(options: InspectOptions) -> None:
     """Run `drafter data inspect`."""
     from rich.console import Console
 
-    from drafter.data.encode import RowSettings
+    from drafter.data.encode import RowEncoder
     from drafter.data.inspect import inspect_file
     from drafter.targets.catalog import load_tokenizer
 
     tokenizer = load_tokenizer(options.target, revision=options.revision, trust_remote_code=options.trust_remote_code)
-    inspect_file(
-        options.file,
-        tokenizer,
-        Console(highlight=False),
-        RowSettings(options.max_length, options.columns),
-        target_name=options.target,
-        num_rows=options.num_rows,
-    )
+    encoder = RowEncoder(tokenizer, options.target, options.max_length, options.columns)
+    inspect_file(options.file, encoder, Console(highlight=False), num_rows=options.num_rows)

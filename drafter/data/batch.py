@@ -5,13 +5,11 @@ Shapes: B rows · T tokens of the longest row · D target hidden size · C conte
 
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-
-from drafter.data.rows import TokenRows
 
 # Rows are sorted by length within a pool, so that a batch has little padding and an epoch is still shuffled.
 _POOL_ROWS = 8192
@@ -36,24 +34,22 @@ class ChatBatch(NamedTuple):
     context_BTC: Tensor | None = None
 
 
-def collate(rows: Sequence[tuple[Tensor, Tensor]], *, pad_multiple: int = 1) -> ChatBatch:
-    """Stack (token_T, loss_mask_T) rows of different lengths; T is rounded up to a multiple of ``pad_multiple``.
+def collate(rows: Sequence[tuple[Tensor, Tensor]]) -> ChatBatch:
+    """Stack (token_T, loss_mask_T) rows of different lengths; T is rounded up to a multiple of ``PAD_MULTIPLE``.
 
     >>> batch = collate([(torch.tensor([5, 6, 7]), torch.tensor([False, True, True])),
     ...                  (torch.tensor([8]), torch.tensor([True]))])
-    >>> batch.token_BT.tolist(), batch.loss_mask_BT.tolist(), batch.length_B.tolist()
-    ([[5, 6, 7], [8, 0, 0]], [[False, True, True], [True, False, False]], [3, 1])
+    >>> batch.token_BT.tolist(), batch.length_B.tolist()
+    ([[5, 6, 7, 0, 0, 0, 0, 0], [8, 0, 0, 0, 0, 0, 0, 0]], [3, 1])
     """
     tokens, masks = zip(*rows, strict=True)
-    return ChatBatch(
-        _stack(tokens, pad_multiple), _stack(masks, pad_multiple), torch.tensor([len(token_T) for token_T in tokens])
-    )
+    return ChatBatch(stack(tokens), stack(masks), torch.tensor([len(token_T) for token_T in tokens]))
 
 
-def _stack(parts: Sequence[Tensor], pad_multiple: int) -> Tensor:
+def stack(parts: Sequence[Tensor]) -> Tensor:
     """Parts [T_row, ...] as one tensor [B, T, ...], zeros on the right."""
     stacked_BT = pad_sequence(list(parts), batch_first=True)
-    missing = -stacked_BT.shape[1] % pad_multiple
+    missing = -stacked_BT.shape[1] % PAD_MULTIPLE
     return torch.nn.functional.pad(stacked_BT, (0, 0) * (stacked_BT.ndim - 2) + (0, missing))
 
 
@@ -93,29 +89,3 @@ def _cut(rows: list[int], lengths: list[int], batch_tokens: int) -> list[list[in
     if batch:
         batches.append(batch)
     return batches
-
-
-class States(NamedTuple):
-    """Hidden states of one row in the target's dtype; ``context_TC`` is None if the context is the final one."""
-
-    hidden_TD: Tensor
-    context_TC: Tensor | None
-
-
-class StateReader(Protocol):
-    """Reads the hidden states of rows; see :mod:`drafter.data.hidden_states`."""
-
-    def row(self, index: int) -> States: ...
-
-
-def gather(rows: TokenRows, indices: Sequence[int], *, states: StateReader | None = None) -> ChatBatch:
-    """The batch of these rows, with their hidden states if a reader is given."""
-    batch = collate(rows.take(indices), pad_multiple=PAD_MULTIPLE)
-    if states is None:
-        return batch
-    found = [states.row(index) for index in indices]
-    contexts = [state.context_TC for state in found if state.context_TC is not None]
-    return batch._replace(
-        hidden_BTD=_stack([state.hidden_TD for state in found], PAD_MULTIPLE),
-        context_BTC=_stack(contexts, PAD_MULTIPLE) if contexts else None,
-    )

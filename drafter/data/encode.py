@@ -10,37 +10,24 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
-from drafter.data.formats import ChatMessage, Row, parse_row
+from drafter.data.formats import ChatMessage, Row, check_ids, parse_row
 from drafter.data.reading import RawRow, fingerprint_of, read_records
-from drafter.data.rows import TokenRows, row_features
-from drafter.data.template import Rendered, find_all_answers
-from drafter.targets.chat import Chat
+from drafter.data.rows import TokenRows
+from drafter.data.template import find_answers
+from drafter.targets.chat import what_runs
+from drafter.utils.limits import limited_map
 
-_BATCH_ROWS = 256  # rows that are rendered and tokenised in one call
+_BATCH_ROWS = 256  # rows that are rendered in one call
 # Part of the cache's key: raise the number when a change of this file changes tokens or masks.
-ENCODING_VERSION = 4
+_VERSION = 5
 NO_ANSWER, EMPTY = "without an answer", "an empty answer"
 _MARK = "an answer ends with a special token as text: remove the token from the file"
 TOO_LONG = "the answer begins after the maximal length"
 _PARTS = "an answer has reasoning or tool calls and no token ids: let the target answer (`drafter distill`)"
-
-
-@dataclass(frozen=True)
-class RowSettings:
-    """Settings that, with file and tokenizer, determine the token rows.
-
-    Attributes:
-        max_length: longest row in tokens; longer rows are cut, and plain text continues in a further row.
-        columns: see :func:`drafter.data.formats.read_rows`.
-        vocab_size: the target's, where it has ids that the tokenizer lacks; None: the tokenizer's.
-    """
-
-    max_length: int | None = 1024
-    columns: Mapping[str, str] | None = None
-    vocab_size: int | None = None
 
 
 class EncodedRow(NamedTuple):
@@ -61,133 +48,103 @@ class EncodedRow(NamedTuple):
     is_cut: bool = False
     where: str = ""
 
-
-@dataclass(frozen=True)
-class EncodeReport:
-    """Counts of rows: kept, changed, and dropped by reason.
-
-    Attributes:
-        num_foreign: kept rows of text without the target's token ids.
-        dropped: rows by reason.
-        first: file and line of the first row that was dropped for a reason.
-    """
-
-    num_rows: int
-    num_kept: int
-    num_tokens: int
-    num_trained_tokens: int
-    num_foreign: int
-    num_cut: int
-    dropped: Counter[str]
-    first: dict[str, str]
-
-    @classmethod
-    def of(cls, dataset: Any) -> "EncodeReport":
-        """The counts of an encoded ``datasets.Dataset``."""
-        found = dataset.select_columns(["problem", "is_foreign", "is_cut", "where", "length", "num_trained"])[:]
-        problems, places = found["problem"], found["where"]
-        return cls(
-            num_rows=len(problems),
-            num_kept=problems.count(""),
-            num_tokens=sum(found["length"]),
-            num_trained_tokens=sum(found["num_trained"]),
-            num_foreign=sum(found["is_foreign"]),
-            num_cut=sum(found["is_cut"]),
-            dropped=Counter(filter(None, problems)),
-            first=dict(zip(reversed(problems), reversed(places), strict=True)),
-        )
-
-    def lines(self) -> list[str]:
-        """The report as text: one line of totals, and one for each reason to drop or change rows."""
-        share = self.num_trained_tokens / max(1, self.num_tokens)
-        lines = [
-            f"{self.num_kept:,} of {self.num_rows:,} rows kept: {self.num_tokens:,} tokens, "
-            f"{self.num_trained_tokens:,} of them trained on ({share:.0%})"
-        ]
-        if self.num_foreign:
-            lines.append(
-                f"{self.num_foreign:,} of {self.num_kept:,} rows ({self.num_foreign / self.num_kept:.0%}) hold text "
-                "without the target's token ids; a drafter learns less from text that the target did not write "
-                "(`drafter distill` writes rows with token ids)"
-            )
-        for reason, count in self.dropped.most_common():
-            lines.append(f"{count:,} rows dropped, such as {self.first[reason]}: {reason}")
-        if self.num_cut:
-            lines.append(f"{self.num_cut:,} rows cut at the maximal length")
-        return lines
+    def columns(self) -> dict[str, Any]:
+        """The row of the data set, with the numbers of all tokens and of the trained ones."""
+        return self._asdict() | {"length": len(self.token_ids), "num_trained": sum(self.loss_mask)}
 
 
-def encode_files(
-    names: Sequence[str], tokenizer: Any, settings: RowSettings, *, target_name: str = "", progress: bool = True
-) -> tuple[TokenRows, EncodeReport]:
-    """The token rows of files and hub data sets, from the cache of `datasets` where possible, and the counts.
+def row_features() -> dict[str, Any]:
+    """Types of the columns of the encoded data set."""
+    from datasets import List, Value
+
+    lists = {"token_ids": List(Value("int32")), "loss_mask": List(Value("bool"))}
+    kinds = {"is_foreign": "bool", "problem": "string", "is_cut": "bool", "where": "string"}
+    return lists | {name: Value(kind) for name, kind in (kinds | {"length": "int32", "num_trained": "int32"}).items()}
+
+
+def encode_files(names: Sequence[str], encoder: "RowEncoder") -> tuple[TokenRows, list[str]]:
+    """The token rows of files and hub data sets, from the cache of `datasets` where possible, and a report in lines.
 
     Args:
         names: files, or ``owner/name[:split]`` of hub data sets.
-        tokenizer: the target's tokenizer.
-        settings: what to do with the rows.
-        target_name: the target's name, for messages.
-        progress: show a bar.
+        encoder: what to do with the rows.
 
     Raises:
         FileNotFoundError, ValueError: see :func:`read_records` and :func:`parse_row`, and a file without a usable row.
     """
     import datasets
 
-    datasets.enable_progress_bars() if progress else datasets.disable_progress_bars()
-    encoder, parts = RowEncoder(tokenizer, settings, target_name), []
+    parts = []
     for name in names:
         parts.append(_encoded(name, encoder))
-        report = EncodeReport.of(parts[-1])
-        if not report.num_kept:
-            details = "; ".join(report.lines()[1:])
+        if all(parts[-1]["problem"]):
+            details = "; ".join(_report(parts[-1])[1:])
             raise ValueError(f"{name}: nothing to train on: {details}. Make answers with `drafter distill`")
     whole = datasets.concatenate_datasets(parts)
     kept = [index for index, problem in enumerate(whole["problem"][:]) if not problem]
-    return TokenRows(whole if len(kept) == len(whole) else whole.select(kept)), EncodeReport.of(whole)
+    return TokenRows(whole if len(kept) == len(whole) else whole.select(kept)), _report(whole)
 
 
 def _encoded(name: str, encoder: "RowEncoder") -> Any:
     """The encoded rows of a file or hub data set as a ``datasets.Dataset``, dropped ones included."""
-    from datasets import Dataset, Features, Value
+    from datasets import Dataset, Features
     from datasets.exceptions import DatasetGenerationError
-
-    features = row_features() | {"is_foreign": Value("bool"), "problem": Value("string"), "is_cut": Value("bool")}
-    features |= {"where": Value("string")}
 
     def rows() -> Iterator[dict[str, Any]]:
         records = read_records(name, streaming=False)
         while batch := list(itertools.islice(records, _BATCH_ROWS)):
-            for row in encoder.encode(batch):
-                yield row._asdict() | {"length": len(row.token_ids), "num_trained": sum(row.loss_mask)}
+            yield from (row.columns() for row in encoder.encode(batch))
 
-    key = json.dumps([fingerprint_of(name), name, encoder.key], sort_keys=True)
+    settings = [encoder.max_length, encoder.columns, encoder.vocab_size, _VERSION]
+    key = json.dumps([fingerprint_of(name), name, _tokenizer_digest(encoder.tokenizer), settings], sort_keys=True)
     try:
         fingerprint = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-        return Dataset.from_generator(rows, features=Features(features), fingerprint=fingerprint)
+        return Dataset.from_generator(rows, features=Features(row_features()), fingerprint=fingerprint)
     except DatasetGenerationError as error:
         raise (error.__cause__ or error) from None
 
 
+def _report(dataset: Any) -> list[str]:
+    """Counts of an encoded data set as text: a line of totals, and one for each reason to drop or change rows."""
+    found = dataset.select_columns(["problem", "is_foreign", "is_cut", "where", "length", "num_trained"])[:]
+    problems, num_foreign, num_cut = found["problem"], sum(found["is_foreign"]), sum(found["is_cut"])
+    num_kept, num_tokens, num_trained = problems.count(""), sum(found["length"]), sum(found["num_trained"])
+    lines = [
+        f"{num_kept:,} of {len(problems):,} rows kept: {num_tokens:,} tokens, {num_trained:,} of them trained on "
+        f"({num_trained / max(1, num_tokens):.0%})"
+    ]
+    if num_foreign:
+        lines.append(
+            f"{num_foreign:,} of {num_kept:,} rows ({num_foreign / num_kept:.0%}) hold text without the target's token "
+            "ids; a drafter learns less from text that the target did not write (`drafter distill` writes rows with "
+            "token ids)"
+        )
+    for reason, count in Counter(filter(None, problems)).most_common():
+        lines.append(f"{count:,} rows dropped, such as {found['where'][problems.index(reason)]}: {reason}")
+    return [*lines, f"{num_cut:,} rows cut at the maximal length"] if num_cut else lines
+
+
+@dataclass(frozen=True)
 class RowEncoder:
     """Encodes rows with one tokenizer and its chat template.
 
-    Args:
+    Attributes:
         tokenizer: the target's tokenizer.
-        settings: what to do with the rows.
         name: the target's name, for messages.
+        max_length: longest row in tokens; longer rows are cut, and plain text continues in a further row.
+        columns: see :func:`drafter.data.formats.read_rows`.
+        vocab_size: number of the target's tokens, whose output matrix may have rows to spare; None: the tokenizer's.
     """
 
-    def __init__(self, tokenizer: Any, settings: RowSettings, name: str = "") -> None:
-        self._tokenizer, self._settings, self._name = tokenizer, settings, name
-        self._size = max(len(tokenizer), settings.vocab_size or 0)
-        self._stop_ids = stop_token_ids(tokenizer)
-        self._marks = tuple(str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+    tokenizer: Any
+    name: str = ""
+    max_length: int | None = None
+    columns: Mapping[str, str] | None = None
+    vocab_size: int | None = None
 
-    @property
-    def key(self) -> list[Any]:
-        """What the encoded rows depend on beside the rows themselves."""
-        return [tokenizer_fingerprint(self._tokenizer), asdict(self._settings), ENCODING_VERSION]
+    @cached_property
+    def _stop_ids(self) -> set[int]:
+        return stop_token_ids(self.tokenizer)
 
     def encode(self, records: Sequence[RawRow]) -> Iterator[EncodedRow]:
         """The encoded rows in the order of the records; a dropped row has a ``problem``.
@@ -195,104 +152,88 @@ class RowEncoder:
         Raises:
             ValueError: an invalid row, or a conversation for a target without a chat template.
         """
-        rows = [parse_row(record, columns=self._settings.columns) for record in records]
-        conversations = self._conversations([row for row in rows if row.is_chat])
+        rows = [parse_row(record, columns=self.columns) for record in records]
+        conversations = self._rendered([row for row in rows if row.is_chat])
         for row in rows:
-            self._check_ids(row)
             if row.is_chat:
-                found = [self._cut(next(conversations))]
+                found = [self._masked(row, next(conversations))]
             elif row.text is not None:
-                found = list(self._chunks_of_text(row.text))
+                found = self._chunks(row.text)
             else:
                 mask = [False] * len(row.prompt_ids) + [True] * len(row.token_ids or ())
-                found = [self._cut(EncodedRow([*row.prompt_ids, *(row.token_ids or ())], mask))]
-            yield from (encoded._replace(where=row.where) for encoded in found)
+                found = [EncodedRow([*row.prompt_ids, *(row.token_ids or ())], mask)]
+            for encoded in found:
+                check_ids(encoded.token_ids, self.vocab_size or len(self.tokenizer), row.where)
+                yield self._cut(encoded)._replace(where=row.where)
 
-    def _check_ids(self, row: Row) -> None:
-        """ValueError for token ids that the target lacks."""
-        largest = max((*row.prompt_ids, *(row.token_ids or ())), default=0)
-        if largest >= self._size:
-            raise ValueError(
-                f"{row.where}: token id {largest} is outside the vocabulary of target {self._name!r} with {self._size} "
-                "tokens: the row is another model's"
-            )
+    def _rendered(self, rows: Sequence[Row]) -> Iterator[Any]:
+        """The text and the answers of conversations, or the reason to drop one.
 
-    def _conversations(self, rows: Sequence[Row]) -> Iterator[EncodedRow]:
-        """The encoded conversations, rendered by one process with limits."""
-        chats = [self._problem_of(row) or Chat(_asked(row), row.tools) for row in rows]
-        if not self._tokenizer.chat_template and any(isinstance(chat, Chat) for chat in chats):
+        The template runs in one process with limits of time and memory.
+        """
+        if rows and not self.tokenizer.chat_template:
             raise ValueError(
-                f"target {self._name!r} has no chat template, so conversations cannot be rendered: give plain `text` "
+                f"target {self.name!r} has no chat template, so conversations cannot be rendered: give plain `text` "
                 "rows, or choose an instruction-tuned target"
             )
-        rendered = find_all_answers(self._tokenizer, chats, self._name)
-        encodings = iter(self._tokenise([text for item in rendered for text in _texts_of(item)]))
-        for row, item in zip(rows, rendered, strict=True):
-            if isinstance(item, str):
-                yield EncodedRow([], [], problem=item)
-            else:
-                yield self._masked(item, [next(encodings) for _ in _texts_of(item)], has_end=not row.is_cut)
+        marks = tuple(str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special)
 
-    def _tokenise(self, texts: list[str]) -> Sequence[Any]:
-        """Encodings with ``ids`` and character ``offsets``. The tokenizer encodes the texts of a call on all cores."""
-        if not texts:
-            return []
-        _backend(self._tokenizer)
-        encoded = self._tokenizer(texts, add_special_tokens=False, truncation=False, padding=False)
-        encodings: Sequence[Any] = encoded.encodings
-        return encodings
+        def find(row: Row) -> Any:
+            messages = _asked(row)
+            answers = [message["content"].rstrip() for message in messages if message["role"] == "assistant"]
+            if messages[-1]["role"] != "assistant":
+                return NO_ANSWER
+            if row.has_parts:
+                return _PARTS
+            if not all(answers):
+                return EMPTY
+            if any(answer.endswith(marks) for answer in answers):
+                return _MARK
+            try:
+                return find_answers(self.tokenizer, messages, row.tools)
+            except ValueError as error:
+                return str(error)
 
-    def _problem_of(self, row: Row) -> str:
-        """The reason to drop a conversation before it is rendered, or empty."""
-        messages = _asked(row)
-        if messages[-1]["role"] != "assistant":
-            return NO_ANSWER
-        if row.has_parts:
-            return _PARTS
-        answers = [message["content"].rstrip() for message in messages if message["role"] == "assistant"]
-        if not all(answers):
-            return EMPTY
-        return _MARK if any(answer.endswith(self._marks) for answer in answers) else ""
+        return iter(limited_map(find, rows, what_runs(self.name)))
 
-    def _masked(self, rendered: Rendered, encodings: Sequence[Any], *, has_end: bool) -> EncodedRow:
-        """Token ids and mask of one conversation, whose prefixes are compared token by token.
-
-        ``encodings``: of the conversation and its prefixes.
+    def _masked(self, row: Row, rendered: Any) -> EncodedRow:
+        """Token ids and mask of a rendered conversation, whose prefixes are compared token by token.
 
         A token belongs to an answer if all its characters do. A token of one byte covers the byte's whole character.
-        The token that ends the last answer belongs to the mask if ``has_end``.
+        The token that ends the last answer belongs to the mask, unless the answer ended at a length limit.
         """
-        whole, *prefixes = encodings
-        ids, spans = whole.ids, whole.offsets
-        loss_mask = [False] * len(ids)
-        for number, (prefix, answer) in enumerate(zip(prefixes, rendered.answers, strict=True), start=1):
+        if isinstance(rendered, str):
+            return EncodedRow([], [], problem=rendered)
+        text, spans = rendered
+        texts = [text, *(text[:prefix_end] for prefix_end, _, _ in spans)]
+        encoded = self.tokenizer(texts, add_special_tokens=False, truncation=False, padding=False)
+        whole, *prefixes = encoded.encodings
+        loss_mask = [False] * len(whole.ids)
+        for number, (prefix, (_, start, end)) in enumerate(zip(prefixes, spans, strict=True), start=1):
             index = len(prefix.ids)
-            if ids[:index] != prefix.ids:
+            if whole.ids[:index] != prefix.ids:
                 return EncodedRow([], [], problem="the tokens before an answer change when the answer is added")
-            while index < len(ids) and spans[index][0] < answer.start:
+            while index < len(loss_mask) and whole.offsets[index][0] < start:
                 index += 1
-            while index < len(ids) and spans[index][1] <= answer.end:
+            while index < len(loss_mask) and whole.offsets[index][1] <= end:
                 loss_mask[index] = True
                 index += 1
-            if number == len(prefixes) and not has_end:
-                break
-            if index < len(ids) and ids[index] in self._stop_ids and spans[index][0] >= answer.end:
-                loss_mask[index] = True
-        return EncodedRow(ids, loss_mask, is_foreign=True)
+            has_end = not (row.is_cut and number == len(spans))
+            if has_end and index < len(loss_mask) and whole.offsets[index][0] >= end:
+                loss_mask[index] = whole.ids[index] in self._stop_ids
+        return EncodedRow(whole.ids, loss_mask, is_foreign=True)
 
-    def _chunks_of_text(self, text: str) -> Iterator[EncodedRow]:
+    def _chunks(self, text: str) -> list[EncodedRow]:
         """Plain text with the special tokens that the tokenizer adds; all tokens but the first are trained on."""
-        ids = list(self._tokenizer(text)["input_ids"])
-        size = self._settings.max_length or max(1, len(ids))
-        for start in range(0, max(1, len(ids)), size):
-            piece = ids[start : start + size]
-            kept = self._cut(EncodedRow(piece, [False] + [True] * (len(piece) - 1), is_foreign=True))
-            if not start or not kept.problem:
-                yield kept
+        ids = list(self.tokenizer(text)["input_ids"])
+        size = self.max_length or max(1, len(ids))
+        # A last token alone would train nothing.
+        pieces = [ids[start : start + size] for start in range(0, max(1, len(ids) - 1), size)]
+        return [EncodedRow(piece, [place > 0 for place in range(len(piece))], is_foreign=True) for piece in pieces]
 
     def _cut(self, row: EncodedRow) -> EncodedRow:
         """The row, cut at the maximal length; dropped if nothing is trained on."""
-        size = self._settings.max_length
+        size = self.max_length
         if size is not None and len(row.token_ids) > size:
             row = row._replace(token_ids=row.token_ids[:size], loss_mask=row.loss_mask[:size], is_cut=True)
         if row.problem or any(row.loss_mask):
@@ -306,16 +247,15 @@ def _asked(row: Row) -> list[ChatMessage]:
     return messages[:-1] if messages[-1]["role"] == "user" and len(messages) > 2 else messages
 
 
-def _texts_of(rendered: Rendered | str) -> list[str]:
-    """A conversation, and the part before each of its answers; nothing for the reason to drop a conversation."""
-    return [] if isinstance(rendered, str) else [rendered.text, *(answer.prefix for answer in rendered.answers)]
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> str:
+def _tokenizer_digest(tokenizer: Any) -> str:
     """A hash of everything that determines token ids: vocabulary, merges, added tokens, chat template."""
-    state = json.loads(_backend(tokenizer).to_str())
-    state.pop("truncation", None)
-    state.pop("padding", None)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(
+            f"{type(tokenizer).__name__} has no character offsets of tokens, so answers cannot be found: "
+            "a tokenizer with a tokenizer.json file is needed"
+        )
+    state = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
     text = json.dumps([state, tokenizer.chat_template, sorted(stop_token_ids(tokenizer))], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -324,13 +264,3 @@ def stop_token_ids(tokenizer: Any) -> set[int]:
     """The tokens that can end a turn: the tokenizer's special tokens."""
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return special | set(tokenizer.all_special_ids)
-
-
-def _backend(tokenizer: Any) -> Any:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise ValueError(
-            f"{type(tokenizer).__name__} has no character offsets of tokens, so answers cannot be found: "
-            "a tokenizer with a tokenizer.json file is needed"
-        )
-    return backend

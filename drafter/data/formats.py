@@ -18,7 +18,7 @@ A row may have ``tools``, the functions that were offered; the target's chat tem
 reasoning or tool calls need token ids: as text they are not used.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from reprlib import repr as short
 from typing import Annotated, Any, TypeVar
@@ -71,16 +71,12 @@ def _has_parts(turn: Any) -> bool:
 def _in_turn(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
     """The messages; ValueError unless they are system (optional), then user and assistant in turn."""
     roles = [message["role"] for message in messages]
-    start = 1 if roles[:1] == ["system"] else 0
-    for number, role in enumerate(roles[start:]):
-        wanted = ("user", "assistant")[number % 2]
-        if role != wanted:
-            raise ValueError(
-                f"turns out of order: turn {start + number + 1} is {role!r}, expected {wanted!r}; a conversation is "
-                "system (optional), then user and assistant in turn"
-            )
-    if len(roles) == start:
+    turns = roles[1:] if roles[:1] == ["system"] else roles
+    if not turns:
         raise ValueError("the conversation has no user turn")
+    if any(role != ("user", "assistant")[number % 2] for number, role in enumerate(turns)):
+        shown = ", ".join(roles[:8])
+        raise ValueError(f"turns out of order ({shown}): first system (optional), then user and assistant in turn")
     return messages
 
 
@@ -150,15 +146,14 @@ def read_rows(name: str | Path, *, columns: Mapping[str, str] | None = None) -> 
 
 def parse_row(record: RawRow, *, columns: Mapping[str, str] | None = None) -> Row:
     """The parsed row; ValueError with its place if no key is known or the turns are out of order."""
-    fields, where = dict(record.fields), record.where
+    fields, where = record
     for ours, theirs in (columns or {}).items():
         if theirs not in fields:
             raise ValueError(f"{where}: --column {ours}={theirs}: the row has no key {theirs!r}{_keys(fields)}")
-        fields[ours] = fields[theirs]
-    named = next((key for key in _FORMAT_KEYS if key in (columns or ())), None)
-    if named is not None:  # the named key goes before all others
-        for key in _FORMAT_KEYS[: _FORMAT_KEYS.index(named)]:
-            fields.pop(key, None)
+    if columns:  # a named format goes before all others
+        others = _FORMAT_KEYS if not columns.keys().isdisjoint(_FORMAT_KEYS) else ()
+        named = {ours: fields[theirs] for ours, theirs in columns.items()}
+        fields = {key: value for key, value in fields.items() if key not in others} | named
     found = _content_of(fields)
     asked = next((fields[key] for key in ("prompt", "text") if key in fields), None)
     if isinstance(asked, str) and not asked.strip():
@@ -199,6 +194,15 @@ def ids_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"prompt_token_ids": fields.get("prompt_token_ids"), "token_ids": answer.get("token_ids")}
 
 
+def check_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
+    """ValueError for token ids that the target lacks."""
+    if (largest := max(ids, default=0)) >= vocab_size:
+        raise ValueError(
+            f"{where}: token id {largest} is outside the target's vocabulary of {vocab_size} tokens: the row or "
+            "the tokenizer is another model's"
+        )
+
+
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -214,6 +218,4 @@ def validated(kind: type[_Model], value: Any, where: str) -> _Model:
 
 
 def _keys(fields: Mapping[str, Any]) -> str:
-    names = [repr(str(key)[:40]) for key in fields]
-    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    return f" (the row has {shown})" if names else " (the row is empty)"
+    return f" (the row has {', '.join(repr(str(key)[:40]) for key in fields)})" if fields else " (the row is empty)"

@@ -1,7 +1,6 @@
 """ChatDataModule: files in, batches out, for Lightning."""
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -11,17 +10,16 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from drafter.data.encode import RowSettings, encode_files
-from drafter.data.hidden_states import CachedStates, cache_states
+from drafter.data.encode import RowEncoder, encode_files
+from drafter.data.hidden_states import StatesOnDisk, cache_states, index_stored_files, open_stored_states
 from drafter.data.loader import TrainLoader, ValLoader
+from drafter.data.reading import fingerprint_of
 from drafter.data.rows import TokenRows, split_by_prompt
-from drafter.data.stored_states import StoredFiles, StoredStates, open_stored_states
 from drafter.targets.catalog import load_tokenizer, vocab_size_of
 from drafter.targets.target import Target
 from drafter.utils.validate import Range, require
 
 _MIN_PROMPT = 2  # the token at the start of every text, and one token of the text
-_MAX_TEXT_PROMPT = 32  # for plain text, which has no end of a prompt
 
 
 class ChatDataModule(LightningDataModule):
@@ -47,7 +45,6 @@ class ChatDataModule(LightningDataModule):
         trust_remote_code: bool = False,
         cache_hidden_states: str | None = None,
         hidden_states: str | None = None,
-        progress: bool = True,
     ) -> None:
         """
         Args:
@@ -66,7 +63,6 @@ class ChatDataModule(LightningDataModule):
                 The cache takes 2 bytes x hidden size per kept position, and rounds the states to bfloat16.
             hidden_states: folder of the target's hidden states that vLLM or speculators stored, read instead of
                 computed. Every row needs a file with its tokens.
-            progress: show progress bars.
         """
         super().__init__()
         if hidden_states is not None and cache_hidden_states is not None:
@@ -83,23 +79,17 @@ class ChatDataModule(LightningDataModule):
             )
         if isinstance(val, float | int) and not 0 < val < 1:
             raise ValueError(f"--data.val {val} must be a share above 0 and below 1, or files to validate on")
-        if train_on not in ("answers", "everything"):
-            raise ValueError(f"--data.train_on {train_on!r} must be answers or everything")
         self._train_names = [train] if isinstance(train, str) else list(train)
         if not self._train_names:
             raise ValueError("--data.train names no file")
-        self._val_share = float(val) if isinstance(val, float | int) else None
-        self._val_names = [val] if isinstance(val, str) else list(val) if isinstance(val, list) else []
+        self._val = val
         self._target_name = target
-        self._settings = RowSettings(max_length, columns)
-        self._batch_tokens = batch_tokens
+        self._max_length, self._columns, self._batch_tokens = max_length, columns, batch_tokens
         self.train_on = train_on
         self._seed = seed
         self._loading: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-        self._states_folder = cache_hidden_states
-        self._stored_folder = hidden_states
-        self._states: Mapping[str, CachedStates | StoredStates] = {}
-        self._progress = progress
+        self._cache_folder, self._stored_folder = cache_hidden_states, hidden_states
+        self._states: dict[str, StatesOnDisk] = {}
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -119,11 +109,10 @@ class ChatDataModule(LightningDataModule):
     @cached_property
     def description(self) -> list[dict[str, Any]]:
         """Each training file by name, with a hash of its bytes (None for a data set of the hub)."""
-        paths = [Path(name) for name in self._train_names]
-        digests = [hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None for path in paths]
+        paths = {name: Path(name) for name in self._train_names}
         return [
-            {"name": path.name if digest else name, "sha256": digest}
-            for name, path, digest in zip(self._train_names, paths, digests, strict=True)
+            {"name": path.name, "sha256": fingerprint_of(name)} if path.is_file() else {"name": name, "sha256": None}
+            for name, path in paths.items()
         ]
 
     def prepare_data(self) -> None:
@@ -135,12 +124,10 @@ class ChatDataModule(LightningDataModule):
         _ = self._rows
 
     def train_dataloader(self) -> TrainLoader:
-        rows, states = self._source("train")
-        return TrainLoader(rows, states, seed=self._seed, fingerprint=rows.digest(), **self._batching())
+        return TrainLoader(self._rows_of("train"), self._states.get("train"), seed=self._seed, **self._batching())
 
     def val_dataloader(self) -> ValLoader:
-        rows, states = self._source("val")
-        return ValLoader(rows, states, **self._batching())
+        return ValLoader(self._rows_of("val"), self._states.get("val"), **self._batching())
 
     def cache_states(self, target: Target, *, draft_length: int, context_layers: Sequence[int] = ()) -> None:
         """Fill the hidden-state cache, if ``cache_hidden_states`` names a folder, or open the files of
@@ -149,18 +136,15 @@ class ChatDataModule(LightningDataModule):
         Batches then carry ``hidden_BTD`` (and ``context_BTC`` with ``context_layers``) in the target's dtype, and their
         rows begin ``draft_length + 1`` positions before the first token that is trained on.
         """
-        if self._states_folder is None and self._stored_folder is None:
-            return
-        parts = {"train": self._trained_rows(), "val": self.val_rows}
+        parts = {part: self._rows_of(part) for part in ("train", "val")}
         shape: dict[str, Any] = {"margin": draft_length + 1, "context_layers": context_layers}
         if self._stored_folder is not None:
             longest = max(int(rows.length_R.max()) for rows in parts.values())
-            files = StoredFiles(self._stored_folder, longest=longest, progress=self._progress)
+            files = index_stored_files(self._stored_folder, target, context_layers=context_layers, longest=longest)
             self._states = {part: open_stored_states(files, rows, target, **shape) for part, rows in parts.items()}
-        else:
-            shape |= {"batch_tokens": self._batch_tokens, "progress": self._progress}
-            folder = str(self._states_folder)
-            self._states = {part: cache_states(folder, rows, target, **shape) for part, rows in parts.items()}
+        elif self._cache_folder is not None:
+            shape["batch_tokens"] = self._batch_tokens
+            self._states = {part: cache_states(self._cache_folder, parts[part], target, **shape) for part in parts}
 
     def val_prompts(self, num: int) -> list[list[int]]:
         """Token ids of the first ``num`` different held-out prompts, up to the opening of the first answer.
@@ -170,67 +154,41 @@ class ChatDataModule(LightningDataModule):
         Raises:
             ValueError: no held-out row is long enough for a prompt.
         """
-        rows = self.val_rows
-        prompts: dict[tuple[int, ...], None] = {}
-        for index in range(len(rows)):
-            if len(prompts) == num:
-                break
-            prompt = rows.prompt_ids(index)
-            if len(prompt) < _MIN_PROMPT:
-                # The last token remains for the answer.
-                prompt = rows.row(index).token_T[:-1][:_MAX_TEXT_PROMPT].tolist()
-            if len(prompt) >= _MIN_PROMPT:
-                prompts[tuple(prompt)] = None
-        if not prompts:
+        prompts = map(self.val_rows.prompt_ids, range(len(self.val_rows)))
+        found = list(dict.fromkeys(tuple(prompt) for prompt in prompts if len(prompt) >= _MIN_PROMPT))
+        if not found:
             raise ValueError(
                 f"no held-out row gives a prompt of at least {_MIN_PROMPT} tokens with one to answer: hold longer rows "
                 "out, or name files for --data.val"
             )
-        return [list(prompt) for prompt in prompts]
+        return [list(prompt) for prompt in found[:num]]
 
-    def token_counts(self, vocab_size: int | None = None) -> Tensor:
-        """Number of trained answer tokens by id, int64 [vocab_size] (default: the tokenizer's size).
-
-        ValueError when a token is not below ``vocab_size``: tokenizer and model do not belong together.
-        """
-        size = len(self.tokenizer) if vocab_size is None else vocab_size
-        counts = self.train_rows.token_counts(size)
-        if len(counts) > size:
-            raise ValueError(
-                f"the training data hold token {len(counts) - 1}, but the target has {size}: "
-                f"{self._target_name!r} is not the target's tokenizer"
-            )
-        return counts
+    def token_counts(self, vocab_size: int) -> Tensor:
+        """Number of trained answer tokens by id, int64 [vocab_size]."""
+        return self.train_rows.token_counts(vocab_size)
 
     def _batching(self) -> dict[str, int]:
         """Size of the batches, and the share of this process."""
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
         return {"batch_tokens": self._batch_tokens, "rank": rank, "world_size": world_size}
 
-    def _trained_rows(self) -> TokenRows:
-        rows = self.train_rows
-        return rows.trained_on_everything() if self.train_on == "everything" else rows
-
-    def _source(self, part: str) -> tuple[TokenRows, CachedStates | StoredStates | None]:
-        """The rows of ``train`` or ``val``, and the reader of their states, if states are on disk."""
-        if self._states_folder is None and self._stored_folder is None:
-            return (self._trained_rows() if part == "train" else self.val_rows), None
-        if part not in self._states:
-            raise ValueError("hidden states on disk: the cache is not made yet; call cache_states(target) first")
-        return self._states[part].rows, self._states[part]
+    def _rows_of(self, part: str) -> TokenRows:
+        """The rows of ``train`` or ``val`` with the loss mask of the loss."""
+        return replace(self.train_rows, everything=self.train_on == "everything") if part == "train" else self.val_rows
 
     @cached_property
     def _rows(self) -> tuple[TokenRows, TokenRows]:
         train = self._read(self._train_names, "train")
-        if self._val_share is None:
-            return train, self._read(self._val_names, "val")
-        kept, held_out = split_by_prompt(train, self._val_share)
+        if isinstance(self._val, str | list):
+            return train, self._read([self._val] if isinstance(self._val, str) else self._val, "val")
+        kept, held_out = split_by_prompt(train, self._val)
         return train.select(kept), train.select(held_out)
 
     def _read(self, names: list[str], what: str) -> TokenRows:
         name = self._target_name
-        settings = replace(self._settings, vocab_size=vocab_size_of(name, **self._loading))
-        rows, report = encode_files(names, self.tokenizer, settings, target_name=name, progress=self._progress)
-        for line in report.lines():
+        vocab_size = vocab_size_of(name, **self._loading)
+        encoder = RowEncoder(self.tokenizer, name, self._max_length, self._columns, vocab_size)
+        rows, report = encode_files(names, encoder)
+        for line in report:
             rank_zero_info(f"{what}: {line}")
         return rows

@@ -8,6 +8,7 @@ import contextlib
 import glob
 import gzip
 import hashlib
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -40,11 +41,15 @@ def read_records(name: str | Path, *, streaming: bool = True) -> Iterator[RawRow
         ValueError: an empty or damaged file, an unknown kind of file, a line beyond the limit, no such data set, or a
             line that is no JSON object.
     """
-    name, is_empty = str(name), True
-    for record in _lines(name) if name.lower().endswith(_JSONL) else _table_rows(name, streaming):
-        is_empty = False
+    name, record = str(name), None
+    path = _file_of(name)
+    if path is not None and name.lower().endswith(_JSONL):
+        records = read_json_lines(path, name)
+    else:
+        records = _table_rows(name, path, streaming)
+    for record in records:
         yield record
-    if is_empty:
+    if record is None:
         raise ValueError(f"{name} holds no rows")
 
 
@@ -53,40 +58,43 @@ def fingerprint_of(name: str) -> str:
     path = _file_of(name)
     if path is None:
         with reading(name, is_hub=True):
-            return str(_load(name, streaming=False)._fingerprint)
+            return str(_load(name, None, streaming=False)._fingerprint)
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def lines_of(path: Path, name: str) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file, perhaps packed, with their numbers; ValueError for a pipe, damage or a line too long."""
+def read_json_lines(path: Path, name: str, *, skip_torn: bool = False) -> Iterator[RawRow]:
+    """The objects of a file of JSON lines, perhaps packed.
+
+    Args:
+        path: the file.
+        name: of the file, for messages.
+        skip_torn: leave a last line out, with a note, that has no line feed: a server is writing it.
+
+    Raises:
+        ValueError: a pipe, damage, a line beyond the limit, or a line that is no JSON object.
+    """
     if path.exists() and not path.is_file():
         raise ValueError(f"{name} is no regular file: write the rows to a file first")  # a pipe would be waited for
     number, is_packed = 0, path.name.lower().endswith(".gz")
     try:
         with cast(BinaryIO, gzip.open(path, "rb")) if is_packed else path.open("rb") as stream:
             for number, line in read_lines(stream, name):
-                yield number, line
+                where = f"{name}, line {number}"
+                if skip_torn and not line.endswith(b"\n"):
+                    print(f"{where}: left out, as the line is not written to its end", file=sys.stderr)
+                elif line.strip():
+                    fields = parse_json(line, where, only_depth=True)
+                    if not isinstance(fields, dict):
+                        raise ValueError(f"{where}: a row must be an object with keys, not {type(fields).__name__}")
+                    yield RawRow({key: value for key, value in fields.items() if value is not None}, where)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{name}: damaged gzip file after line {number} ({error})") from error
 
 
-def _lines(name: str) -> Iterator[RawRow]:
-    path = _file_of(name)
-    assert path is not None, "a name of lines is no hub data set"
-    for number, line in lines_of(path, name):
-        if not line.strip():
-            continue
-        where = f"{name}, line {number}"
-        fields = parse_json(line, where, only_depth=True)
-        if not isinstance(fields, dict):
-            raise ValueError(f"{where}: a row must be an object with keys, not {type(fields).__name__}")
-        yield RawRow({key: value for key, value in fields.items() if value is not None}, where)
-
-
-def _table_rows(name: str, streaming: bool) -> Iterator[RawRow]:
-    with reading(name, is_hub=_file_of(name) is None):
-        for number, item in enumerate(_load(name, streaming=streaming), start=1):
+def _table_rows(name: str, path: Path | None, streaming: bool) -> Iterator[RawRow]:
+    with reading(name, is_hub=path is None):
+        for number, item in enumerate(_load(name, path, streaming=streaming), start=1):
             yield RawRow(_without_null(item), f"{name}, row {number}")
 
 
@@ -108,14 +116,13 @@ def _file_of(name: str) -> Path | None:
     return path
 
 
-def _load(name: str, *, streaming: bool) -> Any:
+def _load(name: str, path: Path | None, *, streaming: bool) -> Any:
     """The ``datasets.Dataset`` of a table or hub data set, or its stream."""
     import datasets
     import huggingface_hub.utils.logging as hub_logging
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are told once, by us
     hub_logging.set_verbosity_error()
-    path = _file_of(name)
     if path is None:
         repository, _, split = name.partition(":")
         return datasets.load_dataset(repository, streaming=streaming, split=split or "train")

@@ -1,14 +1,10 @@
 """Rows of recorded traffic: token ids of prompts and answers, of the server's files or other files of such rows."""
 
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from drafter.data.formats import Row, ids_of, validated
-from drafter.data.reading import lines_of
-from drafter.utils.parse import parse_json
-
-_KINDS = ("*.jsonl", "*.jsonl.gz")
+from drafter.data.formats import check_ids, ids_of, parse_row
+from drafter.data.reading import RawRow, read_json_lines
 
 
 class TrafficRow(NamedTuple):
@@ -21,8 +17,8 @@ class TrafficRow(NamedTuple):
 def read_traffic(path: str | Path, *, vocab_size: int | None = None) -> list[TrafficRow]:
     """The rows of a file, or of all ``.jsonl`` files of a folder in the order of their names; equal rows count once.
 
-    A server may be writing: the last line of a file may be torn, and a file may be gone before it is read. Torn lines
-    are left out, and their number is printed.
+    A server may be writing: a last line that is not written to its end is left out, and a file of a folder may be gone
+    before it is read.
 
     Args:
         path: file or folder.
@@ -35,41 +31,22 @@ def read_traffic(path: str | Path, *, vocab_size: int | None = None) -> list[Tra
     """
     path = Path(path).expanduser()
     is_folder = path.is_dir()
-    files = sorted(file for kind in _KINDS for file in path.glob(kind)) if is_folder else [path]
     rows: dict[tuple[tuple[int, ...], tuple[int, ...]], TrafficRow] = {}
-    num_torn = 0
-    for file in files:
+    for file in sorted([*path.glob("*.jsonl"), *path.glob("*.jsonl.gz")]) if is_folder else [path]:
         try:
-            for number, line in lines_of(file, str(file)):
-                if not line.strip():
-                    continue
-                if not line.endswith(b"\n"):
-                    num_torn += 1
-                    continue
-                row = _row_of(line, f"{file}, line {number}", vocab_size)
-                if row.prompt_token_ids and row.token_ids:
-                    rows[tuple(row.prompt_token_ids), tuple(row.token_ids)] = row
+            for record in read_json_lines(file, str(file), skip_torn=True):
+                ids = ids_of(record.fields)
+                lacking = [name for name, value in ids.items() if value is None]
+                if lacking:
+                    raise ValueError(f"{record.where} lacks {', '.join(lacking)}: the row is no recorded answer")
+                row = parse_row(RawRow(ids, record.where))
+                if vocab_size is not None:
+                    check_ids((*row.prompt_ids, *(row.token_ids or ())), vocab_size, row.where)
+                if row.prompt_ids and row.token_ids:
+                    rows[row.prompt_ids, row.token_ids] = TrafficRow(list(row.prompt_ids), list(row.token_ids))
         except FileNotFoundError:
             if not is_folder:
                 raise
-    if num_torn:
-        print(f"{path}: {num_torn} lines left out that are not written to their end", file=sys.stderr)
     if not rows:
         raise ValueError(f"{path} holds no recorded answers: name a folder of `drafter serve --record`")
     return list(rows.values())
-
-
-def _row_of(line: bytes, where: str, vocab_size: int | None) -> TrafficRow:
-    fields = parse_json(line, where, only_depth=True)
-    ids = ids_of(fields if isinstance(fields, dict) else {})
-    lacking = [name for name, value in ids.items() if value is None]
-    if lacking:
-        raise ValueError(f"{where} lacks {', '.join(lacking)}: the row is no recorded answer")
-    row = validated(Row, ids, where)
-    largest = max((*row.prompt_ids, *(row.token_ids or ())), default=0)
-    if vocab_size is not None and largest >= vocab_size:
-        raise ValueError(
-            f"{where}: a token id is outside the target's vocabulary of {vocab_size} tokens ({largest}): the row is "
-            "another model's"
-        )
-    return TrafficRow(list(row.prompt_ids), list(row.token_ids or ()))

@@ -42,17 +42,16 @@ def write_speculators(
     """``hs_{i}.safetensors`` of whole rows."""
     folder.mkdir(parents=True, exist_ok=True)
     for row in range(len(rows)):
-        token_T, _ = rows.row(row)
-        state_TLD = states_before_norm(target, token_T, layers)
-        write_file(folder / f"hs_{row}.safetensors", state_TLD, token_T, is_float8=is_float8)
+        token_T = rows.row(row).token_T
+        path, state_TLD = folder / f"hs_{row}.safetensors", states_before_norm(target, token_T, layers)
+        write_file(path, state_TLD, token_T, is_float8=is_float8)
 
 
 def write_vllm(folder: Path, rows: TokenRows, target: Target, layers: Sequence[int] = ()) -> None:
     """Files named by requests that wrote the answers: no state for the last answer token and what stands behind."""
     folder.mkdir(parents=True, exist_ok=True)
     for row in range(len(rows)):
-        token_T, loss_mask_T = rows.row(row)
-        end = int(loss_mask_T.nonzero()[-1])
+        token_T = rows.row(row).token_T[: int(rows.row(row).loss_mask_T.nonzero()[-1])]
         path = folder / f"chatcmpl-{97 * row % 89:x}{row}.safetensors"
-        write_file(path, states_before_norm(target, token_T[:end], layers), token_T[:end])
+        write_file(path, states_before_norm(target, token_T, layers), token_T)
         path.with_name(path.name + ".lock").touch()  # vLLM leaves the lock files

@@ -1,12 +1,14 @@
 """Batches: padding, token budget, determinism, resumption."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.data.batch import gather, plan_epoch, plan_in_order
-from drafter.data.loader import TrainLoader, ValLoader
+from drafter.data.batch import plan_epoch, plan_in_order
+from drafter.data.loader import TrainLoader, ValLoader, gather
 from drafter.data.rows import TokenRows
 from tests.data.tiny import token_rows
 
@@ -59,7 +61,7 @@ def test_validation_batches_are_sorted_by_length() -> None:
     assert plan_in_order(torch.tensor([30, 10, 20, 40]), batch_tokens=46) == [[1], [2], [0], [3]]
 
 
-@pytest.mark.parametrize("num_before", [0, 1, 4, 9, 25])
+@pytest.mark.parametrize("num_before", [0, 4, 25])
 def test_resumption_continues_at_the_same_batch(num_before: int) -> None:
     def take(loader: TrainLoader, count: int) -> list[list[int]]:
         taken: list[list[int]] = []
@@ -92,8 +94,7 @@ def test_ranks_share_an_epoch() -> None:
     ("change", "message"),
     [
         ({"batch_tokens": 160}, r"another --data.batch_tokens \(96 then, 160 now\)"),
-        ({"seed": 6}, r"another --data.seed"),
-        ({"fingerprint": "b"}, "another training data, so"),
+        ({"lengths": LENGTHS[:-1]}, "another training data, so"),
     ],
 )
 def test_a_position_in_another_stream_is_refused(change: dict, message: str) -> None:
@@ -101,7 +102,7 @@ def test_a_position_in_another_stream_is_refused(change: dict, message: str) -> 
         loader_of(**change).load_state_dict(loader_of().state_dict())
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 50])
+@pytest.mark.parametrize("world_size", [1, 3, 50])
 def test_val_loader_gives_every_rank_as_many_batches(world_size: int) -> None:
     rows = rows_with(LENGTHS)
     loaders = [ValLoader(rows, batch_tokens=240, rank=rank, world_size=world_size) for rank in range(world_size)]
@@ -114,11 +115,11 @@ def test_val_loader_gives_every_rank_as_many_batches(world_size: int) -> None:
 def test_rows() -> None:
     rows = token_rows([([1, 1], [False, True]), ([2], [False]), ([1, 1, 1], [False, True, True])])
     assert rows.length_R.tolist() == [2, 1, 3] and rows.num_trained_tokens == 3
-    assert rows.row(2).token_T.tolist() == [1, 1, 1] and rows.prompt_ids(2) == [1]
     assert [row.token_T.tolist() for row in rows.select([2, 0]).take([0, 1])] == [[1, 1, 1], [1, 1]]
-    assert len(rows.select([])) == 0 and rows.token_counts(1).tolist() == [0, 3]
-    digests = [part.digest() for part in (rows, rows.select([0, 2, 1]), rows.trained_on_everything())]
+    assert len(rows.select([])) == 0 and rows.token_counts(3).tolist() == [0, 3, 0]
+    everything = replace(rows, everything=True)
+    digests = [part.digest() for part in (rows, rows.select([0, 2, 1]), everything)]
     assert len(set(digests)) == 3 and rows.select([0, 1, 2]).digest() == digests[0]
-    cropped = rows.cropped(torch.tensor([0, 0, 2]))
+    cropped = replace(rows, start_R=torch.tensor([0, 0, 2]))
     assert cropped.length_R.tolist() == [2, 1, 1] and cropped.row(2).loss_mask_T.tolist() == [True]
-    assert rows.trained_on_everything().row(2).loss_mask_T.tolist() == [False, True, True]
+    assert everything.row(2).loss_mask_T.tolist() == [False, True, True]

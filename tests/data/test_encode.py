@@ -6,16 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.data.encode import (
-    EMPTY,
-    NO_ANSWER,
-    TOO_LONG,
-    EncodedRow,
-    RowEncoder,
-    RowSettings,
-    encode_files,
-)
-from drafter.data.template import PrefixError
+from drafter.data.encode import EMPTY, NO_ANSWER, TOO_LONG, EncodedRow, RowEncoder, encode_files
 from tests.data.tiny import (
     CHAT_TEMPLATE,
     COUNTING_TEMPLATE,
@@ -34,14 +25,6 @@ END_ID = 3
 
 def trained_text(encoded: EncodedRow, tokenizer=TOKENIZER) -> str:
     return tokenizer.decode([token for token, mask in zip(*encoded[:2], strict=True) if mask])
-
-
-def test_one_answer_token_by_token() -> None:
-    encoded = encode_conversation(TOKENIZER, chat("Hi", "the\n"))
-    pieces = [TOKENIZER.decode([token]) for token in encoded.token_ids]
-    opening = ["<s>", "<|user|>", "\n", "H", "i", "<|end|>", "\n", "<|bot|>", "\n"]
-    assert pieces == [*opening, "the", "\n", "<|end|>", "\n"]
-    assert encoded.loss_mask == [False] * 9 + [True] * 3 + [False]
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -71,23 +54,18 @@ def test_an_end_without_special_token_is_not_trained_on() -> None:
     assert trained_text(encode_conversation(tokenizer, chat("a", "one", "b", "two")), tokenizer) == "onetwo"
 
 
-def test_an_answer_whose_first_token_melts_into_the_opening_is_refused() -> None:
-    with pytest.raises(PrefixError, match="tokens before an answer"):
-        encode_conversation(TOKENIZER, chat("a", "\nHello"))
-
-
 @pytest.mark.parametrize(
-    ("template", "message"),
+    ("template", "answer", "problem"),
     [
-        (COUNTING_TEMPLATE, "changes when the answer is added"),
-        (UPPERCASE_TEMPLATE, "the template changes the answer"),
-        ("{{ raise_exception('no turns today') }}", "template of the target refuses the conversation .no turns today."),
+        (CHAT_TEMPLATE, "\nHello", "the tokens before an answer change"),  # two line feeds melt into one token
+        (COUNTING_TEMPLATE, "one", "changes when the answer is added"),
+        (UPPERCASE_TEMPLATE, "one", "the template changes the answer"),
+        ("{{ raise_exception('no turns today') }}", "one", "refuses the conversation (no turns today)"),
+        (CHAT_TEMPLATE, "one<|end|>", "an answer ends with a special token as text"),
     ],
-    ids=["counting", "uppercase", "raising"],
 )
-def test_templates_without_usable_prefixes_are_refused(template: str, message: str) -> None:
-    with pytest.raises(PrefixError, match=message):
-        encode_conversation(tiny_tokenizer(template), chat("a", "one", "b", "two"))
+def test_conversations_without_usable_prefixes_are_dropped(template: str, answer: str, problem: str) -> None:
+    assert problem in encode_conversation(tiny_tokenizer(template), chat("a", answer, "b", "two")).problem
 
 
 def test_conversations_need_a_chat_template() -> None:
@@ -103,16 +81,13 @@ text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20
 def test_the_mask_holds_the_answers_and_nothing_else(turns: list[str]) -> None:
     """Against the definition: split the token ids at the prefixes' lengths, and compare text for text."""
     messages = chat(*turns)
-    try:
-        encoded = encode_conversation(TOKENIZER, messages)
-    except PrefixError:
+    encoded = encode_conversation(TOKENIZER, messages)
+    if encoded.problem:
         assert any(turn.startswith("\n") for turn in turns[1::2])
         return
     assert trained_text(encoded) == "".join(answer + "<|end|>" for answer in turns[1::2])
     for index in range(1, len(messages), 2):
-        prompt = TOKENIZER.apply_chat_template(messages[:index], add_generation_prompt=True, return_dict=True)[
-            "input_ids"
-        ]
+        prompt = TOKENIZER.apply_chat_template(messages[:index], add_generation_prompt=True)["input_ids"]
         assert encoded.token_ids[: len(prompt)] == prompt
         assert encoded.loss_mask[len(prompt)] and not encoded.loss_mask[len(prompt) - 1]
 
@@ -126,19 +101,18 @@ def test_rows_of_token_ids_are_trained_on_as_they_are(tmp_path: Path) -> None:
     encoded = encode_rows([given, reply, told], bare)
     assert [row.token_ids for row in encoded] == [[0, 70, 70, 71, 71, END_ID], [5, 6], [8, 9]]
     assert [row.loss_mask for row in encoded] == [[False] * 3 + [True] * 3, [False, True], [False, True]]
-    rows, report = encode_files([write_jsonl(tmp_path / "a.jsonl", [given, reply, told])], bare, RowSettings())
-    assert report.num_foreign == 0 and "the target did not write" not in " ".join(report.lines())
-    assert [rows.row(i).token_T.tolist() for i in range(3)] == [row.token_ids for row in encoded]
-    assert [rows.row(i).loss_mask_T.tolist() for i in range(3)] == [row.loss_mask for row in encoded]
+    rows, report = encode_files([write_jsonl(tmp_path / "a.jsonl", [given, reply, told])], RowEncoder(bare))
+    assert report == ["3 of 3 rows kept: 10 tokens, 5 of them trained on (50%)"]
+    assert [[part.tolist() for part in rows.row(i)] for i in range(3)] == [list(row[:2]) for row in encoded]
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt_token_ids": [5, 10**6], "token_ids": [7]}, "token id 1000000 is outside the vocabulary of target"),
-        ({"prompt_token_ids": [5], "token_ids": [7, 267]}, "token id 267 is outside .* 'tiny' with 267 tokens"),
+        ({"prompt_token_ids": [5, 10**6], "token_ids": [7]}, "token id 1000000 is outside the target's vocabulary"),
+        ({"prompt_token_ids": [5], "token_ids": [7, 267]}, "token id 267 is outside .* of 267 tokens"),
         ({"prompt_token_ids": [5, "a"], "token_ids": [7]}, "prompt_token_ids.1: Input should be a valid integer"),
-        ({"prompt_token_ids": [5], "token_ids": [2**70]}, "token id 118.* is outside the vocabulary"),
+        ({"prompt_token_ids": [5], "token_ids": [2**70]}, "token id 118.* is outside the target's vocabulary"),
     ],
 )
 def test_ids_of_another_model_are_refused(row: dict, message: str) -> None:
@@ -151,18 +125,15 @@ def test_rows_that_cannot_be_trained_on_are_counted(tmp_path: Path) -> None:
     rows = [{"messages": chat(*turn)} for turn in turns] + [{"prompt_token_ids": [5], "token_ids": []}]
     encoded = encode_rows(rows, max_length=30)
     assert [trained_text(item) for item in encoded if not item.problem] == ["one<|end|>", "two<|end|>", "b" * 22]
-    kept, report = encode_files([write_jsonl(tmp_path / "a.jsonl", rows)], TOKENIZER, RowSettings(max_length=30))
-    assert report.num_rows == 7 and report.num_kept == len(kept) == 3 and report.num_cut == 1
-    assert report.dropped == {NO_ANSWER: 1, EMPTY: 2, TOO_LONG: 1}
-    assert report.num_trained_tokens == kept.num_trained_tokens == sum(sum(item.loss_mask) for item in encoded)
-    assert "3 of 3 rows (100%) hold text without the target's token ids" in report.lines()[1]
-    assert f"1 rows dropped, such as {tmp_path}/a.jsonl, line 2: {NO_ANSWER}" in report.lines()
-
-
-def test_end_marks_as_text_are_refused() -> None:
-    encoded = encode_rows([{"messages": chat("a", answer)} for answer in ("one<|end|>", "two", "<|end|>\n")])
-    assert [bool(row.problem) for row in encoded] == [True, False, True]
-    assert "ends with a special token as text" in encoded[0].problem
+    kept, report = encode_files([write_jsonl(tmp_path / "a.jsonl", rows)], RowEncoder(TOKENIZER, max_length=30))
+    num_trained = sum(sum(item.loss_mask) for item in encoded)
+    assert len(kept) == 3 and kept.num_trained_tokens == num_trained
+    assert report[0].startswith("3 of 7 rows kept: ") and f"{num_trained} of them trained on" in report[0]
+    assert "3 of 3 rows (100%) hold text without the target's token ids" in report[1]
+    assert f"1 rows dropped, such as {tmp_path}/a.jsonl, line 2: {NO_ANSWER}" in report
+    assert f"2 rows dropped, such as {tmp_path}/a.jsonl, line 3: {EMPTY}" in report
+    assert f"1 rows dropped, such as {tmp_path}/a.jsonl, line 5: {TOO_LONG}" in report
+    assert report[-1] == "1 rows cut at the maximal length"
 
 
 def test_plain_text_is_trained_on_from_its_second_token_and_goes_on_in_further_rows() -> None:
@@ -175,24 +146,24 @@ def test_a_file_without_a_usable_row_is_refused(tmp_path: Path) -> None:
     name = write_jsonl(tmp_path / "c.jsonl", [{"messages": chat("a")}, {"messages": chat("a", "\nHello")}])
     reason = r"c.jsonl: nothing to train on: 1 rows dropped, .* line 1: without an answer; .* line 2: the tokens"
     with pytest.raises(ValueError, match=reason):
-        encode_files([name], TOKENIZER, RowSettings())
+        encode_files([name], RowEncoder(TOKENIZER))
 
 
 def test_a_file_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other settings and another content are other data sets."""
     name = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat(f"{i}", "and " * i + "b")} for i in range(9)])
-    rows, report = encode_files([name], TOKENIZER, RowSettings())
+    rows, report = encode_files([name], RowEncoder(TOKENIZER))
     with monkeypatch.context() as patched:
         patched.setattr(RowEncoder, "encode", lambda *args: pytest.fail("encoded again"))
-        again, same = encode_files([name], TOKENIZER, RowSettings())
+        again, same = encode_files([name], RowEncoder(TOKENIZER))
         assert again.digest() == rows.digest() and same == report
         with pytest.raises(pytest.fail.Exception):
-            encode_files([name], TOKENIZER, RowSettings(max_length=15))
+            encode_files([name], RowEncoder(TOKENIZER, max_length=15))
         with pytest.raises(pytest.fail.Exception):
-            encode_files([name], tiny_tokenizer(TRIMMING_TEMPLATE), RowSettings())
+            encode_files([name], RowEncoder(tiny_tokenizer(TRIMMING_TEMPLATE)))
         TOKENIZER(["a", "bb"], padding=False, truncation=True, max_length=2)  # changes its state, not its tokens
-        encode_files([name], TOKENIZER, RowSettings())
+        encode_files([name], RowEncoder(TOKENIZER))
     write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("other", "text")}, {"prompt": "?"}])
     other = write_jsonl(tmp_path / "b.jsonl", [{"messages": chat("more", "text")}])
-    rows, report = encode_files([name, other], TOKENIZER, RowSettings())  # several files are one data set
-    assert len(rows) == 2 and (report.num_rows, report.num_kept, report.dropped) == (3, 2, {NO_ANSWER: 1})
+    rows, report = encode_files([name, other], RowEncoder(TOKENIZER))  # several files are one data set
+    assert len(rows) == 2 and report[0].startswith("2 of 3 rows kept") and report[-1].endswith(NO_ANSWER)

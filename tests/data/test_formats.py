@@ -16,12 +16,9 @@ from drafter.utils import parse
 from tests.data.tiny import chat, write_jsonl
 
 SAME_CONVERSATION = [
-    {"messages": chat("Why?", "Because.")},
-    {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]},
-    {"prompt": "Why?", "completion": "Because."},
-    {"prompt": "Why?", "response": "Because."},
-    {"prompt": "Why?", "text": "Because."},
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "Why?"}]}, *chat("", "Because.")[1:]]},
+    {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]},
+    *({"prompt": "Why?", key: "Because."} for key in ("completion", "response", "text")),
 ]
 
 
@@ -38,19 +35,17 @@ def test_of_mt_bench_rows_the_first_turn_is_the_prompt(tmp_path: Path) -> None:
     assert list(row.messages) == chat("Write.") and row.id == "81" and row.later_turns == ("Rewrite.",)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl.gz", ".json", ".json.gz", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".json.gz", ".parquet"])
 def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, suffix: str) -> None:
     rows = [
         {"messages": chat("Grüße?", "Ja\u2028nein\x85."), "source": "x"},
         {"messages": chat("b", "c"), "source": "y"},
     ]
     path = tmp_path / f"rows{suffix}"
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_bytes(gzip.compress(("\n".join(lines) if "jsonl" in suffix else f"[{','.join(lines)}]").encode()))
     if suffix == ".parquet":
         parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-        data = ("\n".join(lines) if "jsonl" in suffix else f"[{','.join(lines)}]").encode()
-        path.write_bytes(gzip.compress(data) if suffix.endswith(".gz") else data)
     read = list(read_rows(path))
     assert [list(row.messages) for row in read] == [row["messages"] for row in rows]
     assert [row.source for row in read] == ["x", "y"]
@@ -61,9 +56,6 @@ def test_csv_rows_are_text(tmp_path: Path) -> None:
     path.write_text('prompt,completion\n"What, really?","two\nlines"\nNA,So.\n')
     rows = [[turn["content"] for turn in row.messages] for row in read_rows(path)]
     assert rows == [["What, really?", "two\nlines"], ["NA", "So."]]
-    path.write_text("prompt,completion\na,b\na,b,c\n")
-    with pytest.raises(ValueError, match=r"a.csv: the file cannot be read .*line 3"):
-        list(read_rows(path))
 
 
 def test_jsonl_ends_lines_at_the_line_feed_only(tmp_path: Path) -> None:
@@ -75,32 +67,25 @@ def test_jsonl_ends_lines_at_the_line_feed_only(tmp_path: Path) -> None:
 
 
 def test_columns_rename_keys(tmp_path: Path) -> None:
-    name = write_jsonl(tmp_path / "a.jsonl", [{"question": "Why?", "reply": "So."}])
+    name = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("a"), "question": "Why?", "reply": "So.", "uid": 7}])
     (row,) = read_rows(name, columns={"prompt": "question", "completion": "reply"})
-    assert list(row.messages) == chat("Why?", "So.")
+    assert list(row.messages) == chat("Why?", "So."), "a named column wins over other keys"
+    (row,) = read_rows(name, columns={"id": "uid"})
+    assert row.id == "7" and list(row.messages) == chat("a")
     with pytest.raises(ValueError, match=r"line 1: --column prompt=q: the row has no key 'q'"):
         list(read_rows(name, columns={"prompt": "q"}))
-    name = write_jsonl(tmp_path / "b.jsonl", [{"messages": chat("a"), "q": "Why?"}])
-    (row,) = read_rows(name, columns={"prompt": "q"})
-    assert list(row.messages) == chat("Why?"), "a named column wins over other keys"
 
 
 BAD_ROWS = [
     ({"foo": 1}, r"no known keys \(the row has 'foo'\)"),
     (["text"], "must be an object with keys, not list"),
-    (
-        {"messages": [*chat("a", "b"), {"role": "assistant", "content": "c"}]},
-        "turn 3 is 'assistant', expected 'user'",
-    ),
+    ({"messages": [*chat("a", "b"), *chat("", "c")[1:]]}, r"turns out of order \(user, assistant, assistant\)"),
     ({"messages": [{"role": "system", "content": "a"}]}, "no user turn"),
-    ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0: the role is 'tool'"),
-    ({"messages": [{"role": ["x"], "content": "a"}]}, r"the role is \['x'\]; known are system"),
+    ({"messages": [{"role": ["x"], "content": "a"}]}, r"messages.0: the role is \['x'\]; known are system"),
     ({"messages": [{"role": "user", "content": None}]}, "messages.0.content: Input should be a valid string"),
     ({"messages": ["hello"]}, "messages.0: Input should be a valid dictionary"),
-    ({"prompt": 3}, "messages.0.content: Input should be a valid string"),
     ({"prompt": " "}, "the text is empty"),
     ({"text": "\ud800"}, "text: Input should be a valid string, unable to parse"),
-    ({"turns": ["a", 7]}, "later_turns.0: Input should be a valid string"),
     ({"prompt": "a", "tools": 3}, "tools: Input should be a valid tuple"),
 ]
 
@@ -112,32 +97,38 @@ def test_bad_rows_are_named_by_line(tmp_path: Path, row: object, message: str) -
         list(read_rows(name))
 
 
-def test_bad_files(tmp_path: Path) -> None:
-    def refuse(name: str, data: bytes | None, error: type[Exception], message: str) -> None:
-        path = tmp_path / name
-        if data is not None:
-            path.write_bytes(data)
-        with pytest.raises(error, match=message):
-            list(read_rows(path))
+BAD_FILES = {
+    "blank.jsonl": (b"\n \n", "holds no rows"),
+    "empty.json": (b"[]", "holds no rows"),
+    "text.json": (b'"abc"', "text.json: the file cannot be read"),
+    "deep.json": (b"[" * 100_000, "deep.json: the file cannot be read"),
+    "torn.jsonl": (b'{"text": "a"}\n{"text": "b', "line 2: broken JSON"),
+    "latin.jsonl": (b'{"text": "\xe9"}\n', "line 1: not UTF-8"),
+    "torn.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 1000)[:-20], "damaged gzip"),
+    "no.json.gz": (b"[]", "no.json.gz: the file cannot be read .Not a gzipped file"),
+    "no.parquet": (b"PAR1", "no.parquet: the file cannot be read .Parquet"),
+    "table.tsv": (b"a,b\n", "unknown kind of file"),
+    "long.csv": (b"prompt,completion\na,b\na,b,c\n", "long.csv: the file cannot be read .*line 3"),
+    "names.csv": (b"prompt\n", "holds no rows"),
+    "long.jsonl": (b'{"prompt": "a"}\n{"prompt": "' + b"a" * (1 << 20) + b'"}\n', "line 2: longer than 1 MiB"),
+    "bomb.jsonl.gz": (gzip.compress(b" " * (2 << 20)), "line 1: longer"),
+    "deep.jsonl": (b'{"prompt": "a", "more": ' + b"[" * 500 + b"]" * 500 + b"}\n", "line 1: nested deeper"),
+}
 
-    refuse("missing.jsonl", None, FileNotFoundError, "there is no such file")
-    refuse("empty.jsonl", b"", ValueError, "holds no rows")
-    refuse("blank.jsonl", b"\n \n", ValueError, "holds no rows")
-    refuse("empty.json", b"[]", ValueError, "holds no rows")
-    refuse("text.json", b'"abc"', ValueError, "text.json: the file cannot be read")
-    refuse("true.json", b"true", ValueError, "true.json: the file cannot be read")
-    refuse("deep.json", b"[" * 100_000, ValueError, "deep.json: the file cannot be read")
-    refuse("torn.jsonl", b'{"text": "a"}\n{"text": "b', ValueError, "line 2: broken JSON")
-    refuse("latin.jsonl", b'{"text": "\xe9"}\n', ValueError, "line 1: not UTF-8")
-    refuse("torn.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 1000)[:-20], ValueError, "damaged gzip")
-    refuse("no.jsonl.gz", b'{"text": "a"}\n', ValueError, "damaged gzip")
-    refuse("no.json.gz", b"[]", ValueError, "no.json.gz: the file cannot be read .Not a gzipped file")
-    refuse("no.parquet", b"PAR1", ValueError, "no.parquet: the file cannot be read .Parquet")
-    refuse("table.tsv", b"a,b\n", ValueError, "unknown kind of file")
-    refuse("empty.csv", b"", ValueError, "empty.csv: the file cannot be read")
-    refuse("names.csv", b"prompt\n", ValueError, "holds no rows")
+
+def test_bad_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parse, "MAX_LINE_MIB", 1)
+    for name, (data, message) in BAD_FILES.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ValueError, match=message):
+            list(read_rows(tmp_path / name))
+    with pytest.raises(FileNotFoundError, match="there is no such file"):
+        list(read_rows(tmp_path / "missing.jsonl"))
     with pytest.raises(ValueError, match="is a folder"):
         list(read_rows(tmp_path))
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(ValueError, match="no regular file"):
+        list(read_rows(tmp_path / "pipe.jsonl"))
     dates = pyarrow.array([10**18], pyarrow.timestamp("us"))  # of the year 33,658
     parquet.write_table(pyarrow.table({"text": ["a"], "date": dates}), tmp_path / "late.parquet")
     with pytest.raises(ValueError, match=r"late.parquet: the file cannot be read"):
@@ -161,21 +152,3 @@ def test_a_hub_name_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ValueError, match=r"owner/none: the data set cannot be loaded from the hub .offline.$"):
         list(read_rows("owner/none"))
     assert asked == [("owner/name", "test", True), ("owner/none", "train", True)]
-
-
-def test_long_lines_pipes_and_deep_rows_are_refused_with_their_place(tmp_path: Path, monkeypatch) -> None:
-    long = tmp_path / "long.jsonl"
-    monkeypatch.setattr(parse, "MAX_LINE_MIB", 1)
-    long.write_bytes(b'{"prompt": "a"}\n{"prompt": "' + b"a" * (1 << 20) + b'"}\n')
-    with pytest.raises(ValueError, match=r"long.jsonl, line 2: longer than 1 MiB"):
-        list(read_rows(long))
-    with gzip.open(tmp_path / "bomb.jsonl.gz", "wb", compresslevel=1) as stream:
-        stream.write(b" " * (2 << 20))
-    with pytest.raises(ValueError, match=r"bomb.jsonl.gz, line 1: longer"):
-        list(read_rows(tmp_path / "bomb.jsonl.gz"))
-    (tmp_path / "deep.jsonl").write_text('{"prompt": "a", "more": ' + "[" * 500 + "]" * 500 + "}\n")
-    with pytest.raises(ValueError, match=r"deep.jsonl, line 1: nested deeper"):
-        list(read_rows(tmp_path / "deep.jsonl"))
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    with pytest.raises(ValueError, match="no regular file"):
-        list(read_rows(tmp_path / "pipe.jsonl"))

@@ -1,112 +1,238 @@
-"""The cache of hidden states: the same numbers as a forward, and nobody else's."""
+"""Hidden states on disk, of the cache and of other engines: the same numbers as a forward, and nobody else's."""
 
+import fcntl
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from drafter.data.hidden_states import CachedStates, cache_states, crop_to_answers
+from drafter.data.hidden_states import (
+    StatesOnDisk,
+    cache_states,
+    crop_to_answers,
+    index_stored_files,
+    open_stored_states,
+)
 from drafter.data.rows import TokenRows
+from drafter.targets.target import Target
+from tests.data.engine_files import states_before_norm, write_file, write_speculators, write_vllm
 from tests.data.tiny import tiny_target, token_rows
+from tests.targets.zoo import TARGETS, build
 
 MARGIN = 3
 
 
 @pytest.fixture(scope="module")
-def target():
-    return tiny_target()
+def target() -> Target:
+    made = tiny_target()
+    with torch.no_grad():  # a norm that changes something
+        made.model.model.norm.weight.copy_(torch.linspace(0.5, 2, made.hidden_size))
+    return Target.from_model(made.model, made.tokenizer, name="tiny")
 
 
 def rows_of(num_rows: int = 7) -> TokenRows:
     rows = []
     for row in range(num_rows):
-        length = 6 + row
-        first = 2 + row // 2
-        tokens = [(7 * row + 3 * place) % 200 + 4 for place in range(length)]
-        rows.append((tokens, [place >= first for place in range(length)]))
+        tokens = [(7 * row + 3 * place) % 200 + 4 for place in range(6 + row)]
+        rows.append((tokens, [place >= 2 + row // 2 for place in range(6 + row)]))
     return token_rows(rows)
 
 
-def build(folder: Path, rows: TokenRows, target, **options) -> CachedStates:
-    return cache_states(folder, rows, target, **{"margin": MARGIN, "progress": False, "batch_tokens": 20, **options})
+def cached(folder: Path, rows: TokenRows, target: Target, **options) -> StatesOnDisk:
+    return cache_states(folder, rows, target, **{"margin": MARGIN, "batch_tokens": 20, **options})
+
+
+def stored(folder: Path, rows: TokenRows, target: Target, context_layers=()) -> StatesOnDisk:
+    files = index_stored_files(folder, target, context_layers=context_layers, longest=int(rows.length_R.max()))
+    return open_stored_states(files, rows, target, margin=MARGIN, context_layers=context_layers)
+
+
+def from_speculators(folder: Path, rows: TokenRows, target: Target, context_layers=()) -> StatesOnDisk:
+    write_speculators(folder, rows, target, context_layers)
+    return stored(folder, rows, target, context_layers)
+
+
+def from_float8(folder: Path, rows: TokenRows, target: Target, context_layers=()) -> StatesOnDisk:
+    write_speculators(folder, rows, target, context_layers, is_float8=True)
+    return stored(folder, rows, target, context_layers)
+
+
+def from_vllm(folder: Path, rows: TokenRows, target: Target, context_layers=()) -> StatesOnDisk:
+    write_vllm(folder, rows, target, context_layers)
+    return stored(folder, rows, target, context_layers)
 
 
 def test_rows_are_cut_before_their_answers() -> None:
-    rows = token_rows([([1, 2, 3, 4, 5, 6], [False] * 4 + [True] * 2), ([7, 8], [False, True]), ([9], [False])])
+    rows = token_rows([([1, 2, 3, 4, 5, 6], [False] * 4 + [True] * 2), ([7, 8], [False, True])])
     crop = crop_to_answers(rows, 2)
-    assert [crop.row(row).token_T.tolist() for row in range(3)] == [[3, 4, 5, 6], [7, 8], [9]]
-    assert crop.row(0).loss_mask_T.tolist() == [False, False, True, True] and crop.start_R.tolist() == [2, 0, 0]
+    assert [crop.row(row).token_T.tolist() for row in range(2)] == [[3, 4, 5, 6], [7, 8]]
+    assert crop.row(0).loss_mask_T.tolist() == [False, False, True, True] and crop.length_R.tolist() == [4, 2]
 
 
-@pytest.mark.parametrize("context_layers", [(), (1, 2)])
-def test_states_are_those_of_a_forward(target, tmp_path: Path, context_layers: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("make", "tolerance"), [(cached, 1e-2), (from_speculators, 1e-5), (from_float8, 0.1), (from_vllm, 1e-5)]
+)
+@pytest.mark.parametrize("layers", [(), (0, 1)])
+def test_states_are_those_of_a_forward(
+    make, tolerance: float, layers: tuple[int, ...], target: Target, tmp_path: Path
+) -> None:
     rows = rows_of()
-    states = build(tmp_path / "cache", rows, target, context_layers=context_layers)
+    states = make(tmp_path / "states", rows, target, context_layers=layers)
     crop = crop_to_answers(rows, MARGIN)
     for row in range(len(rows)):
-        whole_T = rows.row(row)[0].long()
-        output = target.forward(whole_T[None], context_layers=context_layers)
+        token_T, loss_mask_T = rows.row(row)
+        output = target.forward(token_T[None], context_layers=layers)
         found = states.row(row)
-        kept = slice(int(crop.start_R[row]), None)
-        assert found.hidden_TD.dtype == torch.float32
-        assert torch.allclose(found.hidden_TD, output.hidden_BTD[0, kept], rtol=1e-2, atol=1e-2)
-        if context_layers:
-            assert torch.allclose(found.context_TC, output.context_BTC[0, kept], rtol=1e-2, atol=1e-2)
-        else:
-            assert found.context_TC is None
+        used = slice(int(crop.start_R[row]), int(loss_mask_T.nonzero()[-1]))  # what stands behind predicts nothing
+        num_used = used.stop - used.start
+        assert len(found.hidden_TD) == int(crop.length_R[row]) and found.hidden_TD.dtype == torch.float32
+        close = {"rtol": tolerance, "atol": tolerance}
+        torch.testing.assert_close(found.hidden_TD[:num_used], output.hidden_BTD[0, used], **close)
+        assert (found.context_TC is None) == (not layers)
+        if layers:
+            torch.testing.assert_close(found.context_TC[:num_used], output.context_BTC[0, used], **close)
 
 
-def test_only_missing_states_are_computed(target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_missing_states_are_computed(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an interrupted cache and of added rows. Other targets, layers and margins have files of their own."""
     rows, folder = rows_of(), tmp_path / "cache"
     forward, calls = target.forward, []
     monkeypatch.setattr(
         target, "forward", lambda *args, **kwargs: calls.append(len(args[0])) or forward(*args, **kwargs)
     )
-    build(folder, rows_of(5), target)
-    first = build(folder, rows, target)
-    assert sum(calls) == 7 and len(first.row(6).hidden_TD) == len(first.rows.row(6).token_T)
+    cached(folder, rows_of(5), target)
+    first = cached(folder, rows, target)
+    assert sum(calls) == 7
     first.files[4].unlink()
-    again = build(folder, rows, target)
+    again = cached(folder, rows, target)
     assert sum(calls) == 8
     assert all(torch.equal(first.row(row).hidden_TD, again.row(row).hidden_TD) for row in range(7))
-    build(folder, rows, target)
-    assert sum(calls) == 8
     for number, options in enumerate(({"margin": 1}, {"context_layers": (1,)}, {"context_layers": (1, 2)}), start=1):
-        build(folder, rows, target, **options)
+        cached(folder, rows, target, **options)
         assert sum(calls) == 8 + 7 * number
     monkeypatch.setattr(target, "fingerprint", "00")
-    build(folder, rows, target)
+    cached(folder, rows, target)
     assert sum(calls) == 8 + 7 * 4
 
 
 def test_the_size_is_told_and_a_full_disk_refused_before_anything_is_written(
-    target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     num_positions = int(crop_to_answers(rows_of(), MARGIN).length_R.sum())
     needed = num_positions * 2 * 16 + 7 * 4096
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
     with pytest.raises(OSError, match="make room, name a folder on another disk, or train without"):
-        build(tmp_path / "cache", rows_of(), target)
+        cached(tmp_path / "cache", rows_of(), target)
     assert f"hidden states of {num_positions} positions" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".lock"]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
-    files = build(tmp_path / "cache", rows_of(), target).files
+    files = cached(tmp_path / "cache", rows_of(), target).files
     assert num_positions * 2 * 16 <= sum(path.stat().st_size for path in files) < needed
 
 
-def test_damaged_files_are_refused(target, tmp_path: Path) -> None:
-    states = build(tmp_path / "cache", rows_of(), target)
-    data = states.files[0].read_bytes()
-    for damaged in (
-        data[:20],
-        data[:-3],
-        b"",
-        b"nothing of the kind",
-        data.replace(b"hidden_states", b"hidden_STATES"),
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:20], lambda data: data.replace(b"hidden_states", b"hidden_STATES")]
+)
+def test_damaged_files_of_the_cache_are_refused(damage, target: Target, tmp_path: Path) -> None:
+    states = cached(tmp_path / "cache", rows_of(), target)
+    states.files[0].write_bytes(damage(states.files[0].read_bytes()))
+    with pytest.raises(ValueError, match=r"\.safetensors cannot be read .*: delete it, and make it again"):
+        states.row(0)
+
+
+def test_a_row_that_training_cut_is_the_beginning_of_its_file(target: Target, tmp_path: Path) -> None:
+    rows = rows_of()
+    whole = from_speculators(tmp_path, rows, target)
+    cut = token_rows([(t[:8].tolist(), m[:8].tolist()) for t, m in map(rows.row, range(len(rows)))])
+    states = stored(tmp_path, cut, target)
+    for row in range(len(rows)):
+        found_TD = states.row(row).hidden_TD
+        torch.testing.assert_close(found_TD, whole.row(row).hidden_TD[: len(found_TD)])
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "GPTNeoX", "OPT", "Cohere2"])
+def test_the_final_norm_is_found(name: str) -> None:
+    target = Target.from_model(build(TARGETS[name]()), name=name)
+    seen = []
+    norm = target.final_norm()
+    last = [module for module in target.model.modules() if type(module) is type(norm)][-1]
+    hook = last.register_forward_hook(lambda module, given, output: seen.append((given[0], output)))
+    target.forward(torch.tensor([[5, 6, 7, 8]]))
+    hook.remove()
+    torch.testing.assert_close(norm(seen[-1][0]), seen[-1][1])
+
+
+def test_wrong_folders_and_files(target: Target, tmp_path: Path) -> None:
+    rows, folder = rows_of(), tmp_path / "states"
+    with pytest.raises(FileNotFoundError, match="--data.hidden_states .*: there is no such folder"):
+        stored(folder, rows, target)
+    folder.mkdir()
+    with pytest.raises(ValueError, match="holds no .safetensors file"):
+        stored(folder, rows, target)
+    write_speculators(folder, rows, target)
+    good, odd = load_file(folder / "hs_3.safetensors"), folder / "x.safetensors"
+    states = good["hidden_states"]
+    for tensors, message in (
+        ({"hidden": states}, "lacks the tensor hidden_states, token_ids"),
+        (good | {"token_ids": good["token_ids"][1:].clone()}, r"hidden_states \[9, 1, 16\] must be tokens x layers"),
+        (good | {"hidden_states": states.repeat(1, 1, 2)}, "holds states of 32 values, the target's have 16"),
     ):
-        states.files[0].write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"\.safetensors is damaged .*delete it, and it is made again"):
-            states.row(0)
+        save_file(tensors, odd)
+        with pytest.raises(ValueError, match=f"x.safetensors.* {message}"):
+            stored(folder, rows, target)
+    odd.write_bytes(b"no such format")
+    with pytest.raises(ValueError, match="x.safetensors cannot be read"):
+        stored(folder, rows, target)
+    odd.unlink()
+    os.mkfifo(odd)  # to open one would wait for a writer
+    with pytest.raises(ValueError, match="x.safetensors is no regular file"):
+        stored(folder, rows, target)
+    odd.unlink()
+    with pytest.raises(ValueError, match="holds 1 layers, expected are the 2 of --model.drafter.context_layers"):
+        stored(folder, rows, target, context_layers=(0, 1))
+    save_file(good | {"hidden_states": states * float("nan")}, folder / "hs_3.safetensors")
+    with pytest.raises(ValueError, match="hs_3.safetensors: the hidden states hold numbers that are not finite"):
+        stored(folder, rows, target).row(3)
+
+
+def test_every_row_is_checked_token_by_token(target: Target, tmp_path: Path) -> None:
+    rows = rows_of()
+    states = from_speculators(tmp_path, rows, target)
+    token_T = rows.row(4).token_T.clone()
+    token_T[6] = 5
+    write_file(tmp_path / "hs_4.safetensors", states_before_norm(target, token_T, ()), token_T)
+    with pytest.raises(ValueError, match="changed while it was in use: its tokens are no longer those of row 4"):
+        states.row(4)
+    message = r"1 of 7 rows have no stored states, such as row 4 .10 tokens.: another chat template"
+    with pytest.raises(ValueError, match=message):
+        stored(tmp_path, rows, target)
+
+
+def test_states_of_another_model_or_behind_the_norm_are_refused(target: Target, tmp_path: Path) -> None:
+    rows, other = rows_of(), tiny_target()
+    with torch.no_grad():
+        for weight in other.model.parameters():
+            weight.add_(torch.randn_like(weight) * weight.std())
+    write_speculators(tmp_path / "other", rows, other)
+    with pytest.raises(ValueError, match="the final states differ from those of target 'tiny' by .*: another model"):
+        stored(tmp_path / "other", rows, target)
+    (tmp_path / "normed").mkdir()
+    for row in range(len(rows)):
+        token_T = rows.row(row).token_T
+        state_TLD = target.forward(token_T[None]).hidden_BTD[0, :, None]
+        write_file(tmp_path / f"normed/{row}.safetensors", state_TLD, token_T)
+    with pytest.raises(ValueError, match="already behind the final norm"):
+        stored(tmp_path / "normed", rows, target)
+
+
+def test_a_file_under_its_writers_lock_is_refused(target: Target, tmp_path: Path) -> None:
+    write_vllm(tmp_path, rows_of(), target)
+    with next(tmp_path.glob("*.lock")).open("w") as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="is still being written .its lock is held.: wait for the engine"):
+            stored(tmp_path, rows_of(), target)
+    assert len(stored(tmp_path, rows_of(), target).files) == 7

@@ -7,15 +7,7 @@ from transformers import LlamaConfig
 
 from drafter.data.module import ChatDataModule
 from drafter.data.rows import split_by_prompt
-from tests.data.tiny import COUNTING_TEMPLATE, chat, save_tiny_target, write_jsonl
-
-QUIET = {"progress": False}
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
+from tests.data.tiny import chat, save_tiny_target, write_jsonl
 
 
 @pytest.fixture
@@ -30,7 +22,7 @@ def write_chats(path: Path, num_rows: int = 40, num_prompts: int = 20) -> str:
 
 
 def module_of(tmp_path: Path, target: str, **options) -> ChatDataModule:
-    settings = {"val": 0.2, "max_length": 128, "batch_tokens": 140, **QUIET, **options}
+    settings = {"val": 0.2, "max_length": 128, "batch_tokens": 140, **options}
     return ChatDataModule(train=write_chats(tmp_path / "train.jsonl"), target=target, **settings)
 
 
@@ -42,6 +34,10 @@ def test_held_out_prompts_keep_all_their_answers(tmp_path: Path, target: str) ->
     assert len(data.train_rows) == 32 and len(data.val_rows) == 8
     shuffled, _ = split_by_prompt(data.train_rows.select(list(range(31, -1, -1))), 0.1)
     assert len(shuffled) == 32 - 4
+    counts_V = data.token_counts(300)  # of answers
+    end, opening = data.tokenizer.convert_tokens_to_ids(["<|end|>", "<|bot|>"])
+    assert counts_V.shape == (300,) and int(counts_V.sum()) == data.train_rows.num_trained_tokens
+    assert (int(counts_V[end]), int(counts_V[opening])) == (32, 0)
 
 
 def test_val_prompts_are_ready_to_be_answered(tmp_path: Path, target: str) -> None:
@@ -61,66 +57,39 @@ def test_val_prompts_of_plain_text_are_its_first_tokens(tmp_path: Path, target: 
     ids = [data.tokenizer(text)["input_ids"] for text in texts]
     assert [len(row) for row in ids][1:] == [4, 2, 1] and len(ids[0]) > 33
     assert data.val_prompts(8) == [ids[0][:32], ids[1][:3]], "nothing would be left to answer of the others"
-    assert data.val_prompts(1) == [ids[0][:32]]
-    both = write_jsonl(tmp_path / "both.jsonl", [{"text": "abcd"}, {"messages": chat("Why?", "So.")}])
-    prompts = module_of(tmp_path, target, val=both).val_prompts(8)
-    assert prompts[0] == ids[1][:3] and data.tokenizer.decode(prompts[1]).endswith("<|bot|>\n")
     short = write_jsonl(tmp_path / "short.jsonl", [{"text": "ab"}])
     with pytest.raises(ValueError, match="no held-out row gives a prompt of at least 2 tokens"):
         module_of(tmp_path, target, val=short).val_prompts(8)
-
-
-def test_token_counts_are_of_answers(tmp_path: Path, target: str) -> None:
-    data = module_of(tmp_path, target)
-    counts_V = data.token_counts(300)
-    tokenizer = data.tokenizer
-    assert counts_V.shape == (300,) and int(counts_V.sum()) == data.train_rows.num_trained_tokens
-    assert int(counts_V[tokenizer.convert_tokens_to_ids("<|end|>")]) == 32
-    assert int(counts_V[tokenizer.convert_tokens_to_ids("<|bot|>")]) == 0
-    assert len(data.token_counts()) == len(tokenizer)
-    with pytest.raises(ValueError, match="not the target's tokenizer"):
-        data.token_counts(50)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"val": 0.0}, "--data.val 0.0 must be a share"),
-        ({"val": 2}, "--data.val 2 must be a share"),
-        ({"max_length": 300}, "--data.batch_tokens 140 must be at least --data.max_length 300"),
-        ({"train_on": "prompts"}, "--data.train_on 'prompts' must be"),
-    ],
-)
-def test_bad_options(tmp_path: Path, target: str, options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        module_of(tmp_path, target, **options)
 
 
 def test_ids_that_the_target_has_and_the_tokenizer_lacks(tmp_path: Path, target: str) -> None:
     """Output matrices have rows to spare, and sampling reaches them."""
     rows = [{"prompt_token_ids": [5, 6 + i], "token_ids": [299]} for i in range(4)]
     name = write_jsonl(tmp_path / "ids.jsonl", rows)
-    with pytest.raises(ValueError, match="token id 299 is outside the vocabulary"):
-        ChatDataModule(train=name, target=target, **QUIET).setup()
+    with pytest.raises(ValueError, match="token id 299 is outside the target's vocabulary"):
+        ChatDataModule(train=name, target=target).setup()
     LlamaConfig(vocab_size=300).save_pretrained(target)
-    data = ChatDataModule(train=name, target=target, val=0.3, **QUIET)
+    data = ChatDataModule(train=name, target=target, val=0.3)
     assert int(data.token_counts(300)[299]) == 3
     name = write_jsonl(tmp_path / "b.jsonl", [{"prompt_token_ids": [5], "token_ids": [300]}])
     with pytest.raises(ValueError, match="token id 300 is outside"):
-        ChatDataModule(train=name, target=target, **QUIET).setup()
+        ChatDataModule(train=name, target=target).setup()
 
 
 def test_bad_data(tmp_path: Path, target: str) -> None:
+    for options, message in (
+        ({"val": 2}, "--data.val 2 must be a share"),
+        ({"max_length": 300}, "--data.batch_tokens 140 must be at least --data.max_length 300"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            module_of(tmp_path, target, **options)
     with pytest.raises(ValueError, match="names no file"):
         ChatDataModule(train=[], target=target)
     with pytest.raises(FileNotFoundError, match="no.jsonl: there is no such file"):
-        ChatDataModule(train="no.jsonl", target=target, **QUIET).setup()
+        ChatDataModule(train="no.jsonl", target=target).setup()
     one = write_jsonl(tmp_path / "one.jsonl", [{"messages": chat("a", "b")}])
     with pytest.raises(ValueError, match="hold one prompt, so no prompt can be held out"):
-        ChatDataModule(train=one, target=target, **QUIET).setup()
-    save_tiny_target(tmp_path / "target", COUNTING_TEMPLATE)
-    with pytest.raises(ValueError, match="nothing to train on: 1 rows dropped"):
-        ChatDataModule(train=one, target=target, **QUIET).setup()
+        ChatDataModule(train=one, target=target).setup()
+    (tmp_path / "target" / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match="its tokenizer cannot be loaded"):
-        (tmp_path / "target" / "tokenizer.json").write_text("{")
-        ChatDataModule(train=one, target=target, **QUIET).setup()
+        ChatDataModule(train=one, target=target).setup()

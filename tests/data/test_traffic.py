@@ -25,18 +25,17 @@ def test_files_that_a_server_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "notes.txt").write_text("no traffic")
     rows = read_traffic(tmp_path, vocab_size=9)
     assert [(*item.prompt_token_ids, *item.token_ids) for item in rows] == [(7, 7, 8), (1, 2, 3), (4, 5, 6)]
-    assert "1 lines left out that are not written to their end" in capsys.readouterr().err
+    assert "traffic-2.jsonl, line 4: left out, as the line is not written" in capsys.readouterr().err
     assert read_traffic(tmp_path / "traffic-2.jsonl") == rows[1:]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"prompt_token_ids": [1, 9], "token_ids": [1]}', "line 1: a token id is outside .* of 9 tokens"),
+        ('{"prompt_token_ids": [1, 9], "token_ids": [1]}', "line 1: token id 9 is outside .* of 9 tokens"),
         ('{"prompt_token_ids": [1], "token_ids": [-1]}', "line 1: token_ids.0: Input should be greater"),
-        ('{"prompt_token_ids": [1], "token_ids": [true]}', "line 1: token_ids.0: Input should be a valid int"),
         ('{"prompt_token_ids": [1], "choices": [{}]}', "line 1 lacks token_ids"),
-        ("[1]", "line 1 lacks"),
+        ("[1]", "line 1: a row must be an object"),
     ],
 )
 def test_wrong_rows(tmp_path: Path, text: str, message: str) -> None:
@@ -50,9 +49,6 @@ def test_wrong_places(tmp_path: Path) -> None:
         read_traffic(tmp_path)
     with pytest.raises(FileNotFoundError):
         read_traffic(tmp_path / "none.jsonl")
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * 100)[:-9])
-    with pytest.raises(ValueError, match=r"a.jsonl.gz(: damaged|, line 1)"):
-        read_traffic(tmp_path / "a.jsonl.gz")
     os.mkfifo(tmp_path / "b.jsonl")
     with pytest.raises(ValueError, match="b.jsonl is no regular file"):
         read_traffic(tmp_path / "b.jsonl")

@@ -8,10 +8,9 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from drafter.data.encode import EncodedRow, RowEncoder, RowSettings
+from drafter.data.encode import EncodedRow, RowEncoder, row_features
 from drafter.data.reading import RawRow
-from drafter.data.rows import TokenRows, row_features
-from drafter.data.template import PrefixError
+from drafter.data.rows import TokenRows
 
 BOS, USER, ANSWER, END = "<s>", "<|user|>", "<|bot|>", "<|end|>"
 
@@ -103,15 +102,13 @@ def tiny_target(**changes: int):
 
 def encode_rows(rows: list[dict[str, Any]], tokenizer: Any = None, **settings: Any) -> list[EncodedRow]:
     """The encoded rows of a file with these rows."""
-    encoder = RowEncoder(tokenizer or tiny_tokenizer(), RowSettings(**{"max_length": None, **settings}), "tiny")
+    encoder = RowEncoder(tokenizer or tiny_tokenizer(), "tiny", **settings)
     return list(encoder.encode([RawRow(row, f"rows.jsonl, line {number}") for number, row in enumerate(rows, 1)]))
 
 
 def encode_conversation(tokenizer: Any, messages: list[dict[str, Any]], *, is_cut: bool = False) -> EncodedRow:
-    """Token ids and loss mask of one conversation; PrefixError where its answers cannot be found."""
+    """Token ids and loss mask of one conversation, or the ``problem``."""
     (row,) = encode_rows([{"messages": messages} | ({"finish_reason": "length"} if is_cut else {})], tokenizer)
-    if row.problem:
-        raise PrefixError(row.problem)
     return row
 
 
@@ -119,11 +116,5 @@ def token_rows(rows: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> TokenRow
     """Rows in memory, from (token ids, loss mask) pairs."""
     import datasets
 
-    pairs = list(rows)
-    columns = {
-        "token_ids": [list(token_ids) for token_ids, _ in pairs],
-        "loss_mask": [list(loss_mask) for _, loss_mask in pairs],
-        "length": [len(token_ids) for token_ids, _ in pairs],
-        "num_trained": [sum(loss_mask) for _, loss_mask in pairs],
-    }
-    return TokenRows(datasets.Dataset.from_dict(columns, features=datasets.Features(row_features())))
+    columns = [EncodedRow(list(token_ids), list(loss_mask)).columns() for token_ids, loss_mask in rows]
+    return TokenRows(datasets.Dataset.from_list(columns, features=datasets.Features(row_features())))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafter.data.encode import RowSettings, encode_files
+from drafter.data.encode import RowEncoder, encode_files
 from drafter.decoding.params import SamplingParams
 from drafter.distill.client import Client
 from drafter.distill.endpoint import Endpoint
@@ -121,8 +121,8 @@ def test_rows_hold_the_engines_own_tokens(target: Target, style: str, tmp_path: 
         distill(endpoint, prompts, tmp_path / "out.jsonl", AnswerSettings(9), num_prompts=4, progress=False)
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     tokenizer = tiny_tokenizer(template)
-    encoded, report = encode_files([str(tmp_path / "out.jsonl")], tiny_tokenizer(None), RowSettings(), progress=False)
-    assert report.num_kept == 4 and report.num_foreign == 0
+    encoded, report = encode_files([str(tmp_path / "out.jsonl")], RowEncoder(tiny_tokenizer(None)))
+    assert report[0].startswith("4 of 4 rows kept") and len(report) == 1
     for number, row in enumerate(rows):
         asked = tokenizer.apply_chat_template(row["messages"][:-1], add_generation_prompt=True)["input_ids"]
         assert row["prompt_token_ids"] == asked and target.decode(row["token_ids"]) == row["messages"][-1]["content"]

@@ -242,7 +242,7 @@ def test_mistakes_are_one_line(place: Path, tmp_path: Path, capsys: pytest.Captu
     for more, message in (
         (["--traffic", str(few)], "1 different prompts: about 80 are needed"),
         (["--traffic", str(tmp_path / "same.jsonl")], "1 different prompts: about 80 are needed"),
-        (["--traffic", str(tmp_path / "other.jsonl")], "other.jsonl, line 1: a token id is outside"),
+        (["--traffic", str(tmp_path / "other.jsonl")], "other.jsonl, line 1: token id 1000000 is outside"),
         (["--traffic", str(tmp_path / "none")], "none"),
         (["--minutes", "0"], "--minutes is 0.0"),
         (["--out", str(tmp_path / "mine")], "is no exported drafter"),

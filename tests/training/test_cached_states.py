@@ -25,7 +25,6 @@ def make_data(folder: Path, cache: Path | None, **options: Any) -> ChatDataModul
         max_length=64,
         batch_tokens=200,
         cache_hidden_states=None if cache is None else str(cache),
-        progress=False,
         **options,
     )
 

@@ -45,7 +45,7 @@ def settings(run: str, num_steps: int) -> list[str]:
     """Flags of ``drafter train``."""
     return [
         *("--model.target", "target", "--data.train", "data.jsonl", "--data.val", "0.1"),
-        *("--data.max_length", "64", "--data.batch_tokens", "128", "--data.progress", "false"),
+        *("--data.max_length", "64", "--data.batch_tokens", "128"),
         *("--model.optim.lr", "0.01", "--model.optim.warmup_steps", "1", "--model.optim.decay_share", "0"),
         *("--trainer.accelerator", "cpu", "--trainer.max_steps", str(num_steps), "--trainer.default_root_dir", run),
         *("--trainer.gradient_clip_val", "1.0", "--trainer.log_every_n_steps", "1"),

@@ -51,7 +51,7 @@ def words(place: Path, run: Path, *more: str) -> list[str]:
     return [
         *("--model.target", str(place / "target"), "--data.train", str(place / "data.jsonl"), "--data.val", "0.1"),
         *("--data.max_length", "64", "--data.batch_tokens", "256"),
-        *("--data.progress", "false", "--model.drafter.draft_vocab_size", "50", "--model.drafter.draft_length", "3"),
+        *("--model.drafter.draft_vocab_size", "50", "--model.drafter.draft_length", "3"),
         *("--model.objective.depth_rates", "[1.0, 0.7, 0.5]", "--model.optim.warmup_steps", "2"),
         *("--model.objective.shared_tokens", "16"),
         *("--trainer.accelerator", "cpu", "--trainer.devices", "1", "--trainer.max_steps", str(NUM_STEPS)),

@@ -305,7 +305,6 @@ def test_states_that_vllm_writes_train_a_drafter(tmp_path: Path) -> None:
                 val=0.25,
                 max_length=64,
                 batch_tokens=200,
-                progress=False,
                 hidden_states=source,
             )
             torch.manual_seed(3)
