@@ -14,6 +14,7 @@ Shapes: X any leading dimensions · I input size · O output size.
 """
 
 import warnings
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +78,6 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, *, keep_weight: bool, is_rounded: bool = False) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         if keep_weight:
             self.weight = linear.weight
@@ -116,26 +116,20 @@ def _is_right(matrix: type[PackedMatrix] | type[Int8Matrix], dtype: torch.dtype,
     return bool((product.double() - expected).abs().max() <= tolerance * expected.abs().max())
 
 
-def pack_linears(module: nn.Module, *, keep: tuple[nn.Module, ...] | bool = (), is_rounded: bool = False) -> int:
+def pack_linears(module: nn.Module, *, keep: Collection[nn.Module] = (), is_rounded: bool = False) -> int:
     """Replace every ``nn.Linear`` (not its subclasses) and return the number of replaced layers.
 
     Args:
         module: on a device and in a dtype for which :func:`can_pack` holds.
-        keep: layers that keep their plain weight as ``weight``; True: all.
+        keep: layers that keep their plain weight as ``weight``.
         is_rounded: use 8-bit weights.
     """
-    num_packed = 0
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                is_kept = keep is True or (keep is not False and any(child is other for other in keep))
-                parent.add_module(name, PackedLinear(child, keep_weight=is_kept, is_rounded=is_rounded))
-                num_packed += 1
-    return num_packed
-
-
-def count_parameters(module: nn.Module) -> int:
-    """Number of parameters, those of packed layers included; shared parameters count once."""
-    total = sum(parameter.numel() for parameter in module.parameters())
-    layers = [layer for layer in module.modules() if isinstance(layer, PackedLinear) and not hasattr(layer, "weight")]
-    return total + sum(layer.in_features * layer.out_features for layer in layers)
+    found = [
+        (parent, name, child)
+        for parent in module.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear
+    ]
+    for parent, name, child in found:
+        parent.add_module(name, PackedLinear(child, keep_weight=child in keep, is_rounded=is_rounded))
+    return len(found)

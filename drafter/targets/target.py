@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drafter.kernels.packed import can_pack, count_parameters, pack_linears
+from drafter.kernels.packed import can_pack, pack_linears
 from drafter.targets.attention import use_folded_attention
 from drafter.targets.cache import CacheShape, MixedShape, SlotCache
 from drafter.targets.capabilities import Capabilities, LogitMap, final_norm, fingerprint_of, probe, refusal
@@ -35,6 +35,7 @@ from drafter.targets.quantized import dense_weight, has_plain_weights
 from drafter.targets.stored import BITS, StoredMatrix, round_linears
 from drafter.utils.io import first_line
 from drafter.utils.limits import limited_map
+from drafter.utils.validate import require_choice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -111,7 +112,9 @@ class Target:
         matrix: Any = output.matrix if isinstance(output, StoredMatrix) else output.weight
         self.vocab_size, self.hidden_size = matrix.shape
         self.num_layers = int(config.num_hidden_layers)
-        self.num_parameters = count_parameters(model) if programs is None else programs.num_parameters
+        self.num_parameters = (
+            programs.num_parameters if programs else sum(weight.numel() for weight in self.model.parameters())
+        )
         positions = int(getattr(config, "max_position_embeddings", 0) or 0)
         self.max_length = min(positions, MAX_POSITIONS) if positions > 0 else MAX_POSITIONS
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
@@ -160,8 +163,14 @@ class Target:
             ValueError: unknown name, dtype, device, runtime or scheme, unreadable files, a model that cannot be a
                 target, or a target that the named runtime or scheme cannot run.
         """
+        require_choice("runtime", runtime, RUNTIMES)
+        require_choice("quantization", quantization, QUANTIZATIONS)
         is_whole = num_shards == 1 and device_map is None
-        _check_options(runtime, quantization, is_whole=is_whole)
+        if quantization != "none" and not is_whole:
+            raise ValueError(
+                f"--quantization {quantization} runs in one process on one device: leave out the option, or what "
+                "spreads the target"
+            )
         torch_device = resolve_device(device)
         is_here = pack and is_whole and torch_device.type == "cpu"
         if dtype == "stored":
@@ -186,7 +195,13 @@ class Target:
         if runtime == "openvino" or (runtime == "auto" and torch_dtype == torch.bfloat16 and suits_openvino(name)):
             try:
                 if is_here:
-                    return cls._load_programs(name, read, torch_dtype, quantization, **shared)
+                    place = resolve(name)
+                    if not checkpoint_files(place, revision):
+                        read()  # fetches the files of a hub id
+                    files = checkpoint_files(place, revision)
+                    made = open_checkpoint(place, files, read, torch_dtype, quantization, cls._probe(name), **shared)
+                    tokenizer = read_tokenizer(place, made.tokenizer_kind, **shared)
+                    return cls._of_programs(made, tokenizer, name=name, revision=revision)
                 if runtime == "openvino" and pack:
                     raise Unsuitable("it runs whole targets on a CPU")
             except Unsuitable as error:
@@ -232,18 +247,6 @@ class Target:
             raise ValueError(f"--dtype stored cannot run target {name!r}: {error}; give another --dtype") from error
         tokenizer = read_tokenizer(found[1], made.tokenizer_kind)
         return cls._of_programs(made, tokenizer, name=name, revision=revision)
-
-    @classmethod
-    def _load_programs(cls, name: str, read: Any, dtype: torch.dtype, quantization: str, **shared: Any) -> "Target":
-        """A target of plain weights that OpenVINO runs; Unsuitable if OpenVINO cannot run the target."""
-        place, revision = resolve(name), shared["revision"]
-        if not checkpoint_files(place, revision):
-            read()  # fetches the files of a hub id
-        files = checkpoint_files(place, revision)
-        made = open_checkpoint(place, files, read, dtype, quantization, cls._probe(name), **shared)
-        return cls._of_programs(
-            made, read_tokenizer(place, made.tokenizer_kind, **shared), name=name, revision=revision
-        )
 
     @classmethod
     def _of_programs(cls, made: Programs, tokenizer: Any, **fields: Any) -> "Target":
@@ -479,17 +482,6 @@ class Target:
         if self.tokenizer is None:
             raise ValueError(f"target {self.name!r} has no tokenizer: give token ids")
         return self.tokenizer
-
-
-def _check_options(runtime: str, quantization: str, *, is_whole: bool) -> None:
-    for option, value, known in (("runtime", runtime, RUNTIMES), ("quantization", quantization, QUANTIZATIONS)):
-        if value not in known:
-            raise ValueError(f"--{option} {value!r} is unknown: use {', '.join(known)}")
-    if quantization != "none" and not is_whole:
-        raise ValueError(
-            f"--quantization {quantization} runs in one process on one device: leave out the option, or what "
-            "spreads the target"
-        )
 
 
 def _round(model: "PreTrainedModel", quantization: str, name: str) -> str:

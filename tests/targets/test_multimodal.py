@@ -25,12 +25,8 @@ def test_text_prompts_decode_as_with_generate(model_type: str, tmp_path: Path) -
     model.save_pretrained(tmp_path)
     target = Target.load(str(tmp_path), dtype="float32", device="cpu")
     prompts = [list(range(5, 10)), list(range(20, 33))]
-    wanted = [
-        model.generate(
-            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)).long(), max_new_tokens=NUM_NEW, do_sample=False
-        )[0, len(ids) :].tolist()
-        for ids in prompts
-    ]
+    options = {"max_new_tokens": NUM_NEW, "do_sample": False}
+    wanted = [model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in prompts]
     assert any(len(set(ids)) > 2 for ids in wanted)
     for method in ("none", "lookup"):
         engine = Engine(target, None, EngineConfig(method=method))

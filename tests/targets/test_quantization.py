@@ -72,7 +72,7 @@ def test_the_fingerprint_names_the_scheme_and_a_plain_drafter_is_taken_with_a_wa
 
 
 def test_unknown_schemes_and_shards_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--quantization 'int3' is unknown: use none, int8, int4"):
+    with pytest.raises(ValueError, match="--quantization is 'int3' but must be one of none, int8, int4"):
         Target.load(str(tmp_path), quantization="int3")
     with pytest.raises(ValueError, match="--quantization int8 runs in one process"):
         Target.load(str(tmp_path), quantization="int8", num_shards=2)
