@@ -34,14 +34,11 @@ _log = logging.getLogger(__name__)
 class TargetLike(Protocol):
     """The properties of a target that a drafter needs."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
+    name: str
+    fingerprint: str
+    vocab_size: int
+    hidden_size: int
+
     @property
     def output_weight_VD(self) -> Tensor: ...
 

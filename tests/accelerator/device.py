@@ -163,15 +163,4 @@ class Refuser:
         with unset_fake_temporarily():
             module = make()
         with self.mode:
-            kept: dict[int, Any] = {}
-            for part in module.modules():
-                for name, value in part._parameters.items():
-                    if value is not None:
-                        if id(value) not in kept:
-                            new = torch.empty(value.shape, dtype=value.dtype, device=DEVICE)
-                            kept[id(value)] = nn.Parameter(new, requires_grad=value.requires_grad)
-                        part._parameters[name] = kept[id(value)]
-                for name, value in part._buffers.items():
-                    if value is not None:
-                        part._buffers[name] = torch.empty(value.shape, dtype=value.dtype, device=DEVICE)
-        return module
+            return module.to_empty(device=DEVICE)

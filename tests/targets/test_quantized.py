@@ -19,7 +19,6 @@ from drafter.targets.target import Target
 from tests.data.tiny import write_jsonl
 from tests.engine.drafters import shared_target, trained_drafter
 from tests.engine.oracle import answer, oracle, requests
-from tests.targets.tiny_gguf import write_gguf
 from tests.tiny_files import make_target
 
 _ASKED = requests(5, seed=4)
@@ -109,12 +108,6 @@ def test_drafted_text_is_the_text_of_the_quantised_target(
         half = Target.load(str(tmp_path), device="cpu", dtype="bfloat16", pack=False)
         assert {weight.dtype for weight in half.model.parameters()} == {torch.bfloat16}
         assert len(drafted(half, "lookup")) == len(_ASKED)
-
-
-def test_drafted_text_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
-    target = Target.load(str(write_gguf(tmp_path / "tiny.gguf")), device="cpu", dtype="float32")
-    assert drafted(target, "lookup") == oracle(target, _ASKED)
 
 
 @pytest.mark.slow
