@@ -37,6 +37,7 @@ from drafter.serving.protocol import CompletionRequest
 from drafter.serving.worker import Worker
 from drafter.targets.capabilities import decoder_of
 from drafter.targets.target import Target
+from drafter.training.module import DrafterModule
 from tests.accelerator.device import Refuser
 from tests.accelerator.training import module_of, train_step, validate
 from tests.data.tiny import tiny_tokenizer
@@ -174,7 +175,7 @@ def reads_of_prefill() -> int:
         engine.add(list(range(size)), GREEDY)
     refuser.clear()
     assert engine.step() == [] == engine.step()
-    return refuser.copies.get("read", 0)
+    return refuser.copies["read"]
 
 
 def reads_of_shared_prefixes() -> int:
@@ -237,21 +238,14 @@ def reads_of_the_worker() -> int:
     return asyncio.run(_serve(engine))
 
 
-def training(*, is_logged: bool = False, **objective: Any) -> dict[str, int]:
-    """Copies of a training step."""
+def training(
+    run: Callable[[DrafterModule], None] = train_step, *, is_logged: bool = False, **objective: Any
+) -> dict[str, int]:
+    """Copies of a training step, or of a validation of two batches."""
     target = target_of("llama")
     module = module_of(target, drafter_of(target), is_logged=is_logged, **objective)
     refuser.clear()
-    train_step(module)
-    return refuser.copies
-
-
-def validation() -> dict[str, int]:
-    """Copies of a validation of two batches."""
-    target = target_of("llama")
-    module = module_of(target, drafter_of(target), is_logged=False)
-    refuser.clear()
-    validate(module)
+    run(module)
     return refuser.copies
 
 
@@ -306,7 +300,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "train-cross-entropy": lambda: training(kl=0.0, cross_entropy=1.0),
     "train-sampled": lambda: training(shared_tokens=64),
     "train-logged": lambda: training(is_logged=True),
-    "train-validation": validation,
+    "train-validation": lambda: training(validate),
     **_refusals(),
 }
 

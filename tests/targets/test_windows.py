@@ -12,7 +12,7 @@ from drafter.targets.capabilities import layer_windows
 from drafter.targets.masks import Window, slot_positions
 from drafter.targets.target import Target
 from tests.engine.oracle import trace_only
-from tests.targets.zoo import TARGETS, VOCAB, build
+from tests.targets.zoo import TARGETS, VOCAB, build, generated
 
 WINDOW = 8
 # One of each kind; the slow tests of architectures have all.
@@ -34,13 +34,6 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, VOCAB, (size,), generator=generator).tolist() for size in PROMPT_LENGTHS]
 
 
-def generated(target: Target) -> list[list[int]]:
-    """The texts of transformers."""
-    arguments = {"max_new_tokens": NUM_NEW, "min_new_tokens": NUM_NEW, "do_sample": False, "eos_token_id": None}
-    texts = [target.model.generate(torch.tensor([prompt]), **arguments)[0, len(prompt) :] for prompt in prompts()]
-    return [text.tolist() for text in texts]
-
-
 def drafted(target: Target, method: Any, max_num_seqs: int, **settings: Any) -> list[list[int]]:
     """Our texts."""
     plan = Plan(method=method, tree_size=1 if method == "none" else 8, max_num_seqs=max_num_seqs, **settings)
@@ -51,7 +44,7 @@ def drafted(target: Target, method: Any, max_num_seqs: int, **settings: Any) -> 
 @pytest.mark.parametrize("name", MODELS)
 def test_texts_of_several_windows_are_those_of_generate(name: str) -> None:
     target = windowed(name)
-    wanted = generated(target)
+    wanted = generated(target.model, prompts(), NUM_NEW)
     for method, max_num_seqs in (("none", 1), ("none", 4), ("lookup", 1), ("lookup", 4)):
         assert drafted(target, method, max_num_seqs, prefill_chunk=7) == wanted, (method, max_num_seqs)
 
@@ -61,7 +54,7 @@ def test_texts_of_several_windows_are_those_of_generate(name: str) -> None:
 def test_compiled_steps_see_the_same_windows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trace_only(monkeypatch)
     target = windowed(name)
-    assert drafted(target, "lookup", 4, compile=True) == generated(target)
+    assert drafted(target, "lookup", 4, compile=True) == generated(target.model, prompts(), NUM_NEW)
 
 
 def test_windows_matter_to_these_models() -> None:
@@ -70,7 +63,7 @@ def test_windows_matter_to_these_models() -> None:
         target = windowed(name)
         windows = target.capabilities.windows._replace(by_kind={})
         target.capabilities = target.capabilities._replace(windows=windows)
-        assert drafted(target, "none", 4) != generated(target)
+        assert drafted(target, "none", 4) != generated(target.model, prompts(), NUM_NEW)
 
 
 def test_window_examples() -> None:
