@@ -24,18 +24,11 @@ _ROWS = 8  # the number of rows that the layout is chosen for; the gain hardly d
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
-class PackedMatrix(nn.Module):
-    """A weight [O, I] in the layout of the CPU's kernels; ``linear`` multiplies with the weight.
-
-    The class is a module with a buffer because a compiler freezes only such weights.
-    """
-
-    _weight: Tensor
+class PackedMatrix:
+    """A weight [O, I] in the layout of the CPU's kernels; ``linear`` multiplies with the weight."""
 
     def __init__(self, weight_OI: Tensor) -> None:
-        super().__init__()
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), _ROWS)
-        self.register_buffer("_weight", packed, persistent=False)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), _ROWS)
 
     def linear(self, x_XI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """x W^T + b: [..., I] -> [..., O]."""
@@ -43,7 +36,7 @@ class PackedMatrix(nn.Module):
         return product
 
 
-class Int8Matrix(nn.Module):
+class Int8Matrix:
     """A weight [O, I] rounded to 8 bits with one scale per output; inputs are rounded to 8 bits at each product.
 
     On a CPU with VNNI, a product of a few rows takes half the time of a packed bfloat16 weight and an eighth of
@@ -51,7 +44,6 @@ class Int8Matrix(nn.Module):
     """
 
     def __init__(self, weight_OI: Tensor) -> None:
-        super().__init__()
         weight_OI = weight_OI.detach().float()
         scale_O = weight_OI.abs().amax(1).clamp_min(1e-12) / 127
         with warnings.catch_warnings():

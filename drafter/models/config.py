@@ -8,10 +8,10 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedConfig
 
+from drafter.models.files import FLOATS
 from drafter.utils.validate import check_ranges, within
 
 _CHOICES = {"cell": ("rnn",), "context": ("last", "fused"), "head": ("full", "tied")}
-_DTYPES = ("float32", "bfloat16", "float16")
 _MAX_CONTEXT_LAYERS = 64
 _FINGERPRINT = re.compile("([0-9a-f]{4})*(-[a-z0-9]+)?")  # hex digits, and a scheme of rounding
 
@@ -95,8 +95,8 @@ class DrafterConfig(PreTrainedConfig):
         model_type, dtype = fields.get("model_type", cls.model_type), fields.get("dtype")
         if model_type != cls.model_type:
             raise ValueError(f"{where}: model_type is {model_type!r}, a drafter has {cls.model_type!r}")
-        if dtype is not None and (not isinstance(dtype, str) or dtype not in _DTYPES):
-            raise ValueError(f"{where}: dtype is {dtype!r} but must be one of {', '.join(_DTYPES)}")
+        if dtype is not None and (not isinstance(dtype, str) or dtype not in FLOATS):
+            raise ValueError(f"{where}: dtype is {dtype!r} but must be one of {', '.join(FLOATS)}")
         # Fields of the library do not describe a drafter, and may hold any value.
         own = {name: value for name, value in fields.items() if name not in _LIBRARY_KEYS}
         try:
