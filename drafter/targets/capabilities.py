@@ -177,8 +177,8 @@ def _slides(model: "PreTrainedModel") -> bool:
 
 def _takes_masks_by_kind(model: "PreTrainedModel", kinds: Iterable[str]) -> bool:
     """Whether a forward takes a mapping of masks: models with layers of one kind only take a tensor and raise."""
-    embedding: Any = model.get_input_embeddings()
-    mask = embedding.weight.new_zeros(1, 1, 3, 3)
+    weight: Any = model.get_input_embeddings().weight
+    mask = torch.zeros(1, 1, 3, 3, dtype=weight.dtype, device=weight.device)
     try:
         _final_hidden(model, attention_mask=dict.fromkeys(kinds, mask))
     except Exception:  # of any type: the model's own code meets a mapping
