@@ -14,6 +14,7 @@ Shapes: X any leading dimensions · I input size · O output size.
 """
 
 import warnings
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +24,11 @@ _ROWS = 8  # the number of rows that the layout is chosen for; the gain hardly d
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
-class PackedMatrix(nn.Module):
-    """A weight [O, I] in the layout of the CPU's kernels; ``linear`` multiplies with the weight.
-
-    The class is a module with a buffer because a compiler freezes only such weights.
-    """
-
-    _weight: Tensor
+class PackedMatrix:
+    """A weight [O, I] in the layout of the CPU's kernels; ``linear`` multiplies with the weight."""
 
     def __init__(self, weight_OI: Tensor) -> None:
-        super().__init__()
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), _ROWS)
-        self.register_buffer("_weight", packed, persistent=False)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), _ROWS)
 
     def linear(self, x_XI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """x W^T + b: [..., I] -> [..., O]."""
@@ -42,7 +36,7 @@ class PackedMatrix(nn.Module):
         return product
 
 
-class Int8Matrix(nn.Module):
+class Int8Matrix:
     """A weight [O, I] rounded to 8 bits with one scale per output; inputs are rounded to 8 bits at each product.
 
     On a CPU with VNNI, a product of a few rows takes half the time of a packed bfloat16 weight and an eighth of
@@ -50,7 +44,6 @@ class Int8Matrix(nn.Module):
     """
 
     def __init__(self, weight_OI: Tensor) -> None:
-        super().__init__()
         weight_OI = weight_OI.detach().float()
         scale_O = weight_OI.abs().amax(1).clamp_min(1e-12) / 127
         with warnings.catch_warnings():
@@ -77,7 +70,6 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, *, keep_weight: bool, is_rounded: bool = False) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         if keep_weight:
             self.weight = linear.weight
@@ -116,26 +108,20 @@ def _is_right(matrix: type[PackedMatrix] | type[Int8Matrix], dtype: torch.dtype,
     return bool((product.double() - expected).abs().max() <= tolerance * expected.abs().max())
 
 
-def pack_linears(module: nn.Module, *, keep: tuple[nn.Module, ...] | bool = (), is_rounded: bool = False) -> int:
+def pack_linears(module: nn.Module, *, keep: Collection[nn.Module] = (), is_rounded: bool = False) -> int:
     """Replace every ``nn.Linear`` (not its subclasses) and return the number of replaced layers.
 
     Args:
         module: on a device and in a dtype for which :func:`can_pack` holds.
-        keep: layers that keep their plain weight as ``weight``; True: all.
+        keep: layers that keep their plain weight as ``weight``.
         is_rounded: use 8-bit weights.
     """
-    num_packed = 0
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                is_kept = keep is True or (keep is not False and any(child is other for other in keep))
-                parent.add_module(name, PackedLinear(child, keep_weight=is_kept, is_rounded=is_rounded))
-                num_packed += 1
-    return num_packed
-
-
-def count_parameters(module: nn.Module) -> int:
-    """Number of parameters, those of packed layers included; shared parameters count once."""
-    total = sum(parameter.numel() for parameter in module.parameters())
-    layers = [layer for layer in module.modules() if isinstance(layer, PackedLinear) and not hasattr(layer, "weight")]
-    return total + sum(layer.in_features * layer.out_features for layer in layers)
+    found = [
+        (parent, name, child)
+        for parent in module.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear
+    ]
+    for parent, name, child in found:
+        parent.add_module(name, PackedLinear(child, keep_weight=child in keep, is_rounded=is_rounded))
+    return len(found)

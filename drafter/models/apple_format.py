@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drafter.models.config import DrafterConfig
-from drafter.models.files import WEIGHTS, read_tensors
-from drafter.utils.parse import check_shape, read_json_object
+from drafter.models.files import WEIGHTS
+from drafter.utils.parse import check_shape
 
 MODEL_TYPE = "recurrent_drafting_drafter"
 _CHUNK_ROWS = 8192  # rows of the vocabulary multiplied out at once, in float32
@@ -46,22 +46,32 @@ def to_apple(
     """
     _check_expressible(config)
     dtype = tensors["head.weight"].dtype
+    scale_E = torch.ones(2 * config.hidden_size, device=tensors["head.weight"].device)
+    scale_E[: config.hidden_size] = config.hidden_scale
+
+    def scaled(weight_OE: Tensor) -> Tensor:
+        """With hidden_scale folded into the h half, in float32."""
+        return weight_OE.float() * scale_E
+
     found = {
         "rnn_w.weight": (tensors["cell.w.weight"].float() * config.embedding_scale).to(dtype),
         "rnn_u.weight": tensors["cell.u.weight"],
         "rnn_u.bias": tensors["cell.u.bias"],
     }
     for block in range(config.num_res_blocks):
-        found[f"lm_head.{block}.linear.weight"] = _fold_hidden_scale(_block_weight(tensors, block), config)
+        weight, down = tensors[f"blocks.{block}.linear.weight"], tensors.get(f"blocks.{block}.down.weight")
+        if down is not None:  # a low-rank block: its two narrow matrices are multiplied out in float32
+            weight = (weight.float() @ down.float()).to(weight.dtype)
+        found[f"lm_head.{block}.linear.weight"] = scaled(weight).to(dtype)
         found[f"lm_head.{block}.linear.bias"] = tensors[f"blocks.{block}.linear.bias"]
     if config.head == "full":
-        head = _fold_hidden_scale(tensors["head.weight"], config)
+        head = scaled(tensors["head.weight"]).to(dtype)
     elif config.head == "tied" and output_weight_VD is None:
         raise ValueError("a drafter with head 'tied' is multiplied out with its target's output matrix: give --target")
     else:
         # From the unrounded product of scale and weight, so that only the result is rounded.
         assert output_weight_VD is not None
-        head_DE = tensors["head.weight"].float() * _input_scale(config, tensors["head.weight"].device)
+        head_DE = scaled(tensors["head.weight"])
         parts = [
             (rows.float() @ head_DE.to(rows.device)).to(dtype).cpu() for rows in output_weight_VD.split(_CHUNK_ROWS)
         ]
@@ -128,17 +138,6 @@ def config_from_apple(found: Mapping[str, Any]) -> DrafterConfig:
     )
 
 
-def read_folder(folder: str | Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
-    """Config and tensors (under our names) of a published checkpoint.
-
-    Raises:
-        OSError: no such checkpoint.
-        ValueError: a damaged file, or one that has no counterpart here.
-    """
-    config = config_from_apple(read_json_object(Path(folder, "config.json")))
-    return config, from_apple(config, read_tensors(Path(folder, WEIGHTS)))
-
-
 def write_folder(
     folder: Path, config: DrafterConfig, tensors: Mapping[str, Tensor], output_weight_VD: Tensor | None = None
 ) -> None:
@@ -149,32 +148,11 @@ def write_folder(
 
 
 def _check_expressible(config: DrafterConfig) -> None:
-    reason = ""
+    refusal = "this drafter cannot be written in the published format:"
     if config.context != "last":
-        reason = f"context {config.context!r}: the format knows the last hidden state only"
-    elif config.head != "tied" and config.num_outputs != config.vocab_size:
-        reason = (
-            f"draft_vocab_size {config.num_outputs} with head {config.head!r}: the format has a row for every token of "
-            f"the vocabulary of {config.vocab_size}, and these were never trained"
+        raise ValueError(f"{refusal} context {config.context!r}: the format knows the last hidden state only")
+    if config.head != "tied" and config.num_outputs != config.vocab_size:
+        raise ValueError(
+            f"{refusal} draft_vocab_size {config.num_outputs} with head {config.head!r}: the format has a row for each "
+            f"token of the vocabulary of {config.vocab_size}, and these were never trained"
         )
-    if reason:
-        raise ValueError(f"this drafter cannot be written in the published format: {reason}")
-
-
-def _block_weight(tensors: Mapping[str, Tensor], block: int) -> Tensor:
-    """The dense matrix of a residual block; the two narrow ones of a low-rank block are multiplied out in float32."""
-    weight, down = tensors[f"blocks.{block}.linear.weight"], tensors.get(f"blocks.{block}.down.weight")
-    return weight if down is None else (weight.float() @ down.float()).to(weight.dtype)
-
-
-def _input_scale(config: DrafterConfig, device: torch.device) -> Tensor:
-    """Factors of the linear layers' input, [E]: hidden_scale on the h half, 1 on the s half."""
-    scale_E = torch.ones(2 * config.hidden_size, device=device)
-    scale_E[: config.hidden_size] = config.hidden_scale
-    return scale_E
-
-
-def _fold_hidden_scale(weight_OE: Tensor, config: DrafterConfig) -> Tensor:
-    if config.hidden_scale == 1.0:
-        return weight_OE
-    return (weight_OE.float() * _input_scale(config, weight_OE.device)).to(weight_OE.dtype)

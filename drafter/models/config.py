@@ -3,18 +3,15 @@
 import re
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self
 
 import torch
 from transformers import PreTrainedConfig
 
+from drafter.models.files import FLOATS
 from drafter.utils.validate import check_ranges, within
 
-Cell = Literal["rnn"]
-Context = Literal["last", "fused"]
-Head = Literal["full", "tied"]
-
-_DTYPES = ("float32", "bfloat16", "float16")
+_CHOICES = {"cell": ("rnn",), "context": ("last", "fused"), "head": ("full", "tied")}
 _MAX_CONTEXT_LAYERS = 64
 _FINGERPRINT = re.compile("([0-9a-f]{4})*(-[a-z0-9]+)?")  # hex digits, and a scheme of rounding
 
@@ -98,8 +95,8 @@ class DrafterConfig(PreTrainedConfig):
         model_type, dtype = fields.get("model_type", cls.model_type), fields.get("dtype")
         if model_type != cls.model_type:
             raise ValueError(f"{where}: model_type is {model_type!r}, a drafter has {cls.model_type!r}")
-        if dtype is not None and (not isinstance(dtype, str) or dtype not in _DTYPES):
-            raise ValueError(f"{where}: dtype is {dtype!r} but must be one of {', '.join(_DTYPES)}")
+        if dtype is not None and (not isinstance(dtype, str) or dtype not in FLOATS):
+            raise ValueError(f"{where}: dtype is {dtype!r} but must be one of {', '.join(FLOATS)}")
         # Fields of the library do not describe a drafter, and may hold any value.
         own = {name: value for name, value in fields.items() if name not in _LIBRARY_KEYS}
         try:
@@ -119,14 +116,11 @@ class DrafterConfig(PreTrainedConfig):
 
     def _check(self) -> None:
         for item in fields(self):
-            if (
-                item.name in type(self).__annotations__
-                and getattr(self, item.name) is None
-                and item.default is not None
-            ):
+            is_own = item.name in type(self).__annotations__
+            if is_own and getattr(self, item.name) is None and item.default is not None:
                 raise ValueError(f"drafter {item.name} is None but must have a value")
         check_ranges(self, are_flags=False)
-        for name, allowed in (("cell", get_args(Cell)), ("context", get_args(Context)), ("head", get_args(Head))):
+        for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"drafter {name} is {getattr(self, name)!r} but must be one of {', '.join(allowed)}")
         for name, most in (("block_rank", 2 * self.hidden_size), ("draft_vocab_size", self.vocab_size)):

@@ -34,14 +34,11 @@ _log = logging.getLogger(__name__)
 class TargetLike(Protocol):
     """The properties of a target that a drafter needs."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
+    name: str
+    fingerprint: str
+    vocab_size: int
+    hidden_size: int
+
     @property
     def output_weight_VD(self) -> Tensor: ...
 
@@ -129,12 +126,13 @@ class RecurrentDrafter(nn.Module):
         The drafter knows nothing of its target but the sizes: any target of these sizes is accepted.
 
         Raises:
-            ValueError: a part of the published format has no counterpart here.
+            OSError: no such checkpoint.
+            ValueError: a damaged file, or one that has no counterpart here.
         """
-        from drafter.models.apple_format import read_folder
+        from drafter.models.apple_format import config_from_apple, from_apple
 
-        config, tensors = read_folder(folder)
-        return cls.from_tensors(config, tensors, str(folder))
+        config = config_from_apple(read_json_object(Path(folder, CONFIG_NAME)))
+        return cls.from_tensors(config, from_apple(config, read_tensors(Path(folder, WEIGHTS))), str(folder))
 
     @classmethod
     def from_pretrained(
@@ -244,7 +242,7 @@ class RecurrentDrafter(nn.Module):
         method where ``can_pack`` holds, before or after :meth:`bind`.
         """
         self._is_packed = True
-        pack_linears(self, keep=True, is_rounded=can_round(self.device))
+        pack_linears(self, keep=list(self.modules()), is_rounded=can_round(self.device))
         self._pack_rows()
         return self
 

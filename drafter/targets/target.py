@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drafter.kernels.packed import can_pack, count_parameters, pack_linears
+from drafter.kernels.packed import can_pack, pack_linears
 from drafter.targets.attention import use_folded_attention
 from drafter.targets.cache import CacheShape, MixedShape, SlotCache
 from drafter.targets.capabilities import Capabilities, LogitMap, final_norm, fingerprint_of, probe, refusal
@@ -35,6 +35,7 @@ from drafter.targets.quantized import dense_weight, has_plain_weights
 from drafter.targets.stored import BITS, StoredMatrix, round_linears
 from drafter.utils.io import first_line
 from drafter.utils.limits import limited_map
+from drafter.utils.validate import require_choice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -44,9 +45,6 @@ _log = logging.getLogger(__name__)
 RUNTIMES = ("auto", "torch", "openvino")
 QUANTIZATIONS = ("none", *BITS)
 MAX_POSITIONS = 2**31 - 1  # of a target that states no number, or a larger one
-
-# What models raise that cannot do with a 4-D mask, positions or a foreign cache.
-_FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
 
 
 class TargetOutput(NamedTuple):
@@ -111,7 +109,9 @@ class Target:
         matrix: Any = output.matrix if isinstance(output, StoredMatrix) else output.weight
         self.vocab_size, self.hidden_size = matrix.shape
         self.num_layers = int(config.num_hidden_layers)
-        self.num_parameters = count_parameters(model) if programs is None else programs.num_parameters
+        self.num_parameters = (
+            programs.num_parameters if programs else sum(weight.numel() for weight in self.model.parameters())
+        )
         positions = int(getattr(config, "max_position_embeddings", 0) or 0)
         self.max_length = min(positions, MAX_POSITIONS) if positions > 0 else MAX_POSITIONS
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
@@ -160,8 +160,14 @@ class Target:
             ValueError: unknown name, dtype, device, runtime or scheme, unreadable files, a model that cannot be a
                 target, or a target that the named runtime or scheme cannot run.
         """
+        require_choice("runtime", runtime, RUNTIMES)
+        require_choice("quantization", quantization, QUANTIZATIONS)
         is_whole = num_shards == 1 and device_map is None
-        _check_options(runtime, quantization, is_whole=is_whole)
+        if quantization != "none" and not is_whole:
+            raise ValueError(
+                f"--quantization {quantization} runs in one process on one device: leave out the option, or what "
+                "spreads the target"
+            )
         torch_device = resolve_device(device)
         is_here = pack and is_whole and torch_device.type == "cpu"
         if dtype == "stored":
@@ -186,7 +192,13 @@ class Target:
         if runtime == "openvino" or (runtime == "auto" and torch_dtype == torch.bfloat16 and suits_openvino(name)):
             try:
                 if is_here:
-                    return cls._load_programs(name, read, torch_dtype, quantization, **shared)
+                    place = resolve(name)
+                    if not checkpoint_files(place, revision):
+                        read()  # fetches the files of a hub id
+                    files = checkpoint_files(place, revision)
+                    made = open_checkpoint(place, files, read, torch_dtype, quantization, cls._probe(name), **shared)
+                    tokenizer = read_tokenizer(place, made.tokenizer_kind, **shared)
+                    return cls._of_programs(made, tokenizer, name=name, revision=revision)
                 if runtime == "openvino" and pack:
                     raise Unsuitable("it runs whole targets on a CPU")
             except Unsuitable as error:
@@ -232,18 +244,6 @@ class Target:
             raise ValueError(f"--dtype stored cannot run target {name!r}: {error}; give another --dtype") from error
         tokenizer = read_tokenizer(found[1], made.tokenizer_kind)
         return cls._of_programs(made, tokenizer, name=name, revision=revision)
-
-    @classmethod
-    def _load_programs(cls, name: str, read: Any, dtype: torch.dtype, quantization: str, **shared: Any) -> "Target":
-        """A target of plain weights that OpenVINO runs; Unsuitable if OpenVINO cannot run the target."""
-        place, revision = resolve(name), shared["revision"]
-        if not checkpoint_files(place, revision):
-            read()  # fetches the files of a hub id
-        files = checkpoint_files(place, revision)
-        made = open_checkpoint(place, files, read, dtype, quantization, cls._probe(name), **shared)
-        return cls._of_programs(
-            made, read_tokenizer(place, made.tokenizer_kind, **shared), name=name, revision=revision
-        )
 
     @classmethod
     def _of_programs(cls, made: Programs, tokenizer: Any, **fields: Any) -> "Target":
@@ -481,17 +481,6 @@ class Target:
         return self.tokenizer
 
 
-def _check_options(runtime: str, quantization: str, *, is_whole: bool) -> None:
-    for option, value, known in (("runtime", runtime, RUNTIMES), ("quantization", quantization, QUANTIZATIONS)):
-        if value not in known:
-            raise ValueError(f"--{option} {value!r} is unknown: use {', '.join(known)}")
-    if quantization != "none" and not is_whole:
-        raise ValueError(
-            f"--quantization {quantization} runs in one process on one device: leave out the option, or what "
-            "spreads the target"
-        )
-
-
 def _round(model: "PreTrainedModel", quantization: str, name: str) -> str:
     """Round the weights as ``quantization`` says; the fingerprint of the plain weights, empty without rounding."""
     if quantization == "none":
@@ -532,8 +521,8 @@ def _check_tree_forward(target: Target) -> None:
         tree_XD, path_XD, chain_XD = _run_small_tree(target)
     except torch.OutOfMemoryError:
         raise
-    except _FORWARD_ERRORS as error:
-        # Models with ALiBi, for instance, make mask and positions themselves.
+    except Exception as error:
+        # Models with ALiBi, for instance, make mask and positions themselves, and raise errors of all types.
         reason = f"takes no mask and positions from outside, as models with ALiBi do ({first_line(error)})"
         raise refusal(target.name, reason) from error
     distance = (tree_XD - path_XD).norm().item()
@@ -541,23 +530,20 @@ def _check_tree_forward(target: Target) -> None:
     # Rounding: a few units in the last place; in 16 bits that is most of what can be told.
     rounding = 16 * torch.finfo(target.dtype).eps * path_XD.norm().item()
     if not distance <= 0.01 * yardstick + rounding:
+        reason = f"models with ALiBi do (off by {distance:.2g}, ignoring the tree by {yardstick:.2g})"
         raise refusal(
-            target.name,
-            "gives tokens of a tree other hidden states than the same tokens in a row, as models with ALiBi do (off by "
-            f"{distance:.2g}, ignoring the tree by {yardstick:.2g})",
+            target.name, f"gives tokens of a tree other hidden states than the same tokens in a row, as {reason}"
         )
 
 
 def _run_small_tree(target: Target) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states float32 [6, D] of the nodes b, c, d of both rows: as a tree, by paths, and as a plain chain."""
-    device, num_slots = target.device, 12
-    sizes = (3, 5)
+    device, num_slots, sizes = target.device, 12, (3, 5)
     token_BT = (torch.arange(1, 21, device=device).view(2, 10) * 7919) % target.vocab_size
     prefix_BT, tree_BN = token_BT[:, :5], token_BT[:, 5:]
     depth_N = torch.tensor([0, 1, 1, 2, 2], device=device)
-    ancestor_NN = torch.eye(5, dtype=torch.bool, device=device)
-    for node, ancestor in ((1, 0), (2, 0), (3, 0), (3, 1), (4, 0), (4, 2)):
-        ancestor_NN[node, ancestor] = True
+    ancestors = ((0,), (0, 1), (0, 2), (0, 1, 3), (0, 2, 4))
+    ancestor_NN = torch.tensor([[node in seen for node in range(5)] for seen in ancestors], device=device)
     cache = target.new_cache(2, num_slots)
     length_B = torch.tensor(sizes, device=device)
     position_T = torch.arange(5, device=device)

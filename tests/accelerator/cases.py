@@ -9,7 +9,8 @@ import copy
 import json
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -18,7 +19,9 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine import outputs
@@ -32,8 +35,9 @@ from drafter.serving.answers import Answer, Model
 from drafter.serving.metrics import Metrics
 from drafter.serving.protocol import CompletionRequest
 from drafter.serving.worker import Worker
-from drafter.targets.capabilities import Capabilities, decoder_of
+from drafter.targets.capabilities import decoder_of
 from drafter.targets.target import Target
+from drafter.training.module import DrafterModule
 from tests.accelerator.device import Refuser
 from tests.accelerator.training import module_of, train_step, validate
 from tests.data.tiny import tiny_tokenizer
@@ -49,6 +53,7 @@ _MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "gemma": {"model_type": "gemma2", "sliding_window": 8, "query_pre_attn_scalar": 16},
     "windows": {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    "deep": {"model_type": "llama", "num_hidden_layers": 32, "dtype": "bfloat16"},  # kernels of Llama 3.1 8B
 }
 refuser = Refuser()
 
@@ -57,25 +62,20 @@ refuser = Refuser()
 def cpu_target(kind: str) -> Target:
     """A small target on the CPU. It answers the questions of :mod:`drafter.targets.capabilities` there."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**_SIZES, **_MODELS[kind])
+    config = AutoConfig.for_model(**_SIZES | _MODELS[kind])
     return Target.from_model(AutoModelForCausalLM.from_config(config), name=kind)
 
 
-def placed(make: Callable[[], PreTrainedModel], capabilities: Capabilities, name: str) -> Target:
-    """A target on the device, of a model that is made on the CPU; what it can do is known."""
-    model = refuser.put(make)
-    capabilities = capabilities._replace(decoder=decoder_of(model))
-    target = Target(model, tiny_tokenizer(), capabilities, name=name, plain_fingerprint="x")
+def target_of(kind: str) -> Target:
+    """The target of :func:`cpu_target` with weights on the device; what it can do is known."""
+    on_cpu = cpu_target(kind)
+    model = refuser.put(lambda: copy.deepcopy(on_cpu.model))
+    capabilities = on_cpu.capabilities._replace(decoder=decoder_of(model))
+    target = Target(model, tiny_tokenizer(), capabilities, name=kind, plain_fingerprint="x")
     # The library of quantised weights would ask these tensors, which are of no plain type, for their numbers.
     target.embedding_weight_VD = model.get_input_embeddings().weight.detach()
     target.output_weight_VD = model.get_output_embeddings().weight.detach()
     return target
-
-
-def target_of(kind: str) -> Target:
-    """The target of :func:`cpu_target` with weights on the device."""
-    target = cpu_target(kind)
-    return placed(lambda: copy.deepcopy(target.model), target.capabilities, kind)
 
 
 def drafter_of(target: Target, **shape: Any) -> RecurrentDrafter:
@@ -96,11 +96,11 @@ def unpack_outside() -> None:
     outputs._unpack = unpacked
 
 
-def engine_of(target: Target, **settings: Any) -> Engine:
-    """An engine of the target with a drafter, unless the settings name another method."""
+def engine_of(target: Target, shape: Mapping[str, Any] | None = None, **settings: Any) -> Engine:
+    """An engine of the target with a drafter of the shape, unless the settings name another method."""
     fields = {"method": "drafter", "max_num_seqs": 8, "beam_width": 4, "draft_length": 4, "tree_size": 12}
     config = Plan(**{**fields, **settings})
-    drafter = drafter_of(target) if config.method == "drafter" else None
+    drafter = drafter_of(target, **shape or {}) if config.method == "drafter" else None
     draft_model = target_of("llama") if config.method == "draft-model" else None
     return Engine(target, drafter, config, draft_model=draft_model)
 
@@ -125,6 +125,48 @@ def step(
     return refuser.copies
 
 
+class Kernels(TorchDispatchMode):
+    """Counts operators that write memory; views are free.
+
+    Attributes:
+        found: numbers of the target's forward (``target``) and of all else (``rest``).
+    """
+
+    def __init__(self, target: Any) -> None:
+        super().__init__()
+        self.found, self._part = Counter[str](), "rest"
+        target.forward, target.logits = self._of_target(target.forward), self._of_target(target.logits)
+
+    def _of_target(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            self._part = "target"
+            result = function(*args, **kwargs)
+            self._part = "rest"
+            return result
+
+        return inner
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given, made = (
+            {item.untyped_storage()._cdata for item in tree_leaves(tree) if isinstance(item, torch.Tensor)}
+            for tree in ((args, kwargs), result)
+        )
+        self.found[self._part] += func._schema.is_mutable or bool(made - given)
+        return result
+
+
+def kernels(num_nodes: int, beam_width: int, draft_length: int) -> dict[str, int]:
+    """Kernels of an eager greedy step of one row."""
+    tree = {"beam_width": beam_width, "draft_length": draft_length, "tree_size": num_nodes}
+    method = "drafter" if num_nodes > 1 else "none"
+    shape = {"num_res_blocks": 2, "block_rank": 16}
+    engine = settled(engine_of(target_of("deep"), shape, method=method, max_num_seqs=1, **tree), 1, GREEDY)
+    with Kernels(engine.target) as count:
+        engine.step()
+    return count.found
+
+
 def reads_of_prefill() -> int:
     """Reads of steps that fill prompts in, in chunks, while no row decodes."""
     engine = engine_of(target_of("windows"), prefill_chunk=16)
@@ -133,7 +175,7 @@ def reads_of_prefill() -> int:
         engine.add(list(range(size)), GREEDY)
     refuser.clear()
     assert engine.step() == [] == engine.step()
-    return refuser.copies.get("read", 0)
+    return refuser.copies["read"]
 
 
 def reads_of_shared_prefixes() -> int:
@@ -197,28 +239,21 @@ def reads_of_the_worker() -> int:
     return asyncio.run(_serve(engine))
 
 
-def training(*, is_logged: bool = False, **objective: Any) -> dict[str, int]:
-    """Copies of a training step."""
+def training(
+    run: Callable[[DrafterModule], None] = train_step, *, is_logged: bool = False, **objective: Any
+) -> dict[str, int]:
+    """Copies of a training step, or of a validation of two batches."""
     target = target_of("llama")
     module = module_of(target, drafter_of(target), is_logged=is_logged, **objective)
     refuser.clear()
-    train_step(module)
-    return refuser.copies
-
-
-def validation() -> dict[str, int]:
-    """Copies of a validation of two batches."""
-    target = target_of("llama")
-    module = module_of(target, drafter_of(target), is_logged=False)
-    refuser.clear()
-    validate(module)
+    run(module)
     return refuser.copies
 
 
 def _cases_of_steps() -> dict[str, Callable[[], Any]]:
     cases: dict[str, Callable[[], Any]] = {}
     samplings = {"greedy": GREEDY, "sampled": FILTERED}
-    for kind, num_rows, word in product(_MODELS, (1, 8), samplings):
+    for kind, num_rows, word in product(("llama", "gemma", "windows"), (1, 8), samplings):
         cases[f"step-{kind}-{num_rows}-{word}"] = lambda k=kind, n=num_rows, w=word: step(
             engine_of(target_of(k)), n, samplings[w]
         )
@@ -255,6 +290,10 @@ def _refusals() -> dict[str, Callable[[], Any]]:
 
 CASES: dict[str, Callable[[], Any]] = {
     **_cases_of_steps(),
+    "kernels-1": lambda: kernels(1, 1, 1),
+    "kernels-8": lambda: kernels(8, 4, 3),
+    "kernels-24": lambda: kernels(24, 8, 4),
+    "kernels-64": lambda: kernels(64, 16, 5),
     "reads-of-prefill": reads_of_prefill,
     "reads-of-shared-prefixes": reads_of_shared_prefixes,
     "reads-of-the-worker": reads_of_the_worker,
@@ -262,7 +301,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "train-cross-entropy": lambda: training(kl=0.0, cross_entropy=1.0),
     "train-sampled": lambda: training(shared_tokens=64),
     "train-logged": lambda: training(is_logged=True),
-    "train-validation": validation,
+    "train-validation": lambda: training(validate),
     **_refusals(),
 }
 

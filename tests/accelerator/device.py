@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -87,15 +88,12 @@ class Copies(TorchDispatchMode):
         if name != "aten::copy_" and source.device.type == NAME and result.device.type == "cpu":
             with unset_fake_temporarily():
                 result = torch.ones(result.shape, dtype=result.dtype)
-        self._count(source, result, is_free=bool(given.get("non_blocking")))
-        return result
-
-    def _count(self, source: Tensor, result: Tensor, *, is_free: bool) -> None:
         places = source.device.type, result.device.type
         if places == (NAME, "cpu"):
             self.found["read"] += 1
-        elif places == ("cpu", NAME) and not is_free:
+        elif places == ("cpu", NAME) and not given.get("non_blocking"):
             self.found["sent"] += 1
+        return result
 
 
 def _expect_one_device(tensor: Tensor, indices: Sequence[Tensor | None]) -> None:
@@ -109,30 +107,22 @@ class Refuser:
     """The device, switched on by :meth:`on`.
 
     Attributes:
-        copies: counted since the last :meth:`clear`.
+        copies: by kind, counted since the last ``clear()``.
     """
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._copies = Copies()
-
-    @property
-    def copies(self) -> dict[str, int]:
-        """Copies by kind."""
-        return {kind: number for kind, number in self._copies.found.items() if number}
-
-    def clear(self) -> None:
-        """Count from 0."""
-        self._copies.found.clear()
+        self.copies, self.clear = self._copies.found, self._copies.found.clear
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """Tensors that are made in here have no numbers."""
-        kept = torch.tensor, Tensor.tolist, Tensor.numpy, Tensor.item
+        make = torch.tensor
 
         def tensor(data: Any, *, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
             with unset_fake_temporarily():
-                made = kept[0](data, **kwargs)
+                made = make(data, **kwargs)
             return made if device is None else made.to(device)
 
         def refuse(read: Any) -> Any:
@@ -144,14 +134,9 @@ class Refuser:
 
             return refused
 
-        torch.tensor = tensor
-        Tensor.tolist, Tensor.numpy, Tensor.item = map(refuse, kept[1:])  # type: ignore[method-assign]
-        try:
-            with self.mode, self._copies:
-                yield
-        finally:
-            torch.tensor = kept[0]
-            Tensor.tolist, Tensor.numpy, Tensor.item = kept[1:]  # type: ignore[method-assign]
+        reads = {name: refuse(getattr(Tensor, name)) for name in ("tolist", "numpy", "item")}
+        with patch.object(torch, "tensor", tensor), patch.multiple(Tensor, **reads), self.mode, self._copies:
+            yield
 
     def numberless(self, *shape: int) -> Tensor:
         """A float32 tensor of the device."""
@@ -163,15 +148,4 @@ class Refuser:
         with unset_fake_temporarily():
             module = make()
         with self.mode:
-            kept: dict[int, Any] = {}
-            for part in module.modules():
-                for name, value in part._parameters.items():
-                    if value is not None:
-                        if id(value) not in kept:
-                            new = torch.empty(value.shape, dtype=value.dtype, device=DEVICE)
-                            kept[id(value)] = nn.Parameter(new, requires_grad=value.requires_grad)
-                        part._parameters[name] = kept[id(value)]
-                for name, value in part._buffers.items():
-                    if value is not None:
-                        part._buffers[name] = torch.empty(value.shape, dtype=value.dtype, device=DEVICE)
-        return module
+            return module.to_empty(device=DEVICE)

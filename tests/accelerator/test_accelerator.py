@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -17,90 +18,67 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-# Kernels of a step outside the target's forward at most, by the nodes of its tree: the table of docs/performance.md.
-KERNELS = {1: 62, 8: 459, 24: 601, 64: 638}
-
-
-RUNS = {
-    "steps": ("tests.accelerator.cases", "step-"),
-    "others": ("tests.accelerator.cases", "reads-", "train-", "refused-", "counted-"),
-    "count": ("tests.accelerator.count", "--quick"),
-}
-
-
-@cache
-def output() -> dict[str, list[str]]:
-    """Lines of each run; the processes run side by side."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-    def run(words: tuple[str, ...]) -> list[str]:
-        command = [sys.executable, "-m", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=1500, env=environment)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return done.stdout.splitlines()
-
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(RUNS, pool.map(run, RUNS.values()), strict=True))
+RUNS = (("step-",), ("reads-", "train-", "refused-", "counted-"), ("kernels-",))  # starts of cases
 
 
 @cache
 def results() -> dict[str, Any]:
-    """The line of every case."""
-    lines = [json.loads(line) for name in ("steps", "others") for line in output()[name] if line.startswith('{"name"')]
-    return {line["name"]: line for line in lines}
+    """What every case found, or its error; three processes run side by side."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def run(starts: tuple[str, ...]) -> list[Any]:
+        command = [sys.executable, "-m", "tests.accelerator.cases", *starts]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1500, env=environment)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
+
+    with ThreadPoolExecutor() as pool:
+        lines = chain.from_iterable(pool.map(run, RUNS))
+    return {line["name"]: line.get("found", line) for line in lines}
 
 
 def results_of(kind: str) -> dict[str, Any]:
-    """The lines of cases whose names begin so; there are some."""
-    found = {name: line for name, line in results().items() if name.startswith(kind)}
+    """The results of cases whose names begin so; there are some."""
+    found = {name: result for name, result in results().items() if name.startswith(kind)}
     assert found, kind
     return found
 
 
 def test_a_step_reads_once_and_sends_nothing() -> None:
     """Targets of several kinds, trees and plain steps, all methods, greedy and sampled, log-probabilities and trees."""
-    assert {name: line.get("found", line) for name, line in results_of("step-").items()} == dict.fromkeys(
-        results_of("step-"), {"read": 1}
-    )
-    assert len(results_of("step-")) >= 20
+    found = results_of("step-")
+    assert found == dict.fromkeys(found, {"read": 1}) and len(found) >= 20
 
 
 def test_nothing_else_reads() -> None:
     """Prefill, shared prefixes, and the server's thread beyond its steps."""
-    assert {name: line.get("found", line) for name, line in results_of("reads-").items()} == dict.fromkeys(
-        results_of("reads-"), 0
-    )
+    found = results_of("reads-")
+    assert found == dict.fromkeys(found, 0)
 
 
 def test_a_training_step_reads_the_norm_of_its_gradient() -> None:
     """Every loss, and a step whose details are logged. A validation reads nothing."""
-    expected = {name: {"read": 1} for name in results_of("train-")} | {"train-validation": {}}
-    assert {name: line.get("found", line) for name, line in results_of("train-").items()} == expected
+    found = results_of("train-")
+    assert found == {name: {"read": 1} for name in found} | {"train-validation": {}}
 
 
 def test_the_device_refuses_hidden_reads_shapes_from_numbers_and_two_devices() -> None:
-    assert {name: line.get("error") for name, line in results_of("refused-").items()} == {
-        "refused-item": "HiddenReadError",
-        "refused-bool": "DataDependentOutputException",
-        "refused-tolist": "HiddenReadError",
-        "refused-numpy": "HiddenReadError",
-        "refused-nonzero": "DynamicOutputShapeException",
-        "refused-mask": "DynamicOutputShapeException",
-        "refused-unique": "DynamicOutputShapeException",
-        "refused-repeat": "DynamicOutputShapeException",
-        "refused-two-devices": "FakeTensorDeviceMismatchError",
-        "refused-index-of-the-host": "TwoDevicesError",
+    assert {name.removeprefix("refused-"): line.get("error") for name, line in results_of("refused-").items()} == {
+        **dict.fromkeys(("item", "tolist", "numpy"), "HiddenReadError"),
+        "bool": "DataDependentOutputException",
+        **dict.fromkeys(("nonzero", "mask", "unique", "repeat"), "DynamicOutputShapeException"),
+        "two-devices": "FakeTensorDeviceMismatchError",
+        "index-of-the-host": "TwoDevicesError",
     }
 
 
 def test_copies_are_counted() -> None:
-    found = {name: line.get("found", line) for name, line in results_of("counted-").items()}
-    assert found == {"counted-read": {"read": 3}, "counted-sent": {"sent": 2}}
+    assert results_of("counted-") == {"counted-read": {"read": 3}, "counted-sent": {"sent": 2}}
 
 
-def test_kernels_of_a_step_outside_the_targets_forward() -> None:
-    """The tree of 64 nodes is drafted in 5 steps; the target has one layer here."""
-    lines = [line.split("|")[1:4] for line in output()["count"] if line.startswith("| ")]
-    found = {int(nodes): (int(own), int(others)) for nodes, own, others in lines}
-    assert all(others <= KERNELS[nodes] for nodes, (_, others) in found.items()), found
-    assert found.keys() == KERNELS.keys() and all(30 < own < 80 for own, _ in found.values()), found
+def test_kernels_of_a_step() -> None:
+    """At most those of the table of docs/performance.md, in bfloat16; the tree of 64 nodes is drafted in 5 steps."""
+    most = {"kernels-1": 62, "kernels-8": 459, "kernels-24": 601, "kernels-64": 638}
+    found = results_of("kernels-")
+    assert found.keys() == most.keys() and all(found[name]["rest"] <= most[name] for name in most), found
+    assert all(1200 < line["target"] < 1600 for line in found.values()), found

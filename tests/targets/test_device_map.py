@@ -29,6 +29,13 @@ model.layers.1: disk
 """
 
 
+def llama(num_layers: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=num_layers, num_attention_heads=2
+    )
+    return LlamaForCausalLM(config).float()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shared target as a folder."""
@@ -53,12 +60,8 @@ def test_layers_on_disk_give_the_same_tokens(folder: Path, tmp_path: Path) -> No
     assert {weight.device.type for weight in layers[1].parameters()} == {"meta"}, "read for each forward"
     assert {weight.device.type for weight in layers[0].parameters()} == {"cpu"}
     assert not target.is_packed and not target.is_plain
-    assert tokens_of(target) == oracle(shared_target(), _ASKED)
-
-
-def test_auto_gives_the_same_tokens(folder: Path) -> None:
-    target = Target.load(str(folder), device="cpu", device_map="auto")
-    assert tokens_of(target) == oracle(shared_target(), _ASKED)
+    auto = Target.load(str(folder), device="cpu", device_map="auto")
+    assert tokens_of(target) == tokens_of(auto) == oracle(shared_target(), _ASKED)
 
 
 def test_keys_and_values_of_several_devices(folder: Path) -> None:
@@ -68,17 +71,14 @@ def test_keys_and_values_of_several_devices(folder: Path) -> None:
     with pytest.raises(ValueError, match="too many values"):
         _ = target.new_cache(1, 8).keys  # two stores
     assert tokens_of(target) == oracle(shared_target(), _ASKED)
-    for settings in ({"max_num_seqs": 4}, {"max_num_seqs": 1}):
-        config = EngineConfig(method="none", **settings)
+    for max_num_seqs in (1, 4):
+        config = EngineConfig(method="none", max_num_seqs=max_num_seqs)
         assert tokens_of(target, config) == oracle(shared_target(), _ASKED)
 
 
 def test_masks_and_positions_travel_once_to_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """One processor under two names; four layers, of which three lie on the second device."""
-    config = LlamaConfig(
-        vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2
-    )
-    target = Target.from_model(LlamaForCausalLM(config).float())
+    target = Target.from_model(llama(4))
     wanted = oracle(target, _ASKED)
     target.layer_devices = [torch.device("cpu"), *[torch.device("cpu", 0)] * 3]
     sent: list[torch.Tensor] = []
@@ -104,11 +104,7 @@ def test_masks_and_positions_travel_once_to_each_device(monkeypatch: pytest.Monk
 
 def test_layers_fill_the_devices_in_order() -> None:
     with torch.device("meta"):
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=100, hidden_size=16, intermediate_size=32, num_hidden_layers=6, num_attention_heads=2
-            )
-        )
+        model = llama(6)
     layer = 2 * sum(weight.numel() for weight in model.model.layers[0].parameters())
     rest = 2 * (sum(weight.numel() for weight in model.parameters()) - 6 * layer // 2)
     free = {0: int((rest + 1.5 * layer) / 0.8), 1: int(2.5 * layer / 0.8), "cpu": int(1.2 * layer / 0.8)}
@@ -119,24 +115,17 @@ def test_layers_fill_the_devices_in_order() -> None:
     assert [on_cpu[f"model.layers.{index}"] for index in range(3)] == ["cpu", "disk", "disk"]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            _MAP.replace("embed_tokens: cpu", "embed_tokens: disk"),
-            "embeddings and output matrix must lie on one device",
-        ),
-        (_MAP.replace("lm_head: cpu\n", ""), "lm_head"),
-        ("- cpu\n", "a map has a device for every module"),
-    ],
-)
-def test_maps_that_do_not_fit_are_refused(folder: Path, tmp_path: Path, text: str, message: str) -> None:
+def test_maps_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--device-map gone.yaml: there is no such file; give auto"):
         Target.load(str(folder), device="cpu", device_map="gone.yaml")
-    with pytest.raises(ValueError, match=message):
-        Target.load(str(folder), device="cpu", device_map=written(tmp_path, text))
-
-
-def test_a_map_is_for_torch() -> None:
+    on_disk = _MAP.replace("embed_tokens: cpu", "embed_tokens: disk")
+    for text, message in (
+        (on_disk, "embeddings and output matrix must lie on one device"),
+        (_MAP.replace("lm_head: cpu\n", ""), "lm_head"),
+        ("- cpu\n", "a map has a device for every module"),
+        *((f"'': {device}", f"--target '{folder}' cannot be loaded") for device in ("cuda:0", "meta", "evil")),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Target.load(str(folder), device="cpu", device_map=written(tmp_path, text))
     with pytest.raises(ValueError, match="--device-map"):
         EngineOptions(target="x", device_map="auto", runtime="openvino").load()

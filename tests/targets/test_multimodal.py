@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from drafter.data.formats import parse_row
 from drafter.data.reading import RawRow
@@ -11,7 +10,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
 from drafter.targets.target import Target
-from tests.targets.zoo import panel
+from tests.targets.zoo import generated, panel
 
 NUM_NEW = 16
 
@@ -25,16 +24,11 @@ def test_text_prompts_decode_as_with_generate(model_type: str, tmp_path: Path) -
     model.save_pretrained(tmp_path)
     target = Target.load(str(tmp_path), dtype="float32", device="cpu")
     prompts = [list(range(5, 10)), list(range(20, 33))]
-    wanted = [
-        model.generate(
-            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)).long(), max_new_tokens=NUM_NEW, do_sample=False
-        )[0, len(ids) :].tolist()
-        for ids in prompts
-    ]
+    wanted = generated(model, prompts, NUM_NEW)
     assert any(len(set(ids)) > 2 for ids in wanted)
     for method in ("none", "lookup"):
         engine = Engine(target, None, EngineConfig(method=method))
-        found = engine.generate(prompts, SamplingParams(max_new_tokens=NUM_NEW))
+        found = engine.generate(prompts, SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True))
         assert [completion.token_ids for completion in found] == wanted, method
 
 

@@ -208,5 +208,5 @@ def test_auto_runs_in_torch_what_openvino_cannot_run(tmp_path: Path, monkeypatch
     assert target.runtime is None
     with pytest.raises(ValueError, match="--runtime openvino cannot run target '.*': its attention is 'eager'"):
         Target.load(str(tmp_path), device="cpu", runtime="openvino")
-    with pytest.raises(ValueError, match="--runtime 'onnx' is unknown: use auto, torch, openvino"):
+    with pytest.raises(ValueError, match="--runtime is 'onnx' but must be one of auto, torch, openvino"):
         Target.load(str(tmp_path), device="cpu", runtime="onnx")

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
@@ -15,6 +14,7 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.stored import round_linears
 from drafter.targets.target import Target
 from tests.targets.test_target import tiny, tokens
+from tests.targets.zoo import generated
 
 PROMPTS = [tokens(size, seed=size).tolist() for size in (3, 9, 17)]
 
@@ -22,14 +22,6 @@ PROMPTS = [tokens(size, seed=size).tolist() for size in (3, 9, 17)]
 def load(folder: Path, quantization: str = "int8", **options: Any) -> Target:
     tiny("Llama").model.save_pretrained(folder)
     return Target.load(str(folder), device="cpu", quantization=quantization, **options)
-
-
-def generated(model: Any) -> list[list[int]]:
-    answers = []
-    for prompt in PROMPTS:
-        output = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=None)
-        answers.append(output[0, len(prompt) :].tolist())
-    return answers
 
 
 @pytest.mark.parametrize("runtime", ["torch", "openvino"])
@@ -43,9 +35,9 @@ def test_drafted_text_is_the_text_of_generate_with_rounded_weights(
     target = load(tmp_path / "model", f"int{bits}", dtype="float32", runtime=runtime)
     assert target.runtime_name == runtime and target.quantization == f"int{bits}"
     model: Any = tiny("Llama").model
-    plain = generated(model)
+    plain = generated(model, PROMPTS, 24)
     assert round_linears(model, bits) == 15  # seven of each layer, and the output matrix
-    wanted = generated(model)
+    wanted = generated(model, PROMPTS, 24)
     assert wanted != plain
     for plan in (Plan(method="none", max_num_seqs=2, tree_size=1), Plan(method="lookup", max_num_seqs=2, tree_size=6)):
         got = Engine(target, config=plan).generate(PROMPTS, SamplingParams(max_new_tokens=24, ignore_eos=True))
@@ -72,7 +64,7 @@ def test_the_fingerprint_names_the_scheme_and_a_plain_drafter_is_taken_with_a_wa
 
 
 def test_unknown_schemes_and_shards_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--quantization 'int3' is unknown: use none, int8, int4"):
+    with pytest.raises(ValueError, match="--quantization is 'int3' but must be one of none, int8, int4"):
         Target.load(str(tmp_path), quantization="int3")
     with pytest.raises(ValueError, match="--quantization int8 runs in one process"):
         Target.load(str(tmp_path), quantization="int8", num_shards=2)

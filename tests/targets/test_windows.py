@@ -7,12 +7,12 @@ import torch
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.engine.settings import EngineConfig, Plan
+from drafter.engine.settings import Plan
 from drafter.targets.capabilities import layer_windows
 from drafter.targets.masks import Window, slot_positions
 from drafter.targets.target import Target
 from tests.engine.oracle import trace_only
-from tests.targets.zoo import TARGETS, VOCAB, build
+from tests.targets.zoo import TARGETS, VOCAB, build, generated
 
 WINDOW = 8
 # One of each kind; the slow tests of architectures have all.
@@ -34,26 +34,19 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, VOCAB, (size,), generator=generator).tolist() for size in PROMPT_LENGTHS]
 
 
-def generated(target: Target, prompt: list[int]) -> list[int]:
-    arguments = {"max_new_tokens": NUM_NEW, "min_new_tokens": NUM_NEW, "do_sample": False, "eos_token_id": None}
-    ids: Any = target.model.generate(torch.tensor([prompt]), **arguments)  # type: ignore[operator]
-    return list(ids[0, len(prompt) :].tolist())
+def drafted(target: Target, method: Any, max_num_seqs: int, **settings: Any) -> list[list[int]]:
+    """Our texts."""
+    plan = Plan(method=method, tree_size=1 if method == "none" else 8, max_num_seqs=max_num_seqs, **settings)
+    found = Engine(target, config=plan).generate(prompts(), SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True))
+    return [completion.token_ids for completion in found]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_texts_of_several_windows_are_those_of_generate(name: str) -> None:
     target = windowed(name)
-    wanted = [generated(target, prompt) for prompt in prompts()]
-    params = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True)
+    wanted = generated(target.model, prompts(), NUM_NEW)
     for method, max_num_seqs in (("none", 1), ("none", 4), ("lookup", 1), ("lookup", 4)):
-        engine = Engine(
-            target,
-            config=Plan(
-                method=method, tree_size=1 if method == "none" else 8, max_num_seqs=max_num_seqs, prefill_chunk=7
-            ),
-        )
-        found = engine.generate(prompts(), params)
-        assert [completion.token_ids for completion in found] == wanted, (method, max_num_seqs)
+        assert drafted(target, method, max_num_seqs, prefill_chunk=7) == wanted, (method, max_num_seqs)
 
 
 @pytest.mark.slow
@@ -61,22 +54,16 @@ def test_texts_of_several_windows_are_those_of_generate(name: str) -> None:
 def test_compiled_steps_see_the_same_windows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trace_only(monkeypatch)
     target = windowed(name)
-    wanted = [generated(target, prompt) for prompt in prompts()]
-    engine = Engine(target, config=Plan(method="lookup", tree_size=8, max_num_seqs=4, compile=True))
-    found = engine.generate(prompts(), SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True))
-    assert [completion.token_ids for completion in found] == wanted
+    assert drafted(target, "lookup", 4, compile=True) == generated(target.model, prompts(), NUM_NEW)
 
 
 def test_windows_matter_to_these_models() -> None:
     """Without its window a model writes another text, so that the comparisons above can fail."""
     for name in ("Mistral", "Gemma2", "Llama4Text"):
         target = windowed(name)
-        wide = Target.from_model(target.model, name=name)
-        windows = layer_windows(target.model, name)._replace(by_kind={})
-        wide.capabilities = wide.capabilities._replace(windows=windows)
-        engine = Engine(wide, config=EngineConfig(method="none", max_num_seqs=4))
-        found = engine.generate(prompts(), SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True))
-        assert [completion.token_ids for completion in found] != [generated(target, prompt) for prompt in prompts()]
+        windows = target.capabilities.windows._replace(by_kind={})
+        target.capabilities = target.capabilities._replace(windows=windows)
+        assert drafted(target, "none", 4) != generated(target.model, prompts(), NUM_NEW)
 
 
 def test_window_examples() -> None:
@@ -89,15 +76,12 @@ def test_window_examples() -> None:
     assert Window("chunked", 3).mask(query_BT, key_BS)[0, 0].int().tolist() == [[1, 1, 1, 1], [0, 0, 0, 1]]
 
 
-def test_a_window_that_is_switched_off_is_none() -> None:
+def test_a_window_that_is_switched_off_is_none_and_one_that_attention_ignores_is_refused() -> None:
     for name, settings in (("Mistral", {"sliding_window": None}), ("Qwen2", {"use_sliding_window": False})):
         config = TARGETS[name]()
         for key, value in settings.items():
             setattr(config, key, value)
         assert layer_windows(build(config), name).shortest is None
-
-
-def test_a_window_that_attention_ignores_is_refused() -> None:
     config = TARGETS["Llama"]()
     config.sliding_window = WINDOW
     with pytest.raises(ValueError, match="a sliding window of 8 tokens in its configuration"):

@@ -1,5 +1,7 @@
 """Random trees, as lists of parents, for the tests of masks, caches and forwards."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,20 +13,17 @@ def random_parents(num_nodes: int, generator: torch.Generator) -> list[int]:
 
 def path_to(parents: list[int], node: int) -> list[int]:
     """Nodes from the root to ``node``, both included."""
-    path = [node]
-    while path[-1] != 0:
-        path.append(parents[path[-1]])
-    return path[::-1]
+    return [0] if node == 0 else [*path_to(parents, parents[node]), node]
 
 
-def ancestors_of(parents: list[int]) -> Tensor:
-    """bool [N, N]: [i, j] where j is i or an ancestor of i."""
-    ancestor_NN = torch.zeros(len(parents), len(parents), dtype=torch.bool)
-    for node in range(len(parents)):
-        ancestor_NN[node, path_to(parents, node)] = True
-    return ancestor_NN
+def stacked_ancestors(trees: Sequence[list[int]]) -> Tensor:
+    """bool [B, N, N]: [b, i, j] where j is i or an ancestor of i in tree b."""
+    found = [
+        [[j in path_to(parents, i) for j in range(len(parents))] for i in range(len(parents))] for parents in trees
+    ]
+    return torch.tensor(found)
 
 
-def depths_of(parents: list[int]) -> Tensor:
-    """int64 [N]: steps from the root."""
-    return torch.tensor([len(path_to(parents, node)) - 1 for node in range(len(parents))])
+def stacked_depths(trees: Sequence[list[int]]) -> Tensor:
+    """int64 [B, N]: steps from the root."""
+    return torch.tensor([[len(path_to(parents, node)) - 1 for node in range(len(parents))] for parents in trees])

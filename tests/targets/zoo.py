@@ -2,7 +2,7 @@
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +65,10 @@ def build(config: PreTrainedConfig, *, seed: int = 0, std: float = 0.3) -> PreTr
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=std)
     return model
+
+
+def generated(model: Any, prompts: Sequence[list[int]], num_new: int) -> list[list[int]]:
+    """The greedy texts of transformers, of ``num_new`` tokens each."""
+    options = {"max_new_tokens": num_new, "min_new_tokens": num_new, "do_sample": False, "eos_token_id": None}
+    texts = [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :] for prompt in prompts]
+    return [text.tolist() for text in texts]
