@@ -11,8 +11,8 @@ from drafter.bench.workload import Item
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.loading import NO_FILE, TargetConfig, load_drafter, tuned_path
+from drafter.engine.request import Prompt, encode_prompts
 from drafter.engine.settings import EngineConfig, Plan, resolve
-from drafter.engine.text import Prompt, encode_prompts
 from drafter.engine.tuned import dtype_name
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target

@@ -5,7 +5,6 @@ Shapes: B rows · N tree nodes · L draft length · V target vocabulary · D hid
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -93,6 +92,8 @@ class Proposer:
         level_sizes: places of the node lists at depth 1, 2, ...
         num_nodes: N of the trees.
         max_depth: L, the greatest depth of a node.
+        context_layers: layers of the target whose hidden states are the rows' contexts; empty: the final hidden state.
+        reads_every_token: whether no step may run without the proposer, not even a step of plain decoding.
 
     Args:
         level_sizes: see above.
@@ -103,6 +104,8 @@ class Proposer:
     level_sizes: tuple[int, ...]
     num_nodes: int
     max_depth: int
+    context_layers: tuple[int, ...] = ()
+    reads_every_token: bool = False
 
     def __init__(
         self, level_sizes: Sequence[int], num_nodes: int | None = None, compiler: Compiler | None = None
@@ -138,11 +141,6 @@ class Proposer:
     def move(self, source: int, destination: int) -> None:
         """Move the state of row ``source`` to row ``destination``."""
 
-    @cached_property
-    def plain(self) -> "Proposer | None":
-        """The proposer of plain decoding steps; None: every step must draft."""
-        return RootOnly()
-
 
 class RootOnly(Proposer):
     """Plain decoding: the tree is its root, padded to ``num_nodes`` nodes.
@@ -154,11 +152,6 @@ class RootOnly(Proposer):
     def __init__(self, num_nodes: int = 1) -> None:
         super().__init__(())
         self.num_nodes = num_nodes
-
-    @cached_property
-    def plain(self) -> Proposer:
-        """The proposer itself."""
-        return self
 
     def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
         """A tree of one node per row."""

@@ -52,7 +52,8 @@ class BeamProposer(Proposer):
         compiler: compiles the search of greedy rows.
 
     Raises:
-        ValueError: the drafter belongs to another target or device, or has fewer tokens than beams.
+        ValueError: the drafter belongs to another target or device, reads layers that the target lacks, or has fewer
+            tokens than beams.
     """
 
     def __init__(
@@ -70,6 +71,9 @@ class BeamProposer(Proposer):
                 f"the drafter is on {drafter.device} but the target on {target.device}: drafter.to(...) first"
             )
         self.drafter = drafter.bind(target)
+        self.context_layers = layers = tuple(drafter.config.context_layers)
+        if any(layer > target.num_layers for layer in layers):
+            raise ValueError(f"the drafter reads layers {list(layers)} but {target.name!r} has {target.num_layers}")
         self._embed = target.embed
         self._dtype = drafter.dtype  # kept, because transformers searches all modules for the dtype
         self._token_R = drafter.draft_token_ids_R

@@ -3,8 +3,6 @@
 Shapes: B rows · T tokens of a prefill chunk · N = gamma + 1 nodes · V vocabulary · S slots of a row.
 """
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
@@ -41,6 +39,8 @@ class DraftModelProposer(Proposer):
         ValueError: the two models do not share their vocabulary or device.
     """
 
+    reads_every_token = True
+
     def __init__(self, draft: Target, target: Target, drafting: Drafting) -> None:
         check_same_vocabulary(draft, target)
         if draft.device != target.device:
@@ -53,10 +53,6 @@ class DraftModelProposer(Proposer):
         self._coupled = drafting.coupled
         self._token_V = torch.arange(target.vocab_size, device=target.device)
         self._cache: SlotCache = draft.new_cache(0, 0)
-
-    @cached_property
-    def plain(self) -> None:
-        """None: the draft model has to read every token."""
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """Allocate the draft model's cache."""

@@ -13,8 +13,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.outputs import StepTree, TokenLogprob, Update
-from drafter.engine.request import Request, RequestOptions
+from drafter.engine.request import Request, RequestOptions, StepTree, TokenLogprob, Update
 from drafter.serving.protocol import ApiError, ChatRequest, CompletionRequest
 
 _LEAST_LOGPROB = -9999.0  # the API writes this number for minus infinity, which JSON lacks

@@ -18,7 +18,7 @@ from drafter.cli.decode import DecodeOptions, _verdict
 from drafter.cli.main import main
 from drafter.data.traffic import read_traffic
 from drafter.engine.engine import Engine
-from drafter.engine.outputs import Completion
+from drafter.engine.request import Completion
 from drafter.targets.target import Target
 from tests.cli.test_main import fails
 from tests.tiny_files import make_drafter, make_target

@@ -8,9 +8,8 @@ import torch
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.engine.outputs import Update
 from drafter.engine.prefix_cache import common_length
-from drafter.engine.request import Request, RequestOptions
+from drafter.engine.request import Request, RequestOptions, Update
 from drafter.engine.scheduler import Scheduler
 from tests.serving.tiny import tiny_engine, tiny_target
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
+from drafter.engine.request import IncrementalText
 from drafter.engine.settings import EngineConfig
-from drafter.engine.text import IncrementalText
 from tests.data.tiny import tiny_tokenizer
 from tests.serving.tiny import tiny_engine, tiny_target
 
