@@ -4,14 +4,14 @@ Shapes: B rows · N tree nodes · L draft length · V target vocabulary · D hid
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from drafter.decoding.sampling import Warp
-from drafter.decoding.tree import Candidates, NodeList, pack_nodes
+from drafter.decoding.tree import Candidates, NodeList, depths_of, pack_nodes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,6 +45,8 @@ class Compiler:
 
     def warming_up(self) -> AbstractContextManager[None]:
         """A context in which torch compiles any number of shapes."""
+        if not self.is_on:
+            return nullcontext()
         import torch._dynamo.config
 
         limits: dict[str, Any] = {"recompile_limit": _MOST_SHAPES, "accumulated_recompile_limit": _MOST_SHAPES}
@@ -128,9 +130,9 @@ class Proposer:
 
     def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
         """Draft, and pack the N - 1 best nodes behind the root of every row. Arguments as of :meth:`draft`."""
-        nodes = self.draft(rows, noise_BLV)
-        columns = nodes.token_BM, nodes.parent_BM, nodes.depth_BM, nodes.score_BM
-        return self._pack(rows.root_B, *columns, self.num_nodes)
+        token_BM, parent_BM, score_BM = self.draft(rows, noise_BLV)
+        depth_BM = depths_of(self.level_sizes, token_BM.device).expand_as(token_BM)
+        return self._pack(rows.root_B, token_BM, parent_BM, depth_BM, score_BM, self.num_nodes)
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """Allocate state for rows 0 .. ``num_rows`` - 1 of ``num_slots`` slots and drop the state of earlier rows."""

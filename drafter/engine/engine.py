@@ -2,17 +2,14 @@
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Compiler, Proposer, RootOnly
-from drafter.engine.prefix_cache import PrefixIndex
 from drafter.engine.request import (
     Completion,
     IncrementalText,
@@ -87,10 +84,9 @@ class Engine:
         self.drafter = drafter
         self._plain = RootOnly(plan.tree_size if plan.method == "none" and proposer is None else 1)
         self.proposer, self._by_tree = (proposer, {}) if proposer is not None else self._proposers(drafter)
-        self._scheduler = Scheduler(plan.max_num_seqs)
+        self._scheduler = Scheduler(plan.max_num_seqs, shares_prefixes=plan.enable_prefix_caching)
         self._runner: Runner | None = None
         self._ids = count()
-        self._prefixes = PrefixIndex() if plan.enable_prefix_caching else None
         self._is_arranged = True
 
     @classmethod
@@ -200,36 +196,15 @@ class Engine:
                 "set --max-model-len to the longest prompt and answer together"
             )
         num_slots = -(-num_slots // 64) * 64
-        self._scheduler = Scheduler(self.plan.max_num_seqs)
-        if self._prefixes is not None:
-            self._prefixes.clear()
+        self._scheduler.prefixes.clear()
         self._runner = None  # the old caches are freed before the new ones are made
         self.proposer.reserve(0, 0)
         check_fit(self._models, self.plan.max_num_seqs, num_slots, self.proposer.num_nodes)
         self._runner = Runner(self.target, self.plan, num_slots, self.proposer.context_layers, self.compiler)
         self.proposer.reserve(self.plan.max_num_seqs, num_slots)
-        plain = [] if self.proposer.reads_every_token else [self._plain]
-        self.warm_up([self.proposer, *self._by_tree.values(), *plain])
-
-    def warm_up(self, proposers: Iterable[Proposer]) -> None:
-        """Compile the steps of these proposers for every bucket of rows, with a bar.
-
-        The warm-up steps have no active row and change nothing. No later step compiles.
-        """
-        runner = self._runner
-        assert runner is not None, "warm-up without a cache"
-        if not self.compiler.is_on:
-            return
-        buckets = sorted(
-            {min(bucket(num_rows), self.plan.max_num_seqs) for num_rows in range(1, self.plan.max_num_seqs + 1)}
-        )
-        start = time.perf_counter()
-        work = [(num_rows, proposer) for proposer in dict.fromkeys(proposers) for num_rows in buckets]
-        with self.compiler.warming_up(), tqdm(work, desc="Compiling", unit="shape") as bar:
-            for num_rows, proposer in bar:
-                bar.set_postfix_str(f"{num_rows} rows, {proposer.num_nodes} nodes")
-                runner.warm_up(proposer, num_rows)
-        _log.info("compiled the steps of %d shapes in %.1f s", len(work), time.perf_counter() - start)
+        if self.compiler.is_on:
+            plain = [] if self.proposer.reads_every_token else [self._plain]
+            self._runner.warm_up([self.proposer, *self._by_tree.values(), *plain])
 
     def add(
         self,
@@ -303,9 +278,7 @@ class Engine:
         if proposer.context_layers != self.proposer.context_layers:
             raise ValueError("the drafter reads other hidden states of the target: restart with this drafter")
         if self._runner is not None:
-            self.warm_up([proposer, *by_tree.values()])
-            for tried in () if self.compiler.is_on else (proposer, *by_tree.values()):
-                self._runner.warm_up(tried, 1)
+            self._runner.warm_up([proposer, *by_tree.values()])
         self.drafter, self.proposer, self._by_tree = drafter, proposer, by_tree
         if self._sizer is not None:
             self._sizer.forget()
@@ -328,8 +301,7 @@ class Engine:
         if len(dropped) == len(running):
             self._scheduler.rows.clear()  # the content of their slots is unknown
         self._is_arranged = True
-        if self._prefixes is not None:
-            self._prefixes.clear()
+        self._scheduler.prefixes.clear()
         return dropped
 
     def forget(self) -> None:
@@ -364,37 +336,18 @@ class Engine:
     def _arrange(self, runner: Runner) -> None:
         """Free finished rows, start waiting requests, close gaps."""
         self._is_arranged = False
-        scheduler = self._scheduler
-        if self._prefixes is not None:
-            # The tokens of running rows matter only if a waiting request may share them.
-            self._prefixes.note(item for item in scheduler.rows if item.is_finished or scheduler.waiting)
-        started, moves = scheduler.schedule()
+        moves, copies, started = self._scheduler.schedule()
         for source, destination in moves:
-            runner.move(source, destination, scheduler.rows[destination].num_committed)
+            runner.move(source, destination, self._scheduler.rows[destination].num_committed)
             self.proposer.move(source, destination)
-            if self._prefixes is not None:
-                self._prefixes.copy(source, destination)
+        for copy in copies:
+            runner.cache.copy_row(*copy)
         for request in started:
-            runner.admit(request.row, request.prompt_ids, request.params)
+            runner.admit(request.row, request.prompt_ids, request.params, request.num_prefilled)
             self.proposer.admit(request.row, request.prompt_ids)
-            if self._prefixes is not None:
-                self._share_prefix(runner, request, self._prefixes)
             request.started = time.perf_counter()
-        runner.vacate(len(scheduler.rows))
+        runner.vacate(len(self._scheduler.rows))
         self._is_arranged = True
-
-    def _share_prefix(self, runner: Runner, request: Request, prefixes: PrefixIndex) -> None:
-        """Copy the common prefix of another row into a new row, after saving the earlier content of the row."""
-        row = request.row
-        shared = prefixes.find(request.prompt_ids)
-        spare_row = prefixes.spare_row(row, shared, range(len(self._scheduler.rows), self.plan.max_num_seqs))
-        if spare_row is not None:
-            runner.cache.copy_row(row, spare_row, prefixes.length(row))
-            prefixes.copy(row, spare_row)
-        if shared is not None:
-            runner.share(shared.row, row, shared.num_tokens)
-            request.num_prefilled = request.num_shared = shared.num_tokens
-        prefixes.hold(row, request.prompt_ids[: request.num_prefilled])
 
     def _wants(self, active: list[Request]) -> tuple[Proposer, StepWants]:
         """The proposer of this step, and the further outputs that the active rows want."""

@@ -4,12 +4,13 @@ Shapes: B rows of a step · T tokens of a prefill chunk · N tree nodes · L dra
 C context size · S slots of a row · R rows with log-probabilities · K listed tokens.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import psutil
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Compiler, Proposer, RowState
@@ -17,13 +18,12 @@ from drafter.decoding.sampling import STREAM_RESIDUAL, Warp, gumbel_noise, make_
 from drafter.decoding.tree import Candidates, ancestors
 from drafter.decoding.verify import AcceptedPath, accept_picks, accept_samples
 from drafter.engine.request import StepTree, TokenLogprob
-from drafter.engine.scheduler import PrefillChunk
+from drafter.engine.scheduler import PrefillChunk, bucket
 from drafter.engine.settings import Plan
 from drafter.targets.masks import chunk_mask, tree_mask
 from drafter.targets.target import Target, TargetOutput
 
 _NO_PARAMS = SamplingParams()  # of rows without a request
-_MEMINFO = Path("/proc/meminfo")
 _SLOT_BUCKET = 128  # visible slots are rounded up to a multiple of this, so that few shapes occur
 
 
@@ -99,21 +99,15 @@ class Runner:
             return self.num_slots
         return min(-(-num_needed // _SLOT_BUCKET) * _SLOT_BUCKET, self.num_slots)
 
-    def admit(self, row: int, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Start a request in a row without committed tokens; the last prompt token is the first root."""
+    def admit(self, row: int, prompt_ids: Sequence[int], params: SamplingParams, num_committed: int = 0) -> None:
+        """Start a request in a row that holds the first ``num_committed`` tokens; the last prompt token is the root."""
         self._history_BS[row, : len(prompt_ids)] = torch.tensor(prompt_ids, device=self.target.device)
         self._root_B[row] = prompt_ids[-1]
-        self._length_B[row] = 0
+        self._length_B[row] = num_committed
         self._seed_B[row] = params.signed_seed
         self._context_BC[row] = 0
         self._params[row] = params
         self._warps.clear()
-
-    def share(self, source: int, row: int, num_tokens: int) -> None:
-        """Start an admitted row with the first ``num_tokens`` slots of ``source``, which hold the same tokens."""
-        if source != row:
-            self.cache.copy_row(source, row, num_tokens)
-        self._length_B[row] = num_tokens
 
     def vacate(self, first_row: int) -> None:
         """Empty the rows from ``first_row`` on. They become padding of a bucket, which never samples."""
@@ -245,13 +239,22 @@ class Runner:
             trees[row] = _tree_of(tokens, parents, is_node, path[: lines[row][0]], bonus_id)
         return StepResult(emitted, logprobs, trees)
 
-    def warm_up(self, proposer: Proposer, num_rows: int) -> None:
-        """Run steps without an active row; no row changes. The last of three steps records the CUDA graphs."""
+    def warm_up(self, proposers: Iterable[Proposer]) -> None:
+        """Compile the steps of these proposers for every bucket of rows, with a bar; without a compiler, try each once.
+
+        The steps have no active row and change nothing. No later step compiles.
+        """
+        buckets = {min(bucket(num_rows), self.num_rows) for num_rows in range(1, self.num_rows + 1)}
+        sizes = sorted(buckets) if self._compiler.is_on else [1]
+        work = [(num_rows, proposer) for proposer in dict.fromkeys(proposers) for num_rows in sizes]
+        bar = tqdm(work, desc="Compiling", unit="shape", disable=not self._compiler.is_on)
         held_B = self._length_B.clone()
         self._length_B.zero_()  # a running row may be longer than the visible slots
         try:
-            for _ in range(3):
-                self.step(proposer, [False] * num_rows, 0)
+            with self._compiler.warming_up():
+                for num_rows, proposer in bar:
+                    for _ in range(3):  # the last of three steps records the CUDA graphs
+                        self.step(proposer, [False] * num_rows, 0)
         finally:
             self._length_B.copy_(held_B)
 
@@ -403,13 +406,7 @@ def available_bytes(device: torch.device) -> int | None:
         free, _ = accelerator.mem_get_info(device)
         # Memory that torch has reserved and does not use is free as well.
         return int(free + accelerator.memory_reserved(device) - accelerator.memory_allocated(device))
-    try:
-        for line in _MEMINFO.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
+    return int(psutil.virtual_memory().available)
 
 
 def check_fit(models: Sequence[Target], num_rows: int, num_slots: int, num_nodes: int) -> None:

@@ -94,7 +94,7 @@ class BeamProposer(Proposer):
             columns = self._search(*inputs, rows.warp, noise_BLV if self._drafting.coupled else None)
         else:
             columns = self._search_greedily(*inputs)
-        nodes = NodeList(*columns, self.level_sizes)
+        nodes = NodeList(*columns)
         if self._drafting.tree_policy == "final-beams":
             nodes = nodes._replace(score_BM=keep_final_beams(nodes.parent_BM, nodes.score_BM, self.width))
         return nodes

@@ -8,7 +8,8 @@ import pytest
 
 import drafter
 from drafter import Engine, SamplingParams
-from drafter.engine.loading import shipped_drafter, shipped_drafters, tuned_path
+from drafter.engine.loading import shipped_drafter, shipped_drafters
+from drafter.engine.settings import tuned_path
 from tests.serving.tiny import save_target, tiny_drafter
 
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)

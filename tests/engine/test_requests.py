@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable
+from os.path import commonprefix
 
 import pytest
 import torch
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.engine.prefix_cache import common_length
 from drafter.engine.request import Request, RequestOptions, Update
 from drafter.engine.scheduler import Scheduler
 from tests.serving.tiny import tiny_engine, tiny_target
@@ -39,7 +39,7 @@ def test_shared_system_prompt_is_not_computed_again() -> None:
     others = [engine.add(chat(text), GREEDY) for text in ("Name a river.", "What is two and two?", "Why?")]
     run(engine)
     assert first.num_shared == 0
-    shared = common_length(chat("Name a colour."), chat("What"))
+    shared = len(commonprefix([chat("Name a colour."), chat("What")]))
     assert all(other.num_shared >= shared for other in others)
     for request in (first, *others):
         assert request.token_ids == plain_answer(request.prompt_ids)
