@@ -19,7 +19,6 @@ from drafter.engine.request import (
     StreamEvent,
     Update,
     encode_prompts,
-    event_of,
 )
 from drafter.engine.runner import Runner, StepWants, check_fit
 from drafter.engine.scheduler import Scheduler, bucket, neighbours
@@ -154,8 +153,12 @@ class Engine:
             for place, (ids, one) in enumerate(asked):
                 place_of[self.add(ids, one).request_id] = place
             while self.has_work:
-                for update in self.step():
-                    yield event_of(place_of[update.request.request_id], update)
+                for request, token_ids, *_ in self.step():
+                    place = place_of[request.request_id]
+                    text = request.text.take() if request.text is not None else ""
+                    yield StreamEvent(
+                        place, token_ids, text, request.completion(place) if request.is_finished else None
+                    )
         finally:
             # A caller that stops iterating and a refused prompt leave no running row.
             for request_id in place_of:

@@ -236,6 +236,21 @@ class Request:
         self.num_accepted.append(min(len(taken), len(emitted) - 1))
         return taken
 
+    def completion(self, index: int) -> "Completion":
+        """The answer of a finished request; ``index``: place of its prompt in the call."""
+        assert self.finish_reason is not None
+        return Completion(
+            index=index,
+            prompt_ids=self.prompt_ids,
+            token_ids=list(self.token_ids),
+            text=self.text.text if self.text is not None else "",
+            finish_reason=self.finish_reason,
+            num_target_forwards=self.num_forwards,
+            tokens_per_step=self.tokens_per_step,
+            seconds=self.seconds,
+            num_accepted=self.num_accepted,
+        )
+
     def finish(self, reason: FinishReason) -> None:
         """End the request."""
         self.finish_reason = reason
@@ -315,22 +330,3 @@ class StreamEvent(NamedTuple):
     token_ids: list[int]
     text: str
     completion: Completion | None
-
-
-def event_of(index: int, update: Update) -> StreamEvent:
-    """The event of an update, with the whole answer when the request is finished. Takes the new text."""
-    request = update.request
-    completion = None
-    if request.finish_reason is not None:
-        completion = Completion(
-            index=index,
-            prompt_ids=request.prompt_ids,
-            token_ids=list(request.token_ids),
-            text=request.text.text if request.text is not None else "",
-            finish_reason=request.finish_reason,
-            num_target_forwards=request.num_forwards,
-            tokens_per_step=request.tokens_per_step,
-            seconds=request.seconds,
-            num_accepted=request.num_accepted,
-        )
-    return StreamEvent(index, update.token_ids, request.text.take() if request.text is not None else "", completion)

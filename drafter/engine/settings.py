@@ -89,11 +89,10 @@ class EngineConfig:
         if None not in (self.beam_width, self.draft_length, self.tree_size):
             _drafter_tree(self, {}, self.beam_width or 1)
         if self.tuned not in (None, NO_FILE):
-            for name in _TREE_FIELDS:
-                if getattr(self, name) is not None:
-                    raise ValueError(f"--tuned {self.tuned} sizes the trees: leave {_flag(name)} out, or --tuned none")
-            if self.copying is False:
-                raise ValueError(f"--tuned {self.tuned} was measured with copies: leave --no-copying out")
+            given = [_flag(name) for name in _TREE_FIELDS if getattr(self, name) is not None]
+            given += ["--no-copying"] * (self.copying is False)
+            if given:
+                raise ValueError(f"--tuned {self.tuned} sizes the trees: leave {given[0]} out, or --tuned none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +193,7 @@ def resolve(
     """
     config = config or EngineConfig()
     _check_models(config, has_drafter=drafter is not None, has_draft_model=draft_model is not None)
-    is_compilable = target.is_plain and target.device.type == "cuda"
+    is_compilable = target.device.type == "cuda" and target.is_plain
     if config.compile and not is_compilable:
         raise ValueError(f"--compile needs plain weights on one CUDA device: leave it out for {target.name!r}")
     without_drafter: Method = "lookup" if target.device.type == "cpu" else "none"

@@ -142,20 +142,13 @@ class DraftModelProposer(Proposer):
 
 
 def check_same_vocabulary(draft: Target, target: Target) -> None:
-    """ValueError unless a token id means the same to both models."""
-    family = "take a draft model of the target's family"
-    if draft.vocab_size != target.vocab_size:
+    """ValueError unless a token id means the same to both models, as far as sizes and tokenizers tell."""
+    own, other = (model.tokenizer and model.tokenizer.get_vocab().items() for model in (draft, target))
+    different = own ^ other if own and other else set()
+    if draft.vocab_size != target.vocab_size or different:
+        example = f", {min(different)[0]!r} for one" if different else ""
         raise ValueError(
-            f"--draft-model {draft.name!r} has a vocabulary of {draft.vocab_size} tokens, the target {target.name!r} "
-            f"one of {target.vocab_size}: {family}"
-        )
-    if draft.tokenizer is None or target.tokenizer is None:
-        return  # the sizes are all that can be compared
-    own, other = draft.tokenizer.get_vocab(), target.tokenizer.get_vocab()
-    different = own.items() ^ other.items()
-    if different:
-        raise ValueError(
-            f"--draft-model {draft.name!r} and the target {target.name!r} both have {target.vocab_size} token ids, but "
-            f"their tokenizers ({len(own)} and {len(other)} tokens) differ in {len(different)} entries, "
-            f"{min(different)[0]!r} for one: {family}"
+            f"--draft-model {draft.name!r} has other tokens than the target {target.name!r}: {draft.vocab_size} and "
+            f"{target.vocab_size} token ids, {len(different)} entries of the tokenizers differ{example}: take a draft "
+            "model of the target's family"
         )

@@ -13,10 +13,12 @@ from drafter.engine.settings import EngineConfig, Plan
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.options import Method
+from drafter.targets.target import Target
 from tests.engine.drafters import answers_of, prompts_for, shared_target, trained_drafter
 from tests.engine.oracle import VOCAB, tiny_target
 
 NO_EOS = SamplingParams(max_new_tokens=20, ignore_eos=True)
+LONG = replace(NO_EOS, max_new_tokens=60)
 KNOWN = prompts_for(4, seed=100, sizes=(5,))
 
 
@@ -101,3 +103,16 @@ def test_an_engine_that_cannot_fit_says_so_with_the_numbers(method: Method, monk
         engine.reserve(100)
     monkeypatch.setattr(runner, "available_bytes", lambda device: need)
     engine.reserve(100)
+
+
+def test_bfloat16_steps_with_trees_round_as_plain_steps_of_as_many_nodes() -> None:
+    target = Target.from_model(tiny_target().model.to(torch.bfloat16), name="tiny-0")
+    prompts = prompts_for(12, seed=4)
+    tree = Plan(method="drafter", max_num_seqs=3, beam_width=4, draft_length=3, tree_size=12)
+    try:
+        drafted = Engine(target, trained_drafter().bind(target), tree).generate(prompts, LONG)
+    finally:
+        trained_drafter().bind(shared_target())
+    padded = Engine(target, None, Plan(method="none", max_num_seqs=3, tree_size=12)).generate(prompts, LONG)
+    assert [item.token_ids for item in drafted] == [item.token_ids for item in padded]
+    assert sum(item.tokens_per_step for item in drafted) / len(drafted) > 1.2

@@ -85,17 +85,6 @@ def plain_engine() -> Engine:
     return Engine(tiny_target(), None, EngineConfig(method="none"))
 
 
-def test_engines_text_is_the_decoders_and_streams_in_whole() -> None:
-    engine = tiny_engine()
-    streamed = {index: "" for index in range(3)}
-    for event in engine.stream(CHATS, NO_EOS):
-        streamed[event.index] += event.text
-        if event.completion is not None:
-            assert streamed[event.index] == event.completion.text
-            assert event.completion.text == tiny_target().decode(event.completion.token_ids)
-    assert all(streamed.values())
-
-
 def test_prompts_of_every_form_are_the_same_prompt() -> None:
     engine = tiny_engine()
     forms = ["Why?", [{"role": "user", "content": "Why?"}], engine.encode("Why?"), torch.tensor(engine.encode("Why?"))]
@@ -106,15 +95,16 @@ def test_prompts_of_every_form_are_the_same_prompt() -> None:
         engine.generate([[{"role": "user", "content": "Why?"}, 5]], NO_EOS)
 
 
-def test_stop_strings_end_an_answer_the_same_with_and_without_drafts() -> None:
-    full = plain_engine().generate(CHATS, NO_EOS)
-    for index, completion in enumerate(full):
+def test_streamed_text_is_whole_and_ends_at_a_stop_string_with_and_without_drafts() -> None:
+    for index, full in enumerate(plain_engine().generate(CHATS, NO_EOS)):
+        assert full.text == tiny_target().decode(full.token_ids)
         # Printable stop strings taken from the middle of the answer, across tokens.
-        stops = {completion.text[place : place + 3] for place in (4, 9, 15)} - {""}
+        stops = {full.text[place : place + 3] for place in (4, 9, 15)} - {""}
         for stop in sorted(item for item in stops if "\ufffd" not in item):
             params = SamplingParams(max_new_tokens=40, ignore_eos=True, stop=(stop,))
             plain = plain_engine().generate(CHATS[index : index + 1], params)[0]
-            drafted = tiny_engine().generate(CHATS[index : index + 1], params)[0]
-            assert drafted.token_ids == plain.token_ids == completion.token_ids[: len(plain.token_ids)]
-            assert drafted.text == plain.text == completion.text[: completion.text.find(stop)]
-            assert drafted.finish_reason == plain.finish_reason == "stop"
+            *_, last = events = list(tiny_engine().stream(CHATS[index : index + 1], params))
+            assert last.completion is not None and last.completion.finish_reason == plain.finish_reason == "stop"
+            assert last.completion.token_ids == plain.token_ids == full.token_ids[: len(plain.token_ids)]
+            text = "".join(event.text for event in events)
+            assert text == last.completion.text == plain.text == full.text[: full.text.find(stop)]

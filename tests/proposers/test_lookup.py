@@ -84,17 +84,6 @@ def test_garbage_behind_the_root_is_never_read() -> None:
     assert one.is_node_BN.sum(dim=1).tolist()[1] == 1  # a single token has no earlier occurrence
 
 
-def test_tree_merges_equal_prefixes() -> None:
-    """Two matches of (1, 2) go on with 3 5 and 3 6: one node 3 with two children."""
-    rows = rows_of([[1, 2, 3, 5, 1, 2, 3, 6, 1, 2]])
-    proposer = proposer_of(2, 2, 5)
-    tree = proposer.propose(rows, None)
-    assert tree.token_BN.tolist() == [[2, 3, 0, 6, 5]]
-    assert tree.parent_BN.tolist() == [[0, 0, 2, 1, 1]]
-    assert tree.is_node_BN.tolist() == [[True, True, False, True, True]]
-    assert proposer.draft(rows, None).score_BM.isinf().tolist() == [[False, True, False, False]]
-
-
 @pytest.mark.parametrize(
     ("max_num_seqs", "tree_size", "num_matches", "lookup_length", "max_ngram"),
     [(4, 24, 8, 10, 8), (3, 6, 1, 5, 2), (8, 2, 4, 10, 1), (4, 64, 8, 3, 3)],
