@@ -181,10 +181,6 @@ class Engine:
         """Requests without a row."""
         return sum(not request.is_finished for request in self._scheduler.waiting)
 
-    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
-        """Token ids of a prompt in any of its forms; ValueError for a list of anything but messages or token ids."""
-        return encode_prompts(self.target, [prompt], raw=raw)[0]
-
     def reserve(self, num_slots: int) -> None:
         """Allocate a cache of at least ``num_slots`` slots per row, unless there is such a cache.
 
@@ -199,7 +195,7 @@ class Engine:
                 "set --max-model-len to the longest prompt and answer together"
             )
         num_slots = -(-num_slots // 64) * 64
-        self._scheduler.prefixes.clear()
+        self._scheduler = Scheduler(self.plan.max_num_seqs, shares_prefixes=self.plan.enable_prefix_caching)
         self._runner = None  # the old caches are freed before the new ones are made
         self.proposer.reserve(0, 0)
         check_fit(self._models, self.plan.max_num_seqs, num_slots, self.proposer.num_nodes)
@@ -232,7 +228,7 @@ class Engine:
             raise ValueError(f"stop strings {params.stop} need a tokenizer of {self.target.name!r}, and want_text")
         stop_ids = frozenset((*own_stops, *params.stop_token_ids))
         request = Request(next(self._ids), list(prompt_ids), params, limit, stop_ids, text, options or _NO_OPTIONS)
-        self._scheduler.add(request)
+        self._scheduler.waiting.append(request)
         return request
 
     def abort(self, request_id: int) -> None:

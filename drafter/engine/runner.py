@@ -188,7 +188,7 @@ class Runner:
             warp=warp,
             num_visible=self.visible_slots(max_committed + proposer.num_nodes),
         )
-        has_noise = warp.flags.has_noise and not self._is_rejection  # the rejection rule draws its own noise
+        has_noise = warp.has_noise and not self._is_rejection  # the rejection rule draws its own noise
         noise_BLV = self._noise(rows, proposer.max_depth) if has_noise else None
         candidates = proposer.propose(rows, noise_BLV)
         if wants.plain_rows:

@@ -90,7 +90,7 @@ class BeamProposer(Proposer):
     def draft(self, rows: RowState, noise_BLV: Tensor | None) -> NodeList:
         """All nodes of the search, or the nodes of the final beams; the score is the cumulative log-probability."""
         inputs = rows.root_B, rows.context_BC, rows.history_BS[:, : rows.num_visible], rows.length_B
-        if rows.warp.flags.has_noise:
+        if rows.warp.has_noise:
             columns = self._search(*inputs, rows.warp, noise_BLV if self._drafting.coupled else None)
         else:
             columns = self._search_greedily(*inputs)
@@ -158,7 +158,7 @@ class BeamProposer(Proposer):
         self, logits_BWR: Tensor, copies: Copies, noise_BV: Tensor | None, warp: Warp | None
     ) -> tuple[Tensor, Tensor]:
         """The W best children of every beam and the copied token: log-probabilities and tokens, each [B, W, K]."""
-        has_noise = warp is not None and warp.flags.has_noise
+        has_noise = warp is not None and warp.has_noise
         rank_BWR = warp_logits(logits_BWR, warp) if warp is not None and has_noise else logits_BWR.float()
         token_BW, odds_BW = copies.best()
         rank_BWR, copied_BW1, total_BW1 = mix(rank_BWR, self._index_V[token_BW], odds_BW)

@@ -107,7 +107,7 @@ class DraftModelProposer(Proposer):
 
     def _sample(self, log_q_BTV: Tensor, rows: RowState, step: int) -> Tensor:
         """A sample of q for each row, int64 [B, 1]; the q of a greedy row has all its mass on one token."""
-        if not rows.warp.flags.has_noise:
+        if not rows.warp.has_noise:
             return argmax(log_q_BTV)
         position_BT = rows.length_B[:, None] + step + 1
         return argmax(log_q_BTV + gumbel_noise(rows.seed_B, position_BT, self._token_V, stream=STREAM_DRAFT))

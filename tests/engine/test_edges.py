@@ -62,6 +62,14 @@ def test_a_reused_prefix_gives_the_context_that_reading_it_gives() -> None:
     torch.testing.assert_close(*contexts, atol=1e-5, rtol=1e-4)
 
 
+def test_a_cache_that_grows_forgets_the_prefixes() -> None:
+    engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_num_seqs=2, enable_prefix_caching=True))
+    prompts = prompts_for(2, seed=6, sizes=(40,))
+    for params in (NO_EOS, replace(NO_EOS, max_new_tokens=150)):
+        answers = [item.token_ids for item in engine.generate(prompts, params)]
+        assert answers == answers_of(shared_target(), prompts, params)
+
+
 def test_one_call_at_a_time() -> None:
     engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_num_seqs=2, tree_size=8))
     stream = engine.stream(KNOWN[:1], NO_EOS)
@@ -71,12 +79,6 @@ def test_one_call_at_a_time() -> None:
     for event in stream:
         tokens += event.token_ids
     assert [tokens] == answers_of(shared_target(), KNOWN[:1], NO_EOS)
-
-
-@pytest.mark.parametrize("prompts", ["hey", [1, 2, 3], [{"role": "user", "content": "hey"}]])
-def test_one_prompt_is_no_list_of_prompts(prompts: Any) -> None:
-    with pytest.raises(ValueError, match="list of prompts"):
-        Engine(shared_target()).generate(prompts)
 
 
 def test_drafters_that_cannot_work_are_refused_before_the_first_step() -> None:

@@ -22,7 +22,7 @@ def scheduler_with(num_rows: int, lengths: list[int]) -> tuple[Scheduler, list[R
     scheduler = Scheduler(num_rows)
     requests = [new_request(index, prompt_length=length) for index, length in enumerate(lengths)]
     for request in requests:
-        scheduler.add(request)
+        scheduler.waiting.append(request)
     return scheduler, requests
 
 
