@@ -140,7 +140,8 @@ class PrefixIndex:
         Returns:
             The copies (source row, destination row, number of slots), and the number of tokens that the prompt takes.
         """
-        old, prompt, source, num_shared = self._held.get(row, []), prompt_ids[:-2], row, 0
+        old, prompt = self._held.get(row, []), prompt_ids[:-2]
+        source, num_shared = row, 0
         for other, held in self._held.items():
             least = max(num_shared + 1, _MIN_SHARED_TOKENS)
             # A comparison up to a known length is one fast call, which rules out most rows.

@@ -87,7 +87,7 @@ class EngineConfig:
         if self.method is not None:
             _refuse_unused(self, self.method)
         if None not in (self.beam_width, self.draft_length, self.tree_size):
-            _drafter_tree(self, {}, self.beam_width or 1)
+            _drafter_tree(self, {}, 1)
         if self.tuned not in (None, NO_FILE):
             given = [_flag(name) for name in _TREE_FIELDS if getattr(self, name) is not None]
             given += ["--no-copying"] * (self.copying is False)
@@ -258,30 +258,20 @@ def _drafter_tree(config: EngineConfig, default: dict[str, int], num_draft_token
     """
     policy = config.tree_policy or "all-nodes"
     width, length, size = config.beam_width, config.draft_length, config.tree_size
-    if width is not None and width > num_draft_tokens:
-        raise ValueError(
-            f"--beam-width {width} exceeds the drafter's vocabulary of {num_draft_tokens} tokens: lower it"
-        )
     if length is not None and size is not None and length > size - 1:
         raise ValueError(f"--draft-length {length} is deeper than trees of --tree-size {size}: lower it")
     width = width or min(default["beam_width"], num_draft_tokens)
     length = length or (default["draft_length"] if size is None else min(default["draft_length"], size - 1))
-    if policy == "final-beams":
-        most = 1 + width * length
-        if size not in (None, most):
-            raise ValueError(
-                f"--tree-size {size} contradicts --tree-policy final-beams, whose trees have 1 + W * L = {most} nodes "
-                f"(W {width}, L {length}): leave --tree-size out"
-            )
-        return {"beam_width": width, "draft_length": length, "tree_size": most, "tree_policy": policy}
-    # Copies lengthen the best beam.
-    most = 1 + width * length + (max(0, COPY_DEPTH - length) if config.copying is not False else 0)
-    if size is not None and size > most:
+    is_final = policy == "final-beams"
+    most = 1 + width * length
+    if not is_final and config.copying is not False:
+        most += max(0, COPY_DEPTH - length)  # copies lengthen the best beam
+    if size is not None and (size > most or (is_final and size < most)):
         raise ValueError(
-            f"--tree-size {size} exceeds the {most} nodes that --beam-width {width} and --draft-length {length} can "
-            "draft: lower it or raise one of them"
+            f"--tree-size {size}: trees of --beam-width {width}, --draft-length {length} and --tree-policy {policy} "
+            f"have {'' if is_final else 'at most '}{most} nodes: leave --tree-size out, or change one of them"
         )
-    size = size or min(max(default["tree_size"], length + 1), most)
+    size = most if is_final else size or min(max(default["tree_size"], length + 1), most)
     return {"beam_width": width, "draft_length": length, "tree_size": size, "tree_policy": policy}
 
 

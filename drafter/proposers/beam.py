@@ -77,12 +77,13 @@ class BeamProposer(Proposer):
         self._embed = target.embed
         self._dtype = drafter.dtype  # kept, because transformers searches all modules for the dtype
         self._token_R = drafter.draft_token_ids_R
-        if self.width > self._token_R.shape[0]:
+        num_tokens = len(self._token_R)
+        if self.width > num_tokens:
             raise ValueError(
-                f"--beam-width {self.width} exceeds the drafter's vocabulary of {self._token_R.shape[0]} tokens"
+                f"--beam-width {self.width} exceeds the drafter's vocabulary of {num_tokens} tokens: lower it"
             )
         self._index_V = torch.full((target.vocab_size,), -1, device=self._token_R.device)
-        self._index_V[self._token_R] = torch.arange(len(self._token_R), device=self._token_R.device)
+        self._index_V[self._token_R] = torch.arange(num_tokens, device=self._token_R.device)
         shares = SHARES if drafting.copying else [0.0] * len(SHARES)
         self._odds_X = torch.tensor((0.0, *shares), device=self._token_R.device).logit()
         self._search_greedily = (compiler or Compiler())(self._search)

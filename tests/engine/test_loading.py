@@ -30,8 +30,6 @@ def test_an_engine_is_loaded_by_names(tmp_path: Path) -> None:
 
 def test_wrong_names_are_refused(tmp_path: Path) -> None:
     target = save_target(tmp_path / "target")
-    with pytest.raises(ValueError, match="--max-num-seqs is 0"):
-        Engine.load(target, max_num_seqs=0)
     with pytest.raises(TypeError, match="max_row"):
         Engine.load(target, max_row=1)
     with pytest.raises(FileNotFoundError, match="there is no such folder"):

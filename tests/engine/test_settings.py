@@ -75,7 +75,7 @@ def test_the_reason_says_what_was_given(models: str, given: dict[str, Any], reas
         ({"tuned": "t.json", "copying": False}, "--tuned t.json sizes the trees: leave --no-copying out"),
         (
             {"beam_width": 2, "draft_length": 4, "tree_size": 10, "copying": False},
-            "--tree-size 10 exceeds the 9 nodes that --beam-width 2 and --draft-length 4 can draft",
+            "--tree-size 10: .* --beam-width 2, --draft-length 4 and .* have at most 9 nodes",
         ),
         ({"beam_width": 2, "draft_length": 4, "tree_size": 3}, "--draft-length 4 is deeper than trees of"),
         ({"tree_size": 1}, "--tree-size is 1 but must be an integer from 2 to 1024 .--method none decodes plainly"),
@@ -92,9 +92,12 @@ def test_settings_that_contradict_each_other_are_refused_before_a_model_is_loade
 @pytest.mark.parametrize(
     ("models", "given", "refusal"),
     [
-        ("drafter", {"tree_size": 20, "tree_policy": "final-beams"}, "--tree-size 20 contradicts --tree-policy"),
-        ("drafter", {"tree_size": 24}, "--tree-size 24 exceeds the 20 nodes"),
-        ("drafter", {"beam_width": 64}, "--beam-width 64 exceeds the drafter's vocabulary of 61 tokens"),
+        (
+            "drafter",
+            {"tree_size": 20, "tree_policy": "final-beams"},
+            "--tree-size 20: .* final-beams have 13 nodes",
+        ),
+        ("drafter", {"tree_size": 24}, "--tree-size 24: .* at most 20 nodes"),
         ("", {"beam_width": 4}, "--beam-width 4 is for --method drafter, and --method lookup does not read it"),
         ("", {"tuned": "t.json"}, "--tuned t.json sizes the trees of a drafter: give --drafter"),
     ],
