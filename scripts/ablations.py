@@ -19,7 +19,7 @@ import torch
 
 from drafter import EngineConfig, SamplingParams, Target
 from drafter.cli.decode import read_prompts
-from drafter.engine.text import Prompt
+from drafter.engine.request import Prompt
 from drafter.models.drafter import RecurrentDrafter
 from drafter.training.callbacks import decode_answers, mean_tokens_per_step
 from drafter.training.checkpoint import drafter_of_checkpoint, read_checkpoint

@@ -119,7 +119,6 @@ TORCH_FREE = (
     "engine/settings.py",
     "engine/scheduler.py",
     "engine/request.py",
-    "engine/text.py",
     "serving/protocol.py",
 )
 

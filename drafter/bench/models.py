@@ -10,9 +10,9 @@ from drafter.bench.methods import MethodSpec, drafter_of
 from drafter.bench.workload import Item
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.engine.loading import NO_FILE, TargetConfig, load_drafter, tuned_path
-from drafter.engine.settings import EngineConfig, Plan, resolve
-from drafter.engine.text import Prompt, encode_prompts
+from drafter.engine.loading import TargetConfig, load_drafter
+from drafter.engine.request import Prompt, encode_prompts
+from drafter.engine.settings import NO_FILE, EngineConfig, Plan, resolve, tuned_path
 from drafter.engine.tuned import dtype_name
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target

@@ -18,8 +18,8 @@ from drafter.decoding.sampling import make_warp
 from drafter.decoding.tree import ancestors
 from drafter.decoding.verify import accept_picks
 from drafter.models.drafter import RecurrentDrafter
+from drafter.proposers.beam import BeamProposer
 from drafter.proposers.options import Drafting
-from drafter.proposers.table import context_layers_of, make_proposer
 from drafter.targets.target import Target
 
 _NUM_TOGETHER = 8  # answers that are drafted, and whose contexts are held, at the same time
@@ -45,20 +45,21 @@ def steps_along(
         answers: token ids of the target, at least one of each prompt and each answer.
         on_answer: called once for each answer.
     """
-    proposer, layers = make_proposer(drafting, target, drafter), context_layers_of(drafter, target)
+    proposer = BeamProposer(drafter, target, drafting)
     accepted: list[list[int]] = []
     for start in range(0, len(answers), _NUM_TOGETHER):
         together = answers[start : start + _NUM_TOGETHER]
-        accepted += _walk(target, proposer, layers, together)
+        accepted += _walk(target, proposer, together)
         for _ in together:
             on_answer()
     return accepted
 
 
-def _walk(target: Target, proposer: Proposer, layers: Sequence[int], answers: Sequence[TrafficRow]) -> list[list[int]]:
+def _walk(target: Target, proposer: Proposer, answers: Sequence[TrafficRow]) -> list[list[int]]:
     """Accepted draft tokens of each step, for answers that are drafted together."""
     device, length = target.device, proposer.max_depth
     texts = [torch.tensor([*answer.prompt_token_ids, *answer.token_ids], device=device) for answer in answers]
+    layers = proposer.context_layers
     context_ATC = pad_sequence(
         [target.forward(text[None], context_layers=layers).context_BTC[0] for text in texts], batch_first=True
     )

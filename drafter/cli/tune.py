@@ -39,7 +39,8 @@ def tune(options: TuneOptions) -> None:
     from drafter.bench.tune import COLUMNS, table_rows
     from drafter.bench.tune import tune as run_tune
     from drafter.bench.workload import read_prompt_set
-    from drafter.engine.loading import load_drafter, tuned_path
+    from drafter.engine.loading import load_drafter
+    from drafter.engine.settings import tuned_path
     from drafter.engine.tuned import is_tuned_file
     from drafter.utils.io import check_output, write_atomic
     from drafter.utils.provenance import run_record

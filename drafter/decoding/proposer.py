@@ -4,15 +4,14 @@ Shapes: B rows · N tree nodes · L draft length · V target vocabulary · D hid
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import cached_property
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from drafter.decoding.sampling import Warp
-from drafter.decoding.tree import Candidates, NodeList, pack_nodes
+from drafter.decoding.tree import Candidates, NodeList, depths_of, pack_nodes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,6 +45,8 @@ class Compiler:
 
     def warming_up(self) -> AbstractContextManager[None]:
         """A context in which torch compiles any number of shapes."""
+        if not self.is_on:
+            return nullcontext()
         import torch._dynamo.config
 
         limits: dict[str, Any] = {"recompile_limit": _MOST_SHAPES, "accumulated_recompile_limit": _MOST_SHAPES}
@@ -93,6 +94,8 @@ class Proposer:
         level_sizes: places of the node lists at depth 1, 2, ...
         num_nodes: N of the trees.
         max_depth: L, the greatest depth of a node.
+        context_layers: layers of the target whose hidden states are the rows' contexts; empty: the final hidden state.
+        reads_every_token: whether no step may run without the proposer, not even a step of plain decoding.
 
     Args:
         level_sizes: see above.
@@ -103,6 +106,8 @@ class Proposer:
     level_sizes: tuple[int, ...]
     num_nodes: int
     max_depth: int
+    context_layers: tuple[int, ...] = ()
+    reads_every_token: bool = False
 
     def __init__(
         self, level_sizes: Sequence[int], num_nodes: int | None = None, compiler: Compiler | None = None
@@ -125,9 +130,9 @@ class Proposer:
 
     def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
         """Draft, and pack the N - 1 best nodes behind the root of every row. Arguments as of :meth:`draft`."""
-        nodes = self.draft(rows, noise_BLV)
-        columns = nodes.token_BM, nodes.parent_BM, nodes.depth_BM, nodes.score_BM
-        return self._pack(rows.root_B, *columns, self.num_nodes)
+        token_BM, parent_BM, score_BM = self.draft(rows, noise_BLV)
+        depth_BM = depths_of(self.level_sizes, token_BM.device).expand_as(token_BM)
+        return self._pack(rows.root_B, token_BM, parent_BM, depth_BM, score_BM, self.num_nodes)
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """Allocate state for rows 0 .. ``num_rows`` - 1 of ``num_slots`` slots and drop the state of earlier rows."""
@@ -137,11 +142,6 @@ class Proposer:
 
     def move(self, source: int, destination: int) -> None:
         """Move the state of row ``source`` to row ``destination``."""
-
-    @cached_property
-    def plain(self) -> "Proposer | None":
-        """The proposer of plain decoding steps; None: every step must draft."""
-        return RootOnly()
 
 
 class RootOnly(Proposer):
@@ -154,11 +154,6 @@ class RootOnly(Proposer):
     def __init__(self, num_nodes: int = 1) -> None:
         super().__init__(())
         self.num_nodes = num_nodes
-
-    @cached_property
-    def plain(self) -> Proposer:
-        """The proposer itself."""
-        return self
 
     def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
         """A tree of one node per row."""

@@ -26,7 +26,6 @@ tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -122,24 +121,17 @@ def uniform_noise(seed_B: Tensor, position_BT: Tensor, stream: int) -> Tensor:
     return _uniform(word_BT).float().clamp_(max=1.0 - 2.0**-24)
 
 
-@dataclass(frozen=True)
-class WarpFlags:
-    """Facts about the rows of a Warp on the host, so that a filter without rows costs nothing."""
-
-    has_noise: bool = True  # any row with temperature > 0
-    max_top_k: int = 0  # largest top_k of all rows; 0 = no row has one
-    has_top_p: bool = False
-    has_min_p: bool = False
-
-
 class Warp(NamedTuple):
-    """Sampling parameters of B rows as tensors. make_warp keeps tensors and flags consistent."""
+    """Sampling parameters of B rows as tensors, and facts about the rows on the host: a filter without rows is free."""
 
     temperature_B: Tensor  # float32; 0 = greedy
     top_k_B: Tensor  # int64; 0 = off
     top_p_B: Tensor  # float32; 1 = off
     min_p_B: Tensor  # float32; 0 = off
-    flags: WarpFlags
+    has_noise: bool  # any row with temperature > 0
+    max_top_k: int  # largest top_k of all rows; 0 = no row has one
+    has_top_p: bool
+    has_min_p: bool
 
 
 def make_warp(params: Iterable[SamplingParams], device: torch.device | str = "cpu") -> Warp:
@@ -151,7 +143,10 @@ def make_warp(params: Iterable[SamplingParams], device: torch.device | str = "cp
         torch.tensor(top_k, dtype=torch.int64, device=device),
         torch.tensor(top_p, dtype=torch.float32, device=device),
         torch.tensor(min_p, dtype=torch.float32, device=device),
-        WarpFlags(any(temperature), int(max(top_k, default=0)), any(p < 1 for p in top_p), any(p > 0 for p in min_p)),
+        has_noise=any(temperature),
+        max_top_k=int(max(top_k, default=0)),
+        has_top_p=any(p < 1 for p in top_p),
+        has_min_p=any(p > 0 for p in min_p),
     )
 
 
@@ -165,13 +160,13 @@ def warp_logits(logits_BNV: Tensor, warp: Warp) -> Tensor:
     temperature_B = warp.temperature_B
     scale_B = temperature_B.where(temperature_B > 0, 1.0)
     warped_BNV = logits_BNV.float() / scale_B[:, None, None]
-    if warp.flags.max_top_k > 0:
+    if warp.max_top_k > 0:
         threshold_BN = _top_k_threshold(warped_BNV, warp)
         warped_BNV.masked_fill_(warped_BNV < threshold_BN[:, :, None], -torch.inf)
-    if warp.flags.has_top_p:
+    if warp.has_top_p:
         threshold_BN = _top_p_threshold(warped_BNV, warp.top_p_B)
         warped_BNV.masked_fill_(warped_BNV < threshold_BN[:, :, None], -torch.inf)
-    if warp.flags.has_min_p:
+    if warp.has_min_p:
         threshold_BN = warped_BNV.amax(-1) + warp.min_p_B.log()[:, None]  # log 0 = -inf keeps all
         warped_BNV.masked_fill_(warped_BNV < threshold_BN[:, :, None], -torch.inf)
     return warped_BNV
@@ -180,7 +175,7 @@ def warp_logits(logits_BNV: Tensor, warp: Warp) -> Tensor:
 def _top_k_threshold(warped_BNV: Tensor, warp: Warp) -> Tensor:
     """[B, N, V] -> [B, N]: the k-th largest value of each row, -inf where top-k is off."""
     B, N, V = warped_BNV.shape
-    best_BNK = warped_BNV.topk(min(warp.flags.max_top_k, V)).values
+    best_BNK = warped_BNV.topk(min(warp.max_top_k, V)).values
     rank_B11 = (warp.top_k_B.clamp(1, best_BNK.shape[-1]) - 1)[:, None, None]
     threshold_BN = best_BNK.gather(-1, rank_B11.expand(B, N, 1)).squeeze(-1)
     return threshold_BN.where(warp.top_k_B[:, None] > 0, -torch.inf)
@@ -236,11 +231,11 @@ def warped_log_probs(logits_BNV: Tensor, warp: Warp) -> Tensor:
 def pick(logits_BNV: Tensor, noise_BNV: Tensor | None, warp: Warp) -> Tensor:
     """[B, N, V], [B, N, V] -> [B, N] int64: argmax(warped logits + noise), the lowest id among equals.
 
-    Greedy rows ignore the noise. Noise with N = 1 or B = 1 is broadcast. None: no row samples (warp.flags.has_noise is
+    Greedy rows ignore the noise. Noise with N = 1 or B = 1 is broadcast. None: no row samples (warp.has_noise is
     False).
     """
     if noise_BNV is None:
-        assert not warp.flags.has_noise, "a row with temperature > 0 needs noise"
+        assert not warp.has_noise, "a row with temperature > 0 needs noise"
         return argmax(logits_BNV)
     is_sampled_B11 = (warp.temperature_B > 0).float()[:, None, None]
     return argmax(warp_logits(logits_BNV, warp).addcmul_(noise_BNV, is_sampled_B11))

@@ -98,22 +98,16 @@ class NodeList(NamedTuple):
         parent_BM: index into the list, a node of the level above; -1 = the root. int64 [B, M].
         score_BM: log of the (estimated) probability that the node is accepted, never above its parent's; -inf for
             places that hold no node. float32 [B, M].
-        level_sizes: number of places at depth 1, 2, ...; they sum to M. The same for all rows, known to the host.
     """
 
     token_BM: Tensor
     parent_BM: Tensor
     score_BM: Tensor
-    level_sizes: tuple[int, ...]
-
-    @property
-    def depth_BM(self) -> Tensor:
-        """Depth of every place, int64 [B, M]."""
-        return _depths(self.level_sizes, self.token_BM.device).expand_as(self.token_BM)
 
 
 @cache
-def _depths(level_sizes: tuple[int, ...], device: torch.device) -> Tensor:
+def depths_of(level_sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Depth of every place of a node list with so many places at depth 1, 2, ...: int64 [M]."""
     # Filled on the device: a copy from the host would make the host wait.
     with torch.inference_mode(False):
         return torch.cat([torch.full((size,), depth, device=device) for depth, size in enumerate(level_sizes, start=1)])

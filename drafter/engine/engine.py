@@ -2,27 +2,33 @@
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from drafter.decoding.params import SamplingParams
-from drafter.decoding.proposer import Compiler, Proposer
-from drafter.engine.outputs import Completion, StreamEvent, Update, event_of
-from drafter.engine.prefix_cache import PrefixIndex
-from drafter.engine.request import Request, RequestOptions
-from drafter.engine.runner import Runner, StepResult, StepWants, check_fit
+from drafter.decoding.proposer import Compiler, Proposer, RootOnly
+from drafter.engine.request import (
+    Completion,
+    IncrementalText,
+    Prompt,
+    Request,
+    RequestOptions,
+    StreamEvent,
+    Update,
+    encode_prompts,
+)
+from drafter.engine.runner import Runner, StepWants, check_fit
 from drafter.engine.scheduler import Scheduler, bucket, neighbours
 from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
-from drafter.engine.text import IncrementalText, Prompt, check_prompts, encode_prompts
 from drafter.engine.tuned import PLAIN, Sizer, Tree, TreeSizer, read_tuned
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.table import context_layers_of, make_proposer
+from drafter.proposers.beam import BeamProposer
+from drafter.proposers.draft_model import DraftModelProposer
+from drafter.proposers.lookup import LookupProposer
+from drafter.proposers.options import Drafting
 from drafter.targets.target import Target
 
 _log = logging.getLogger(__name__)
@@ -75,13 +81,11 @@ class Engine:
         for model in self._models:
             model.fold_attention()
         self.drafter = drafter
+        self._plain = RootOnly(plan.tree_size if plan.method == "none" and proposer is None else 1)
         self.proposer, self._by_tree = (proposer, {}) if proposer is not None else self._proposers(drafter)
-        self._context_layers = context_layers_of(drafter if plan.method == "drafter" else None, target)
-        self._scheduler = Scheduler(plan.max_num_seqs)
+        self._scheduler = Scheduler(plan.max_num_seqs, shares_prefixes=plan.enable_prefix_caching)
         self._runner: Runner | None = None
         self._ids = count()
-        self._plain = self.proposer.plain
-        self._prefixes = PrefixIndex() if plan.enable_prefix_caching else None
         self._is_arranged = True
 
     @classmethod
@@ -135,7 +139,6 @@ class Engine:
         raw: bool = False,
     ) -> Iterator[StreamEvent]:
         """Answer prompts; yields the new tokens after every step. Arguments and errors as of :meth:`generate`."""
-        check_prompts(prompts)
         if not prompts:
             return
         if self.has_work:
@@ -143,22 +146,23 @@ class Engine:
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts: give one, or one for each")
-        encoded = encode_prompts(self.target, prompts, raw=raw)
-        self.reserve(max(self._num_slots_of(len(ids), p) for ids, p in zip(encoded, each, strict=True)))
-        index_of: dict[int, int] = {}
-        added: list[Request] = []
+        asked = list(zip(encode_prompts(self.target, prompts, raw=raw), each, strict=True))
+        self.reserve(max(self._num_slots_of(len(ids), one) for ids, one in asked))
+        place_of: dict[int, int] = {}
         try:
-            for place, (ids, p) in enumerate(zip(encoded, each, strict=True)):
-                added.append(self.add(ids, p))
-                index_of[added[-1].request_id] = place
+            for place, (ids, one) in enumerate(asked):
+                place_of[self.add(ids, one).request_id] = place
             while self.has_work:
-                for update in self.step():
-                    yield event_of(index_of[update.request.request_id], update)
+                for request, token_ids, *_ in self.step():
+                    place = place_of[request.request_id]
+                    text = request.text.take() if request.text is not None else ""
+                    yield StreamEvent(
+                        place, token_ids, text, request.completion(place) if request.is_finished else None
+                    )
         finally:
             # A caller that stops iterating and a refused prompt leave no running row.
-            for request in added:
-                if not request.is_finished:
-                    self.abort(request.request_id)
+            for request_id in place_of:
+                self.abort(request_id)
 
     # -- the core, for servers -------------------------------------------------------------------------------------
 
@@ -177,10 +181,6 @@ class Engine:
         """Requests without a row."""
         return sum(not request.is_finished for request in self._scheduler.waiting)
 
-    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
-        """Token ids of a prompt in any of its forms; ValueError for a list of anything but messages or token ids."""
-        return encode_prompts(self.target, [prompt], raw=raw)[0]
-
     def reserve(self, num_slots: int) -> None:
         """Allocate a cache of at least ``num_slots`` slots per row, unless there is such a cache.
 
@@ -195,36 +195,15 @@ class Engine:
                 "set --max-model-len to the longest prompt and answer together"
             )
         num_slots = -(-num_slots // 64) * 64
-        self._scheduler = Scheduler(self.plan.max_num_seqs)
-        if self._prefixes is not None:
-            self._prefixes.clear()
+        self._scheduler = Scheduler(self.plan.max_num_seqs, shares_prefixes=self.plan.enable_prefix_caching)
         self._runner = None  # the old caches are freed before the new ones are made
         self.proposer.reserve(0, 0)
         check_fit(self._models, self.plan.max_num_seqs, num_slots, self.proposer.num_nodes)
-        self._runner = Runner(self.target, self.plan, num_slots, self._context_layers, self.compiler)
+        self._runner = Runner(self.target, self.plan, num_slots, self.proposer.context_layers, self.compiler)
         self.proposer.reserve(self.plan.max_num_seqs, num_slots)
-        plain = [self._plain] if self._plain is not None else []
-        self.warm_up([self.proposer, *self._by_tree.values(), *plain])
-
-    def warm_up(self, proposers: Iterable[Proposer]) -> None:
-        """Compile the steps of these proposers for every bucket of rows, with a bar.
-
-        The warm-up steps have no active row and change nothing. No later step compiles.
-        """
-        runner = self._runner
-        assert runner is not None, "warm-up without a cache"
-        if not self.compiler.is_on:
-            return
-        buckets = sorted(
-            {min(bucket(num_rows), self.plan.max_num_seqs) for num_rows in range(1, self.plan.max_num_seqs + 1)}
-        )
-        start = time.perf_counter()
-        work = [(num_rows, proposer) for proposer in dict.fromkeys(proposers) for num_rows in buckets]
-        with self.compiler.warming_up(), tqdm(work, desc="Compiling", unit="shape") as bar:
-            for num_rows, proposer in bar:
-                bar.set_postfix_str(f"{num_rows} rows, {proposer.num_nodes} nodes")
-                runner.warm_up(proposer, num_rows)
-        _log.info("compiled the steps of %d shapes in %.1f s", len(work), time.perf_counter() - start)
+        if self.compiler.is_on:
+            plain = [] if self.proposer.reads_every_token else [self._plain]
+            self._runner.warm_up([self.proposer, *self._by_tree.values(), *plain])
 
     def make_request(
         self,
@@ -252,7 +231,7 @@ class Engine:
     def enqueue(self, request: Request) -> None:
         """Queue a request, which starts at a step with a free row (ValueError where memory does not suffice)."""
         self.reserve(self._num_slots_of(len(request.prompt_ids), request.params))
-        self._scheduler.add(request)
+        self._scheduler.waiting.append(request)
 
     def add(
         self,
@@ -280,18 +259,22 @@ class Engine:
         self._arrange(runner)
         rows = self._scheduler.rows
         self._prefill(runner)
-        is_active = [request.is_prefilled for request in rows]
-        if not any(is_active):
+        active = [request for request in rows if request.is_prefilled]
+        if not active:
             return []
-        padding = min(bucket(len(rows)), self.plan.max_num_seqs) - len(rows)
+        num_rows = min(bucket(len(rows)), self.plan.max_num_seqs)
+        is_active = [row < len(rows) and rows[row].is_prefilled for row in range(num_rows)]
         longest = max(request.num_committed for request in rows)
-        proposer, wants = self._wants([request for request in rows if request.is_prefilled])
-        result = runner.step(proposer, is_active + [False] * padding, longest, wants)
+        proposer, wants = self._wants(active)
+        result = runner.step(proposer, is_active, longest, wants)
         if self._sizer is not None and proposer is not self._plain:
-            self._sizer.observe(
-                [len(result.emitted[item.row]) - 1 for item in rows if item.is_prefilled and item.options.speculate]
-            )
-        return [self._update(request, result) for request in list(rows) if request.is_prefilled]
+            self._sizer.observe([len(result.emitted[item.row]) - 1 for item in active if item.options.speculate])
+        updates = []
+        for request in active:
+            taken = request.extend(result.emitted[request.row])
+            logprobs = result.logprobs.get(request.row)
+            updates.append(Update(request, taken, logprobs and logprobs[: len(taken)], result.trees.get(request.row)))
+        return updates
 
     def replace_drafter(self, drafter: RecurrentDrafter) -> None:
         """Draft with another drafter of the same target from the next step on. Call between steps.
@@ -305,14 +288,12 @@ class Engine:
         """
         if self.drafter is None or self.plan.method != "drafter":
             raise ValueError("this engine drafts without a drafter that could be replaced")
-        if context_layers_of(drafter, self.target) != self._context_layers:
-            raise ValueError("the drafter reads other hidden states of the target: restart with this drafter")
         proposer, by_tree = self._proposers(drafter)
+        if proposer.context_layers != self.proposer.context_layers:
+            raise ValueError("the drafter reads other hidden states of the target: restart with this drafter")
         if self._runner is not None:
-            self.warm_up([proposer, *by_tree.values()])
-            for tried in () if self.compiler.is_on else (proposer, *by_tree.values()):
-                self._runner.warm_up(tried, 1)
-        self.drafter, self.proposer, self._by_tree, self._plain = drafter, proposer, by_tree, proposer.plain
+            self._runner.warm_up([proposer, *by_tree.values()])
+        self.drafter, self.proposer, self._by_tree = drafter, proposer, by_tree
         if self._sizer is not None:
             self._sizer.forget()
 
@@ -334,8 +315,7 @@ class Engine:
         if len(dropped) == len(running):
             self._scheduler.rows.clear()  # the content of their slots is unknown
         self._is_arranged = True
-        if self._prefixes is not None:
-            self._prefixes.clear()
+        self._scheduler.prefixes.clear()
         return dropped
 
     def forget(self) -> None:
@@ -347,75 +327,54 @@ class Engine:
 
     def _proposers(self, drafter: RecurrentDrafter | None) -> tuple[Proposer, dict[Tree, Proposer]]:
         """The proposer with the most nodes, and the proposers of all trees that the sizer may choose."""
-        draft_model = self._models[1] if len(self._models) > 1 else None
-        make = partial(
-            make_proposer, target=self.target, drafter=drafter, draft_model=draft_model, compiler=self.compiler
-        )
         if self._sizer is None:
-            return make(self.plan), {}
+            return self._new_proposer(self.plan, drafter), {}
         trees = sorted(self._sizer.trees, key=lambda tree: -tree.tree_size)
-        by_tree = {tree: make(replace(self.plan, **tree._asdict())) for tree in trees if not tree.is_plain}
-        proposer = next(iter(by_tree.values()), None) or make(replace(self.plan, tree_size=1))
-        assert proposer.plain is not None, self.plan.method
-        return proposer, {**by_tree, PLAIN: proposer.plain}
+        by_tree: dict[Tree, Proposer] = {
+            tree: self._plain if tree.is_plain else self._new_proposer(replace(self.plan, **tree._asdict()), drafter)
+            for tree in trees
+        }
+        return by_tree[trees[0]], {**by_tree, PLAIN: self._plain}
+
+    def _new_proposer(self, drafting: Drafting, drafter: RecurrentDrafter | None) -> Proposer:
+        """The proposer of a method and its numbers; a new method is a new branch (ValueError: a model does not fit)."""
+        if drafting.method == "none" or drafting.tree_size == 1:
+            return self._plain
+        if drafting.method == "lookup":
+            return LookupProposer(drafting, self.target.device, self.compiler)
+        if drafting.method == "draft-model":
+            return DraftModelProposer(self._models[1], self.target, drafting)
+        assert drafter is not None, "method drafter without a drafter"
+        return BeamProposer(drafter, self.target, drafting, self.compiler)
 
     def _arrange(self, runner: Runner) -> None:
         """Free finished rows, start waiting requests, close gaps."""
         self._is_arranged = False
-        scheduler = self._scheduler
-        if self._prefixes is not None:
-            # The tokens of running rows matter only if a waiting request may share them.
-            self._prefixes.note(item for item in scheduler.rows if item.is_finished or scheduler.waiting)
-        started, moves = scheduler.schedule()
+        moves, copies, started = self._scheduler.schedule()
         for source, destination in moves:
-            runner.move(source, destination, scheduler.rows[destination].num_committed)
+            runner.move(source, destination, self._scheduler.rows[destination].num_committed)
             self.proposer.move(source, destination)
-            if self._prefixes is not None:
-                self._prefixes.copy(source, destination)
+        for copy in copies:
+            runner.cache.copy_row(*copy)
         for request in started:
-            runner.admit(request.row, request.prompt_ids, request.params)
+            runner.admit(request.row, request.prompt_ids, request.params, request.num_prefilled)
             self.proposer.admit(request.row, request.prompt_ids)
-            if self._prefixes is not None:
-                self._share_prefix(runner, request, self._prefixes)
-            request.start()
-        runner.vacate(len(scheduler.rows))
+            request.started = time.perf_counter()
+        runner.vacate(len(self._scheduler.rows))
         self._is_arranged = True
-
-    def _share_prefix(self, runner: Runner, request: Request, prefixes: PrefixIndex) -> None:
-        """Copy the common prefix of another row into a new row, after saving the earlier content of the row."""
-        row = request.row
-        shared = prefixes.find(request.prompt_ids)
-        spare_row = prefixes.spare_row(row, shared, range(len(self._scheduler.rows), self.plan.max_num_seqs))
-        if spare_row is not None:
-            runner.cache.copy_row(row, spare_row, prefixes.length(row))
-            prefixes.copy(row, spare_row)
-        if shared is not None:
-            runner.share(shared.row, row, shared.num_tokens)
-            request.num_prefilled = request.num_shared = shared.num_tokens
-        prefixes.hold(row, request.prompt_ids[: request.num_prefilled])
 
     def _wants(self, active: list[Request]) -> tuple[Proposer, StepWants]:
         """The proposer of this step, and the further outputs that the active rows want."""
         plain_rows = [item.row for item in active if not item.options.speculate]
         num_logprobs = {item.row: item.options.num_logprobs for item in active if item.options.num_logprobs is not None}
-        tree_rows = [item.row for item in active if item.options.want_tree]
-        wants = StepWants(plain_rows, list(num_logprobs), max(num_logprobs.values(), default=0), tree_rows)
+        wants = StepWants(plain_rows, num_logprobs, [item.row for item in active if item.options.want_tree])
         most = self.plan.max_drafted_rows
         is_plain = len(plain_rows) == len(active) or (most is not None and len(active) > most)
-        if is_plain and self._plain is not None:
+        if is_plain and not self.proposer.reads_every_token:
             return self._plain, wants._replace(plain_rows=[])
         if self._sizer is not None:
             return self._by_tree[self._sizer.choose(len(self._scheduler.rows))], wants
         return self.proposer, wants
-
-    def _update(self, request: Request, result: StepResult) -> Update:
-        row = request.row
-        taken = request.extend(result.emitted[row])
-        logprobs = result.logprobs.get(row)
-        if logprobs is not None:
-            num_top = request.options.num_logprobs
-            logprobs = [item._replace(top=item.top[:num_top]) for item in logprobs[: len(taken)]]
-        return Update(request, taken, logprobs, result.trees.get(row))
 
     def _prefill(self, runner: Runner) -> None:
         for run in neighbours(self._scheduler.prefill_chunks(self.plan.prefill_chunk)):

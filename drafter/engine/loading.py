@@ -18,9 +18,7 @@ Runtime = Literal["auto", "torch", "openvino"]
 Quantization = Literal["none", "int8", "int4"]
 
 NO_DRAFTER = "none"  # --drafter none: do not load the drafter that comes with the package
-NO_FILE = "none"  # --tuned none: do not use measured sizes
-TUNED_FILE = "tuned.json"  # the file of `drafter tune` beside a drafter
-_ASSETS = Path(__file__).parent.parent / "assets"
+ASSETS = Path(__file__).parent.parent / "assets"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,18 +72,6 @@ class LoadedModels(NamedTuple):
     draft_model: "Target | None"
 
 
-def check_models(method: str | None, tuned: str | None, *, has_drafter: bool, has_draft_model: bool) -> None:
-    """Refuse a method or a file of measured sizes without its model, and two models that both draft (ValueError)."""
-    if method is None and has_drafter and has_draft_model:
-        raise ValueError("--drafter and --draft-model both propose tokens: name one of them with --method")
-    if method == "drafter" and not has_drafter:
-        raise ValueError("--method drafter needs a drafter: give --drafter DIR, or leave --method out")
-    if method == "draft-model" and not has_draft_model:
-        raise ValueError("--method draft-model needs a draft model: give --draft-model NAME")
-    if tuned not in (None, NO_FILE) and not has_drafter:
-        raise ValueError(f"--tuned {tuned} sizes the trees of a drafter: give --drafter DIR, or leave --tuned out")
-
-
 def load_target(name: str, **options: Any) -> "Target":
     """The target of a command: :meth:`Target.load` without the bars and notices of transformers."""
     from drafter.targets.openvino_compile import starting
@@ -134,26 +120,9 @@ def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
 
 def shipped_drafters() -> list[str]:
     """Names of the drafters in the package; each name is the alias of the drafter's target."""
-    return sorted(path.parent.name for path in _ASSETS.glob("*/config.json"))
+    return sorted(path.parent.name for path in ASSETS.glob("*/config.json"))
 
 
 def shipped_drafter(name: str) -> Path | None:
     """Folder of the drafter of that name, or None when the package has none."""
-    return _ASSETS / name if name in shipped_drafters() else None
-
-
-def tuned_path(drafter: str | Path) -> Path:
-    """Path of a drafter's measured sizes: in the drafter's folder, else under ``$DRAFTER_HOME/tuned``.
-
-    The folder of a drafter of the package may be read-only, and a drafter of the hub has no folder of the user.
-
-    Args:
-        drafter: folder, hub id, or name of a drafter of the package.
-    """
-    from drafter.targets.home import home_folder
-
-    folder = Path(drafter).expanduser()
-    if folder.is_dir() and folder.resolve().parent != _ASSETS.resolve():
-        return folder / TUNED_FILE
-    name = folder.name if folder.is_dir() else str(drafter).replace("/", "--")
-    return home_folder() / "tuned" / name / TUNED_FILE
+    return ASSETS / name if name in shipped_drafters() else None

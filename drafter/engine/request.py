@@ -1,15 +1,125 @@
-"""A request: prompt, generated tokens, progress and the conditions under which the answer ends. No torch here."""
+"""A request: the forms of its prompt, its tokens, its text while tokens come, its end, its results. No torch here."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from operator import index
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.text import IncrementalText
+from drafter.targets.chat import Chat
 from drafter.utils.validate import check_ranges, within
 
+if TYPE_CHECKING:
+    from drafter.targets.target import Target
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 FinishReason = Literal["stop", "length", "abort"]
+
+_REPLACEMENT = "\ufffd"  # a decoder's output for an unfinished UTF-8 character
+
+
+def encode_prompts(target: "Target", prompts: Sequence[Prompt], *, raw: bool) -> list[list[int]]:
+    """Token ids of user messages, conversations and lists of token ids; ``raw``: texts without chat template.
+
+    Raises:
+        ValueError: a single prompt in place of a list, a list of anything but messages or token ids, or the chat
+            template fails or reaches a limit.
+    """
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping | int)):
+        raise ValueError("prompts must be a list of prompts, even of one: [prompt]")
+    chats = [_chat_of(prompt, raw=raw) for prompt in prompts]
+    present = [chat for chat in chats if chat is not None]
+    rendered = iter(target.encode_chats(present) if present else [])
+    encoded = []
+    for prompt, chat in zip(prompts, chats, strict=True):
+        if chat is not None:
+            encoded.append(next(rendered))
+        else:
+            encoded.append(target.encode(prompt) if isinstance(prompt, str) else list(map(_token_id, prompt)))
+    return encoded
+
+
+def _chat_of(prompt: Prompt, *, raw: bool) -> Chat | None:
+    """The conversation of a prompt; None for raw text and token ids."""
+    if isinstance(prompt, str):
+        return None if raw else Chat([{"role": "user", "content": prompt}])
+    messages = [item for item in prompt if isinstance(item, Mapping)]
+    if messages and len(messages) < len(prompt):
+        raise ValueError(f"a prompt mixes messages and other things: {prompt!r}")
+    return Chat(messages) if messages else None
+
+
+def _token_id(token: object) -> int:
+    """A token id as an int, from the integer of any library."""
+    try:
+        return index(token)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ValueError(f"{token!r} is no token id: a prompt is text, messages, or a list of integers") from error
+
+
+class IncrementalText:
+    """Text of a growing list of token ids.
+
+    The text of a list of tokens is not the sum of the texts of the tokens (spaces, byte pieces). So a short window of
+    earlier tokens is decoded together with the new tokens, and the difference is the new text. Text that may become
+    part of a stop string, or that ends within a character, is held back.
+
+    Attributes:
+        is_stopped: True after a stop string; ``text`` ends before the stop string.
+        ends: length of the text after each token. A token in the middle of a character adds nothing; the last token of
+            the character adds the character.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
+        self._decode = decode
+        self._stop = tuple(stop)
+        self._token_ids: list[int] = []
+        self._window_start = 0  # earlier tokens are finished
+        self._window_end = 0  # tokens up to here are in the text
+        self._seen = ""  # everything decoded
+        self._num_given = 0
+        self.ends: list[int] = []
+        self.is_stopped = False
+
+    @property
+    def text(self) -> str:
+        """All text that later tokens cannot change; the held back rest comes with later tokens or :meth:`finish`."""
+        held = 0  # characters that may begin a stop string
+        if not self.is_stopped:
+            beginnings = (stop[:size] for stop in self._stop for size in range(1, len(stop)))
+            held = max((len(each) for each in beginnings if self._seen.endswith(each)), default=0)
+        return self._seen[: len(self._seen) - held]
+
+    def push(self, token_id: int) -> None:
+        """Add one token."""
+        self._token_ids.append(token_id)
+        self.ends.append(self._advance(is_last=False))
+
+    def finish(self) -> None:
+        """End the text; an unfinished character becomes the decoder's replacement character."""
+        if not self.is_stopped:
+            self.ends[-1:] = [self._advance(is_last=True)] if self.ends else []
+            self._stop = ()
+
+    def take(self) -> str:
+        """The text that became certain since the last call."""
+        start, text = self._num_given, self.text
+        self._num_given = max(start, len(text))
+        return text[start:]
+
+    def _advance(self, *, is_last: bool) -> int:
+        """Decode the new tokens, and cut the text at the first stop string; the length of the text before the cut."""
+        before = self._decode(self._token_ids[self._window_start : self._window_end])
+        window = self._decode(self._token_ids[self._window_start :])
+        if len(window) > len(before) and (is_last or not window.endswith(_REPLACEMENT)):
+            self._seen += window[len(before) :]
+            self._window_start, self._window_end = self._window_end, len(self._token_ids)
+        length = len(self._seen)
+        cuts = [place for place in map(self._seen.find, self._stop) if place >= 0]
+        self.is_stopped = bool(cuts)
+        self._seen = self._seen[: min(cuts, default=length)]
+        return length
 
 
 @dataclass(frozen=True)
@@ -47,8 +157,8 @@ class Request:
         num_accepted: accepted draft tokens of each step.
         num_prefilled: prompt tokens in the cache. The last prompt token is never prefilled: it is the first root.
         num_shared: prefilled tokens whose keys and values were copied from another row.
-        num_forwards: target forwards that generated tokens (prefill not counted).
         finish_reason: None while running.
+        started, first_token: times of the first prefill and of the first generated token.
     """
 
     request_id: int
@@ -63,9 +173,7 @@ class Request:
     num_accepted: list[int] = field(default_factory=list)
     num_prefilled: int = 0
     num_shared: int = 0
-    num_forwards: int = 0
     finish_reason: FinishReason | None = None
-    created: float = field(default_factory=time.perf_counter)
     started: float | None = None
     first_token: float | None = None
     finished: float | None = None
@@ -79,6 +187,11 @@ class Request:
     def num_committed(self) -> int:
         """Slots of the cache that hold accepted tokens = absolute position of the root."""
         return self.num_prefilled + len(self.token_ids)
+
+    @property
+    def num_forwards(self) -> int:
+        """Target forwards that generated tokens (prefill not counted)."""
+        return len(self.num_accepted)
 
     @property
     def is_finished(self) -> bool:
@@ -97,10 +210,6 @@ class Request:
             return 0.0
         return (self.finished or time.perf_counter()) - self.started
 
-    def start(self) -> None:
-        """Start the clock; the request has a row."""
-        self.started = time.perf_counter()
-
     def extend(self, emitted: Sequence[int]) -> list[int]:
         """Append the tokens of a step, cut exactly where decoding token by token would have ended.
 
@@ -111,7 +220,6 @@ class Request:
             The appended tokens.
         """
         assert self.finish_reason is None
-        self.num_forwards += 1
         if self.first_token is None:
             self.first_token = time.perf_counter()
         num_before = len(self.token_ids)
@@ -128,9 +236,97 @@ class Request:
         self.num_accepted.append(min(len(taken), len(emitted) - 1))
         return taken
 
+    def completion(self, index: int) -> "Completion":
+        """The answer of a finished request; ``index``: place of its prompt in the call."""
+        assert self.finish_reason is not None
+        return Completion(
+            index=index,
+            prompt_ids=self.prompt_ids,
+            token_ids=list(self.token_ids),
+            text=self.text.text if self.text is not None else "",
+            finish_reason=self.finish_reason,
+            num_target_forwards=self.num_forwards,
+            tokens_per_step=self.tokens_per_step,
+            seconds=self.seconds,
+            num_accepted=self.num_accepted,
+        )
+
     def finish(self, reason: FinishReason) -> None:
         """End the request."""
         self.finish_reason = reason
         self.finished = time.perf_counter()
         if self.text is not None:
             self.text.finish()
+
+
+class TokenLogprob(NamedTuple):
+    """A generated token under the target's own distribution (temperature 1, no filters).
+
+    Attributes:
+        logprob: natural logarithm of its probability.
+        top: the likeliest tokens at its position, (token id, logprob), best first.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class StepTree(NamedTuple):
+    """The draft tree of one row, without padding, and the accepted path.
+
+    Attributes:
+        token_ids: tokens of the nodes; node 0 is the root, chosen by the step before.
+        parents: index of each node's parent; the parent of the root is the root.
+        path: nodes of the accepted path, root included.
+        bonus_id: the target's own token after the path.
+    """
+
+    token_ids: list[int]
+    parents: list[int]
+    path: list[int]
+    bonus_id: int
+
+
+class Update(NamedTuple):
+    """The new tokens of one request after a step, and the outputs that its :class:`RequestOptions` ask for."""
+
+    request: Request
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    tree: StepTree | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer.
+
+    Attributes:
+        index: place of its prompt in the call.
+        prompt_ids: the prompt's token ids.
+        token_ids: generated tokens, a produced stop token included.
+        text: text of the answer, without stop token and stop string.
+        finish_reason: ``stop`` or ``length``; ``abort`` for an aborted request.
+        num_target_forwards: forwards of the target that generated tokens (prefill not counted).
+        tokens_per_step: len(token_ids) / num_target_forwards.
+        seconds: from the start of its prefill to its end.
+        num_accepted: accepted draft tokens of each step.
+    """
+
+    index: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    num_target_forwards: int
+    tokens_per_step: float
+    seconds: float
+    num_accepted: list[int] = field(repr=False)
+
+
+class StreamEvent(NamedTuple):
+    """The new tokens and text of one prompt after a step and, at the end, the whole answer."""
+
+    index: int  # type: ignore[assignment]  # a field named like tuple.index, which nobody calls
+    token_ids: list[int]
+    text: str
+    completion: Completion | None

@@ -1,36 +1,29 @@
 """Runner: the tensors of the running rows, their memory, and one step over these rows. The scheduler owns all queues.
 
 Shapes: B rows of a step · T tokens of a prefill chunk · N tree nodes · L draft length (L + 1 depths) · V vocabulary ·
-C context size · S slots of a row.
+C context size · S slots of a row · R rows with log-probabilities · K listed tokens.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import psutil
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Compiler, Proposer, RowState
 from drafter.decoding.sampling import STREAM_RESIDUAL, Warp, gumbel_noise, make_warp, pick, warped_log_probs
 from drafter.decoding.tree import Candidates, ancestors
 from drafter.decoding.verify import AcceptedPath, accept_picks, accept_samples
-from drafter.engine.outputs import (
-    StepTree,
-    TokenLogprob,
-    logprob_tensors,
-    read_logprobs,
-    read_trees,
-    to_host,
-)
-from drafter.engine.scheduler import PrefillChunk
+from drafter.engine.request import StepTree, TokenLogprob
+from drafter.engine.scheduler import PrefillChunk, bucket
 from drafter.engine.settings import Plan
 from drafter.targets.masks import chunk_mask, tree_mask
 from drafter.targets.target import Target, TargetOutput
 
 _NO_PARAMS = SamplingParams()  # of rows without a request
-_MEMINFO = Path("/proc/meminfo")
 _SLOT_BUCKET = 128  # visible slots are rounded up to a multiple of this, so that few shapes occur
 
 
@@ -39,17 +32,16 @@ class StepWants(NamedTuple):
 
     Attributes:
         plain_rows: rows that ignore their drafts and emit one token.
-        logprob_rows: rows that return log-probabilities of their tokens, with ``num_logprobs`` alternatives each.
+        num_logprobs: rows that return log-probabilities of their tokens, each with its number of likeliest tokens.
         tree_rows: rows that return their draft trees.
     """
 
     plain_rows: list[int]
-    logprob_rows: list[int]
-    num_logprobs: int
+    num_logprobs: dict[int, int]
     tree_rows: list[int]
 
 
-NO_WANTS = StepWants([], [], 0, [])
+NO_WANTS = StepWants([], {}, [])
 
 
 class StepResult(NamedTuple):
@@ -107,21 +99,15 @@ class Runner:
             return self.num_slots
         return min(-(-num_needed // _SLOT_BUCKET) * _SLOT_BUCKET, self.num_slots)
 
-    def admit(self, row: int, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Start a request in a row without committed tokens; the last prompt token is the first root."""
+    def admit(self, row: int, prompt_ids: Sequence[int], params: SamplingParams, num_committed: int = 0) -> None:
+        """Start a request in a row that holds the first ``num_committed`` tokens; the last prompt token is the root."""
         self._history_BS[row, : len(prompt_ids)] = torch.tensor(prompt_ids, device=self.target.device)
         self._root_B[row] = prompt_ids[-1]
-        self._length_B[row] = 0
+        self._length_B[row] = num_committed
         self._seed_B[row] = params.signed_seed
         self._context_BC[row] = 0
         self._params[row] = params
         self._warps.clear()
-
-    def share(self, source: int, row: int, num_tokens: int) -> None:
-        """Start an admitted row with the first ``num_tokens`` slots of ``source``, which hold the same tokens."""
-        if source != row:
-            self.cache.copy_row(source, row, num_tokens)
-        self._length_B[row] = num_tokens
 
     def vacate(self, first_row: int) -> None:
         """Empty the rows from ``first_row`` on. They become padding of a bucket, which never samples."""
@@ -202,7 +188,7 @@ class Runner:
             warp=warp,
             num_visible=self.visible_slots(max_committed + proposer.num_nodes),
         )
-        has_noise = warp.flags.has_noise and not self._is_rejection  # the rejection rule draws its own noise
+        has_noise = warp.has_noise and not self._is_rejection  # the rejection rule draws its own noise
         noise_BLV = self._noise(rows, proposer.max_depth) if has_noise else None
         candidates = proposer.propose(rows, noise_BLV)
         if wants.plain_rows:
@@ -223,9 +209,13 @@ class Runner:
     ) -> list[Tensor]:
         """What :meth:`_hand_out` reads: number and ids of the emitted tokens [B, L + 2], and the further results."""
         results = [torch.cat([accepted.num_accepted_B[:, None] + 1, emitted_BL], dim=1)]
-        if wants.logprob_rows:
-            row_R = self._sent(wants.logprob_rows)
-            results += logprob_tensors(logits_BNV, accepted, emitted_BL, row_R, wants.num_logprobs)
+        if wants.num_logprobs:
+            row_R = self._sent(list(wants.num_logprobs))
+            # The token emitted at depth d was picked by the target at the path's node of depth d.
+            logprob_RLV = logits_BNV[row_R[:, None], accepted.path_BL[row_R]].float().log_softmax(dim=2)
+            picked_RL1 = logprob_RLV.gather(2, emitted_BL[row_R][:, :, None])
+            value_RLK, token_RLK = logprob_RLV.topk(min(max(wants.num_logprobs.values()), logprob_RLV.shape[2]), dim=2)
+            results += [picked_RL1[:, :, 0], token_RLK, value_RLK]
         if wants.tree_rows:
             results += [candidates.token_BN, candidates.parent_BN, candidates.is_node_BN]
             results += [accepted.path_BL, accepted.bonus_B]
@@ -233,24 +223,38 @@ class Runner:
 
     def _hand_out(self, results: list[Tensor], is_active: Sequence[bool], wants: StepWants) -> StepResult:
         """The tokens of each row and the further results. Here the host waits for the device, once a step."""
-        counted_BL, *others = to_host(results)
-        lines = counted_BL.tolist()
+        lines, *others = (each.tolist() for each in _to_host(results))
         emitted = [line[1 : 1 + line[0]] if active else [] for line, active in zip(lines, is_active, strict=True)]
         logprobs: dict[int, list[TokenLogprob]] = {}
+        if wants.num_logprobs:
+            for (row, num_top), *columns in zip(wants.num_logprobs.items(), *others[:3], strict=True):
+                tokens = [
+                    TokenLogprob(each, list(zip(*top, strict=True))[:num_top])
+                    for each, *top in zip(*columns, strict=True)
+                ]
+                logprobs[row] = tokens[: lines[row][0]]
         trees: dict[int, StepTree] = {}
-        if rows := wants.logprob_rows:
-            logprobs = read_logprobs(rows, [lines[row][0] for row in rows], *others[:3])
-        if rows := wants.tree_rows:
-            trees = read_trees(rows, [lines[row][0] for row in rows], others[-5:])
+        for row in wants.tree_rows:
+            tokens, parents, is_node, path, bonus_id = (column[row] for column in others[-5:])
+            trees[row] = _tree_of(tokens, parents, is_node, path[: lines[row][0]], bonus_id)
         return StepResult(emitted, logprobs, trees)
 
-    def warm_up(self, proposer: Proposer, num_rows: int) -> None:
-        """Run steps without an active row; no row changes. The last of three steps records the CUDA graphs."""
+    def warm_up(self, proposers: Iterable[Proposer]) -> None:
+        """Compile the steps of these proposers for every bucket of rows, with a bar; without a compiler, try each once.
+
+        The steps have no active row and change nothing. No later step compiles.
+        """
+        buckets = {min(bucket(num_rows), self.num_rows) for num_rows in range(1, self.num_rows + 1)}
+        sizes = sorted(buckets) if self._compiler.is_on else [1]
+        work = [(num_rows, proposer) for proposer in dict.fromkeys(proposers) for num_rows in sizes]
+        bar = tqdm(work, desc="Compiling", unit="shape", disable=not self._compiler.is_on)
         held_B = self._length_B.clone()
         self._length_B.zero_()  # a running row may be longer than the visible slots
         try:
-            for _ in range(3):
-                self.step(proposer, [False] * num_rows, 0)
+            with self._compiler.warming_up():
+                for num_rows, proposer in bar:
+                    for _ in range(3):  # the last of three steps records the CUDA graphs
+                        self.step(proposer, [False] * num_rows, 0)
         finally:
             self._length_B.copy_(held_B)
 
@@ -369,6 +373,30 @@ def _by_depth(noise_BLV: Tensor | None, candidates: Candidates) -> Tensor | None
     return noise_BLV[row_B1, candidates.depth_BN]
 
 
+def _to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy integers, flags and float32 of any shapes to the CPU in one transfer; integers and flags become int64."""
+    # The bits of a float32 take the lower half of an int64.
+    words = [(each.contiguous().view(torch.int32) if each.is_floating_point() else each).long() for each in tensors]
+    return _unpack(torch.cat([word.flatten() for word in words]).cpu(), tensors)
+
+
+def _unpack(words_X: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of the shapes of ``like`` from their packed words."""
+    parts = words_X.split([tensor.numel() for tensor in like])
+    return [
+        (part.int().view(torch.float32) if tensor.is_floating_point() else part).view(tensor.shape)
+        for part, tensor in zip(parts, like, strict=True)
+    ]
+
+
+def _tree_of(tokens: list[int], parents: list[int], is_node: list[int], path: list[int], bonus_id: int) -> StepTree:
+    """The tree of a row without padding nodes."""
+    kept = [node for node, flag in enumerate(is_node) if flag]
+    place = {node: index for index, node in enumerate(kept)}
+    nodes = [tokens[node] for node in kept], [place[parents[node]] for node in kept]
+    return StepTree(*nodes, [place[node] for node in path], bonus_id)
+
+
 def available_bytes(device: torch.device) -> int | None:
     """Free memory in bytes; None: unknown."""
     if device.type != "cpu":
@@ -378,13 +406,7 @@ def available_bytes(device: torch.device) -> int | None:
         free, _ = accelerator.mem_get_info(device)
         # Memory that torch has reserved and does not use is free as well.
         return int(free + accelerator.memory_reserved(device) - accelerator.memory_allocated(device))
-    try:
-        for line in _MEMINFO.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
+    return int(psutil.virtual_memory().available)
 
 
 def check_fit(models: Sequence[Target], num_rows: int, num_slots: int, num_nodes: int) -> None:

@@ -1,12 +1,15 @@
-"""Scheduler: assigns rows to requests and prompt tokens to steps. No torch here, and no tensors."""
+"""Scheduler: assigns rows to requests and prompt tokens to steps, and shares the beginnings of prompts. No tensors."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from os.path import commonprefix
 from typing import NamedTuple
 
 from drafter.engine.request import Request
 
 _LARGEST_BUCKET = 64  # above, the number of rows is rounded up to a multiple of this
+# Shorter matches, such as the opening of a chat template, cost more to copy than to compute.
+_MIN_SHARED_TOKENS = 16
 
 
 class PrefillChunk(NamedTuple):
@@ -17,13 +20,6 @@ class PrefillChunk(NamedTuple):
     stop: int
 
 
-class Schedule(NamedTuple):
-    """The changes before a step: requests that started, with their rows set, and moved rows (source, destination)."""
-
-    started: list[Request]
-    moves: list[tuple[int, int]]
-
-
 class Scheduler:
     """First come, first served, over a fixed number of rows.
 
@@ -31,26 +27,34 @@ class Scheduler:
     finished row; without one, the last running request moves there.
     """
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, *, shares_prefixes: bool = False) -> None:
         self.waiting: deque[Request] = deque()
         self.rows: list[Request] = []
+        self.prefixes = PrefixIndex()
         self._num_rows = num_rows
+        self._shares_prefixes = shares_prefixes
 
     @property
     def has_work(self) -> bool:
         """Whether a request waits or runs."""
         return any(not request.is_finished for request in (*self.waiting, *self.rows))
 
-    def add(self, request: Request) -> None:
-        """Queue a request."""
-        self.waiting.append(request)
-
     def find(self, request_id: int) -> Request | None:
         """The waiting or running request of that id."""
         return next((item for item in (*self.waiting, *self.rows) if item.request_id == request_id), None)
 
-    def schedule(self) -> Schedule:
-        """Between two steps: finished rows are freed, waiting requests start, gaps close."""
+    def schedule(self) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]], list[Request]]:
+        """Between two steps: finished rows are freed, waiting requests start, gaps close.
+
+        Returns:
+            The changes, in order: rows that move (source, destination); slots to copy (source row, destination row,
+            number of slots); requests that started, with their rows set and ``num_shared`` tokens in the cache.
+        """
+        if self._shares_prefixes:
+            for request in self.rows:
+                if request.is_finished or self.waiting:  # otherwise nobody can share the tokens of a running row
+                    tokens = [*request.prompt_ids, *request.token_ids]
+                    self.prefixes.hold(request.row, tokens[: request.num_committed])
         self.waiting = deque(request for request in self.waiting if not request.is_finished)
         running = [request for request in self.rows if not request.is_finished]
         for request in self.rows:
@@ -66,7 +70,16 @@ class Scheduler:
                 moves.append((placed[-1].row, row))
             placed[-1].row = row
         self.rows = sorted((*running, *placed), key=lambda request: request.row)
-        return Schedule(started, moves)
+        copies = []
+        if self._shares_prefixes:
+            for move in moves:
+                self.prefixes.copy(*move)
+            vacant = range(num_rows, self._num_rows)
+            for request in started:
+                prefix_copies, request.num_shared = self.prefixes.take(request.row, request.prompt_ids, vacant)
+                request.num_prefilled = request.num_shared
+                copies += prefix_copies
+        return moves, copies, started
 
     def prefill_chunks(self, chunk: int) -> list[PrefillChunk]:
         """Prompt parts for this step: one ``chunk`` of tokens in all while others decode, else one for every row."""
@@ -82,6 +95,74 @@ class Scheduler:
                 chunks.append(PrefillChunk(request, start, stop))
                 budget -= stop - start
         return chunks
+
+
+class PrefixIndex:
+    """The token ids whose keys and values are in each row of the cache, for running and finished requests.
+
+    Keys and values depend on a token and the tokens before the token only, so the common prefix of a row and a new
+    prompt can be copied. The slots of a finished request stay until a new request needs the row. The content then moves
+    to the vacant row that was used longest ago.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, list[int]] = {}
+        self._last_use: dict[int, int] = {}
+        self._clock = 0
+
+    def clear(self) -> None:
+        """Forget all rows: a step failed."""
+        self._held.clear()
+        self._last_use.clear()
+
+    def hold(self, row: int, token_ids: list[int]) -> None:
+        """Record that the first slots of a row hold these tokens."""
+        self._clock += 1
+        self._held[row] = token_ids
+        self._last_use[row] = self._clock
+
+    def copy(self, source: int, destination: int) -> None:
+        """Record that a row was copied over another. The source becomes the first to be overwritten."""
+        self.hold(destination, self._held.get(source, []))
+        self._last_use[source] = 0
+
+    def take(self, row: int, prompt_ids: list[int], vacant: Iterable[int]) -> tuple[list[tuple[int, int, int]], int]:
+        """Give a row to a new prompt, which takes the longest prefix that any row holds.
+
+        The last two prompt tokens are never shared: the last is the first root, and the prefill of the one before it
+        gives the drafter its context.
+
+        Args:
+            row: the row. Its content is saved in a vacant row, unless the prompt takes the same tokens.
+            prompt_ids: the prompt.
+            vacant: rows without a request.
+
+        Returns:
+            The copies (source row, destination row, number of slots), and the number of tokens that the prompt takes.
+        """
+        old, prompt = self._held.get(row, []), prompt_ids[:-2]
+        source, num_shared = row, 0
+        for other, held in self._held.items():
+            least = max(num_shared + 1, _MIN_SHARED_TOKENS)
+            # A comparison up to a known length is one fast call, which rules out most rows.
+            if len(prompt) >= least and held[:least] == prompt[:least]:
+                source, num_shared = other, _common_length(prompt, held)
+        shared = prompt[:num_shared]
+        copies = []
+        spare = [other for other in vacant if other != source]
+        if spare and len(old) - _common_length(old, shared) >= _MIN_SHARED_TOKENS:
+            oldest = min(spare, key=lambda other: self._last_use.get(other, 0))
+            copies.append((row, oldest, len(old)))
+            self.copy(row, oldest)
+        if source != row:
+            copies.append((source, row, num_shared))
+        self.hold(row, shared)
+        return copies, num_shared
+
+
+def _common_length(first: list[int], second: list[int]) -> int:
+    """How many leading items two lists share: [1, 2, 3] and [1, 2, 4, 5] share 2."""
+    return len(commonprefix([first, second]))
 
 
 def bucket(num_rows: int) -> int:

@@ -6,21 +6,12 @@ before that call.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from drafter.engine.loading import (
-    NO_DRAFTER,
-    NO_FILE,
-    LoadedModels,
-    TargetConfig,
-    check_models,
-    load_drafter,
-    shipped_drafter,
-    tuned_path,
-)
-from drafter.proposers.options import Drafting, Method, TreePolicy, most_nodes
+from drafter.engine.loading import ASSETS, NO_DRAFTER, LoadedModels, TargetConfig, load_drafter, shipped_drafter
+from drafter.proposers.options import COPY_DEPTH, Drafting, Method, TreePolicy
 from drafter.utils.validate import check_ranges, require_choice, within
 
 if TYPE_CHECKING:
@@ -30,8 +21,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_MAX_NUM_SEQS = 8
-_PREFILL_CHUNK = 256
+NO_FILE = "none"  # --tuned none: do not use measured sizes
+TUNED_FILE = "tuned.json"  # the file of `drafter tune` beside a drafter
+
 _TREE_FIELDS = ("beam_width", "draft_length", "tree_size", "tree_policy")
 # The settings that a method reads; :func:`_refuse_unused` refuses the others by name.
 _READ_BY: dict[Method, tuple[str, ...]] = {
@@ -95,13 +87,12 @@ class EngineConfig:
         if self.method is not None:
             _refuse_unused(self, self.method)
         if None not in (self.beam_width, self.draft_length, self.tree_size):
-            _drafter_tree(self, {}, self.beam_width or 1, has_copies=self.copying is not False)
+            _drafter_tree(self, {}, 1)
         if self.tuned not in (None, NO_FILE):
-            for name in _TREE_FIELDS:
-                if getattr(self, name) is not None:
-                    raise ValueError(f"--tuned {self.tuned} sizes the trees: leave {_flag(name)} out, or --tuned none")
-            if self.copying is False:
-                raise ValueError(f"--tuned {self.tuned} was measured with copies: leave --no-copying out")
+            given = [_flag(name) for name in _TREE_FIELDS if getattr(self, name) is not None]
+            given += ["--no-copying"] * (self.copying is False)
+            if given:
+                raise ValueError(f"--tuned {self.tuned} sizes the trees: leave {given[0]} out, or --tuned none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +112,7 @@ class EngineOptions(TargetConfig, EngineConfig):
         """Refuse a method without its model before anything is loaded (ValueError)."""
         EngineConfig.__post_init__(self)
         has_drafter, has_draft_model = self.drafter_used is not None, self.draft_model is not None
-        check_models(self.method, self.tuned, has_drafter=has_drafter, has_draft_model=has_draft_model)
+        _check_models(self, has_drafter=has_drafter, has_draft_model=has_draft_model)
 
     @property
     def drafter_used(self) -> str | None:
@@ -163,10 +154,10 @@ class Plan(Drafting):
         reason: one line for people: method, tree, and the origin of both.
     """
 
-    max_num_seqs: int = within(_MAX_NUM_SEQS, low=1, high=1024)
+    max_num_seqs: int = within(8, low=1, high=1024)
     max_model_len: int | None = None
     enable_prefix_caching: bool = False
-    prefill_chunk: int = _PREFILL_CHUNK
+    prefill_chunk: int = 256
     compile: bool = False
     exact_attention: bool = False
     tuned: str | None = None
@@ -201,64 +192,65 @@ def resolve(
         ValueError: a model is missing, two settings contradict each other, or the file is damaged or does not fit.
     """
     config = config or EngineConfig()
-    check_models(config.method, config.tuned, has_drafter=drafter is not None, has_draft_model=draft_model is not None)
-    is_compilable = target.is_plain and target.device.type == "cuda"
+    _check_models(config, has_drafter=drafter is not None, has_draft_model=draft_model is not None)
+    is_compilable = target.device.type == "cuda" and target.is_plain
     if config.compile and not is_compilable:
         raise ValueError(f"--compile needs plain weights on one CUDA device: leave it out for {target.name!r}")
-    without_models: Method = "lookup" if target.device.type == "cpu" else "none"
-    with_drafter: Method = without_models if drafter is None else "drafter"
+    without_drafter: Method = "lookup" if target.device.type == "cpu" else "none"
+    with_drafter: Method = without_drafter if drafter is None else "drafter"
     method = config.method or (with_drafter if draft_model is None else "draft-model")
     _refuse_unused(config, method)
-    common: dict[str, Any] = {
-        "method": method,
-        "max_num_seqs": config.max_num_seqs or _MAX_NUM_SEQS,
-        "max_model_len": config.max_model_len,
-        "enable_prefix_caching": bool(config.enable_prefix_caching),
-        "prefill_chunk": config.prefill_chunk or _PREFILL_CHUNK,
-        "compile": is_compilable and config.compile is not False,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "copying": config.copying is not False,
-    }
+    kept = ("max_num_seqs", "max_model_len", "enable_prefix_caching", "prefill_chunk", "copying")
+    plan = Plan(
+        method=method,
+        compile=is_compilable and config.compile is not False,
+        dtype=str(target.dtype).removeprefix("torch."),
+        **{name: value for name in kept if (value := getattr(config, name)) is not None},
+    )
     note, limit = "", None
     is_open = all(getattr(config, name) is None for name in _TREE_FIELDS)
     if method == "drafter" and drafter is not None and is_open and config.tuned != NO_FILE:
-        sizes, where = _measured(config, target, drafter, is_compiled=common["compile"])
+        sizes, where = _measured(config, target, drafter, is_compiled=plan.compile)
         if sizes is not None:
             most = max(each.tree_size for each in sizes.trees)
-            return Plan(**common, tuned=where, tree_size=most, reason=f"{sizes.summary()}: measured, {where}")
+            return replace(plan, tuned=where, tree_size=most, reason=f"{sizes.summary()}: measured, {where}")
         note = f"; {where}"
     elif method == "lookup" and drafter is None and config.method is None:
         note = "; there is no drafter"
     cheap = _CHEAP_TOKENS_CPU if target.device.type == "cpu" else _CHEAP_TOKENS
-    default = _LARGE_TREE if common["max_num_seqs"] * _LARGE_TREE["tree_size"] <= cheap else _SMALL_TREE
-    tree = _tree_of(config, method, default, drafter)
+    default = _LARGE_TREE if plan.max_num_seqs * _LARGE_TREE["tree_size"] <= cheap else _SMALL_TREE
+    tree: dict[str, Any] = {}
+    if method == "drafter" and drafter is not None:
+        tree = _drafter_tree(config, default, drafter.config.num_outputs)
+    elif method == "lookup":
+        tree = {"tree_size": config.tree_size or default["tree_size"], "num_matches": default["beam_width"]}
+    elif method == "draft-model":
+        num_tokens = config.num_speculative_tokens or Drafting.num_speculative_tokens
+        tree = {"tree_size": 1 + num_tokens, "num_speculative_tokens": num_tokens}
     numbers = " ".join(f"{letter} {tree[name]}" for name, letter in _LETTERS.items() if name in tree)
     switches = ["final beams"] * (config.tree_policy == "final-beams") + ["no copies"] * (config.copying is False)
     text = ", ".join(part for part in (method, numbers, *switches) if part)
     if method in ("drafter", "lookup") and is_open:
         limit = cheap // tree["tree_size"]
-        text += f", plain decoding above {limit} rows" if limit < common["max_num_seqs"] else ""
+        text += f", plain decoding above {limit} rows" if limit < plan.max_num_seqs else ""
     reason = f"{text}: {_origin(config, method, target)}{note}"
-    return Plan(**common, **tree, max_drafted_rows=limit, reason=reason)
+    return replace(plan, **tree, max_drafted_rows=limit, reason=reason)
 
 
-def _tree_of(
-    config: EngineConfig, method: Method, default: dict[str, int], drafter: "RecurrentDrafter | None"
-) -> dict[str, Any]:
-    """The numbers of a method's trees by field of :class:`Drafting`."""
-    if method == "draft-model":
-        num_tokens = config.num_speculative_tokens or Drafting.num_speculative_tokens
-        return {"tree_size": 1 + num_tokens, "num_speculative_tokens": num_tokens}
-    if method == "lookup":
-        return {"tree_size": config.tree_size or default["tree_size"], "num_matches": default["beam_width"]}
-    if method == "none" or drafter is None:
-        return {}
-    return _drafter_tree(config, default, drafter.config.num_outputs, has_copies=config.copying is not False)
+def _check_models(config: EngineConfig, *, has_drafter: bool, has_draft_model: bool) -> None:
+    """Refuse a method or a file of measured sizes without its model, and two models that both draft (ValueError)."""
+    method, tuned = config.method, config.tuned
+    if method is None and has_drafter and has_draft_model:
+        raise ValueError("--drafter and --draft-model both propose tokens: name one of them with --method")
+    if method == "drafter" and not has_drafter:
+        raise ValueError("--method drafter needs a drafter: give --drafter DIR, or leave --method out")
+    if method == "draft-model" and not has_draft_model:
+        raise ValueError("--method draft-model needs a draft model: give --draft-model NAME")
+    if tuned not in (None, NO_FILE) and not has_drafter:
+        raise ValueError(f"--tuned {tuned} sizes the trees of a drafter: give --drafter DIR, or leave --tuned out")
 
 
-def _drafter_tree(
-    config: EngineConfig, default: dict[str, int], num_draft_tokens: int, *, has_copies: bool
-) -> dict[str, Any]:
+def _drafter_tree(config: EngineConfig, default: dict[str, int], num_draft_tokens: int) -> dict[str, Any]:
     """W, L, N and policy of the drafter's trees; an open number follows the given ones.
 
     Raises:
@@ -266,29 +258,20 @@ def _drafter_tree(
     """
     policy = config.tree_policy or "all-nodes"
     width, length, size = config.beam_width, config.draft_length, config.tree_size
-    if width is not None and width > num_draft_tokens:
-        raise ValueError(
-            f"--beam-width {width} exceeds the drafter's vocabulary of {num_draft_tokens} tokens: lower it"
-        )
     if length is not None and size is not None and length > size - 1:
         raise ValueError(f"--draft-length {length} is deeper than trees of --tree-size {size}: lower it")
     width = width or min(default["beam_width"], num_draft_tokens)
     length = length or (default["draft_length"] if size is None else min(default["draft_length"], size - 1))
-    if policy == "final-beams":
-        most = 1 + width * length
-        if size not in (None, most):
-            raise ValueError(
-                f"--tree-size {size} contradicts --tree-policy final-beams, whose trees have 1 + W * L = {most} nodes "
-                f"(W {width}, L {length}): leave --tree-size out"
-            )
-        return {"beam_width": width, "draft_length": length, "tree_size": most, "tree_policy": policy}
-    most = most_nodes(width, length, has_copies=has_copies)
-    if size is not None and size > most:
+    is_final = policy == "final-beams"
+    most = 1 + width * length
+    if not is_final and config.copying is not False:
+        most += max(0, COPY_DEPTH - length)  # copies lengthen the best beam
+    if size is not None and (size > most or (is_final and size < most)):
         raise ValueError(
-            f"--tree-size {size} exceeds the {most} nodes that --beam-width {width} and --draft-length {length} can "
-            "draft: lower it or raise one of them"
+            f"--tree-size {size}: trees of --beam-width {width}, --draft-length {length} and --tree-policy {policy} "
+            f"have {'' if is_final else 'at most '}{most} nodes: leave --tree-size out, or change one of them"
         )
-    size = size or min(max(default["tree_size"], length + 1), most)
+    size = most if is_final else size or min(max(default["tree_size"], length + 1), most)
     return {"beam_width": width, "draft_length": length, "tree_size": size, "tree_policy": policy}
 
 
@@ -318,6 +301,23 @@ def _measured(
         raise ValueError(f"--tuned {path} {reason}: run `drafter tune` here, or leave it out")
     _log.warning("%s is not used: it %s", path, reason)
     return None, "the measured sizes do not fit"
+
+
+def tuned_path(drafter: str | Path) -> Path:
+    """Path of a drafter's measured sizes: in the drafter's folder, else under ``$DRAFTER_HOME/tuned``.
+
+    The folder of a drafter of the package may be read-only, and a drafter of the hub has no folder of the user.
+
+    Args:
+        drafter: folder, hub id, or name of a drafter of the package.
+    """
+    from drafter.targets.home import home_folder
+
+    folder = Path(drafter).expanduser()
+    if folder.is_dir() and folder.resolve().parent != ASSETS.resolve():
+        return folder / TUNED_FILE
+    name = folder.name if folder.is_dir() else str(drafter).replace("/", "--")
+    return home_folder() / "tuned" / name / TUNED_FILE
 
 
 def _refuse_unused(config: EngineConfig, method: Method) -> None:

@@ -1,1 +1,1 @@
-"""Ways to draft tokens, one file each, and the table of them."""
+"""Ways to draft tokens, one file each."""

@@ -52,7 +52,8 @@ class BeamProposer(Proposer):
         compiler: compiles the search of greedy rows.
 
     Raises:
-        ValueError: the drafter belongs to another target or device, or has fewer tokens than beams.
+        ValueError: the drafter belongs to another target or device, reads layers that the target lacks, or has fewer
+            tokens than beams.
     """
 
     def __init__(
@@ -70,15 +71,19 @@ class BeamProposer(Proposer):
                 f"the drafter is on {drafter.device} but the target on {target.device}: drafter.to(...) first"
             )
         self.drafter = drafter.bind(target)
+        self.context_layers = layers = tuple(drafter.config.context_layers)
+        if any(layer > target.num_layers for layer in layers):
+            raise ValueError(f"the drafter reads layers {list(layers)} but {target.name!r} has {target.num_layers}")
         self._embed = target.embed
         self._dtype = drafter.dtype  # kept, because transformers searches all modules for the dtype
         self._token_R = drafter.draft_token_ids_R
-        if self.width > self._token_R.shape[0]:
+        num_tokens = len(self._token_R)
+        if self.width > num_tokens:
             raise ValueError(
-                f"--beam-width {self.width} exceeds the drafter's vocabulary of {self._token_R.shape[0]} tokens"
+                f"--beam-width {self.width} exceeds the drafter's vocabulary of {num_tokens} tokens: lower it"
             )
         self._index_V = torch.full((target.vocab_size,), -1, device=self._token_R.device)
-        self._index_V[self._token_R] = torch.arange(len(self._token_R), device=self._token_R.device)
+        self._index_V[self._token_R] = torch.arange(num_tokens, device=self._token_R.device)
         shares = SHARES if drafting.copying else [0.0] * len(SHARES)
         self._odds_X = torch.tensor((0.0, *shares), device=self._token_R.device).logit()
         self._search_greedily = (compiler or Compiler())(self._search)
@@ -86,11 +91,11 @@ class BeamProposer(Proposer):
     def draft(self, rows: RowState, noise_BLV: Tensor | None) -> NodeList:
         """All nodes of the search, or the nodes of the final beams; the score is the cumulative log-probability."""
         inputs = rows.root_B, rows.context_BC, rows.history_BS[:, : rows.num_visible], rows.length_B
-        if rows.warp.flags.has_noise:
+        if rows.warp.has_noise:
             columns = self._search(*inputs, rows.warp, noise_BLV if self._drafting.coupled else None)
         else:
             columns = self._search_greedily(*inputs)
-        nodes = NodeList(*columns, self.level_sizes)
+        nodes = NodeList(*columns)
         if self._drafting.tree_policy == "final-beams":
             nodes = nodes._replace(score_BM=keep_final_beams(nodes.parent_BM, nodes.score_BM, self.width))
         return nodes
@@ -154,7 +159,7 @@ class BeamProposer(Proposer):
         self, logits_BWR: Tensor, copies: Copies, noise_BV: Tensor | None, warp: Warp | None
     ) -> tuple[Tensor, Tensor]:
         """The W best children of every beam and the copied token: log-probabilities and tokens, each [B, W, K]."""
-        has_noise = warp is not None and warp.flags.has_noise
+        has_noise = warp is not None and warp.has_noise
         rank_BWR = warp_logits(logits_BWR, warp) if warp is not None and has_noise else logits_BWR.float()
         token_BW, odds_BW = copies.best()
         rank_BWR, copied_BW1, total_BW1 = mix(rank_BWR, self._index_V[token_BW], odds_BW)

@@ -84,27 +84,17 @@ class Copies(NamedTuple):
         return token_BW, self.odds_X[key_BW // num_slots] + votes_BW.log()
 
 
-class Mixture(NamedTuple):
-    """A distribution (1 - share) q + share [copied token], as logits on one scale.
-
-    Attributes:
-        logits_BWR: of the draft vocabulary without the copied token, whose place holds -inf. float32.
-        copied_BW1: of the copied token, inside or outside the draft vocabulary.
-        total_BW1: log-sum-exp of all.
-    """
-
-    logits_BWR: Tensor
-    copied_BW1: Tensor
-    total_BW1: Tensor
-
-
-def mix(logits_BWR: Tensor, index_BW: Tensor, odds_BW: Tensor) -> Mixture:
-    """Mix q = softmax(logits) with a copied token. ``logits_BWR`` is changed in place.
+def mix(logits_BWR: Tensor, index_BW: Tensor, odds_BW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(1 - share) q + share [copied token], as logits on one scale, for q = softmax(logits).
 
     Args:
-        logits_BWR: float32.
+        logits_BWR: float32, changed in place.
         index_BW: draft index of the copied token, -1 outside the draft vocabulary.
         odds_BW: log(share / (1 - share)), -inf where nothing is copied.
+
+    Returns:
+        Logits of the draft vocabulary without the copied token, whose place holds -inf [B, W, R]; the logit of the
+        copied token, inside or outside the draft vocabulary [B, W, 1]; the log-sum-exp of all [B, W, 1].
     """
     total_BW1 = logits_BWR.logsumexp(dim=2, keepdim=True)
     place_BW1, odds_BW1 = index_BW.clamp_min(0)[:, :, None], odds_BW[:, :, None]
@@ -113,4 +103,4 @@ def mix(logits_BWR: Tensor, index_BW: Tensor, odds_BW: Tensor) -> Mixture:
     logits_BWR.scatter_(2, place_BW1, own_BW1.masked_fill(is_inside_BW1, -torch.inf))
     copied_BW1 = torch.logaddexp(own_BW1.masked_fill(~is_inside_BW1, -torch.inf), total_BW1 + odds_BW1)
     # Rounding must not make a copy likelier than certain, because no child may score above its parent.
-    return Mixture(logits_BWR, copied_BW1, (total_BW1 + F.softplus(odds_BW1)).maximum(copied_BW1))
+    return logits_BWR, copied_BW1, (total_BW1 + F.softplus(odds_BW1)).maximum(copied_BW1)

@@ -3,8 +3,6 @@
 Shapes: B rows · T tokens of a prefill chunk · N = gamma + 1 nodes · V vocabulary · S slots of a row.
 """
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
@@ -41,6 +39,8 @@ class DraftModelProposer(Proposer):
         ValueError: the two models do not share their vocabulary or device.
     """
 
+    reads_every_token = True
+
     def __init__(self, draft: Target, target: Target, drafting: Drafting) -> None:
         check_same_vocabulary(draft, target)
         if draft.device != target.device:
@@ -53,10 +53,6 @@ class DraftModelProposer(Proposer):
         self._coupled = drafting.coupled
         self._token_V = torch.arange(target.vocab_size, device=target.device)
         self._cache: SlotCache = draft.new_cache(0, 0)
-
-    @cached_property
-    def plain(self) -> None:
-        """None: the draft model has to read every token."""
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """Allocate the draft model's cache."""
@@ -111,7 +107,7 @@ class DraftModelProposer(Proposer):
 
     def _sample(self, log_q_BTV: Tensor, rows: RowState, step: int) -> Tensor:
         """A sample of q for each row, int64 [B, 1]; the q of a greedy row has all its mass on one token."""
-        if not rows.warp.flags.has_noise:
+        if not rows.warp.has_noise:
             return argmax(log_q_BTV)
         position_BT = rows.length_B[:, None] + step + 1
         return argmax(log_q_BTV + gumbel_noise(rows.seed_B, position_BT, self._token_V, stream=STREAM_DRAFT))
@@ -146,20 +142,13 @@ class DraftModelProposer(Proposer):
 
 
 def check_same_vocabulary(draft: Target, target: Target) -> None:
-    """ValueError unless a token id means the same to both models."""
-    family = "take a draft model of the target's family"
-    if draft.vocab_size != target.vocab_size:
+    """ValueError unless a token id means the same to both models, as far as sizes and tokenizers tell."""
+    own, other = (model.tokenizer and model.tokenizer.get_vocab().items() for model in (draft, target))
+    different = own ^ other if own and other else set()
+    if draft.vocab_size != target.vocab_size or different:
+        example = f", {min(different)[0]!r} for one" if different else ""
         raise ValueError(
-            f"--draft-model {draft.name!r} has a vocabulary of {draft.vocab_size} tokens, the target {target.name!r} "
-            f"one of {target.vocab_size}: {family}"
-        )
-    if draft.tokenizer is None or target.tokenizer is None:
-        return  # the sizes are all that can be compared
-    own, other = draft.tokenizer.get_vocab(), target.tokenizer.get_vocab()
-    different = own.items() ^ other.items()
-    if different:
-        raise ValueError(
-            f"--draft-model {draft.name!r} and the target {target.name!r} both have {target.vocab_size} token ids, but "
-            f"their tokenizers ({len(own)} and {len(other)} tokens) differ in {len(different)} entries, "
-            f"{min(different)[0]!r} for one: {family}"
+            f"--draft-model {draft.name!r} has other tokens than the target {target.name!r}: {draft.vocab_size} and "
+            f"{target.vocab_size} token ids, {len(different)} entries of the tokenizers differ{example}: take a draft "
+            "model of the target's family"
         )

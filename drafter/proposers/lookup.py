@@ -117,7 +117,6 @@ class LookupProposer(Proposer):
             token_BM=token_BLM.flatten(1),
             parent_BM=parent_BLM.where(step_L1 > 0, -1).flatten(1),
             score_BM=score_BLM.flatten(1),
-            level_sizes=self.level_sizes,
         )
 
     def _score(self, same_BLMM: Tensor, size_BM: Tensor) -> Tensor:

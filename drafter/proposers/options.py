@@ -59,8 +59,3 @@ class Drafting:
                 f"verify=rejection needs drafts sampled from q, and method {self.method} samples none: "
                 "use method draft-model or verify=coupled"
             )
-
-
-def most_nodes(beam_width: int, draft_length: int, *, has_copies: bool = True) -> int:
-    """The most nodes that beam search drafts, root included; copies lengthen the best beam to ``COPY_DEPTH`` tokens."""
-    return 1 + beam_width * draft_length + (max(0, COPY_DEPTH - draft_length) if has_copies else 0)

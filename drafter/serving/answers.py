@@ -12,8 +12,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from drafter.engine.outputs import StepTree, TokenLogprob, Update
-from drafter.engine.request import Request
+from drafter.engine.request import Request, StepTree, TokenLogprob, Update
 from drafter.serving.protocol import ApiError, ChatRequest, CompletionRequest
 
 _LEAST_LOGPROB = -9999.0  # the API writes this number for minus infinity, which JSON lacks

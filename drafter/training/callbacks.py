@@ -18,9 +18,8 @@ from tqdm import tqdm
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.engine.outputs import Completion
+from drafter.engine.request import Completion, Prompt
 from drafter.engine.settings import EngineConfig
-from drafter.engine.text import Prompt
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 from drafter.training.checkpoint import last_checkpoint

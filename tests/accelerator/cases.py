@@ -24,10 +24,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine import outputs
+from drafter.engine import runner
 from drafter.engine.engine import Engine
-from drafter.engine.outputs import Update
-from drafter.engine.request import RequestOptions
+from drafter.engine.request import RequestOptions, Update
 from drafter.engine.settings import Plan
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
@@ -87,13 +86,13 @@ def drafter_of(target: Target, **shape: Any) -> RecurrentDrafter:
 
 def unpack_outside() -> None:
     """The results of a step are unpacked on the CPU, where tensors have numbers."""
-    unpack = outputs._unpack
+    unpack = runner._unpack
 
     def unpacked(words_X: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         with unset_fake_temporarily():
             return unpack(words_X, [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in like])
 
-    outputs._unpack = unpacked
+    runner._unpack = unpacked
 
 
 def engine_of(target: Target, shape: Mapping[str, Any] | None = None, **settings: Any) -> Engine:

@@ -141,11 +141,11 @@ def test_rows_do_not_depend_on_the_batch():
         alone = make_warp([params])
         row = slice(b, b + 1)
         assert torch.equal(warp_logits(logits_BNV[row], alone), warped_BNV[row])
-        noise = noise_BNV[row] if alone.flags.has_noise else None
+        noise = noise_BNV[row] if alone.has_noise else None
         assert torch.equal(pick(logits_BNV[row], noise, alone), pick_BN[row])
         for n in range(5):
             node = slice(n, n + 1)
-            noise = noise_BNV[row, node] if alone.flags.has_noise else None
+            noise = noise_BNV[row, node] if alone.has_noise else None
             assert torch.equal(pick(logits_BNV[row, node], noise, alone), pick_BN[row, node])
 
 

@@ -13,10 +13,12 @@ from drafter.engine.settings import EngineConfig, Plan
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.options import Method
+from drafter.targets.target import Target
 from tests.engine.drafters import answers_of, prompts_for, shared_target, trained_drafter
 from tests.engine.oracle import VOCAB, tiny_target
 
 NO_EOS = SamplingParams(max_new_tokens=20, ignore_eos=True)
+LONG = replace(NO_EOS, max_new_tokens=60)
 KNOWN = prompts_for(4, seed=100, sizes=(5,))
 
 
@@ -60,6 +62,14 @@ def test_a_reused_prefix_gives_the_context_that_reading_it_gives() -> None:
     torch.testing.assert_close(*contexts, atol=1e-5, rtol=1e-4)
 
 
+def test_a_cache_that_grows_forgets_the_prefixes() -> None:
+    engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_num_seqs=2, enable_prefix_caching=True))
+    prompts = prompts_for(2, seed=6, sizes=(40,))
+    for params in (NO_EOS, replace(NO_EOS, max_new_tokens=150)):
+        answers = [item.token_ids for item in engine.generate(prompts, params)]
+        assert answers == answers_of(shared_target(), prompts, params)
+
+
 def test_one_call_at_a_time() -> None:
     engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_num_seqs=2, tree_size=8))
     stream = engine.stream(KNOWN[:1], NO_EOS)
@@ -71,19 +81,13 @@ def test_one_call_at_a_time() -> None:
     assert [tokens] == answers_of(shared_target(), KNOWN[:1], NO_EOS)
 
 
-@pytest.mark.parametrize("prompts", ["hey", [1, 2, 3], [{"role": "user", "content": "hey"}]])
-def test_one_prompt_is_no_list_of_prompts(prompts: Any) -> None:
-    with pytest.raises(ValueError, match="list of prompts"):
-        Engine(shared_target()).generate(prompts)
-
-
 def test_drafters_that_cannot_work_are_refused_before_the_first_step() -> None:
     fields: dict[str, Any] = {"vocab_size": shared_target().vocab_size, "hidden_size": shared_target().hidden_size}
     elsewhere = RecurrentDrafter(DrafterConfig(**fields)).to("meta")
     with pytest.raises(ValueError, match="the drafter is on meta but the target on cpu"):
         Engine(shared_target(), elsewhere)
     too_deep = RecurrentDrafter(DrafterConfig(**fields, context="fused", context_layers=(1, 9)))
-    with pytest.raises(ValueError, match=r"reads layers \[1, 9\] but target .* has 2"):
+    with pytest.raises(ValueError, match=r"reads layers \[1, 9\] but .* has 2"):
         Engine(shared_target(), too_deep)
 
 
@@ -101,3 +105,16 @@ def test_an_engine_that_cannot_fit_says_so_with_the_numbers(method: Method, monk
         engine.reserve(100)
     monkeypatch.setattr(runner, "available_bytes", lambda device: need)
     engine.reserve(100)
+
+
+def test_bfloat16_steps_with_trees_round_as_plain_steps_of_as_many_nodes() -> None:
+    target = Target.from_model(tiny_target().model.to(torch.bfloat16), name="tiny-0")
+    prompts = prompts_for(12, seed=4)
+    tree = Plan(method="drafter", max_num_seqs=3, beam_width=4, draft_length=3, tree_size=12)
+    try:
+        drafted = Engine(target, trained_drafter().bind(target), tree).generate(prompts, LONG)
+    finally:
+        trained_drafter().bind(shared_target())
+    padded = Engine(target, None, Plan(method="none", max_num_seqs=3, tree_size=12)).generate(prompts, LONG)
+    assert [item.token_ids for item in drafted] == [item.token_ids for item in padded]
+    assert sum(item.tokens_per_step for item in drafted) / len(drafted) > 1.2

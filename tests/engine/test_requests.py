@@ -8,9 +8,7 @@ import torch
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.engine.outputs import Update
-from drafter.engine.prefix_cache import common_length
-from drafter.engine.request import Request, RequestOptions
+from drafter.engine.request import Request, RequestOptions, Update
 from drafter.engine.scheduler import Scheduler
 from tests.serving.tiny import tiny_engine, tiny_target
 
@@ -31,19 +29,6 @@ def plain_answer(prompt_ids: list[int], params: SamplingParams = GREEDY) -> list
 
 def chat(text: str) -> list[int]:
     return tiny_target().encode_chat([{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}])
-
-
-def test_shared_system_prompt_is_not_computed_again() -> None:
-    engine = tiny_engine()
-    first = engine.add(chat("Name a colour."), GREEDY)
-    run(engine)
-    others = [engine.add(chat(text), GREEDY) for text in ("Name a river.", "What is two and two?", "Why?")]
-    run(engine)
-    assert first.num_shared == 0
-    shared = common_length(chat("Name a colour."), chat("What"))
-    assert all(other.num_shared >= shared for other in others)
-    for request in (first, *others):
-        assert request.token_ids == plain_answer(request.prompt_ids)
 
 
 def test_next_turn_of_a_chat_reuses_the_answer_too() -> None:

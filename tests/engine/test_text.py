@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
+from drafter.engine.request import IncrementalText, encode_prompts
 from drafter.engine.settings import EngineConfig
-from drafter.engine.text import IncrementalText
 from tests.data.tiny import tiny_tokenizer
 from tests.serving.tiny import tiny_engine, tiny_target
 
@@ -85,36 +85,27 @@ def plain_engine() -> Engine:
     return Engine(tiny_target(), None, EngineConfig(method="none"))
 
 
-def test_engines_text_is_the_decoders_and_streams_in_whole() -> None:
-    engine = tiny_engine()
-    streamed = {index: "" for index in range(3)}
-    for event in engine.stream(CHATS, NO_EOS):
-        streamed[event.index] += event.text
-        if event.completion is not None:
-            assert streamed[event.index] == event.completion.text
-            assert event.completion.text == tiny_target().decode(event.completion.token_ids)
-    assert all(streamed.values())
-
-
 def test_prompts_of_every_form_are_the_same_prompt() -> None:
     engine = tiny_engine()
-    forms = ["Why?", [{"role": "user", "content": "Why?"}], engine.encode("Why?"), torch.tensor(engine.encode("Why?"))]
+    ids, raw_ids = (encode_prompts(engine.target, ["Why?"], raw=raw)[0] for raw in (False, True))
+    forms = ["Why?", [{"role": "user", "content": "Why?"}], ids, torch.tensor(ids)]
     first, *others = [completion.token_ids for completion in engine.generate(forms, NO_EOS)]
     assert others == [first] * 3
-    assert engine.encode("Why?", raw=True) == tiny_target().encode("Why?") != engine.encode("Why?")
+    assert raw_ids == tiny_target().encode("Why?") != ids
     with pytest.raises(ValueError, match="mixes messages"):
         engine.generate([[{"role": "user", "content": "Why?"}, 5]], NO_EOS)
 
 
-def test_stop_strings_end_an_answer_the_same_with_and_without_drafts() -> None:
-    full = plain_engine().generate(CHATS, NO_EOS)
-    for index, completion in enumerate(full):
+def test_streamed_text_is_whole_and_ends_at_a_stop_string_with_and_without_drafts() -> None:
+    for index, full in enumerate(plain_engine().generate(CHATS, NO_EOS)):
+        assert full.text == tiny_target().decode(full.token_ids)
         # Printable stop strings taken from the middle of the answer, across tokens.
-        stops = {completion.text[place : place + 3] for place in (4, 9, 15)} - {""}
+        stops = {full.text[place : place + 3] for place in (4, 9, 15)} - {""}
         for stop in sorted(item for item in stops if "\ufffd" not in item):
             params = SamplingParams(max_new_tokens=40, ignore_eos=True, stop=(stop,))
             plain = plain_engine().generate(CHATS[index : index + 1], params)[0]
-            drafted = tiny_engine().generate(CHATS[index : index + 1], params)[0]
-            assert drafted.token_ids == plain.token_ids == completion.token_ids[: len(plain.token_ids)]
-            assert drafted.text == plain.text == completion.text[: completion.text.find(stop)]
-            assert drafted.finish_reason == plain.finish_reason == "stop"
+            *_, last = events = list(tiny_engine().stream(CHATS[index : index + 1], params))
+            assert last.completion is not None and last.completion.finish_reason == plain.finish_reason == "stop"
+            assert last.completion.token_ids == plain.token_ids == full.token_ids[: len(plain.token_ids)]
+            text = "".join(event.text for event in events)
+            assert text == last.completion.text == plain.text == full.text[: full.text.find(stop)]

@@ -236,7 +236,14 @@ def random_trees(rng, vocab_size=6):
     return trees, Candidates(*columns), max(max(tree.depth) for tree in trees)
 
 
-def test_ancestors_and_walk_equal_both_references():
+def picks_after(tree, nodes, picks):
+    """The target of a walk: the pick after the text of a node."""
+    numbers = [j for j, is_node in enumerate(tree.is_node) if is_node]
+    number_of = {tuple(nodes[i].token for i in reference.path_to(nodes, j)): j for j in numbers}
+    return lambda text: picks[number_of[tuple(text)]]
+
+
+def test_ancestors_and_walk_equal_the_reference():
     lengths = []
     for number in range(NUM_TREE_CASES):
         rng = random.Random(number)
@@ -254,20 +261,18 @@ def test_ancestors_and_walk_equal_both_references():
         pick_BN = torch.tensor(picks)
         accepted = accept_picks(candidates, pick_BN, ancestor_BNN, max_depth + extra)
         emitted_BL = accepted.emitted(candidates)
-        by_reference = vmap(partial(reference.accept_tree, max_depth=max_depth))(
+        last_B = vmap(partial(reference.accept_tree, max_depth=max_depth))(
             candidates.token_BN, candidates.parent_BN, candidates.depth_BN, pick_BN
         )
-        for row, tree in enumerate(trees):
-            assert ancestor_BNN[row].tolist() == loops.ancestor_mask(tree.parent)
-            path, bonus = loops.walk(tree, picks[row])
-            assert accepted.num_accepted_B[row].item() == len(path) - 1
-            assert accepted.path_BL[row].tolist() == path + [path[-1]] * (max_depth + extra + 1 - len(path))
-            assert accepted.bonus_B[row].item() == bonus
-            emitted = [*(tree.token[i] for i in path[1:]), bonus]
-            assert emitted_BL[row, : len(path)].tolist() == emitted
-            assert by_reference[row].item() == path[-1]
-            lengths.append(len(path))
         assert torch.equal(vmap(partial(reference.ancestors, max_depth=max_depth))(candidates.parent_BN), ancestor_BNN)
+        for row, tree in enumerate(trees):
+            nodes = [reference.Node(*node, 0.0) for node in zip(*tree[:3], strict=True)]
+            path = reference.path_to(nodes, last_B[row].item())
+            emitted = reference.walk(nodes, picks_after(tree, nodes, picks[row]), [nodes[0].token])
+            assert accepted.num_accepted_B[row].item() == len(path) - 1 == len(emitted) - 1
+            assert accepted.path_BL[row].tolist() == path + [path[-1]] * (max_depth + extra + 1 - len(path))
+            assert emitted_BL[row, : len(path)].tolist() == emitted and accepted.bonus_B[row].item() == emitted[-1]
+            lengths.append(len(path))
     assert max(lengths) >= 5 and min(lengths) == 1
 
 

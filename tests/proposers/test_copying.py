@@ -2,6 +2,7 @@
 
 import math
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -55,8 +56,8 @@ def test_a_copy_is_never_likelier_than_certain() -> None:
     logits_BWR = 7 + 3 * torch.randn(1, 1000, 50, generator=generator)
     index_BW = logits_BWR.argmax(dim=2)
     logits_BWR.scatter_add_(2, index_BW[:, :, None], torch.full((1, 1000, 1), 15.0))
-    mixed = mix(logits_BWR, index_BW, torch.full((1, 1000), 6.0))
-    assert (mixed.copied_BW1 <= mixed.total_BW1).all()
+    _, copied_BW1, total_BW1 = mix(logits_BWR, index_BW, torch.full((1, 1000), 6.0))
+    assert (copied_BW1 <= total_BW1).all()
 
 
 def copying_rows(case: Case, number: int) -> None:
@@ -128,21 +129,15 @@ def test_search_equals_the_loop_twin(block: int) -> None:
                 num_edges += 1
                 continue
             last = nodes.parent_BM[row, num_beams].item()
-            assert scores[last] == max(scores[num_beams - case.width : num_beams])
+            best = max(scores[num_beams - case.width : num_beams])
+            assert scores[last] == best
             listed = list(zip(nodes.token_BM[row].tolist(), nodes.parent_BM[row].tolist(), strict=True))
             path: list[int] = []
             while last >= 0:
                 path.insert(0, listed[last][0])
                 last = listed[last][1]
             wanted = tail_scores(case, row, path, case.length + 3)
-            steps = [
-                one - other
-                for one, other in zip(
-                    scores[num_beams:],
-                    [max(scores[num_beams - case.width : num_beams]), *scores[num_beams:]],
-                    strict=False,
-                )
-            ]
-            assert [step for step in steps if step > -torch.inf and step == step] == pytest.approx(wanted, abs=1e-4)
+            chain = pairwise([best, *scores[num_beams:]])
+            assert [child - parent for parent, child in chain if child > -torch.inf] == pytest.approx(wanted, abs=1e-4)
             num_tails += len(wanted)
     assert num_changed > 12 and num_edges <= 1 and num_tails > 40  # rounding may decide between two beams

@@ -67,12 +67,12 @@ def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
 
 def test_foreign_vocabulary_is_refused() -> None:
     target = tiny_target()
-    with pytest.raises(ValueError, match=rf"70 tokens.*{VOCAB}"):
+    with pytest.raises(ValueError, match=f"70 and {VOCAB} token ids"):
         engine_of(tiny_target(vocab_size=70), target)
     one = Target.from_model(target.model, tokenizer_of(["a", "b", "c"]), name="one")
     other = Target.from_model(target.model, tokenizer_of(["a", "c", "b"]), name="other")
     check_same_vocabulary(one, one)
-    with pytest.raises(ValueError, match="'other'.*differ in 4 entries"):
+    with pytest.raises(ValueError, match="'other'.* 4 entries of the tokenizers differ"):
         check_same_vocabulary(other, one)
 
 

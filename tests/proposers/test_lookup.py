@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafter.decoding.tree import depths_of
 from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
 from drafter.proposers.lookup import (
@@ -56,12 +57,14 @@ def test_matches_and_continuations_equal_the_loop(texts: list[list[int]], max_ng
 @given(texts=TEXTS, num_matches=st.integers(1, 6), length=st.integers(1, 4))
 def test_scores_equal_the_loop(texts: list[list[int]], num_matches: int, length: int) -> None:
     rows = rows_of(texts)
-    nodes = proposer_of(num_matches, length).draft(rows, None)
+    proposer = proposer_of(num_matches, length)
+    nodes = proposer.draft(rows, None)
+    depth_M = depths_of(proposer.level_sizes, torch.device("cpu"))
     for row, text in enumerate(texts):
         best = find_matches_loop(text, 8)[:num_matches]
         proposals = [follow_loop(text, end, length) for _, end in best]
         lengths = [size for size, _ in best]
-        columns = nodes.token_BM[row], nodes.parent_BM[row], nodes.depth_BM[row], nodes.score_BM[row]
+        columns = nodes.token_BM[row], nodes.parent_BM[row], depth_M, nodes.score_BM[row]
         listed = [Drafted(*node) for node in zip(*(column.tolist() for column in columns), strict=True)]
         places = [place for place, node in enumerate(listed) if node.score > -math.inf]
         scores = {tuple(drafted_path(listed, place)): listed[place].score for place in places}
@@ -79,17 +82,6 @@ def test_garbage_behind_the_root_is_never_read() -> None:
     for a, b in zip(one[:4], other[:4], strict=True):
         assert torch.equal(a, b)
     assert one.is_node_BN.sum(dim=1).tolist()[1] == 1  # a single token has no earlier occurrence
-
-
-def test_tree_merges_equal_prefixes() -> None:
-    """Two matches of (1, 2) go on with 3 5 and 3 6: one node 3 with two children."""
-    rows = rows_of([[1, 2, 3, 5, 1, 2, 3, 6, 1, 2]])
-    proposer = proposer_of(2, 2, 5)
-    tree = proposer.propose(rows, None)
-    assert tree.token_BN.tolist() == [[2, 3, 0, 6, 5]]
-    assert tree.parent_BN.tolist() == [[0, 0, 2, 1, 1]]
-    assert tree.is_node_BN.tolist() == [[True, True, False, True, True]]
-    assert proposer.draft(rows, None).score_BM.isinf().tolist() == [[False, True, False, False]]
 
 
 @pytest.mark.parametrize(

@@ -94,33 +94,3 @@ def packed_paths(packed: Packed) -> set[tuple[int, ...]]:
         if path:
             paths.add(tuple(path))
     return paths
-
-
-def ancestor_mask(parent: list[int]) -> list[list[bool]]:
-    """Row i: True at i and at every ancestor of i."""
-    rows = []
-    for i in range(len(parent)):
-        row = [False] * len(parent)
-        node = i
-        row[node] = True
-        while parent[node] != node:
-            node = parent[node]
-            row[node] = True
-        rows.append(row)
-    return rows
-
-
-def walk(packed: Packed, pick: list[int]) -> tuple[list[int], int]:
-    """Nodes from the root on, as long as the target's pick is a child; and the pick that is none."""
-    path = [0]
-    while True:
-        here = path[-1]
-        children = [
-            i
-            for i in range(1, len(packed.token))
-            if packed.is_node[i] and packed.parent[i] == here and packed.token[i] == pick[here]
-        ]
-        if not children:
-            return path, pick[here]
-        assert len(children) == 1, "siblings hold different tokens"
-        path.append(children[0])

@@ -60,17 +60,6 @@ def test_rnn_step_is_the_formula():
     assert token.item() == logits.argmax().item()
 
 
-def test_vmap_of_a_real_drafter_equals_a_loop():
-    step = partial(reference.rnn_step, random_weights())
-    drafts = partial(sample_sequence, step, 4, 6)
-    llm_state, token = torch.randn(3, 5), torch.randint(11, (3, 4))
-    batched = vmap(vmap(drafts, in_dims=(None, 0)), in_dims=(0, 0))(llm_state, token)
-    assert batched.shape == (3, 4, 5)
-    for b in range(3):
-        for w in range(4):
-            assert batched[b, w].tolist() == drafts(llm_state[b], token[b, w]).tolist()
-
-
 P = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.2, 0.2, 0.6]])
 Q = torch.tensor([[0.2, 0.2, 0.6], [0.1, 0.6, 0.3]])
 
@@ -143,13 +132,6 @@ def test_draft_tree_by_hand():
     assert [n.token for n in reference.keep_best_nodes(nodes, 3)] == [0, 1, 0]
     assert [(n.token, n.parent) for n in reference.keep_best_nodes(nodes, 4)] == [(0, 0), (1, 0), (2, 0), (0, 1)]
     assert reference.keep_final_beams(nodes, 2) == nodes
-
-
-def test_final_beams_drop_what_died():
-    """Beam 2 has no child among the final beams."""
-    nodes = [Node(0, 0, 0, 0.0), Node(1, 0, 1, -0.1), Node(2, 0, 1, -3.0), Node(1, 1, 2, -0.3), Node(2, 1, 2, -1.0)]
-    kept = reference.keep_final_beams(nodes, 2)
-    assert [(n.token, n.parent) for n in kept] == [(0, 0), (1, 0), (1, 1), (2, 1)]
 
 
 @pytest.mark.parametrize("policy", ["all-nodes", "final-beams"])

@@ -5,9 +5,7 @@ import random
 import pytest
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.outputs import Update
-from drafter.engine.request import Request
-from drafter.engine.text import IncrementalText
+from drafter.engine.request import IncrementalText, Request, Update
 from drafter.serving.answers import Answer, Model
 from drafter.serving.protocol import CompletionRequest
 from tests.data.tiny import tiny_tokenizer

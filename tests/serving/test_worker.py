@@ -11,7 +11,7 @@ import torch
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.engine.outputs import Update
+from drafter.engine.request import Update
 from drafter.engine.settings import EngineConfig
 from drafter.serving.answers import Answer, Model
 from drafter.serving.metrics import Metrics

@@ -129,8 +129,8 @@ class CopyMixer:
         # A window of the target frees blocks, and their slots hold anything.
         token_BS = token_BS.where((token_BS >= 0) & (token_BS < vocab_size), -1)
         token_B1, odds_B1 = copies_of(token_BS, place, self._odds_X).best()
-        mixture = mix(logits_BR[:, None].float(), self._index_V[token_B1], odds_B1)
-        logits_BV = mixture.logits_BWR.new_full((len(logits_BR), vocab_size), -torch.inf)
-        logits_BV.index_copy_(1, self._token_R, mixture.logits_BWR[:, 0])
+        logits_B1R, copied_B11, _ = mix(logits_BR[:, None].float(), self._index_V[token_B1], odds_B1)
+        logits_BV = logits_B1R.new_full((len(logits_BR), vocab_size), -torch.inf)
+        logits_BV.index_copy_(1, self._token_R, logits_B1R[:, 0])
         # Without a match, the mixture has no place for a copy: the named token keeps its own logit.
-        return logits_BV.scatter_(1, token_B1, mixture.copied_BW1[:, 0])
+        return logits_BV.scatter_(1, token_B1, copied_B11[:, 0])
