@@ -170,7 +170,7 @@ def _keep_sizes(drafter: RecurrentDrafter, before: Path, after: Path) -> None:
 
 
 def _write(drafter: RecurrentDrafter, checkpoint: dict[str, Any], folder: Path, further: Mapping[str, Any]) -> None:
-    from drafter.integrations.hub import write_custom_generate
+    from drafter.integrations.hub import CUSTOM_GENERATE
     from drafter.utils.provenance import write_run_record
 
     drafter.save_pretrained(folder)
@@ -186,7 +186,9 @@ def _write(drafter: RecurrentDrafter, checkpoint: dict[str, Any], folder: Path, 
     }
     (folder / "README.md").write_text(model_card(drafter, facts), encoding="utf-8")
     write_run_record(folder, settings=facts)
-    write_custom_generate(folder)
+    (folder / CUSTOM_GENERATE.name).mkdir()
+    for file in CUSTOM_GENERATE.glob("*.*"):  # not their modes: the package may be read-only
+        shutil.copyfile(file, folder / CUSTOM_GENERATE.name / file.name)
 
 
 def _plain(name: str) -> str:

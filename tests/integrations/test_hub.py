@@ -9,12 +9,10 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from huggingface_hub.errors import LocalTokenNotFoundError
 
 from drafter.cli.main import main
-from drafter.engine.loading import shipped_drafter
-from drafter.integrations import hub
-from drafter.integrations.hub import export_apple, push_to_hub
+from drafter.integrations.hub import export_apple
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
@@ -25,23 +23,18 @@ from tests.tiny_files import make_target
 class FakeHub:
     """Repositories in memory, with the calls of an HfApi that uploading makes."""
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self) -> None:
         self.private: dict[str, bool] = {}
-        self.files: dict[str, dict[str, bytes]] = {}
-        self._error = error
+        self.files: dict[str, set[str]] = {}
 
-    def create_repo(self, name: str, *, private: bool, exist_ok: bool, repo_type: str) -> Any:
-        assert exist_ok and repo_type == "model"
-        if self._error is not None:
-            raise self._error
+    def create_repo(self, name: str, *, private: bool, exist_ok: bool) -> Any:
         full = name if "/" in name else f"me/{name}"
-        self.private.setdefault(full, private)
+        assert exist_ok
+        self.private[full] = private
         return SimpleNamespace(repo_id=full)
 
-    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> None:
-        root = Path(folder_path)
-        found = {str(file.relative_to(root)): file.read_bytes() for file in root.rglob("*") if file.is_file()}
-        self.files[repo_id] = self.files.get(repo_id, {}) | found
+    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        self.files[repo_id] = {file.name for file in folder_path.iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +111,6 @@ def test_trainers_checkpoint_goes_straight_to_the_published_format(tmp_path: Pat
     ("words", "match"),
     [
         (["--target", "x"], "--target belongs to the formats for other programs"),
-        (["--public"], "--public says how --push-to-hub"),
         (["--format", "apple", "--target", "nobody-knows-it"], "unknown target"),
         (["--format", "pear"], "pear"),
     ],
@@ -140,36 +132,22 @@ def test_drafter_of_another_target_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_shipped_drafter_carries_the_script_of_an_export() -> None:
-    folder = shipped_drafter("smollm2-135m")
-    assert folder is not None
-    assert (Path(folder) / "custom_generate" / "generate.py").read_text() == hub._CUSTOM_GENERATE
-
-
-@pytest.mark.parametrize(
-    ("error", "match"),
-    [
-        (LocalTokenNotFoundError("Token is required"), "Token is required"),
-        (
-            HfHubHTTPError("401 Unauthorized", response=SimpleNamespace(headers={}, request=None)),
-            "the hub refused: 401",
-        ),  # type: ignore[arg-type]
-    ],
-)
 def test_refusal_of_the_hub_is_one_line(
-    error: Exception, match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: FakeHub(error))
-    with pytest.raises(ValueError, match=match):
-        push_to_hub(tmp_path, "me/first")
+    class Refusing:
+        def create_repo(self, *_: object, **__: object) -> None:
+            raise LocalTokenNotFoundError("Token is required")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Refusing)
+    words = ["export", str(drafter), "--format", "apple", "--out", str(tmp_path / "out"), "--push-to-hub", "me/it"]
+    assert main(words) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "drafter: error: Token is required"
 
 
-def test_push_from_the_command_line_is_private_unless_asked(
-    drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub = FakeHub()
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
-    words = ["export", str(drafter), "--format", "apple", "--out", str(tmp_path / "out")]
-    assert main([*words, "--push-to-hub", "me/it"]) == main([*words, "--push-to-hub", "open", "--public"]) == 0
-    assert hub.private == {"me/it": True, "me/open": False}
-    assert set(hub.files["me/it"]) == {"config.json", "model.safetensors"}
+def test_push_from_the_command_line_is_private(drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeHub()
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: fake)
+    words = ["export", str(drafter), "--format", "apple", "--out", str(tmp_path / "out"), "--push-to-hub", "it"]
+    assert main(words) == 0
+    assert fake.private == {"me/it": True} and fake.files == {"me/it": {"config.json", "model.safetensors"}}

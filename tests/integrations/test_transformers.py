@@ -1,5 +1,6 @@
 """For users of transformers: generate with a drafter in one line, the Auto classes, and what is refused."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.loading import shipped_drafter
 from drafter.engine.settings import EngineConfig
-from drafter.integrations.hub import write_custom_generate
+from drafter.integrations.hub import CUSTOM_GENERATE
 from drafter.integrations.transformers import DrafterDecoder, generate
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.catalog import fetch
@@ -47,7 +48,7 @@ def model() -> PreTrainedModel:
 def folder(tmp_path: Path) -> Path:
     """An exported drafter."""
     trained_drafter().save_pretrained(tmp_path / "my.drafter-1")
-    write_custom_generate(tmp_path / "my.drafter-1")
+    shutil.copytree(CUSTOM_GENERATE, tmp_path / "my.drafter-1" / "custom_generate")
     return tmp_path / "my.drafter-1"
 
 
