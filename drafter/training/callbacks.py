@@ -67,7 +67,8 @@ class TokensPerStep(Callback):
     """Decodes held-out prompts with the real engine after each validation and logs ``val/tokens_per_step``.
 
     ``val/accepted_d2`` is the share of steps that accepted a draft token at depth 2. Decoding is greedy, so the figures
-    depend on the drafter alone. Runs on the first process.
+    depend on the drafter alone. Every process decodes the same prompts: a sharded target's processes run each forward
+    together.
     """
 
     def __init__(self, num_prompts: int = 8, max_new_tokens: int = 64, draft_length: int = 4) -> None:
@@ -87,20 +88,14 @@ class TokensPerStep(Callback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        values = torch.zeros(1 + self._draft_length, dtype=torch.float64, device=pl_module.device)
         module: Any = pl_module
-        # The processes that share a target's weights must run every forward of the target together.
-        if trainer.is_global_zero or module.teacher.target.is_sharded:
-            data: Any = getattr(trainer, "datamodule", None)
-            prompts = data.val_prompts(self._num_prompts)
-            answers = decode_answers(module.teacher.target, module.drafter, prompts, self._config, self._params)
-            num_accepted = torch.tensor([num for answer in answers for num in answer.num_accepted])
-            shares = [float((num_accepted >= depth).double().mean()) for depth in range(1, self._draft_length + 1)]
-            values = values + torch.tensor([mean_tokens_per_step(answers), *shares]).to(values)
-        rate, *accepted = trainer.strategy.broadcast(values)
-        pl_module.log("val/tokens_per_step", rate, prog_bar=True, rank_zero_only=False)
-        for depth, share in enumerate(accepted, 1):
-            pl_module.log(f"val/accepted_d{depth}", share, rank_zero_only=False)
+        data: Any = getattr(trainer, "datamodule", None)
+        prompts = data.val_prompts(self._num_prompts)
+        answers = decode_answers(module.teacher.target, module.drafter, prompts, self._config, self._params)
+        num_accepted = torch.tensor([num for answer in answers for num in answer.num_accepted])
+        pl_module.log("val/tokens_per_step", mean_tokens_per_step(answers), prog_bar=True, sync_dist=True)
+        for depth in range(1, self._draft_length + 1):
+            pl_module.log(f"val/accepted_d{depth}", float((num_accepted >= depth).float().mean()), sync_dist=True)
 
 
 class SaveWhenStopped(Callback):

@@ -48,6 +48,8 @@ class FakeData(LightningDataModule):
     def token_counts(self, vocab_size: int) -> torch.Tensor:
         return torch.bincount(self.batch.token_BT[self.batch.loss_mask_BT], minlength=vocab_size)
 
+    def cache_states(self, *_: Any, **__: Any) -> None: ...
+
     def val_prompts(self, num: int) -> list[list[int]]:
         return [row[:PROMPT_LENGTH] for row in self.rows[:num]]
 
@@ -87,7 +89,7 @@ def make_module(target: Target, **changes: Any) -> DrafterModule:
         optim=OptimOptions(**optim),
         **changes,
     )
-    module._load_target = lambda device: target
+    module._load_target = lambda **_: target
     return module
 
 

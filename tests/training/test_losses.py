@@ -40,8 +40,7 @@ def test_chunks_equal_the_definition(mix: Objective, rows_are_trained: bool, mon
     wanted = mixed_loss(z, teacher, LABEL_P, mix)
     inputs = [feature, rows] if rows_are_trained else [feature]
     wanted_grads = torch.autograd.grad(3 * wanted.mean(), inputs, retain_graph=True)
-    ranked_P = torch.randint(-1, R, (P,))
-    ranks = [R if ranked < 0 else int((z[i] > z[i, ranked]).sum()) for i, ranked in enumerate(ranked_P.tolist())]
+    ranks = [int((z[i] > z[i, label]).sum()) for i, label in enumerate(LABEL_P.tolist())]
     mix = replace(mix, memory_mib=1)
     for size in (7, P):
         monkeypatch.setattr("drafter.training.losses._BLOCK_BYTES", 6 * R * 4 * size)  # for so many pairs
@@ -53,7 +52,7 @@ def test_chunks_equal_the_definition(mix: Objective, rows_are_trained: bool, mon
 
         found_P = exact_loss(feature, rows, LABEL_P, logits, mix)
         assert max(lengths, default=size) == size
-        assert count_better(feature, rows, ranked_P, mix).tolist() == ranks
+        assert count_better(feature, rows, LABEL_P, mix).tolist() == ranks
         torch.testing.assert_close(found_P, wanted, rtol=1e-5, atol=1e-5)
         for got, want in zip(torch.autograd.grad(3 * found_P.mean(), inputs), wanted_grads, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

@@ -6,7 +6,7 @@ import torch
 import yaml
 
 from drafter.models.drafter import RecurrentDrafter
-from drafter.training.build import choose_draft_vocabulary, coverage, drafter_config, summary_lines
+from drafter.training.build import choose_draft_vocabulary, drafter_config, summary_lines
 from drafter.training.options import DrafterOptions, Objective, OptimOptions
 
 
@@ -28,7 +28,7 @@ def test_learning_rate_rises_then_falls_to_its_end(options: dict, last: float) -
 def test_draft_vocabulary_worked_example() -> None:
     counts = torch.tensor([5, 0, 9, 7, 0])
     ids = choose_draft_vocabulary(counts, 3, always=[1])
-    assert ids.tolist() == [1, 2, 3] and coverage(counts, ids) == pytest.approx(16 / 21)
+    assert ids.tolist() == [1, 2, 3]
     assert choose_draft_vocabulary(torch.tensor([1, 1, 1, 2]), 2).tolist() == [0, 3]
 
 
