@@ -86,13 +86,8 @@ def split_tensors(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> tuple
     if config.head == "tied" and not shares_head(config):
         lent[OUTPUT_ROWS] = (config.num_outputs, config.hidden_size)
     for name, shape in lent.items():
-        if name not in tensors:
-            raise ValueError(f"the drafter's folder lacks tensor {name!r}: export the drafter again")
-        if tuple(tensors[name].shape) != shape:
-            raise ValueError(
-                f"the drafter's folder: tensor {name!r} has shape {list(tensors[name].shape)}, its config asks for "
-                f"{list(shape)}"
-            )
+        if name not in tensors or tuple(tensors[name].shape) != shape:
+            raise ValueError(f"the drafter's folder lacks tensor {name!r} of shape {list(shape)}: export it again")
     own = {name: tensor for name, tensor in tensors.items() if name not in lent}
     return own, {name: tensors[name] for name in lent}
 

@@ -105,7 +105,6 @@ def check_drafts(model: Any, drafter: RecurrentDrafter, target: Target, layers: 
         is_drafted_V = torch.zeros(target.vocab_size, dtype=torch.bool)
         is_drafted_V[drafter.draft_token_ids_R] = True
         assert bool((logits_TV[:, ~is_drafted_V] == -torch.inf).all())
-        assert torch.equal(model.get_top_tokens(output), logits_TV.argmax(-1))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -177,7 +176,6 @@ def test_chains_with_copies_are_those_of_our_beam_search(
         for depth in (1, 2):
             cache.prepare([0, 1], torch.arange(2), last_B + depth)
             _, state_BE = model(drafts[-1], last_B + depth, state_BE)
-            assert torch.equal(model.get_top_tokens(state_BE), model.compute_logits(state_BE).argmax(-1))
             drafts.append(model.compute_logits(state_BE).argmax(-1))
         rows = rows_of([row_T[: last + 2].tolist() for row_T, last in zip(token_BT, last_B, strict=True)])
         context = [target.forward(row_T[None, : last + 1], context_layers=drafter.config.context_layers)
@@ -232,7 +230,6 @@ def test_another_target_and_broken_folders_are_refused(tmp_path: Path, monkeypat
         "total_num_hidden_layers": "number of layers 2.*layers 9",
         "vocab_size": "vocabulary 61.*vocabulary 9",
         "pipeline_parallel_size": "--pipeline-parallel-size 9.*use --tensor-parallel-size",
-        "decode_context_parallel_size": "--decode-context-parallel-size 9.*with --no-copying",
         "use_mla": "compresses keys and values",
     }.items():
         with pytest.raises(ValueError, match=message):
@@ -245,8 +242,8 @@ def test_another_target_and_broken_folders_are_refused(tmp_path: Path, monkeypat
     weights = folder / "model.safetensors"
     tensors = load_file(weights)
     for name, wrong, message in (
-        ("final_norm.weight", None, "lacks tensor 'final_norm.weight'"),
-        ("lm_head.weight", torch.zeros(3, 32), r"'lm_head.weight' has shape \[3, 32\]"),
+        ("final_norm.weight", None, r"lacks tensor 'final_norm.weight' of shape \[32\]"),
+        ("lm_head.weight", torch.zeros(3, 32), r"lacks tensor 'lm_head.weight' of shape \[50, 32\]"),
         ("cell.u.weight", None, "'cell.u.weight' is missing"),
         ("cell.u.weight", torch.zeros(3), r"'cell.u.weight' has shape \[3\]"),
     ):
