@@ -14,11 +14,11 @@ import random
 import shutil
 import statistics
 import sys
-import time
+import timeit
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,7 +43,6 @@ _STATES_SHARE = 0.4  # of the minutes for the target's forward over the rows
 _SPEED_TOKENS = 2048
 _ROWS, _MADE = "rows.json", "drafter"  # of the hidden folder: facts about the frozen rows; the trained drafter
 _MODES = {"drafter alone": False, "with copies": True}
-T = TypeVar("T")
 
 
 class Figure(NamedTuple):
@@ -85,8 +84,7 @@ def adapt(
     key = [repr(options), _digest(drafter)]
     with _work_folder(out, key) as work:
         checkpoint, made = work / "checkpoints" / "last.ckpt", work / _MADE
-        prepared = _kept(work / _ROWS, lambda: (key, *_prepare(load(), work, options)))
-        _, prompts, num_answers, longest = prepared
+        _, prompts, num_answers, longest = _kept(work / _ROWS, lambda: (key, *_prepare(load(), work, options)))
         before = _kept(work / "before.json", lambda: _measured(load(), load_drafter(str(drafter), load()), prompts))
         if not made.exists():
             load.cache_clear()
@@ -136,17 +134,11 @@ def compared(before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]]
 
 def table(figures: dict[str, Figure], num_prompts: dict[str, int]) -> str:
     """The figures as aligned text."""
-    lines = [
-        (
-            f"{name} ({num_prompts[name]} prompts), {mode}",
-            f"{figure.before:.2f}",
-            f"{figure.after:.2f}",
-            f"{figure.after / figure.before - 1:+.1%}",
-            f"{figure.error / figure.before:.1%}",
-        )
-        for key, figure in figures.items()
-        for name, mode in [key.split(", ")]
-    ]
+    lines = []
+    for key, (before, after, error) in figures.items():
+        name, mode = key.split(", ")
+        change, noise = f"{after / before - 1:+.1%}", f"{error / before:.1%}"
+        lines.append((f"{name} ({num_prompts[name]} prompts), {mode}", f"{before:.2f}", f"{after:.2f}", change, noise))
     return format_table(("tokens per step", "before", "after", "change", "standard error"), lines)
 
 
@@ -194,15 +186,11 @@ def affordable(
     return chosen, mixed_in
 
 
+@torch.inference_mode()
 def _tokens_per_second(target: Target) -> float:
     """How fast the target computes hidden states."""
     token_BT = torch.arange(_SPEED_TOKENS, device=target.device).view(4, -1) % target.vocab_size
-    seconds = []
-    with torch.inference_mode():
-        for _ in range(4):
-            start = time.perf_counter()
-            target.forward(token_BT).hidden_BTD.sum().item()
-            seconds.append(time.perf_counter() - start)
+    seconds = timeit.repeat(lambda: target.forward(token_BT).hidden_BTD.sum().item(), number=1, repeat=4)
     # The first forward of a shape is slower, and other processes may be busy at any moment.
     return _SPEED_TOKENS / statistics.median(seconds[1:])
 
@@ -247,12 +235,11 @@ def _digest(drafter: Path) -> str:
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=16).hexdigest()
 
 
-def _kept(file: Path, make: Callable[[], T]) -> T:
+def _kept(file: Path, make: Callable[[], Any]) -> Any:
     """The content of a JSON file, which is made first if it is missing."""
     if not file.exists():
         write_atomic(file, json.dumps(make()), follows_links=False)
-    found: T = json.loads(file.read_text(encoding="utf-8"))
-    return found
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 @contextlib.contextmanager
@@ -268,9 +255,9 @@ def _work_folder(out: Path, key: Sequence[str]) -> Iterator[Path]:
     with locked(lock) as is_locked:
         if is_locked is False:
             raise ValueError(f"another `drafter adapt` works on --out {out}: wait for its end, or give another --out")
-        settings, first = json.loads(rows.read_text(encoding="utf-8"))[0] if rows.exists() else ("", "")
+        earlier = json.loads(rows.read_text(encoding="utf-8"))[0] if rows.exists() else [""]
         # A call that was stopped at its end may have written into the drafter's own folder already.
-        if settings == key[0] and key[1] in (first, _digest(work / _MADE)):
+        if earlier == key or [earlier[0], _digest(work / _MADE)] == key:
             print(f"going on with an earlier call and its answers; to begin anew, delete {work}", file=sys.stderr)
         else:
             rows.unlink(missing_ok=True)  # the first to go: a half emptied folder begins anew

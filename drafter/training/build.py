@@ -13,7 +13,7 @@ from torch import Tensor
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
-from drafter.training.checkpoint import drafter_of_checkpoint, shape_fields
+from drafter.training.checkpoint import drafter_of_checkpoint, shape_of
 from drafter.training.options import DrafterOptions
 
 _NUM_SCALE_PROMPTS = 8
@@ -73,13 +73,11 @@ def drafter_config(options: DrafterOptions, *, vocab_size: int, hidden_size: int
 
 def expect_same_shape(config: DrafterConfig, saved: dict[str, Any]) -> None:
     """ValueError, naming the first field, when weights saved with ``saved`` do not fit ``config``."""
-    for name in shape_fields():
-        mine, theirs = getattr(config, name), saved.get(name)
-        if name == "context_layers":
-            mine, theirs = list(mine), list(theirs or ())
-        if mine != theirs:
+    wanted, found = shape_of(config.to_dict()), shape_of(saved)
+    for name in wanted:
+        if wanted[name] != found[name]:
             raise ValueError(
-                f"the saved drafter has {name} {theirs!r}, but this run asks for {mine!r}: "
+                f"the saved drafter has {name} {found[name]!r}, but this run asks for {wanted[name]!r}: "
                 "use the options it was trained with, or train from new weights"
             )
 

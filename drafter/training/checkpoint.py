@@ -150,23 +150,24 @@ def export_checkpoint(
     return out
 
 
-def shape_fields() -> list[str]:
+def shape_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a config on which the shapes of the weights, and the time of a drafting step, depend."""
     options = [field.name for field in fields(DrafterOptions) if field.name != "draft_length"]  # any depth fits
-    return ["vocab_size", "hidden_size", *options]
+    found = {name: config.get(name) for name in ("vocab_size", "hidden_size", *options)}
+    return found | {"context_layers": list(config.get("context_layers") or ())}
 
 
 def _keep_sizes(drafter: RecurrentDrafter, before: Path, after: Path) -> None:
     """Take the measured sizes of ``drafter tune`` along where the drafter before has the same shape."""
     sizes, config = before / TUNED_FILE, before / "config.json"
-    if sizes.is_file() and config.is_file():
-        earlier, own = read_json_object(config), drafter.config.to_dict()
-        if all(earlier.get(name) == own.get(name) for name in shape_fields()):
-            kept = read_json_object(sizes)
-            kept.pop("drafter_fingerprint", None)  # a file that names no drafter fits every drafter of its shape
-            (after / TUNED_FILE).write_text(json.dumps(kept) + "\n", encoding="utf-8")
-        else:
-            print(f"{sizes} was measured with a drafter of another shape and is left out", file=sys.stderr)
+    if not (sizes.is_file() and config.is_file()):
+        return
+    if shape_of(read_json_object(config)) == shape_of(drafter.config.to_dict()):
+        kept = read_json_object(sizes)
+        kept.pop("drafter_fingerprint", None)  # a file that names no drafter fits every drafter of its shape
+        (after / TUNED_FILE).write_text(json.dumps(kept) + "\n", encoding="utf-8")
+    else:
+        print(f"{sizes} was measured with a drafter of another shape and is left out", file=sys.stderr)
 
 
 def _write(drafter: RecurrentDrafter, checkpoint: dict[str, Any], folder: Path, further: Mapping[str, Any]) -> None:
