@@ -13,11 +13,11 @@ LABEL_P = torch.randint(0, R, (P,), generator=torch.Generator().manual_seed(3))
 TEACHER_P = torch.randint(0, M, (P,), generator=torch.Generator().manual_seed(4))
 
 
-def make(feature_size: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def make(feature_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Random features, output rows, and the target's logits of each pair."""
     torch.manual_seed(3)
     feature_PF, rows_RF = 0.5 * torch.randn(P, feature_size), torch.randn(R, feature_size)
-    return feature_PF.to(dtype).requires_grad_(), rows_RF.to(dtype), torch.randn(M, R).to(dtype)[TEACHER_P] * 3
+    return feature_PF.requires_grad_(), rows_RF, torch.randn(M, R)[TEACHER_P] * 3
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -102,28 +102,12 @@ def test_samples_agree_with_the_reference_on_average() -> None:
     assert 0.6 < one < 0.98
 
 
-@pytest.mark.parametrize("mix", MIXES)
-def test_bfloat16_is_close(mix: Objective) -> None:
-    feature, rows, teacher = make(D, torch.bfloat16)
-    found = exact_loss(feature, rows, LABEL_P, lambda here: teacher[here], mix)
-    (got,) = torch.autograd.grad(found.mean(), feature)
-    assert got.dtype == torch.bfloat16 and found.dtype == torch.float32
-    exact = feature.detach().float().requires_grad_()
-    wanted = mixed_loss(exact @ rows.float().T, teacher.float(), LABEL_P, mix)
-    (want,) = torch.autograd.grad(wanted.mean(), exact)
-    torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05)
-    assert torch.nn.functional.cosine_similarity(got.float().flatten(), want.flatten(), dim=0) > 0.995
-
-
 def test_no_pairs_and_no_gradient() -> None:
     feature, rows, teacher = make(D)
     none = exact_loss(feature[:0], rows, LABEL_P[:0], lambda here: teacher[:0], Objective())
     none.sum().backward()
-    assert (
-        len(none) == len(count_better(feature[:0], rows, LABEL_P[:0], Objective())) == 0
-        and feature.grad is not None
-        and not feature.grad.any()
-    )
+    assert len(none) == len(count_better(feature[:0], rows, LABEL_P[:0], Objective())) == 0
+    assert feature.grad is not None and not feature.grad.any()
     with torch.inference_mode():
         found = exact_loss(feature, rows, LABEL_P, lambda here: teacher[here], Objective())
     assert found.sum() > 0 and not found.requires_grad

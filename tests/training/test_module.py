@@ -105,10 +105,10 @@ def test_bfloat16_learns_too(tmp_path) -> None:
 
 
 def test_float16_is_refused(tmp_path) -> None:
-    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer, target = make_trainer(tmp_path, max_steps=1), make_target()
     trainer.precision_plugin.precision = "16-mixed"  # the real one asks for a GPU
     with pytest.raises(ValueError, match="--trainer.precision 16-mixed.*use bf16-mixed or 32-true"):
-        trainer.fit(make_module(make_target()), datamodule=FakeData(greedy_rows(make_target()), 1))
+        trainer.fit(make_module(target), datamodule=FakeData(greedy_rows(target), 1))
 
 
 def test_a_step_waits_for_the_device_once(tmp_path, monkeypatch) -> None:
@@ -166,16 +166,12 @@ def test_validation_logs_shares_of_the_whole_set(tmp_path) -> None:
 
 def test_divergence_names_step_and_checkpoint(tmp_path) -> None:
     target = make_target()
-    module = make_module(target, optim={"lr": 1e-3})
-    calls = []
+    module, trainer = make_module(target), make_trainer(tmp_path, max_steps=9, limit_val_batches=0)
 
-    def poison(*_: object) -> None:
-        calls.append(1)
-        if len(calls) == 4:
+    def poison(_: object, index: int) -> None:
+        if index == 3:
             module.drafter.head.weight.data.fill_(float("nan"))
 
     module.on_train_batch_start = poison
     with pytest.raises(ValueError, match=r"not finite at step 3; no checkpoint was written yet.*--model.optim.lr"):
-        make_trainer(tmp_path, max_steps=9, limit_val_batches=0).fit(
-            module, datamodule=FakeData(greedy_rows(target), 9)
-        )
+        trainer.fit(module, datamodule=FakeData(greedy_rows(target), 9))
