@@ -244,29 +244,26 @@ class DrafterModule(LightningModule):
         feature_PF = self._pair_features(batch.token_BT, target_output.context_BTC, pairs)
         return LossInputs(feature_PF, target_output.hidden_BTD.flatten(0, 1)[pairs.position_M], pairs)
 
-    def exact_loss(self, inputs: LossInputs) -> Tensor:
-        """The mean loss of the pairs over the whole draft vocabulary, whatever ``shared_tokens`` is."""
+    def loss(self, inputs: LossInputs, *, is_exact: bool) -> Tensor:
+        """The mean loss of the pairs over the draft vocabulary; unless ``is_exact``, with ``shared_tokens``, estimated
+        from these and each position's ``top_tokens``."""
         feature_PF, hidden_MD, pairs = inputs
-        loss_P = exact_loss(
-            feature_PF,
-            self._output_rows(),
-            pairs.label_P,
-            lambda here: self.teacher.logits(hidden_MD[pairs.teacher_P[here]]),
-            self.objective,
-        )
+        if is_exact or not self.objective.shared_tokens:
+            loss_P = exact_loss(
+                feature_PF,
+                self._output_rows(),
+                pairs.label_P,
+                lambda here: self.teacher.logits(hidden_MD[pairs.teacher_P[here]]),
+                self.objective,
+            )
+        else:
+            rows_RD = self.teacher.weight_RD
+            sample = sample_tokens(hidden_MD, rows_RD, self.objective, generator=self._generator())
+            loss_P = sampled_loss(feature_PF, rows_RD, pairs.label_P, pairs.teacher_P, sample, self.objective)
         return loss_P.sum() / max(1, len(loss_P))
 
     def _output_rows(self) -> Tensor:
         return self.teacher.weight_RD if self.drafter.config.head == "tied" else self.drafter.output_rows()
-
-    def sampled_loss(self, inputs: LossInputs) -> Tensor:
-        """The mean loss of the pairs, estimated from ``shared_tokens`` and each position's ``top_tokens``."""
-        feature_PF, hidden_MD, pairs = inputs
-        sample = sample_tokens(hidden_MD, self.teacher.weight_RD, self.objective, generator=self._generator())
-        loss_P = sampled_loss(
-            feature_PF, self.teacher.weight_RD, pairs.label_P, pairs.teacher_P, sample, self.objective
-        )
-        return loss_P.sum() / max(1, len(loss_P))
 
     def _target_states(self, batch: ChatBatch) -> TargetOutput:
         if batch.hidden_BTD is not None:
@@ -302,8 +299,7 @@ class DrafterModule(LightningModule):
 
     def training_step(self, paired: PairedBatch, batch_idx: int) -> Tensor:
         trainer: Any = self.trainer
-        inputs = self.inputs(paired)
-        loss = self.sampled_loss(inputs) if self.objective.shared_tokens else self.exact_loss(inputs)
+        loss = self.loss(self.inputs(paired), is_exact=False)
         self.num_positions += paired.pairs.num_starts[0] * trainer.world_size
         self.log("train/loss", loss, prog_bar=True)
         # All processes end after the same step, whichever clock is ahead.
@@ -327,7 +323,7 @@ class DrafterModule(LightningModule):
         """Log the loss, and ``top8_d2`` and the like: the share of pairs at depth 2 whose token is among the drafter's
         first 8."""
         inputs, label_P = self.inputs(paired), paired.pairs.label_P
-        loss = self.exact_loss(inputs)
+        loss = self.loss(inputs, is_exact=True)
         self.log("val/loss", loss, prog_bar=True, batch_size=max(1, len(label_P)), sync_dist=True)
         all_ranks_P = count_better(inputs.feature_PF, self._output_rows(), label_P, self.objective)
         for depth, rank_P in enumerate(all_ranks_P.split(list(paired.pairs.num_starts)), 1):
