@@ -3,7 +3,6 @@
 import copy
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tqdm import tqdm
@@ -113,10 +111,9 @@ class SaveWhenStopped(Callback):
         self._saved_step = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._signal, self._step, self._saved_step = 0, trainer.global_step, -1
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, self._take_note)  # Lightning puts the earlier handlers back at the end
+        self._step = trainer.global_step
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._take_note)  # Lightning puts the earlier handlers back at the end
         # Lightning makes the loader before it reads the position in the data, and restores none after a whole epoch.
         fit_loop: Any = trainer.fit_loop
         fit_loop._combined_loader._load_state_dicts(fit_loop._combined_loader_states_to_load)
@@ -133,7 +130,7 @@ class SaveWhenStopped(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning saves at a new best only. Without a new best, a crash would cost more than one interval.
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+        if not trainer.sanity_checking:
             self._save_last(trainer)
             self._stop_if_told(trainer)
 
@@ -145,8 +142,7 @@ class SaveWhenStopped(Callback):
     def _save_last(self, trainer: Trainer) -> None:
         self._saved_step = trainer.global_step
         checkpoints: Any = trainer.checkpoint_callback
-        if checkpoints is not None and checkpoints.dirpath:
-            trainer.save_checkpoint(Path(checkpoints.dirpath) / "last.ckpt")
+        trainer.save_checkpoint(Path(checkpoints.dirpath) / "last.ckpt")
 
     def _take_note(self, number: int, frame: Any) -> None:
         if self._signal == number == signal.SIGINT:
@@ -159,7 +155,7 @@ class SaveWhenStopped(Callback):
         if not trainer.strategy.reduce_boolean_decision(bool(self._signal), all=False):
             return
         self._save_last(trainer)
-        saved = last_checkpoint(trainer) or "nothing"
+        saved = last_checkpoint(trainer)
         rank_zero_warn(f"stopped at step {trainer.global_step}; saved {saved}. Go on with --ckpt_path last")
         raise KeyboardInterrupt if self._signal == signal.SIGINT else SIGTERMException
 

@@ -23,6 +23,7 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.beam import BeamProposer
 from drafter.proposers.options import Drafting
 from drafter.targets.target import Target
+from tests.data.engine_files import states_before_norm
 from tests.engine.oracle import VOCAB, rows_of, tiny_target
 from tests.integrations.vllm import fake_vllm
 
@@ -53,22 +54,6 @@ def drafter_for(target: Target, **settings: Any) -> RecurrentDrafter:
     return drafter.eval()
 
 
-def states_before_the_norm(target: Target, token_T: Tensor) -> list[Tensor]:
-    """The states that vLLM hands over: embeddings, then behind each layer, [T, D] each."""
-    found: list[Tensor] = []
-    layers: Any = target.model.model.layers
-    hooks = [layers[0].register_forward_pre_hook(lambda _, given: found.append(given[0][0]))]
-    hooks += [layer.register_forward_hook(lambda *call: found.append(_first(call[2])[0])) for layer in layers]
-    target.forward(token_T[None])
-    for hook in hooks:
-        hook.remove()
-    return found
-
-
-def _first(output: Any) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output
-
-
 def served(monkeypatch: pytest.MonkeyPatch, folder: Path, target: Target, **changes: Any) -> Any:
     """The class as vLLM makes it: constructed, filled with the folder's tensors, lent the target's parts."""
     fake_vllm.install(monkeypatch)
@@ -89,12 +74,11 @@ def served(monkeypatch: pytest.MonkeyPatch, folder: Path, target: Target, **chan
 def check_drafts(model: Any, drafter: RecurrentDrafter, target: Target, layers: tuple[int, ...]) -> None:
     """Logits after each of three tokens, from every position of a text, are the drafter's own."""
     token_T = (torch.arange(12) * 17 + 3) % target.vocab_size
-    states = states_before_the_norm(target, token_T)
     own_layers = drafter.config.context_layers
     context_TC = target.forward(token_T[None], context_layers=own_layers).context_BTC[0, :-3]
     window_TL = token_T[1:].unfold(0, 3, 1)
     wanted_TLR = drafter.bind(target)(context_TC, target.embed(window_TL))
-    handed_TE = torch.cat([states[layer] for layer in layers], dim=-1)
+    handed_TE = states_before_norm(target, token_T, layers[:-1]).flatten(1)
     state_TE = model.combine_hidden_states(handed_TE)[:-3]
     for depth in range(3):
         positions = torch.arange(len(state_TE))
@@ -156,9 +140,8 @@ def test_chains_with_copies_are_those_of_our_beam_search(
     # The first token is found once: position 0 is in no slot.
     token_BT = torch.cat([torch.tensor([[20], [21]]), torch.tensor([30, 31, 32, 33, 34, 30, 31, 35]).repeat(2, 3)], 1)
     token_BT[1, 9:] += 3
-    states = [torch.stack(x) for x in zip(*(states_before_the_norm(target, row_T) for row_T in token_BT), strict=True)]
     layers = json.loads((folder / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"]
-    handed_BTE = torch.cat([states[layer] for layer in layers], dim=-1)
+    handed_BTE = torch.stack([states_before_norm(target, row_T, layers[:-1]).flatten(1) for row_T in token_BT])
     drafting = Drafting(method="drafter", beam_width=1, draft_length=3, tree_size=4)
     proposer = BeamProposer(drafter.bind(target), target, drafting)
     plain = BeamProposer(drafter, target, replace(drafting, copying=False))
