@@ -36,12 +36,6 @@ def build_drafter(
     Raises:
         ValueError: ``init_from`` has another shape or target, or the draft vocabulary is larger than the target's.
     """
-    size = options.draft_vocab_size
-    if size is not None and size > target.vocab_size:
-        raise ValueError(
-            f"--model.drafter.draft_vocab_size {size} exceeds the {target.vocab_size} tokens of {target.name!r}: "
-            "lower it"
-        )
     config = drafter_config(
         options,
         vocab_size=target.vocab_size,

@@ -76,8 +76,6 @@ class TokensPerStep(Callback):
             max_new_tokens: tokens for each.
             draft_length: L of the engine, whose trees have 24 nodes.
         """
-        if num_prompts < 1:
-            raise ValueError(f"TokensPerStep: num_prompts is {num_prompts} but must be at least 1")
         self._num_prompts = num_prompts
         self._params = SamplingParams(max_new_tokens=max_new_tokens)
         self._draft_length = draft_length

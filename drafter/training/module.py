@@ -316,7 +316,12 @@ class DrafterModule(LightningModule):
         """
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.drafter.parameters() if p.grad is not None])
         if not math.isfinite(norm.cpu().item()):
-            self._stop_diverged("a gradient is not finite")
+            last = last_checkpoint(self.trainer)
+            good = f"the last good checkpoint is {last}" if last else "no checkpoint was written yet"
+            raise ValueError(
+                f"training diverged: a gradient is not finite at step {self.trainer.global_step}; {good}. "
+                f"Resume from it with a lower --model.optim.lr than {self.optim_options.lr}"
+            )
         self.log("train/grad_norm", norm)
 
     def validation_step(self, paired: PairedBatch, batch_idx: int) -> None:
@@ -338,11 +343,3 @@ class DrafterModule(LightningModule):
             speed = (self.num_positions - old) / (self._clock[0] - before)
             self.log("train/positions_per_s", speed, prog_bar=True)
         self.log("train/lr", float(self.trainer.optimizers[0].param_groups[0]["lr"]))
-
-    def _stop_diverged(self, what: str) -> None:
-        last = last_checkpoint(self.trainer)
-        good = f"the last good checkpoint is {last}" if last else "no checkpoint was written yet"
-        raise ValueError(
-            f"training diverged: {what} at step {self.trainer.global_step}; {good}. "
-            f"Resume from it with a lower --model.optim.lr than {self.optim_options.lr}"
-        )

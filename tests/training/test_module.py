@@ -11,13 +11,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
 from drafter.training.losses import count_better
-from drafter.training.module import DrafterModule
-from tests.training.fakes import FakeData, depth_one_guesses, fit, greedy_rows, make_module, make_target, make_trainer
-
-
-def accuracy(module: DrafterModule, rows: list[list[int]]) -> float:
-    guesses = list(depth_one_guesses(module, rows))
-    return sum(guess == right for guess, right in guesses) / len(guesses)
+from tests.training.fakes import FakeData, accuracy, fit, greedy_rows, make_module, make_target, make_trainer
 
 
 def test_overfits_the_targets_own_text(tmp_path) -> None:

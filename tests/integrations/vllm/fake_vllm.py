@@ -83,10 +83,9 @@ def config_of(config: dict[str, Any], target: Any, **changes: Any) -> Any:
         "num_kv_heads": text.num_key_value_heads,
     } | changes
     model = SimpleNamespace(
-        model=changes.get("model", "nowhere"), revision=None, dtype=torch.float32, use_mla=changes.get("use_mla", False)
+        **{"model": "nowhere", "revision": None, "dtype": torch.float32, "use_mla": False} | changes,
+        **{f"get_{name}": lambda *_, value=value: value for name, value in sizes.items()},
     )
-    for name, value in sizes.items():
-        setattr(model, f"get_{name}", lambda *_, value=value: value)
     return SimpleNamespace(
         model_config=model,
         parallel_config=SimpleNamespace(pipeline_parallel_size=changes.get("pipeline_parallel_size", 1)),
