@@ -84,7 +84,7 @@ def ask(http: httpx.Client, kind: str, messages: list[dict[str, str]]) -> tuple[
     return details["num_tokens"], details["num_target_forwards"]
 
 
-def run(folder: Path, minutes: float, answers: int, out: Path) -> None:
+def run(folder: Path, minutes: float, answers: int) -> list[dict[str, Any]]:
     """Serve, ask, adapt after so many recorded answers, and ask on after the swap; one row a bin and kind."""
     command = [sys.executable, "-m", "drafter"]
     models = ["--target", TARGET, "--drafter", str(folder / "drafter")]
@@ -117,12 +117,10 @@ def run(folder: Path, minutes: float, answers: int, out: Path) -> None:
                     num_after += 1
                 if num_after == ANSWERS_AFTER:
                     break
-        rows = [
+        return [
             {"second": second, "kind": kind, "drafter": digest, "num_tokens": tokens, "num_target_forwards": forwards}
             for (second, kind, digest), (tokens, forwards) in sorted(bins.items())
         ]
-        out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        print(summary(rows))
     finally:
         for process in (adapting, server):
             if process is not None and process.poll() is None:
@@ -142,32 +140,18 @@ def drafter_of(http: httpx.Client) -> str:
     return str(http.get("/v1/models").json()["data"][0]["drafter"])
 
 
-def summary(rows: list[dict[str, Any]]) -> str:
-    """Tokens per step of each kind with each drafter."""
-    lines = []
-    for kind in KINDS:
-        figures = []
-        for digest in dict.fromkeys(row["drafter"] for row in rows):
-            own = [row for row in rows if row["kind"] == kind and row["drafter"] == digest]
-            if own:
-                figures.append(f"{rate(own):.2f}")
-        lines.append(f"{kind}: {' -> '.join(figures)} tokens per step")
-    return "\n".join(lines)
-
-
 def rate(rows: list[dict[str, Any]]) -> float:
     return sum(row["num_tokens"] for row in rows) / sum(row["num_target_forwards"] for row in rows)
 
 
-def draw(source: Path, out: Path) -> None:
-    """Tokens per step over time, their means with each drafter, and the moment of the swap."""
+def draw(rows: list[dict[str, Any]], out: Path) -> None:
+    """Tokens per step over time, their means with each drafter, and the moment of the swap; the means are printed."""
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "adapt"
     from matplotlib import pyplot
 
-    rows = [json.loads(line) for line in source.read_text().splitlines()]
     digests = list(dict.fromkeys(row["drafter"] for row in sorted(rows, key=lambda row: row["second"])))
     figure, axes = pyplot.subplots(figsize=(8, 3.2))
     end = (max(row["second"] for row in rows) + BIN_SECONDS) / 60
@@ -180,6 +164,7 @@ def draw(source: Path, out: Path) -> None:
             axes.plot(minutes, [rate([row]) for row in own], color=colour, alpha=0.4, linewidth=1)
             axes.hlines(rates[-1], minutes[0], minutes[-1], color=colour, linewidth=2.4)
         label = f"{NAMES[kind]}\n{rates[0]:.2f} \N{RIGHTWARDS ARROW} {rates[-1]:.2f}"
+        print(label.replace("\n", ": "), "tokens per step")
         axes.annotate(label, (end, rates[-1]), color=colour, fontsize=8.5, va="center")
     swap = min(row["second"] for row in rows if row["drafter"] != digests[0]) / 60
     axes.axvline(swap, color="black", linewidth=0.8, linestyle=":")
@@ -190,25 +175,22 @@ def draw(source: Path, out: Path) -> None:
     axes.set_ylabel("tokens per step")
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
+    figure.savefig(out, metadata={"Date": None})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    running = commands.add_parser("run")
-    running.add_argument("folder", type=Path)
-    running.add_argument("--minutes", type=float, default=6.0, help="of training")
-    running.add_argument("--answers", type=int, default=300, help="recorded before the training")
-    drawing = commands.add_parser("draw")
-    drawing.add_argument("source", type=Path)
-    for command in (running, drawing):
-        command.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "folder", type=Path, help="of results.jsonl, which is drawn again where it exists, and adapt.svg"
+    )
+    parser.add_argument("--minutes", type=float, default=6.0, help="of training")
+    parser.add_argument("--answers", type=int, default=300, help="recorded before the training")
     args = parser.parse_args()
-    if args.command == "run":
-        run(args.folder, args.minutes, args.answers, args.out)
-    else:
-        draw(args.source, args.out)
+    results = args.folder / "results.jsonl"
+    if not results.exists():
+        rows = run(args.folder, args.minutes, args.answers)
+        results.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    draw([json.loads(line) for line in results.read_text().splitlines()], args.folder / "adapt.svg")
 
 
 if __name__ == "__main__":

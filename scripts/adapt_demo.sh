@@ -14,5 +14,4 @@ rm -rf $run
 mkdir -p $run
 drafter target fetch smollm2-135m
 cp -r drafter/assets/smollm2-135m $run/drafter
-python scripts/adapt_demo.py run $run "$@" --out $run/results.jsonl
-python scripts/adapt_demo.py draw $run/results.jsonl --out $run/adapt.svg
+python scripts/adapt_demo.py $run "$@"

@@ -24,8 +24,7 @@ class ExportOptions(Options):
         out: folder to write
         format: drafter, our own; apple, the published one; vllm, for vLLM with this package as its plug-in
         dtype: number format of the weights
-        push_to_hub: upload the folder to this repository of the hub, OWNER/NAME
-        public: make a new repository of --push-to-hub public instead of private
+        push_to_hub: upload the folder to this repository of the hub, OWNER/NAME; a new one is private
         target: with --format apple or vllm: the drafter's target, where the training run's name does not find it
         copying: with --format vllm: mix the drafts with copies from the text
     """
@@ -36,7 +35,6 @@ class ExportOptions(Options):
     format: Literal["drafter", "apple", "vllm"] = "drafter"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     push_to_hub: str | None = None
-    public: bool = False
     target: str | None = None
     copying: bool = True
 
@@ -45,8 +43,6 @@ class ExportOptions(Options):
             raise ValueError("--target belongs to the formats for other programs: add --format apple or --format vllm")
         if self.format != "vllm" and not self.copying:
             raise ValueError("--no-copying belongs to the drafter's folder for vLLM: add --format vllm")
-        if self.public and self.push_to_hub is None:
-            raise ValueError("--public says how --push-to-hub uploads: add --push-to-hub OWNER/NAME")
 
 
 def export(options: ExportOptions) -> None:
@@ -71,7 +67,7 @@ def export(options: ExportOptions) -> None:
     if options.push_to_hub is not None:
         from drafter.integrations.hub import push_to_hub as upload
 
-        print(upload(options.out, options.push_to_hub, private=not options.public))
+        print(upload(options.out, options.push_to_hub))
 
 
 def _target_of(options: ExportOptions, drafter: "RecurrentDrafter") -> "Target":

@@ -4,45 +4,14 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drafter.utils.io import check_output_folder, first_line, replacing
+from drafter.utils.io import check_output_folder, replacing
 
 if TYPE_CHECKING:
     from drafter.models.drafter import RecurrentDrafter
     from drafter.targets.target import Target
 
-# Every exported folder carries a copy of this script, the shipped drafter's folder too.
-_CUSTOM_GENERATE = '''"""Decode with this folder's drafter: the tokens of the model alone, in fewer of its forwards.
-
-    model.generate(**inputs, max_new_tokens=128, custom_generate="THIS FOLDER OR HUB NAME", trust_remote_code=True)
-
-Needs the package `drafter`. See drafter.integrations.transformers.generate for what is honoured and what is refused.
-"""
-
-import sys
-
-
-def generate(model, drafter=None, **arguments):
-    """Called by transformers with the arguments of model.generate; `drafter` overrides where the drafter is."""
-    from drafter.integrations.transformers import generate as generate_with_drafter
-
-    if drafter is None:
-        # transformers copies this file away before it runs it, and says nowhere from where; its own call still knows.
-        drafter = sys._getframe(1).f_locals.get("custom_generate")
-    if not isinstance(drafter, str):
-        raise ValueError("say where the drafter is: model.generate(..., drafter='FOLDER OR HUB NAME')")
-    return generate_with_drafter(model, drafter=drafter, **arguments)
-'''
-_REQUIREMENTS = "recurrent-drafter>={version}\n"
-
-
-def write_custom_generate(folder: Path) -> None:
-    """Add the script that ``model.generate(custom_generate=FOLDER)`` of transformers runs."""
-    from drafter import __version__
-
-    place = folder / "custom_generate"
-    place.mkdir(exist_ok=True)
-    (place / "generate.py").write_text(_CUSTOM_GENERATE, encoding="utf-8")
-    (place / "requirements.txt").write_text(_REQUIREMENTS.format(version=__version__), encoding="utf-8")
+# Every exported folder carries a copy of this script for ``model.generate(custom_generate=FOLDER)`` of transformers.
+CUSTOM_GENERATE = Path(__file__).parent.parent / "assets" / "smollm2-135m" / "custom_generate"
 
 
 def export_apple(drafter: "RecurrentDrafter", out: Path, *, target: "Target | None", dtype: str = "float32") -> Path:
@@ -78,27 +47,20 @@ def export_apple(drafter: "RecurrentDrafter", out: Path, *, target: "Target | No
     return out
 
 
-def push_to_hub(folder: Path, name: str, *, private: bool = True) -> str:
-    """Upload an exported folder to the hub; the address of its page.
+def push_to_hub(folder: Path, name: str) -> str:
+    """Upload an exported folder to the hub, into a private repository unless it exists; the address of its page.
 
     Args:
         folder: a folder of ``drafter export``.
         name: ``owner/name``, or a name under the owner who is logged in.
-        private: only for repositories that do not exist yet.
 
     Raises:
-        ValueError: the hub refused the upload.
-        OSError: the hub could not be reached.
+        ValueError: the hub takes no such name.
+        OSError: nobody is logged in, or the hub refused the upload.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
     hub = HfApi()
-    try:
-        repo = hub.create_repo(name, private=private, exist_ok=True, repo_type="model")
-        hub.upload_folder(repo_id=repo.repo_id, folder_path=str(folder), commit_message="Upload recurrent drafter")
-    except (HFValidationError, LocalTokenNotFoundError) as error:
-        raise ValueError(f"--push-to-hub {name!r}: {first_line(error)}") from error
-    except HfHubHTTPError as error:
-        raise ValueError(f"--push-to-hub {name!r}: the hub refused: {first_line(error)} (`hf auth login`?)") from error
+    repo = hub.create_repo(name, private=True, exist_ok=True)
+    hub.upload_folder(repo_id=repo.repo_id, folder_path=folder, commit_message="Upload recurrent drafter")
     return str(repo)

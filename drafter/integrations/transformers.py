@@ -30,7 +30,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.engine.loading import shipped_drafter
+from drafter.engine.loading import load_drafter
 from drafter.engine.settings import EngineConfig
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
@@ -75,13 +75,9 @@ class DrafterDecoder:
         with _as_target(model):
             target = Target.from_model(model)
         if isinstance(drafter, RecurrentDrafter):
-            head = drafter.eval()
+            head = nn.Module.to(drafter.eval(), target.device)
         else:
-            name = str(drafter)
-            place = name if Path(name).is_dir() else str(shipped_drafter(name) or name)
-            found: Any = RecurrentDrafter.from_pretrained(place)
-            head = found.to(dtype=target.dtype)
-        head = nn.Module.to(head, target.device)
+            head = load_drafter(str(drafter), target)
         self._engine = Engine(target, head, engine_config or EngineConfig())
 
     def generate(
@@ -104,8 +100,7 @@ class DrafterDecoder:
         model: Any = self.model
         decode = partial(self._decode, seed=seed, receiver=streamer)
         with _as_target(self.model):
-            output: Tensor = model.generate(inputs, streamer=streamer, custom_generate=decode, **settings)
-        return output
+            return model.generate(inputs, streamer=streamer, custom_generate=decode, **settings)
 
     def _decode(
         self,
@@ -143,20 +138,16 @@ class DrafterDecoder:
             params = replace(params, **{"temperature": 1.0, **warping})
             seed = int(torch.randint(2**62, ())) if seed is None else seed
         each = [replace(params, seed=(seed or 0) + row) for row in range(num_rows)]
-        answers = self._run(_without_padding(input_ids, model_inputs.get("attention_mask")), each, receiver)
-        longest = max(map(len, answers))
-        padded = [answer + [0 if pad is None else int(pad)] * (longest - len(answer)) for answer in answers]
-        return torch.cat([input_ids, torch.tensor(padded, dtype=input_ids.dtype, device=input_ids.device)], dim=1)
-
-    def _run(self, prompts: list[list[int]], params: list[SamplingParams], receiver: Any) -> list[list[int]]:
-        answers: list[list[int]] = [[] for _ in prompts]
-        for event in self._engine.stream(prompts, params):
+        answers: list[list[int]] = [[] for _ in each]
+        for event in self._engine.stream(_without_padding(input_ids, model_inputs.get("attention_mask")), each):
             answers[event.index] += event.token_ids
             if receiver is not None:
                 receiver.put(torch.tensor(event.token_ids))
         if receiver is not None:
             receiver.end()
-        return answers
+        longest = max(map(len, answers))
+        padded = [answer + [0 if pad is None else int(pad)] * (longest - len(answer)) for answer in answers]
+        return torch.cat([input_ids, torch.tensor(padded, dtype=input_ids.dtype, device=input_ids.device)], dim=1)
 
 
 def generate(

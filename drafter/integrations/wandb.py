@@ -16,17 +16,18 @@ def wandb_mode() -> str:
     """
     from requests.utils import get_netrc_auth  # a package that wandb needs
 
-    asked = os.environ.get("WANDB_MODE", "")
-    if asked and asked != "online":
-        return asked
-    has_key = bool(os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"))
-    has_key = has_key or get_netrc_auth(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")) is not None
-    if asked and not has_key:
+    names, host = (
+        ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"),
+        os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"),
+    )
+    has_key = any(map(os.environ.get, names)) or get_netrc_auth(host) is not None
+    mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
+    if mode == "online" and not has_key:
         raise ValueError(
             "WANDB_MODE=online, but no Weights & Biases key is configured: set WANDB_API_KEY, run `wandb login`, or "
             "unset WANDB_MODE to log offline"
         )
-    return "online" if has_key else "offline"
+    return mode
 
 
 def init_options(project: str, folder: Path, *, record: Mapping[str, Any], is_resumed: bool) -> dict[str, Any]:

@@ -14,10 +14,11 @@ import random
 import shutil
 import statistics
 import sys
-import time
+import timeit
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +28,7 @@ from drafter.models.files import WEIGHTS
 from drafter.targets.target import Target
 from drafter.training.callbacks import count_steps
 from drafter.training.checkpoint import check_export, export_checkpoint
+from drafter.training.options import AdaptOptions, DrafterOptions
 from drafter.training.run import main_train
 from drafter.utils.io import locked, write_atomic
 from drafter.utils.tables import format_table
@@ -41,7 +43,6 @@ _STATES_SHARE = 0.4  # of the minutes for the target's forward over the rows
 _SPEED_TOKENS = 2048
 _ROWS, _MADE = "rows.json", "drafter"  # of the hidden folder: facts about the frozen rows; the trained drafter
 _MODES = {"drafter alone": False, "with copies": True}
-T = TypeVar("T")
 
 
 class Figure(NamedTuple):
@@ -60,28 +61,15 @@ Counts = dict[str, list[tuple[int, int]]]  # "set, mode" -> (tokens, steps) of e
 
 
 def adapt(
-    *,
+    options: AdaptOptions,
     load_target: Callable[[], Target],
     load_drafter: Callable[[str, Target], RecurrentDrafter],
-    target: str,
-    drafter: Path,
-    traffic: Path,
-    out: Path,
-    minutes: float,
-    general: Path | None,
-    words: Sequence[str] = (),
 ) -> bool:
-    """Train ``drafter`` on the traffic, measure both on prompts that no training saw, and write ``out`` if it gained.
+    """Train a drafter on the traffic, measure both on prompts that no training saw, and write ``out`` if it gained.
 
     Args:
+        options: of the command; ``drafter`` is a folder.
         load_target, load_drafter: load the target and a drafter for decoding.
-        target: the target's name, for the training.
-        drafter: folder of the drafter to begin with.
-        traffic: file or folder of rows of token ids.
-        out: folder of the new drafter.
-        minutes: of training, the target's forward over the rows included.
-        general: rows of other text, against forgetting.
-        words: further words for `drafter train`.
 
     Returns:
         Whether ``out`` was written.
@@ -90,18 +78,18 @@ def adapt(
         ValueError: unreadable rows, too few prompts, a drafter of another target, ``out`` holds something else, or
             another call works on ``out``.
     """
+    out, drafter = options.out, Path(options.drafter)
     check_export(out)
     load = functools.cache(load_target)
-    key = [*map(str, (target, drafter, traffic, general, minutes, *words)), _digest(drafter)]
+    key = [repr(options), _digest(drafter)]
     with _work_folder(out, key) as work:
         checkpoint, made = work / "checkpoints" / "last.ckpt", work / _MADE
-        prepared = _kept(work / _ROWS, lambda: (key, *_prepare(load(), work, traffic, general, minutes)))
-        _, prompts, num_answers, longest = prepared
+        _, prompts, num_answers, longest = _kept(work / _ROWS, lambda: (key, *_prepare(load(), work, options)))
         before = _kept(work / "before.json", lambda: _measured(load(), load_drafter(str(drafter), load()), prompts))
         if not made.exists():
             load.cache_clear()
             gc.collect()  # a target and what hangs on it refer to each other
-            main_train([*_recipe(target, drafter, work, minutes, longest), *words])
+            main_train([*_recipe(options, work, longest), *options.train_words])
             export_checkpoint(checkpoint, made)
             gc.collect()  # the trainer's target
         after = _kept(work / "after.json", lambda: _measured(load(), load_drafter(str(made), load()), prompts))
@@ -110,7 +98,7 @@ def adapt(
         has_gained = figures["traffic, with copies"].has_gained
         if has_gained:
             measured = {name: figure._asdict() for name, figure in figures.items()}
-            facts = {"from": str(drafter), "answers": num_answers, "minutes": minutes}
+            facts = {"from": str(drafter), "answers": num_answers, "minutes": options.minutes}
             export_checkpoint(checkpoint, out, facts={"adapted": facts | {"tokens_per_step": measured}})
     return has_gained
 
@@ -146,17 +134,11 @@ def compared(before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]]
 
 def table(figures: dict[str, Figure], num_prompts: dict[str, int]) -> str:
     """The figures as aligned text."""
-    lines = [
-        (
-            f"{name} ({num_prompts[name]} prompts), {mode}",
-            f"{figure.before:.2f}",
-            f"{figure.after:.2f}",
-            f"{figure.after / figure.before - 1:+.1%}",
-            f"{figure.error / figure.before:.1%}",
-        )
-        for key, figure in figures.items()
-        for name, mode in [key.split(", ")]
-    ]
+    lines = []
+    for key, (before, after, error) in figures.items():
+        name, mode = key.split(", ")
+        change, noise = f"{after / before - 1:+.1%}", f"{error / before:.1%}"
+        lines.append((f"{name} ({num_prompts[name]} prompts), {mode}", f"{before:.2f}", f"{after:.2f}", change, noise))
     return format_table(("tokens per step", "before", "after", "change", "standard error"), lines)
 
 
@@ -204,44 +186,35 @@ def affordable(
     return chosen, mixed_in
 
 
+@torch.inference_mode()
 def _tokens_per_second(target: Target) -> float:
     """How fast the target computes hidden states."""
     token_BT = torch.arange(_SPEED_TOKENS, device=target.device).view(4, -1) % target.vocab_size
-    seconds = []
-    with torch.inference_mode():
-        for _ in range(4):
-            start = time.perf_counter()
-            target.forward(token_BT).hidden_BTD.sum().item()
-            seconds.append(time.perf_counter() - start)
+    seconds = timeit.repeat(lambda: target.forward(token_BT).hidden_BTD.sum().item(), number=1, repeat=4)
     # The first forward of a shape is slower, and other processes may be busy at any moment.
     return _SPEED_TOKENS / statistics.median(seconds[1:])
 
 
-def _recipe(target: str, drafter: Path, work: Path, minutes: float, longest: int) -> list[str]:
+def _recipe(options: AdaptOptions, work: Path, longest: int) -> list[str]:
     """The words of `drafter train`: the drafter's own shape, a low learning rate that falls with the time.
 
     ``longest``: tokens of the longest row, which is cut beyond ``_MAX_LENGTH``.
     """
     length = min(max(longest, _BATCH_TOKENS), _MAX_LENGTH)
-    config = RecurrentDrafter.from_pretrained(drafter).config
+    config = RecurrentDrafter.from_pretrained(options.drafter).config
+    shape = {name: getattr(config, name) for name in asdict(DrafterOptions())}
     rates = [1.0, 0.7, 0.5, 0.4, *[0.3] * config.draft_length][: config.draft_length]
     settings: dict[str, Any] = {
-        "model.target": target,
+        "model.target": options.target,
         "model.target_dtype": "bfloat16",
-        "model.init_from": drafter,
-        "model.drafter.context": config.context,
-        "model.drafter.context_layers": list(config.context_layers),
-        "model.drafter.head": config.head,
-        "model.drafter.num_res_blocks": config.num_res_blocks,
-        "model.drafter.block_rank": config.block_rank,
-        "model.drafter.draft_vocab_size": config.draft_vocab_size,
-        "model.drafter.draft_length": config.draft_length,
+        "model.init_from": options.drafter,
+        "model.drafter": json.dumps(shape),
         "model.objective.depth_rates": rates,
         "model.objective.shared_tokens": 2048 if config.head == "tied" else 0,
         "model.optim.lr": _LR,
         "model.optim.warmup_steps": 10,
         "model.optim.decay_share": 1.0,
-        "model.optim.minutes": minutes,
+        "model.optim.minutes": options.minutes,
         "data.train": work / "train.jsonl",
         "data.val": work / "val.jsonl",
         "data.max_length": length,
@@ -253,7 +226,7 @@ def _recipe(target: str, drafter: Path, work: Path, minutes: float, longest: int
         "trainer.num_sanity_val_steps": 0,
         "trainer.default_root_dir": work,
     }
-    return [*(f"--{name}={'null' if value is None else value}" for name, value in settings.items()), "--ckpt_path=last"]
+    return [*(f"--{name}={value}" for name, value in settings.items()), "--ckpt_path=last"]
 
 
 def _digest(drafter: Path) -> str:
@@ -262,12 +235,11 @@ def _digest(drafter: Path) -> str:
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=16).hexdigest()
 
 
-def _kept(file: Path, make: Callable[[], T]) -> T:
+def _kept(file: Path, make: Callable[[], Any]) -> Any:
     """The content of a JSON file, which is made first if it is missing."""
     if not file.exists():
         write_atomic(file, json.dumps(make()), follows_links=False)
-    found: T = json.loads(file.read_text(encoding="utf-8"))
-    return found
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 @contextlib.contextmanager
@@ -283,9 +255,9 @@ def _work_folder(out: Path, key: Sequence[str]) -> Iterator[Path]:
     with locked(lock) as is_locked:
         if is_locked is False:
             raise ValueError(f"another `drafter adapt` works on --out {out}: wait for its end, or give another --out")
-        *settings, first = json.loads(rows.read_text(encoding="utf-8"))[0] if rows.exists() else [""]
+        earlier = json.loads(rows.read_text(encoding="utf-8"))[0] if rows.exists() else [""]
         # A call that was stopped at its end may have written into the drafter's own folder already.
-        if [*settings, first] == key or [*settings, _digest(work / _MADE)] == key:
+        if earlier == key or [earlier[0], _digest(work / _MADE)] == key:
             print(f"going on with an earlier call and its answers; to begin anew, delete {work}", file=sys.stderr)
         else:
             rows.unlink(missing_ok=True)  # the first to go: a half emptied folder begins anew
@@ -301,22 +273,21 @@ def _work_folder(out: Path, key: Sequence[str]) -> Iterator[Path]:
                 shutil.rmtree(work)
 
 
-def _prepare(
-    target: Target, work: Path, traffic: Path, general: Path | None, minutes: float
-) -> tuple[dict[str, list[list[int]]], int, int]:
+def _prepare(target: Target, work: Path, options: AdaptOptions) -> tuple[dict[str, list[list[int]]], int, int]:
     """Write the rows to train on into the folder: a server may go on recording. Errors as :func:`adapt`.
 
     Returns:
         The held-out prompts to measure, of the traffic and of general text; the number of recorded answers to train
         on; the tokens of the longest row.
     """
-    rows, held_out = split(read_traffic(traffic, vocab_size=target.vocab_size))
+    general, minutes = options.general, options.minutes
+    rows, held_out = split(read_traffic(options.traffic, vocab_size=target.vocab_size))
     prompts = {"traffic": prompts_of(held_out, _NUM_TRAFFIC)}
     if len(prompts["traffic"]) < MIN_HELD_OUT:
         num_prompts = len({tuple(row.prompt_token_ids) for row in (*rows, *held_out)})
         raise ValueError(
-            f"--traffic {traffic} holds {num_prompts} different prompts: about {MIN_HELD_OUT * _HELD_OUT_SHARE} are "
-            "needed, so that those held out tell a gain from chance; record more"
+            f"--traffic {options.traffic} holds {num_prompts} different prompts: about "
+            f"{MIN_HELD_OUT * _HELD_OUT_SHARE} are needed, so that those held out tell a gain from chance; record more"
         )
     general_rows, general_held_out = split(read_traffic(general, vocab_size=target.vocab_size)) if general else ([], [])
     prompts["general"] = prompts_of(general_held_out, _NUM_GENERAL)

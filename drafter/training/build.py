@@ -13,7 +13,7 @@ from torch import Tensor
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
-from drafter.training.checkpoint import drafter_of_checkpoint, shape_fields
+from drafter.training.checkpoint import drafter_of_checkpoint, shape_of
 from drafter.training.options import DrafterOptions
 
 _NUM_SCALE_PROMPTS = 8
@@ -36,12 +36,6 @@ def build_drafter(
     Raises:
         ValueError: ``init_from`` has another shape or target, or the draft vocabulary is larger than the target's.
     """
-    size = options.draft_vocab_size
-    if size is not None and size > target.vocab_size:
-        raise ValueError(
-            f"--model.drafter.draft_vocab_size {size} exceeds the {target.vocab_size} tokens of {target.name!r}: "
-            "lower it"
-        )
     config = drafter_config(
         options,
         vocab_size=target.vocab_size,
@@ -57,7 +51,8 @@ def build_drafter(
         count_V = data.token_counts(target.vocab_size)
         ids_R = choose_draft_vocabulary(count_V, config.num_outputs, always=target.eos_token_ids)
         drafter.set_draft_token_ids(ids_R)
-        notes = [f"draft vocabulary: {len(ids_R):,} tokens cover {coverage(count_V, ids_R):.2%} of the answers"]
+        share = float(count_V[ids_R].sum() / count_V.sum().clamp_min(1))
+        notes = [f"draft vocabulary: {len(ids_R):,} tokens cover {share:.2%} of the answers"]
     drafter.set_scales(*measure_scales(target, data.val_prompts(_NUM_SCALE_PROMPTS)))
     return drafter.bind(target), notes
 
@@ -72,13 +67,11 @@ def drafter_config(options: DrafterOptions, *, vocab_size: int, hidden_size: int
 
 def expect_same_shape(config: DrafterConfig, saved: dict[str, Any]) -> None:
     """ValueError, naming the first field, when weights saved with ``saved`` do not fit ``config``."""
-    for name in shape_fields():
-        mine, theirs = getattr(config, name), saved.get(name)
-        if name == "context_layers":
-            mine, theirs = list(mine), list(theirs or ())
-        if mine != theirs:
+    wanted, found = shape_of(config.to_dict()), shape_of(saved)
+    for name in wanted:
+        if wanted[name] != found[name]:
             raise ValueError(
-                f"the saved drafter has {name} {theirs!r}, but this run asks for {mine!r}: "
+                f"the saved drafter has {name} {found[name]!r}, but this run asks for {wanted[name]!r}: "
                 "use the options it was trained with, or train from new weights"
             )
 
@@ -109,18 +102,9 @@ def choose_draft_vocabulary(count_V: Tensor, size: int, always: Iterable[int] = 
     >>> choose_draft_vocabulary(torch.tensor([5, 0, 9, 7, 0]), 3, always=[1]).tolist()
     [1, 2, 3]
     """
-    first_V = torch.zeros_like(count_V)
-    for token in always:
-        first_V[token] = 1
-    # Sorting by (always, count) with a stable sort twice keeps lower ids first among equals.
-    order_V = count_V.argsort(descending=True, stable=True)
-    order_V = order_V[first_V[order_V].argsort(descending=True, stable=True)]
-    return order_V[:size].sort().values
-
-
-def coverage(count_V: Tensor, token_ids_R: Tensor) -> float:
-    """Share of counted tokens that lie in the draft vocabulary."""
-    return float(count_V[token_ids_R].sum() / count_V.sum().clamp_min(1))
+    count_V = count_V.clone()
+    count_V[list(always)] = count_V.max() + 1
+    return count_V.argsort(descending=True, stable=True)[:size].sort().values
 
 
 @torch.no_grad()
@@ -129,12 +113,10 @@ def measure_scales(target: Target, prompts: list[list[int]]) -> tuple[float, flo
 
     Both are rounded to three digits, so that another machine's arithmetic finds the same constants.
     """
-    squares: list[tuple[Tensor, Tensor]] = []
+    squares: list[Tensor] = []
     for prompt in prompts:
         token_BT = torch.tensor([prompt[:256]], device=target.device)
-        hidden_BTD = target.forward(token_BT).hidden_BTD.float()
-        squares.append(
-            (hidden_BTD.square().mean(dim=-1).flatten(), target.embed(token_BT).float().square().mean(dim=-1).flatten())
-        )
-    scales = [float(torch.cat(parts).mean().clamp_min(1e-12).rsqrt()) for parts in zip(*squares, strict=True)]
+        states = torch.cat([target.forward(token_BT).hidden_BTD, target.embed(token_BT)]).float()
+        squares.append(states.square().mean(dim=-1))
+    scales = torch.cat(squares, dim=1).mean(dim=1).clamp_min(1e-12).rsqrt().tolist()
     return float(f"{scales[0]:.3g}"), float(f"{scales[1]:.3g}")

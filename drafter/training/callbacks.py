@@ -3,7 +3,6 @@
 import copy
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tqdm import tqdm
@@ -66,7 +64,8 @@ class TokensPerStep(Callback):
     """Decodes held-out prompts with the real engine after each validation and logs ``val/tokens_per_step``.
 
     ``val/accepted_d2`` is the share of steps that accepted a draft token at depth 2. Decoding is greedy, so the figures
-    depend on the drafter alone. Runs on the first process.
+    depend on the drafter alone. Every process decodes the same prompts: a sharded target's processes run each forward
+    together.
     """
 
     def __init__(self, num_prompts: int = 8, max_new_tokens: int = 64, draft_length: int = 4) -> None:
@@ -76,8 +75,6 @@ class TokensPerStep(Callback):
             max_new_tokens: tokens for each.
             draft_length: L of the engine, whose trees have 24 nodes.
         """
-        if num_prompts < 1:
-            raise ValueError(f"TokensPerStep: num_prompts is {num_prompts} but must be at least 1")
         self._num_prompts = num_prompts
         self._params = SamplingParams(max_new_tokens=max_new_tokens)
         self._draft_length = draft_length
@@ -86,20 +83,14 @@ class TokensPerStep(Callback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        values = torch.zeros(1 + self._draft_length, dtype=torch.float64, device=pl_module.device)
         module: Any = pl_module
-        # The processes that share a target's weights must run every forward of the target together.
-        if trainer.is_global_zero or module.teacher.target.is_sharded:
-            data: Any = getattr(trainer, "datamodule", None)
-            prompts = data.val_prompts(self._num_prompts)
-            answers = decode_answers(module.teacher.target, module.drafter, prompts, self._config, self._params)
-            num_accepted = torch.tensor([num for answer in answers for num in answer.num_accepted])
-            shares = [float((num_accepted >= depth).double().mean()) for depth in range(1, self._draft_length + 1)]
-            values = values + torch.tensor([mean_tokens_per_step(answers), *shares]).to(values)
-        rate, *accepted = trainer.strategy.broadcast(values)
-        pl_module.log("val/tokens_per_step", rate, prog_bar=True, rank_zero_only=False)
-        for depth, share in enumerate(accepted, 1):
-            pl_module.log(f"val/accepted_d{depth}", share, rank_zero_only=False)
+        data: Any = getattr(trainer, "datamodule", None)
+        prompts = data.val_prompts(self._num_prompts)
+        answers = decode_answers(module.teacher.target, module.drafter, prompts, self._config, self._params)
+        num_accepted = torch.tensor([num for answer in answers for num in answer.num_accepted])
+        pl_module.log("val/tokens_per_step", mean_tokens_per_step(answers), prog_bar=True, sync_dist=True)
+        for depth in range(1, self._draft_length + 1):
+            pl_module.log(f"val/accepted_d{depth}", float((num_accepted >= depth).float().mean()), sync_dist=True)
 
 
 class SaveWhenStopped(Callback):
@@ -117,10 +108,9 @@ class SaveWhenStopped(Callback):
         self._saved_step = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._signal, self._step, self._saved_step = 0, trainer.global_step, -1
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, self._take_note)  # Lightning puts the earlier handlers back at the end
+        self._step = trainer.global_step
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._take_note)  # Lightning puts the earlier handlers back at the end
         # Lightning makes the loader before it reads the position in the data, and restores none after a whole epoch.
         fit_loop: Any = trainer.fit_loop
         fit_loop._combined_loader._load_state_dicts(fit_loop._combined_loader_states_to_load)
@@ -137,7 +127,7 @@ class SaveWhenStopped(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning saves at a new best only. Without a new best, a crash would cost more than one interval.
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+        if not trainer.sanity_checking:
             self._save_last(trainer)
             self._stop_if_told(trainer)
 
@@ -149,8 +139,7 @@ class SaveWhenStopped(Callback):
     def _save_last(self, trainer: Trainer) -> None:
         self._saved_step = trainer.global_step
         checkpoints: Any = trainer.checkpoint_callback
-        if checkpoints is not None and checkpoints.dirpath:
-            trainer.save_checkpoint(Path(checkpoints.dirpath) / "last.ckpt")
+        trainer.save_checkpoint(Path(checkpoints.dirpath) / "last.ckpt")
 
     def _take_note(self, number: int, frame: Any) -> None:
         if self._signal == number == signal.SIGINT:
@@ -163,7 +152,7 @@ class SaveWhenStopped(Callback):
         if not trainer.strategy.reduce_boolean_decision(bool(self._signal), all=False):
             return
         self._save_last(trainer)
-        saved = last_checkpoint(trainer) or "nothing"
+        saved = last_checkpoint(trainer)
         rank_zero_warn(f"stopped at step {trainer.global_step}; saved {saved}. Go on with --ckpt_path last")
         raise KeyboardInterrupt if self._signal == signal.SIGINT else SIGTERMException
 

@@ -12,17 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafter.integrations.hub import CUSTOM_GENERATE
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
+from drafter.models.files import WEIGHTS
 from drafter.training.options import DrafterOptions
 from drafter.utils.io import check_output_folder, first_line, recover, replacing
 from drafter.utils.parse import check_shape, read_json_object
+from drafter.utils.provenance import write_run_record
 
 # Prefix of the drafter's tensors in the state dict of DrafterModule.
 PREFIX = "drafter."
 # Files of an exported drafter, and files that `drafter tune` adds.
 TUNED_FILE = "tuned.json"
-_OUTPUTS = ("config.json", "model.safetensors", "README.md", "run.json", "custom_generate", TUNED_FILE)
+_OUTPUTS = ("config.json", WEIGHTS, "README.md", "run.json", "custom_generate", TUNED_FILE)
 # What this module reads of a checkpoint; `state_dict` holds tensors alone.
 _CONTENT: dict[str, Any] = {
     **{"drafter_config": {}, "state_dict": {}, "metrics?": {"*": float}, "num_positions?": int, "global_step?": int},
@@ -144,49 +147,45 @@ def export_checkpoint(
     read = read_checkpoint(checkpoint)
     drafter = drafter_from_checkpoint(read)
     torch.nn.Module.to(drafter, getattr(torch, dtype))
+    facts = {
+        "trained_positions": read.get("num_positions", 0),
+        "steps": read.get("global_step", 0),
+        "epochs": read.get("epoch", 0),
+        "metrics": read.get("metrics", {}),
+        "training": read.get("hyper_parameters", {}),
+        "data": read.get("data", {}),
+        **(facts or {}),
+    }
     with replacing(out) as folder:
-        _write(drafter, read, folder, facts or {})
+        drafter.save_pretrained(folder)
+        shutil.copymode(folder / "config.json", folder / WEIGHTS)  # safetensors writes for one user only
+        (folder / "README.md").write_text(model_card(drafter, facts), encoding="utf-8")
+        write_run_record(folder, settings=facts)
+        (folder / CUSTOM_GENERATE.name).mkdir()
+        for file in CUSTOM_GENERATE.glob("*.*"):  # not their modes: the package may be read-only
+            shutil.copyfile(file, folder / CUSTOM_GENERATE.name / file.name)
         _keep_sizes(drafter, out, folder)
     return out
 
 
-def shape_fields() -> list[str]:
+def shape_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a config on which the shapes of the weights, and the time of a drafting step, depend."""
     options = [field.name for field in fields(DrafterOptions) if field.name != "draft_length"]  # any depth fits
-    return ["vocab_size", "hidden_size", *options]
+    found = {name: config.get(name) for name in ("vocab_size", "hidden_size", *options)}
+    return found | {"context_layers": list(config.get("context_layers") or ())}
 
 
 def _keep_sizes(drafter: RecurrentDrafter, before: Path, after: Path) -> None:
     """Take the measured sizes of ``drafter tune`` along where the drafter before has the same shape."""
     sizes, config = before / TUNED_FILE, before / "config.json"
-    if sizes.is_file() and config.is_file():
-        earlier, own = read_json_object(config), drafter.config.to_dict()
-        if all(earlier.get(name) == own.get(name) for name in shape_fields()):
-            kept = read_json_object(sizes)
-            kept.pop("drafter_fingerprint", None)  # a file that names no drafter fits every drafter of its shape
-            (after / TUNED_FILE).write_text(json.dumps(kept) + "\n", encoding="utf-8")
-        else:
-            print(f"{sizes} was measured with a drafter of another shape and is left out", file=sys.stderr)
-
-
-def _write(drafter: RecurrentDrafter, checkpoint: dict[str, Any], folder: Path, further: Mapping[str, Any]) -> None:
-    from drafter.integrations.hub import write_custom_generate
-    from drafter.utils.provenance import write_run_record
-
-    drafter.save_pretrained(folder)
-    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors writes for one user only
-    facts = {
-        "trained_positions": checkpoint.get("num_positions", 0),
-        "steps": checkpoint.get("global_step", 0),
-        "epochs": checkpoint.get("epoch", 0),
-        "metrics": checkpoint.get("metrics", {}),
-        "training": checkpoint.get("hyper_parameters", {}),
-        "data": checkpoint.get("data", {}),
-        **further,
-    }
-    (folder / "README.md").write_text(model_card(drafter, facts), encoding="utf-8")
-    write_run_record(folder, settings=facts)
-    write_custom_generate(folder)
+    if not (sizes.is_file() and config.is_file()):
+        return
+    if shape_of(read_json_object(config)) == shape_of(drafter.config.to_dict()):
+        kept = read_json_object(sizes)
+        kept.pop("drafter_fingerprint", None)  # a file that names no drafter fits every drafter of its shape
+        (after / TUNED_FILE).write_text(json.dumps(kept) + "\n", encoding="utf-8")
+    else:
+        print(f"{sizes} was measured with a drafter of another shape and is left out", file=sys.stderr)
 
 
 def _plain(name: str) -> str:

@@ -124,15 +124,14 @@ def count_better(feature_PF: Tensor, weight_RF: Tensor, token_P: Tensor, mix: Ob
 
     Args:
         feature_PF, weight_RF: as of :func:`exact_loss`.
-        token_P: int64 draft index; -1, a token outside the draft vocabulary, counts as last.
+        token_P: int64 draft index.
         mix: the memory budget of a chunk.
     """
     counts = []
     size = _chunk_size(mix, 2 * len(weight_RF) * 4)
     for feature_CF, token_C in zip(feature_PF.split(size), token_P.split(size), strict=True):
         z_CR = feature_CF @ weight_RF.to(feature_CF.dtype).T
-        own_C1 = z_CR.gather(1, token_C.clamp_min(0)[:, None])
-        counts.append((z_CR > own_C1).sum(dim=-1).where(token_C >= 0, len(weight_RF)))
+        counts.append((z_CR > z_CR.gather(1, token_C[:, None])).sum(dim=-1))
     return torch.cat(counts)
 
 

@@ -6,8 +6,8 @@ F feature size of the head.
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +25,7 @@ from drafter.training.losses import count_better, exact_loss, sample_tokens, sam
 from drafter.training.options import DrafterOptions, Objective, OptimOptions
 from drafter.training.pairs import Pairs, draft_index_of, select_pairs
 
-_TOP_K = (1, 8)  # drafted tokens among which the target's own token is looked for
-_PICK_CHUNK = 1024  # positions whose logits over the whole vocabulary are held at once
+_TOP_K = (1, 8)  # drafted tokens among which the text's token is looked for
 
 
 class Teacher:
@@ -36,7 +35,6 @@ class Teacher:
         target: the frozen model.
         weight_RD: its output rows over the draft vocabulary in the dtype of the loss; the target's own matrix when
             nothing has to be selected or converted.
-        draft_index_V: draft index of each of its tokens, -1 for none, on its device.
     """
 
     def __init__(self, target: Target, draft_token_ids_R: Tensor, dtype: torch.dtype) -> None:
@@ -44,7 +42,6 @@ class Teacher:
         self._ids_R = draft_token_ids_R.to(target.output_weight_VD.device)
         weight_VD = target.output_weight_VD
         is_whole = len(self._ids_R) == len(weight_VD)
-        self.draft_index_V = draft_index_of(self._ids_R, target.vocab_size)
         self.weight_RD = (weight_VD if is_whole else weight_VD[self._ids_R]).to(dtype).contiguous()
 
     @torch.no_grad()
@@ -58,17 +55,8 @@ class Teacher:
         """Final hidden states -> the target's logits over the draft vocabulary [C, R], in the dtype of the rows."""
         if self.target.has_plain_logits:
             return F.linear(hidden_CD.to(self.weight_RD.dtype), self.weight_RD)
-        return self._all_logits(hidden_CD)[:, self._ids_R].to(self.weight_RD.dtype)
-
-    @torch.no_grad()
-    def picks(self, hidden_CD: Tensor) -> Tensor:
-        """The target's greedy token ids, int64 [C], over its whole vocabulary."""
-        parts = [self._all_logits(part_CD).argmax(dim=-1) for part_CD in hidden_CD.split(_PICK_CHUNK)]
-        return torch.cat(parts) if parts else hidden_CD.new_zeros(0, dtype=torch.int64)
-
-    def _all_logits(self, hidden_CD: Tensor) -> Tensor:
         with torch.autocast(hidden_CD.device.type, enabled=False):
-            return self.target.logits(hidden_CD.to(self.target.dtype))
+            return self.target.logits(hidden_CD.to(self.target.dtype))[:, self._ids_R].to(self.weight_RD.dtype)
 
 
 class PairedBatch(NamedTuple):
@@ -119,7 +107,6 @@ class DrafterModule(LightningModule):
         objective: Objective = Objective(),  # noqa: B008 (frozen)
         optim: OptimOptions = OptimOptions(),  # noqa: B008 (frozen)
         init_from: str | None = None,
-        seed: int = 0,
     ) -> None:
         """
         Args:
@@ -133,36 +120,17 @@ class DrafterModule(LightningModule):
             objective: the losses and their weights.
             optim: optimizer and learning rate.
             init_from: exported drafter or checkpoint to start the weights (and the draft vocabulary) from.
-            seed: seed of the choice of positions when depth_rates are below 1.
         """
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
         self.save_hyperparameters(
-            {
-                "target": target,
-                "target_dtype": target_dtype,
-                "quantization": quantization,
-                "revision": revision,
-                "shard_target": shard_target,
-                "drafter": asdict(drafter),
-                "objective": asdict(objective),
-                "optim": asdict(optim),
-                "init_from": init_from,
-                "seed": seed,
-            }
+            given | {"drafter": asdict(drafter), "objective": asdict(objective), "optim": asdict(optim)}
         )
         self.options, self.objective, self.optim_options = drafter, objective, optim
         self._rates = objective.rates(drafter.draft_length)
-        self._load_target: Callable[[str], Target] = lambda device: Target.load(
-            target,
-            dtype=target_dtype,
-            quantization=quantization,
-            device=device,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            num_shards=self.trainer.num_devices if shard_target else 1,
-            pack=False,
-        )
-        self._seed = seed
+        shared: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code, "pack": False}
+        self._load_target = partial(Target.load, target, dtype=target_dtype, quantization=quantization, **shared)
+        self._seed = torch.initial_seed()
         self.num_positions = 0
         self._clock = (0.0, 0)
         self._began = time.monotonic()
@@ -177,7 +145,8 @@ class DrafterModule(LightningModule):
         if precision.startswith("16"):
             # Its scaled gradients overflow now and then, which here is the end of a run.
             raise ValueError(f"--trainer.precision {precision} is not supported: use bf16-mixed or 32-true")
-        target = self._load_target(str(self.trainer.strategy.root_device))
+        num_shards = self.trainer.num_devices if self.hparams["shard_target"] else 1
+        target = self._load_target(device=str(self.trainer.strategy.root_device), num_shards=num_shards)
         data: Any = getattr(self.trainer, "datamodule", None)
         self.drafter, notes = build_drafter(target, data, self.options, self.hparams["init_from"])
         dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
@@ -198,8 +167,6 @@ class DrafterModule(LightningModule):
 
     def _cache_states(self, data: Any) -> None:
         """Fill the data module's cache of hidden states, if there is one. The first process writes; the others read."""
-        if not hasattr(data, "cache_states"):
-            return
         layers = tuple(self.drafter.config.context_layers)
         for is_turn in (self.trainer.is_global_zero, not self.trainer.is_global_zero):
             if is_turn:
@@ -207,42 +174,34 @@ class DrafterModule(LightningModule):
             self.trainer.strategy.barrier()
 
     def configure_optimizers(self) -> Any:
-        """AdamW with weight decay on matrices only; the schedule runs over the steps of the whole run."""
+        """Adam; the schedule runs over the steps of the whole run."""
         options = self.optim_options
-        matrices = [p for p in self.drafter.parameters() if p.ndim > 1]
-        others = [p for p in self.drafter.parameters() if p.ndim <= 1]
-        optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=options.lr,
-            betas=options.betas,
-        )
+        optimizer = torch.optim.Adam(self.drafter.parameters(), lr=options.lr, betas=(0.9, 0.99))
         factor = options.factor(self.trainer.estimated_stepping_batches, self._time_share)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    @property
-    def seconds(self) -> float:
+    def _seconds(self) -> float:
         """Seconds of the run so far, those of earlier starts included."""
         return time.monotonic() - self._began
 
     def _time_share(self) -> float:
         """Passed share of ``optim.minutes``; 0 without a limit."""
         minutes = self.optim_options.minutes
-        return self.seconds / (60 * minutes) if minutes else 0.0
+        return self._seconds() / (60 * minutes) if minutes else 0.0
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the fields that export reads, as plain data: the drafter's config, the trained positions, the metrics."""
         checkpoint["drafter_config"] = self.drafter.config.to_dict()
         checkpoint["num_positions"] = self.num_positions
-        checkpoint["seconds"] = self.seconds
+        checkpoint["seconds"] = self._seconds()
         data: Any = getattr(self.trainer, "datamodule", None)
-        if hasattr(data, "description"):
-            checkpoint["data"] = {
-                "files": data.description,
-                "rows": len(data.train_rows),
-                "trained_tokens": data.train_rows.num_trained_tokens,
-                "train_on": data.train_on,
-            }
+        checkpoint["data"] = {
+            "files": data.description,
+            "rows": len(data.train_rows),
+            "trained_tokens": data.train_rows.num_trained_tokens,
+            "train_on": data.train_on,
+        }
         metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         checkpoint["metrics"] = {
             name: value for name, value in metrics.items() if name.startswith("val/") and math.isfinite(value)
@@ -285,35 +244,26 @@ class DrafterModule(LightningModule):
         feature_PF = self._pair_features(batch.token_BT, target_output.context_BTC, pairs)
         return LossInputs(feature_PF, target_output.hidden_BTD.flatten(0, 1)[pairs.position_M], pairs)
 
-    def exact_loss(self, inputs: LossInputs) -> Tensor:
-        """The mean loss of the pairs over the whole draft vocabulary, whatever ``shared_tokens`` is."""
+    def loss(self, inputs: LossInputs, *, is_exact: bool) -> Tensor:
+        """The mean loss of the pairs over the draft vocabulary; unless ``is_exact``, with ``shared_tokens``, estimated
+        from these and each position's ``top_tokens``."""
         feature_PF, hidden_MD, pairs = inputs
-        loss_P = exact_loss(
-            feature_PF,
-            self._output_rows(),
-            pairs.label_P,
-            lambda here: self.teacher.logits(hidden_MD[pairs.teacher_P[here]]),
-            self.objective,
-        )
+        if is_exact or not self.objective.shared_tokens:
+            loss_P = exact_loss(
+                feature_PF,
+                self._output_rows(),
+                pairs.label_P,
+                lambda here: self.teacher.logits(hidden_MD[pairs.teacher_P[here]]),
+                self.objective,
+            )
+        else:
+            rows_RD = self.teacher.weight_RD
+            sample = sample_tokens(hidden_MD, rows_RD, self.objective, generator=self._generator())
+            loss_P = sampled_loss(feature_PF, rows_RD, pairs.label_P, pairs.teacher_P, sample, self.objective)
         return loss_P.sum() / max(1, len(loss_P))
 
     def _output_rows(self) -> Tensor:
         return self.teacher.weight_RD if self.drafter.config.head == "tied" else self.drafter.output_rows()
-
-    def sampled_loss(self, inputs: LossInputs) -> Tensor:
-        """The mean loss of the pairs, estimated from ``shared_tokens`` and each position's ``top_tokens``."""
-        feature_PF, hidden_MD, pairs = inputs
-        sample = sample_tokens(hidden_MD, self.teacher.weight_RD, self.objective, generator=self._generator())
-        loss_P = sampled_loss(
-            feature_PF, self.teacher.weight_RD, pairs.label_P, pairs.teacher_P, sample, self.objective
-        )
-        return loss_P.sum() / max(1, len(loss_P))
-
-    def rank_picks(self, inputs: LossInputs) -> Tensor:
-        """How many draft tokens the drafter prefers to the target's own pick of each pair, int64 [P]."""
-        feature_PF, hidden_MD, pairs = inputs
-        picked_P = self.teacher.draft_index_V[self.teacher.picks(hidden_MD)][pairs.teacher_P]
-        return count_better(feature_PF, self._output_rows(), picked_P, self.objective)
 
     def _target_states(self, batch: ChatBatch) -> TargetOutput:
         if batch.hidden_BTD is not None:
@@ -338,7 +288,8 @@ class DrafterModule(LightningModule):
 
     def _generator(self) -> torch.Generator:
         """A generator keyed by the number of the batch, so that a resumed run makes the same choices."""
-        return torch.Generator().manual_seed(self._seed * 1_000_003 + self.trainer.fit_loop.total_batch_idx)
+        seed = self._seed * 1_000_003 + self.trainer.fit_loop.total_batch_idx
+        return torch.Generator().manual_seed(seed % 2**63)
 
     # -- Lightning's hooks -----------------------------------------------------------------------------------------
 
@@ -348,8 +299,7 @@ class DrafterModule(LightningModule):
 
     def training_step(self, paired: PairedBatch, batch_idx: int) -> Tensor:
         trainer: Any = self.trainer
-        inputs = self.inputs(paired)
-        loss = self.sampled_loss(inputs) if self.objective.shared_tokens else self.exact_loss(inputs)
+        loss = self.loss(self.inputs(paired), is_exact=False)
         self.num_positions += paired.pairs.num_starts[0] * trainer.world_size
         self.log("train/loss", loss, prog_bar=True)
         # All processes end after the same step, whichever clock is ahead.
@@ -366,22 +316,25 @@ class DrafterModule(LightningModule):
         """
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.drafter.parameters() if p.grad is not None])
         if not math.isfinite(norm.cpu().item()):
-            self._stop_diverged("a gradient is not finite")
+            last = last_checkpoint(self.trainer)
+            good = f"the last good checkpoint is {last}" if last else "no checkpoint was written yet"
+            raise ValueError(
+                f"training diverged: a gradient is not finite at step {self.trainer.global_step}; {good}. "
+                f"Resume from it with a lower --model.optim.lr than {self.optim_options.lr}"
+            )
         self.log("train/grad_norm", norm)
 
     def validation_step(self, paired: PairedBatch, batch_idx: int) -> None:
         """Log the loss, and ``top8_d2`` and the like: the share of pairs at depth 2 whose token is among the drafter's
         first 8."""
-        inputs, num_pairs = self.inputs(paired), len(paired.pairs.label_P)
-        loss = self.exact_loss(inputs)
-        self.log("val/loss", loss, prog_bar=True, batch_size=max(1, num_pairs), sync_dist=True)
-        for depth, rank_P in enumerate(self.rank_picks(inputs).split(list(paired.pairs.num_starts)), 1):
+        inputs, label_P = self.inputs(paired), paired.pairs.label_P
+        loss = self.loss(inputs, is_exact=True)
+        self.log("val/loss", loss, prog_bar=True, batch_size=max(1, len(label_P)), sync_dist=True)
+        all_ranks_P = count_better(inputs.feature_PF, self._output_rows(), label_P, self.objective)
+        for depth, rank_P in enumerate(all_ranks_P.split(list(paired.pairs.num_starts)), 1):
             num = max(1, len(rank_P))
             for top in _TOP_K:
                 self.log(f"val/top{top}_d{depth}", (rank_P < top).sum() / num, batch_size=num, sync_dist=True)
-
-    def on_validation_epoch_end(self) -> None:
-        self.log("val/positions", float(self.num_positions))
 
     def _log_speed(self) -> None:
         """Log the speed of all processes since the last logged step; the other processes count like this one."""
@@ -390,11 +343,3 @@ class DrafterModule(LightningModule):
             speed = (self.num_positions - old) / (self._clock[0] - before)
             self.log("train/positions_per_s", speed, prog_bar=True)
         self.log("train/lr", float(self.trainer.optimizers[0].param_groups[0]["lr"]))
-
-    def _stop_diverged(self, what: str) -> None:
-        last = last_checkpoint(self.trainer)
-        good = f"the last good checkpoint is {last}" if last else "no checkpoint was written yet"
-        raise ValueError(
-            f"training diverged: {what} at step {self.trainer.global_step}; {good}. "
-            f"Resume from it with a lower --model.optim.lr than {self.optim_options.lr}"
-        )

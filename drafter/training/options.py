@@ -1,10 +1,13 @@
-"""Options of a training run under the key ``model:``. Frozen, and checked on construction."""
+"""Options of `drafter train` under the key ``model:``, and of `drafter adapt`. Frozen, checked on construction."""
 
+import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
+from drafter.utils.options import Options
 from drafter.utils.validate import check_ranges, within
 
 
@@ -75,7 +78,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class OptimOptions:
-    """AdamW, and its learning rate over the steps of the run.
+    """The learning rate over the steps of the run.
 
     Attributes:
         lr: peak learning rate.
@@ -83,8 +86,6 @@ class OptimOptions:
         schedule: ``wsd`` stays at the peak and falls linearly over the last ``decay_share`` of the steps; ``cosine``
             falls from the peak on.
         decay_share: share of the steps over which ``wsd`` falls; 1 falls from the peak on, 0 stays at the peak.
-        weight_decay: decoupled weight decay, on matrices only.
-        betas: betas of Adam.
         minutes: the run ends after this time, of all its starts together, and the schedule falls with the time where
             the time runs out before the steps; 0 = no limit. The making of cached hidden states counts too.
     """
@@ -93,14 +94,10 @@ class OptimOptions:
     warmup_steps: int = within(100, low=0)
     schedule: Literal["wsd", "cosine"] = "wsd"
     decay_share: float = within(0.4, low=0.0, high=1.0)
-    weight_decay: float = within(0.0, low=0.0)
-    betas: tuple[float, float] = within((0.9, 0.99), low=0.0, high=1.0)
     minutes: float = within(0.0, low=0.0)
 
     def __post_init__(self) -> None:
         check_ranges(self, "model.optim.")
-        if 1.0 in self.betas:
-            raise ValueError(f"--model.optim.betas {self.betas} must be below 1")
 
     def factor(self, num_steps: int | float, time_share: Callable[[], float] = lambda: 0.0) -> Callable[[int], float]:
         """Step (0-based) -> share of the peak learning rate, for a run of ``num_steps`` steps.
@@ -136,3 +133,46 @@ class OptimOptions:
             return (1 + math.cos(math.pi * done)) / 2 if self.schedule == "cosine" else 1 - done
 
         return factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptOptions(Options):
+    """Let a drafter learn recorded traffic.
+
+    Rows of `drafter serve --record` are traffic, and so are answers of `drafter decode --out` and `drafter distill`.
+    A tenth of the prompts is held out. Old and new drafter decode these prompts, and the new one is written to --out
+    only if it gained more than two standard errors; otherwise the exit code is 3. After a stop the same command goes on
+    with the answers that it began with. No answer of the target changes, whatever the drafter has learned.
+
+    Attributes:
+        target: alias, hub id, folder or .gguf file of the language model
+        drafter: folder of the drafter to begin with, or name of a drafter that comes with the package
+        traffic: folder or file of recorded answers
+        out: folder of the new drafter; an earlier drafter in it is replaced
+        minutes: time of the training; decoding before and after it comes on top
+        general: rows of other answers to mix in against forgetting (default: those of the package for its own target)
+        threads: threads of the processor (default: all), to leave some to a server
+        device: device of the decoding: auto, cpu, cuda or cuda:1
+        revision: hub revision of the target
+        trust_remote_code: run code of a hub model
+        trainer: a setting of Lightning's trainer, such as --trainer.accelerator gpu
+    """
+
+    target: str
+    drafter: str
+    traffic: Path
+    out: Path
+    minutes: float = within(10.0, above=0.0, high=10**5)
+    general: Path | None = None
+    threads: int | None = within(None, low=1, high=1024)
+    device: str = "auto"
+    revision: str | None = None
+    trust_remote_code: bool = False
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def train_words(self) -> list[str]:
+        """The words of `drafter train` that these options stand for."""
+        settings = {f"trainer.{name}": value for name, value in self.trainer.items()}
+        settings |= {"model.trust_remote_code": self.trust_remote_code, "model.revision": self.revision}
+        return [f"--{name}={v if isinstance(v, str) else json.dumps(v)}" for name, v in settings.items()]

@@ -25,8 +25,6 @@ from drafter.utils.options import limit_yaml
 from drafter.utils.provenance import run_record
 
 _DEFAULT_FOLDER = "runs/drafter"
-# Messages of Lightning at every start that need no action.
-_CHATTER = ("GPU available", "TPU available", "HPU available", "💡 Tip", "Loading `train_dataloader`", "Using ")
 _IDLE_WARNINGS = (
     ".*You have overridden `on_before_batch_transfer`.*",
     ".*does not have many workers.*",
@@ -198,14 +196,8 @@ def _be_quiet() -> None:
 
     for pattern in _IDLE_WARNINGS:
         warnings.filterwarnings("ignore", pattern)
-    for handler in logging.getLogger("lightning.pytorch").handlers:
-        if _is_news not in handler.filters:
-            handler.addFilter(_is_news)
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_CHATTER)
 
 
 def _resume_path(ckpt_path: str | None, folder: Path) -> str | None:

@@ -1,11 +1,9 @@
 """A step on a GPU waits once, when it hands out its tokens; :mod:`tests.accelerator` counts reads without a GPU."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
@@ -14,29 +12,9 @@ from drafter.engine.settings import EngineConfig
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 from tests.engine.oracle import tiny_target
 
-# Operators whose result, or its shape, the host has to know: on an accelerator each is a wait for the device.
-WAITING = {
-    "_local_scalar_dense", "item", "is_nonzero", "nonzero", "nonzero_numpy", "masked_select", "equal", "unique_dim",
-    "_unique2", "unique_consecutive", "repeat_interleave",
-}  # fmt: skip
 GREEDY = SamplingParams(max_new_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(max_new_tokens=40, temperature=1.0, top_k=20, min_p=0.01, seed=1, ignore_eos=True)
 NUCLEUS = SamplingParams(max_new_tokens=40, temperature=1.0, top_p=0.9, seed=1, ignore_eos=True)
-
-
-class CountWaits(TorchDispatchMode):
-    """Counts the operators of :data:`WAITING`, and indexing with a mask, which asks how many places are true."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.removeprefix("aten::")
-        indices = args[1] if name in ("index", "index_put", "index_put_") else ()
-        if name in WAITING or any(index is not None and index.dtype == torch.bool for index in indices):
-            self.found[name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.gpu

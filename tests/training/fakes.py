@@ -1,6 +1,6 @@
 """A tiny target, its own greedy text, and a data module that hands it out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,8 @@ class FakeData(LightningDataModule):
     def token_counts(self, vocab_size: int) -> torch.Tensor:
         return torch.bincount(self.batch.token_BT[self.batch.loss_mask_BT], minlength=vocab_size)
 
+    def cache_states(self, *_: Any, **__: Any) -> None: ...
+
     def val_prompts(self, num: int) -> list[list[int]]:
         return [row[:PROMPT_LENGTH] for row in self.rows[:num]]
 
@@ -87,7 +89,7 @@ def make_module(target: Target, **changes: Any) -> DrafterModule:
         optim=OptimOptions(**optim),
         **changes,
     )
-    module._load_target = lambda device: target
+    module._load_target = lambda **_: target
     return module
 
 
@@ -118,12 +120,13 @@ def fit(folder: Any, target: Target, num_steps: int, **changes: Any) -> DrafterM
     return module
 
 
-def depth_one_guesses(module: DrafterModule, rows: list[list[int]]) -> Iterator[tuple[int, int]]:
-    """(guess, right token) of every answer position but the first two, by the drafter's public methods."""
-    target, drafter = module.teacher.target, module.drafter
+def accuracy(module: DrafterModule, rows: list[list[int]]) -> float:
+    """Share of right guesses at depth 1, over all answer positions but the first two, by the drafter's own methods."""
+    target, drafter, is_right = module.teacher.target, module.drafter, []
     for row in rows:
         hidden = target.forward(torch.tensor([row])).hidden_BTD[0]
         for t in range(PROMPT_LENGTH - 2, len(row) - 2):
             state = drafter.step(hidden[t], drafter.init_state(hidden[t]), target.embed(torch.tensor(row[t + 1])))
             best = drafter.logits(hidden[t], state).argmax()
-            yield int(drafter.draft_token_ids_R[best]), row[t + 2]
+            is_right.append(int(drafter.draft_token_ids_R[best]) == row[t + 2])
+    return sum(is_right) / len(is_right)

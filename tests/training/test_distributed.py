@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.data.tiny import write_jsonl
+from tests.data.tiny import chat, write_jsonl
 from tests.tiny_files import make_target
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -26,18 +26,9 @@ TWO = ["--trainer.devices", "2", "--trainer.strategy", "ddp", "--trainer.val_che
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a target and conversations of many lengths."""
     folder = tmp_path_factory.mktemp("distributed")
-    rows: list[Any] = [
-        {
-            "messages": [
-                {"role": "user", "content": f"Count on from {i}"},
-                {"role": "assistant", "content": " ".join(str(i + j) for j in range(2 + i % 9))},
-            ]
-        }
-        for i in range(90)
-    ]
-    write_jsonl(folder / "data.jsonl", rows)
-    target = folder / "target"
-    target.symlink_to(make_target(folder))
+    turns = [(f"Count on from {i}", " ".join(str(i + j) for j in range(2 + i % 9))) for i in range(90)]
+    write_jsonl(folder / "data.jsonl", [{"messages": chat(*turn)} for turn in turns])
+    (folder / "target").symlink_to(make_target(folder))
     return folder
 
 

@@ -2,8 +2,6 @@
 
 import copy
 import math
-from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -12,14 +10,8 @@ from torch.utils.data import DataLoader
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
-from drafter.training.module import DrafterModule
-from tests.engine.test_transfers import CountWaits
-from tests.training.fakes import FakeData, depth_one_guesses, fit, greedy_rows, make_module, make_target, make_trainer
-
-
-def accuracy(module: DrafterModule, rows: list[list[int]]) -> float:
-    guesses = list(depth_one_guesses(module, rows))
-    return sum(guess == right for guess, right in guesses) / len(guesses)
+from drafter.training.losses import count_better
+from tests.training.fakes import FakeData, accuracy, fit, greedy_rows, make_module, make_target, make_trainer
 
 
 def test_overfits_the_targets_own_text(tmp_path) -> None:
@@ -92,7 +84,7 @@ def test_loss_is_that_of_each_pair_by_itself(tmp_path) -> None:
                     log_q = drafter.logits(hidden[t], state).log_softmax(dim=-1)
                     total += float((log_p.exp() * (log_p - log_q)).sum())
                     num += 1
-        loss = module.exact_loss(module.inputs(module.select(data.batch, (1.0,) * 3)))
+        loss = module.loss(module.inputs(module.select(data.batch, (1.0,) * 3)), is_exact=True)
     assert float(loss) == pytest.approx(total / num, rel=1e-4)
 
 
@@ -104,34 +96,10 @@ def test_bfloat16_learns_too(tmp_path) -> None:
 
 
 def test_float16_is_refused(tmp_path) -> None:
-    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer, target = make_trainer(tmp_path, max_steps=1), make_target()
     trainer.precision_plugin.precision = "16-mixed"  # the real one asks for a GPU
     with pytest.raises(ValueError, match="--trainer.precision 16-mixed.*use bf16-mixed or 32-true"):
-        trainer.fit(make_module(make_target()), datamodule=FakeData(greedy_rows(make_target()), 1))
-
-
-def test_a_step_waits_for_the_device_once(tmp_path, monkeypatch) -> None:
-    """For the norm of the gradients, which must be finite before the weights change; logged steps wait for more.
-
-    From cached hidden states: the target's own forward, inside transformers, waits as well.
-    """
-    target = make_target()
-    data = FakeData(greedy_rows(target), 3)
-    data.batch = data.batch._replace(hidden_BTD=target.forward(data.batch.token_BT).hidden_BTD)
-    module = make_module(target, objective={"shared_tokens": 16})
-    counts: list[Counter[str]] = []
-    count = CountWaits()
-    module.on_train_batch_start = lambda *_: count.__enter__() and None
-
-    def leave(*_: object, **__: object) -> None:
-        count.__exit__(None, None, None)
-        counts.append(Counter(count.found))
-        count.found.clear()
-
-    module.configure_gradient_clipping = leave  # the optimizer then asks for its own numbers, which are on the host
-    trainer = make_trainer(tmp_path, max_steps=3, limit_val_batches=0, log_every_n_steps=100)
-    trainer.fit(module, datamodule=data)
-    assert [sum(found.values()) for found in counts] == [1, 1, 1], counts
+        trainer.fit(make_module(target), datamodule=FakeData(greedy_rows(target), 1))
 
 
 def test_validation_logs_shares_of_the_whole_set(tmp_path) -> None:
@@ -140,37 +108,28 @@ def test_validation_logs_shares_of_the_whole_set(tmp_path) -> None:
     module = make_module(target, objective={"cross_entropy": 1.0}, optim={"lr": 0.02})
     rows = greedy_rows(target)
     batches = [FakeData(part, 1).batch for part in (rows[:1], rows[1:])]
-
-    class TwoSizes(FakeData):
-        def val_dataloader(self) -> Any:
-            return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
-
-    data = TwoSizes(rows, 30)
+    data = FakeData(rows, 30)
+    data.val_dataloader = lambda: DataLoader(batches, batch_size=None)
     trainer = make_trainer(tmp_path, max_steps=4, val_check_interval=4)
     trainer.fit(module, datamodule=data)
-    paired = [module.select(batch, (1.0,) * len(module._rates)) for batch in batches]
-    with torch.no_grad():
-        each = [module.rank_picks(module.inputs(part)).split(list(part.pairs.num_starts)) for part in paired]
-    for depth in (0, 2):
-        ranks = [rank_P[depth] for rank_P in each]
-        for top in (1, 8):
-            share = (torch.cat(ranks) < top).float().mean()
-            assert trainer.callback_metrics[f"val/top{top}_d{depth + 1}"] == pytest.approx(float(share))
-    assert trainer.callback_metrics["val/positions"] == module.num_positions > 0
+    ranks: list[list[torch.Tensor]] = []
+    for batch in batches:
+        feature_PF, _, pairs = module.inputs(module.select(batch, (1.0,) * 3))
+        rank_P = count_better(feature_PF, module._output_rows(), pairs.label_P, module.objective)
+        ranks.append(list(rank_P.split(list(pairs.num_starts))))
+    for depth, top in ((0, 1), (2, 8)):
+        share = (torch.cat([rank_P[depth] for rank_P in ranks]) < top).float().mean()
+        assert trainer.callback_metrics[f"val/top{top}_d{depth + 1}"] == pytest.approx(float(share))
 
 
 def test_divergence_names_step_and_checkpoint(tmp_path) -> None:
     target = make_target()
-    module = make_module(target, optim={"lr": 1e-3})
-    calls = []
+    module, trainer = make_module(target), make_trainer(tmp_path, max_steps=9, limit_val_batches=0)
 
-    def poison(*_: object) -> None:
-        calls.append(1)
-        if len(calls) == 4:
+    def poison(_: object, index: int) -> None:
+        if index == 3:
             module.drafter.head.weight.data.fill_(float("nan"))
 
     module.on_train_batch_start = poison
     with pytest.raises(ValueError, match=r"not finite at step 3; no checkpoint was written yet.*--model.optim.lr"):
-        make_trainer(tmp_path, max_steps=9, limit_val_batches=0).fit(
-            module, datamodule=FakeData(greedy_rows(target), 9)
-        )
+        trainer.fit(module, datamodule=FakeData(greedy_rows(target), 9))

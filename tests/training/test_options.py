@@ -6,7 +6,7 @@ import torch
 import yaml
 
 from drafter.models.drafter import RecurrentDrafter
-from drafter.training.build import choose_draft_vocabulary, coverage, drafter_config, summary_lines
+from drafter.training.build import choose_draft_vocabulary, drafter_config, summary_lines
 from drafter.training.options import DrafterOptions, Objective, OptimOptions
 
 
@@ -28,23 +28,17 @@ def test_learning_rate_rises_then_falls_to_its_end(options: dict, last: float) -
 def test_draft_vocabulary_worked_example() -> None:
     counts = torch.tensor([5, 0, 9, 7, 0])
     ids = choose_draft_vocabulary(counts, 3, always=[1])
-    assert ids.tolist() == [1, 2, 3] and coverage(counts, ids) == pytest.approx(16 / 21)
+    assert ids.tolist() == [1, 2, 3]
     assert choose_draft_vocabulary(torch.tensor([1, 1, 1, 2]), 2).tolist() == [0, 3]
 
 
-@pytest.mark.parametrize(
-    ("make", "word"),
-    [
-        (lambda: Objective(kl=0.0), "above 0"),
-        (lambda: Objective(shared_tokens=-1), "shared_tokens"),
-        (lambda: Objective(depth_rates=(0.5, 0.7)), "depth_rates"),
-        (lambda: Objective(depth_rates=(1.0, 0.5)).rates(3), "draft_length is 3"),
-        (lambda: OptimOptions(lr=math.nan), "lr"),
-    ],
-)
-def test_bad_options_are_named(make, word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        make()
+def test_bad_options_are_named() -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        Objective(kl=0.0)
+    with pytest.raises(ValueError, match="depth_rates"):
+        Objective(depth_rates=(0.5, 0.7))
+    with pytest.raises(ValueError, match="draft_length is 3"):
+        Objective(depth_rates=(1.0, 0.5)).rates(3)
 
 
 def test_the_light_head_of_an_8b_target_stays_below_250_megabytes() -> None:

@@ -31,15 +31,6 @@ def test_worked_example() -> None:
     assert pairs.position_M.tolist() == [1, 2, 3]
 
 
-def test_a_path_ends_where_a_token_cannot_be_drafted() -> None:
-    """8 is outside the draft vocabulary: no depth behind it counts, but it may be a root."""
-    tokens = torch.tensor([[5, 6, 7, 8, 9, 7]])
-    mask = torch.tensor([[False, False, True, True, True, True]])
-    pairs = select_pairs(tokens, mask, draft_index_of(torch.tensor([7, 9]), V), (1.0, 1.0))
-    # Draft indices: 7 is 0, 9 is 1.
-    assert valid_pairs(pairs) == [Pair(0, 0, 1, 0), Pair(2, 0, 3, 1), Pair(2, 1, 4, 0), Pair(3, 0, 4, 0)]
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_against_the_loop(seed: int) -> None:
     """Random masks with holes, padding, and a draft vocabulary of two thirds."""

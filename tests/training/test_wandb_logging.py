@@ -2,6 +2,7 @@
 
 import csv
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,15 @@ CALLBACK = (
 )
 
 
-@pytest.fixture(autouse=True)
-def no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def no_key(place: Path) -> Iterator[pytest.MonkeyPatch]:
     """A user who never heard of Weights & Biases."""
-    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staging"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_BASE_URL"):
+            patch.delenv(name, raising=False)
+        patch.setenv("NETRC", str(place / "netrc"))
+        patch.setenv("WANDB_DATA_DIR", str(place / "staging"))
+        yield patch
 
 
 def assert_holds(file: Path, *texts: str) -> None:
@@ -40,17 +43,12 @@ def run_files(folder: Path) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def logged(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def logged(place: Path, no_key: pytest.MonkeyPatch) -> Path:
     """A run of eight steps, logged offline, then continued for four more."""
     run = place / "wandb-run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WANDB_DATA_DIR", str(place / "staging"))
-        for name in ("WANDB_API_KEY", "WANDB_MODE"):
-            patch.delenv(name, raising=False)
-        patch.setenv("NETRC", str(place / "netrc"))
-        assert main_train(words(place, run, *CALLBACK, "--wandb", "tests")) == 0
-        more = ("--trainer.max_steps", "12", "--ckpt_path", "last")
-        assert main_train(words(place, run, *CALLBACK, "--wandb", "tests", *more)) == 0
+    assert main_train(words(place, run, *CALLBACK, "--wandb", "tests")) == 0
+    more = ("--trainer.max_steps", "12", "--ckpt_path", "last")
+    assert main_train(words(place, run, *CALLBACK, "--wandb", "tests", *more)) == 0
     return run
 
 
@@ -65,35 +63,28 @@ def test_metrics_and_config_are_in_the_file(logged: Path) -> None:
     assert len(found) == 2
 
 
-def test_a_resumed_training_goes_on_in_the_same_run(logged: Path) -> None:
+def test_only_a_resumed_training_goes_on_in_the_last_run(logged: Path, tmp_path: Path) -> None:
+    def run_id(folder: Path, is_resumed: bool) -> str:
+        return str(init_options("tests", folder, record={}, is_resumed=is_resumed)["id"])
+
     first, second = run_files(logged)
-    assert first.name == second.name
+    assert first.name == second.name == f"run-{run_id(logged, True)}.wandb"
+    assert len({run_id(logged, True), run_id(logged, False), run_id(tmp_path, True), run_id(tmp_path, True)}) == 4
     rows = csv.DictReader((logged / "logs" / "version_1" / "metrics.csv").read_text().splitlines())
     steps = [int(row["step"]) for row in rows]
     assert min(steps) >= 8 and max(steps) == 11, "the last of twelve steps, as in a run without a stop"
 
 
-def test_only_a_resumed_training_has_the_id_of_the_last_run(logged: Path, tmp_path: Path) -> None:
-    def run_id(folder: Path, is_resumed: bool) -> str:
-        return str(init_options("tests", folder, record={}, is_resumed=is_resumed)["id"])
-
-    last = run_files(logged)[-1].stem.removeprefix("run-")
-    assert run_id(logged, True) == last != run_id(logged, False)
-    assert run_id(tmp_path, True) != run_id(tmp_path, True), "nothing to go on with"
-
-
-def test_no_key_is_offline_and_a_key_is_online(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_key_is_offline_and_a_key_is_online(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wandb_mode() == "offline"
     monkeypatch.setenv("WANDB_MODE", "online")
     with pytest.raises(ValueError, match="set WANDB_API_KEY"):  # and nothing is asked
         wandb_mode()
-    monkeypatch.delenv("WANDB_MODE")
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
-    assert wandb_mode() == "online"
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert wandb_mode() == "disabled"
-
-
-def test_a_project_name_with_a_slash_is_refused(tmp_path: Path) -> None:
+    monkeypatch.delenv("WANDB_MODE")
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert wandb_mode() == "online"
     with pytest.raises(ValueError, match="--wandb 'me/mine' is no project name"):
         init_options("me/mine", tmp_path, record={}, is_resumed=False)

@@ -12,8 +12,6 @@ Shapes: B rows · T tokens of a forward · P blocks of the cache · H key/value 
 a slot · M blocks of a row · S slots of a text · R draft vocabulary · V vocabulary.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -27,36 +25,27 @@ PLACE_SIZE = 1 + _NUM_DIGITS
 
 
 class Text:
-    """Token ids in the slots of a layer's key/value cache, whose elements may have any number format.
+    """The texts of a forward's rows: token ids in the slots of a layer's key/value cache of any number format.
 
     Args:
         cache_PHNC: the layer's cache, which nobody reads as numbers; the elements of a slot lie side by side.
+        block_BM: the blocks of every row, in order.
+        num_slots: of the longest row, or more.
     """
 
-    def __init__(self, cache_PHNC: Tensor) -> None:
+    def __init__(self, cache_PHNC: Tensor, block_BM: Tensor, num_slots: int) -> None:
         self._token_PN = cache_PHNC[:, 0].view(torch.int32)[..., 0]
+        self.block_BM, self._num_slots = block_BM, num_slots
 
     def write(self, slot_T: Tensor, token_T: Tensor) -> None:
         """Put token ids into slots; -1 names no slot, and its token goes to block 0, which vLLM gives to no text."""
         slot_T, num_slots = slot_T.clamp_min(0), self._token_PN.shape[1]
         self._token_PN[slot_T // num_slots, slot_T % num_slots] = token_T.int()
 
-    def read(self, block_BM: Tensor, num_slots: int) -> Tensor:
-        """The first ``num_slots`` tokens of every row, whose blocks are given in order: int64 [B, S]."""
-        num_blocks = -(-num_slots // self._token_PN.shape[1])
-        return self._token_PN[block_BM[:, :num_blocks].long()].flatten(1)[:, :num_slots].long()
-
-
-class Place(NamedTuple):
-    """Where the text of a state ends.
-
-    Attributes:
-        root_B: slot of the root, int64.
-        num_drafted_B: tokens of the chain behind the root that the state has read, int64.
-    """
-
-    root_B: Tensor
-    num_drafted_B: Tensor
+    def read(self) -> Tensor:
+        """The tokens of every row by slot: int64 [B, S]."""
+        num_blocks = -(-self._num_slots // self._token_PN.shape[1])
+        return self._token_PN[self.block_BM[:, :num_blocks].long()].flatten(1)[:, : self._num_slots].long()
 
 
 def encode_place(before_TX: Tensor, position_T: Tensor) -> Tensor:
@@ -68,7 +57,7 @@ def encode_place(before_TX: Tensor, position_T: Tensor) -> Tensor:
     >>> first
     tensor([[  1., 112.,  17.,   1.]])
     >>> decode_place(encode_place(first, torch.tensor([70001])))
-    Place(root_B=tensor([70000]), num_drafted_B=tensor([1]))
+    (tensor([70000]), tensor([1]))
 
     Args:
         before_TX: the numbers before, [T, 4].
@@ -79,29 +68,15 @@ def encode_place(before_TX: Tensor, position_T: Tensor) -> Tensor:
     return torch.cat([before_TX[:, :1] + 1, before_TX[:, 1:].where(before_TX[:, :1] > 0, digit_TX)], dim=1)
 
 
-def decode_place(number_BX: Tensor) -> Place:
-    """What :func:`encode_place` wrote, [B, 4]."""
+def decode_place(number_BX: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the text of a state ends, from the numbers of :func:`encode_place`, [B, 4].
+
+    Returns:
+        The slot of the root, and how many tokens of the chain behind the root the state has read, int64 [B] each.
+    """
     place = torch.tensor([_BASE**digit for digit in range(_NUM_DIGITS)], device=number_BX.device)
     number_BX = number_BX.long()
-    return Place((number_BX[:, 1:] * place).sum(1), (number_BX[:, 0] - 1).clamp_min(0))
-
-
-def copies_of(token_BS: Tensor, place: Place, odds_X: Tensor) -> Copies:
-    """Earlier occurrences of the last tokens, for the one beam of every row.
-
-    As in our engine, the last tokens may be drafted, and their earlier occurrences end before the root.
-
-    Args:
-        token_BS: token ids by slot; entries behind the last drafted token are undefined. int64.
-        place: see above.
-        odds_X: see :class:`Copies`.
-    """
-    last_slot = token_BS.shape[1] - 1
-    root_B = place.root_B.clamp_max(last_slot)
-    position_B = (root_B + place.num_drafted_B).clamp_max(last_slot)
-    copies = Copies.of(token_BS, root_B, odds_X)
-    length_BS = match_lengths(token_BS, position_B, len(SHARES)) * (copies.next_BS >= 0)
-    return copies._replace(length_BWS=length_BS[:, None])
+    return (number_BX[:, 1:] * place).sum(1), (number_BX[:, 0] - 1).clamp_min(0)
 
 
 class CopyMixer:
@@ -118,17 +93,24 @@ class CopyMixer:
         self._index_V[token_R] = torch.arange(len(token_R), device=token_R.device)
         self._odds_X = torch.tensor((0.0, *SHARES), device=token_R.device).logit()
 
-    def mix_copies(self, logits_BR: Tensor, token_BS: Tensor, place: Place) -> Tensor:
+    def mix_copies(self, logits_BR: Tensor, token_BS: Tensor, number_BX: Tensor) -> Tensor:
         """Logits of the mixture over the target's vocabulary, float32 [B, V]; -inf for tokens that cannot follow.
+
+        As in our engine, the last tokens may be drafted, and their earlier occurrences end before the root.
 
         Args:
             logits_BR: of the draft vocabulary; float32 logits are changed in place.
-            token_BS, place: as of :func:`copies_of`.
+            token_BS: token ids by slot; entries behind the last drafted token are undefined. int64.
+            number_BX: of the states, as :func:`encode_place` wrote them, [B, 4].
         """
-        vocab_size = len(self._index_V)
+        vocab_size, last_slot = len(self._index_V), token_BS.shape[1] - 1
         # A window of the target frees blocks, and their slots hold anything.
         token_BS = token_BS.where((token_BS >= 0) & (token_BS < vocab_size), -1)
-        token_B1, odds_B1 = copies_of(token_BS, place, self._odds_X).best()
+        root_B, num_drafted_B = decode_place(number_BX)
+        root_B = root_B.clamp_max(last_slot)
+        copies = Copies.of(token_BS, root_B, self._odds_X)
+        length_BS = match_lengths(token_BS, (root_B + num_drafted_B).clamp_max(last_slot), len(SHARES))
+        token_B1, odds_B1 = copies._replace(length_BWS=(length_BS * (copies.next_BS >= 0))[:, None]).best()
         logits_B1R, copied_B11, _ = mix(logits_BR[:, None].float(), self._index_V[token_B1], odds_B1)
         logits_BV = logits_B1R.new_full((len(logits_BR), vocab_size), -torch.inf)
         logits_BV.index_copy_(1, self._token_R, logits_B1R[:, 0])

@@ -86,13 +86,8 @@ def split_tensors(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> tuple
     if config.head == "tied" and not shares_head(config):
         lent[OUTPUT_ROWS] = (config.num_outputs, config.hidden_size)
     for name, shape in lent.items():
-        if name not in tensors:
-            raise ValueError(f"the drafter's folder lacks tensor {name!r}: export the drafter again")
-        if tuple(tensors[name].shape) != shape:
-            raise ValueError(
-                f"the drafter's folder: tensor {name!r} has shape {list(tensors[name].shape)}, its config asks for "
-                f"{list(shape)}"
-            )
+        if name not in tensors or tuple(tensors[name].shape) != shape:
+            raise ValueError(f"the drafter's folder lacks tensor {name!r} of shape {list(shape)}: export it again")
     own = {name: tensor for name, tensor in tensors.items() if name not in lent}
     return own, {name: tensors[name] for name in lent}
 
@@ -112,9 +107,7 @@ def fingerprint_in(place: str, revision: str | None = None) -> str | None:
     except (OSError, SafetensorError):
         return None
     found = {name: file for file in files for name in file.keys()}  # noqa: SIM118  # a file is no dict
-    for end in ("lm_head.weight", "embed_tokens.weight"):  # tied: the embeddings are the output matrix
-        for name in found:
-            if name.endswith(end):
-                weight_VD = found[name].get_tensor(name)
-                return fingerprint_of(weight_VD) if weight_VD.dtype in FLOATS.values() else None
-    return None
+    ends = ("lm_head.weight", "embed_tokens.weight")  # tied: the embeddings are the output matrix
+    name = next((name for end in ends for name in found if name.endswith(end)), None)
+    weight_VD = None if name is None else found[name].get_tensor(name)
+    return None if weight_VD is None or weight_VD.dtype not in FLOATS.values() else fingerprint_of(weight_VD)

@@ -18,7 +18,7 @@ state · R draft vocabulary · V vocabulary · M blocks of a row.
 import logging
 from collections.abc import Iterable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
-from drafter.integrations.vllm.copies import PLACE_SIZE, CopyMixer, Text, decode_place, encode_place
+from drafter.integrations.vllm.copies import PLACE_SIZE, CopyMixer, Text, encode_place
 from drafter.integrations.vllm.folder import (
     COPYING_KEY,
     DRAFTER_KEY,
@@ -69,20 +69,6 @@ class _LentByTarget(nn.Module):
         )
 
 
-class _Rows(NamedTuple):
-    """The texts of the rows of a forward.
-
-    Attributes:
-        text: where their tokens lie.
-        block_BM: the blocks of every row, in order.
-        num_slots: of the longest row, or more.
-    """
-
-    text: Text
-    block_BM: Tensor
-    num_slots: int
-
-
 class RecurrentDrafterEagle3(Eagle3LlamaForCausalLM):
     """A recurrent drafter for vLLM. vLLM asks for a subclass of its own class; no code of that class is run.
 
@@ -99,7 +85,7 @@ class RecurrentDrafterEagle3(Eagle3LlamaForCausalLM):
         self._drafter_config = DrafterConfig.from_fields(getattr(self.config, DRAFTER_KEY, {}), "config.json, drafter")
         self._target = TargetFacts.read(getattr(self.config, TARGET_KEY, None))
         self._has_copies = bool(getattr(self.config, COPYING_KEY, False))
-        _check_target(self._target, vllm_config, has_copies=self._has_copies)
+        _check_target(self._target, vllm_config)
         drafter_config, size = self._drafter_config, self._drafter_config.hidden_size
         # vLLM hands over each layer's states once, in ascending order.
         layers = drafter_config.context_layers or (self._target.num_layers,)
@@ -117,7 +103,7 @@ class RecurrentDrafterEagle3(Eagle3LlamaForCausalLM):
         if self._num_more < (PLACE_SIZE if self._has_copies else 0):
             raise ValueError(f"config.json, hidden_size is {self.config.hidden_size}: export the drafter again")
         self._mixer: CopyMixer | None = None
-        self._rows: _Rows | None = None
+        self._text: Text | None = None
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Build the drafter of the folder's tensors; ValueError naming a tensor that is missing or does not fit."""
@@ -131,7 +117,7 @@ class RecurrentDrafterEagle3(Eagle3LlamaForCausalLM):
                 del drafter.head  # its rows now lie in lm_head, this process's share of them
         self.drafter = nn.Module.to(drafter, self.final_norm.device, self._dtype)
         if self._has_copies:
-            self._mixer = CopyMixer(self._draft_token_ids, self._target.vocab_size)
+            self._mixer = CopyMixer(self.drafter.draft_token_ids_R, self._target.vocab_size)
 
     def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
         """States before the root: the target's states [T, A D], before the final norm -> [h; 0], [T, E]."""
@@ -159,31 +145,25 @@ class RecurrentDrafterEagle3(Eagle3LlamaForCausalLM):
         hidden_TD, state_TD, more_TX = self._parts(hidden_states)
         parts = [hidden_TD, self.drafter.step(hidden_TD, state_TD, embedding_TD), more_TX]
         if self._has_copies:
-            self._rows = self._keep_text(input_ids)
+            self._text = self._keep_text(input_ids)
             parts[2:] = encode_place(more_TX[:, :PLACE_SIZE], positions), more_TX[:, PLACE_SIZE:]
         next_TE = torch.cat(parts, dim=-1)
         return next_TE, next_TE
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Logits of states [B, E] over the target's vocabulary [B, V]; -inf for tokens that are never drafted."""
-        logits_BR = self.logits_processor(self.lm_head, self._features(hidden_states))
-        rows = self._rows
-        if self._mixer is not None and rows is not None and len(hidden_states) == len(rows.block_BM):
-            place = decode_place(self._parts(hidden_states)[2][:, :PLACE_SIZE])
-            return self._mixer.mix_copies(logits_BR, rows.text.read(rows.block_BM, rows.num_slots), place)
+        assert self.drafter is not None
+        hidden_BD, state_BD, more_BX = self._parts(hidden_states)
+        logits_BR = self.logits_processor(self.lm_head, self.drafter.features(hidden_BD, state_BD))
+        text = self._text
+        if self._mixer is not None and text is not None and len(hidden_states) == len(text.block_BM):
+            return self._mixer.mix_copies(logits_BR, text.read(), more_BX[:, :PLACE_SIZE])
         if self._drafter_config.draft_vocab_size is None:
             return logits_BR
         logits_BV = logits_BR.new_full((len(logits_BR), self._target.vocab_size), -torch.inf)
-        return logits_BV.index_copy_(1, self._draft_token_ids, logits_BR)
+        return logits_BV.index_copy_(1, self.drafter.draft_token_ids_R, logits_BR)
 
-    def get_top_tokens(self, hidden_states: Tensor) -> Tensor:
-        """The most likely token of every state, [B, E] -> [B], for vLLM's option use_local_argmax_reduction."""
-        if self._has_copies:  # a copy is weighed against the sum over all tokens
-            return self.compute_logits(hidden_states).argmax(-1)
-        index_B = self.logits_processor.get_top_tokens(self.lm_head, self._features(hidden_states))
-        return self._draft_token_ids[index_B]
-
-    def _keep_text(self, token_T: Tensor) -> _Rows | None:
+    def _keep_text(self, token_T: Tensor) -> Text | None:
         """Put the tokens of a forward into their slots; None where vLLM tries the model without a text."""
         metadata, _, cache_PHNC, slot_T = get_attention_context(self.model.attn_name)
         if metadata is None or slot_T is None:
@@ -192,18 +172,9 @@ class RecurrentDrafterEagle3(Eagle3LlamaForCausalLM):
         if block_BM is None:
             _warn_of_no_blocks(type(metadata).__name__)
             return None
-        text = Text(cache_PHNC)
+        text = Text(cache_PHNC, block_BM, metadata.max_seq_len)
         text.write(slot_T, token_T)
-        return _Rows(text, block_BM, metadata.max_seq_len)
-
-    @property
-    def _draft_token_ids(self) -> Tensor:
-        assert self.drafter is not None
-        return self.drafter.draft_token_ids_R
-
-    def _features(self, hidden_states: Tensor) -> Tensor:
-        assert self.drafter is not None
-        return self.drafter.features(*self._parts(hidden_states)[:2])
+        return text
 
     def _parts(self, state_TE: Tensor) -> list[Tensor]:
         """h, s, and the numbers of the copies."""
@@ -217,7 +188,7 @@ def _warn_of_no_blocks(name: str) -> None:
                  "(attention_backend of --speculative-config)", name)  # fmt: skip
 
 
-def _check_target(target: TargetFacts, vllm_config: VllmConfig, *, has_copies: bool) -> None:
+def _check_target(target: TargetFacts, vllm_config: VllmConfig) -> None:
     """ValueError for a model that the drafter does not belong to, or that vLLM runs in a way that it cannot follow."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     target.check(
@@ -230,11 +201,6 @@ def _check_target(target: TargetFacts, vllm_config: VllmConfig, *, has_copies: b
         raise ValueError(
             f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: a recurrent drafter reads the target's "
             "embeddings, which only the first stage has; use --tensor-parallel-size"
-        )
-    if has_copies and parallel.decode_context_parallel_size > 1:
-        raise ValueError(
-            f"--decode-context-parallel-size {parallel.decode_context_parallel_size}: a process has a part of the text "
-            "only, and copies read all of it; export the drafter with --no-copying"
         )
     if model.use_mla:
         raise ValueError(f"target {model.model!r} compresses keys and values (MLA), which a recurrent drafter cannot "

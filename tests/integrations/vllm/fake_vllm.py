@@ -35,9 +35,6 @@ class LogitsProcessor(nn.Module):
     def forward(self, head: nn.Module, feature_TF: Tensor) -> Tensor:
         return F.linear(feature_TF, head.weight)[:, : self.num_rows]  # type: ignore[arg-type]
 
-    def get_top_tokens(self, head: nn.Module, feature_TF: Tensor) -> Tensor:
-        return self(head, feature_TF).argmax(-1)
-
 
 class Registry:
     """vLLM's table of models, and how often a model was added."""
@@ -86,16 +83,12 @@ def config_of(config: dict[str, Any], target: Any, **changes: Any) -> Any:
         "num_kv_heads": text.num_key_value_heads,
     } | changes
     model = SimpleNamespace(
-        model=changes.get("model", "nowhere"), revision=None, dtype=torch.float32, use_mla=changes.get("use_mla", False)
+        **{"model": "nowhere", "revision": None, "dtype": torch.float32, "use_mla": False} | changes,
+        **{f"get_{name}": lambda *_, value=value: value for name, value in sizes.items()},
     )
-    for name, value in sizes.items():
-        setattr(model, f"get_{name}", lambda *_, value=value: value)
     return SimpleNamespace(
         model_config=model,
-        parallel_config=SimpleNamespace(
-            pipeline_parallel_size=changes.get("pipeline_parallel_size", 1),
-            decode_context_parallel_size=changes.get("decode_context_parallel_size", 1),
-        ),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=changes.get("pipeline_parallel_size", 1)),
         cache_config=None,
         speculative_config=SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(**config))),
     )

@@ -116,57 +116,42 @@ def prompts() -> list[list[int]]:
             for row in read_rows(PROMPTS)][:8]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The drafter that comes with the package, for vLLM."""
-    return folder_of_shipped(tmp_path_factory.mktemp("vllm"))
-
-
-def folder_of_shipped(place: Path, *, copying: bool = True) -> Path:
-    return export_vllm(shipped(), place / "drafter", target=real_target(), dtype="float32", copying=copying)
-
-
-@pytest.fixture(scope="module")
-def model(prompts: list[list[int]]) -> dict[str, Any]:
-    return {"model": str(fetch("smollm2-135m"))}
+EAGER = {"enforce_eager": True}
+CHUNKED = {
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 8,
+    "enable_prefix_caching": True,
+    "enable_chunked_prefill": True,
+}
 
 
 @pytest.fixture(scope="module")
-def plain(model: dict[str, Any], prompts: list[list[int]]) -> list[list[int]]:
+def plain(prompts: list[list[int]]) -> list[list[int]]:
     """The texts of vLLM alone, one prompt at a time."""
-    with Served.start(model | {"enforce_eager": True}) as served:
+    with Served.start({"model": str(fetch("smollm2-135m"))} | EAGER) as served:
         return list(served.ask(prompts, batch=1)["token_ids"])
 
 
-@pytest.mark.parametrize("copying", [True, False])
+@pytest.mark.parametrize(
+    ("copying", "options", "batches"), [(True, EAGER, (1, 8)), (False, EAGER, (1, 8)), (True, CHUNKED, (8, 8, 1))]
+)
 def test_texts_are_those_of_vllm_alone_and_steps_those_of_our_chain(
-    copying: bool, model: dict[str, Any], prompts: list[list[int]], plain: list[list[int]], tmp_path: Path
-) -> None:
-    folder = folder_of_shipped(tmp_path, copying=copying)
-    with Served.start(model | speculative(folder) | {"enforce_eager": True}) as served:
-        single, batched = served.ask(prompts, batch=1), served.ask(prompts, batch=8)
-    assert single["token_ids"] == plain and batched["token_ids"] == plain
+    copying: bool, options: dict[str, Any], batches: Sequence[int],
+    prompts: list[list[int]], plain: list[list[int]], tmp_path: Path,
+) -> None:  # fmt: skip
+    """Alone and in a batch; compiled, with cached prefixes and chunked prefill."""
+    folder = export_vllm(shipped(), tmp_path / "out", target=real_target(), dtype="float32", copying=copying)
+    with Served.start({"model": str(fetch("smollm2-135m"))} | speculative(folder) | options) as served:
+        runs = [served.ask(prompts, batch=batch) for batch in batches]
     drafter, params = shipped().bind(real_target()), SamplingParams(max_new_tokens=NUM_TOKENS)
     ours = chain(real_target(), drafter, prompts, params, copying=copying)
-    print(f"copies {copying}: drafting steps: vLLM {single['num_drafts']}, 8 at a time {batched['num_drafts']}, "
-          f"ours {ours.num_steps}; accepted by position: {single['num_accepted']}, {batched['num_accepted']}, "
-          f"{ours.num_accepted}")  # fmt: skip
-    assert ours.token_ids == plain
-    assert single["num_drafts"] == pytest.approx(ours.num_steps, rel=0.02)
-    assert single["num_accepted"] == pytest.approx(ours.num_accepted, rel=0.03, abs=3)
-
-
-def test_compiled_with_prefix_cache_and_chunked_prefill(
-    model: dict[str, Any], folder: Path, prompts: list[list[int]], plain: list[list[int]]
-) -> None:
-    options = model | speculative(folder) | {"max_num_batched_tokens": 64, "max_num_seqs": 8}
-    with Served.start(options | {"enable_prefix_caching": True, "enable_chunked_prefill": True}) as served:
-        runs = [served.ask(prompts, batch=batch) for batch in (8, 8, 1)]
-    print(f"compiled, cached prefixes, chunked prefill: drafting steps {[run['num_drafts'] for run in runs]}")
-    assert [run["token_ids"] for run in runs] == [plain] * 3
-    drafter, params = shipped().bind(real_target()), SamplingParams(max_new_tokens=NUM_TOKENS)
-    ours = chain(real_target(), drafter, prompts, params)
-    assert [run["num_drafts"] for run in runs] == [pytest.approx(ours.num_steps, rel=0.02)] * 3
+    for run in runs:
+        print(f"copies {copying}: drafting steps: vLLM {run['num_drafts']}, ours {ours.num_steps}; accepted: "
+              f"{run['num_accepted']}, {ours.num_accepted}")  # fmt: skip
+    assert [run["token_ids"] for run in runs] == [plain] * len(runs) and ours.token_ids == plain
+    for run in runs:
+        assert run["num_drafts"] == pytest.approx(ours.num_steps, rel=0.02)
+        assert run["num_accepted"] == pytest.approx(ours.num_accepted, rel=0.03, abs=3)
 
 
 @pytest.fixture(scope="module")
@@ -299,14 +284,8 @@ def test_states_that_vllm_writes_train_a_drafter(tmp_path: Path) -> None:
     for name, drafter in forms.items():
         losses = {}
         for source in (None, str(states)):
-            data = ChatDataModule(
-                train=file,
-                target=place,
-                val=0.25,
-                max_length=64,
-                batch_tokens=200,
-                hidden_states=source,
-            )
+            sizes = {"max_length": 64, "batch_tokens": 200}
+            data = ChatDataModule(file, place, val=0.25, hidden_states=source, **sizes)
             torch.manual_seed(3)
             module, losses[source] = make_module(target, drafter=drafter), Losses()
             trainer = make_trainer(tmp_path, max_steps=6, check_val_every_n_epoch=1, callbacks=[losses[source]])
