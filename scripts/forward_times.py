@@ -138,10 +138,10 @@ def measure_ours(name: str, shape: str) -> dict[str, Any]:
 def measure_llama_cpp(weights: str, shape: str, python: str) -> dict[str, Any]:
     """Times and memory of llama.cpp with one format of weights."""
     settings = {
-        "package": "llama-cpp-python", "name": shape, "model": str(random_file(shape, weights)), "num_slots": 1,
-        "num_tokens": 512, "num_threads": torch.get_num_threads(), "is_cpu": True,
+        "package": "llama-cpp-python", "model": str(random_file(shape, weights)), "num_tokens": 512, "eos": [],
+        "num_threads": torch.get_num_threads(), "is_cpu": True,
     }  # fmt: skip
-    process = PeerProcess(settings, f"llama-cpp:{weights}:native", python)
+    process = PeerProcess(settings, f"llama-cpp:{weights}", python)
     try:
         with PeakMemory(torch.device("cpu"), process.process_id) as memory:
             process.send({"sizes": SIZES, "num_context": NUM_CONTEXT, "num_rounds": NUM_ROUNDS})

@@ -16,7 +16,7 @@ import torch
 
 from drafter.bench import peer_worker
 from drafter.bench.backends import Backend, TimedAnswer
-from drafter.bench.methods import GGUF_WEIGHTS, MethodSpec
+from drafter.bench.methods import GGUF_WEIGHTS, PEER_PACKAGES, MethodSpec
 from drafter.decoding.params import SamplingParams
 from drafter.targets.catalog import gguf_file, resolve
 from drafter.targets.home import home_folder
@@ -77,60 +77,38 @@ def _write_rounded(out: Path, reader: Any, weights: str) -> None:
     writer.close()
 
 
-class ProcessBackend(Backend):
-    """An engine in a process of its own.
+def start_peer(
+    target: Target, spec: MethodSpec, batch_size: int, num_tokens: int, pythons: Mapping[str, str]
+) -> "PeerProcess":
+    """The engine of a method in a process of its own.
 
     Args:
         target: the model; its GGUF file or its checkpoint gives the weights.
         spec: the engine and its weights.
-        batch_size: prompts answered at the same time.
+        batch_size: prompts answered at the same time; 1 for llama.cpp.
         num_tokens: room for a prompt and its answer.
         pythons: the Python of each environment that holds an engine, by package; others are in this environment.
+
+    Raises:
+        ValueError: the target has no file that the engine reads, or the engine cannot be started.
     """
-
-    def __init__(
-        self, target: Target, spec: MethodSpec, batch_size: int, num_tokens: int, pythons: Mapping[str, str]
-    ) -> None:
-        assert spec.package is not None and not (spec.is_one_at_a_time and batch_size > 1)
-        model = resolve(target.name) if spec.name == "vllm" else weights_file(target.name, spec.gguf_weights)
-        settings = {
-            "package": spec.package,
-            "name": target.name,
-            "model": str(model),
-            "num_slots": batch_size,
-            "num_tokens": num_tokens,
-            "num_threads": torch.get_num_threads(),
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "is_cpu": target.device.type == "cpu",
-        }
-        self._eos = list(target.eos_token_ids)
-        self._process = PeerProcess(settings, spec.label, pythons.get(spec.package, sys.executable))
-        self.process_id = self._process.process_id
-        self.build = self._process.ready["build"]
-        self.versions = {spec.package: self._process.ready["version"]}
-
-    def close(self) -> None:
-        """End the engine's process."""
-        self._process.close()
-
-    def answer(
-        self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], object]
-    ) -> list[TimedAnswer]:
-        """Answer all prompts (see :class:`drafter.bench.backends.Backend`)."""
-        names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
-        fields = {name: getattr(params, name) for name in names}
-        fields["stop_token_ids"] = [] if params.ignore_eos else self._eos
-        self._process.send({"prompts": prompts, "params": fields})
-        answers = {}
-        for _ in prompts:
-            message = self._process.receive()
-            index = message.pop("index")
-            answers[index] = TimedAnswer(num_accepted=None, **message)
-            on_answer()
-        return [answers[index] for index in range(len(prompts))]
+    assert batch_size == 1 or spec.name != "llama-cpp"
+    package = PEER_PACKAGES[spec.name]
+    model = resolve(target.name) if spec.name == "vllm" else weights_file(target.name, spec.gguf_weights)
+    settings = {
+        "package": package,
+        "model": str(model),
+        "num_slots": batch_size,
+        "num_tokens": num_tokens,
+        "num_threads": torch.get_num_threads(),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "is_cpu": target.device.type == "cpu",
+        "eos": target.eos_token_ids,
+    }
+    return PeerProcess(settings, spec.label, pythons.get(package, sys.executable))
 
 
-class PeerProcess:
+class PeerProcess(Backend):
     """A process of :mod:`drafter.bench.peer_worker`.
 
     Attributes:
@@ -151,11 +129,23 @@ class PeerProcess:
             )  # fmt: skip
         except OSError as error:
             raise ValueError(f"--peer-python {settings['package']}={python} cannot be run: {error.strerror}") from error
+        self.process_id = self._process.pid
         self.ready = self.receive()
+        self.build, self.versions = self.ready["build"], {settings["package"]: self.ready["version"]}
 
-    @property
-    def process_id(self) -> int:
-        return self._process.pid
+    def answer(
+        self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], object]
+    ) -> list[TimedAnswer]:
+        """Answer all prompts (see :class:`drafter.bench.backends.Backend`)."""
+        fields = {name: getattr(params, name) for name in ("max_new_tokens", "temperature", "seed")}
+        self.send({"prompts": prompts, "params": fields})
+        answers = {}
+        for _ in prompts:
+            message = self.receive()
+            index = message.pop("index")
+            answers[index] = TimedAnswer(num_accepted=None, **message)
+            on_answer()
+        return [answers[index] for index in range(len(prompts))]
 
     def send(self, message: dict[str, Any]) -> None:
         """Write one request; :meth:`receive` reports a process that has ended."""

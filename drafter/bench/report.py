@@ -67,21 +67,16 @@ def _main_table(condition: Condition, methods: Sequence[Summary]) -> str:
     columns: dict[str, Callable[[Summary], str]] = {
         "method": lambda s: s.label,
         "batch size": lambda s: str(s.batch_size),
-        "engine": lambda s: s.engine,
         "tokens/s": lambda s: f"{s.rate.middle:.1f} ({s.rate.low:.1f} to {s.rate.high:.1f})",
         "over plain decoding": lambda s: _times_span(s.speedup),
         "over llama.cpp BF16": lambda s: _times_span(s.over_llama_cpp),
         "tokens per step": lambda s: "-" if s.tokens_per_step is None else f"{s.tokens_per_step:.2f}",
         "identical texts": lambda s: "-" if s.num_identical is None else f"{s.num_identical}/{condition.num_prompts}",
         "margin where they differ": lambda s: _margins(s.margins),
-        "first token, ms": lambda s: f"{1000 * s.first_token_seconds:.0f}",
-        "answer, s": lambda s: f"{s.latency_seconds:.2f}",
         "peak GiB": lambda s: f"{s.peak_bytes / 2**30:.2f}",
     }
     if {summary.batch_size for summary in methods} == {1}:
         del columns["batch size"]
-    if {summary.engine for summary in methods} <= {"Drafter"}:
-        del columns["engine"]
     if not any(summary.over_llama_cpp for summary in methods):
         del columns["over llama.cpp BF16"]
     return format_table(list(columns), [[show(summary) for show in columns.values()] for summary in methods]) + "\n"

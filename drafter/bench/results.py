@@ -26,7 +26,7 @@ _MADE_BY = {
 # The shapes of records, by kind, as :func:`drafter.utils.parse.check_shape` reads shapes.
 _SHAPES: dict[str, dict[str, Any]] = {
     "run": {
-        "run_id": str, "round": int, "method": str, "engine?": str, "build?": str, "batch_size": int,
+        "run_id": str, "round": int, "method": str, "build?": str, "batch_size": int,
         "temperature": float, "max_new_tokens": int, "seed?": (int, None), "device": str,
         "compile?": (bool, None), "drafter?": (str, None), "drafter_fingerprint?": (str, None),
         "tuned_digest?": (str, None),

@@ -80,11 +80,9 @@ class _Bench:
 
     def measure(self, point: _Point) -> int:
         """Number of new runs of one point, in the order of running."""
-        specs = [spec for spec in self._options.specs if point.batch_size == 1 or not spec.is_one_at_a_time]
-        for spec in self._options.specs:
-            if spec not in specs:
-                reason = f"left out at batch size {point.batch_size}"
-                print(f"{spec.label} answers one prompt at a time: {reason}", file=sys.stderr)
+        specs = [spec for spec in self._options.specs if point.batch_size == 1 or spec.name != "llama-cpp"]
+        if len(specs) < len(self._options.specs):
+            print(f"llama-cpp answers one prompt at a time: left out at batch size {point.batch_size}", file=sys.stderr)
         identities = {spec.label: self._identity(point, spec) for spec in specs}
         runs = []
         for number, spec in product(range(self._options.rounds), specs):
@@ -169,7 +167,6 @@ class _Bench:
         workload = point.workload
         return {
             "kind": "run",
-            "engine": spec.engine,
             **({"build": backend.build} if backend.build else {}),
             "prompts": {"name": workload.name, "digest": workload.digest, "num_prompts": len(point.prompts)},
             "settings": used,

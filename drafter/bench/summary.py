@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from statistics import median
 from typing import Any, NamedTuple
 
-from drafter.bench.methods import BASELINE, LLAMA_CPP_BASELINES, engine_of
+from drafter.bench.methods import BASELINE, LLAMA_CPP_BASELINES
 from drafter.bench.results import BenchRecord
 
 
@@ -60,8 +60,6 @@ class Summary:
         category_speedups: speedup over plain decoding by category (batch size 1).
         num_identical: texts identical to plain decoding; None where texts are not compared.
         margins: the target's logit margins where texts first differ.
-        first_token_seconds: median over answers, median over rounds.
-        latency_seconds: likewise, of whole answers.
         peak_bytes: highest memory of all rounds.
     """
 
@@ -77,19 +75,12 @@ class Summary:
     category_speedups: dict[str, Span]
     num_identical: int | None
     margins: list[float]
-    first_token_seconds: float
-    latency_seconds: float
     peak_bytes: int
 
     @property
     def is_baseline(self) -> bool:
         """Whether the method is plain decoding of this package."""
         return self.method == BASELINE
-
-    @property
-    def engine(self) -> str:
-        """Name of the engine that decodes."""
-        return engine_of(self.method)
 
 
 Tables = dict[Condition, list[Summary]]
@@ -162,8 +153,6 @@ def _summarise(label: str, rounds: list[BenchRecord], methods: dict[str, list[Be
         category_speedups={name: span for name, span in speedups.items() if span is not None},
         num_identical=min((item["num_identical"] for item in identical), default=None),
         margins=identical[0]["margins"] if identical else [],
-        first_token_seconds=median([record["first_token_seconds"]["median"] for record in rounds]),
-        latency_seconds=median([record["latency_seconds"]["median"] for record in rounds]),
         peak_bytes=max(record["peak_memory_bytes"]["bytes"] for record in rounds),
     )
 

@@ -20,7 +20,7 @@ from drafter.engine.runner import Runner, StepResult, StepWants, check_fit
 from drafter.engine.scheduler import Scheduler, bucket, neighbours
 from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
 from drafter.engine.text import IncrementalText, Prompt, check_prompts, encode_prompts
-from drafter.engine.tuned import PLAIN, Sizer, Tree, TreeSizer, read_tuned
+from drafter.engine.tuned import PLAIN, Tree, TreeSizer, read_tuned
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.table import context_layers_of, make_proposer
 from drafter.targets.target import Target
@@ -59,7 +59,7 @@ class Engine:
         *,
         draft_model: Target | None = None,
         proposer: Proposer | None = None,
-        sizer: Sizer | None = None,
+        sizer: TreeSizer | None = None,
     ) -> None:
         self.target = target
         plan = config if isinstance(config, Plan) else resolve(config, target, drafter, draft_model)

@@ -15,7 +15,7 @@ import torch
 from drafter.bench.measure import RESIDENT_OF_PEER, PeakMemory
 from drafter.bench.methods import parse_method
 from drafter.bench.models import EngineBackend
-from drafter.bench.process_peers import ProcessBackend, weights_file
+from drafter.bench.process_peers import PeerProcess, start_peer, weights_file
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.loading import load_target
@@ -25,6 +25,7 @@ from tests.targets.tiny_gguf import write_gguf
 
 PROMPTS = [[1, 40, 41, 42, 40, 41], [1, 90], [1, 17, 18, 19, 20, 21, 22, 23, 24, 25]]
 PARAMS = SamplingParams(max_new_tokens=12)
+SPEC = parse_method("llama-cpp:F32")
 
 
 @pytest.fixture
@@ -38,16 +39,13 @@ def target(file: Path) -> Target:
     return load_target(str(file), dtype="float32", device="cpu")
 
 
-@pytest.fixture(params=["llama-cpp:F32", "llama-cpp:F32:native"])
-def llama_cpp(target: Target, request: pytest.FixtureRequest) -> Iterator[ProcessBackend]:
+@pytest.fixture
+def llama_cpp(target: Target) -> Iterator[PeerProcess]:
     """llama.cpp of this environment, or of the one whose Python DRAFTER_TEST_PEER_PYTHON names."""
-    spec = parse_method(request.param)
     python = os.environ.get("DRAFTER_TEST_PEER_PYTHON", sys.executable)
-    assert spec.package is not None
-    asked = f"import {spec.package.replace('-python', '').replace('-', '_')}"
-    if subprocess.run([python, "-c", asked], capture_output=True).returncode:
-        pytest.skip(f"{python} lacks {spec.package}")
-    backend = ProcessBackend(target, spec, 1 if spec.is_one_at_a_time else 2, 64, {spec.package: python})
+    if subprocess.run([python, "-c", "import llama_cpp"], capture_output=True).returncode:
+        pytest.skip(f"{python} lacks llama-cpp-python")
+    backend = start_peer(target, SPEC, 1, 64, {"llama-cpp-python": python})
     yield backend
     backend.close()
 
@@ -76,7 +74,7 @@ def test_a_target_without_a_gguf_file_is_refused() -> None:
         weights_file("owner/name", "BF16")
 
 
-def test_llama_cpp_answers_as_plain_decoding_does(target: Target, llama_cpp: ProcessBackend) -> None:
+def test_llama_cpp_answers_as_plain_decoding_does(target: Target, llama_cpp: PeerProcess) -> None:
     engine = EngineBackend(Engine(target, config=EngineConfig(method="none", max_num_seqs=3)), 64)
     finished: list[int] = []
     with PeakMemory(target.device, llama_cpp.process_id) as memory:
@@ -90,18 +88,17 @@ def test_llama_cpp_answers_as_plain_decoding_does(target: Target, llama_cpp: Pro
     assert "SSE3" in llama_cpp.build and len(llama_cpp.versions) == 1
 
 
-def test_an_engine_that_dies_is_one_line(llama_cpp: ProcessBackend) -> None:
+def test_an_engine_that_dies_is_one_line(llama_cpp: PeerProcess) -> None:
     assert llama_cpp.process_id is not None
     os.kill(llama_cpp.process_id, signal.SIGKILL)
-    with pytest.raises(ValueError, match="--methods llama-cpp:F32.*: the engine failed") as caught:
+    with pytest.raises(ValueError, match="--methods llama-cpp:F32: the engine failed") as caught:
         llama_cpp.answer(PROMPTS, PARAMS, lambda: None)
     assert "\n" not in str(caught.value)
 
 
 def test_a_python_without_the_engine_is_one_line(target: Target) -> None:
-    spec = parse_method("llama-cpp:F32:native")
     with pytest.raises(ValueError, match="--peer-python llama-cpp-python=/no/python cannot be run: No such file"):
-        ProcessBackend(target, spec, 1, 64, {"llama-cpp-python": "/no/python"})
+        start_peer(target, SPEC, 1, 64, {"llama-cpp-python": "/no/python"})
     if subprocess.run([sys.executable, "-c", "import llama_cpp"], capture_output=True).returncode:
         with pytest.raises(ValueError, match="the engine failed: ModuleNotFoundError: No module named 'llama_cpp'"):
-            ProcessBackend(target, spec, 1, 64, {})
+            start_peer(target, SPEC, 1, 64, {})

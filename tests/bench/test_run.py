@@ -18,8 +18,7 @@ from drafter.bench.summary import summarise
 from drafter.bench.workload import Item, Workload
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
-from drafter.engine.tuned import PLAIN, MeasuredTree, RowPlan, Tree, TunedSizes, device_name
-from drafter.utils.io import write_atomic
+from drafter.engine.tuned import PLAIN, MeasuredTree, RowPlan, Tree, TunedSizes, conditions_of
 from tests.serving.tiny import tiny_drafter, tiny_target
 
 
@@ -114,9 +113,9 @@ def test_what_is_done_is_not_repeated(tmp_path: Path, models: BenchModels) -> No
 def test_a_method_that_takes_one_prompt_at_a_time_is_left_out_of_batches(
     tmp_path: Path, models: BenchModels, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = replace(SETTINGS, methods=("none", "llama-cpp:native"), batch_sizes=(2,), rounds=1)
+    settings = replace(SETTINGS, methods=("none", "llama-cpp"), batch_sizes=(2,), rounds=1)
     assert run_benchmark(settings, models, tmp_path / "r.jsonl") == 1
-    assert "llama-cpp:native answers one prompt at a time: left out at batch size 2" in capsys.readouterr().err
+    assert "llama-cpp answers one prompt at a time: left out at batch size 2" in capsys.readouterr().err
 
 
 def test_more_rows_than_prompts_are_refused(tmp_path: Path, models: BenchModels) -> None:
@@ -142,12 +141,12 @@ def test_other_weights_in_the_same_folder_are_another_run(tmp_path: Path, models
 
 def test_a_tuned_method_goes_by_its_file(tmp_path: Path, models: BenchModels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # the drafter's name is no folder there
-    target = models.target
+    assert models.drafter is not None
 
     def write(tree: Tree) -> None:
-        plan = RowPlan(1, (MeasuredTree(PLAIN, 1.0, 1.0), MeasuredTree(tree, 1.5, 1.1)))
-        sizes = TunedSizes(device_name(target.device), "float32", False, target.fingerprint, (plan,))
-        write_atomic(tmp_path / "tuned.json", json.dumps(sizes.as_json()))
+        plan = RowPlan(1, (MeasuredTree(*PLAIN, 1.0, 1.0), MeasuredTree(*tree, 1.5, 1.1)))
+        sizes = TunedSizes(conditions_of(models.target, models.drafter, is_compiled=False), (plan,))
+        (tmp_path / "tuned.json").write_text(json.dumps(sizes.as_json()))
 
     tuned = replace(SETTINGS, methods=("none", "drafter:tuned"), rounds=1)
     with pytest.raises(ValueError, match="drafter:tuned needs .*runs--drafter/tuned.json"):

@@ -50,7 +50,10 @@ def test_wrong_methods_are_refused_by_name(text: str, reason: str) -> None:
         ({"methods": ("lookup", "lookup")}, "lookup is given twice"),
         ({"methods": ("drafter",)}, "drafter needs a drafter: give --drafter"),
         ({"methods": ("draft-model",)}, "draft-model needs a smaller model: give --draft-model"),
-        ({"peer_python": ("vlm=python",)}, "--peer-python vlm=python must be NAME=PYTHON with xllamacpp"),
+        (
+            {"peer_python": ("vlm=python",)},
+            "--peer-python vlm=python must be NAME=PYTHON with llama-cpp-python",
+        ),
     ],
 )
 def test_wrong_settings_are_refused_with_their_flag(changes: dict[str, object], reason: str) -> None:
@@ -59,10 +62,7 @@ def test_wrong_settings_are_refused_with_their_flag(changes: dict[str, object], 
         BenchOptions(**fields)  # type: ignore[arg-type]
 
 
-def test_other_engines_say_what_they_are() -> None:
-    specs = {text: parse_method(text) for text in ("llama-cpp", "llama-cpp:Q4_1:native", "vllm", "hf-generate", "none")}
-    assert [spec.engine for spec in specs.values()] == ["llama.cpp", "llama.cpp", "vLLM", "transformers", "Drafter"]
-    packages = [spec.package for spec in specs.values()]
-    assert packages == ["xllamacpp", "llama-cpp-python", "vllm", None, None]
-    native = specs["llama-cpp:Q4_1:native"]
-    assert (native.gguf_weights, native.is_one_at_a_time, specs["llama-cpp"].gguf_weights) == ("Q4_1", True, "BF16")
+def test_other_engines_are_peers() -> None:
+    texts = ("llama-cpp", "llama-cpp:Q4_1", "vllm", "hf-generate", "none")
+    assert [parse_method(text).is_peer for text in texts] == [True, True, True, True, False]
+    assert [parse_method(text).gguf_weights for text in texts[:2]] == ["BF16", "Q4_1"]

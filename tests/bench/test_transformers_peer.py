@@ -46,22 +46,20 @@ def test_settings_that_came_with_the_model_are_set_aside() -> None:
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in ours()]
 
 
-def test_stop_tokens_end_an_answer_unless_told_otherwise() -> None:
+def test_stop_tokens_end_an_answer() -> None:
     target = tiny_target()
-    stop = ours(SamplingParams(max_new_tokens=12, ignore_eos=True))[0].token_ids[3]
+    stop = ours()[0].token_ids[3]
     own = target.eos_token_ids
     target.eos_token_ids = (stop,)
     try:
         answers = peer(3).answer(PROMPTS, PARAMS, lambda: None)
         assert answers[0].token_ids[-1] == stop and len(answers[0].token_ids) <= 4
         assert [a.token_ids for a in answers] == [a.token_ids for a in ours()]
-        free = peer(3).answer(PROMPTS, SamplingParams(max_new_tokens=12, ignore_eos=True), lambda: None)
-        assert all(len(answer.token_ids) == 12 for answer in free)
     finally:
         target.eos_token_ids = own
 
 
 def test_sampling_is_repeatable() -> None:
-    params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3)
     one, two = (peer(2).answer(PROMPTS, params, lambda: None) for _ in range(2))
     assert [a.token_ids for a in one] == [a.token_ids for a in two]
