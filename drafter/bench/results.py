@@ -39,7 +39,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "identical": ({"num_prompts": int, "num_identical": int, "margins": [float]}, None), **_MADE_BY,
     },
     "load": {
-        "run_id": str, "url": str, "model": str, "prompts": {"name": str}, "concurrency": (int, None),
+        "url": str, "model": str, "prompts": {"name": str}, "concurrency": (int, None),
         "rate": (float, None), "seconds": float, "num_requests": int, "num_failed": int, "num_tokens": int,
         "first_token_seconds": _SPREAD, "token_seconds": _SPREAD, "latency_seconds": _SPREAD, **_MADE_BY,
     },
