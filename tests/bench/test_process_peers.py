@@ -53,23 +53,17 @@ def llama_cpp(target: Target) -> Iterator[PeerProcess]:
 def test_weights_are_the_targets_own_in_another_precision(file: Path) -> None:
     assert weights_file(str(file), "F32") == file  # most of its matrices are float32
     made = weights_file(str(file), "BF16")
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(made).tensors}
+    new = gguf.GGUFReader(made)
+    tensors = {tensor.name: tensor for tensor in new.tensors}
     for tensor in gguf.GGUFReader(file).tensors:
         exact = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
         found = tensors[tensor.name]
         assert found.tensor_type.name == ("BF16" if exact.ndim > 1 else "F32")
         rounded = exact.bfloat16().float() if exact.ndim > 1 else exact
         assert np.array_equal(gguf.dequantize(found.data, found.tensor_type), rounded.numpy())
-    fields = gguf.GGUFReader(made).fields
-    assert fields["general.file_type"].contents() == 32
-    assert (
-        fields["tokenizer.ggml.tokens"].contents() == gguf.GGUFReader(file).fields["tokenizer.ggml.tokens"].contents()
-    )
+    assert new.fields["general.file_type"].contents() == 32 and "tokenizer.ggml.tokens" in new.fields
     before = made.stat().st_mtime_ns
     assert weights_file(str(file), "BF16") == made and made.stat().st_mtime_ns == before
-
-
-def test_a_target_without_a_gguf_file_is_refused() -> None:
     with pytest.raises(ValueError, match="comes from no GGUF file"):
         weights_file("owner/name", "BF16")
 
@@ -91,9 +85,8 @@ def test_llama_cpp_answers_as_plain_decoding_does(target: Target, llama_cpp: Pee
 def test_an_engine_that_dies_is_one_line(llama_cpp: PeerProcess) -> None:
     assert llama_cpp.process_id is not None
     os.kill(llama_cpp.process_id, signal.SIGKILL)
-    with pytest.raises(ValueError, match="--methods llama-cpp:F32: the engine failed") as caught:
+    with pytest.raises(ValueError, match=r"--methods llama-cpp:F32: the engine failed: .+$"):
         llama_cpp.answer(PROMPTS, PARAMS, lambda: None)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_python_without_the_engine_is_one_line(target: Target) -> None:
