@@ -29,6 +29,8 @@ class LlamaCpp:
         self._silence = lib.llama_log_callback(lambda *_: None)
         lib.llama_log_set(self._silence, None)
         self.build = built_for(lib.llama_print_system_info().decode())
+        if not os.path.exists(settings["model"]):
+            self._make_file(settings)
         # On some machines llama.cpp dies in its products of packed weights (AMX); a child tries them first.
         is_packed = survives(lambda: self._load(settings, is_packed=True)._decode(range(4)))
         self.build += "" if is_packed else ", weights not packed"
@@ -50,6 +52,17 @@ class LlamaCpp:
         self._context = lib.llama_init_from_model(model, params)
         self._memory = lib.llama_get_memory(self._context)
         return self
+
+    def _make_file(self, settings: dict[str, Any]) -> None:
+        """The model's file from `source`, with its matrices stored as `weights`."""
+        params, name = self._lib.llama_model_quantize_default_params(), settings["weights"]
+        params.ftype = getattr(self._lib, f"LLAMA_FTYPE_{'ALL' if name == 'F32' else 'MOSTLY'}_{name}")
+        params.allow_requantize = params.pure = True
+        new = f"{settings['model']}.{os.getpid()}.new"
+        os.makedirs(os.path.dirname(new), exist_ok=True)
+        if self._lib.llama_model_quantize(settings["source"].encode(), new.encode(), params):
+            raise SystemExit(f"llama.cpp cannot store {settings['source']} as {name}")
+        os.replace(new, settings["model"])
 
     def _decode(self, token_ids: Sequence[int], start: int = 0, *, all_logits: bool = False) -> None:
         """One forward over tokens at the positions from `start` on, with logits of the last token or of all."""

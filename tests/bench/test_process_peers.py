@@ -21,6 +21,7 @@ from drafter.engine.engine import Engine
 from drafter.engine.loading import load_target
 from drafter.engine.settings import EngineConfig
 from drafter.targets.target import Target
+from tests.serving.tiny import tiny_target
 from tests.targets.tiny_gguf import write_gguf
 
 PROMPTS = [[1, 40, 41, 42, 40, 41], [1, 90], [1, 17, 18, 19, 20, 21, 22, 23, 24, 25]]
@@ -40,32 +41,36 @@ def target(file: Path) -> Target:
 
 
 @pytest.fixture
-def llama_cpp(target: Target) -> Iterator[PeerProcess]:
-    """llama.cpp of this environment, or of the one whose Python DRAFTER_TEST_PEER_PYTHON names."""
+def llama_cpp_python() -> str:
+    """This Python, or the one that DRAFTER_TEST_PEER_PYTHON names."""
     python = os.environ.get("DRAFTER_TEST_PEER_PYTHON", sys.executable)
     if subprocess.run([python, "-c", "import llama_cpp"], capture_output=True).returncode:
         pytest.skip(f"{python} lacks llama-cpp-python")
-    backend = start_peer(target, SPEC, 1, 64, {"llama-cpp-python": python})
+    return python
+
+
+@pytest.fixture
+def llama_cpp(target: Target, llama_cpp_python: str) -> Iterator[PeerProcess]:
+    backend = start_peer(target, SPEC, 1, 64, {"llama-cpp-python": llama_cpp_python})
     yield backend
     backend.close()
 
 
-def test_weights_are_the_targets_own_in_another_precision(file: Path) -> None:
-    assert weights_file(str(file), "F32") == file  # most of its matrices are float32
-    made = weights_file(str(file), "BF16")
-    new = gguf.GGUFReader(made)
+def test_a_file_of_the_wanted_format_is_taken_as_it_is(file: Path) -> None:
+    assert weights_file(file, "F32") == file  # most of its matrices are float32
+    assert weights_file(file, "BF16").parent == file.parent / "home" / "gguf"
+    with pytest.raises(ValueError, match="comes from no GGUF file"):
+        start_peer(tiny_target(), SPEC, 1, 64, {})
+
+
+def test_weights_are_the_targets_own_in_another_precision(file: Path, target: Target, llama_cpp_python: str) -> None:
+    start_peer(target, parse_method("llama-cpp:BF16"), 1, 64, {"llama-cpp-python": llama_cpp_python}).close()
+    new = gguf.GGUFReader(weights_file(file, "BF16"))
     tensors = {tensor.name: tensor for tensor in new.tensors}
     for tensor in gguf.GGUFReader(file).tensors:
-        exact = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
-        found = tensors[tensor.name]
-        assert found.tensor_type.name == ("BF16" if exact.ndim > 1 else "F32")
+        exact, found = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type)), tensors[tensor.name]
         rounded = exact.bfloat16().float() if exact.ndim > 1 else exact
         assert np.array_equal(gguf.dequantize(found.data, found.tensor_type), rounded.numpy())
-    assert new.fields["general.file_type"].contents() == 32 and "tokenizer.ggml.tokens" in new.fields
-    before = made.stat().st_mtime_ns
-    assert weights_file(str(file), "BF16") == made and made.stat().st_mtime_ns == before
-    with pytest.raises(ValueError, match="comes from no GGUF file"):
-        weights_file("owner/name", "BF16")
 
 
 def test_llama_cpp_answers_as_plain_decoding_does(target: Target, llama_cpp: PeerProcess) -> None:
