@@ -14,9 +14,9 @@ Shapes: B rows · N tokens of a row · S visible slots.
 
 import argparse
 import json
-import subprocess
 import sys
 import time
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -177,11 +177,7 @@ def main() -> None:
     parser.add_argument("--llama-cpp-python", default=sys.executable, help="Python that has llama-cpp-python")
     parser.add_argument("--rounds", type=int, default=2, help="processes of each engine and format (default: 2)")
     parser.add_argument("--out", type=Path, required=True, help="results file (.jsonl) to append to")
-    parser.add_argument("--only-ours", help=argparse.SUPPRESS)  # the process that measures one of our formats
     args = parser.parse_args()
-    if args.only_ours:
-        print(json.dumps(measure_ours(args.only_ours, args.shape)))
-        return
     wanted = [("Drafter", name) for name in args.ours.split(",") if name != "none"]
     wanted += [("llama.cpp", name) for name in args.llama_cpp.split(",") if name != "none"]
     made_by, cores = run_record(), torch.get_num_threads()
@@ -189,9 +185,8 @@ def main() -> None:
     for _ in range(args.rounds):
         for engine, name in wanted:
             if engine == "Drafter":
-                command = [sys.executable, __file__, "--shape", args.shape, "--out", str(args.out), "--only-ours", name]
-                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-                record = json.loads(done.stdout.splitlines()[-1])
+                with get_context("spawn").Pool(1) as pool:
+                    record = pool.apply(measure_ours, (name, args.shape))
             else:
                 record = measure_llama_cpp(name, args.shape, args.llama_cpp_python)
             found[engine, name].append(record)

@@ -32,10 +32,9 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "tuned_digest?": (str, None),
         "target": {"name": str, "dtype": str, "num_parameters": int},
         "prompts": {"name": str, "digest": str, "num_prompts": int},
-        "settings?": {"beam_width?": (int, None), "draft_length?": (int, None), "tree_size?": (int, None)},
         "seconds": float, "num_tokens": int, "num_forwards": (int, None), "acceptance": ([int], None),
         "by_category": {"*": {"seconds": (float, None), "num_tokens": int, "num_forwards": (int, None)}},
-        "first_token_seconds": _SPREAD, "latency_seconds": _SPREAD, "peak_memory_bytes": {"bytes": int},
+        "peak_memory_bytes": {"bytes": int},
         "identical": ({"num_prompts": int, "num_identical": int, "margins": [float]}, None), **_MADE_BY,
     },
     "load": {
