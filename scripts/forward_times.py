@@ -125,7 +125,7 @@ def measure_ours(name: str, shape: str) -> dict[str, Any]:
                 num_visible = max(64, size) + NUM_CONTEXT
                 mask = chunk_mask(torch.full((1,), NUM_CONTEXT), size, num_visible)
                 start = time.perf_counter()
-                cache.plan(position_BN)
+                cache.plan(position_BN, num_visible=num_visible)
                 inputs: dict[str, Any] = {"position_BT": position_BN, "mask": mask, "cache": cache}
                 target.logits(target.forward(token_BN, **inputs).hidden_BTD)
                 series.append(1e3 * (time.perf_counter() - start))
