@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ import torch
 
 from drafter.bench import peer_worker
 from drafter.bench.backends import Backend, TimedAnswer
-from drafter.bench.methods import GGUF_WEIGHTS, PEER_PACKAGES, MethodSpec
+from drafter.bench.methods import PEER_PACKAGES, MethodSpec
 from drafter.decoding.params import SamplingParams
 from drafter.targets.catalog import gguf_file, resolve
 from drafter.targets.home import home_folder
@@ -36,8 +35,7 @@ def weights_file(source: Path, weights: str) -> Path:
         return source
     facts = source.stat()
     digest = hashlib.sha256(f"{source.resolve()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:16]
-    stem = re.sub(rf"[.-]({'|'.join(GGUF_WEIGHTS)})$", "", source.stem, flags=re.IGNORECASE)
-    return home_folder() / "gguf" / f"{stem}-{digest}.{weights}.gguf"
+    return home_folder() / "gguf" / f"{source.stem}-{digest}.{weights}.gguf"
 
 
 def start_peer(
