@@ -117,16 +117,6 @@ def parse_method(text: str) -> MethodSpec:
     return spec
 
 
-def parse_methods(texts: tuple[str, ...]) -> tuple[MethodSpec, ...]:
-    """All methods of a benchmark, each once."""
-    if not texts:
-        raise ValueError(f"--methods is empty: give at least one of {', '.join(_OPTIONS)}")
-    for text in texts:
-        if texts.count(text) > 1:
-            raise ValueError(f"--methods: {text} is given twice")
-    return tuple(map(parse_method, texts))
-
-
 def drafter_of(specs: Iterable[MethodSpec], target: str, drafter: str | None) -> str | None:
     """The drafter of the methods: the given one, else the package's own for the target; None if no method needs one.
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from drafter.bench.methods import PEER_PACKAGES, MethodSpec, drafter_of, parse_methods
+from drafter.bench.methods import PEER_PACKAGES, MethodSpec, drafter_of, parse_method
 from drafter.decoding.params import SamplingParams
 from drafter.engine.loading import TargetConfig
 from drafter.utils.options import Options, comma_separated
@@ -61,11 +61,11 @@ class BenchOptions(Options, TargetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for flag, values in (("prompts", self.prompts), ("batch-sizes", self.batch_sizes)):
+        for name in ("methods", "prompts", "batch_sizes", "temperatures"):
+            values = getattr(self, name)
             if not values or len(set(values)) < len(values):
+                flag = name.replace("_", "-")
                 raise ValueError(f"--{flag} is empty or names a value twice: {', '.join(map(str, values))}")
-        if not self.temperatures:
-            raise ValueError("--temperatures is empty: 0 is greedy")
         for temperature in self.temperatures:
             self.sampling(temperature)
         self.pythons  # noqa: B018  # refuses an unknown name
@@ -76,7 +76,7 @@ class BenchOptions(Options, TargetConfig):
     @property
     def specs(self) -> tuple[MethodSpec, ...]:
         """The methods, parsed."""
-        return parse_methods(self.methods)
+        return tuple(map(parse_method, self.methods))
 
     @property
     def pythons(self) -> dict[str, str]:
