@@ -4,7 +4,7 @@
     scripts/acceptance.py --prompts mtbench.jsonl drafter/assets/smollm2-135m runs/new/checkpoints/last.ckpt
 
 Answers are greedy. The error of a difference is that of a ratio of sums over prompts, paired prompt by prompt. Rows of
-JSON go to --results; --card writes the last drafter's table into the README.md of an exported drafter.
+JSON go to --results.
 
 Shapes: A answers.
 """
@@ -23,8 +23,7 @@ from drafter.bench.models import BenchModels
 from drafter.bench.workload import read_prompt_set
 from drafter.engine.settings import Plan
 from drafter.training.checkpoint import drafter_of_checkpoint
-
-BEGIN, END = "<!-- acceptance: begin -->", "<!-- acceptance: end -->"
+from drafter.utils.io import append
 
 
 def main() -> None:
@@ -33,7 +32,6 @@ def main() -> None:
     prompts = BenchModels(target).encode(read_prompt_set(args.prompts).take(args.num_prompts).items)
     params = SamplingParams(max_new_tokens=args.max_new_tokens)
     first: dict[str, tuple[Tensor, Tensor]] = {}
-    rows = []
     for name in args.drafters:
         drafter: Any = drafter_of_checkpoint(name).to(target.device, target.dtype).bind(target)
         for tree, copying in product(args.tree, args.copying):
@@ -47,13 +45,9 @@ def main() -> None:
             row |= {"tokens_per_step": round(rate, 3), "difference": round(gap, 3), "error": round(error, 3)}
             row |= {"prompts": Path(args.prompts).name, "num_prompts": len(answers)}
             row |= {"max_new_tokens": args.max_new_tokens, "dtype": args.dtype, "quantization": args.quantization}
-            rows.append(row)
             print(json.dumps(row), flush=True)
-    if args.results:
-        with args.results.open("a", encoding="utf-8") as stream:
-            stream.writelines(json.dumps(row) + "\n" for row in rows)
-    if args.card:
-        write_card(args.card / "README.md", [row for row in rows if row["drafter"] == args.drafters[-1]], args)
+            if args.results:
+                append(args.results, json.dumps(row) + "\n")
 
 
 def arguments() -> argparse.Namespace:
@@ -70,7 +64,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quantization", default="none", help="of the target: none or int8 (default: none)")
     parser.add_argument("--device", default="cpu", help="(default: cpu)")
     parser.add_argument("--results", type=Path, help="append rows of JSON")
-    parser.add_argument("--card", type=Path, help="exported drafter whose README.md gets the last drafter's table")
     return parser.parse_args()
 
 
@@ -84,22 +77,6 @@ def compare(
     rate, base = (float(a.sum() / b.sum()) for a, b in ((tokens_A, steps_A), (base_tokens_A, base_steps_A)))
     share_A = (tokens_A - rate * steps_A) / steps_A.sum() - (base_tokens_A - base * base_steps_A) / base_steps_A.sum()
     return rate, rate - base, float(share_A.square().sum().sqrt())
-
-
-def write_card(path: Path, rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    """Replace the table between the markers, or add one."""
-    lines = [BEGIN, f"Greedy, {args.dtype}, {rows[0]['num_prompts']} prompts of {rows[0]['prompts']} x "]
-    lines[-1] += f"{args.max_new_tokens} tokens, the drafter alone:\n"
-    lines += ["| W | L | N | copies | tokens per step |", "|---|---|---|---|---|"]
-    for row in rows:
-        sizes = (row["beam_width"], row["draft_length"], row["tree_size"], row["copying"])
-        sizes += (f"{row['tokens_per_step']:.2f}",)
-        lines.append("| " + " | ".join(str(value) for value in sizes) + " |")
-    table = "\n".join([*lines, END])
-    text = path.read_text(encoding="utf-8")
-    before, marker, rest = text.partition(BEGIN)
-    after = rest.partition(END)[2] if marker else ""
-    path.write_text((before if marker else text + "\n") + table + (after or "\n"), encoding="utf-8")
 
 
 if __name__ == "__main__":

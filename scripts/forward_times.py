@@ -14,9 +14,9 @@ Shapes: B rows · N tokens of a row · S visible slots.
 
 import argparse
 import json
-import subprocess
 import sys
 import time
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -125,7 +125,7 @@ def measure_ours(name: str, shape: str) -> dict[str, Any]:
                 num_visible = max(64, size) + NUM_CONTEXT
                 mask = chunk_mask(torch.full((1,), NUM_CONTEXT), size, num_visible)
                 start = time.perf_counter()
-                cache.plan(position_BN)
+                cache.plan(position_BN, num_visible=num_visible)
                 inputs: dict[str, Any] = {"position_BT": position_BN, "mask": mask, "cache": cache}
                 target.logits(target.forward(token_BN, **inputs).hidden_BTD)
                 series.append(1e3 * (time.perf_counter() - start))
@@ -138,10 +138,10 @@ def measure_ours(name: str, shape: str) -> dict[str, Any]:
 def measure_llama_cpp(weights: str, shape: str, python: str) -> dict[str, Any]:
     """Times and memory of llama.cpp with one format of weights."""
     settings = {
-        "package": "llama-cpp-python", "name": shape, "model": str(random_file(shape, weights)), "num_slots": 1,
-        "num_tokens": 512, "num_threads": torch.get_num_threads(), "is_cpu": True,
+        "package": "llama-cpp-python", "model": str(random_file(shape, weights)), "num_tokens": 512, "eos": [],
+        "num_threads": torch.get_num_threads(), "is_cpu": True,
     }  # fmt: skip
-    process = PeerProcess(settings, f"llama-cpp:{weights}:native", python)
+    process = PeerProcess(settings, f"llama-cpp:{weights}", python)
     try:
         with PeakMemory(torch.device("cpu"), process.process_id) as memory:
             process.send({"sizes": SIZES, "num_context": NUM_CONTEXT, "num_rounds": NUM_ROUNDS})
@@ -177,11 +177,7 @@ def main() -> None:
     parser.add_argument("--llama-cpp-python", default=sys.executable, help="Python that has llama-cpp-python")
     parser.add_argument("--rounds", type=int, default=2, help="processes of each engine and format (default: 2)")
     parser.add_argument("--out", type=Path, required=True, help="results file (.jsonl) to append to")
-    parser.add_argument("--only-ours", help=argparse.SUPPRESS)  # the process that measures one of our formats
     args = parser.parse_args()
-    if args.only_ours:
-        print(json.dumps(measure_ours(args.only_ours, args.shape)))
-        return
     wanted = [("Drafter", name) for name in args.ours.split(",") if name != "none"]
     wanted += [("llama.cpp", name) for name in args.llama_cpp.split(",") if name != "none"]
     made_by, cores = run_record(), torch.get_num_threads()
@@ -189,9 +185,8 @@ def main() -> None:
     for _ in range(args.rounds):
         for engine, name in wanted:
             if engine == "Drafter":
-                command = [sys.executable, __file__, "--shape", args.shape, "--out", str(args.out), "--only-ours", name]
-                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-                record = json.loads(done.stdout.splitlines()[-1])
+                with get_context("spawn").Pool(1) as pool:
+                    record = pool.apply(measure_ours, (name, args.shape))
             else:
                 record = measure_llama_cpp(name, args.shape, args.llama_cpp_python)
             found[engine, name].append(record)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The shipped drafter, from prompts to drafter/assets/smollm2-135m: the target's answers, training, export, card.
+# The shipped drafter, from prompts to drafter/assets/smollm2-135m: the target's answers, training, export, acceptance.
 #   scripts/train_shipped.sh PROMPTS.jsonl EVALUATION.jsonl [options of `drafter train`]
 # Each stage goes on where it stopped: run the command again after an interruption. EVALUATION holds prompts that are
 # never trained on (MT-bench). WORK: folder for answers, states and checkpoints (default: runs/shipped).
@@ -24,4 +24,4 @@ drafter train --config configs/train/smollm2-135m.yaml --data.train "[$work/answ
     ${START:+--model.init_from "$START"} "$@"
 drafter export "$work/checkpoints/last.ckpt" --out "$out"
 python scripts/acceptance.py "$out" --prompts "$evaluation" --tree "W4 L3 N8" "W8 L4 N24" "W28 L5 N64" \
-    --copying off on     --results "$work/acceptance.jsonl" --card "$out"
+    --copying off on --results "$work/acceptance.jsonl"

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from drafter.bench.methods import MethodSpec
 from drafter.bench.models import BenchModels
@@ -36,6 +36,9 @@ class Acceptance:
         self.num_answers += 1
         self.steps.update(num_accepted)
 
+    def __add__(self, other: "Acceptance") -> "Acceptance":
+        return Acceptance(self.num_answers + other.num_answers, self.steps + other.steps)
+
     @property
     def num_accepted(self) -> int:
         return sum(num * count for num, count in self.steps.items())
@@ -50,11 +53,6 @@ class Acceptance:
         depths = range(1, max(self.steps, default=0) + 1)
         return [sum(count for num, count in self.steps.items() if num >= depth) for depth in depths]
 
-    @property
-    def shares(self) -> list[float]:
-        """:attr:`reached` as shares of all steps."""
-        return [count / max(1, self.steps.total()) for count in self.reached]
-
     def as_json(self) -> dict[str, Any]:
         """The counts for a results file."""
         counts = {"num_answers": self.num_answers, "num_steps": self.steps.total()}
@@ -64,13 +62,9 @@ class Acceptance:
 ByCategory = dict[str, Acceptance]
 
 
-def add_all(parts: Iterable[Acceptance]) -> Acceptance:
-    """All counts together."""
-    whole = Acceptance()
-    for part in parts:
-        whole.num_answers += part.num_answers
-        whole.steps.update(part.steps)
-    return whole
+def whole_of(counts: ByCategory) -> Acceptance:
+    """All categories together."""
+    return sum(counts.values(), Acceptance())
 
 
 def measure_here(
@@ -85,8 +79,7 @@ def measure_here(
     return counts
 
 
-@dataclass
-class Served:
+class Served(NamedTuple):
     """Counts that a server reported.
 
     Attributes:
@@ -96,13 +89,8 @@ class Served:
     """
 
     source: Literal["answers", "metrics", "none"]
-    by_category: ByCategory = field(default_factory=dict)
-    refusals: list[str] = field(default_factory=list)
-
-    @property
-    def whole(self) -> Acceptance:
-        """All categories together."""
-        return add_all(self.by_category.values())
+    by_category: ByCategory
+    refusals: list[str]
 
 
 def measure_server(
@@ -117,11 +105,12 @@ def measure_server(
         ValueError: the server does not answer, or refuses every prompt.
     """
     is_ours = card.get("owned_by") == "drafter"
-    served = Served("answers" if is_ours else "metrics")
     body = {
         "model": card["id"], "max_tokens": params.max_new_tokens, "temperature": params.temperature,
         "seed": params.seed, **({"details": True} if is_ours else {}),
     }  # fmt: skip
+    by_category: ByCategory = {}
+    refusals = []
     for category in dict.fromkeys(item.category for item in workload.items):
         before = read_counters(client)
         own = Acceptance()
@@ -131,7 +120,7 @@ def measure_server(
             except ServerError as error:
                 if error.code not in (400, 413, 422):
                     raise ValueError(f"--url {client.url} answers {error}") from error
-                served.refusals.append(str(error))
+                refusals.append(str(error))
             except (OSError, ValueError) as error:
                 raise ValueError(f"--url {client.url} gives no answer: {error}") from error
             else:
@@ -139,11 +128,10 @@ def measure_server(
             on_answer()
         counts = own if is_ours else _growth(before, read_counters(client), own.num_answers)
         if own.num_answers and counts is not None:
-            served.by_category[category] = counts
-    if len(served.refusals) == len(workload.items):
-        raise ValueError(f"--url {client.url} refuses every prompt: {served.refusals[0]}")
-    served.source = served.source if served.by_category else "none"
-    return served
+            by_category[category] = counts
+    if len(refusals) == len(workload.items):
+        raise ValueError(f"--url {client.url} refuses every prompt: {refusals[0]}")
+    return Served(("answers" if is_ours else "metrics") if by_category else "none", by_category, refusals)
 
 
 def accepted_of(reply: Reply) -> list[int]:
@@ -202,7 +190,7 @@ def warning_lines(here: Acceptance, served: Served, differences: Sequence[str]) 
         served: counts of the server.
         differences: what is different between the server and the target, one line each.
     """
-    whole = served.whole
+    whole = whole_of(served.by_category)
     if served.source == "none" or whole.accepted_per_step >= FAR_BELOW * here.accepted_per_step:
         return []
     causes = [*differences]

@@ -16,14 +16,14 @@ class TimedAnswer(NamedTuple):
         token_ids: generated tokens, a produced stop token included.
         seconds: time from the start of the prefill to the return of the answer.
         first_token_seconds: from the start of its prefill to its first token.
-        num_forwards: target forwards that produced tokens; None where the backend reports none.
+        num_forwards: target forwards that produced tokens.
         num_accepted: draft tokens accepted by each of these forwards; None where the backend reports none.
     """
 
     token_ids: list[int]
     seconds: float
     first_token_seconds: float
-    num_forwards: int | None
+    num_forwards: int
     num_accepted: list[int] | None
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import httpx
 from tqdm import tqdm
 
-from drafter.bench.results import BenchRecord, append_result, run_id, spread
+from drafter.bench.results import BenchRecord, append_result, spread
 from drafter.bench.settings import LoadOptions
 from drafter.bench.workload import Item, Workload
 from drafter.distill.client import Client
@@ -152,18 +152,14 @@ def _record(
     errors = [reply.error for reply in replies if reply.error]
     if not good:
         raise ValueError(f"--url {options.url} refused all {len(replies)} requests: {errors[0]}")
-    made_by = run_record(seed=options.seed)
-    identity = {
+    made_by = run_record()
+    return {
+        "kind": "load",
         "url": options.url,
         "prompts": {"name": workload.name, "digest": workload.digest},
         **level,
         "max_new_tokens": options.max_new_tokens,
         "temperature": options.temperature,
-    }
-    return {
-        "kind": "load",
-        "run_id": run_id({**identity, "date": made_by["date"]}),
-        **identity,
         "seconds": round(seconds, 6),
         "num_requests": len(replies),
         "num_failed": len(errors),

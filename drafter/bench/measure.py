@@ -36,9 +36,8 @@ def compare(
     """The fields of a record that compare a method's texts with the oracle's.
 
     Returns:
-        num_prompts, num_identical, the first positions that differ, and ``margins`` of the first texts that differ:
-        the target's logit of the oracle's token minus its logit of the other token, from one plain forward, in nats.
-        A text that has ended has no margin.
+        num_prompts, num_identical, and ``margins`` of the first texts that differ: the target's logit of the oracle's
+        token minus its logit of the other token, from one plain forward, in nats. A text that has ended has no margin.
     """
     positions = first_differences(oracle, other)
     margins = []
@@ -47,12 +46,7 @@ def compare(
         if position < min(len(one), len(two)):
             text = [*prompts[place], *one[:position]]
             margins.append(round(logit_margin(target, text, one[position], two[position]), 6))
-    return {
-        "num_prompts": len(oracle),
-        "num_identical": len(oracle) - len(positions),
-        "first_positions": list(positions.values()),
-        "margins": margins,
-    }
+    return {"num_prompts": len(oracle), "num_identical": len(oracle) - len(positions), "margins": margins}
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from drafter.proposers.options import Drafting
 from drafter.utils.options import suggestion
 
 BASELINE = "none"  # plain decoding of this package
-# llama.cpp without speculation; the program that was built for the processor comes first.
+# llama.cpp with BF16 weights; `native` is the program built for the processor in results of earlier releases.
 LLAMA_CPP_BASELINES = ("llama-cpp:native", "llama-cpp:BF16:native", "llama-cpp", "llama-cpp:BF16")
 
 GGUF_WEIGHTS = ("F32", "F16", "BF16", "Q8_0", "Q4_1", "Q4_0")  # formats of the weights of a GGUF file
@@ -32,19 +32,12 @@ _OPTIONS: dict[str, dict[str, str | tuple[str, Any]]] = {
     "lookup": {**_TREE, "W": "num_matches", "L": "lookup_length"},
     "draft-model": {"G": "num_speculative_tokens", "rejection": ("verify", "rejection")},
     "hf-generate": {},
-    "llama-cpp": {word: ("", None) for word in (*GGUF_WEIGHTS, "native")},
+    "llama-cpp": {word: ("", None) for word in GGUF_WEIGHTS},
     "vllm": {},
 }
 _SETTINGS = {item.name for item in fields(EngineConfig)}
-# The engines of other people; the last one is a name in results of earlier releases.
-_ENGINES = {"hf": "transformers", "llama-cpp": "llama.cpp", "vllm": "vLLM", "openvino-genai": "OpenVINO GenAI"}
-PEER_PACKAGES = ("xllamacpp", "llama-cpp-python", "vllm")
-
-
-def engine_of(label: str) -> str:
-    """Name of the engine that decodes a method."""
-    name = label.partition(":")[0]
-    return _ENGINES.get("hf" if name.startswith("hf-") else name, "Drafter")
+# The engines that decode in a process of their own, and their packages.
+PEER_PACKAGES = {"llama-cpp": "llama-cpp-python", "vllm": "vllm"}
 
 
 @dataclass(frozen=True)
@@ -62,21 +55,9 @@ class MethodSpec:
     options: Mapping[str, float]
 
     @property
-    def engine(self) -> str:
-        """Name of the engine that decodes."""
-        return engine_of(self.name)
-
-    @property
     def is_peer(self) -> bool:
         """Whether another engine decodes."""
-        return self.engine != "Drafter"
-
-    @property
-    def package(self) -> str | None:
-        """The package of an engine that decodes in a process of its own, a name of `--peer-python`; else None."""
-        if self.name == "llama-cpp":
-            return "llama-cpp-python" if "native" in self.options else "xllamacpp"
-        return "vllm" if self.name == "vllm" else None
+        return self.name == "hf-generate" or self.name in PEER_PACKAGES
 
     @property
     def gguf_weights(self) -> str:
@@ -87,11 +68,6 @@ class MethodSpec:
     def is_tuned(self) -> bool:
         """Whether the file of `drafter tune` gives the size of the tree."""
         return "tuned" in self.options
-
-    @property
-    def is_one_at_a_time(self) -> bool:
-        """Whether the method answers no prompts together."""
-        return "native" in self.options
 
     def settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The settings of :class:`EngineConfig` that the written form gives, and its other numbers of a Plan."""
@@ -139,16 +115,6 @@ def parse_method(text: str) -> MethodSpec:
         EngineConfig(**config)  # checks the ranges
         Drafting(**{"method": spec.name, **numbers})
     return spec
-
-
-def parse_methods(texts: tuple[str, ...]) -> tuple[MethodSpec, ...]:
-    """All methods of a benchmark, each once."""
-    if not texts:
-        raise ValueError(f"--methods is empty: give at least one of {', '.join(_OPTIONS)}")
-    for text in texts:
-        if texts.count(text) > 1:
-            raise ValueError(f"--methods: {text} is given twice")
-    return tuple(map(parse_method, texts))
 
 
 def drafter_of(specs: Iterable[MethodSpec], target: str, drafter: str | None) -> str | None:

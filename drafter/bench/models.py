@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drafter.bench.backends import Backend, TimedAnswer
-from drafter.bench.methods import MethodSpec, drafter_of
+from drafter.bench.methods import PEER_PACKAGES, MethodSpec, drafter_of
 from drafter.bench.workload import Item
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
@@ -90,7 +90,7 @@ class BenchModels(NamedTuple):
         """
         name = drafter_of(specs, options.target, drafter)
         target, peer_target = options.load(), None
-        if target.is_packed and any(spec.engine == "transformers" for spec in specs):
+        if target.is_packed and any(spec.name == "hf-generate" for spec in specs):
             # transformers runs the model as transformers loads it, of a GGUF file on its unpacked weights.
             number_format: Any = dtype_name(target.dtype)
             peer_target = replace(options, dtype=number_format, runtime="torch").load(pack=False)
@@ -116,10 +116,10 @@ class BenchModels(NamedTuple):
         Raises:
             ValueError: a tuned method has no file, or the engine refuses the settings.
         """
-        if spec.package is not None:
-            from drafter.bench.process_peers import ProcessBackend
+        if spec.name in PEER_PACKAGES:
+            from drafter.bench.process_peers import start_peer
 
-            return ProcessBackend(self.target, spec, batch_size, num_tokens, self.pythons)
+            return start_peer(self.target, spec, batch_size, num_tokens, self.pythons)
         if spec.is_peer:
             from drafter.bench.transformers_peer import TransformersBackend
 

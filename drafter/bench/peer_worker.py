@@ -1,4 +1,4 @@
-"""The other side of :class:`drafter.bench.process_peers.ProcessBackend`: one engine in a process of its own.
+"""The other side of :class:`drafter.bench.process_peers.PeerProcess`: one engine in a process of its own.
 
 Run with a JSON object of settings as the only argument. Requests and answers are JSON lines on standard input and
 output; the process ends with its input. This file imports nothing of the package, so that the process may run in an
@@ -10,64 +10,12 @@ import os
 import re
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from statistics import median
 from typing import Any
 
 OnAnswer = Callable[[int, dict[str, Any]], None]
-
-
-class XLlamaCpp:
-    """llama.cpp's server of the wheel xllamacpp over HTTP, with one request at a time for each slot."""
-
-    def __init__(self, settings: dict[str, Any]) -> None:
-        import xllamacpp
-
-        params = xllamacpp.CommonParams()
-        params.model.path = settings["model"]
-        params.n_parallel = settings["num_slots"]
-        params.n_ctx = settings["num_tokens"] * settings["num_slots"]
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = settings["num_threads"]
-        params.cache_ram_mib = 0  # finished prompts are not kept in memory
-        params.fit_params = False
-        params.verbosity = -1
-        params.model_alias = {settings["name"]}
-        self._num_slots = settings["num_slots"]
-        self._server = xllamacpp.Server(params)
-        self._url = self._server.listening_address
-        self.build = built_for(str(xllamacpp.get_system_info()))
-
-    def answer(self, prompts: Sequence[list[int]], params: dict[str, Any], on_answer: OnAnswer) -> None:
-        """Answer all prompts; `on_answer` is called with the index and the answer of each."""
-        greedy = params["temperature"] == 0
-        body = {
-            "n_predict": params["max_new_tokens"],
-            "temperature": params["temperature"],
-            "top_k": 1 if greedy else params["top_k"],
-            "top_p": params["top_p"],
-            "min_p": params["min_p"],
-            "samplers": ["top_k"] if greedy else ["temperature", "top_k", "top_p", "min_p"],
-            "seed": params["seed"] % 2**32,
-            "ignore_eos": params["ignore_eos"],
-            "cache_prompt": False,
-            "return_tokens": True,
-        }
-
-        def one(index: int) -> None:
-            start = time.perf_counter()
-            data = json.dumps({**body, "prompt": prompts[index]}).encode()
-            headers = {"Content-Type": "application/json"}
-            with urllib.request.urlopen(urllib.request.Request(f"{self._url}/completion", data, headers)) as reply:
-                content = json.load(reply)
-            seconds = time.perf_counter() - start
-            first = min(seconds, content["timings"]["prompt_ms"] / 1000)
-            on_answer(index, answer_of(content["tokens"], seconds, first))
-
-        with ThreadPoolExecutor(self._num_slots) as threads:
-            list(threads.map(one, range(len(prompts))))
 
 
 class LlamaCpp:
@@ -77,9 +25,12 @@ class LlamaCpp:
         import llama_cpp
 
         self._lib = lib = llama_cpp
+        self._eos = settings["eos"]
         self._silence = lib.llama_log_callback(lambda *_: None)
         lib.llama_log_set(self._silence, None)
         self.build = built_for(lib.llama_print_system_info().decode())
+        if not os.path.exists(settings["model"]):
+            self._make_file(settings)
         # On some machines llama.cpp dies in its products of packed weights (AMX); a child tries them first.
         is_packed = survives(lambda: self._load(settings, is_packed=True)._decode(range(4)))
         self.build += "" if is_packed else ", weights not packed"
@@ -99,9 +50,19 @@ class LlamaCpp:
         params.n_ctx = params.n_batch = params.n_ubatch = max(512, settings["num_tokens"])
         params.n_threads = params.n_threads_batch = settings["num_threads"]
         self._context = lib.llama_init_from_model(model, params)
-        self._vocabulary = lib.llama_model_get_vocab(model)
         self._memory = lib.llama_get_memory(self._context)
         return self
+
+    def _make_file(self, settings: dict[str, Any]) -> None:
+        """The model's file from `source`, with its matrices stored as `weights`."""
+        params, name = self._lib.llama_model_quantize_default_params(), settings["weights"]
+        params.ftype = getattr(self._lib, f"LLAMA_FTYPE_{'ALL' if name == 'F32' else 'MOSTLY'}_{name}")
+        params.allow_requantize = params.pure = True
+        new = f"{settings['model']}.{os.getpid()}.new"
+        os.makedirs(os.path.dirname(new), exist_ok=True)
+        if self._lib.llama_model_quantize(settings["source"].encode(), new.encode(), params):
+            raise SystemExit(f"llama.cpp cannot store {settings['source']} as {name}")
+        os.replace(new, settings["model"])
 
     def _decode(self, token_ids: Sequence[int], start: int = 0, *, all_logits: bool = False) -> None:
         """One forward over tokens at the positions from `start` on, with logits of the last token or of all."""
@@ -129,7 +90,7 @@ class LlamaCpp:
             while True:
                 token_ids.append(lib.llama_sampler_sample(sampler, self._context, -1))
                 first = first or time.perf_counter() - start
-                if token_ids[-1] in params["stop_token_ids"] or len(token_ids) == params["max_new_tokens"]:
+                if token_ids[-1] in self._eos or len(token_ids) == params["max_new_tokens"]:
                     break
                 self._decode(token_ids[-1:], len(prompt) + len(token_ids) - 1)
             seconds = time.perf_counter() - start
@@ -138,15 +99,11 @@ class LlamaCpp:
 
     def _sampler(self, params: dict[str, Any]) -> Any:
         lib = self._lib
-        chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
         if params["temperature"] == 0:
-            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_greedy())
-            return chain
-        kinds = [lib.llama_sampler_init_temp(params["temperature"])]
-        kinds += [lib.llama_sampler_init_top_k(params["top_k"])] if params["top_k"] else []
-        kinds += [lib.llama_sampler_init_top_p(params["top_p"], 1), lib.llama_sampler_init_min_p(params["min_p"], 1)]
-        for sampler in [*kinds, lib.llama_sampler_init_dist(params["seed"] % 2**32)]:
-            lib.llama_sampler_chain_add(chain, sampler)
+            return lib.llama_sampler_init_greedy()
+        chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+        lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_temp(params["temperature"]))
+        lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_dist(params["seed"] % 2**32))
         return chain
 
     def forward_ms(self, sizes: Sequence[int], num_context: int, num_rounds: int) -> dict[int, float]:
@@ -175,7 +132,7 @@ class Vllm:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process, whose memory is the engine's
         import vllm
 
-        self._vllm = vllm
+        self._vllm, self._eos = vllm, settings["eos"]
         self._llm = vllm.LLM(
             settings["model"],
             dtype=settings["dtype"],
@@ -190,12 +147,8 @@ class Vllm:
         sampling = self._vllm.SamplingParams(
             max_tokens=params["max_new_tokens"],
             temperature=params["temperature"],
-            top_k=params["top_k"],
-            top_p=params["top_p"],
-            min_p=params["min_p"],
             seed=params["seed"] % 2**63,
-            ignore_eos=params["ignore_eos"],
-            stop_token_ids=params["stop_token_ids"],
+            stop_token_ids=self._eos,
             detokenize=False,
         )
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -224,11 +177,7 @@ def answer_of(token_ids: list[int], seconds: float, first: float) -> dict[str, A
     return {"token_ids": token_ids, "seconds": seconds, "first_token_seconds": first, "num_forwards": len(token_ids)}
 
 
-ENGINES: dict[str, Any] = {
-    "xllamacpp": XLlamaCpp,
-    "llama-cpp-python": LlamaCpp,
-    "vllm": Vllm,
-}
+ENGINES: dict[str, Any] = {"llama-cpp-python": LlamaCpp, "vllm": Vllm}
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ matplotlib.use("Agg")
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
-from drafter.bench.summary import Condition, Span, Summary, Tables
+from drafter.bench.summary import Condition, Measured, Span, Tables
 
 _INK, _FAINT, _GRID = "#222222", "#8a8a8a", "#dddddd"
 # Okabe, Ito: "Color Universal Design", 2008, without the yellow, which is hard to see on white.
@@ -46,18 +46,18 @@ def draw_all(tables: Tables, out: Path) -> list[Path]:
     return files
 
 
-def plot_speedups(condition: Condition, methods: Sequence[Summary]) -> Figure | None:
+def plot_speedups(condition: Condition, methods: Sequence[Measured]) -> Figure | None:
     """Speed over plain decoding: a band for each category and each batch size, a mark for each method."""
     by_label: dict[str, dict[str, Span]] = {}
-    for summary in methods:
-        if summary.speedup is not None and not summary.is_baseline:
-            own = by_label.setdefault(summary.label, {})
-            own |= summary.category_speedups | {_all_at(summary.batch_size): summary.speedup}
+    for each in methods:
+        if (speedup := each.speedup()) is not None and not each.is_baseline:
+            own = by_label.setdefault(each.label, {})
+            own |= each.category_speedups | {_all_at(each.batch_size): speedup}
     ranked = sorted(by_label, key=lambda label: -max(span.middle for span in by_label[label].values()))
     labels = [label for label in by_label if label in ranked[: len(_COLOURS)]]
     if not labels:
         return None
-    sizes = sorted({summary.batch_size for summary in methods}, reverse=True)
+    sizes = sorted({each.batch_size for each in methods}, reverse=True)
     totals = [_all_at(size) for size in sizes]
     categories = dict.fromkeys(name for label in labels for name in by_label[label] if name not in totals)
     bands = [*reversed(categories), *totals]  # from the bottom to the top

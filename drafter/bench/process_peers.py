@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -16,121 +15,63 @@ import torch
 
 from drafter.bench import peer_worker
 from drafter.bench.backends import Backend, TimedAnswer
-from drafter.bench.methods import GGUF_WEIGHTS, MethodSpec
+from drafter.bench.methods import PEER_PACKAGES, MethodSpec
 from drafter.decoding.params import SamplingParams
 from drafter.targets.catalog import gguf_file, resolve
 from drafter.targets.home import home_folder
 from drafter.targets.target import Target
-from drafter.utils.io import replacing
-
-_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32}  # general.file_type of the format
 
 
-def weights_file(name: str, weights: str) -> Path:
-    """The target's GGUF file with its matrices stored as `weights`.
+def weights_file(source: Path, weights: str) -> Path:
+    """The place of a GGUF file with the numbers of another and its matrices stored as `weights`.
 
-    The result is the file that the target was made from, if most of its matrices have that format. Otherwise the
-    numbers are rounded once, into a file of `$DRAFTER_HOME/gguf`; vectors stay float32, as llama.cpp's converter does.
-
-    Raises:
-        ValueError: the target comes from no GGUF file, or a matrix has rows that `weights` cannot store.
+    The result is the file itself if most of its matrices have that format, else a file of `$DRAFTER_HOME/gguf`, which
+    llama.cpp's quantizer makes once: the numbers are rounded once, and vectors stay float32.
     """
     import gguf
 
-    source = gguf_file(name)
-    reader = gguf.GGUFReader(source)
-    matrices = [tensor for tensor in reader.tensors if len(tensor.shape) > 1]
-    if sum(tensor.tensor_type.name == weights for tensor in matrices) > len(matrices) / 2:
+    kinds = [tensor.tensor_type.name for tensor in gguf.GGUFReader(source).tensors if len(tensor.shape) > 1]
+    if kinds.count(weights) > len(kinds) / 2:
         return source
     facts = source.stat()
     digest = hashlib.sha256(f"{source.resolve()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:16]
-    stem = re.sub(rf"[.-]({'|'.join(GGUF_WEIGHTS)})$", "", source.stem, flags=re.IGNORECASE)
-    out = home_folder() / "gguf" / f"{stem}-{digest}.{weights}.gguf"
-    if not out.is_file():
-        with replacing(out) as new:
-            _write_rounded(new, reader, weights)
-    return out
+    return home_folder() / "gguf" / f"{source.stem}-{digest}.{weights}.gguf"
 
 
-def _write_rounded(out: Path, reader: Any, weights: str) -> None:
-    """A GGUF file with the fields and numbers of another, and matrices stored as `weights`; vectors stay float32."""
-    import gguf
-
-    writer = gguf.GGUFWriter(out, str(reader.fields["general.architecture"].contents()))
-    made_anew = ("general.architecture", "general.file_type", "general.quantization_version")
-    for field in reader.fields.values():
-        if not field.name.startswith("GGUF.") and field.name not in made_anew:
-            inner = field.types[1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(field.name, field.contents(), field.types[0], inner)
-    writer.add_file_type(_FILE_TYPES[weights])
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    for tensor in reader.tensors:
-        values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        kind = gguf.GGMLQuantizationType[weights if values.ndim > 1 else "F32"]
-        try:
-            writer.add_tensor(tensor.name, gguf.quantize(values, kind), raw_dtype=kind)
-        except gguf.QuantError as error:
-            raise ValueError(f"tensor {tensor.name} cannot be stored as {weights}: {error}") from error
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-class ProcessBackend(Backend):
-    """An engine in a process of its own.
+def start_peer(
+    target: Target, spec: MethodSpec, batch_size: int, num_tokens: int, pythons: Mapping[str, str]
+) -> "PeerProcess":
+    """The engine of a method in a process of its own.
 
     Args:
         target: the model; its GGUF file or its checkpoint gives the weights.
         spec: the engine and its weights.
-        batch_size: prompts answered at the same time.
+        batch_size: prompts answered at the same time; 1 for llama.cpp.
         num_tokens: room for a prompt and its answer.
         pythons: the Python of each environment that holds an engine, by package; others are in this environment.
+
+    Raises:
+        ValueError: the target has no file that the engine reads, or the engine cannot be started.
     """
-
-    def __init__(
-        self, target: Target, spec: MethodSpec, batch_size: int, num_tokens: int, pythons: Mapping[str, str]
-    ) -> None:
-        assert spec.package is not None and not (spec.is_one_at_a_time and batch_size > 1)
-        model = resolve(target.name) if spec.name == "vllm" else weights_file(target.name, spec.gguf_weights)
-        settings = {
-            "package": spec.package,
-            "name": target.name,
-            "model": str(model),
-            "num_slots": batch_size,
-            "num_tokens": num_tokens,
-            "num_threads": torch.get_num_threads(),
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "is_cpu": target.device.type == "cpu",
-        }
-        self._eos = list(target.eos_token_ids)
-        self._process = PeerProcess(settings, spec.label, pythons.get(spec.package, sys.executable))
-        self.process_id = self._process.process_id
-        self.build = self._process.ready["build"]
-        self.versions = {spec.package: self._process.ready["version"]}
-
-    def close(self) -> None:
-        """End the engine's process."""
-        self._process.close()
-
-    def answer(
-        self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], object]
-    ) -> list[TimedAnswer]:
-        """Answer all prompts (see :class:`drafter.bench.backends.Backend`)."""
-        names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
-        fields = {name: getattr(params, name) for name in names}
-        fields["stop_token_ids"] = [] if params.ignore_eos else self._eos
-        self._process.send({"prompts": prompts, "params": fields})
-        answers = {}
-        for _ in prompts:
-            message = self._process.receive()
-            index = message.pop("index")
-            answers[index] = TimedAnswer(num_accepted=None, **message)
-            on_answer()
-        return [answers[index] for index in range(len(prompts))]
+    assert batch_size == 1 or spec.name != "llama-cpp"
+    package, is_vllm = PEER_PACKAGES[spec.name], spec.name == "vllm"
+    source = Path(resolve(target.name)) if is_vllm else gguf_file(target.name)
+    settings = {
+        "package": package,
+        "source": str(source),
+        "model": str(source if is_vllm else weights_file(source, spec.gguf_weights)),
+        "weights": spec.gguf_weights,
+        "num_slots": batch_size,
+        "num_tokens": num_tokens,
+        "num_threads": torch.get_num_threads(),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "is_cpu": target.device.type == "cpu",
+        "eos": target.eos_token_ids,
+    }
+    return PeerProcess(settings, spec.label, pythons.get(package, sys.executable))
 
 
-class PeerProcess:
+class PeerProcess(Backend):
     """A process of :mod:`drafter.bench.peer_worker`.
 
     Attributes:
@@ -151,11 +92,23 @@ class PeerProcess:
             )  # fmt: skip
         except OSError as error:
             raise ValueError(f"--peer-python {settings['package']}={python} cannot be run: {error.strerror}") from error
+        self.process_id = self._process.pid
         self.ready = self.receive()
+        self.build, self.versions = self.ready["build"], {settings["package"]: self.ready["version"]}
 
-    @property
-    def process_id(self) -> int:
-        return self._process.pid
+    def answer(
+        self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], object]
+    ) -> list[TimedAnswer]:
+        """Answer all prompts (see :class:`drafter.bench.backends.Backend`)."""
+        fields = {name: getattr(params, name) for name in ("max_new_tokens", "temperature", "seed")}
+        self.send({"prompts": prompts, "params": fields})
+        answers = {}
+        for _ in prompts:
+            message = self.receive()
+            index = message.pop("index")
+            answers[index] = TimedAnswer(num_accepted=None, **message)
+            on_answer()
+        return [answers[index] for index in range(len(prompts))]
 
     def send(self, message: dict[str, Any]) -> None:
         """Write one request; :meth:`receive` reports a process that has ended."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import median
 
 from drafter.bench.results import BenchRecord
-from drafter.bench.summary import Condition, Span, Summary, summarise
+from drafter.bench.summary import Condition, Measured, Span, summarise
 from drafter.utils.tables import format_table
 
 _TITLE = "# Benchmark results\n"
@@ -16,9 +16,11 @@ def report(records: Sequence[BenchRecord]) -> str:
     """All records as Markdown: where and when, a section for each prompt set and sampling, then load on servers."""
     sections = [_TITLE, _provenance(records)]
     for condition, methods in summarise(records).items():
-        builds = _distinct(f"{each.label} was built for {each.build}.\n" for each in methods if each.build)
+        built = {each.label: each.rounds[0].get("build") for each in methods}
         sections += [f"## {condition.prompts}, {condition.sampling}\n", _about(condition, methods)]
-        sections += [_main_table(condition, methods), *builds, *_category_table(methods)]
+        sections += [_main_table(condition, methods)]
+        sections += [f"{label} was built for {build}.\n" for label, build in built.items() if build]
+        sections += _category_table(methods)
     loads = [record for record in records if record["kind"] == "load"]
     sections += ["## Load on a server\n", load_table(loads)] if loads else []
     return "\n".join(sections)
@@ -51,47 +53,45 @@ def _machine(record: BenchRecord) -> str:
     return f"{name} ({machine['num_cpus']} cores{memory})"
 
 
-def _about(condition: Condition, methods: Sequence[Summary]) -> str:
+def _about(condition: Condition, methods: Sequence[Measured]) -> str:
     """Target, prompts, length of the answers and number of rounds."""
     size = condition.num_parameters / 1e6
     parameters = f"{size / 1000:.1f} billion" if size >= 1000 else f"{size:.0f} million"
-    rounds = " or ".join(str(number) for number in sorted({summary.num_rounds for summary in methods}))
+    rounds = " or ".join(str(number) for number in sorted({len(each.rounds) for each in methods}))
     return (
         f"{condition.target}, {condition.dtype}, {parameters} parameters; {condition.num_prompts} prompts, "
         f"answers of at most {condition.max_new_tokens} tokens; {rounds} rounds; prompts {condition.digest}.\n"
     )
 
 
-def _main_table(condition: Condition, methods: Sequence[Summary]) -> str:
+def _main_table(condition: Condition, methods: Sequence[Measured]) -> str:
     """One row for each method; columns that say nothing about these methods are left out."""
-    columns: dict[str, Callable[[Summary], str]] = {
-        "method": lambda s: s.label,
-        "batch size": lambda s: str(s.batch_size),
-        "engine": lambda s: s.engine,
-        "tokens/s": lambda s: f"{s.rate.middle:.1f} ({s.rate.low:.1f} to {s.rate.high:.1f})",
-        "over plain decoding": lambda s: _times_span(s.speedup),
-        "over llama.cpp BF16": lambda s: _times_span(s.over_llama_cpp),
-        "tokens per step": lambda s: "-" if s.tokens_per_step is None else f"{s.tokens_per_step:.2f}",
-        "identical texts": lambda s: "-" if s.num_identical is None else f"{s.num_identical}/{condition.num_prompts}",
-        "margin where they differ": lambda s: _margins(s.margins),
-        "first token, ms": lambda s: f"{1000 * s.first_token_seconds:.0f}",
-        "answer, s": lambda s: f"{s.latency_seconds:.2f}",
-        "peak GiB": lambda s: f"{s.peak_bytes / 2**30:.2f}",
+    columns: dict[str, Callable[[Measured], str]] = {
+        "method": lambda m: m.label,
+        "batch size": lambda m: str(m.batch_size),
+        "tokens/s": lambda m: f"{m.rate.middle:.1f} ({m.rate.low:.1f} to {m.rate.high:.1f})",
+        "over plain decoding": lambda m: _times_span(m.speedup()),
+        "over llama.cpp BF16": lambda m: _times_span(m.over_llama_cpp),
+        "tokens per step": lambda m: "-" if m.tokens_per_step is None else f"{m.tokens_per_step:.2f}",
+        "identical texts": lambda m: _identical(m.rounds, condition.num_prompts),
+        "margin where they differ": lambda m: _margins((m.rounds[0]["identical"] or {}).get("margins", [])),
+        "peak GiB": lambda m: f"{max(record['peak_memory_bytes']['bytes'] for record in m.rounds) / 2**30:.2f}",
     }
-    if {summary.batch_size for summary in methods} == {1}:
+    if {each.batch_size for each in methods} == {1}:
         del columns["batch size"]
-    if {summary.engine for summary in methods} <= {"Drafter"}:
-        del columns["engine"]
-    if not any(summary.over_llama_cpp for summary in methods):
+    if not any(each.over_llama_cpp for each in methods):
         del columns["over llama.cpp BF16"]
-    return format_table(list(columns), [[show(summary) for show in columns.values()] for summary in methods]) + "\n"
+    return format_table(list(columns), [[show(each) for show in columns.values()] for each in methods]) + "\n"
 
 
-def _category_table(methods: Sequence[Summary]) -> list[str]:
+def _category_table(methods: Sequence[Measured]) -> list[str]:
     """Speedup by category, for prompt sets that have categories."""
     rows = {each.label: each.category_speedups for each in methods if each.category_speedups and not each.is_baseline}
     categories = _distinct(category for speedups in rows.values() for category in speedups)
-    cells = [[label, *(_times(speedups.get(name)) for name in categories)] for label, speedups in rows.items()]
+    cells = [
+        [label, *(f"{speedups[name].middle:.2f}x" if name in speedups else "-" for name in categories)]
+        for label, speedups in rows.items()
+    ]
     title = "### Speedup over plain decoding by category, one prompt at a time\n"
     return [title, format_table(["method", *categories], cells) + "\n"] if rows else []
 
@@ -120,8 +120,10 @@ def _times_span(span: Span | None) -> str:
     return "-" if span is None else f"{span.middle:.2f}x ({span.low:.2f} to {span.high:.2f})"
 
 
-def _times(span: Span | None) -> str:
-    return "-" if span is None else f"{span.middle:.2f}x"
+def _identical(rounds: Sequence[BenchRecord], num_prompts: int) -> str:
+    """The least number of texts that equal plain decoding; `-` where texts are not compared."""
+    least = min((record["identical"]["num_identical"] for record in rounds if record["identical"]), default=None)
+    return "-" if least is None else f"{least}/{num_prompts}"
 
 
 def _margins(margins: Sequence[float]) -> str:

@@ -26,20 +26,19 @@ _MADE_BY = {
 # The shapes of records, by kind, as :func:`drafter.utils.parse.check_shape` reads shapes.
 _SHAPES: dict[str, dict[str, Any]] = {
     "run": {
-        "run_id": str, "round": int, "method": str, "engine?": str, "build?": str, "batch_size": int,
+        "run_id": str, "round": int, "method": str, "build?": str, "batch_size": int,
         "temperature": float, "max_new_tokens": int, "seed?": (int, None), "device": str,
         "compile?": (bool, None), "drafter?": (str, None), "drafter_fingerprint?": (str, None),
         "tuned_digest?": (str, None),
         "target": {"name": str, "dtype": str, "num_parameters": int},
         "prompts": {"name": str, "digest": str, "num_prompts": int},
-        "settings?": {"beam_width?": (int, None), "draft_length?": (int, None), "tree_size?": (int, None)},
         "seconds": float, "num_tokens": int, "num_forwards": (int, None), "acceptance": ([int], None),
         "by_category": {"*": {"seconds": (float, None), "num_tokens": int, "num_forwards": (int, None)}},
-        "first_token_seconds": _SPREAD, "latency_seconds": _SPREAD, "peak_memory_bytes": {"bytes": int},
+        "peak_memory_bytes": {"bytes": int},
         "identical": ({"num_prompts": int, "num_identical": int, "margins": [float]}, None), **_MADE_BY,
     },
     "load": {
-        "run_id": str, "url": str, "model": str, "prompts": {"name": str}, "concurrency": (int, None),
+        "url": str, "model": str, "prompts": {"name": str}, "concurrency": (int, None),
         "rate": (float, None), "seconds": float, "num_requests": int, "num_failed": int, "num_tokens": int,
         "first_token_seconds": _SPREAD, "token_seconds": _SPREAD, "latency_seconds": _SPREAD, **_MADE_BY,
     },

@@ -6,11 +6,10 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -26,15 +25,6 @@ from drafter.engine.tuned import device_name, fingerprint_of_weights, number_for
 from drafter.utils.provenance import run_record
 
 _WARM_UP_TOKENS = 16
-
-
-class _Point(NamedTuple):
-    """The conditions that all methods of a round share."""
-
-    workload: Workload
-    prompts: list[list[int]]
-    temperature: float
-    batch_size: int
 
 
 def run_benchmark(options: BenchOptions, models: BenchModels, workloads: list[Workload]) -> int:
@@ -55,83 +45,81 @@ def run_benchmark(options: BenchOptions, models: BenchModels, workloads: list[Wo
                 f"--batch-sizes {too_large[0]} exceeds the {len(workload.items)} prompts of {workload.name}: "
                 "rows would stay empty; give more prompts or smaller batches"
             )
-    bench = _Bench(options, models)
     gc.collect()
     gc.freeze()  # no run pays for scanning the objects that are there now
     num_runs = 0
     for workload in workloads:
         prompts = models.encode(workload.items)
         for temperature, batch_size in product(options.temperatures, options.batch_sizes):
-            num_runs += bench.measure(_Point(workload, prompts, temperature, batch_size))
+            num_runs += _Point(options, models, workload, prompts, temperature, batch_size).measure()
     gc.unfreeze()
     return num_runs
 
 
-class _Bench:
-    """The state of a benchmark: options, models, and the runs that the results file holds."""
+@dataclass(frozen=True)
+class _Point:
+    """The conditions that all methods of a round share."""
 
-    def __init__(self, options: BenchOptions, models: BenchModels) -> None:
-        self._options, self._models = options, models
-        self._done = {record["run_id"] for record in resume_results(options.out)}
-        self._made_by = run_record(seed=options.seed)
-        self._device = device_name(models.target.device)
-        # The drafter's path may hold other weights later.
-        self._fingerprint = "" if models.drafter is None else fingerprint_of_weights(models.drafter)
+    options: BenchOptions
+    models: BenchModels
+    workload: Workload
+    prompts: list[list[int]]
+    temperature: float
+    batch_size: int
 
-    def measure(self, point: _Point) -> int:
-        """Number of new runs of one point, in the order of running."""
-        specs = [spec for spec in self._options.specs if point.batch_size == 1 or not spec.is_one_at_a_time]
-        for spec in self._options.specs:
-            if spec not in specs:
-                reason = f"left out at batch size {point.batch_size}"
-                print(f"{spec.label} answers one prompt at a time: {reason}", file=sys.stderr)
-        identities = {spec.label: self._identity(point, spec) for spec in specs}
+    def measure(self) -> int:
+        """Number of new runs, in the order of running."""
+        specs = [spec for spec in self.options.specs if self.batch_size == 1 or spec.name != "llama-cpp"]
+        if len(specs) < len(self.options.specs):
+            print(f"llama-cpp answers one prompt at a time: left out at batch size {self.batch_size}", file=sys.stderr)
+        identities = {spec.label: self._identity(spec) for spec in specs}
+        done = {record["run_id"] for record in resume_results(self.options.out)}
         runs = []
-        for number, spec in product(range(self._options.rounds), specs):
+        for number, spec in product(range(self.options.rounds), specs):
             new_id = run_id({**identities[spec.label], "round": number})
-            if new_id not in self._done:
+            if new_id not in done:
                 runs.append((spec, {"run_id": new_id, "round": number, **identities[spec.label]}))
         backends: dict[str, Backend] = {}
-        params = self._options.sampling(point.temperature)
+        params = self.options.sampling(self.temperature)
         oracle: list[list[int]] = []
         with ExitStack() as stack:
-            bar = stack.enter_context(tqdm(total=len(runs) * len(point.prompts), unit="answer", disable=None))
+            bar = stack.enter_context(tqdm(total=len(runs) * len(self.prompts), unit="answer", disable=None))
             for spec, identity in runs:
-                bar.set_description(f"{spec.label} B={point.batch_size} round {identity['round'] + 1}")
+                bar.set_description(f"{spec.label} B={self.batch_size} round {identity['round'] + 1}")
                 if spec.label not in backends:
-                    backends[spec.label] = self._warm(point, spec)
+                    backends[spec.label] = self._warm(spec)
                     stack.callback(backends[spec.label].close)
                 if not oracle and spec.label != BASELINE:
-                    plain = self._warm(point, parse_method(BASELINE))
-                    oracle = [answer.token_ids for answer in plain.answer(point.prompts, params, lambda: None)]
+                    plain = self._warm(parse_method(BASELINE))
+                    oracle = [answer.token_ids for answer in plain.answer(self.prompts, params, lambda: None)]
                 backend = backends[spec.label]
                 backend.forget()  # rounds repeat the prompts, so a remembered answer would be a perfect draft
                 gc.collect()
-                with PeakMemory(self._models.target.device, backend.process_id) as memory:
+                with PeakMemory(self.models.target.device, backend.process_id) as memory:
                     start = time.perf_counter()
-                    answers = backend.answer(point.prompts, params, bar.update)
+                    answers = backend.answer(self.prompts, params, bar.update)
                     seconds = time.perf_counter() - start
                 texts = [answer.token_ids for answer in answers]
                 oracle = oracle or texts
                 # Peers draw random numbers of their own.
-                is_comparable = point.temperature == 0 or not spec.is_peer
-                compared = compare(self._models.target, point.prompts, oracle, texts) if is_comparable else None
+                is_comparable = self.temperature == 0 or not spec.is_peer
+                compared = compare(self.models.target, self.prompts, oracle, texts) if is_comparable else None
                 peak = {"peak_memory_bytes": {"bytes": memory.num_bytes, "of": memory.kind}, "identical": compared}
-                append_result(self._options.out, identity | self._record(point, spec, backend, answers, seconds) | peak)
+                append_result(self.options.out, identity | self._record(spec, backend, answers, seconds) | peak)
         return len(runs)
 
-    def _warm(self, point: _Point, spec: MethodSpec) -> Backend:
+    def _warm(self, spec: MethodSpec) -> Backend:
         """A backend after one short batch: memory is allocated and steps are compiled before the clock runs."""
-        num_tokens = self._models.room(point.prompts, self._options.max_new_tokens)
-        backend = self._models.backend(spec, point.batch_size, num_tokens)
-        params = self._options.sampling(point.temperature)
+        num_tokens = self.models.room(self.prompts, self.options.max_new_tokens)
+        backend = self.models.backend(spec, self.batch_size, num_tokens)
+        params = self.options.sampling(self.temperature)
         params = replace(params, max_new_tokens=min(_WARM_UP_TOKENS, params.max_new_tokens))
-        backend.answer(point.prompts[: point.batch_size], params, lambda: None)
+        backend.answer(self.prompts[: self.batch_size], params, lambda: None)
         return backend
 
-    def _identity(self, point: _Point, spec: MethodSpec) -> dict[str, Any]:
+    def _identity(self, spec: MethodSpec) -> dict[str, Any]:
         """The part of a record that the rounds of one measurement share."""
-        options, models, target = self._options, self._models, self._models.target
+        options, models, target = self.options, self.models, self.models.target
         rounding = "" if options.quantization == "none" else f", {options.quantization} weights"
         identity = {
             "target": {
@@ -141,18 +129,21 @@ class _Bench:
                 "num_parameters": target.num_parameters,
                 "fingerprint": target.fingerprint,
             },
-            "device": self._device,
+            "device": device_name(target.device),
             "drafter": None,
             "draft_model": options.draft_model if spec.name == "draft-model" else None,
             "method": spec.label,
-            "prompts": {"name": point.workload.name, "digest": point.workload.digest},
-            "batch_size": point.batch_size,
-            "temperature": point.temperature,
+            "prompts": {"name": self.workload.name, "digest": self.workload.digest},
+            "batch_size": self.batch_size,
+            "temperature": self.temperature,
             "max_new_tokens": options.max_new_tokens,
             "seed": options.seed,
         }
         if spec.name == "drafter":
-            identity |= {"drafter": models.drafter_name, "drafter_fingerprint": self._fingerprint}
+            assert models.drafter is not None
+            # The drafter's path may hold other weights later.
+            fingerprint = fingerprint_of_weights(models.drafter)
+            identity |= {"drafter": models.drafter_name, "drafter_fingerprint": fingerprint}
         if models.compile is not None and not spec.is_peer:
             identity["compile"] = models.compile
         if spec.is_tuned:
@@ -160,49 +151,47 @@ class _Bench:
         return identity
 
     def _record(
-        self, point: _Point, spec: MethodSpec, backend: Backend, answers: Sequence[TimedAnswer], seconds: float
+        self, spec: MethodSpec, backend: Backend, answers: Sequence[TimedAnswer], seconds: float
     ) -> BenchRecord:
         """The part of a record that one run measured."""
-        used = {} if spec.is_peer else asdict(self._models.plan(spec, point.batch_size))
+        used = {} if spec.is_peer else asdict(self.models.plan(spec, self.batch_size))
         if used.get("tuned"):
             used["tuned"] = Path(used["tuned"]).name  # paths of this machine stay out of results
-        workload = point.workload
+        workload, made_by = self.workload, run_record()
+        machine = {"device": device_name(self.models.target.device), "threads": torch.get_num_threads()}
         return {
             "kind": "run",
-            "engine": spec.engine,
             **({"build": backend.build} if backend.build else {}),
-            "prompts": {"name": workload.name, "digest": workload.digest, "num_prompts": len(point.prompts)},
+            "prompts": {"name": workload.name, "digest": workload.digest, "num_prompts": len(self.prompts)},
             "settings": used,
             "seconds": round(seconds, 6),
             **_sums(answers),
-            "by_category": _by_category(point, answers),
+            "by_category": self._by_category(answers),
             "first_token_seconds": spread([answer.first_token_seconds for answer in answers]),
             "latency_seconds": spread([answer.seconds for answer in answers]),
-            "machine": {**self._made_by["machine"], "device": self._device, "threads": torch.get_num_threads()},
-            "versions": {**self._made_by["versions"], **backend.versions},
-            "git_revision": self._made_by["git_revision"],
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": made_by["machine"] | machine,
+            "versions": {**made_by["versions"], **backend.versions},
+            "git_revision": made_by["git_revision"],
+            "date": made_by["date"],
         }
 
-
-def _by_category(point: _Point, answers: Sequence[TimedAnswer]) -> dict[str, Any]:
-    """Sums by category. Seconds are None for batches, whose rows share them."""
-    sums = {}
-    for category in point.workload.categories:
-        pairs = zip(point.workload.items, answers, strict=True)
-        own = [answer for item, answer in pairs if item.category == category]
-        seconds = round(sum(answer.seconds for answer in own), 6) if point.batch_size == 1 else None
-        sums[category] = {"num_answers": len(own), "seconds": seconds, **_sums(own)}
-    return sums
+    def _by_category(self, answers: Sequence[TimedAnswer]) -> dict[str, Any]:
+        """Sums by category. Seconds are None for batches, whose rows share them."""
+        sums = {}
+        for category in self.workload.categories:
+            pairs = zip(self.workload.items, answers, strict=True)
+            own = [answer for item, answer in pairs if item.category == category]
+            seconds = round(sum(answer.seconds for answer in own), 6) if self.batch_size == 1 else None
+            sums[category] = {"num_answers": len(own), "seconds": seconds, **_sums(own)}
+        return sums
 
 
 def _sums(answers: Sequence[TimedAnswer]) -> dict[str, Any]:
     """Tokens, target forwards and the histogram of accepted draft tokens per step; None where unknown."""
-    forwards = [answer.num_forwards for answer in answers if answer.num_forwards is not None]
     kept = [answer.num_accepted for answer in answers if answer.num_accepted is not None]
     histogram = torch.tensor([*chain(*kept)], dtype=torch.long).bincount().tolist()
     return {
         "num_tokens": sum(len(answer.token_ids) for answer in answers),
-        "num_forwards": sum(forwards) if len(forwards) == len(answers) else None,
+        "num_forwards": sum(answer.num_forwards for answer in answers),
         "acceptance": histogram if len(kept) == len(answers) else None,
     }

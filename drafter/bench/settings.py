@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from drafter.bench.methods import PEER_PACKAGES, MethodSpec, drafter_of, parse_methods
+from drafter.bench.methods import PEER_PACKAGES, MethodSpec, drafter_of, parse_method
 from drafter.decoding.params import SamplingParams
 from drafter.engine.loading import TargetConfig
 from drafter.utils.options import Options, comma_separated
@@ -22,12 +22,10 @@ class BenchOptions(Options, TargetConfig):
 
     Methods: none, drafter, lookup, draft-model (ours); hf-generate (transformers); llama-cpp, vllm (engines of their
     own; --peer-python names the Python of another environment). Options follow a colon: drafter:W8:L4:N24,
-    drafter:alone (no copies), drafter:final-beams, drafter:tuned, draft-model:G5, llama-cpp:Q4_1 (the wheel xllamacpp),
-    llama-cpp:Q4_1:native (llama-cpp-python, built for the processor).
+    drafter:alone (no copies), drafter:final-beams, drafter:tuned, draft-model:G5, llama-cpp:Q4_1.
 
     Attributes:
         out: results file (.jsonl)
-        report: also write the table and the picture to this folder
         methods: methods in the order of a round
         drafter: folder of an exported drafter, hub id, or name of a drafter that comes with the package (default: the
             target's own drafter where the package has one)
@@ -40,16 +38,15 @@ class BenchOptions(Options, TargetConfig):
         temperatures: temperatures of sampling; 0 is greedy
         rounds: number of rounds; every method runs once in a round
         seed: seed of sampling
-        peer_python: NAME=PYTHON, the Python of the environment that holds a peer: llama-cpp-python, vllm or xllamacpp
-            (default: this environment's)
+        peer_python: NAME=PYTHON, the Python of the environment that holds a peer: llama-cpp-python or vllm (default:
+            this environment's)
 
     Raises:
         ValueError: a value out of range, an unknown method, or a method without the model that it needs.
     """
 
-    common: ClassVar = ("target", "drafter", "prompts", "methods", "out", "report", "num_prompts", "batch_sizes")
+    common: ClassVar = ("target", "drafter", "prompts", "methods", "out", "num_prompts", "batch_sizes")
     out: Path
-    report: Path | None = None
     methods: tuple[str, ...] = comma_separated(("none", "drafter", "lookup", "hf-generate"))
     drafter: str | None = None
     draft_model: str | None = None
@@ -64,11 +61,11 @@ class BenchOptions(Options, TargetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for flag, values in (("prompts", self.prompts), ("batch-sizes", self.batch_sizes)):
+        for name in ("methods", "prompts", "batch_sizes", "temperatures"):
+            values = getattr(self, name)
             if not values or len(set(values)) < len(values):
+                flag = name.replace("_", "-")
                 raise ValueError(f"--{flag} is empty or names a value twice: {', '.join(map(str, values))}")
-        if not self.temperatures:
-            raise ValueError("--temperatures is empty: 0 is greedy")
         for temperature in self.temperatures:
             self.sampling(temperature)
         self.pythons  # noqa: B018  # refuses an unknown name
@@ -79,15 +76,16 @@ class BenchOptions(Options, TargetConfig):
     @property
     def specs(self) -> tuple[MethodSpec, ...]:
         """The methods, parsed."""
-        return parse_methods(self.methods)
+        return tuple(map(parse_method, self.methods))
 
     @property
     def pythons(self) -> dict[str, str]:
         """The Python of each environment that holds a peer, by package."""
         pairs = dict(text.partition("=")[::2] for text in self.peer_python)
         for name, python in pairs.items():
-            if name not in PEER_PACKAGES or not python:
-                raise ValueError(f"--peer-python {name}={python} must be NAME=PYTHON with {', '.join(PEER_PACKAGES)}")
+            if name not in PEER_PACKAGES.values() or not python:
+                names = " or ".join(PEER_PACKAGES.values())
+                raise ValueError(f"--peer-python {name}={python} must be NAME=PYTHON with {names}")
         return pairs
 
     def sampling(self, temperature: float) -> SamplingParams:

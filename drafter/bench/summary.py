@@ -1,4 +1,4 @@
-"""Summaries of results: medians over rounds, ratios over plain decoding. Imports no torch."""
+"""Figures of results: medians over rounds, ratios over plain decoding. Imports no torch."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from statistics import median
 from typing import Any, NamedTuple
 
-from drafter.bench.methods import BASELINE, LLAMA_CPP_BASELINES, engine_of
+from drafter.bench.methods import BASELINE, LLAMA_CPP_BASELINES
 from drafter.bench.results import BenchRecord
 
 
@@ -44,59 +44,64 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Summary:
-    """The figures of one method at one batch size.
+class Measured:
+    """The runs of one method at one batch size, one for each round.
 
     Attributes:
         label: the method, with drafter, weights and measured sizes where results hold several.
-        batch_size: prompts answered at the same time.
-        method: the method alone.
-        build: the instruction sets that the engine was built for; empty where it does not say.
-        num_rounds: number of runs.
-        rate: tokens per second.
-        speedup: over plain decoding of this package, round by round; None without such runs.
-        over_llama_cpp: over llama.cpp with BF16 weights and without speculation, likewise.
-        tokens_per_step: generated tokens per target forward; None where unknown.
-        category_speedups: speedup over plain decoding by category (batch size 1).
-        num_identical: texts identical to plain decoding; None where texts are not compared.
-        margins: the target's logit margins where texts first differ.
-        first_token_seconds: median over answers, median over rounds.
-        latency_seconds: likewise, of whole answers.
-        peak_bytes: highest memory of all rounds.
+        rounds: the records.
+        others: the records of all methods under the same conditions and at the same batch size, by label.
     """
 
     label: str
-    batch_size: int
-    method: str
-    build: str
-    num_rounds: int
-    rate: Span
-    speedup: Span | None
-    over_llama_cpp: Span | None
-    tokens_per_step: float | None
-    category_speedups: dict[str, Span]
-    num_identical: int | None
-    margins: list[float]
-    first_token_seconds: float
-    latency_seconds: float
-    peak_bytes: int
+    rounds: list[BenchRecord]
+    others: Mapping[str, list[BenchRecord]]
+
+    @property
+    def batch_size(self) -> int:
+        """Prompts answered at the same time."""
+        return int(self.rounds[0]["batch_size"])
 
     @property
     def is_baseline(self) -> bool:
         """Whether the method is plain decoding of this package."""
-        return self.method == BASELINE
+        return bool(self.rounds[0]["method"] == BASELINE)
 
     @property
-    def engine(self) -> str:
-        """Name of the engine that decodes."""
-        return engine_of(self.method)
+    def rate(self) -> Span:
+        """Tokens per second."""
+        return Span.of([_rate(record) for record in self.rounds])
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Generated tokens per target forward; None where unknown."""
+        forwards = [record["num_forwards"] for record in self.rounds]
+        is_known = None not in forwards and sum(forwards) > 0
+        return sum(record["num_tokens"] for record in self.rounds) / sum(forwards) if is_known else None
+
+    @property
+    def over_llama_cpp(self) -> Span | None:
+        """Speed over llama.cpp with BF16 weights and without speculation, round by round; None without such runs."""
+        known = [self.others[name] for name in LLAMA_CPP_BASELINES if name in self.others]
+        return _ratios(self.rounds, known[0]) if known else None
+
+    def speedup(self, category: str | None = None) -> Span | None:
+        """Speed over plain decoding, round by round, of all prompts or of a category; None without such runs."""
+        both = (self.rounds, self.others.get(BASELINE, []))
+        return _ratios(*([_part_of(record, category) for record in runs] for runs in both))
+
+    @property
+    def category_speedups(self) -> dict[str, Span]:
+        """Speed over plain decoding by category, of single prompts."""
+        found = {name: self.speedup(name) for name in self.rounds[0]["by_category"]}
+        return {name: span for name, span in found.items() if span is not None}
 
 
-Tables = dict[Condition, list[Summary]]
+Tables = dict[Condition, list[Measured]]
 
 
 def summarise(records: Iterable[BenchRecord]) -> Tables:
-    """Summaries of all runs: conditions, batch sizes and methods in order of first appearance."""
+    """All runs: conditions, batch sizes and methods in order of first appearance."""
     runs = [record for record in records if record["kind"] == "run"]
     groups: dict[tuple[Condition, int], dict[str, list[BenchRecord]]] = {}
     for record, label in zip(runs, _labels(runs), strict=True):
@@ -104,7 +109,7 @@ def summarise(records: Iterable[BenchRecord]) -> Tables:
         groups.setdefault(key, {}).setdefault(label, []).append(record)
     tables: Tables = {}
     for (condition, _), methods in groups.items():
-        tables.setdefault(condition, []).extend(_summarise(label, runs, methods) for label, runs in methods.items())
+        tables.setdefault(condition, []).extend(Measured(label, runs, methods) for label, runs in methods.items())
     return tables
 
 
@@ -139,37 +144,9 @@ def _condition_of(record: BenchRecord) -> Condition:
     )
 
 
-def _summarise(label: str, rounds: list[BenchRecord], methods: dict[str, list[BenchRecord]]) -> Summary:
-    first = rounds[0]
-    baseline = methods.get(BASELINE, [])
-    llama_cpp = next((methods[name] for name in LLAMA_CPP_BASELINES if name in methods), [])
-    identical = [record["identical"] for record in rounds if record["identical"] is not None]
-    speedups = {
-        name: _speedup(_of_category(rounds, name), _of_category(baseline, name))
-        for name in first["by_category"]
-        if all(name in record["by_category"] for record in rounds)
-    }
-    return Summary(
-        label=label,
-        batch_size=first["batch_size"],
-        method=first["method"],
-        build=first.get("build", ""),
-        num_rounds=len(rounds),
-        rate=Span.of([_rate(record) for record in rounds]),
-        speedup=_speedup(rounds, baseline),
-        over_llama_cpp=_speedup(rounds, llama_cpp),
-        tokens_per_step=_tokens_per_step(rounds),
-        category_speedups={name: span for name, span in speedups.items() if span is not None},
-        num_identical=min((item["num_identical"] for item in identical), default=None),
-        margins=identical[0]["margins"] if identical else [],
-        first_token_seconds=median([record["first_token_seconds"]["median"] for record in rounds]),
-        latency_seconds=median([record["latency_seconds"]["median"] for record in rounds]),
-        peak_bytes=max(record["peak_memory_bytes"]["bytes"] for record in rounds),
-    )
-
-
-def _of_category(rounds: Sequence[BenchRecord], name: str) -> list[Mapping[str, Any]]:
-    return [{**record["by_category"].get(name, {}), "round": record["round"]} for record in rounds]
+def _part_of(record: BenchRecord, category: str | None) -> Mapping[str, Any]:
+    """The sums of a run, or of one category of its prompts."""
+    return record if category is None else {**record["by_category"].get(category, {}), "round": record["round"]}
 
 
 def _rate(sums: Mapping[str, Any]) -> float:
@@ -177,14 +154,8 @@ def _rate(sums: Mapping[str, Any]) -> float:
     return float(sums["num_tokens"] / sums["seconds"]) if sums.get("seconds") else 0.0
 
 
-def _speedup(rounds: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]]) -> Span | None:
+def _ratios(rounds: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]]) -> Span | None:
     """Ratios of runs of the same round: a machine that slows down does so for both."""
     slow = {record["round"]: _rate(record) for record in baseline}
     ratios = [_rate(record) / slow[record["round"]] for record in rounds if slow.get(record["round"])]
     return Span.of(ratios) if any(ratios) else None
-
-
-def _tokens_per_step(rounds: Sequence[Mapping[str, Any]]) -> float | None:
-    forwards = [record["num_forwards"] for record in rounds]
-    is_known = None not in forwards and sum(forwards) > 0
-    return sum(record["num_tokens"] for record in rounds) / sum(forwards) if is_known else None

@@ -54,11 +54,11 @@ class TransformersBackend(Backend):
         pad = self._target.eos_token_ids[0] if self._target.eos_token_ids else 0
         token_BT = torch.tensor([[pad] * (width - len(ids)) + ids for ids in prompts], device=device)
         mask_BT = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
-        eos = [] if params.ignore_eos else list(self._target.eos_token_ids)
+        eos = list(self._target.eos_token_ids)
         num_tokens = min(params.max_new_tokens, self._target.max_length - width)
         fields: dict[str, Any] = {"max_new_tokens": num_tokens, "eos_token_id": eos or None, "pad_token_id": pad}
         if params.temperature > 0:
-            fields.update(do_sample=True, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
+            fields.update(do_sample=True, temperature=params.temperature, top_k=0)
         clock = _Clock(device)
         start = time.perf_counter()
         output_BT = model.generate(

@@ -18,17 +18,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.request import Request
 from drafter.engine.settings import EngineConfig
-from drafter.engine.tuned import (
-    PLAIN,
-    MeasuredTree,
-    RowPlan,
-    Sizer,
-    Tree,
-    TunedSizes,
-    device_name,
-    fingerprint_of_weights,
-    number_format,
-)
+from drafter.engine.tuned import PLAIN, MeasuredTree, RowPlan, Tree, TreeSizer, TunedSizes, conditions_of
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 
@@ -49,12 +39,10 @@ class Tuning(NamedTuple):
     Attributes:
         sizes: the plans.
         measured: for the file: [rows, W, L, N, seconds per step, tokens per step, number of steps].
-        num_prompts: calibration prompts that were answered.
     """
 
     sizes: TunedSizes
     measured: list[list[float]]
-    num_prompts: int
 
 
 def candidates(tree_sizes: tuple[int, ...] | None, device: str, widest: int) -> list[Tree]:
@@ -93,14 +81,14 @@ def tune(
     end = time.perf_counter() + settings.seconds
     for place, num_rows in enumerate(tqdm(rows, desc="Tuning", unit="size", disable=None)):
         calibration.measure(num_rows, (end - time.perf_counter()) / (len(rows) - place))
-    num_answered = min(len(fitting), calibration.num_answered)
-    return Tuning(calibration.sizes(), calibration.as_lists(), num_answered)
+    return Tuning(calibration.sizes(), calibration.as_lists())
 
 
-class _Steered(Sizer):
+class _Steered(TreeSizer):
     """A sizer whose caller sets the next tree."""
 
     def __init__(self, trees: list[Tree]) -> None:
+        super().__init__(TunedSizes({}, ()))
         self.trees = trees
         self.tree = PLAIN
 
@@ -132,7 +120,7 @@ class _Calibration:
         self._num_row_steps = dict.fromkeys(self._steer.trees, 0)
         self._seconds: dict[int, dict[Tree, list[float]]] = {}
         self._alive = trees  # candidates that could pay for as many rows as the last
-        self.num_answered = 0
+        self._num_answered = 0
 
     def measure(self, num_rows: int, seconds: float) -> None:
         """Rounds of one step with each candidate, while the time lasts.
@@ -148,7 +136,6 @@ class _Calibration:
         while num_rounds <= _MIN_ROUNDS or (num_rounds <= _NUM_ROUNDS and time.perf_counter() < end):
             for tree in [PLAIN, *self._alive]:
                 if not requests or any(request.is_finished for request in requests):
-                    self._abort(requests)
                     requests = self._start(num_rows)
                 elapsed = self._step(tree, requests)
                 if num_rounds > 0:
@@ -156,18 +143,14 @@ class _Calibration:
             num_rounds += 1
             if num_rounds == 1 + _MIN_ROUNDS:
                 self._drop_hopeless(times)
-        self._abort(requests)
-
-    def _abort(self, requests: list[Request]) -> None:
-        for request in requests:
-            self._engine.abort(request.request_id)
 
     def _start(self, num_rows: int) -> list[Request]:
-        """New requests, prefilled."""
+        """New requests, prefilled, instead of the running ones."""
+        self._engine.drop()
         # Rows decode on after the end of their answers, so that the number of rows does not change.
         params = SamplingParams(max_new_tokens=self._max_new_tokens, ignore_eos=True)
-        places = range(self.num_answered, self.num_answered + num_rows)
-        self.num_answered += num_rows
+        places = range(self._num_answered, self._num_answered + num_rows)
+        self._num_answered += num_rows
         self._steer.tree = PLAIN
         prompts = [self._prompts[place % len(self._prompts)] for place in places]
         requests = [self._engine.add(prompt, params, want_text=False) for prompt in prompts]
@@ -198,33 +181,27 @@ class _Calibration:
         self._alive = [
             tree
             for tree in self._alive
-            if MeasuredTree(tree, self._tokens_per_step(tree), min(times[tree])).rate(easiest) > 1 / plain
+            if MeasuredTree(*tree, self._tokens_per_step(tree), min(times[tree])).rate(easiest) > 1 / plain
         ]
 
     def sizes(self) -> TunedSizes:
         """A plan for every number of rows."""
-        return TunedSizes(
-            device=device_name(self._target.device),
-            dtype=number_format(self._target),
-            compile=self._engine.plan.compile,
-            target_fingerprint=self._target.fingerprint,
-            plans=tuple(RowPlan(rows, self._choices(rows, times)) for rows, times in self._seconds.items()),
-            drafter_fingerprint=fingerprint_of_weights(self._drafter),
-            runtime=self._target.runtime_name,
-        )
+        conditions = conditions_of(self._target, self._drafter, is_compiled=self._engine.plan.compile)
+        plans = (RowPlan(rows, self._choices(rows, times)) for rows, times in self._seconds.items())
+        return TunedSizes(conditions, tuple(plans))
 
     def _choices(self, num_rows: int, times: dict[Tree, list[float]]) -> tuple[MeasuredTree, ...]:
         """Plain decoding, and the trees that are fastest at some acceptance and faster than plain decoding."""
-        plain = MeasuredTree(PLAIN, 1.0, median(times[PLAIN]))
+        plain = MeasuredTree(*PLAIN, 1.0, median(times[PLAIN]))
         # A step with a tree is never cheaper than a plain step: a lower figure is noise.
         choices = [
-            MeasuredTree(tree, self._tokens_per_step(tree), max(median(seconds), plain.step_seconds))
+            MeasuredTree(*tree, self._tokens_per_step(tree), max(median(seconds), plain.step_seconds))
             for tree, seconds in times.items()
-            if not tree.is_plain and seconds
+            if not tree.is_plain
         ]
         least = (_WORTH + _WORTH_PER_DOUBLING * math.log2(num_rows)) * plain.rate()
-        worth = [choice for choice in choices if choice.rate() > least]
-        best = {max(worth, key=lambda choice, ratio=ratio: choice.rate(ratio)) for ratio in _RATIOS if worth}  # type: ignore[misc]
+        worth = RowPlan(num_rows, tuple(choice for choice in choices if choice.rate() > least))
+        best = {worth.best(ratio) for ratio in _RATIOS if worth.choices}
         return (plain, *sorted(best, key=lambda choice: choice.tree[::-1]))
 
     def as_lists(self) -> list[list[float]]:
@@ -233,7 +210,6 @@ class _Calibration:
             [rows, *tree, round(median(seconds), 6), round(self._tokens_per_step(tree), 4), len(seconds)]
             for rows, times in self._seconds.items()
             for tree, seconds in times.items()
-            if seconds
         ]
 
 

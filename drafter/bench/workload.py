@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 EVALUATION = "evaluation"  # name of the prompts that come with the package for measurements
 _ASSETS = Path(__file__).parent.parent / "assets"
@@ -78,20 +78,11 @@ class Workload:
         return Workload(self.name, tuple(self.items[index] for index in chosen))
 
 
-class _HubSet(NamedTuple):
-    """Place of a named prompt set of the hub, and its columns."""
-
-    path: str
-    split: str
-    prompt: str
-    config: str | None = None
-    category: str = ""  # of all rows, for a set without a column of categories
-
-
+# Place on the hub, configuration, split, and the category of all rows for a set without a column of categories.
 HUB_SETS = {
-    "mtbench": _HubSet("HuggingFaceH4/mt_bench_prompts", "train", "prompt"),
-    "humaneval": _HubSet("openai/openai_humaneval", "test", "prompt", category="code"),
-    "gsm8k": _HubSet("openai/gsm8k", "test", "question", config="main", category="math"),
+    "mtbench": ("HuggingFaceH4/mt_bench_prompts", None, "train", ""),
+    "humaneval": ("openai/openai_humaneval", None, "test", "code"),
+    "gsm8k": ("openai/gsm8k", "main", "test", "math"),
 }
 
 
@@ -110,7 +101,7 @@ def read_prompt_set(name: str) -> Workload:
     from drafter.distill.prompts import builtin_prompts
 
     if name in HUB_SETS:
-        return Workload(name, tuple(_hub_items(name, HUB_SETS[name])))
+        return Workload(name, tuple(_hub_items(name)))
     own = {EVALUATION: _ASSETS / "evaluation-prompts.jsonl", "default": builtin_prompts()}
     path = Path(own.get(name, name))
     if path.is_dir():
@@ -135,7 +126,7 @@ def _file_items(name: str) -> Iterator[Item]:
             raise ValueError(f"{record.where}: the row has no text of a user")
 
 
-def _hub_items(name: str, place: _HubSet) -> Iterator[Item]:
+def _hub_items(name: str) -> Iterator[Item]:
     """The prompts of a named set; ValueError if the hub gives none."""
     import datasets
     import huggingface_hub.utils.logging as hub_logging
@@ -143,9 +134,10 @@ def _hub_items(name: str, place: _HubSet) -> Iterator[Item]:
     from drafter.data.reading import reading
 
     hub_logging.set_verbosity_error()  # a hub that does not answer is told once, by us
+    path, config, split, category = HUB_SETS[name]
     with reading(f"--prompts {name}", is_hub=True):
-        rows = datasets.load_dataset(place.path, place.config, split=place.split)
+        rows = datasets.load_dataset(path, config, split=split)
     for row in rows:
-        prompt = row[place.prompt]
+        prompt = row["question"] if "question" in row else row["prompt"]
         text = prompt[0] if isinstance(prompt, list) else prompt
-        yield Item(place.category or row["category"], ({"role": "user", "content": text},))
+        yield Item(category or row["category"], ({"role": "user", "content": text},))

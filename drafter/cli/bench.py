@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from drafter.bench.settings import BenchOptions, LoadOptions
 from drafter.utils.options import Options
@@ -12,20 +12,17 @@ from drafter.utils.options import Options
 def bench(options: BenchOptions) -> None:
     """Run `drafter bench`."""
     from drafter.bench.models import BenchModels
+    from drafter.bench.report import report
     from drafter.bench.results import read_results
     from drafter.bench.run import run_benchmark
     from drafter.bench.workload import read_prompt_set
 
     _check_out(options.out)
-    if options.report is not None:
-        _check_report(options.report)
     workloads = [read_prompt_set(name).take(options.num_prompts) for name in options.prompts]
     models = BenchModels.load(options, options.specs, options.drafter, options.draft_model, options.pythons)
     num_runs = run_benchmark(options, models, workloads)
     print(f"{num_runs} runs made, results in {options.out}", file=sys.stderr)
-    _report(read_results([options.out]), None)
-    if options.report is not None:
-        _report(read_results([options.out]), options.report)
+    print(report(read_results([options.out])))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +43,24 @@ class ReportOptions(Options):
 
 def bench_report(options: ReportOptions) -> None:
     """Run `drafter bench report`."""
+    from drafter.bench.report import is_report, report
     from drafter.bench.results import read_results
 
     records = read_results(options.results)
-    if options.out is not None:
-        _check_report(options.out)
-    _report(records, options.out)
+    if options.out is None:
+        print(report(records))
+        return
+    from drafter.bench.plots import draw_all
+    from drafter.bench.summary import summarise
+    from drafter.utils.io import write_atomic
+
+    place = options.out / "report.md"
+    if place.exists() and not is_report(place):
+        raise ValueError(f"{place} exists and no earlier run wrote it: give another folder")
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_atomic(place, report(records))
+    drawn = draw_all(summarise(records), options.out)
+    print(f"{place} and {len(drawn)} pictures (PNG and SVG)", file=sys.stderr)
 
 
 def bench_serve(options: LoadOptions) -> None:
@@ -77,29 +86,3 @@ def _check_out(out: Path) -> None:
         raise ValueError(f"--out {out} must be a file NAME.jsonl")
     check_output(out, overwrite=True)  # results are appended
     resume_results(out)  # results of another schema are refused before anything is loaded
-
-
-def _check_report(folder: Path) -> None:
-    """Refuse to replace a report.md that no earlier run wrote."""
-    from drafter.bench.report import is_report
-
-    place = folder / "report.md"
-    if place.exists() and not is_report(place):
-        raise ValueError(f"{place} exists and no earlier run wrote it: give another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-
-
-def _report(records: list[dict[str, Any]], folder: Path | None) -> None:
-    """Print the table, or write the table and the pictures into the folder."""
-    from drafter.bench.report import report
-
-    if folder is None:
-        print(report(records))
-        return
-    from drafter.bench.plots import draw_all
-    from drafter.bench.summary import summarise
-    from drafter.utils.io import write_atomic
-
-    write_atomic(folder / "report.md", report(records))
-    drawn = draw_all(summarise(records), folder)
-    print(f"{folder / 'report.md'} and {len(drawn)} pictures (PNG and SVG)", file=sys.stderr)

@@ -11,7 +11,7 @@ from drafter.utils.options import Options
 from drafter.utils.validate import within
 
 if TYPE_CHECKING:
-    from drafter.bench.acceptance import ByCategory, Served
+    from drafter.bench.acceptance import ByCategory
     from drafter.bench.models import BenchModels
 
 _NUM_COMPARED = 4  # prompts whose greedy answers are compared with the target
@@ -69,7 +69,7 @@ def evaluate(options: EvaluateOptions) -> int:
 
     from tqdm import tqdm
 
-    from drafter.bench.acceptance import add_all, measure_here, measure_server, warning_lines
+    from drafter.bench.acceptance import measure_here, measure_server, warning_lines, whole_of
     from drafter.bench.models import BenchModels
     from drafter.bench.workload import read_prompt_set
     from drafter.decoding.params import SamplingParams
@@ -97,9 +97,11 @@ def evaluate(options: EvaluateOptions) -> int:
                 served = measure_server(client, card, workload, params, bar.update)
                 chats = [list(item.messages) for item in workload.items if item.messages]
                 differences = compare_models(client, card["id"], models.target, chats[:_NUM_COMPARED]).lines()
-                warning = warning_lines(add_all(here.values()), served, differences)
-    _print_tables(here, served)
+                warning = warning_lines(whole_of(here), served, differences)
+    counts = {"here": here} | ({} if served is None else {"server": served.by_category})
+    _print_tables(counts)
     if options.out is not None:
+        figures = {name: {key: each.as_json() for key, each in by.items()} for name, by in counts.items()}
         content = {
             "schema": "drafter-evaluate/2",
             "target": {"name": models.target.name, "fingerprint": models.target.fingerprint},
@@ -107,8 +109,8 @@ def evaluate(options: EvaluateOptions) -> int:
             "method": options.method,
             **source,
             **{name: getattr(options, name) for name in ("max_new_tokens", "temperature", "url")},
-            "here": _as_json(here),
-            "server": None if served is None else {**vars(served), "by_category": _as_json(served.by_category)},
+            "here": figures["here"],
+            "server": None if served is None else {**served._asdict(), "by_category": figures["server"]},
             "differences": differences,
             **run_record(),
         }
@@ -144,30 +146,23 @@ def _along_traffic(options: EvaluateOptions, models: "BenchModels") -> tuple["By
     return {"": counts}, {"traffic": str(options.traffic), "num_tokens": num_tokens}
 
 
-def _as_json(counts: "ByCategory") -> dict[str, dict[str, object]]:
-    return {name: each.as_json() for name, each in counts.items()}
-
-
-def _print_tables(here: "ByCategory", served: "Served | None") -> None:
-    """Shares by depth, and accepted tokens per step by category."""
-    from drafter.bench.acceptance import add_all
+def _print_tables(counts: dict[str, "ByCategory"]) -> None:
+    """Shares by depth, and accepted tokens per step by category, one column each for ``here`` and ``server``."""
+    from drafter.bench.acceptance import whole_of
     from drafter.utils.tables import format_table
 
-    sources = {"here": here} | ({} if served is None else {"server": served.by_category})
-    totals = {name: add_all(counts.values()) for name, counts in sources.items()}
-    shares = [whole.shares for whole in totals.values()]
-    depths = [
-        [str(depth + 1), *(f"{each[depth]:.0%}" if depth < len(each) else "0%" for each in shares)]
-        for depth in range(max(map(len, shares)))
-    ]
-    rows = []
-    for name in [*here, "all"] if len(here) > 1 else here:
-        found = [counts.get(name, totals[source] if name == "all" else None) for source, counts in sources.items()]
-        first = found[0]
-        assert first is not None
-        rates = [f"{each.accepted_per_step:.2f}" if each is not None else "-" for each in found]
-        rows.append([name or "all", str(first.num_answers), str(first.steps.total()), *rates])
+    totals = [whole_of(by_category) for by_category in counts.values()]
+    depths = range(max(len(whole.reached) for whole in totals))
+    shares = [[sum((whole.reached[depth:])[:1]) / max(1, whole.steps.total()) for whole in totals] for depth in depths]
     print("Share of the steps that accepted a drafted token at this depth:\n")
-    print(format_table(["depth", *sources], depths))
+    print(format_table(["depth", *counts], [[str(n), *(f"{s:.0%}" for s in row)] for n, row in enumerate(shares, 1)]))
+    rows = []
+    for name, own in counts["here"].items():
+        found = [by_category.get(name) for by_category in counts.values()]
+        rates = ["-" if each is None else f"{each.accepted_per_step:.2f}" for each in found]
+        rows.append([name or "all", str(own.num_answers), str(own.steps.total()), *rates])
+    if len(rows) > 1:
+        rates = [f"{whole.accepted_per_step:.2f}" for whole in totals]
+        rows.append(["all", str(totals[0].num_answers), str(totals[0].steps.total()), *rates])
     print("\nAccepted drafted tokens per step:\n")
-    print(format_table(["category", "answers", "steps", *sources], rows))
+    print(format_table(["category", "answers", "steps", *counts], rows))

@@ -55,16 +55,13 @@ def tune(options: TuneOptions) -> None:
     drafter = load_drafter(options.drafter, target)
     prompts = BenchModels(target).encode(workload.items)
     found = run_tune(target, drafter, prompts, options, options.compile)
+    calibration = {"prompts": workload.name, "digest": workload.digest, "num_prompts": len(prompts)}
     made_by = run_record()
     content = {
         **found.sizes.as_json(),
         "target": target.name,
         "drafter": options.drafter,
-        "calibration": {
-            "prompts": workload.name,
-            "digest": workload.digest,
-            "num_prompts": found.num_prompts,
-        },
+        "calibration": calibration,
         "measured": found.measured,
         **{key: made_by[key] for key in ("machine", "versions", "git_revision", "date")},
     }

@@ -23,7 +23,7 @@ from drafter.engine.request import (
 from drafter.engine.runner import Runner, StepWants, check_fit
 from drafter.engine.scheduler import Scheduler, bucket, neighbours
 from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
-from drafter.engine.tuned import PLAIN, Sizer, Tree, TreeSizer, read_tuned
+from drafter.engine.tuned import PLAIN, Tree, TreeSizer, read_tuned
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.beam import BeamProposer
 from drafter.proposers.draft_model import DraftModelProposer
@@ -65,7 +65,7 @@ class Engine:
         *,
         draft_model: Target | None = None,
         proposer: Proposer | None = None,
-        sizer: Sizer | None = None,
+        sizer: TreeSizer | None = None,
     ) -> None:
         self.target = target
         plan = config if isinstance(config, Plan) else resolve(config, target, drafter, draft_model)

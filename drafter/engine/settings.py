@@ -283,7 +283,7 @@ def _measured(
     Raises:
         ValueError: the file is damaged, or the user's file does not fit.
     """
-    from drafter.engine.tuned import misfit, read_tuned
+    from drafter.engine.tuned import conditions_of, misfit, read_tuned
 
     path = Path(config.tuned) if config.tuned is not None else None
     if path is None:
@@ -294,7 +294,7 @@ def _measured(
         if config.copying is False:  # the measured trees may have more nodes than the beams alone draft
             return None, "the measured sizes are for drafts with copies"
     sizes = read_tuned(path)
-    reason = misfit(sizes, target, drafter, is_compiled=is_compiled)
+    reason = misfit(sizes, conditions_of(target, drafter, is_compiled=is_compiled))
     if not reason:
         return sizes, str(path)
     if config.tuned is not None:

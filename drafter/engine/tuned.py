@@ -5,7 +5,7 @@ The choice changes the speed of decoding and no token.
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,18 +40,26 @@ class Tree(NamedTuple):
 PLAIN = Tree(1, 1, 1)
 
 
-class MeasuredTree(NamedTuple):
+@dataclass(frozen=True)
+class MeasuredTree:
     """A tree with its measured speed at some number of rows.
 
     Attributes:
-        tree: size of the tree.
+        beam_width, draft_length, tree_size: size of the tree.
         tokens_per_step: tokens of a row in a step, on the calibration prompts.
         step_seconds: duration of a step of all rows.
     """
 
-    tree: Tree
+    beam_width: int
+    draft_length: int
+    tree_size: int
     tokens_per_step: float
     step_seconds: float
+
+    @property
+    def tree(self) -> Tree:
+        """Size of the tree."""
+        return Tree(self.beam_width, self.draft_length, self.tree_size)
 
     def rate(self, ratio: float = 1.0) -> float:
         """Tokens per second of one row if drafts are accepted ``ratio`` times as often as in calibration."""
@@ -77,7 +85,7 @@ class RowPlan:
 
     def best(self, ratio: float = 1.0) -> MeasuredTree:
         """The fastest choice at an acceptance of ``ratio``; of equal choices the smaller tree."""
-        return max(self.choices, key=lambda choice: (choice.rate(ratio), -choice.tree.tree_size))
+        return max(self.choices, key=lambda choice: (choice.rate(ratio), -choice.tree_size))
 
 
 @dataclass(frozen=True)
@@ -85,22 +93,13 @@ class TunedSizes:
     """The measured plans of one machine, target and drafter.
 
     Attributes:
-        device: name of the device, and the number of threads of a CPU.
-        dtype: number format of the target, of :func:`number_format`.
-        compile: True if the steps were compiled.
-        target_fingerprint: sample of the target's output matrix.
+        conditions: what the measurement depends on, of :func:`conditions_of`; without ``drafter_fingerprint`` the
+            plans are for every drafter of the shape.
         plans: plans in the order of their rows.
-        drafter_fingerprint: hash of the drafter's weights in that number format; empty if unknown.
-        runtime: runtime of the target's forward (``torch`` or ``openvino``).
     """
 
-    device: str
-    dtype: str
-    compile: bool
-    target_fingerprint: str
+    conditions: Mapping[str, str | bool]
     plans: tuple[RowPlan, ...]
-    drafter_fingerprint: str = ""
-    runtime: str = "torch"
 
     def plan_for(self, num_rows: int) -> RowPlan | None:
         """The plan of the smallest measured number of rows that is at least ``num_rows``; None if there is none."""
@@ -122,21 +121,13 @@ class TunedSizes:
 
     def as_json(self) -> dict[str, Any]:
         """The content of the file that :func:`read_tuned` reads."""
-        plans = [
-            {
-                "num_rows": plan.num_rows,
-                "choices": [dict(zip(_CHOICE, (*item.tree, *item[1:]), strict=True)) for item in plan.choices],
-            }
-            for plan in self.plans
-        ]
-        return {"schema": SCHEMA, **{name: getattr(self, name) for name in _FACTS}, "plans": plans}
+        return {"schema": SCHEMA, **self.conditions, "plans": [asdict(plan) for plan in self.plans]}
 
 
-_FACTS = {
-    "device": str, "dtype": str, "runtime": str, "compile": bool, "target_fingerprint": str, "drafter_fingerprint": str,
-}  # fmt: skip
-_CHOICE = {**dict.fromkeys(Tree._fields, int), "tokens_per_step": float, "step_seconds": float}
-_SHAPE = {"schema": str, **_FACTS, "plans": [{"num_rows": int, "choices": [_CHOICE]}]}
+_TEXTS = ("device", "dtype", "runtime", "target_fingerprint", "drafter_fingerprint?")
+_CONDITIONS = {**dict.fromkeys(_TEXTS, str), "compile": bool}
+_CHOICE = dict(MeasuredTree.__annotations__)
+_SHAPE = {"schema": str, **_CONDITIONS, "plans": [{"num_rows": int, "choices": [_CHOICE]}]}
 
 
 def read_tuned(path: Path) -> TunedSizes:
@@ -157,7 +148,19 @@ def read_tuned(path: Path) -> TunedSizes:
         plans = sorted(map(_plan_of, content["plans"]), key=lambda plan: plan.num_rows)
     except ValueError as error:
         raise ValueError(f"--tuned {path}: {error}: run `drafter tune` again") from error
-    return TunedSizes(plans=tuple(plans), **{name: content[name] for name in _FACTS})
+    names = [name.removesuffix("?") for name in _CONDITIONS]
+    return TunedSizes({name: content[name] for name in names if name in content}, tuple(plans))
+
+
+def _plan_of(item: Mapping[str, Any]) -> RowPlan:
+    choices = tuple(MeasuredTree(*(entry[name] for name in _CHOICE)) for entry in item["choices"])
+    for choice in choices:
+        is_tree = all(1 <= size <= _MAX_SIZE for size in choice.tree)
+        if not is_tree or choice.tokens_per_step < 1 or choice.step_seconds <= 0:
+            raise ValueError(f"impossible numbers: {choice}")
+    if item["num_rows"] < 1 or PLAIN not in [choice.tree for choice in choices]:
+        raise ValueError(f"no measurement of plain decoding for {item['num_rows']} rows")
+    return RowPlan(item["num_rows"], choices)
 
 
 def is_tuned_file(path: Path) -> bool:
@@ -169,45 +172,16 @@ def is_tuned_file(path: Path) -> bool:
     return isinstance(content, dict) and content.get("schema") == SCHEMA
 
 
-def _plan_of(item: Mapping[str, Any]) -> RowPlan:
-    choices = []
-    for entry in item["choices"]:
-        *sizes, tokens_per_step, step_seconds = (entry[name] for name in _CHOICE)
-        if not all(1 <= size <= _MAX_SIZE for size in sizes) or tokens_per_step < 1 or step_seconds <= 0:
-            raise ValueError(f"impossible numbers: {entry}")
-        choices.append(MeasuredTree(PLAIN if sizes[-1] == 1 else Tree(*sizes), tokens_per_step, step_seconds))
-    if item["num_rows"] < 1 or PLAIN not in [choice.tree for choice in choices]:
-        raise ValueError(f"no measurement of plain decoding for {item['num_rows']} rows")
-    return RowPlan(item["num_rows"], tuple(choices))
-
-
-class Sizer:
-    """Chooses the tree of every step of an engine. A subclass implements :meth:`choose`.
-
-    Attributes:
-        trees: all trees that the sizer may choose.
-    """
-
-    trees: Sequence[Tree]
-
-    def choose(self, num_rows: int) -> Tree:
-        """The tree for the next step of ``num_rows`` rows."""
-        raise NotImplementedError
-
-    def observe(self, num_accepted: Sequence[int]) -> None:
-        """Accepted draft tokens of the step, for each row that used its drafts."""
-
-    def forget(self) -> None:
-        """Forget all observations."""
-
-
-class TreeSizer(Sizer):
+class TreeSizer:
     """Chooses the fastest measured tree for the number of rows and the recent acceptance.
 
     The recent acceptance is a ratio: accepted draft tokens over the accepted draft tokens of the calibration. Both
     numbers decay exponentially. The ratio scales the tokens per step of all trees alike, which is an approximation.
     Plain decoding is the fastest choice where no tree pays. Plain steps show no acceptance, so they slowly forget the
     low ratio, until a tree is the fastest choice again for a few steps.
+
+    Attributes:
+        trees: all trees that the sizer may choose.
     """
 
     def __init__(self, sizes: TunedSizes) -> None:
@@ -216,7 +190,7 @@ class TreeSizer(Sizer):
         self.forget()
 
     def forget(self) -> None:
-        """Start again with the acceptance of the calibration."""
+        """Forget all observations: start again with the acceptance of the calibration."""
         self._kept = 0.0
         self._expected = 0.0
         self._prior = _PRIOR
@@ -277,29 +251,23 @@ def fingerprint_of_weights(drafter: RecurrentDrafter) -> str:
     return digest.hexdigest()[:16]
 
 
-def misfit(
-    sizes: TunedSizes,
-    target: Target,
-    drafter: RecurrentDrafter | None = None,
-    *,
-    is_compiled: bool,
-) -> str:
-    """The reason why measured sizes do not fit machine, target, drafter or compilation; empty if they fit.
-
-    A drafter of None fits every file, and a file without drafter fits every drafter.
-    """
-    own = sizes.drafter_fingerprint
-    present = {
+def conditions_of(target: Target, drafter: RecurrentDrafter, *, is_compiled: bool) -> dict[str, str | bool]:
+    """What measured sizes depend on: machine, target, drafter, and whether the steps are compiled."""
+    return {
         "device": device_name(target.device),
         "dtype": number_format(target),
         "runtime": target.runtime_name,
         "compile": is_compiled,
         "target_fingerprint": target.fingerprint,
-        "drafter_fingerprint": fingerprint_of_weights(drafter) if drafter is not None and own else own,
+        "drafter_fingerprint": fingerprint_of_weights(drafter),
     }
-    for name, value in present.items():
-        if getattr(sizes, name) != value:
-            return f"was measured for another {name.partition('_')[0]} ({getattr(sizes, name)}, not {value})"
+
+
+def misfit(sizes: TunedSizes, present: Mapping[str, str | bool]) -> str:
+    """The first condition of a measurement that is not the present one, in words; empty if the sizes fit."""
+    for name, value in sizes.conditions.items():
+        if present[name] != value:
+            return f"was measured for another {name.partition('_')[0]} ({value}, not {present[name]})"
     return ""
 
 

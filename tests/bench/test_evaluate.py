@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drafter.bench.acceptance import Acceptance, _growth, accepted_of, add_all, read_counters
+from drafter.bench.acceptance import Acceptance, _growth, accepted_of, read_counters
 from drafter.cli.evaluate import EvaluateOptions, evaluate
 from drafter.cli.main import main
 from drafter.decoding.params import SamplingParams
@@ -63,10 +63,10 @@ def counts_of(*answers: list[int]) -> Acceptance:
 
 
 def test_counts_of_steps() -> None:
-    one, both = counts_of([2, 0, 1]), add_all([counts_of([2, 0, 1]), counts_of([3])])
+    one, both = counts_of([2, 0, 1]), counts_of([2, 0, 1]) + counts_of([3])
     assert one.as_json() == {"num_answers": 1, "num_steps": 3, "num_accepted": 3, "reached": [2, 1]}
     assert both == counts_of([2, 0, 1], [3]) and both.reached == [3, 2, 1]
-    assert both.accepted_per_step == 1.5 and both.shares == [0.75, 0.5, 0.25]
+    assert both.accepted_per_step == 1.5
 
 
 def test_what_an_answer_reports() -> None:
@@ -76,8 +76,7 @@ def test_what_an_answer_reports() -> None:
     tokens = [["a", True], ["b", True], ["c", False], ["d", False], ["e", True]]
     assert of({"tokens": tokens, "num_target_forwards": 3}) == [2, 0, 1]
     assert of({"tokens": [["a", True], ["b", False]], "num_target_forwards": 3}) == [1, 0, 0]
-    assert of({"tokens": [], "num_target_forwards": 0}) == []
-    for wrong in (None, {"tokens": 3}, {"tokens": [["a"]]}, {"tokens": [], "num_target_forwards": "x"}):
+    for wrong in (None, {"tokens": [["a"]]}, {"tokens": [], "num_target_forwards": "x"}):
         with pytest.raises(ValueError, match="another shape"):
             of(wrong)
 
@@ -93,17 +92,6 @@ def test_our_own_server_accepts_what_this_machine_accepts(files: Path, live: Liv
         assert abs(mine["num_steps"] - theirs["num_steps"]) <= 2
     table = capsys.readouterr().out
     assert "Share of the steps" in table and "server" in table and "short" in table
-
-
-def test_a_server_with_another_template(files: Path, live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    encode, header = live.server.encoder.encode, tiny_target().encode("Be brief. ")
-
-    async def chat(*args):
-        first, *rest = await encode(*args)
-        return [first, *header, *rest]
-
-    monkeypatch.setattr(live.server.encoder, "encode", chat)
-    assert [line.partition(":")[0] for line in run(files, live.url)[1]["differences"]] == ["chat template"]
 
 
 def test_a_server_that_does_not_draft_is_a_loud_warning(
@@ -141,44 +129,32 @@ def test_odd_counters_of_a_server() -> None:
     assert _growth({tokens: 5}, {tokens: 1}, 1) is None, "another process"
 
 
-def test_the_prompts_of_recorded_traffic_are_asked_as_tokens(files: Path, live: Live, tmp_path: Path) -> None:
-    prompts = [tiny_target().encode_chat([{"role": "user", "content": text}]) for text in QUESTIONS["short"]]
-    write_jsonl(tmp_path / "traffic-1.jsonl", [{"prompt_token_ids": ids, "token_ids": [1]} for ids in prompts])
-    _, asked = run(files, None)
-    code, recorded = run(files, live.url, prompts=str(tmp_path))
-    assert code == 0 and recorded["here"][""] == asked["here"]["short"]
-    assert recorded["server"]["by_category"][""]["num_answers"] == 2
-    _, recorded = run(files, None, prompts=str(tmp_path / "traffic-1.jsonl"))
-    assert recorded["here"][""] == asked["here"]["short"]
-
-
-def test_recorded_answers_are_counted_without_the_target(files: Path, tmp_path: Path, capsys) -> None:
+def test_recorded_answers_are_counted_without_the_target_and_their_prompts_asked(
+    files: Path, live: Live, tmp_path: Path, capsys
+) -> None:
     target = tiny_target()
     prompts = [target.encode_chat([{"role": "user", "content": text}]) for text in QUESTIONS["short"]]
     answers = Engine(target, config=EngineConfig(method="none")).generate(prompts, SamplingParams(max_new_tokens=24))
     rows = [{"prompt_token_ids": done.prompt_ids, "token_ids": done.token_ids} for done in answers]
-    rows.append({"prompt_token_ids": [1] * target.max_length, "token_ids": [1]})
     write_jsonl(tmp_path / "traffic-1.jsonl", rows)
     _, asked = run(files, None)
+    code, again = run(files, live.url, prompts=str(tmp_path))
+    assert code == 0 and again["here"][""] == asked["here"]["short"] and asked["server"] is None
+    assert again["server"]["by_category"][""]["num_answers"] == 2
+    write_jsonl(tmp_path / "traffic-2.jsonl", [{"prompt_token_ids": [1] * target.max_length, "token_ids": [1]}])
     code, recorded = run(files, None, traffic=tmp_path)
     assert code == 0 and recorded["here"][""] == asked["here"]["short"] and recorded["traffic"] == str(tmp_path)
     shown = capsys.readouterr()
     assert "tokens per step along 2" in shown.out and "1 answers exceed the target's context" in shown.err
-    assert run(files, None, traffic=tmp_path, num_prompts=1)[1]["here"][""]["num_answers"] == 1
     for changes in ({"url": "http://x"}, {"method": "lookup"}):
         with pytest.raises(ValueError, match="leave --(url http://x|method lookup) out"):
             run(files, **{"url": None, "traffic": tmp_path} | changes)
 
 
-def test_here_alone_and_mistakes(files: Path, tmp_path: Path, capsys) -> None:
-    write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "Why?"}, {"prompt": "Why? " * 40}])
-    code, results = run(files, None, prompts=str(tmp_path / "prompts.jsonl"))
-    assert code == 0 and results["server"] is None and results["differences"] == []
-    assert sum(counts["num_answers"] for counts in results["here"].values()) == 2
+def test_mistakes_are_one_line(files: Path, capsys) -> None:
     words = ["evaluate", "--target", str(files / "target"), "--prompts", str(files / "prompts.jsonl")]
     words += ["--drafter", str(files / "drafter")]
     for more, message in (
-        (["--url", "localhost:1"], "--url 'localhost:1' must be an http or https address"),
         (["--url", "http://127.0.0.1:9"], "--url http://127.0.0.1:9: the server does not answer"),
         (["--method", "vllm"], "--method vllm: evaluate measures none, drafter or lookup"),
     ):
@@ -187,6 +163,3 @@ def test_here_alone_and_mistakes(files: Path, tmp_path: Path, capsys) -> None:
     with pytest.raises(ValueError, match="drafter needs a drafter: give --drafter DIR"):
         EvaluateOptions(target="owner/other")
     assert EvaluateOptions(target="smollm2-135m").drafter is None, "the package's own"
-    with running(EngineServer(tiny_target())) as engine:
-        assert main([*words, "--url", engine.url, "--model", "other"]) == 2
-    assert "--model other is not served at" in capsys.readouterr().err

@@ -123,13 +123,7 @@ def refused_by(respond: Respond) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "event",
-    [
-        b"[1]", b'{"choices": [{"delta": 1}]}', b"\xff", b"[" * 100_000,
-        b'{"choices": [], "usage": {"completion_tokens": 1e999}}',
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("event", [b'{"choices": [{"delta": 1}]}', b"[" * 100_000])
 def test_events_of_other_shapes_are_failures(event: bytes) -> None:
     found = refused_by(lambda handler, _: send(handler, 200, b"data: " + event + b"\n\n"))
     assert "an event of another shape" in found
@@ -187,16 +181,3 @@ def test_the_command_records_and_shows_the_table(
     assert main([*words, "--concurrency", "1,2", "--out", str(out)]) == 2
     assert "refused all 4 requests" in capsys.readouterr().err
     assert [record["concurrency"] for record in read_results([out])] == [1, 2, None, 1]
-
-
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        (["--url", "localhost:8000"], "--url 'localhost:8000' must be an http or https address"),
-        (["--url", "http://127.0.0.1:9"], "--url http://127.0.0.1:9: the server does not answer"),
-        (["--url", "http://me:hush@host:8000"], "--url holds a user name or a password: give"),
-    ],
-)
-def test_wrong_flags_are_refused(flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "serve", *flags]) == 2
-    assert reason in capsys.readouterr().err

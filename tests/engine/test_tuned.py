@@ -2,14 +2,14 @@
 
 import json
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.engine.runner import Runner
+from drafter.engine.request import RequestOptions
 from drafter.engine.settings import EngineConfig, resolve
 from drafter.engine.tuned import (
     PLAIN,
@@ -18,10 +18,8 @@ from drafter.engine.tuned import (
     Tree,
     TreeSizer,
     TunedSizes,
-    device_name,
-    fingerprint_of_weights,
+    conditions_of,
     misfit,
-    number_format,
     read_tuned,
 )
 from drafter.models.drafter import RecurrentDrafter
@@ -30,23 +28,23 @@ from tests.engine.oracle import assert_lossless, requests
 
 SMALL, LARGE = Tree(2, 2, 4), Tree(4, 4, 12)
 # One row: break-even of LARGE at ratio 0.6, SMALL is best between 0.4 and 0.8.
-ONE_ROW = RowPlan(1, (MeasuredTree(PLAIN, 1.0, 1.0), MeasuredTree(SMALL, 1.5, 1.2), MeasuredTree(LARGE, 2.0, 1.5)))
+ONE_ROW = RowPlan(1, (MeasuredTree(*PLAIN, 1.0, 1.0), MeasuredTree(*SMALL, 1.5, 1.2), MeasuredTree(*LARGE, 2.0, 1.5)))
 
 
 def sizes_of(*plans: RowPlan) -> TunedSizes:
-    target = shared_target()
-    return TunedSizes(device_name(target.device), "float32", False, target.fingerprint, plans or (ONE_ROW,))
+    return TunedSizes(conditions_of(shared_target(), trained_drafter(), is_compiled=False), plans or (ONE_ROW,))
 
 
 def write(path: Path, content: TunedSizes, **changes: object) -> str:
-    path.write_text(json.dumps({**content.as_json(), **changes}))
+    fields = {**content.as_json(), **changes}
+    path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
     return str(path)
 
 
 def test_the_file_is_read_as_it_was_written(tmp_path: Path) -> None:
-    other = RowPlan(8, (MeasuredTree(PLAIN, 1.0, 2.0), MeasuredTree(SMALL, 1.4, 2.5)))
+    other = RowPlan(8, (MeasuredTree(*PLAIN, 1.0, 2.0), MeasuredTree(*SMALL, 1.4, 2.5)))
     found = read_tuned(Path(write(tmp_path / "s.json", sizes_of(other, ONE_ROW))))
-    assert found.plans == (ONE_ROW, other)
+    assert found == sizes_of(ONE_ROW, other)
     assert found.trees == [PLAIN, SMALL, LARGE]
     assert found.summary() == "drafter, trees by rows: 1: W 4 L 4 N 12; 8: W 2 L 2 N 4"
     assert [found.plan_for(rows) for rows in (1, 2, 8, 9)] == [ONE_ROW, other, other, None]
@@ -61,7 +59,6 @@ def measured(**changes: object) -> dict[str, object]:
     [
         ({"schema": "other/1"}, "schema is 'other/1'"),
         ({"plans": [{"num_rows": 1, "choices": []}]}, "plain"),
-        ({"plans": [{"num_rows": 1, "choices": [measured(step_seconds=0)]}]}, "impossible"),
         ({"plans": [{"num_rows": 1, "choices": [measured(tree_size=9999)]}]}, "impossible"),
         ({"device": 3}, "device is a number, but must be a text"),
     ],
@@ -73,11 +70,10 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, changes: dict[str, ob
     assert path in str(caught.value)
 
 
-@pytest.mark.parametrize("key", ["device", "target_fingerprint", "drafter_fingerprint", "compile"])
+@pytest.mark.parametrize("changes", [{"target_fingerprint": "other"}, {"compile": True}])
 def test_a_file_of_another_machine_is_refused_by_the_engine_and_passed_over_beside_the_drafter(
-    tmp_path: Path, key: str
+    tmp_path: Path, changes: dict[str, object]
 ) -> None:
-    changes = {"compile": True} if key == "compile" else {key: "other"}
     path = write(tmp_path / "tuned.json", sizes_of(), **changes)
     with pytest.raises(ValueError, match="was measured for another"):
         Engine(shared_target(), trained_drafter(), EngineConfig(tuned=path))
@@ -87,15 +83,9 @@ def test_a_file_of_another_machine_is_refused_by_the_engine_and_passed_over_besi
 
 
 def test_a_target_of_stored_integers_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fingerprint, runtime and dtype are those of the unpacked weights."""
-    target, plain = shared_target(), sizes_of()
-    with monkeypatch.context() as patch:
-        patch.setattr(target, "is_stored", True)
-        stored = replace(plain, dtype=number_format(target))
-        assert misfit(stored, target, is_compiled=False) == ""
-        assert misfit(plain, target, is_compiled=False) == "was measured for another dtype (float32, not stored)"
-    assert misfit(plain, target, is_compiled=False) == ""
-    assert misfit(stored, target, is_compiled=False) == "was measured for another dtype (stored, not float32)"
+    plain = sizes_of()
+    monkeypatch.setattr(shared_target(), "is_stored", True)  # dtype and fingerprint are those of the unpacked weights
+    assert misfit(plain, sizes_of().conditions) == "was measured for another dtype (float32, not stored)"
 
 
 def loaded_drafter(folder: Path) -> RecurrentDrafter:
@@ -104,19 +94,13 @@ def loaded_drafter(folder: Path) -> RecurrentDrafter:
     return RecurrentDrafter.from_pretrained(folder).eval().bind(shared_target())
 
 
-def test_a_fitting_file_beside_the_drafter_is_found(tmp_path: Path) -> None:
-    drafter = loaded_drafter(tmp_path)
-    for fingerprint in ("", fingerprint_of_weights(drafter)):
-        path = write(tmp_path / "tuned.json", sizes_of(), drafter_fingerprint=fingerprint)
-        engine = Engine(shared_target(), drafter)
-        assert (engine.plan.tuned, engine.plan.method) == (path, "drafter")
-
-
-def test_measured_sizes_are_the_default_unless_the_tree_is_given(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_of_any_drafter", [False, True], ids=["own", "any"])
+def test_measured_sizes_are_the_default_unless_the_tree_is_given(tmp_path: Path, is_of_any_drafter: bool) -> None:
     target, drafter = shared_target(), loaded_drafter(tmp_path)
-    path = write(tmp_path / "tuned.json", sizes_of())
+    changes = {"drafter_fingerprint": None} if is_of_any_drafter else {}  # as after an export over the folder
+    path = write(tmp_path / "tuned.json", sizes_of(), **changes)
     found = resolve(EngineConfig(max_num_seqs=3), target, drafter)
-    assert (found.tuned, found.max_num_seqs, found.max_drafted_rows) == (path, 3, None)
+    assert (found.method, found.tuned, found.max_num_seqs, found.max_drafted_rows) == ("drafter", path, 3, None)
     assert found.reason == f"drafter, trees by rows: 1: W 4 L 4 N 12: measured, {path}"
     assert resolve(EngineConfig(tuned=path), target, trained_drafter()).tuned == path
     assert resolve(EngineConfig(tuned="none"), target, drafter).tuned is None
@@ -126,7 +110,7 @@ def test_measured_sizes_are_the_default_unless_the_tree_is_given(tmp_path: Path)
 
 
 def test_the_tree_follows_the_rows_and_is_plain_where_nothing_was_measured() -> None:
-    many = RowPlan(4, (MeasuredTree(PLAIN, 1.0, 2.0), MeasuredTree(SMALL, 1.4, 2.5), MeasuredTree(LARGE, 1.9, 5.0)))
+    many = RowPlan(4, (MeasuredTree(*PLAIN, 1, 2.0), MeasuredTree(*SMALL, 1.4, 2.5), MeasuredTree(*LARGE, 1.9, 5.0)))
     sizer = TreeSizer(sizes_of(ONE_ROW, many))
     assert [sizer.choose(rows) for rows in (1, 2, 4, 5, 1)] == [LARGE, SMALL, SMALL, PLAIN, LARGE]
 
@@ -162,37 +146,40 @@ def _drive(sizer: TreeSizer, num_steps: int, kept_per_step: dict[Tree, float]) -
     return seen
 
 
-def test_switching_trees_between_steps_changes_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = [
-        RowPlan(rows, (MeasuredTree(PLAIN, 1.0, 1.0), MeasuredTree(tree, 1.2, 1.02), MeasuredTree(SMALL, 1.1, 1.01)))
+class CountingSizer(TreeSizer):
+    """A sizer that remembers the trees that it chose, and the rows that it observed."""
+
+    def __init__(self, *plans: RowPlan) -> None:
+        super().__init__(sizes_of(*plans))
+        self.chosen: set[Tree] = set()
+        self.num_observed: set[int] = set()
+
+    def choose(self, num_rows: int) -> Tree:
+        tree = super().choose(num_rows)
+        self.chosen.add(tree)
+        return tree
+
+    def observe(self, num_accepted: Sequence[int]) -> None:
+        self.num_observed.add(len(num_accepted))
+        super().observe(num_accepted)
+
+
+def test_switching_trees_between_steps_changes_no_token() -> None:
+    sizer = CountingSizer(*(
+        RowPlan(rows, (MeasuredTree(*PLAIN, 1.0, 1.0), MeasuredTree(*tree, 1.2, 1.02), MeasuredTree(*SMALL, 1.1, 1.01)))
         for rows, tree in ((1, LARGE), (2, Tree(3, 3, 10)), (4, Tree(1, 1, 2)))
-    ]
-    path = write(tmp_path / "s.json", sizes_of(*plans))
-    used: Counter[int] = Counter()
-    step = Runner.step
-
-    def counted(runner: Runner, proposer: object, *args: object) -> object:
-        used[proposer.num_nodes] += 1  # type: ignore[attr-defined]
-        return step(runner, proposer, *args)  # type: ignore[arg-type]
-
-    engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_num_seqs=5, tuned=path))
-    monkeypatch.setattr(Runner, "step", counted)
+    ))  # fmt: skip
+    engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_num_seqs=5), sizer=sizer)
     assert assert_lossless(engine, requests(12, seed=3)) > 1.0
-    assert len(used) >= 4, used  # plain decoding (five rows, and the oracle), and at least three sizes of trees
+    assert PLAIN in sizer.chosen and len(sizer.chosen) >= 4, sizer.chosen  # plain: of five rows
 
 
-def test_muted_requests_are_no_evidence(tmp_path: Path) -> None:
-    from drafter.engine.request import RequestOptions
-
-    path = write(tmp_path / "s.json", sizes_of(replace(ONE_ROW, num_rows=4)))
-    engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_num_seqs=2, tuned=path))
+def test_muted_requests_are_no_evidence() -> None:
+    sizer = CountingSizer(RowPlan(4, ONE_ROW.choices))
+    engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_num_seqs=2), sizer=sizer)
     params = SamplingParams(max_new_tokens=40, ignore_eos=True)
     for prompt, speculate in zip(prompts_for(2, seed=5), (True, False), strict=True):
         engine.add(prompt, params, RequestOptions(speculate=speculate), want_text=False)
-    seen: list[int] = []
-    assert engine._sizer is not None
-    observe = engine._sizer.observe
-    engine._sizer.observe = lambda kept: (seen.append(len(kept)), observe(kept))[1]  # type: ignore[method-assign, func-returns-value]
     while engine.has_work:
         engine.step()
-    assert set(seen) <= {0, 1} and 1 in seen
+    assert 1 in sizer.num_observed and sizer.num_observed <= {0, 1}
