@@ -96,7 +96,7 @@ def evaluate(options: EvaluateOptions) -> int:
             if client is not None and card is not None:
                 served = measure_server(client, card, workload, params, bar.update)
                 chats = [list(item.messages) for item in workload.items if item.messages]
-                differences = compare_models(client, card["id"], models.target, chats[:_NUM_COMPARED]).lines()
+                differences = compare_models(client, card["id"], models.target, chats[:_NUM_COMPARED]).lines
                 warning = warning_lines(add_all(here.values()), served, differences)
     _print_tables(here, served)
     if options.out is not None:

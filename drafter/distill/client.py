@@ -13,9 +13,9 @@ Use ``Client(url).complete(path, body)``, ``.get(address)`` and ``.model_card(mo
 
 import asyncio
 import json
-import threading
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -23,7 +23,6 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from drafter.data.formats import validated
 from drafter.utils.io import printable
-from drafter.utils.key import key_header, refuse_password
 from drafter.utils.parse import parse_json
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class ServerError(Exception):
         self.code, self.reason, self.retry_after = code, reason, retry_after
 
 
-@dataclass(frozen=True)
+@dataclass
 class Client:
     """A server; the key of the variable OPENAI_API_KEY is sent if the variable is set.
 
@@ -63,21 +62,23 @@ class Client:
     url: str
     timeout: float = 600.0
     flag: str = "--endpoint"
-    _has_no_ids: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
+    _wants_ids = True  # False after a server that refuses the field for token ids
 
     def __post_init__(self) -> None:
         import httpx
 
         try:
             parts = httpx.URL(self.url)
-            is_address = parts.scheme in ("http", "https") and bool(parts.host)
         except (httpx.InvalidURL, ValueError):
-            is_address = False
-        if not is_address:
+            parts = httpx.URL()
+        if parts.userinfo:  # results and records of runs would show them
+            raise ValueError(
+                f"{self.flag} holds a user name or a password: give the address alone, and a key as OPENAI_API_KEY"
+            )
+        if parts.scheme not in ("http", "https") or not parts.host:
             raise ValueError(
                 f"{self.flag} {printable(self.url)!r} must be an http or https address, such as http://host:8000/v1"
             )
-        refuse_password(self.flag, self.url)
         key_header()
 
     @property
@@ -97,14 +98,14 @@ class Client:
         Raises:
             ServerError, OSError, ValueError: see the module.
         """
-        wants_ids = not self._has_no_ids.is_set()
+        wants_ids = self._wants_ids
         content = {**body, _IDS: True} if wants_ids else body
         try:
             return read_reply(_json(asyncio.run(_exchange("POST", self.address(path), content, self.timeout))))
         except ServerError as error:
             if not (wants_ids and error.code in (400, 422) and _IDS in error.reason):
                 raise
-        self._has_no_ids.set()
+        self._wants_ids = False
         return self.complete(path, body)
 
     def get(self, address: str) -> str:
@@ -128,6 +129,18 @@ class Client:
             shown = printable(", ".join(names)) or "nothing"
             raise ValueError(f"--model {model} is not served at {self.url}: it serves {shown}")
         return cards[names.index(model) if model is not None else 0].model_dump()
+
+
+def key_header() -> dict[str, str]:
+    """The header with the key of OPENAI_API_KEY, without white space around the key; empty without a key.
+
+    Raises:
+        ValueError: the key holds a character that no header may hold.
+    """
+    key = os.environ.get("OPENAI_API_KEY", "").strip()
+    if not (key.isascii() and key.isprintable()):  # httpx's own error would show the key
+        raise ValueError("OPENAI_API_KEY holds a character that no key has, such as an end of line: set it again")
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 @cache

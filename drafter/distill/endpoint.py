@@ -115,13 +115,9 @@ def _body(model: str, prompt: PromptRow, params: SamplingParams) -> dict[str, An
         "seed": params.seed % 2**31,
     }
     # Sent only where the user asks for them: OpenAI has no top_k and min_p, but vLLM and SGLang do.
-    given: dict[str, Any] = {
-        "top_p": params.top_p if params.top_p < 1 else 0,
-        "top_k": params.top_k,
-        "min_p": params.min_p,
-    }
-    given |= {"tools": list(prompt.tools)}
-    return body | {name: value for name, value in given.items() if value}
+    more: dict[str, Any] = {"top_k": params.top_k, "min_p": params.min_p, "tools": list(prompt.tools)}
+    more |= {"top_p": params.top_p} if params.top_p < 1 else {}
+    return body | {name: value for name, value in more.items() if value}
 
 
 def made_answer(reply: Reply) -> MadeAnswer:

@@ -12,17 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from drafter.utils.io import is_stream, write_atomic
+from drafter.utils.io import write_atomic
 from drafter.utils.parse import check_shape, parse_json, read_json_object, read_lines
-
-
-def check_name(path: str | Path) -> None:
-    """ValueError when `read_records` would read a file of this name as another format than lines of JSON."""
-    if Path(path).name.lower().endswith((".json", ".parquet", ".csv", ".gz")):
-        raise ValueError(
-            f"--out {path}: rows are appended line by line (JSONL), and a file of this name is read otherwise; use "
-            ".jsonl"
-        )
 
 
 class Journal:
@@ -38,18 +29,12 @@ class Journal:
         num_torn_bytes: length of the incomplete last line that was removed.
 
     Raises:
-        ValueError: the file has other settings, is damaged in the middle, is open in another run, or its name is that
-            of another format.
-        OSError: the file cannot be written.
+        ValueError: the file has other settings, is damaged in the middle, or is open in another run.
+        OSError: the file cannot be written, or is a folder, a pipe or a device.
     """
 
     def __init__(self, path: str | Path, settings: Mapping[str, Any], shape: Mapping[str, Any] | None = None) -> None:
         self.path = Path(path).expanduser()
-        check_name(path)
-        if is_stream(self.path):
-            raise ValueError(f"--out {path} is a pipe or device: rows are continued by a later run, give a file's name")
-        if self.path.is_dir():
-            raise ValueError(f"--out {path} is a folder: give the name of a .jsonl file")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.settings_path = self.path.with_name(self.path.name + ".settings.json")
         # Unbuffered: when `append` returns, the operating system has the row, and the row survives this process.

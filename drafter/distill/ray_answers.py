@@ -7,17 +7,15 @@ answer.
 
 import logging
 import math
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from drafter.distill.prompts import AnswerStream, MadeAnswer, WantedAnswer
+from drafter.distill.prompts import AnswerStream, WantedAnswer
 from drafter.utils.validate import within
 
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter
-
     from drafter.distill.local import EngineAnswerer
 
 
@@ -79,7 +77,7 @@ class RayAnswerer:
         context.enable_progress_bars = False
         options = self._options
         # Prompts of similar length waste the least padding.
-        items = [{"item": _json().wanted.dump_json(item).decode()} for item in sorted(wanted, key=_num_characters)]
+        items = [{"item": pickle.dumps(item)} for item in sorted(wanted, key=_num_characters)]
         batches = ray.data.from_items(items, override_num_blocks=math.ceil(len(items) / self._batch_size))
         answered = batches.map_batches(
             _RayEngine,
@@ -92,7 +90,7 @@ class RayAnswerer:
         missing = {item.key: item for item in wanted}
         try:
             for row in answered.iter_rows():
-                key, answer = _json().made.validate_json(row["answer"])
+                key, answer = pickle.loads(row["answer"])  # noqa: S301 - of our own worker
                 item = missing.pop(key, None)
                 if item is not None:  # a batch that two workers answered counts once
                     yield item, answer
@@ -124,24 +122,9 @@ class _RayEngine:
     def __init__(self, make: "Callable[[], EngineAnswerer]") -> None:
         self._answerer = make()
 
-    def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[str]]:
-        wanted = [_json().wanted.validate_json(item) for item in batch["item"]]
-        answers = self._answerer.answer(wanted)
-        return {"answer": [_json().made.dump_json((item.key, made)).decode() for item, made in answers]}
-
-
-class _Json(NamedTuple):
-    """Wanted and made answers as JSON, which a column of Ray Data holds."""
-
-    wanted: "TypeAdapter[WantedAnswer]"
-    made: "TypeAdapter[tuple[tuple[str, int], MadeAnswer | None]]"
-
-
-@cache
-def _json() -> _Json:
-    from pydantic import TypeAdapter
-
-    return _Json(TypeAdapter(WantedAnswer), TypeAdapter(tuple[tuple[str, int], MadeAnswer | None]))
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[bytes]]:
+        answers = self._answerer.answer([pickle.loads(item) for item in batch["item"]])  # noqa: S301 - of our own
+        return {"answer": [pickle.dumps((item.key, made)) for item, made in answers]}
 
 
 def _identity_of(make: "Callable[[], EngineAnswerer]") -> dict[str, Any]:

@@ -24,7 +24,6 @@ class EngineServer:
         target: what it runs.
         style: whose additions to the protocol it has; strict refuses unknown fields, as OpenAI does.
         template: chat template instead of the tokenizer's own.
-        extra_ids: tokens put before every prompt of a chat.
         temperature: above 0, requests are sampled at it, whatever they ask for.
         max_length: longest prompt and answer.
         accepted: drafted tokens that the steps accept, in turn; empty: nothing is drafted.
@@ -34,7 +33,6 @@ class EngineServer:
     target: Target
     style: Literal["vllm", "sglang", "strict"] = "vllm"
     template: str | None = None
-    extra_ids: Sequence[int] = ()
     temperature: float = 0.0
     max_length: int = 10_000
     accepted: Sequence[int] = ()
@@ -86,7 +84,7 @@ class EngineServer:
         encoded = self.target.tokenizer.apply_chat_template(
             body["messages"], tools=body.get("tools"), chat_template=self.template, add_generation_prompt=True
         )
-        return [*self.extra_ids, *encoded["input_ids"]]
+        return list(encoded["input_ids"])
 
     @torch.no_grad()
     def _answer(self, prompt_ids: list[int], limit: int) -> tuple[list[int], list[float]]:

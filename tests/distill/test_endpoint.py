@@ -83,7 +83,7 @@ def endpoint_of(server: FakeServer, **options) -> Endpoint:
 
 
 def run(prompts: str, out: Path, endpoint: Endpoint, **options):
-    return distill(endpoint, prompts, out, AnswerSettings(9, **options), progress=False)
+    return distill(endpoint, prompts, out, AnswerSettings(9, **options))
 
 
 def answered(out: Path) -> dict[str, str]:
@@ -188,7 +188,7 @@ def test_a_wrong_key_or_model_stops_at_once(server: FakeServer, prompts: str, tm
 
 def test_what_an_endpoint_cannot_do(server: FakeServer, prompts: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--prompts magpie needs --target"):
-        distill(endpoint_of(server), "magpie", tmp_path / "o.jsonl", num_prompts=3, progress=False)
+        distill(endpoint_of(server), "magpie", tmp_path / "o.jsonl", num_prompts=3)
     for others, reason in (
         ({}, "no model answers"),
         ({"endpoint": "http://a", "drafter": "d"}, "--drafter needs --target"),
