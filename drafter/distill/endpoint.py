@@ -122,10 +122,5 @@ def _body(model: str, prompt: PromptRow, params: SamplingParams) -> dict[str, An
 
 def made_answer(reply: Reply) -> MadeAnswer:
     """The answer of a reply, with token ids if the server gives those of prompt and answer."""
-    return MadeAnswer(
-        reply.text,
-        "length" if reply.finish_reason == "length" else "stop",
-        reply.num_tokens,
-        prompt_ids=reply.prompt_ids if reply.token_ids else None,
-        token_ids=reply.token_ids if reply.prompt_ids else None,
-    )
+    ids = (reply.prompt_ids, reply.token_ids) if reply.prompt_ids and reply.token_ids else (None, None)
+    return MadeAnswer(reply.text, "length" if reply.finish_reason == "length" else "stop", reply.num_tokens, *ids)

@@ -51,7 +51,7 @@ def compare_models(
         mine = target.encode_chat(messages)
         greedy = {"model": model, "max_tokens": _NUM_TOKENS, "temperature": 0, "seed": 0}
         theirs = _ask(client, "chat/completions", {**greedy, "messages": list(messages)}, target.vocab_size).prompt_ids
-        if theirs is None:
+        if not theirs:
             break
         if theirs != mine and not notes:
             place = len(os.path.commonprefix([mine, theirs]))
@@ -77,7 +77,7 @@ def compare_models(
 def _ask(client: Client, path: str, body: dict[str, Any], vocab_size: int) -> Reply:
     try:
         reply = client.complete(path, body)
-        largest = max((*(reply.prompt_ids or ()), *(reply.token_ids or ())), default=0)
+        largest = max(*reply.prompt_ids, *reply.token_ids, 0, 0)
         if largest >= vocab_size:
             raise ValueError(f"token id {largest} is outside the vocabulary of {vocab_size}, of the target")
         return reply
