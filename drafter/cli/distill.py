@@ -91,25 +91,21 @@ class DistillOptions(Options, SourceOptions, AnswerSettings, EngineOptions, Serv
 
 def distill(options: DistillOptions) -> None:
     """Run `drafter distill`."""
-    if options.ray is not None:
-        make = partial(engine_answerer, options)
-        _write(options, RayAnswerer(make, part_of(options, ClusterOptions), options.max_num_seqs or 64))
-    elif options.endpoint is not None:
-        from drafter.distill.endpoint import Endpoint
-
-        server = Endpoint(options.endpoint, options.model or "", options.concurrency)
-        if options.target is not None:
-            _compare(server, options)
-        _write(options, server)
-    else:
-        _write(options, engine_answerer(options))
-
-
-def _write(options: DistillOptions, answerer: "Answerer") -> None:
-    """Make the answers, and print how many there are."""
     from drafter.distill.run import distill as run
     from drafter.utils.provenance import write_run_record
 
+    answerer: Answerer
+    if options.ray is not None:
+        make = partial(engine_answerer, options)
+        answerer = RayAnswerer(make, part_of(options, ClusterOptions), options.max_num_seqs or 64)
+    elif options.endpoint is not None:
+        from drafter.distill.endpoint import Endpoint
+
+        answerer = server = Endpoint(options.endpoint, options.model or "", options.concurrency)
+        if options.target is not None:
+            _compare(server, options)
+    else:
+        answerer = engine_answerer(options)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     report = run(
         answerer,

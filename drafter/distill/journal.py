@@ -26,7 +26,6 @@ class Journal:
 
     Attributes:
         rows: the rows of the file when it was opened, in order.
-        num_torn_bytes: length of the incomplete last line that was removed.
 
     Raises:
         ValueError: the file has other settings, is damaged in the middle, or is open in another run.
@@ -42,7 +41,6 @@ class Journal:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._check_settings(json.loads(json.dumps(settings)))
-            self.num_torn_bytes = 0
             self.rows = list(self._read(dict(shape or {})))
         except BaseException as error:
             self._file.close()
@@ -94,7 +92,6 @@ class Journal:
             for number, line in read_lines(stream, str(self.path)):
                 if not line.endswith(b"\n"):
                     self._file.truncate(size)
-                    self.num_torn_bytes = len(line)
                     return
                 size += len(line)
                 where = f"{self.path}, line {number}"

@@ -126,7 +126,6 @@ def distill(
     origin = MAGPIE if prompts == MAGPIE else _digest(found.prompts)
     recorded = {**asdict(settings), "prompts": origin, **answerer.identity, **excluded}
     with Journal(out, recorded, {"id": str, "answer": int}) as journal:
-        report.notes["bytes of an incomplete last line removed"] = journal.num_torn_bytes
         _answer_all(answerer, found.prompts, settings, journal, report)
     return report
 

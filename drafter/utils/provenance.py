@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,16 +20,13 @@ from drafter.utils.io import is_stream, run_file, write_atomic
 _PACKAGES = ("torch", "transformers", "lightning", "datasets", "safetensors", "gguf")
 
 
-def run_record(
-    *, seed: int | None = None, settings: Mapping[str, Any] | None = None, argv: Sequence[str] | None = None
-) -> dict[str, Any]:
+def run_record(*, seed: int | None = None, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Command line, settings, seed, versions, git revision (of a source checkout), machine and date (UTC).
 
     `settings`: further values, such as figures measured during the run. No command with a record takes a secret.
     """
-    words = sys.argv if argv is None else argv
     return {
-        "argv": [Path(words[0]).name, *words[1:]] if words else [],
+        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "seed": seed,
         "settings": dict(settings or {}),
         "versions": _versions(),
