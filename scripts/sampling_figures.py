@@ -46,7 +46,7 @@ def main() -> None:
     ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     settings = {"nodes": NUM_NODES, "noise positions": NUM_POSITIONS, "threads": 1}
-    record = run_record(seed=0, settings=settings, argv=[Path(__file__).name])
+    record = run_record(seed=0, settings=settings)
     shared = {key: record[key] for key in ("machine", "versions", "date")}
     rows = [*costs(), *coupling(), *published_rule()]
     RESULTS.write_text("".join(json.dumps(row | shared) + "\n" for row in rows), encoding="utf-8")

@@ -15,9 +15,8 @@ from tqdm import tqdm
 from drafter.bench.results import BenchRecord, append_result, spread
 from drafter.bench.settings import LoadOptions
 from drafter.bench.workload import Item, Workload
-from drafter.distill.client import Client
+from drafter.distill.client import Client, key_header
 from drafter.utils.io import first_line, printable
-from drafter.utils.key import key_header
 from drafter.utils.provenance import run_record
 
 _TIMEOUT = httpx.Timeout(60.0, connect=10.0)  # of one read; a server that drips bytes meets _SECONDS

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from drafter.cli.data import RowOptions
 from drafter.distill.prompts import AnswerSettings
 from drafter.distill.ray_answers import ClusterOptions, RayAnswerer
-from drafter.engine.settings import EngineOptions, resolve
+from drafter.engine.settings import EngineOptions
 from drafter.utils.options import Options, part_of
 from drafter.utils.validate import within
 
@@ -91,25 +91,21 @@ class DistillOptions(Options, SourceOptions, AnswerSettings, EngineOptions, Serv
 
 def distill(options: DistillOptions) -> None:
     """Run `drafter distill`."""
-    if options.ray is not None:
-        make = partial(engine_answerer, options)
-        _write(options, RayAnswerer(make, part_of(options, ClusterOptions), options.max_num_seqs or 64))
-    elif options.endpoint is not None:
-        from drafter.distill.endpoint import Endpoint
-
-        server = Endpoint(options.endpoint, options.model or "", options.concurrency)
-        if options.target is not None:
-            _compare(server, options)
-        _write(options, server)
-    else:
-        _write(options, engine_answerer(options))
-
-
-def _write(options: DistillOptions, answerer: "Answerer") -> None:
-    """Make the answers, and print how many there are."""
     from drafter.distill.run import distill as run
     from drafter.utils.provenance import write_run_record
 
+    answerer: Answerer
+    if options.ray is not None:
+        make = partial(engine_answerer, options)
+        answerer = RayAnswerer(make, part_of(options, ClusterOptions), options.max_num_seqs or 64)
+    elif options.endpoint is not None:
+        from drafter.distill.endpoint import Endpoint
+
+        answerer = server = Endpoint(options.endpoint, options.model or "", options.concurrency)
+        if options.target is not None:
+            _compare(server, options)
+    else:
+        answerer = engine_answerer(options)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     report = run(
         answerer,
@@ -129,11 +125,12 @@ def _write(options: DistillOptions, answerer: "Answerer") -> None:
 def engine_answerer(options: DistillOptions) -> "EngineAnswerer":
     """An engine with its own models, as each worker of a cluster has one."""
     from drafter.distill.local import EngineAnswerer
+    from drafter.engine.engine import Engine
 
     models = options.load_models()
-    plan = resolve(options, *models)
-    print(f"drafting: {plan.reason}", file=sys.stderr)
-    return EngineAnswerer(models.target, models.drafter, draft_model=models.draft_model, config=plan)
+    engine = Engine(models.target, models.drafter, options, draft_model=models.draft_model)
+    print(f"drafting: {engine.plan.reason}", file=sys.stderr)
+    return EngineAnswerer(engine)
 
 
 def _compare(server: "Endpoint", options: DistillOptions) -> None:
@@ -145,14 +142,11 @@ def _compare(server: "Endpoint", options: DistillOptions) -> None:
     prompts = [row.messages for row in select_prompts(builtin_prompts(), limit=3).prompts]
     found = compare_models(server.client, server.model, target, prompts)
     if found.is_other_model:
-        raise ValueError(
-            f"--endpoint {server.url} does not run target {target.name!r}: the log-probabilities of "
-            f"{found.num_tokens} tokens differ by {found.difference:.2g} nats on average. Serve the target, or leave "
-            "--target out"
-        )
-    for line in found.lines():
+        reason = "; ".join(found.lines)
+        raise ValueError(f"--endpoint {server.url} does not serve {target.name!r}; leave --target out ({reason})")
+    for line in found.lines:
         print(f"warning: the server differs from the target: {line}", file=sys.stderr)
     if not found.num_tokens:
         print("warning: the server gives no token ids, so it is not compared with the target", file=sys.stderr)
-    elif not found.lines():
+    elif not found.lines:
         print(f"the server runs the target: {found.num_tokens} greedy tokens agree", file=sys.stderr)

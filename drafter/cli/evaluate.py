@@ -96,7 +96,7 @@ def evaluate(options: EvaluateOptions) -> int:
             if client is not None and card is not None:
                 served = measure_server(client, card, workload, params, bar.update)
                 chats = [list(item.messages) for item in workload.items if item.messages]
-                differences = compare_models(client, card["id"], models.target, chats[:_NUM_COMPARED]).lines()
+                differences = compare_models(client, card["id"], models.target, chats[:_NUM_COMPARED]).lines
                 warning = warning_lines(whole_of(here), served, differences)
     counts = {"here": here} | ({} if served is None else {"server": served.by_category})
     _print_tables(counts)

@@ -70,8 +70,8 @@ class ChatDataModule(LightningDataModule):
                 f"--data.hidden_states {hidden_states} is read and --data.cache_hidden_states {cache_hidden_states} "
                 "computed: give one of them"
             )
-        require("data.max_length", max_length, Range(low=2, high=2**24))
-        require("data.batch_tokens", batch_tokens, Range(low=2))
+        require("--data.max_length", max_length, Range(low=2, high=2**24))
+        require("--data.batch_tokens", batch_tokens, Range(low=2))
         if batch_tokens < max_length:
             raise ValueError(
                 f"--data.batch_tokens {batch_tokens} must be at least --data.max_length {max_length}: "

@@ -13,17 +13,16 @@ Use ``Client(url).complete(path, body)``, ``.get(address)`` and ``.model_card(mo
 
 import asyncio
 import json
-import threading
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+from pydantic import AliasChoices, AliasPath, BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
 from drafter.data.formats import validated
 from drafter.utils.io import printable
-from drafter.utils.key import key_header, refuse_password
 from drafter.utils.parse import parse_json
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class ServerError(Exception):
         self.code, self.reason, self.retry_after = code, reason, retry_after
 
 
-@dataclass(frozen=True)
+@dataclass
 class Client:
     """A server; the key of the variable OPENAI_API_KEY is sent if the variable is set.
 
@@ -63,21 +62,23 @@ class Client:
     url: str
     timeout: float = 600.0
     flag: str = "--endpoint"
-    _has_no_ids: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
+    _wants_ids = True  # False after a server that refuses the field for token ids
 
     def __post_init__(self) -> None:
         import httpx
 
         try:
             parts = httpx.URL(self.url)
-            is_address = parts.scheme in ("http", "https") and bool(parts.host)
         except (httpx.InvalidURL, ValueError):
-            is_address = False
-        if not is_address:
+            parts = httpx.URL()
+        if parts.userinfo:  # results and records of runs would show them
+            raise ValueError(
+                f"{self.flag} holds a user name or a password: give the address alone, and a key as OPENAI_API_KEY"
+            )
+        if parts.scheme not in ("http", "https") or not parts.host:
             raise ValueError(
                 f"{self.flag} {printable(self.url)!r} must be an http or https address, such as http://host:8000/v1"
             )
-        refuse_password(self.flag, self.url)
         key_header()
 
     @property
@@ -97,14 +98,14 @@ class Client:
         Raises:
             ServerError, OSError, ValueError: see the module.
         """
-        wants_ids = not self._has_no_ids.is_set()
+        wants_ids = self._wants_ids
         content = {**body, _IDS: True} if wants_ids else body
         try:
             return read_reply(_json(asyncio.run(_exchange("POST", self.address(path), content, self.timeout))))
         except ServerError as error:
             if not (wants_ids and error.code in (400, 422) and _IDS in error.reason):
                 raise
-        self._has_no_ids.set()
+        self._wants_ids = False
         return self.complete(path, body)
 
     def get(self, address: str) -> str:
@@ -128,6 +129,18 @@ class Client:
             shown = printable(", ".join(names)) or "nothing"
             raise ValueError(f"--model {model} is not served at {self.url}: it serves {shown}")
         return cards[names.index(model) if model is not None else 0].model_dump()
+
+
+def key_header() -> dict[str, str]:
+    """The header with the key of OPENAI_API_KEY, without white space around the key; empty without a key.
+
+    Raises:
+        ValueError: the key holds a character that no header may hold.
+    """
+    key = os.environ.get("OPENAI_API_KEY", "").strip()
+    if not (key.isascii() and key.isprintable()):  # httpx's own error would show the key
+        raise ValueError("OPENAI_API_KEY holds a character that no key has, such as an end of line: set it again")
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 @cache
@@ -192,116 +205,70 @@ async def _refusal(response: "httpx.Response") -> ServerError:
 
 # -- checked values of replies --------------------------------------------------------------------------------------
 
+
+def _null_is(empty: Any) -> BeforeValidator:
+    return BeforeValidator(lambda value: empty if value is None else value)
+
+
+_Text = Annotated[str, _null_is("")]
 _Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 _Logprob = Annotated[float, Field(ge=-MAX_COUNT, le=MAX_COUNT)]
-_Ids = Annotated[list[_Count], FailFast()]  # one fault is enough: a list of faults would take gigabytes
+_Ids = Annotated[list[_Count], FailFast(), _null_is([])]  # one fault is enough: a list of faults would take gigabytes
 
 
-class _Part(BaseModel):
-    """An object of a reply: null is an absent field, other fields are ignored, no type is converted."""
-
-    model_config = ConfigDict(strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        return {name: part for name, part in value.items() if part is not None} if isinstance(value, dict) else value
+def _choice(*names: str) -> AliasPath:
+    return AliasPath("choices", 0, *names)
 
 
-class _Message(_Part):
-    content: str = ""
-    reasoning: str = ""  # vLLM's name
-    reasoning_content: str = ""  # SGLang's
-    tool_calls: Annotated[list[dict[str, Any]], FailFast()] = []
+def _at(default: Any, *places: AliasPath) -> Any:
+    """A field with the value at the first of the places that the reply has."""
+    return Field(default, validation_alias=AliasChoices(*places))
 
 
-class _Token(_Part):
-    logprob: _Logprob
+class Reply(BaseModel):
+    """The first choice of a chat or of a completion; no type is converted, and other fields are ignored.
 
-
-class _Logprobs(_Part):
-    content: Annotated[list[_Token], FailFast()] = []  # of a chat
-    token_logprobs: Annotated[list[_Logprob], FailFast()] = []  # of a completion
-
-
-class _Choice(_Part):
-    message: _Message = _Message()
-    text: str = ""
-    finish_reason: str = "stop"
-    prompt_token_ids: _Ids = []
-    token_ids: _Ids = []
-    response_token_ids: _Ids = []  # of older SGLang
-    logprobs: _Logprobs = _Logprobs()
-    details: Any = None
-
-    @model_validator(mode="after")
-    def _has_text(self) -> "_Choice":
-        if "text" not in self.model_fields_set and not self.message.model_fields_set:
-            raise ValueError("neither message nor text")
-        return self
-
-
-class _Usage(_Part):
-    prompt_tokens: _Count = 0
-    completion_tokens: _Count = 0
-
-
-class _Completion(_Part):
-    choices: Annotated[list[_Choice], FailFast()] = Field(min_length=1)
-    prompt_token_ids: _Ids = []
-    usage: _Usage = _Usage()
-
-
-class _Card(_Part):
-    id: str = Field(min_length=1)
-    owned_by: str = ""
-
-
-class _Cards(_Part):
-    data: Annotated[list[_Card], FailFast()]
-
-
-class Reply(NamedTuple):
-    """One answer of a chat or of a completion.
+    vLLM puts the prompt's ids beside the choices, SGLang into the choice.
 
     Attributes:
+        message: of a chat; empty in a completion.
         text: without reasoning and tool calls, if the server separates them from the text.
         finish_reason: the server's own word.
         num_tokens: tokens of the answer; 0 if the server does not count.
-        prompt_ids, token_ids: None if the server gives no token ids; at least 0, perhaps outside a vocabulary.
-        has_parts: the server separated reasoning or tool calls from the text.
-        logprobs: natural logarithm of the probability of each token; empty if the server gives none.
+        prompt_ids, token_ids: empty if the server gives no token ids; at least 0, perhaps outside a vocabulary.
+        logprobs: natural logarithm of the probability of each token of a completion; empty if the server gives none.
         details: what `drafter serve` says of the answer's drafts, unchecked; None from other servers.
     """
 
-    text: str
-    finish_reason: str
-    num_tokens: int
-    prompt_ids: list[int] | None
-    token_ids: list[int] | None
-    has_parts: bool
-    logprobs: list[float]
-    details: Any
+    model_config = ConfigDict(strict=True)
+    message: Annotated[dict[str, Any], _null_is({})] = _at({}, _choice("message"))
+    text: _Text = _at(..., _choice("message", "content"), _choice("text"))
+    finish_reason: _Text = _at("stop", _choice("finish_reason"))
+    num_tokens: Annotated[_Count, _null_is(0)] = _at(0, AliasPath("usage", "completion_tokens"))
+    prompt_ids: _Ids = _at([], AliasPath("prompt_token_ids"), _choice("prompt_token_ids"))
+    token_ids: _Ids = _at([], _choice("token_ids"), _choice("response_token_ids"))  # older SGLang
+    logprobs: Annotated[list[_Logprob], FailFast(), _null_is([])] = _at([], _choice("logprobs", "token_logprobs"))
+    details: Any = _at(None, _choice("details"))
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether the server separated reasoning (by vLLM's name or SGLang's) or tool calls from the text."""
+        return any(self.message.get(name) for name in ("reasoning", "reasoning_content", "tool_calls"))
+
+
+class _Card(BaseModel):
+    model_config = ConfigDict(strict=True)
+    id: str = Field(min_length=1)
+    owned_by: _Text = ""
+
+
+class _Cards(BaseModel):
+    data: Annotated[list[_Card], FailFast()]
 
 
 def read_reply(response: Any) -> Reply:
-    """The first choice of an answer. vLLM puts the prompt's ids beside the choices, SGLang into the choice.
-
-    Raises:
-        ValueError: the answer is no completion, or a field has another type or range.
-    """
-    found = validated(_Completion, response, "the reply is no completion")
-    choice, message = found.choices[0], found.choices[0].message
-    return Reply(
-        message.content or choice.text,
-        choice.finish_reason,
-        found.usage.completion_tokens,
-        found.prompt_token_ids or choice.prompt_token_ids or None,
-        choice.token_ids or choice.response_token_ids or None,
-        bool(message.reasoning_content or message.reasoning or message.tool_calls),
-        [token.logprob for token in choice.logprobs.content] or choice.logprobs.token_logprobs,
-        choice.details,
-    )
+    """The answer in a reply; ValueError if the reply is no completion, or a field has another type or range."""
+    return validated(Reply, response, "the reply is no completion")
 
 
 def _json(data: bytes) -> Any:

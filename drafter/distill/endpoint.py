@@ -115,21 +115,12 @@ def _body(model: str, prompt: PromptRow, params: SamplingParams) -> dict[str, An
         "seed": params.seed % 2**31,
     }
     # Sent only where the user asks for them: OpenAI has no top_k and min_p, but vLLM and SGLang do.
-    given: dict[str, Any] = {
-        "top_p": params.top_p if params.top_p < 1 else 0,
-        "top_k": params.top_k,
-        "min_p": params.min_p,
-    }
-    given |= {"tools": list(prompt.tools)}
-    return body | {name: value for name, value in given.items() if value}
+    more: dict[str, Any] = {"top_k": params.top_k, "min_p": params.min_p, "tools": list(prompt.tools)}
+    more |= {"top_p": params.top_p} if params.top_p < 1 else {}
+    return body | {name: value for name, value in more.items() if value}
 
 
 def made_answer(reply: Reply) -> MadeAnswer:
     """The answer of a reply, with token ids if the server gives those of prompt and answer."""
-    return MadeAnswer(
-        reply.text,
-        "length" if reply.finish_reason == "length" else "stop",
-        reply.num_tokens,
-        prompt_ids=reply.prompt_ids if reply.token_ids else None,
-        token_ids=reply.token_ids if reply.prompt_ids else None,
-    )
+    ids = (reply.prompt_ids, reply.token_ids) if reply.prompt_ids and reply.token_ids else (None, None)
+    return MadeAnswer(reply.text, "length" if reply.finish_reason == "length" else "stop", reply.num_tokens, *ids)

@@ -12,17 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from drafter.utils.io import is_stream, write_atomic
+from drafter.utils.io import write_atomic
 from drafter.utils.parse import check_shape, parse_json, read_json_object, read_lines
-
-
-def check_name(path: str | Path) -> None:
-    """ValueError when `read_records` would read a file of this name as another format than lines of JSON."""
-    if Path(path).name.lower().endswith((".json", ".parquet", ".csv", ".gz")):
-        raise ValueError(
-            f"--out {path}: rows are appended line by line (JSONL), and a file of this name is read otherwise; use "
-            ".jsonl"
-        )
 
 
 class Journal:
@@ -35,21 +26,14 @@ class Journal:
 
     Attributes:
         rows: the rows of the file when it was opened, in order.
-        num_torn_bytes: length of the incomplete last line that was removed.
 
     Raises:
-        ValueError: the file has other settings, is damaged in the middle, is open in another run, or its name is that
-            of another format.
-        OSError: the file cannot be written.
+        ValueError: the file has other settings, is damaged in the middle, or is open in another run.
+        OSError: the file cannot be written, or is a folder, a pipe or a device.
     """
 
     def __init__(self, path: str | Path, settings: Mapping[str, Any], shape: Mapping[str, Any] | None = None) -> None:
         self.path = Path(path).expanduser()
-        check_name(path)
-        if is_stream(self.path):
-            raise ValueError(f"--out {path} is a pipe or device: rows are continued by a later run, give a file's name")
-        if self.path.is_dir():
-            raise ValueError(f"--out {path} is a folder: give the name of a .jsonl file")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.settings_path = self.path.with_name(self.path.name + ".settings.json")
         # Unbuffered: when `append` returns, the operating system has the row, and the row survives this process.
@@ -57,7 +41,6 @@ class Journal:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._check_settings(json.loads(json.dumps(settings)))
-            self.num_torn_bytes = 0
             self.rows = list(self._read(dict(shape or {})))
         except BaseException as error:
             self._file.close()
@@ -109,7 +92,6 @@ class Journal:
             for number, line in read_lines(stream, str(self.path)):
                 if not line.endswith(b"\n"):
                     self._file.truncate(size)
-                    self.num_torn_bytes = len(line)
                     return
                 size += len(line)
                 where = f"{self.path}, line {number}"

@@ -5,7 +5,6 @@ So no data set is needed to train a drafter.
 """
 
 import re
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,11 +22,11 @@ from drafter.targets.chat import what_runs
 from drafter.utils.limits import limited_map
 
 if TYPE_CHECKING:
-    from drafter.distill.local import EngineAnswerer
+    from drafter.engine.engine import Engine
 
 _SENTINEL = "Zebra crossing?"
 _MIN_CHARACTERS = 12
-_SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 512  # candidates in one batch
+_BLOCK = 64  # candidates in one batch
 _MAX_BARREN_BLOCKS = 8
 _PARAMS = SamplingParams(max_new_tokens=160, temperature=1.0, top_p=0.99)  # of an invented prompt
 
@@ -71,23 +70,17 @@ def problem_of(text: str, special_tokens: Sequence[str]) -> str | None:
     if any(token in text for token in special_tokens):
         return "template tokens"
     data = text.encode()
-    if len(data) > 200 and len(zlib.compress(data)) < 0.3 * len(data):
-        return "repeats itself"
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if len(lines) > 3 and len(set(lines)) < 0.7 * len(lines):
-        return "repeats itself"
-    return None
+    return "repeats itself" if len(data) > 200 and len(zlib.compress(data)) < 0.3 * len(data) else None
 
 
 def invent_prompts(
     path: Path,
-    answerer: "EngineAnswerer",
+    engine: "Engine",
     num_prompts: int,
     *,
     recorded: Mapping[str, Any],
     seed: int = 0,
     exclude: Exclusion | None = None,
-    progress: bool = True,
 ) -> Counter[str]:
     """Let the target invent prompts: a file of prompts, which a later call continues.
 
@@ -96,12 +89,11 @@ def invent_prompts(
 
     Args:
         path: .jsonl file of the prompts.
-        answerer: the engine that samples the prompts.
+        engine: samples the prompts.
         num_prompts: prompts to invent.
         recorded: settings that determine the texts beside the seed, such as the target's fingerprint.
         seed: seed of sampling.
         exclude: texts that no prompt may contain.
-        progress: show a bar.
 
     Returns:
         The number of dropped candidates by reason.
@@ -111,56 +103,41 @@ def invent_prompts(
     """
     from tqdm import tqdm
 
-    exclude = exclude or Exclusion()
-    tokenizer: Any = answerer.target.tokenizer
-    target_name = answerer.target.name
-    opening_ids, params = user_opening(tokenizer, target_name)
+    exclude, dropped = exclude or Exclusion(), Counter[str]()
+    tokenizer: Any = engine.target.tokenizer
+    opening_ids, params = user_opening(tokenizer, engine.target.name)
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     sampling = {"max_tokens": params.max_new_tokens, "temperature": params.temperature, "top_p": params.top_p}
-    sampling["seed"] = seed
-    dropped: Counter[str] = Counter()
-    with Journal(path, {**sampling, **recorded}, {"candidate": int, "prompt": str}) as journal:
-        rows = list(journal.rows)
-        seen = {_normal(row["prompt"]) for row in rows}
-        special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-        number, num_barren = rows[-1]["candidate"] + 1 if rows else 0, 0
-        bar = tqdm(
-            total=num_prompts,
-            initial=min(len(rows), num_prompts),
-            desc="inventing prompts",
-            unit="prompt",
-            disable=not progress,
-            file=sys.stderr,
-        )
-        with bar:
-            while len(rows) < num_prompts:
-                before = len(rows)
-                size = min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, 5 * (num_prompts - before) // 4))
-                numbers = range(number, number + size)
-                number += size
-                texts = answerer.sample(
-                    opening_ids, [replace(params, seed=derive_seed(seed, "magpie", n)) for n in numbers]
-                )
-                for candidate, (text, is_whole) in zip(numbers, texts, strict=True):
-                    if len(rows) == num_prompts:
-                        break
-                    text = text.strip()
-                    problem = problem_of(text, special) if is_whole else "cut"
-                    if problem is None and (_normal(text) in seen or exclude.matches(text)):
-                        problem = "seen before" if _normal(text) in seen else "excluded"
+    with Journal(path, {**sampling, "seed": seed, **recorded}, {"candidate": int, "prompt": str}) as journal:
+        seen = {_normal(row["prompt"]) for row in journal.rows}
+        number, num_found = journal.rows[-1]["candidate"] + 1 if journal.rows else 0, len(journal.rows)
+        last = number  # the candidate after the last usable one
+        with tqdm(total=num_prompts, initial=min(num_found, num_prompts), desc="inventing", unit="prompt") as bar:
+            while num_found < num_prompts:
+                seeds = [derive_seed(seed, "magpie", candidate) for candidate in range(number, number + _BLOCK)]
+                each = [replace(params, seed=each) for each in seeds]
+                for made in engine.generate([opening_ids] * _BLOCK, each):
+                    text, number = made.text.strip(), number + 1
+                    problem = problem_of(text, special) if made.finish_reason == "stop" else "cut"
+                    if problem is None and _normal(text) in seen:
+                        problem = "seen before"
+                    if problem is None and exclude.matches(text):
+                        problem = "excluded"
                     if problem is not None:
                         dropped[problem] += 1
                         continue
                     seen.add(_normal(text))
-                    row = {"id": f"magpie-{candidate}", "source": "magpie", "candidate": candidate, "prompt": text}
-                    journal.append(row)
-                    rows.append(row)
-                bar.update(len(rows) - before)
-                num_barren = 0 if len(rows) > before else num_barren + 1
-                if num_barren == _MAX_BARREN_BLOCKS:
+                    name = f"magpie-{number - 1}"
+                    journal.append({"id": name, "source": "magpie", "candidate": number - 1, "prompt": text})
+                    num_found, last = num_found + 1, number
+                    bar.update()
+                    if num_found == num_prompts:
+                        break
+                if number - last >= _MAX_BARREN_BLOCKS * _BLOCK:
                     counts = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
                     raise ValueError(
-                        f"target {target_name!r} invented {before} of {num_prompts} usable prompts and then no more "
-                        f"({counts}): lower --num-prompts or give --prompts FILE"
+                        f"target {engine.target.name!r} invented {num_found} of {num_prompts} usable prompts and then "
+                        f"no more ({counts}): lower --num-prompts or give --prompts FILE"
                     )
     return dropped
 

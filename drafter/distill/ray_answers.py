@@ -5,19 +5,17 @@ Only this process writes rows. A seed depends on the prompt's id and the answer'
 answer.
 """
 
+import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from drafter.distill.prompts import AnswerStream, MadeAnswer, WantedAnswer
 from drafter.utils.validate import within
 
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter
-
     from drafter.distill.local import EngineAnswerer
 
 
@@ -79,11 +77,11 @@ class RayAnswerer:
         context.enable_progress_bars = False
         options = self._options
         # Prompts of similar length waste the least padding.
-        items = [{"item": _json().wanted.dump_json(item).decode()} for item in sorted(wanted, key=_num_characters)]
-        batches = ray.data.from_items(items, override_num_blocks=math.ceil(len(items) / self._batch_size))
+        wanted = sorted(wanted, key=_num_characters)
+        batches = ray.data.range(len(wanted), override_num_blocks=math.ceil(len(wanted) / self._batch_size))
         answered = batches.map_batches(
             _RayEngine,
-            fn_constructor_args=(self._make,),
+            fn_constructor_args=(self._make, wanted),
             batch_size=self._batch_size,
             concurrency=options.ray_workers,
             num_gpus=options.ray_gpus or None,
@@ -92,10 +90,10 @@ class RayAnswerer:
         missing = {item.key: item for item in wanted}
         try:
             for row in answered.iter_rows():
-                key, answer = _json().made.validate_json(row["answer"])
-                item = missing.pop(key, None)
+                key, answer = json.loads(row["answer"])
+                item = missing.pop(tuple(key), None)
                 if item is not None:  # a batch that two workers answered counts once
-                    yield item, answer
+                    yield item, None if answer is None else MadeAnswer(*answer)
         except ray.exceptions.RayError as error:
             raise OSError(f"--ray: a worker failed: {_last_line(error)}") from error
 
@@ -119,29 +117,14 @@ class RayAnswerer:
 
 
 class _RayEngine:
-    """The engine of one worker."""
+    """The engine of one worker; a batch holds indices of the wanted answers."""
 
-    def __init__(self, make: "Callable[[], EngineAnswerer]") -> None:
-        self._answerer = make()
+    def __init__(self, make: "Callable[[], EngineAnswerer]", wanted: Sequence[WantedAnswer]) -> None:
+        self._answerer, self._wanted = make(), wanted
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[str]]:
-        wanted = [_json().wanted.validate_json(item) for item in batch["item"]]
-        answers = self._answerer.answer(wanted)
-        return {"answer": [_json().made.dump_json((item.key, made)).decode() for item, made in answers]}
-
-
-class _Json(NamedTuple):
-    """Wanted and made answers as JSON, which a column of Ray Data holds."""
-
-    wanted: "TypeAdapter[WantedAnswer]"
-    made: "TypeAdapter[tuple[tuple[str, int], MadeAnswer | None]]"
-
-
-@cache
-def _json() -> _Json:
-    from pydantic import TypeAdapter
-
-    return _Json(TypeAdapter(WantedAnswer), TypeAdapter(tuple[tuple[str, int], MadeAnswer | None]))
+        answers = self._answerer.answer([self._wanted[index] for index in batch["id"]])
+        return {"answer": [json.dumps((item.key, made)) for item, made in answers]}
 
 
 def _identity_of(make: "Callable[[], EngineAnswerer]") -> dict[str, Any]:

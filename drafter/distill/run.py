@@ -5,7 +5,6 @@ of an uninterrupted run, because a seed depends on the prompt's id and the answe
 """
 
 import hashlib
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from drafter.distill.journal import Journal, check_name
+from drafter.distill.journal import Journal
 from drafter.distill.local import EngineAnswerer
 from drafter.distill.magpie import invent_prompts
 from drafter.distill.prompts import (
@@ -84,7 +83,6 @@ def distill(
     num_prompts: int | None = None,
     columns: Mapping[str, str] | None = None,
     exclude: str | None = None,
-    progress: bool = True,
 ) -> DistillReport:
     """Answer prompts and append the answers to ``out``, one row each (:func:`drafter.distill.prompts.row_of`).
 
@@ -98,14 +96,14 @@ def distill(
         num_prompts: largest number of prompts of a file; with ``magpie`` the number of prompts to invent.
         columns: see :func:`drafter.data.formats.read_rows`.
         exclude: file of texts that no prompt may share 13 consecutive words with.
-        progress: show a bar.
 
     Raises:
         ValueError: wrong options or prompts; ``out`` was written with other settings.
         OSError: the disk is full or the server does not answer; finished rows are kept.
     """
     settings, report = settings or AnswerSettings(), DistillReport()
-    check_name(out)
+    if Path(out).suffix != ".jsonl":
+        raise ValueError(f"--out {out}: rows are appended line by line: give a name that ends with .jsonl")
     unwanted = Exclusion.read(exclude)
     excluded = {} if exclude is None else {"exclude": exclude}
     file = prompts or builtin_prompts()
@@ -117,15 +115,9 @@ def distill(
             )
         if num_prompts is None:
             raise ValueError("--prompts magpie needs --num-prompts, the number of prompts to invent")
-        columns, file = None, Path(out).with_name(Path(out).name.removesuffix(".jsonl") + ".prompts.jsonl")
+        columns, file, known = None, Path(out).with_suffix(".prompts.jsonl"), {**answerer.identity, **excluded}
         dropped = invent_prompts(
-            file,
-            answerer,
-            num_prompts,
-            recorded={**answerer.identity, **excluded},
-            seed=settings.seed,
-            exclude=unwanted,
-            progress=progress,
+            file, answerer.engine, num_prompts, recorded=known, seed=settings.seed, exclude=unwanted
         )
         report.notes.update({f"invented prompts dropped: {reason}": count for reason, count in sorted(dropped.items())})
     found = select_prompts(file, columns=columns, limit=num_prompts, exclude=unwanted)
@@ -134,8 +126,7 @@ def distill(
     origin = MAGPIE if prompts == MAGPIE else _digest(found.prompts)
     recorded = {**asdict(settings), "prompts": origin, **answerer.identity, **excluded}
     with Journal(out, recorded, {"id": str, "answer": int}) as journal:
-        report.notes["bytes of an incomplete last line removed"] = journal.num_torn_bytes
-        _answer_all(answerer, found.prompts, settings, journal, report, progress)
+        _answer_all(answerer, found.prompts, settings, journal, report)
     return report
 
 
@@ -145,7 +136,6 @@ def _answer_all(
     settings: AnswerSettings,
     journal: Journal,
     report: DistillReport,
-    progress: bool,
 ) -> None:
     """Make the answers that the journal lacks, and append each as it is finished."""
     from tqdm import tqdm
@@ -155,16 +145,8 @@ def _answer_all(
     report.num_prompts = len(prompts)
     report.num_answers = len(prompts) * settings.num_answers
     report.num_done_before = report.num_answers - len(wanted)
-    bar = tqdm(
-        total=report.num_answers,
-        initial=report.num_done_before,
-        desc="answering",
-        unit="answer",
-        disable=not progress,
-        file=sys.stderr,
-    )
     start = time.perf_counter()
-    with bar:
+    with tqdm(total=report.num_answers, initial=report.num_done_before, desc="answering", unit="answer") as bar:
         for item, answer in answerer.answer(wanted):
             report.seconds = time.perf_counter() - start
             if answer is None:

@@ -72,13 +72,6 @@ def suggestion(given: str, known: Iterable[str]) -> str:
     return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
-def flags_of(kind: type[Options]) -> list[str]:
-    """The flags of a command's own fields, those that negate included."""
-    hints = get_type_hints(kind)
-    names = [item.name for item in fields(kind) if item.name != kind.positional]
-    return [*map(_flag, names), *(_flag(f"no_{name}") for name in names if _plain(hints[name]) is bool)]
-
-
 def read_options(kind: type[AnyOptions], words: Sequence[str], command: str = "drafter") -> AnyOptions | None:
     """The options of a command line; None when ``--help`` or ``--print-config`` was asked for and printed.
 

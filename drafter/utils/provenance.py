@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,16 +20,13 @@ from drafter.utils.io import is_stream, run_file, write_atomic
 _PACKAGES = ("torch", "transformers", "lightning", "datasets", "safetensors", "gguf")
 
 
-def run_record(
-    *, seed: int | None = None, settings: Mapping[str, Any] | None = None, argv: Sequence[str] | None = None
-) -> dict[str, Any]:
+def run_record(*, seed: int | None = None, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Command line, settings, seed, versions, git revision (of a source checkout), machine and date (UTC).
 
     `settings`: further values, such as figures measured during the run. No command with a record takes a secret.
     """
-    words = sys.argv if argv is None else argv
     return {
-        "argv": [Path(words[0]).name, *words[1:]] if words else [],
+        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "seed": seed,
         "settings": dict(settings or {}),
         "versions": _versions(),
@@ -64,21 +61,14 @@ def _versions() -> dict[str, str]:
 
 def _git_revision() -> str | None:
     """Commit of the checkout that this package runs from, `+changes` if its files differ; None when installed."""
-    folder = Path(__file__).resolve().parent.parent
-    if not (folder.parent / ".git").exists():
+    folder = Path(__file__).resolve().parents[2]
+    if not (folder / ".git").exists():
         return None
-
-    def git(*words: str) -> str | None:
-        try:
-            done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
-        except OSError:
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    revision = git("rev-parse", "HEAD")
-    if not revision:
+    words = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
         return None
-    return revision + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
 def _machine() -> dict[str, Any]:
@@ -86,7 +76,7 @@ def _machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": cpu_name(),
         "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gib": _memory_gib(),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
     }
     torch = sys.modules.get("torch")
     if torch is not None and torch.accelerator.is_available():
@@ -97,16 +87,7 @@ def _machine() -> dict[str, Any]:
 
 def cpu_name() -> str:
     """Name of the processor; empty if the system does not report a name."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        return platform.processor()  # no /proc: not Linux
-    return platform.processor()
-
-
-def _memory_gib() -> float | None:
-    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
-        return None
-    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
+    file = Path("/proc/cpuinfo")  # of Linux
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

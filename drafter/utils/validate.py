@@ -72,15 +72,11 @@ def check_ranges(options: Any, prefix: str = "", *, are_flags: bool = True) -> N
             continue
         for single in value if isinstance(value, tuple | list) else (value,):
             flag = prefix + item.name if prefix else item.name.replace("_", "-")
-            _check(f"--{flag}" if are_flags else item.name, single, span)
+            require(f"--{flag}" if are_flags else item.name, single, span)
 
 
-def require(flag: str, value: object, span: Range) -> None:
-    """ValueError unless ``value`` is a number in the range; ``flag`` is the name without the hyphens."""
-    _check(f"--{flag}", value, span)
-
-
-def _check(name: str, value: object, span: Range) -> None:
+def require(name: str, value: object, span: Range) -> None:
+    """ValueError unless ``value`` is a number in the range; ``name`` is the flag or the argument."""
     kind = int if isinstance(span.low, int) else int | float
     if isinstance(value, bool) or not isinstance(value, kind) or not span.holds(value):
         mend = f" ({span.mend})" if span.mend else ""

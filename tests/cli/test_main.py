@@ -12,7 +12,7 @@ import yaml
 
 import drafter.cli.main as cli
 from drafter.cli.main import COMMANDS, load_command, main, options_class
-from drafter.utils.options import Options, _plain, _texts, flags_of
+from drafter.utils.options import Options, _parser, _plain, _texts
 from drafter.utils.validate import range_of
 
 KINDS = {name: kind for name in COMMANDS if (kind := options_class(load_command(name))) is not None}
@@ -50,9 +50,10 @@ def test_help_explains_every_option(name: str, capsys: pytest.CaptureFixture[str
     assert main([*name.split(), "--help"]) == 0
     text = capsys.readouterr().out
     shown = " ".join(text.split())
-    flags = {word.rstrip(",") for line in text.splitlines() if line.startswith("  --") for word in line.split()[:3]}
-    listed = {flag for flag in flags_of(kind) if flag[2:].removeprefix("no-").replace("-", "_") not in kind.rare}
-    assert {"--config", "--print-config", *listed} <= flags
+    flags = {word.rstrip(",") for line in text.splitlines() if line.startswith("  -") for word in line.split()[:3]}
+    actions = _parser(kind, name)._option_string_actions
+    listed = {flag for flag, action in actions.items() if flag.startswith("--") and action.dest not in kind.rare}
+    assert {"--config", "--print-config"} <= listed <= flags
     named = shown.rpartition("Flags that seldom matter")[2].replace("- ", "-")
     assert all(f"--{name.replace('_', '-')}" in named for name in kind.rare)
     texts = _texts(kind)
@@ -182,29 +183,26 @@ def test_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
         (ValueError("a\x1b[2J\u202eb"), "a\ufffd[2J\ufffdb"),
         (ModuleNotFoundError("no", name="fastapi"), "fastapi is not installed"),
         (KeyError("a mistake of ours"), None),
+        (KeyboardInterrupt(), None),
     ],
 )
 def test_errors_are_one_line(
-    error: Exception, line: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException, line: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def toy(options: ToyOptions) -> None:
         raise error
 
     monkeypatch.delenv("DRAFTER_TRACEBACK", raising=False)
+    if isinstance(error, KeyboardInterrupt):
+        assert run_function(toy, [], monkeypatch) == 130
+        assert capsys.readouterr().err == "drafter: interrupted\n"
+        return
     if line is not None:
         assert run_function(toy, [], monkeypatch) == 2
         assert capsys.readouterr().err.startswith(f"drafter: error: {line}")
         monkeypatch.setenv("DRAFTER_TRACEBACK", "1")
     with pytest.raises(type(error)):
         run_function(toy, [], monkeypatch)
-
-
-def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def toy(options: ToyOptions) -> None:
-        raise KeyboardInterrupt
-
-    assert run_function(toy, [], monkeypatch) == 130
-    assert capsys.readouterr().err == "drafter: interrupted\n"
 
 
 def test_closed_outputs_are_quiet() -> None:

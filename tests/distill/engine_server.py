@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
-from itertools import count
+from itertools import count, cycle
 from typing import Any, Literal
 
 import torch
@@ -24,7 +24,6 @@ class EngineServer:
         target: what it runs.
         style: whose additions to the protocol it has; strict refuses unknown fields, as OpenAI does.
         template: chat template instead of the tokenizer's own.
-        extra_ids: tokens put before every prompt of a chat.
         temperature: above 0, requests are sampled at it, whatever they ask for.
         max_length: longest prompt and answer.
         accepted: drafted tokens that the steps accept, in turn; empty: nothing is drafted.
@@ -34,12 +33,11 @@ class EngineServer:
     target: Target
     style: Literal["vllm", "sglang", "strict"] = "vllm"
     template: str | None = None
-    extra_ids: Sequence[int] = ()
     temperature: float = 0.0
     max_length: int = 10_000
     accepted: Sequence[int] = ()
     bodies: list[dict[str, Any]] = field(default_factory=list)
-    counters: Counter[str] = field(default_factory=Counter)
+    counters: Counter[str] = field(default_factory=lambda: Counter({"generation_tokens_total": 0}))
     url: str = ""
 
     def __post_init__(self) -> None:
@@ -62,9 +60,6 @@ class EngineServer:
         names = [self.target.decode([token], skip_special_tokens=False) for token in ids]
         if is_chat:
             choice["message"] = {"role": "assistant", "content": text}
-            if body.get("logprobs"):
-                pairs = zip(names, logprobs, strict=True)
-                choice["logprobs"] = {"content": [{"token": name, "logprob": value} for name, value in pairs]}
         else:
             choice["text"] = text
             choice["logprobs"] = {"tokens": names, "token_logprobs": logprobs} if body.get("logprobs") else None
@@ -86,7 +81,7 @@ class EngineServer:
         encoded = self.target.tokenizer.apply_chat_template(
             body["messages"], tools=body.get("tools"), chat_template=self.template, add_generation_prompt=True
         )
-        return [*self.extra_ids, *encoded["input_ids"]]
+        return list(encoded["input_ids"])
 
     @torch.no_grad()
     def _answer(self, prompt_ids: list[int], limit: int) -> tuple[list[int], list[float]]:
@@ -106,33 +101,20 @@ class EngineServer:
 
     def _count(self, num_tokens: int) -> None:
         """The counters that vLLM keeps."""
-        left, steps = num_tokens, []
-        while left > 0:
-            accepted = self.accepted[len(steps) % len(self.accepted)] if self.accepted else 0
-            steps.append(min(accepted, left - 1))
-            left -= steps[-1] + 1
+        left, grown = num_tokens, Counter({"generation_tokens_total": num_tokens})
+        steps = cycle(self.accepted)
+        while self.accepted and left > 0:
+            accepted = min(next(steps), left - 1)
+            left -= accepted + 1
+            grown += Counter({"spec_decode_num_drafts_total": 1, "spec_decode_num_accepted_tokens_total": accepted})
+            for position in range(max(self.accepted)):
+                grown[f'spec_decode_num_accepted_tokens_per_pos_total{{position="{position}"}}'] += accepted > position
         with self._lock:
-            if self.accepted:
-                self.counters["drafts"] += len(steps)
-                self.counters["accepted"] += sum(steps)
-                for position in range(max(self.accepted)):
-                    self.counters[f"position {position}"] += sum(step > position for step in steps)
-            self.counters["tokens"] += num_tokens
+            self.counters.update(grown)
 
     def _metrics(self) -> str:
-        labels = 'engine="0",model_name="tiny"'
-        lines = [f"vllm:generation_tokens_total{{{labels}}} {float(self.counters['tokens'])}"]
-        if self.accepted:
-            lines += [
-                "# TYPE vllm:spec_decode_num_drafts_total counter",
-                f"vllm:spec_decode_num_drafts_total{{{labels}}} {float(self.counters['drafts'])}",
-                f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} {float(self.counters['accepted'])}",
-            ]
-            for position in range(max(self.accepted)):
-                value = float(self.counters[f"position {position}"])
-                name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-                lines.append(f'{name}{{{labels},position="{position}"}} {value}')
-        return "\n".join(lines) + "\n" if self.style == "vllm" else ""
+        lines = [f"vllm:{name} {float(value)}\n" for name, value in self.counters.items()]
+        return "".join(lines) if self.style == "vllm" else ""
 
 
 @contextmanager

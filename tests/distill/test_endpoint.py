@@ -83,7 +83,7 @@ def endpoint_of(server: FakeServer, **options) -> Endpoint:
 
 
 def run(prompts: str, out: Path, endpoint: Endpoint, **options):
-    return distill(endpoint, prompts, out, AnswerSettings(9, **options), progress=False)
+    return distill(endpoint, prompts, out, AnswerSettings(9, **options))
 
 
 def answered(out: Path) -> dict[str, str]:
@@ -115,15 +115,14 @@ def test_every_prompt_is_answered_once(server: FakeServer, prompts: str, tmp_pat
     assert "hush" not in (tmp_path / "out.jsonl.settings.json").read_text()
 
 
-@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/", "/v1/chat/completions"])
-def test_addresses(suffix: str) -> None:
-    assert Endpoint("http://host:1" + suffix, "m").chat_url == "http://host:1/v1/chat/completions"
+def test_addresses() -> None:
+    for suffix in ("", "/", "/v1", "/v1/", "/v1/chat/completions"):
+        assert Endpoint("http://host:1" + suffix, "m").chat_url == "http://host:1/v1/chat/completions"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"url": "host:8000"}, "must be an http or https address"),
         ({"url": "file:///etc/passwd"}, "must be an http or https address"),
         ({"url": "http://me:hush@host"}, "^--endpoint holds a user name or a password: [^@]*$"),
         ({"model": ""}, "needs --model"),
@@ -134,19 +133,12 @@ def test_bad_endpoints(options: dict, message: str) -> None:
         Endpoint(**{"url": "http://host", "model": "m", **options})
 
 
-@pytest.mark.parametrize(
-    "failure",
-    [
-        (503, {"error": {"message": "busy"}}, {}),
-        (429, b"slow down", {"Retry-After": "0"}),
-        (200, {"choices": []}, {}),
-    ],
-    ids=["503", "429", "no-choice"],
-)
-def test_passing_failures_are_retried(server: FakeServer, prompts: str, tmp_path: Path, failure: Reply) -> None:
-    server.reply = lambda body, count: failure if count <= 2 else (200, answer_of(body), {})
+def test_passing_failures_are_retried(server: FakeServer, prompts: str, tmp_path: Path) -> None:
+    failures: list[Reply] = [(503, {"error": {"message": "busy"}}, {}), (429, b"no", {"Retry-After": "0"})]
+    failures.append((200, {"choices": []}, {}))
+    server.reply = lambda body, count: failures[count - 1] if count <= 3 else (200, answer_of(body), {})
     report = run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
-    assert report.num_new == 12 and set(server.counts.values()) == {3}
+    assert report.num_new == 12 and set(server.counts.values()) == {4}
 
 
 def test_a_server_that_stays_away_keeps_finished_answers(server: FakeServer, prompts: str, tmp_path: Path) -> None:
@@ -178,17 +170,16 @@ def test_refused_prompts_are_counted_and_asked_again(server: FakeServer, prompts
         run(prompts, tmp_path / "other.jsonl", endpoint_of(server))
 
 
-@pytest.mark.parametrize("status", [401, 403, 404])
-def test_a_wrong_key_or_model_stops_at_once(server: FakeServer, prompts: str, tmp_path: Path, status: int) -> None:
-    server.reply = lambda body, count: (status, {"message": "no such model"}, {})
-    with pytest.raises(OSError, match=f"answers HTTP {status}: no such model"):
+def test_a_wrong_key_or_model_stops_at_once(server: FakeServer, prompts: str, tmp_path: Path) -> None:
+    server.reply = lambda body, count: (404, {"message": "no such model"}, {})
+    with pytest.raises(OSError, match="answers HTTP 404: no such model"):
         run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
     assert set(server.counts.values()) == {1}
 
 
 def test_what_an_endpoint_cannot_do(server: FakeServer, prompts: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--prompts magpie needs --target"):
-        distill(endpoint_of(server), "magpie", tmp_path / "o.jsonl", num_prompts=3, progress=False)
+        distill(endpoint_of(server), "magpie", tmp_path / "o.jsonl", num_prompts=3)
     for others, reason in (
         ({}, "no model answers"),
         ({"endpoint": "http://a", "drafter": "d"}, "--drafter needs --target"),

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,6 @@ from drafter.data.formats import read_rows
 from drafter.decoding.params import SamplingParams
 from drafter.distill.journal import Journal
 from drafter.distill.local import EngineAnswerer
-from drafter.distill.magpie import user_opening
 from drafter.distill.prompts import AnswerSettings, AnswerStream, MadeAnswer, PromptRow, WantedAnswer
 from drafter.distill.run import NO_ANSWER, DistillReport, _answer_all, distill
 from drafter.engine.engine import Engine
@@ -43,7 +42,7 @@ def run(target, prompts: str, out: Path, **options) -> DistillReport:
     config = EngineConfig(max_num_seqs=options.pop("max_num_seqs", 64))
     names = [item.name for item in fields(AnswerSettings) if item.name in options]
     settings = AnswerSettings(**{"max_new_tokens": 8, **{name: options.pop(name) for name in names}})
-    return distill(EngineAnswerer(target, config=config), prompts, out, settings, progress=False, **options)
+    return distill(EngineAnswerer(Engine(target, None, config)), prompts, out, settings, **options)
 
 
 def test_answers_are_those_of_the_engine(target, prompts: str, tmp_path: Path) -> None:
@@ -75,12 +74,6 @@ def test_batches_do_not_change_sampled_answers(target, prompts: str, tmp_path: P
     assert rows_of(tmp_path / "c.jsonl") != first
 
 
-def test_other_settings_or_prompts_are_refused(target, prompts: str, tmp_path: Path) -> None:
-    run(target, prompts, tmp_path / "out.jsonl")
-    with pytest.raises(ValueError, match="written with prompts"):
-        run(target, prompts, tmp_path / "out.jsonl", num_prompts=2)
-
-
 def test_prompts_without_room_are_counted(target, tmp_path: Path) -> None:
     name = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "x" * 200}, {"prompt": "short"}])
     report = run(target, name, tmp_path / "out.jsonl")
@@ -95,20 +88,23 @@ def test_bad_options(target, prompts: str, tmp_path: Path) -> None:
         run(target, "magpie", tmp_path / "out.jsonl")
     with pytest.raises(FileNotFoundError, match=r"none\.jsonl"):
         run(target, str(tmp_path / "none.jsonl"), tmp_path / "out.jsonl")
-    assert not (tmp_path / "out.jsonl").exists()
+    for name in ("out.json", "out.jsonl.gz", "pipe"):
+        with pytest.raises(ValueError, match=rf"--out .*{name}: .* ends with \.jsonl"):
+            run(target, prompts, tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
+    run(target, prompts, tmp_path / "out.jsonl")
+    with pytest.raises(ValueError, match="written with prompts"):
+        run(target, prompts, tmp_path / "out.jsonl", num_prompts=2)
 
 
-def test_magpie_asks_invented_prompts_that_are_not_excluded(
-    target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts = [f"What about the number {number}, my friend?" for number in range(5)]
-    monkeypatch.setattr(EngineAnswerer, "sample", lambda *arguments: [(text, True) for text in texts])
-    monkeypatch.setattr("drafter.distill.magpie._SMALLEST_BLOCK", len(texts))
+def test_magpie_asks_invented_prompts(target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drafter.distill.magpie.problem_of", lambda text, special: None if 5 < len(text) < 40 else "x")
     out, options = tmp_path / "out.jsonl", {"num_prompts": 3, "max_new_tokens": 4}
-    exclude = write_jsonl(tmp_path / "x.jsonl", [{"prompt": texts[1]}])
-    report = run(target, "magpie", out, exclude=exclude, **options)
-    asked = {row["messages"][0]["content"] for row in rows_of(out).values()}
-    assert asked == {texts[0], texts[2], texts[3]} and report.notes["invented prompts dropped: excluded"] == 1
+    exclude = write_jsonl(tmp_path / "x.jsonl", [{"prompt": "Why is it so?"}])
+    assert run(target, "magpie", out, exclude=exclude, **options).num_new == 3
+    invented = [json.loads(line) for line in (tmp_path / "out.prompts.jsonl").read_text().splitlines()]
+    asked = [row["messages"][0]["content"] for row in rows_of(out).values()]
+    assert sorted(asked) == sorted(row["prompt"] for row in invented) and len(set(asked)) == 3
     assert run(target, "magpie", out, exclude=exclude, **options).num_new == 0
     with pytest.raises(ValueError, match="written with exclude = .*x.jsonl', now it is None"):
         run(target, "magpie", out, **options)
@@ -139,7 +135,7 @@ def test_any_series_of_interruptions_gives_the_same_rows(tmp_path: Path) -> None
 
     def attempt(path: Path, answerer: FakeAnswerer) -> None:
         with Journal(path, {"a": 1}) as journal:
-            _answer_all(answerer, prompts, settings, journal, DistillReport(), False)
+            _answer_all(answerer, prompts, settings, journal, DistillReport())
 
     attempt(tmp_path / "whole.jsonl", FakeAnswerer())
     for dies_after in (3, 0, 10, 7):
@@ -149,10 +145,3 @@ def test_any_series_of_interruptions_gives_the_same_rows(tmp_path: Path) -> None
             stream.write(b'{"id": "p1", "answ')
     attempt(tmp_path / "parts.jsonl", FakeAnswerer())
     assert rows_of(tmp_path / "parts.jsonl") == rows_of(tmp_path / "whole.jsonl")
-
-
-def test_openings_are_sampled_by_seed(target) -> None:
-    opening_ids, params = user_opening(target.tokenizer, "tiny")
-    texts = EngineAnswerer(target).sample(opening_ids, [replace(params, seed=seed) for seed in (1, 2, 3, 2)])
-    assert texts[1] == texts[3] and len({text for text, _ in texts}) == 3
-    assert all("<|end|>" not in text for text, _ in texts)

@@ -36,7 +36,6 @@ def test_the_opening_comes_from_the_template(template: str, text: str, stop_ids:
     [
         (None, "has no chat template"),
         (CHAT_TEMPLATE + "{{ messages[0]['content'] }}", "does not show a user message exactly once"),
-        ("{{ messages[0]['content'] }}", "does not open and end a user message"),
         ("{{ 'user: ' + messages[0]['content'] }}", "does not open and end a user message"),
     ],
 )
@@ -53,65 +52,66 @@ def test_templates_that_cannot_be_opened(template: str | None, message: str) -> 
         ("What is \ufffd in this text here?", "damaged characters"),
         ("What is this?<|bot|>Something.", "template tokens"),
         ("again and " * 40, "repeats itself"),
-        ("\n".join(["one line here", "one line here", "one line here", "other"]), "repeats itself"),
     ],
 )
 def test_filters(text: str, problem: str | None) -> None:
     assert problem_of(text, SPECIAL) == problem
 
 
-class FakeSampler:
+class FakeEngine:
     """Candidate texts that follow from the seed, some of them unusable; dies after some calls."""
+
+    target = SimpleNamespace(tokenizer=TOKENIZER, name="tiny")
 
     def __init__(self, dies_after: int | None = None, num_texts: int = 10**6) -> None:
         self.dies_after = dies_after
         self.num_texts = num_texts
         self.num_calls = 0
 
-    def __call__(self, prompt_ids: list[int], params: Sequence[SamplingParams]) -> list[tuple[str, bool]]:
+    def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[SimpleNamespace]:
         if self.num_calls == self.dies_after:
             raise InterruptedError
         self.num_calls += 1
         kinds = ["What about number {}, my friend?", "short {}", "Is it the number {} that you mean?"]
         seeds = [item.seed for item in params]
-        return [(kinds[seed % 3].format(seed % self.num_texts), seed % 5 != 0) for seed in seeds]
+        texts = [kinds[seed % 3].format(seed % self.num_texts) for seed in seeds]
+        reasons = ["stop" if seed % 5 else "length" for seed in seeds]
+        return [SimpleNamespace(text=t, finish_reason=r) for t, r in zip(texts, reasons, strict=True)]
 
 
-def invent(path: Path, sampler: FakeSampler, num_prompts: int = 60, **options):
-    given = {"recorded": {"target": "tiny"}, "seed": 1, "progress": False, **options}
-    answerer: Any = SimpleNamespace(target=SimpleNamespace(tokenizer=TOKENIZER, name="tiny"), sample=sampler)
-    dropped = invent_prompts(path, answerer, num_prompts, **given)
+def invent(path: Path, engine: Any, num_prompts: int = 60, exclude: Exclusion | None = None):
+    dropped = invent_prompts(path, engine, num_prompts, recorded={"target": "tiny"}, seed=1, exclude=exclude)
     return select_prompts(path, limit=num_prompts).prompts, dropped
 
 
 def test_invented_prompts_are_usable_and_counted(tmp_path: Path) -> None:
-    prompts, dropped = invent(tmp_path / "p.jsonl", FakeSampler())
+    prompts, dropped = invent(tmp_path / "p.jsonl", FakeEngine())
     assert len(prompts) == 60 and len({prompt.id for prompt in prompts}) == 60
     assert dropped["too short"] > 0 and dropped["cut"] > 0
     assert all(problem_of(prompt.messages[0]["content"], SPECIAL) is None for prompt in prompts)
-    again, dropped = invent(tmp_path / "p.jsonl", FakeSampler(dies_after=0))
+    again, dropped = invent(tmp_path / "p.jsonl", FakeEngine(dies_after=0))
     assert again == prompts and dropped == {}
 
 
 def test_interruptions_and_more_prompts_give_the_same_list(tmp_path: Path) -> None:
-    whole, _ = invent(tmp_path / "whole.jsonl", FakeSampler(), 200)
-    few, _ = invent(tmp_path / "parts.jsonl", FakeSampler(), 30)
+    whole, _ = invent(tmp_path / "whole.jsonl", FakeEngine(), 200)
+    few, _ = invent(tmp_path / "parts.jsonl", FakeEngine(), 30)
     assert few == whole[:30]
     with pytest.raises(InterruptedError):
-        invent(tmp_path / "parts.jsonl", FakeSampler(dies_after=1), 200)
+        invent(tmp_path / "parts.jsonl", FakeEngine(dies_after=1), 200)
     with (tmp_path / "parts.jsonl").open("ab") as stream:
         stream.write(b'{"id": "magpie-7')
-    assert invent(tmp_path / "parts.jsonl", FakeSampler(), 200)[0] == whole
+    assert invent(tmp_path / "parts.jsonl", FakeEngine(), 200)[0] == whole
 
 
 def test_repeated_and_excluded_texts_are_dropped(tmp_path: Path) -> None:
-    prompts, dropped = invent(tmp_path / "p.jsonl", FakeSampler(num_texts=20), 12)
+    prompts, dropped = invent(tmp_path / "p.jsonl", FakeEngine(num_texts=20), 12)
     assert len({prompt.messages[0]["content"] for prompt in prompts}) == 12 and dropped["seen before"] > 0
     unwanted = Exclusion([prompts[0].messages[0]["content"]])
-    fewer, dropped = invent(tmp_path / "q.jsonl", FakeSampler(num_texts=20), 12, exclude=unwanted)
+    fewer, dropped = invent(tmp_path / "q.jsonl", FakeEngine(num_texts=20), 12, exclude=unwanted)
     assert fewer[0] == prompts[1] and dropped["excluded"] > 0
 
 
 def test_a_target_that_invents_nothing_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'tiny' invented .* of 60 usable prompts and then no more .*seen before"):
-        invent(tmp_path / "p.jsonl", FakeSampler(num_texts=5))
+        invent(tmp_path / "p.jsonl", FakeEngine(num_texts=5))

@@ -40,32 +40,23 @@ def test_prompts_of_conversations_ids_and_duplicates(tmp_path: Path) -> None:
 
 
 def test_excluded_texts_are_left_out(tmp_path: Path) -> None:
+    """Whole texts, and runs of 13 words, of all turns but system turns."""
     long = "Write a long and detailed letter to the mayor of our small town about the bridge"
-    exclude = Exclusion.read(
-        write_jsonl(tmp_path / "x.jsonl", [{"prompt": "Why is it so?"}, {"prompt": long}, {"text": "t"}])
-    )
-    rows = [
-        {"prompt": p} for p in ("why IS it so", "Please: " + long + "!", "Write a long letter to the mayor.", "t t")
-    ]
-    found = select_prompts(write_jsonl(tmp_path / "p.jsonl", rows), exclude=exclude)
-    assert [prompt.messages[0]["content"] for prompt in found.prompts] == ["Write a long letter to the mayor.", "t t"]
-    assert found.num_excluded == 2
-    assert not Exclusion.read(None).matches("anything")
-    with pytest.raises(ValueError, match="no prompt is left .1 are on"):
-        select_prompts(write_jsonl(tmp_path / "q.jsonl", rows[:1]), exclude=exclude)
-
-
-def test_system_messages_exclude_nothing(tmp_path: Path) -> None:
     system = {"role": "system", "content": "You are a helpful assistant."}
-    evaluation = [{"messages": [system, *chat("Why is it so?", "It is.", "Really?")]}, {"prompt": "Be brief."}]
+    evaluation: list[dict] = [{"prompt": long}, {"text": "t"}, {"prompt": "Be brief."}]
+    evaluation.append({"messages": [system, *chat("Why is it so?", "It is.", "Really?")]})
     evaluation.append({"question_id": 81, "turns": ["Write a letter.", "Now rewrite it in one sentence."]})
     exclude = Exclusion.read(write_jsonl(tmp_path / "x.jsonl", evaluation))
-    rows = [{"messages": [system, *chat(question)]} for question in ("How do bees sleep?", "really", "It is")]
+    questions = ("why IS it so", f"Please: {long}!", "Write a long letter to the mayor.", "t t", "really", "It is")
+    rows = [{"messages": [system, *chat(question)]} for question in questions]
     rows.append({"messages": [{"role": "developer", "content": "Be brief."}, *chat("Why do cats purr?")]})
     found = select_prompts(write_jsonl(tmp_path / "p.jsonl", rows), exclude=exclude)
-    assert [p.messages[-1]["content"] for p in found.prompts] == ["How do bees sleep?", "Why do cats purr?"]
-    assert found.num_excluded == 2 and not exclude.matches(system["content"])
+    kept = ["Write a long letter to the mayor.", "t t", "Why do cats purr?"]
+    assert [prompt.messages[-1]["content"] for prompt in found.prompts] == kept and found.num_excluded == 4
     assert exclude.matches("write a letter") and exclude.matches("Now rewrite it in one sentence")
+    assert not exclude.matches(system["content"]) and not Exclusion.read(None).matches("anything")
+    with pytest.raises(ValueError, match="no prompt is left .1 are on"):
+        select_prompts(write_jsonl(tmp_path / "q.jsonl", rows[:1]), exclude=exclude)
 
 
 def test_text_rows_are_no_prompts(tmp_path: Path) -> None:
@@ -87,15 +78,9 @@ def test_jobs_have_their_own_seeds_and_temperatures() -> None:
         assert sorted(item.params.temperature for item in wanted[start : start + 3]) == [0.0, 0.7, 1.0]
     done = {wanted[5].key, wanted[7].key}
     assert missing_answers(PROMPTS, settings, done) == [item for item in wanted if item.key not in done]
-    assert {item.params.seed for item in wanted}.isdisjoint(
-        item.params.seed for item in missing_answers(PROMPTS, AnswerSettings(seed=5), set())
-    )
-
-
-def test_a_mix_is_kept_with_one_answer_per_prompt() -> None:
-    settings = AnswerSettings(temperature=(0.0, 1.0))
-    counts = Counter(item.params.temperature for item in missing_answers(PROMPTS, settings, set()))
-    assert min(counts.values()) >= 12
+    single = missing_answers(PROMPTS, AnswerSettings(temperature=(0.0, 1.0), seed=5), set())
+    assert {item.params.seed for item in wanted}.isdisjoint(item.params.seed for item in single)
+    assert min(Counter(item.params.temperature for item in single).values()) >= 12, "single answers use both too"
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,11 @@ class DyingAnswerer(EngineAnswerer):
 
 
 def make_dying(target: str, marker: Path) -> EngineAnswerer:
+    from drafter.engine.engine import Engine
+    from drafter.engine.settings import EngineConfig
     from drafter.targets.target import Target
 
-    answerer = DyingAnswerer(Target.load(target, device="cpu"))
+    answerer = DyingAnswerer(Engine(Target.load(target, device="cpu"), None, EngineConfig(max_num_seqs=64)))
     answerer.marker = marker
     return answerer
 
@@ -64,7 +66,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             device="cpu",
         )
     )
-    distill(alone, folder / "prompts.jsonl", folder / "alone.jsonl", SETTINGS, progress=False)
+    distill(alone, folder / "prompts.jsonl", folder / "alone.jsonl", SETTINGS)
     try:
         yield folder
     finally:
@@ -91,7 +93,7 @@ def test_cluster_gives_the_rows_of_one_engine(place: Path) -> None:
 def test_rows_of_a_lost_worker_are_made_again(place: Path) -> None:
     make = partial(make_dying, str(place / "target"), place / "died")
     answerer = RayAnswerer(make, ClusterOptions(ray_workers=2), batch_size=7)
-    report = distill(answerer, place / "prompts.jsonl", place / "lossy.jsonl", SETTINGS, progress=False)
+    report = distill(answerer, place / "prompts.jsonl", place / "lossy.jsonl", SETTINGS)
     assert (place / "died").exists(), "a worker was lost"
     assert report.num_new == 2 * NUM_PROMPTS
     assert rows_of(place / "lossy.jsonl") == rows_of(place / "alone.jsonl")

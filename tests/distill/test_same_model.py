@@ -42,15 +42,13 @@ def compare(engine: EngineServer, target: Target) -> Comparison:
         return compare_models(Client(engine.url), "tiny", target, PROMPTS)
 
 
-@pytest.mark.parametrize("style", ["vllm", "sglang"])
-def test_the_target_itself_has_no_difference(target: Target, style: str) -> None:
-    found = compare(EngineServer(target, style), target)
-    assert found.lines() == [] and found.num_tokens > 4 and found.num_other_picks == 0
-    assert len(found.differences) == found.num_tokens and found.difference == pytest.approx(0, abs=1e-4)
+def test_the_target_itself_has_no_difference(target: Target) -> None:
+    found = compare(EngineServer(target, "vllm"), target)
+    assert not found.lines and not found.is_other_model and found.num_tokens > 4
 
 
 def test_a_server_without_token_ids_is_not_compared(target: Target) -> None:
-    assert compare(EngineServer(target, "strict"), target) == Comparison()
+    assert compare(EngineServer(target, "strict"), target) == Comparison(0, [], False)
 
 
 @pytest.mark.parametrize(
@@ -60,13 +58,12 @@ def test_a_server_without_token_ids_is_not_compared(target: Target) -> None:
             {"template": CHAT_TEMPLATE.replace("<|user|>", "Q: ")},
             "chat template: from prompt token 1 on the server reads",
         ),
-        ({"extra_ids": (0,)}, "special tokens: from prompt token 1 on"),
         ({"temperature": 3.0}, "sampling parameters: "),
     ],
 )
 def test_one_difference_is_named(target: Target, changes: dict, line: str) -> None:
     found = compare(EngineServer(target, **changes), target)
-    assert len(found.lines()) == 1 and found.lines()[0].startswith(line), found
+    assert len(found.lines) == 1 and found.lines[0].startswith(line), found
 
 
 def noisy(target: Target, share: float) -> Target:
@@ -82,7 +79,7 @@ def noisy(target: Target, share: float) -> Target:
 def test_rounded_weights_and_another_model(target: Target) -> None:
     rounded = compare(EngineServer(noisy(target, 0.1)), target)
     assert not rounded.is_other_model
-    assert any(line.startswith("dtype or quantisation: log-probabilities differ by") for line in rounded.lines())
+    assert any(line.startswith("dtype or quantisation: log-probabilities differ by") for line in rounded.lines)
     assert compare(EngineServer(noisy(target, 3.0)), target).is_other_model
 
 
@@ -98,7 +95,7 @@ def test_our_own_server_runs_its_target_and_gives_its_tokens(tmp_path: Path) -> 
     with live_server() as live:
         found = compare_models(Client(live.url), "tiny", served_target(), PROMPTS)
         endpoint = Endpoint(live.url, "tiny")
-        distill(endpoint, prompts, tmp_path / "o.jsonl", AnswerSettings(9), progress=False)
+        distill(endpoint, prompts, tmp_path / "o.jsonl", AnswerSettings(9))
         with live.http() as http:
             body = {"model": "tiny", "messages": chat("Why?"), "return_token_ids": True, "stream": True}
             assert "only for whole answers" in http.post("/v1/chat/completions", json=body).json()["error"]["message"]
@@ -107,8 +104,7 @@ def test_our_own_server_runs_its_target_and_gives_its_tokens(tmp_path: Path) -> 
             [row["messages"][:-1]], SamplingParams(max_new_tokens=9)
         )
         assert row["token_ids"] == alone.token_ids and row["prompt_token_ids"] == alone.prompt_ids
-    assert not found.lines() and found.num_tokens > 0
-    assert found.difference == pytest.approx(0, abs=1e-4)
+    assert not found.lines and found.num_tokens > 0
 
 
 @pytest.mark.parametrize("style", ["vllm", "sglang"])
@@ -118,7 +114,7 @@ def test_rows_hold_the_engines_own_tokens(target: Target, style: str, tmp_path: 
     template = CHAT_TEMPLATE.replace("<|user|>", "Q: ")
     with running(EngineServer(target, style, template=template)) as engine:
         endpoint = Endpoint(engine.url, "tiny", concurrency=2)
-        distill(endpoint, prompts, tmp_path / "out.jsonl", AnswerSettings(9), num_prompts=4, progress=False)
+        distill(endpoint, prompts, tmp_path / "out.jsonl", AnswerSettings(9), num_prompts=4)
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     tokenizer = tiny_tokenizer(template)
     encoded, report = encode_files([str(tmp_path / "out.jsonl")], RowEncoder(tiny_tokenizer(None)))
@@ -135,7 +131,7 @@ def test_a_server_without_the_field_is_asked_once(target: Target, tmp_path: Path
     prompts = write_jsonl(tmp_path / "p.jsonl", [{"id": str(i), "prompt": f"Why {i}?"} for i in range(6)])
     with running(EngineServer(target, "strict")) as engine:
         endpoint = Endpoint(engine.url, "tiny", concurrency=1, retries=0)
-        report = distill(endpoint, prompts, tmp_path / "o.jsonl", AnswerSettings(4), progress=False)
+        report = distill(endpoint, prompts, tmp_path / "o.jsonl", AnswerSettings(4))
     assert report.num_new == 6 and not report.notes[NO_ANSWER]
     assert sum("return_token_ids" in body for body in engine.bodies) == 1
     assert "token_ids" not in json.loads((tmp_path / "o.jsonl").read_text().splitlines()[0])
@@ -148,12 +144,12 @@ def test_reasoning_and_tool_calls_need_token_ids(tmp_path: Path, server: FakeSer
     choice = {"message": {"role": "assistant", "content": None, **part}, "finish_reason": "stop"}
     ids = {"prompt_token_ids": [1, 2], "token_ids": [3, 4]}
     server.reply = lambda body, count: (200, {"choices": [choice | ids]}, {})
-    distill(Endpoint(server.url, "m"), prompts, tmp_path / "o.jsonl", progress=False)
+    distill(Endpoint(server.url, "m"), prompts, tmp_path / "o.jsonl")
     assert server.bodies[0]["tools"] == tools
     (encoded,) = encode_rows([json.loads((tmp_path / "o.jsonl").read_text())])
     assert encoded.token_ids == [1, 2, 3, 4] and not encoded.problem
     server.reply = lambda body, count: (200, {"choices": [choice]}, {})
     with pytest.raises(OSError, match="separates reasoning or tool calls from the text and gives no token ids"):
-        distill(Endpoint(server.url, "m"), prompts, tmp_path / "p2.jsonl", progress=False)
+        distill(Endpoint(server.url, "m"), prompts, tmp_path / "p2.jsonl")
     (foreign,) = encode_rows([{"messages": [*chat("Rain?"), choice["message"]]}])
     assert "has reasoning or tool calls and no token ids" in foreign.problem

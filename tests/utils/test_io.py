@@ -68,21 +68,6 @@ def test_what_stands_at_the_place(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(new))
 
 
-def test_a_swap_that_fails_between_its_renames_keeps_a_whole_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = tmp_path / "drafter"
-    write_folder(place, "old")
-
-    def interrupted(self: Path, target: Path) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        write_folder(place, "new")
-    assert content(place) == {"new"} and not hidden(tmp_path)
-
-
 @pytest.mark.parametrize("moment", ["before", "between", "after"])
 def test_a_kill_within_a_swap_is_mended_at_the_next_start(tmp_path: Path, moment: str) -> None:
     """A process kills itself at each of the three moments around the two renames."""
@@ -151,14 +136,6 @@ def test_links_in_place_of_files_that_no_user_has_named_are_replaced(tmp_path: P
     assert {path.name: path.read_text() for path in far.iterdir()} == {"file": "old", "out.run.json": "old"}
     assert (tmp_path / "file").read_text() == "new" and not any(path.is_symlink() for path in tmp_path.iterdir())
     assert not hidden(tmp_path) and not list((tmp_path / "folder").iterdir())
-
-
-def test_standard_output_of_a_redirected_process_is_appended_to(tmp_path: Path) -> None:
-    script = "from pathlib import Path; from drafter.utils.io import *; write_atomic(Path('/dev/stdout'), 'text')"
-    with (tmp_path / "caught").open("wb") as stream:
-        before = os.fstat(stream.fileno()).st_ino
-        subprocess.run([sys.executable, "-c", script], stdout=stream, check=True)
-    assert (tmp_path / "caught").read_text() == "text" and (tmp_path / "caught").stat().st_ino == before
 
 
 def test_foreign_files_are_refused_without_overwrite(tmp_path: Path) -> None:

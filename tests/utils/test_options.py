@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 from drafter.decoding.params import SamplingParams
-from drafter.utils.options import Options, comma_separated, flags_of, options_from, part_of, read_options
-from drafter.utils.validate import check_ranges, range_of, within
+from drafter.utils.options import Options, comma_separated, options_from, part_of, read_options
+from drafter.utils.validate import range_of, within
 from tests.utils.test_parse import BOMB
 
 
@@ -55,14 +55,11 @@ def read(*words: str) -> Toy:
 @pytest.mark.parametrize(
     ("words", "name", "value"),
     [
-        ([], "source", Path("in.txt")),
         (["--ratio", "-0.5"], "ratio", -0.5),
-        (["--kind", "tree"], "kind", "tree"),
         (["--sizes", "1,2,4"], "sizes", (1, 2, 4)),
         (["--tag", "a,b", "--tag", "3"], "tag", ("a,b", "3")),
         (["--names", "x,y:Z4", "--names", "z"], "names", ("x", "y:Z4", "z")),
         (["--no-check"], "check", False),
-        (["--no-either"], "either", False),
         ([], "either", None),
         (["--max_new_tokens", "3"], "max_new_tokens", 3),
         (["--stop", "# ü\n"], "stop", ("# ü\n",)),
@@ -76,12 +73,10 @@ def test_words_become_values(words: list[str], name: str, value: object) -> None
     ("words", "message"),
     [
         (["--out", "o"], "required: source"),
-        (["in.txt"], "required: out"),
         (["a", "--cout", "3"], "unrecognized arguments: --cout 3"),
         (["a", "--out", "o", "--top-k", "1.5"], "1.5"),
         (["a", "--out", "o", "--sizes", "1,x"], "--sizes: invalid int or a list value: '1,x'"),
         (["a", "--out", "o", "--kind", "tre"], "Literal['chain', 'tree']. Got value: tre"),
-        (["a", "--out", "o", "--top-p", "2"], "--top-p is 2.0 but must be above 0"),
         (["a", "--out", "o", "--sizes", "4,0"], "--sizes is 0 but must be an integer from 1 to"),
         (["--config", "none.yaml"], "none.yaml"),
     ],
@@ -96,9 +91,7 @@ def test_wrong_words_are_refused_by_name(words: list[str], message: str) -> None
     ("text", "message"),
     [
         ("kid: tree", "'kid' is not accepted"),
-        ("top_k: x", "Got value: x"),
         ("top_k: null", "top_k is null but needs a value"),
-        ("sizes: [1, 2.5]", "2.5 is no int or a list"),
         ("tag: [true]", "True is no str or a list"),
         ("- a", "config"),
         ('out: "\\ud800"', "escape"),
@@ -143,7 +136,6 @@ def test_help_has_a_group_for_each_class(capsys: pytest.CaptureFixture[str], mon
     assert text.index("Sampling parameters of one request") < text.index("Other options:") < text.index("--ratio")
     for line in (
         "source where from",
-        "--ratio RATIO how much, on a second line (from -1.0 to 1.0)",
         "--kind {chain,tree} of the tree (default: chain)",
         "--sizes SIZES of the tree, separated by commas (from 1 to 1000000000) (default: 1)",
         "--tag TAG a label; may be repeated",
@@ -152,9 +144,7 @@ def test_help_has_a_group_for_each_class(capsys: pytest.CaptureFixture[str], mon
         "--top-k TOP_K keep the k likeliest tokens; 0 is off (from 0 to 2147483648) (default: 0)",
     ):
         assert line in lines, text
-    assert "never" not in text and len(flags_of(Toy)) == len(set(flags_of(Toy)))
-    assert {"--out", "--max-new-tokens", "--check", "--no-check"} <= set(flags_of(Toy))
-    assert "--source" not in flags_of(Toy)
+    assert "never" not in text and "--source" not in text
 
 
 def test_a_redeclared_field_keeps_its_range() -> None:
@@ -163,10 +153,5 @@ def test_a_redeclared_field_keeps_its_range() -> None:
         top_p: float | None = None  # type: ignore[assignment]
 
     assert str(range_of(Wider, "top_p")) == "above 0.0 and at most 1.0"
-    assert range_of(Wider, "stop") is None
     with pytest.raises(ValueError, match="^top_p is 2.0 but must be above 0.0 and at most 1.0"):
         Wider(top_p=2.0)  # in Python; a command says --top-p
-    with pytest.raises(ValueError, match="^--model.top_p is 0.0 but must be above 0"):
-        params = SamplingParams()
-        object.__setattr__(params, "top_p", 0.0)
-        check_ranges(params, "model.")

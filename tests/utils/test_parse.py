@@ -35,15 +35,12 @@ BOMB = "a: &a [1,2,3,4,5,6,7,8,9]\n" + "".join(
         (read_json, "[" * 100_000, "nested deeper"),
         (read_json, "[1" + "0" * 400 + "]", "beyond the limit"),
         (read_json, "1" * 5000, "too many digits"),
-        (read_json, "", "broken JSON"),
         (read_json, "[" + "1," * 1_100_000 + "1]", "more than"),
         (read_json_object, "[1]", "must hold an object"),
-        (read_yaml, "[" * 5000, "nested deeper"),
         (read_yaml, "a: &a [*a]", "nested deeper"),
         (read_yaml, BOMB, "more than"),
         (read_yaml, "a: !!python/object/apply:os.system [ls]", "broken YAML"),
         (read_yaml, "a: " + "9" * 5000, "broken YAML"),
-        (read_yaml, "\x00", "broken YAML"),
     ],
 )
 def test_files_beyond_the_limits(read: Any, text: str, words: str, tmp_path: Path) -> None:

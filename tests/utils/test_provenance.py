@@ -3,11 +3,14 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from drafter.utils.provenance import run_record, write_run_record
 
 
-def test_record_tells_how_an_output_was_made() -> None:
-    record = run_record(seed=7, settings={"rows": 3}, argv=["/usr/bin/drafter", "distill", "--seed", "7"])
+def test_record_tells_how_an_output_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/usr/bin/drafter", "distill", "--seed", "7"])
+    record = run_record(seed=7, settings={"rows": 3})
     assert record["argv"] == ["drafter", "distill", "--seed", "7"]
     assert (record["seed"], record["settings"]) == (7, {"rows": 3})
     assert {"python", "drafter", "torch", "transformers"} <= record["versions"].keys()
