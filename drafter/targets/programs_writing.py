@@ -13,6 +13,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from drafter.kernels.packed import count_parameters
+from drafter.kernels.pages import trim
 from drafter.targets.cache import CacheShape
 from drafter.targets.capabilities import Capabilities, Probe, decoder_of, fingerprint_of
 from drafter.targets.export import check_exportable, export_logits, forward_to_openvino, to_openvino
@@ -229,6 +230,7 @@ def _rounded(model: PreTrainedModel, decoder: PreTrainedModel, quantization: str
         end.weight.data = torch.empty_like(end.weight, dtype=torch.float32)
     if ends[1].bias is not None:
         ends[1].bias.data = ends[1].bias.float()
+    trim()
     return matrices
 
 
