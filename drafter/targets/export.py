@@ -26,9 +26,10 @@ from transformers.masking_utils import sdpa_mask
 from drafter.targets.attention import NAME as FOLDED_ATTENTION
 from drafter.targets.attention import folded_attention
 from drafter.targets.cache import CacheShape
-from drafter.targets.capabilities import LogitMap
+from drafter.targets.capabilities import Capabilities, LogitMap
 from drafter.targets.export_layers import LayerStack, repeat_layers
 from drafter.targets.openvino_compile import Unsuitable, as_recorded, decomposed
+from drafter.targets.openvino_runtime import mask_kinds
 
 _ROW_ATTENTION = "drafter_rows"
 _ATEN = torch.ops.aten
@@ -98,26 +99,16 @@ class ForwardProgram(nn.Module):
     """What is recorded: hidden states, every layer's new keys and values, and the input of every layer.
 
     Args:
-        decoder: the model without its output matrix.
-        mask_kinds: kinds of layers with masks of their own; empty where all layers share one.
+        found: about the model, with the decoder and its kinds of masks.
         given: names of the decoder's parameters that are inputs of the program.
         dtype: of the store of keys and values.
         layers: of the decoder; the inputs may hold keys and values of further layers.
     """
 
-    def __init__(
-        self,
-        decoder: PreTrainedModel,
-        mask_kinds: Sequence[str],
-        given: Sequence[str],
-        dtype: torch.dtype,
-        layers: nn.ModuleList,
-    ) -> None:
+    def __init__(self, found: Capabilities, given: Sequence[str], dtype: torch.dtype, layers: nn.ModuleList) -> None:
         super().__init__()
-        self._dtype = dtype
-        self._given = tuple(given)
-        self._decoder = decoder
-        self._mask_kinds = tuple(mask_kinds)
+        self._decoder, self._mask_kinds = found.decoder, mask_kinds(found)
+        self._given, self._dtype = tuple(given), dtype
         self._layers = list(layers)  # no second name for the modules
 
     def forward(
@@ -198,46 +189,37 @@ def check_exportable(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def export_forward(
-    model: PreTrainedModel,
-    decoder: PreTrainedModel,
-    shape: CacheShape,
-    hidden_size: int,
-    mask_kinds: Sequence[str] = (),
-    given: Sequence[str] = (),
-    *,
-    stored: torch.dtype,
-    layers: nn.ModuleList,
+    model: PreTrainedModel, found: Capabilities, given: Sequence[str], *, stored: torch.dtype, layers: nn.ModuleList
 ) -> ExportedProgram:
     """The decoder's forward as a program with any number of rows, tokens and slots (:class:`ForwardProgram`).
 
     Args:
         model: a model that :func:`check_exportable` accepts.
-        decoder: the model without its output matrix.
-        shape: of its keys and values.
-        hidden_size: D of the embeddings.
-        mask_kinds: kinds of layers with masks of their own; empty where all layers share one.
+        found: about the model.
         given: names of the decoder's parameters that are inputs of the program, behind the others.
         stored: number format that keys and values are stored in.
-        layers: of the decoder, perhaps fewer than ``shape`` says.
+        layers: of the decoder, perhaps fewer than its cache has.
 
     Raises:
         Exception: of any kind that `torch.export` raises for code that it cannot record.
     """
     rows, tokens, slots = 2, 5, 24
-    dtype: torch.dtype = model.dtype
+    shape, dtype = found.cache_shape, found.decoder.dtype
+    assert isinstance(shape, CacheShape)
     # One input for all layers: symbolic shapes of an input for each layer would take most of the time.
     lead = (shape.num_layers, rows, shape.num_heads, slots)
     stores = [torch.zeros(*lead, size, dtype=dtype) for size in (shape.key_dim, shape.value_dim)]
-    num_masks = len(mask_kinds) or 1
+    num_masks = len(mask_kinds(found)) or 1
     masks = [torch.zeros(rows, 1, tokens, slots + tokens, dtype=dtype) for _ in range(num_masks)]
+    hidden_size = model.get_output_embeddings().weight.shape[1]
     embedding_1MD = torch.zeros(1, rows * tokens, hidden_size, dtype=dtype)
     any_size = torch.export.Dim.AUTO
     by_store = {1: any_size, 3: any_size}
     by_mask = [{0: any_size, 2: any_size, 3: any_size}] * num_masks
-    weights = [decoder.get_parameter(name) for name in given]
+    weights = [found.decoder.get_parameter(name) for name in given]
     with _attention_by_rows(model):
         return torch.export.export(
-            ForwardProgram(decoder, mask_kinds, given, stored, layers).eval(),
+            ForwardProgram(found, given, stored, layers).eval(),
             (embedding_1MD, torch.arange(rows * tokens)[None], masks, *stores, weights),
             dynamic_shapes=({1: any_size}, {1: any_size}, by_mask, by_store, by_store, [None] * len(weights)),
             strict=False,
@@ -245,31 +227,20 @@ def export_forward(
 
 
 @torch.no_grad()
-def export_logits(
-    output: nn.Module, logit_map: LogitMap, hidden_size: int, *, is_given: bool = False
-) -> ExportedProgram:
+def export_logits(output: nn.Module, logit_map: LogitMap, *, is_given: bool = False) -> ExportedProgram:
     """The output matrix as a program for any number of hidden states (:class:`LogitsProgram`); errors as above.
 
     ``is_given``: the matrix is an input.
     """
     weight: Any = output.weight
-    hidden_MD = torch.zeros(3, hidden_size, dtype=weight.dtype)
     weights = [weight] if is_given else []
+    inputs = torch.zeros(3, weight.shape[1], dtype=weight.dtype), weights
     sizes = ({0: torch.export.Dim.AUTO}, [None] * len(weights))
-    inputs = hidden_MD, weights
     return torch.export.export(LogitsProgram(output, logit_map), inputs, dynamic_shapes=sizes, strict=False)
 
 
 def forward_to_openvino(
-    ov: Any,
-    model: PreTrainedModel,
-    decoder: PreTrainedModel,
-    shape: CacheShape,
-    hidden_size: int,
-    mask_kinds: Sequence[str] = (),
-    given: Sequence[str] = (),
-    *,
-    stored: torch.dtype,
+    ov: Any, model: PreTrainedModel, found: Capabilities, given: Sequence[str], *, stored: torch.dtype
 ) -> tuple[Any, list[str]]:
     """The decoder's forward as a model of OpenVINO, recorded of as few layers as possible.
 
@@ -281,17 +252,16 @@ def forward_to_openvino(
     Raises:
         Exception: of any kind that torch or OpenVINO raises for code that it cannot record or convert.
     """
-    stack = LayerStack(model, decoder)
-    arguments = (model, decoder, shape, hidden_size, mask_kinds)
+    stack = LayerStack(model, found.decoder)
     if stack.num_recorded < len(stack.layers):
-        few = [name for name in given if stack.is_recorded(name)]
+        few = list(filter(stack.is_recorded, given))
         with stack.cut() as layers:
-            program = export_forward(*arguments, few, stored=stored, layers=layers)
+            program = export_forward(model, found, few, stored=stored, layers=layers)
         recorded = _readable(program) or decomposed(program)
         names = repeat_layers(recorded, stack, few)
         if names is not None:
             return ov.convert_model(as_recorded(recorded)), names
-    return to_openvino(ov, export_forward(*arguments, given, stored=stored, layers=stack.layers)), list(given)
+    return to_openvino(ov, export_forward(model, found, given, stored=stored, layers=stack.layers)), list(given)
 
 
 def to_openvino(ov: Any, program: ExportedProgram) -> Any:

@@ -5,6 +5,7 @@ the import of transformers takes seconds: a later start does both at once.
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import sys
@@ -19,13 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from drafter.kernels.pages import dropping, trim
-from drafter.targets.home import home_folder
-from drafter.targets.openvino_files import FORWARD, is_intact
+from drafter.targets.openvino_files import FORWARD, is_intact, programs_home
 from drafter.utils.io import write_atomic
 from drafter.utils.parse import read_json
-
-_RECORD = "starts.json"
-_MOST_STARTS = 32  # in the record
 
 
 class Unsuitable(ValueError):
@@ -74,19 +71,26 @@ class Start:
     """
 
     def __init__(self, key: str) -> None:
-        self._key = key
+        self._record = programs_home() / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+        self._known = _read_programs(self._record)
         self._used: list[Program] = []
         self._ahead: list[tuple[Program, Future[Any]]] = []
-        known = [program for item in _record().get(key, []) if (program := _read_program(item)) is not None]
-        if known and find_spec("openvino") is not None:
+        if self._known and find_spec("openvino") is not None:
             openvino_core()  # made in the thread that stays
             pool = ThreadPoolExecutor(max_workers=1)
-            self._ahead = [(program, pool.submit(program.compile)) for program in known]
+            self._ahead = [(program, pool.submit(program.compile)) for program in self._known]
             pool.shutdown(wait=False)
 
     def request(self, program: Program) -> Any:
         """A request of the program, compiled ahead or now (errors of OpenVINO)."""
-        self._record_use(program)
+        if all(
+            other.file != program.file for other in self._used
+        ):  # a program with other outputs is not compiled ahead
+            self._used.append(program)
+            if self._known[: len(self._used)] != self._used:
+                text = json.dumps([[str(used.file), *used[1:]] for used in self._used])
+                with contextlib.suppress(OSError):  # without a record the next start compiles as late as this one
+                    write_atomic(self._record, text, follows_links=False)
         for place, (other, future) in enumerate(self._ahead):
             if other == program and future.exception() is None:
                 del self._ahead[place]
@@ -98,21 +102,8 @@ class Start:
         self._ahead.clear()
         return program.compile()
 
-    def _record_use(self, program: Program) -> None:
-        if any(other.file == program.file for other in self._used):
-            return  # another choice of outputs of a program that is in the record
-        self._used.append(program)
-        items = json.loads(json.dumps([[str(other.file), *other[1:]] for other in self._used]))
-        known = _record()
-        if known.get(self._key, [])[: len(items)] != items:
-            known.pop(self._key, None)
-            kept = dict(list(known.items())[1 - _MOST_STARTS :])
-            with contextlib.suppress(OSError):  # without a record the next start compiles as late as this one
-                text = json.dumps(kept | {self._key: items}, indent=0)
-                write_atomic(home_folder() / "openvino" / _RECORD, text, follows_links=False)
 
-
-_current: ContextVar[Start | None] = ContextVar("start", default=None)
+current_start: ContextVar[Start | None] = ContextVar("start", default=None)
 
 
 @contextlib.contextmanager
@@ -125,35 +116,24 @@ def starting(name: str, options: Mapping[str, Any]) -> Iterator[None]:
     """
     path = Path(name).expanduser()
     place = str(path.absolute()) if path.exists() else name
-    token = _current.set(Start(json.dumps([place, options], sort_keys=True, default=str)))
+    token = current_start.set(Start(json.dumps([place, options], sort_keys=True, default=str)))
     try:
         yield
     finally:
-        _current.reset(token)
+        current_start.reset(token)
 
 
-def current_start() -> Start | None:
-    """The start of the block that runs, or None."""
-    return _current.get()
-
-
-def _record() -> dict[str, list[Any]]:
+def _read_programs(record: Path) -> list[Program]:
+    """What an earlier start used; nothing where the record or a program is damaged."""
     try:
-        found = read_json(home_folder() / "openvino" / _RECORD)
-        return {key: items for key, items in found.items() if isinstance(items, list)}
-    except (OSError, ValueError, AttributeError):
-        return {}
-
-
-def _read_program(item: Any) -> Program | None:
-    """A program of the record; None where the record or the program's folder is damaged."""
-    try:
-        file, settings, shapes, layers = item
-        found = Program(Path(file), dict(settings), tuple(tuple(map(int, shape)) for shape in shapes), tuple(layers))
-        is_ours = found.file.parents[3] == home_folder()
-        return found if is_ours and is_intact(found.file.parent) else None
-    except (TypeError, ValueError, IndexError):
-        return None
+        items = read_json(record)
+        found = [
+            Program(Path(file), dict(settings), tuple(map(tuple, shapes)), tuple(layers))
+            for file, settings, shapes, layers in items
+        ]
+        return found if all(is_intact(program.file.parent) for program in found) else []
+    except (OSError, TypeError, ValueError):
+        return []
 
 
 def import_openvino() -> Any:

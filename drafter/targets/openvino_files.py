@@ -22,7 +22,12 @@ _log = logging.getLogger(__name__)
 FORWARD, HEAD = "forward.xml", "head.xml"
 FACTS, ENDS = "facts.json", "ends.safetensors"
 _RECORD = "files.json"
-_FORMAT = "format-7"  # of the files on disk
+_FORMAT = "format-8"  # of the files on disk
+
+
+def programs_home() -> Path:
+    """The folder of all targets' programs."""
+    return home_folder() / "openvino" / _FORMAT
 
 
 def programs_folder(files: Iterable[Path], facts: dict[str, Any]) -> Path:
@@ -35,7 +40,7 @@ def programs_folder(files: Iterable[Path], facts: dict[str, Any]) -> Path:
     versions = {name: version(name) for name in ("torch", "transformers", "openvino")}
     sums = {file.name: sha256_of(file) for file in files}
     text = json.dumps({"versions": versions, "files": sums, **facts}, sort_keys=True)
-    return home_folder() / "openvino" / _FORMAT / hashlib.sha256(text.encode()).hexdigest()[:24]
+    return programs_home() / hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def keep(folder: Path, write: Callable[[Path], None]) -> None:

@@ -3,6 +3,7 @@
 Shapes: M tokens of a program · I input size · O output size of a matrix · G groups of inputs.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,33 +35,51 @@ def split_stores(ov: Any, model: Any, num_leading: int, num_layers: int) -> Any:
     return ov.Model([output.get_node() for output in model.outputs], inputs, "forward")
 
 
-def use_matrices(ov: Any, model: Any, matrices: list[Grouped]) -> Any:
-    """The program with integers in groups in place of its last inputs, which are the matrices [O, I] of products.
+def join_products(ov: Any, model: Any, matrices: list[Grouped]) -> Any:
+    """The program with one product for all matrices [O, I] that multiply the same input; a split hands out the parts.
 
-    Matrices of one form that multiply the same input become one; a split hands out the parts of the product.
+    A product of M numbers with a small matrix spends a part of its time on its start. Query, key and value become one
+    product, gate and up another. Matrices are constants of one number format, or integers in groups of one form.
 
     Args:
         ov: the module ``openvino``.
         model: as recorded.
-        matrices: one for each of the last inputs; the list is emptied, so that no matrix is in memory twice.
+        matrices: in groups, in place of the last inputs; the list is emptied, so that no matrix is in memory twice.
 
     Raises:
-        ValueError: the program does something else with a matrix than multiply by its transpose.
+        RuntimeError: the program does something else with an input than multiply by its transpose.
     """
-    first = len(model.inputs) - len(matrices)
-    groups: dict[Any, list[tuple[Any, Grouped]]] = {}
-    for port, matrix in zip(model.inputs[first:], matrices, strict=True):
-        for node in _products_with(port):
-            source = node.input_value(0)
-            key = source.get_node().get_name(), source.get_index(), matrix.form
-            groups.setdefault(key, []).append((node, matrix))
+    inputs = model.get_parameters()
+    first = len(inputs) - len(matrices)
+    by_input = {port.get_friendly_name(): matrix for port, matrix in zip(inputs[first:], matrices, strict=True)}
     matrices.clear()
+    groups: dict[Any, list[tuple[Any, Any]]] = {}
+    for node in model.get_ordered_ops():
+        if node.get_type_name() != "MatMul":
+            continue
+        source, weight = node.input_value(0), node.input_value(1).get_node()
+        is_turned = weight.get_type_name() == "Transpose"
+        weight = weight.input_value(0).get_node() if is_turned else weight
+        is_constant = weight.get_type_name() == "Constant" and not is_turned and len(weight.shape) == 2
+        matrix = weight if is_constant else by_input.get(weight.get_friendly_name())
+        if matrix is not None and node.get_attributes()["transpose_b"] != is_turned:
+            form = str(weight.get_element_type()) if is_constant else matrix.form
+            key = source.get_node().get_name(), source.get_index(), form
+            groups.setdefault(key, []).append((node, matrix))
+    by_input.clear()
     for key in list(groups):
-        group = groups.pop(key)
-        nodes = [node for node, _ in group]
-        product = _grouped_product(ov, nodes[0].input_value(0), join([matrix for _, matrix in group]))
-        _hand_out(ov, product, nodes, [matrix.shape[0] for _, matrix in group])
-    return ov.Model([output.get_node() for output in model.outputs], model.get_parameters()[:first], "program")
+        nodes, parts = zip(*groups.pop(key), strict=True)
+        if isinstance(parts[0], Grouped):
+            product = _grouped_product(ov, nodes[0].input_value(0), join(parts))
+        elif len(parts) > 1:
+            joined = np.concatenate([part.tensor_view.data for part in parts])
+            tensor = ov.Tensor(parts[0].get_element_type(), ov.Shape(joined.shape))  # memory that the program keeps
+            tensor.data[:] = joined
+            product = ov.opset13.matmul(nodes[0].input_value(0), ov.opset13.constant(tensor), False, True)
+        else:
+            continue
+        _hand_out(ov, product, nodes, [part.shape[0] for part in parts])
+    return ov.Model([output.get_node() for output in model.outputs], inputs[:first], "program")
 
 
 def with_type(ov: Any, model: Any, dtype: str, *, has_outputs: bool) -> Any:
@@ -73,21 +92,6 @@ def with_type(ov: Any, model: Any, dtype: str, *, has_outputs: bool) -> Any:
     for index in range(len(model.outputs) if has_outputs else 0):
         steps.output(index).tensor().set_element_type(wanted)
     return steps.build()
-
-
-def _products_with(port: Any) -> list[Any]:
-    """The products ``x times matrix transposed`` of a matrix that is an input; ValueError for another use."""
-    found = []
-    for reader in port.get_target_inputs():
-        node = reader.get_node()
-        is_turned = node.get_type_name() == "Transpose"
-        for user in list(node.output(0).get_target_inputs()) if is_turned else [reader]:
-            product = user.get_node()
-            is_product = product.get_type_name() == "MatMul" and user.get_index() == 1
-            if not is_product or product.get_attributes()["transpose_b"] == is_turned:
-                raise ValueError("a matrix is no factor of a product")
-            found.append(product)
-    return found
 
 
 def _grouped_product(ov: Any, source: Any, matrix: Grouped) -> Any:
@@ -121,35 +125,10 @@ def _grouped_product(ov: Any, source: Any, matrix: Grouped) -> Any:
     return operators.add(product, operators.matmul(sums, offsets, False, True))
 
 
-def _hand_out(ov: Any, product: Any, nodes: list[Any], sizes: list[int]) -> None:
+def _hand_out(ov: Any, product: Any, nodes: Sequence[Any], sizes: list[int]) -> None:
     """Let the parts of a product take the place of other products."""
-    if len(nodes) == 1:
-        nodes[0].output(0).replace(product.output(0))
-        return
-    parts = ov.opset13.variadic_split(product, np.int64(-1), np.array(sizes, dtype=np.int64))
-    for index, node in enumerate(nodes):
-        node.output(0).replace(parts.output(index))
-
-
-def join_products(ov: Any, model: Any) -> None:
-    """Join the constants [O, I] that multiply the same input; a split hands out the parts of the product.
-
-    A product of M numbers with a small matrix spends a part of its time on its start. Query, key and value become one
-    product, gate and up another.
-    """
-    groups: dict[Any, list[Any]] = {}
-    for node in model.get_ordered_ops():
-        if node.get_type_name() == "MatMul" and node.get_attributes()["transpose_b"]:
-            source, weight = node.input_value(0), node.input_value(1)
-            if weight.get_node().get_type_name() == "Constant" and len(weight.get_shape()) == 2:
-                key = source.get_node().get_name(), source.get_index(), str(weight.get_element_type())
-                groups.setdefault(key, []).append(node)
-    for nodes in groups.values():
-        if len(nodes) > 1:
-            weights = [node.input_value(1).get_node().tensor_view.data for node in nodes]
-            joined = np.concatenate(weights)
-            dtype = nodes[0].input_value(1).get_element_type()
-            tensor = ov.Tensor(dtype, ov.Shape(joined.shape))  # memory of its own, which the program keeps
-            tensor.data[:] = joined
-            product = ov.opset13.matmul(nodes[0].input_value(0), ov.opset13.constant(tensor), False, True)
-            _hand_out(ov, product, nodes, [len(weight) for weight in weights])
+    parts = [product.output(0)]
+    if len(nodes) > 1:
+        parts = ov.opset13.variadic_split(product, np.int64(-1), np.array(sizes, dtype=np.int64)).outputs()
+    for node, part in zip(nodes, parts, strict=True):
+        node.output(0).replace(part)

@@ -28,48 +28,44 @@ class OpenVINORuntime:
     """Runs the decoder and the output matrix of a target with OpenVINO.
 
     Args:
-        folder: of the programs, as :func:`drafter.targets.programs.write_programs` leaves it.
+        folder: of the programs, as :func:`drafter.targets.programs_writing.write_programs` leaves it.
         embed: int64 [1, M] to embeddings [1, M, D].
         capabilities: of the model, whose layers all have keys of one shape.
-        dtype: of embeddings, keys, values and states.
-        precision: of the arithmetic, as OpenVINO names it; empty: the number format's.
-        rounded_together: activations that share a scale of 8 bits; 0: activations are not rounded.
-
-    Raises:
-        Unsuitable: OpenVINO is missing, or cannot compute in this number format.
+        dtype: of embeddings, keys, values and states; one that :func:`check_dtype` accepts.
+        is_grouped: the weights are integers in groups.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        embed: nn.Module,
-        capabilities: Capabilities,
-        *,
-        dtype: torch.dtype,
-        precision: str = "",
-        rounded_together: int = 0,
+        self, folder: Path, embed: nn.Module, capabilities: Capabilities, dtype: torch.dtype, *, is_grouped: bool
     ) -> None:
         assert isinstance(capabilities.cache_shape, CacheShape)
         self._ov = import_openvino()
-        self._start = current_start()
-        self._dtype = dtype
-        self._embed = embed
-        self._shape = capabilities.cache_shape
-        self._num_masks = len(mask_kinds(capabilities)) or 1
-        check_dtype(dtype)
+        self._start = current_start.get()
+        self._folder, self._embed, self._dtype = folder, embed, dtype
+        shape = capabilities.cache_shape
+        self._num_layers = shape.num_layers
+        hidden_size = embed(torch.zeros(1, dtype=torch.int64)).shape[1]
+        stores = ((1, shape.num_heads, 1, size) for size in (shape.key_dim, shape.value_dim))
+        # One row, slot and token.
+        self._shapes = (
+            (1, 1, hidden_size),
+            (1, 1),
+            *[(1, 1, 1, 2)] * (len(mask_kinds(capabilities)) or 1),
+            *(store for store in stores for _ in range(shape.num_layers)),
+        )
         self._settings = {
             "PERFORMANCE_HINT": "LATENCY",
-            "INFERENCE_PRECISION_HINT": precision or PRECISIONS[dtype],
+            # OpenVINO rounds activations to 8 bits in float32 kernels; in bfloat16 it unpacks the weights instead.
+            "INFERENCE_PRECISION_HINT": "f32" if is_grouped else PRECISIONS[dtype],
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
             # Pinned threads of OpenVINO and threads of torch that share their cores wait for each other.
             "ENABLE_CPU_PINNING": False,
-            "DYNAMIC_QUANTIZATION_GROUP_SIZE": rounded_together,
+            # Activations that share a scale of 8 bits, as many as weights do; 0: activations are not rounded.
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": 32 if is_grouped and dtype == torch.bfloat16 else 0,
         }
-        self._folder = folder
-        self._hidden_size = self._embedded(torch.zeros(1, dtype=torch.int64)).shape[1]
-        self._head = self._compile(Program(folder / HEAD, self._settings, ((1, self._hidden_size),)), "output matrix")
+        self._head = self._compile(Program(folder / HEAD, self._settings, ((1, hidden_size),)), "output matrix")
         self._programs: dict[tuple[int, ...], _Program] = {}
-        self._stores: WeakKeyDictionary[SlotCache, _Stores] = WeakKeyDictionary()
+        self._stores: WeakKeyDictionary[SlotCache, dict[tuple[int, ...], list[Any]]] = WeakKeyDictionary()
 
     def forward(
         self,
@@ -92,19 +88,24 @@ class OpenVINORuntime:
         """
         lead = token_BT.shape
         num_slots = masks[0].shape[-1]
-        inner_layers = tuple(sorted(layer for layer in {*context_layers} if layer < self._shape.num_layers))
-        program = self._program(inner_layers)
+        inner_layers = tuple(sorted(layer for layer in {*context_layers} if layer < self._num_layers))
+        if inner_layers not in self._programs:
+            wanted = Program(self._folder / FORWARD, self._settings, self._shapes, inner_layers)
+            self._programs[inner_layers] = _Program(self._compile(wanted, "layers"))
+        program = self._programs[inner_layers]
         slot_BT = cache.planned_slots
-        program.bind_stores(self._stores_of(cache), cache.rows, num_slots)
-        program.set_tokens(self._embedded(token_BT.reshape(1, -1)), position_BT.reshape(1, -1))
-        program.set_masks([self._added_mask(mask, slot_BT) for mask in masks])
-        hidden, keys, values, *inner = program.run()
+        embedding_1MD = self._embed(token_BT.reshape(1, -1)).to(self._dtype)
+        added = (self._added_mask(mask, slot_BT) for mask in masks)
+        tensors = [tensor.contiguous() for tensor in (embedding_1MD, position_BT.reshape(1, -1), *added)]
+        outputs = program.run([self._share(tensor) for tensor in tensors], self._stores_of(cache, num_slots))
+        program.kept = tensors  # OpenVINO does not keep the memory of its inputs
+        hidden, keys, values, *inner = map(self._read, outputs)
         self._write(cache, slot_BT, keys, values)
         hidden_BTD = hidden.view(*lead, -1).clone()
         if not context_layers:
             return hidden_BTD, hidden_BTD
         # The states after the last layer are the final ones.
-        states = dict(zip(inner_layers, inner, strict=True)) | {self._shape.num_layers: hidden}
+        states = dict(zip(inner_layers, inner, strict=True)) | {self._num_layers: hidden}
         return hidden_BTD, torch.cat([states[layer].view(*lead, -1) for layer in context_layers], dim=-1)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -120,26 +121,6 @@ class OpenVINORuntime:
             request = program.compile() if self._start is None else self._start.request(program)
             bar.update()
         return request
-
-    def _embedded(self, token_X: Tensor) -> Tensor:
-        embedding: Tensor = self._embed(token_X)
-        return embedding.to(self._dtype).contiguous()
-
-    def _program(self, layers: tuple[int, ...]) -> "_Program":
-        """The compiled program whose outputs include the hidden states of some layers."""
-        if layers not in self._programs:
-            shape = self._shape
-            stores = [(1, shape.num_heads, 1, size) for size in (shape.key_dim, shape.value_dim)]
-            masks = [(1, 1, 1, 2)] * self._num_masks
-            shapes = (
-                (1, 1, self._hidden_size),
-                (1, 1),
-                *masks,
-                *(store for store in stores for _ in range(shape.num_layers)),
-            )
-            request = self._compile(Program(self._folder / FORWARD, self._settings, shapes, layers), "layers")
-            self._programs[layers] = _Program(self, request, self._num_masks)
-        return self._programs[layers]
 
     def _added_mask(self, mask: Tensor, slot_BT: Tensor) -> Tensor:
         """The mask as the program adds it to the scores, [B, 1, T, S + T]: first the slots, then the tokens themselves.
@@ -173,12 +154,22 @@ class OpenVINORuntime:
             for row, start in enumerate(starts):
                 store[:, cache.rows.start + row, :, start : start + num_tokens] = by_row[:, :, row]
 
-    def _stores_of(self, cache: SlotCache) -> "_Stores":
-        if cache not in self._stores:
-            self._stores[cache] = _Stores(
-                [self._share(layer) for store in (cache.keys, cache.values) for layer in store]
-            )
-        return self._stores[cache]
+    def _stores_of(self, cache: SlotCache, num_slots: int) -> list[Any]:
+        """What the planned rows see of keys and values: OpenVINO's tensors over the cache, keys of all layers first."""
+        known = self._stores.setdefault(cache, {})
+        rows = cache.rows
+        key = rows.start, rows.stop, num_slots
+        if key not in known:
+            known[key] = [
+                self._ov.Tensor(
+                    self._share(layer),
+                    self._ov.Coordinate([rows.start, 0, 0, 0]),
+                    self._ov.Coordinate([rows.stop, layer.shape[1], num_slots, layer.shape[3]]),
+                )
+                for store in (cache.keys, cache.values)
+                for layer in store
+            ]
+        return known[key]
 
     def _share(self, tensor: Tensor) -> Any:
         """The memory of a contiguous tensor as OpenVINO's."""
@@ -193,61 +184,25 @@ class OpenVINORuntime:
         return found if found.dtype == torch.float32 else found.view(self._dtype)
 
 
-class _Stores:
-    """The stores of a slot cache as OpenVINO's tensors, keys of all layers first, and the parts that rows see."""
-
-    def __init__(self, layers: list[Any]) -> None:
-        self._layers = layers
-        self._parts: dict[tuple[int, int, int], list[Any]] = {}
-
-    def part(self, ov: Any, rows: slice, num_slots: int) -> list[Any]:
-        """The visible slots of some rows, without a copy."""
-        key = (rows.start, rows.stop, num_slots)
-        if key not in self._parts:
-            self._parts[key] = [
-                ov.Tensor(
-                    layer,
-                    ov.Coordinate([rows.start, 0, 0, 0]),
-                    ov.Coordinate([rows.stop, layer.shape[1], num_slots, layer.shape[3]]),
-                )
-                for layer in self._layers
-            ]
-        return self._parts[key]
-
-
 class _Program:
-    """A compiled program with its inputs; the memory of the last inputs is kept until the next."""
+    """A compiled program, which remembers its keys and values: they are the same in most steps."""
 
-    def __init__(self, runtime: OpenVINORuntime, request: Any, num_masks: int) -> None:
-        self._runtime = runtime
+    def __init__(self, request: Any) -> None:
         self._request = request
-        self._num_masks = num_masks
-        self._bound: list[Any] = []
-        self._inputs: dict[int, Tensor] = {}
         self._num_outputs = len(request.model_outputs)
+        self._bound: list[Any] = []
+        self.kept: list[Tensor] = []  # until the next run has other inputs
 
-    def bind_stores(self, stores: _Stores, rows: slice, num_slots: int) -> None:
-        part = stores.part(self._runtime._ov, rows, num_slots)
-        if part is not self._bound:
-            for index, tensor in enumerate(part):
-                self._request.set_input_tensor(2 + self._num_masks + index, tensor)
-            self._bound = part
-
-    def set_tokens(self, embedding_1MD: Tensor, position_1M: Tensor) -> None:
-        self._set(0, embedding_1MD.contiguous())
-        self._set(1, position_1M.contiguous())
-
-    def set_masks(self, masks: Sequence[Tensor]) -> None:
-        for index, mask in enumerate(masks):
-            self._set(2 + index, mask)
-
-    def _set(self, index: int, tensor: Tensor) -> None:
-        self._inputs[index] = tensor  # OpenVINO reads its memory and does not keep it
-        self._request.set_input_tensor(index, self._runtime._share(tensor))
-
-    def run(self) -> list[Tensor]:
+    def run(self, inputs: list[Any], stores: list[Any]) -> list[Any]:
+        """Outputs, valid until the next run, of embeddings, positions and masks, and of keys and values."""
+        for index, tensor in enumerate(inputs):
+            self._request.set_input_tensor(index, tensor)
+        if stores is not self._bound:
+            for index, tensor in enumerate(stores, len(inputs)):
+                self._request.set_input_tensor(index, tensor)
+            self._bound = stores
         self._request.infer()
-        return [self._runtime._read(self._request.get_output_tensor(index)) for index in range(self._num_outputs)]
+        return [self._request.get_output_tensor(index) for index in range(self._num_outputs)]
 
 
 def _neighbours(slot_BT: Tensor) -> list[int] | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
@@ -28,15 +28,14 @@ from drafter.targets.openvino_files import ENDS, FACTS, keep, programs_folder
 from drafter.targets.openvino_runtime import OpenVINORuntime, check_dtype
 from drafter.targets.stored import Grouped, StoredMatrix
 
-_ROUNDED_TOGETHER = 32  # activations that share a scale of 8 bits, as many as weights do
-
 
 class ProgramsModel(nn.Module):
     """What torch holds of a model whose layers run from programs: embeddings and output matrix, mapped into memory.
 
     Args:
         config: the sizes that a target reads.
-        tensors: of the folder.
+        tensors: of the folder, by ``embedding.`` and ``output.`` with the name of a part: a weight, or the parts of
+            :class:`Grouped`. Where the output matrix is the embeddings', it has at most a bias of its own.
         dtype: of the rows that a matrix in groups gives.
     """
 
@@ -45,23 +44,14 @@ class ProgramsModel(nn.Module):
     def __init__(self, config: PreTrainedConfig, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
-        embedding, output = (_end(name, tensors, dtype) for name in ("embedding", "output"))
-        assert embedding is not None
-        if isinstance(embedding, Tensor):
-            self.embedding: nn.Module = nn.Embedding.from_pretrained(embedding)
-        else:
-            self.embedding = embedding
-        output = embedding if output is None else output
-        bias = tensors.get("bias")
-        if isinstance(output, Tensor):
-            num_tokens, size = output.shape
-            self.output: Any = nn.Linear(size, num_tokens, bias=bias is not None, device="meta")
-            self.output.weight = nn.Parameter(output, requires_grad=False)
-            if bias is not None:
-                self.output.bias = nn.Parameter(bias, requires_grad=False)
-        else:
-            self.output = output
-            self.output.bias = bias
+        embedding, output = (
+            {key.removeprefix(name): tensor for key, tensor in tensors.items() if key.startswith(name)}
+            for name in ("embedding.", "output.")
+        )
+        if output.keys() <= {"bias"}:
+            output |= embedding
+        self.embedding = _end(embedding, dtype, is_output=False)
+        self.output = _end(output, dtype, is_output=True)
 
     def get_input_embeddings(self) -> nn.Module:
         """Int64 [..., T] to embeddings [..., T, D], as transformers names them."""
@@ -72,19 +62,17 @@ class ProgramsModel(nn.Module):
         return self.output
 
 
-def _end(name: str, tensors: dict[str, Tensor], dtype: torch.dtype) -> Tensor | StoredMatrix | None:
-    """Embeddings or output matrix of a folder; None for an output matrix that is the embeddings'."""
-    packed = tensors.get(f"{name}.packed")
-    if packed is None:
-        return tensors.get(name)
-    offset = tensors.get(f"{name}.offset_OG")
-    matrix = Grouped(
-        packed.numpy(),
-        4 if packed.dtype == torch.uint8 else 8,
-        tensors[f"{name}.scale_OG"].numpy(),
-        None if offset is None else offset.numpy(),
-    )
-    return StoredMatrix(matrix, dtype)
+def _end(parts: dict[str, Tensor], dtype: torch.dtype, *, is_output: bool) -> nn.Module:
+    """Embeddings or output matrix over the memory of their parts."""
+    if "weight" not in parts:
+        arrays = {name: part.numpy() for name, part in parts.items() if name != "bias"}
+        return StoredMatrix(Grouped(**arrays), dtype, parts.get("bias"))
+    if not is_output:
+        return nn.Embedding.from_pretrained(parts["weight"])
+    num_tokens, size = parts["weight"].shape
+    output = nn.Linear(size, num_tokens, bias="bias" in parts, device="meta")
+    output.load_state_dict(parts, assign=True)
+    return output.requires_grad_(False)
 
 
 class Programs(NamedTuple):
@@ -111,78 +99,52 @@ class Programs(NamedTuple):
     tokenizer_kind: str
 
 
-def open_checkpoint(
+def open_programs(
     place: Path | str,
     files: Sequence[Path],
-    read: Any,
     dtype: torch.dtype,
-    quantization: str,
     probe: Probe,
+    *,
+    read: Any = None,
+    quantization: str = "none",
     **shared: Any,
 ) -> Programs:
-    """The target of a folder or hub id.
+    """The target of a folder, a hub id or the integers of a GGUF file; the first start writes its programs.
 
     Args:
-        place: folder or hub id.
+        place: folder or hub id; of a GGUF file, a folder with the model's configuration and tokenizer.
         files: that decide what the model computes.
-        read: cached function that reads the model in ``dtype``.
-        dtype: bfloat16 or float32.
+        dtype: bfloat16 or float32, of embeddings, keys, values and states. Where the programs multiply by integers,
+            activations are rounded to 8 bits in bfloat16.
+        probe: asks the model what it can do; of a GGUF file, a model of a few layers.
+        read: cached function that reads the model in ``dtype``; None: the first file is a GGUF file with matrices of
+            the types of :mod:`drafter.targets.stored`, whose integers run.
         quantization: ``none``, or how the weights of the linear layers are rounded.
-        probe: asks the model what it can do.
         **shared: revision and trust_remote_code.
 
     Raises:
         Unsuitable: OpenVINO cannot run the model; says why.
-        ValueError: of ``read`` and ``probe``.
+        ValueError: of ``read`` and ``probe``; a GGUF file has matrices of another type.
     """
     check_dtype(dtype)
 
     def write(scratch: Path) -> None:
-        from drafter.targets.programs_writing import write_checkpoint
+        from drafter.targets import programs_writing as writing
 
         with dropping(files):  # its memory is a part of the files where the numbers are stored in this format
-            write_checkpoint(scratch, place, read, dtype, quantization, probe, **shared)
+            if read is None:
+                writing.write_gguf(scratch, files[0], place, dtype, probe)
+            else:
+                writing.write_checkpoint(scratch, place, read, dtype, quantization, probe, **shared)
 
     folder = programs_folder(files, {"dtype": str(dtype), "quantization": quantization})
     keep(folder, write)
-    read.cache_clear()
-    return _opened(folder, dtype)
-
-
-def open_gguf(file: Path, place: Path, dtype: torch.dtype, probe: Probe) -> Programs:
-    """The target of a GGUF file, by its own integers.
-
-    Args:
-        file: with matrices of the types of :mod:`drafter.targets.stored`.
-        place: folder with the model's configuration and tokenizer.
-        dtype: of embeddings, keys, values and states; activations are rounded to 8 bits in bfloat16 only.
-        probe: asks a model of a few layers what it can do.
-
-    Raises:
-        ValueError: the file has matrices of another type, or OpenVINO cannot run the model; says why.
-    """
-    check_dtype(dtype)
-
-    def write(scratch: Path) -> None:
-        from drafter.targets.programs_writing import write_gguf
-
-        with dropping([file]):
-            write_gguf(scratch, file, place, dtype, probe)
-
-    files = [file, *sorted(place.glob("*config.json"))]
-    folder = programs_folder(files, {"dtype": str(dtype)})
-    keep(folder, write)
-    return _opened(folder, dtype)
-
-
-def _opened(folder: Path, dtype: torch.dtype) -> Programs:
-    """What a folder holds."""
+    if read is not None:
+        read.cache_clear()
     gc.collect()
     trim()
     facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-    with safe_open(folder / ENDS, "pt") as stored:
-        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-    model: Any = ProgramsModel(PreTrainedConfig(**facts["config"]), tensors, dtype)
+    model: Any = ProgramsModel(PreTrainedConfig(**facts["config"]), load_file(folder / ENDS), dtype)
     windows = {kind: None if window is None else Window(*window) for kind, window in facts["windows"].items()}
     capabilities = Capabilities(
         model,
@@ -190,13 +152,6 @@ def _opened(folder: Path, dtype: torch.dtype) -> Programs:
         CacheShape(*facts["cache_shape"]),
         LogitMap(*facts["logit_map"]),
     )
-    is_grouped = facts["is_grouped"]
-    runtime = OpenVINORuntime(
-        folder, model.embedding, capabilities,
-        dtype=dtype,
-        # OpenVINO rounds activations to 8 bits in float32 kernels; in bfloat16 it unpacks the weights instead.
-        precision="f32" if is_grouped else "",
-        rounded_together=_ROUNDED_TOGETHER if is_grouped and dtype == torch.bfloat16 else 0,
-    )  # fmt: skip
+    runtime = OpenVINORuntime(folder, model.embedding, capabilities, dtype, is_grouped=facts["is_grouped"])
     kept = (facts[name] for name in ("fingerprint", "scheme", "num_parameters", "tokenizer_kind"))
     return Programs(model, capabilities, runtime, dtype, *kept)

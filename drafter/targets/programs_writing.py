@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from drafter.kernels.pages import trim
 from drafter.targets.cache import CacheShape
 from drafter.targets.capabilities import Capabilities, Probe, decoder_of, fingerprint_of
 from drafter.targets.export import check_exportable, export_logits, forward_to_openvino, to_openvino
 from drafter.targets.loading import Checkpoint, describe, read_tokenizer
 from drafter.targets.openvino_compile import Unsuitable, import_openvino
 from drafter.targets.openvino_files import ENDS, FACTS, FORWARD, HEAD
-from drafter.targets.openvino_graph import join_products, split_stores, use_matrices, with_type
+from drafter.targets.openvino_graph import join_products, split_stores, with_type
 from drafter.targets.openvino_runtime import PRECISIONS, mask_kinds
 from drafter.targets.quantized import has_plain_weights
 from drafter.targets.sharding import layers_of
@@ -30,7 +31,7 @@ class _Source(NamedTuple):
     """What programs are made of.
 
     Attributes:
-        model: whose code is recorded; float32 if there are matrices.
+        model: whose code is recorded; its decoder is float32 if there are matrices.
         capabilities: of the model.
         matrices: in place of parameters of the decoder, by name; each goes when a program has its numbers.
         ends: embeddings and output matrix.
@@ -48,35 +49,52 @@ class _Source(NamedTuple):
 def write_checkpoint(
     folder: Path, place: Path | str, read: Any, dtype: torch.dtype, quantization: str, probe: Probe, **shared: Any
 ) -> None:
-    """Write the programs of a checkpoint; arguments and errors as of
-    :func:`drafter.targets.programs.open_checkpoint`.
-    """
+    """Write the programs of a checkpoint; arguments and errors as of :func:`drafter.targets.programs.open_programs`."""
     check_exportable(_described(place, dtype, **shared))
     checkpoint: Checkpoint = read()
-    plain = checkpoint.model
-    if not has_plain_weights(plain):
+    model = checkpoint.model
+    if not has_plain_weights(model):
         raise Unsuitable("its weights have the storage of a library of quantisation")
-    found = probe(plain.eval().requires_grad_(False))
+    found = probe(model)
     if not isinstance(found.cache_shape, CacheShape):
         raise Unsuitable("its layers have keys of different shapes")
-    scheme = checkpoint.scheme or "none"
-    if quantization == "none":
-        output: Any = plain.get_output_embeddings()
-        if type(output) is not nn.Linear:
-            raise Unsuitable("its output matrix is no linear layer")
-        ends = _embedding_rows(plain), output.weight.detach()
-        source = _Source(plain, found, {}, ends, fingerprint_of(ends[1]), scheme)
-    else:
-        source = _rounded(plain, found, describe(place, torch.float32, **shared), quantization)
+    output: Any = model.get_output_embeddings()
+    if type(output) is not nn.Linear:
+        raise Unsuitable("its output matrix is no linear layer")
+    fingerprint = fingerprint_of(output.weight)
+    ends: tuple[Any, Any] = _embedding_rows(model), output.weight.detach()
+    matrices = {}
+    if quantization != "none":
+        read.cache_clear()  # the model loses its weights
+        ends = ends[0], round_matrix(ends[1], BITS[quantization])
+        matrices = _rounded(model, found.decoder, quantization)
+    source = _Source(model, found, matrices, ends, fingerprint, checkpoint.scheme or quantization)
     _write(folder, source, dtype, checkpoint.tokenizer)
 
 
-def write_gguf(folder: Path, file: Path, place: Path, dtype: torch.dtype, probe: Probe) -> None:
+def write_gguf(folder: Path, file: Path, place: Path | str, dtype: torch.dtype, probe: Probe) -> None:
     """Write the programs of a GGUF file's integers; arguments and errors as of
-    :func:`drafter.targets.programs.open_gguf`.
+    :func:`drafter.targets.programs.open_programs`.
     """
-    check_exportable(_described(place, dtype))
-    _write(folder, _of_gguf(file, place, probe), dtype, read_tokenizer(place))
+    model = _described(place, torch.float32)  # OpenVINO multiplies by integers in float32 programs only
+    check_exportable(model)
+    found, fingerprint = _probe_few_layers(file, place, model, probe)
+    parameters = dict(model.named_parameters())
+    tensors = read_tensors(file, model, parameters)
+    by_parameter = {id(parameter): tensors[name] for name, parameter in parameters.items()}
+    modules: Any = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, output = (by_parameter[id(module.weight)] for module in modules)
+    if not (isinstance(embedding, Grouped) and isinstance(output, Grouped)):
+        raise ValueError("its embeddings or its output matrix are not quantised")
+    matrices = {}
+    for name, parameter in found.decoder.named_parameters():
+        tensor = by_parameter[id(parameter)]
+        if isinstance(tensor, Tensor):
+            parameter.data.copy_(tensor)
+        elif parameter is not modules[0].weight:
+            matrices[name] = tensor
+    source = _Source(model, found, matrices, (embedding, output), fingerprint, "none")
+    _write(folder, source, dtype, read_tokenizer(place))
 
 
 def _described(place: Path | str, dtype: torch.dtype, **shared: Any) -> PreTrainedModel:
@@ -98,26 +116,21 @@ def _embedding_rows(model: PreTrainedModel) -> Tensor:
 
 
 def _save_ends(source: _Source, file: Path) -> None:
-    tensors: dict[str, Tensor] = {}
-    embedding, output = source.ends
-    for name, end in {"embedding": embedding, "output": output}.items():
-        if name == "output" and _is_same(end, embedding):
-            continue
-        if isinstance(end, Grouped):
-            parts = {"packed": end.packed, "scale_OG": end.scale_OG, "offset_OG": end.offset_OG}
-            tensors |= {f"{name}.{part}": torch.from_numpy(a) for part, a in parts.items() if a is not None}
-        else:
-            tensors[name] = end
+    """Save embeddings and output matrix by the names that :class:`drafter.targets.programs.ProgramsModel` reads."""
+    embedding, output = (
+        {"weight": end}
+        if isinstance(end, Tensor)
+        else {name: torch.from_numpy(array) for name, array in end._asdict().items() if array is not None}
+        for end in source.ends
+    )
+    places = [{name: part.data_ptr() for name, part in end.items()} for end in (embedding, output)]
+    if places[0] == places[1]:
+        output = {}
     bias = getattr(source.model.get_output_embeddings(), "bias", None)
     if bias is not None:
-        tensors["bias"] = bias.detach()
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
-
-
-def _is_same(one: Tensor | Grouped, other: Tensor | Grouped) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.data_ptr() == other.data_ptr()
-    return one is other
+        output["bias"] = bias.detach()
+    ends = {"embedding": embedding, "output": output}
+    save_file({f"{end}.{name}": part.contiguous() for end, parts in ends.items() for name, part in parts.items()}, file)
 
 
 def _write(folder: Path, source: _Source, dtype: torch.dtype, tokenizer: Any) -> None:
@@ -163,25 +176,22 @@ def write_programs(folder: Path, source: _Source, dtype: torch.dtype) -> None:
         Unsuitable: the model's code cannot be recorded or converted, or a file cannot be written.
     """
     ov = import_openvino()
-    model, found, output_matrix = source.model, source.capabilities, source.ends[1]
-    decoder, shape, kinds = found.decoder, found.cache_shape, mask_kinds(found)
+    found, output_matrix = source.capabilities, source.ends[1]
+    decoder, shape = found.decoder, found.cache_shape
     assert isinstance(shape, CacheShape)
-    output: Any = model.get_output_embeddings()
-    hidden_size = output.weight.shape[1]
+    output: Any = source.model.get_output_embeddings()
     with tqdm(total=3, desc="Exporting the target to OpenVINO, once", disable=None) as bar, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             given = [name for name, _ in decoder.named_parameters() if name in source.matrices]
-            recorded, names = forward_to_openvino(ov, model, decoder, shape, hidden_size, kinds, given, stored=dtype)
+            recorded, names = forward_to_openvino(ov, source.model, found, given, stored=dtype)
             bar.update()
-            forward = use_matrices(ov, recorded, [source.matrices.pop(name) for name in names])
-            forward = split_stores(ov, forward, 2 + (len(kinds) or 1), shape.num_layers)
-            is_given = isinstance(output_matrix, Grouped)
-            head = to_openvino(ov, export_logits(output, found.logit_map, hidden_size, is_given=is_given))
-            if isinstance(output_matrix, Grouped):
-                head = use_matrices(ov, head, [output_matrix])
-            join_products(ov, forward)
-            if dtype != model.dtype:
+            forward = join_products(ov, recorded, [source.matrices.pop(name) for name in names])
+            forward = split_stores(ov, forward, 2 + (len(mask_kinds(found)) or 1), shape.num_layers)
+            in_groups = [output_matrix] if isinstance(output_matrix, Grouped) else []
+            head = to_openvino(ov, export_logits(output, found.logit_map, is_given=bool(in_groups)))
+            head = join_products(ov, head, in_groups)
+            if dtype != decoder.dtype:
                 forward = with_type(ov, forward, PRECISIONS[dtype], has_outputs=True)
                 head = with_type(ov, head, PRECISIONS[dtype], has_outputs=False)  # logits stay finer
             bar.update()
@@ -197,61 +207,33 @@ def write_programs(folder: Path, source: _Source, dtype: torch.dtype) -> None:
         bar.update()
 
 
-def _rounded(plain: PreTrainedModel, found: Capabilities, recorded: PreTrainedModel, quantization: str) -> _Source:
-    """Programs with the rounded weights of all linear layers of a plain model.
+@torch.no_grad()
+def _rounded(model: PreTrainedModel, decoder: PreTrainedModel, quantization: str) -> dict[str, Grouped]:
+    """The rounded weights of a decoder's linear layers, by name.
 
-    Args:
-        plain: the model.
-        found: what it can do.
-        recorded: its description in float32, which OpenVINO's products with integers need.
-        quantization: the scheme.
+    The model loses these weights, embeddings and output matrix. Its other weights become float32, which OpenVINO's
+    products with integers need.
     """
-    bits = BITS[quantization]
-    linears = {id(layer.weight) for layer in plain.modules() if type(layer) is nn.Linear}
-    decoder = decoder_of(recorded)
-    embedding: Any = plain.get_input_embeddings()
-    matrices = {}
-    by_name = dict(decoder.named_parameters())
-    for name, parameter in found.decoder.named_parameters():
-        if parameter is embedding.weight:
-            continue
-        if id(parameter) in linears:
-            matrices[name] = round_matrix(parameter, bits)
-        else:
-            by_name[name].data.copy_(parameter)
-    output: Any = plain.get_output_embeddings()
-    if not matrices or type(output) is not nn.Linear:
-        raise Unsuitable(f"--quantization {quantization} rounds linear layers")
-    if output.bias is not None:
-        head: Any = recorded.get_output_embeddings()
-        head.bias.data.copy_(output.bias)
-    ends = _embedding_rows(plain), round_matrix(output.weight, bits)
-    capabilities = found._replace(decoder=decoder)
-    return _Source(recorded, capabilities, matrices, ends, fingerprint_of(output.weight), quantization)
-
-
-def _of_gguf(file: Path, place: Path, probe: Probe) -> _Source:
-    """Programs with the integers of a GGUF file; only a few layers are unpacked, for the probes."""
-    model = describe(place, torch.float32)  # OpenVINO multiplies by integers in float32 programs only
-    capabilities, fingerprint = _probe_few_layers(file, place, model, probe)
-    parameters = dict(model.named_parameters())
-    tensors = read_tensors(file, model, parameters)
-    by_parameter = {id(parameter): tensors[name] for name, parameter in parameters.items()}
     ends: Any = model.get_input_embeddings(), model.get_output_embeddings()
-    embedding, output = (by_parameter[id(module.weight)] for module in ends)
-    if not (isinstance(embedding, Grouped) and isinstance(output, Grouped)):
-        raise ValueError("its embeddings or its output matrix are not quantised")
+    linears = {id(layer.weight) for layer in model.modules() if type(layer) is nn.Linear}
     matrices = {}
-    for name, parameter in capabilities.decoder.named_parameters():
-        tensor = by_parameter[id(parameter)]
-        if isinstance(tensor, Tensor):
-            parameter.data.copy_(tensor)
+    for name, parameter in decoder.named_parameters():
+        if parameter is not ends[0].weight and id(parameter) in linears:
+            matrices[name] = round_matrix(parameter, BITS[quantization])
+            parameter.data = torch.empty_like(parameter, dtype=torch.float32)  # takes no memory before it is written
         elif parameter is not ends[0].weight:
-            matrices[name] = tensor
-    return _Source(model, capabilities, matrices, (embedding, output), fingerprint, "none")
+            parameter.data = parameter.float()
+    if not matrices:
+        raise Unsuitable(f"--quantization {quantization} rounds linear layers")
+    for end in ends:
+        end.weight.data = torch.empty_like(end.weight, dtype=torch.float32)
+    if ends[1].bias is not None:
+        ends[1].bias.data = ends[1].bias.float()
+    trim()
+    return matrices
 
 
-def _probe_few_layers(file: Path, place: Path, model: PreTrainedModel, probe: Probe) -> tuple[Capabilities, str]:
+def _probe_few_layers(file: Path, place: Path | str, model: PreTrainedModel, probe: Probe) -> tuple[Capabilities, str]:
     """What ``model`` can do, and its fingerprint, by its first layers: one of each kind and two at least, unpacked."""
     few = describe(place, torch.float32)
     config = model.config.get_text_config(decoder=True)

@@ -6,7 +6,7 @@ specification of GGUF's quantisation types (Q4_0, Q4_1, Q4_K, Q6_K, Q8_0).
 Shapes: O outputs · I inputs · G groups of consecutive inputs · X any leading dimensions.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,15 +23,18 @@ class Grouped(NamedTuple):
 
     Attributes:
         packed: int8 [O, I] of 8 bits; or uint8 [O, I / 2] of two signed integers of 4 bits, the even input lowest.
-        bits: of an integer, 4 or 8.
         scale_OG: float16 or float32.
         offset_OG: float32; None where all are 0.
     """
 
     packed: np.ndarray
-    bits: int
     scale_OG: np.ndarray
-    offset_OG: np.ndarray | None
+    offset_OG: np.ndarray | None = None
+
+    @property
+    def bits(self) -> int:
+        """Of an integer, 4 or 8."""
+        return 4 if self.packed.dtype == np.uint8 else 8
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -47,7 +50,7 @@ class Grouped(NamedTuple):
     def rows(self, index: Any) -> "Grouped":
         """Some rows, by slice or array of indices."""
         offset = None if self.offset_OG is None else self.offset_OG[index]
-        return Grouped(self.packed[index], self.bits, self.scale_OG[index], offset)
+        return Grouped(self.packed[index], self.scale_OG[index], offset)
 
     def dense(self) -> Tensor:
         """The weights, float32 [O, I]."""
@@ -63,12 +66,11 @@ class Grouped(NamedTuple):
         return torch.from_numpy(weight.reshape(num_rows, -1))
 
 
-def join(matrices: list[Grouped]) -> Grouped:
+def join(matrices: Sequence[Grouped]) -> Grouped:
     """Matrices of one form, one below the other."""
     offsets = [matrix.offset_OG for matrix in matrices if matrix.offset_OG is not None]
     return Grouped(
         np.concatenate([matrix.packed for matrix in matrices]),
-        matrices[0].bits,
         np.concatenate([matrix.scale_OG for matrix in matrices]),
         np.concatenate(offsets) if offsets else None,
     )
@@ -91,12 +93,12 @@ def _round_rows(weight_OI: np.ndarray, bits: int) -> Grouped:
     if bits == 8 or not is_even:
         scale_OG = np.maximum((np.abs(weight_OGI).max(-1) / 127).astype(np.float16), least)
         integers = np.rint(weight_OGI / scale_OG[:, :, None].astype(np.float32)).clip(-127, 127)
-        return Grouped(integers.astype(np.int8).reshape(num_rows, size), 8, scale_OG, None)
+        return Grouped(integers.astype(np.int8).reshape(num_rows, size), scale_OG)
     low_OG = weight_OGI.min(-1)
     scale_OG = np.maximum(((weight_OGI.max(-1) - low_OG) / 15).astype(np.float16), least)
     scale = scale_OG.astype(np.float32)
     integers = np.rint((weight_OGI - low_OG[:, :, None]) / scale[:, :, None]).clip(0, 15)
-    return Grouped(_pack(integers.astype(np.uint8)), 4, scale_OG, low_OG + 8 * scale)
+    return Grouped(_pack(integers.astype(np.uint8)), scale_OG, low_OG + 8 * scale)
 
 
 def round_linears(model: nn.Module, bits: int) -> int:
@@ -120,13 +122,12 @@ class StoredMatrix(nn.Module):
     Args:
         matrix: in groups.
         dtype: of the numbers.
+        bias: of an output matrix.
     """
 
-    bias: Tensor | None = None
-
-    def __init__(self, matrix: Grouped, dtype: torch.dtype) -> None:
+    def __init__(self, matrix: Grouped, dtype: torch.dtype, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.matrix, self.dtype = matrix, dtype
+        self.matrix, self.dtype, self.bias = matrix, dtype, bias
 
     @property
     def weight(self) -> Tensor:
@@ -164,14 +165,14 @@ def _read_q4(blocks: np.ndarray, *, has_minimum: bool) -> Grouped:
     packed = _pack(np.concatenate([low, high], axis=-1))
     scale_OG = numbers[:, :, 0].copy()
     offset_OG = numbers[:, :, 1].astype(np.float32) + 8 * scale_OG.astype(np.float32) if has_minimum else None
-    return Grouped(packed, 4, scale_OG, offset_OG)
+    return Grouped(packed, scale_OG, offset_OG)
 
 
 def _read_q8(blocks: np.ndarray) -> Grouped:
     """Blocks of 32: scale, 32 bytes."""
     by_block = blocks.reshape(len(blocks), -1, 2 + _BLOCK)
     scale_OG = by_block[:, :, :2].copy().view(np.float16)[:, :, 0]
-    return Grouped(by_block[:, :, 2:].copy().view(np.int8).reshape(len(blocks), -1), 8, scale_OG, None)
+    return Grouped(by_block[:, :, 2:].copy().view(np.int8).reshape(len(blocks), -1), scale_OG)
 
 
 def _read_q4_k(blocks: np.ndarray) -> Grouped:
@@ -190,7 +191,7 @@ def _read_q4_k(blocks: np.ndarray) -> Grouped:
     offset_OG = 8 * scale_OG - (unit[:, :, 1:] * minimum).reshape(num_rows, -1)
     quads = by_block[:, :, 16:].reshape(num_rows, -1, 4, 1, _BLOCK)
     integers = np.concatenate([quads & 15, quads >> 4], axis=3)
-    return Grouped(_pack(integers.reshape(num_rows, -1, _BLOCK)), 4, scale_OG, offset_OG)
+    return Grouped(_pack(integers.reshape(num_rows, -1, _BLOCK)), scale_OG, offset_OG)
 
 
 def _read_q6_k(blocks: np.ndarray) -> Grouped:
@@ -208,7 +209,7 @@ def _read_q6_k(blocks: np.ndarray) -> Grouped:
     integers = (halves | bits << 4).astype(np.int8) - 32
     unit = by_block[:, :, 208:].copy().view(np.float16).astype(np.float32)
     scale_OG = (unit * by_block[:, :, 192:208].copy().view(np.int8)).reshape(num_rows, -1)
-    return Grouped(integers.reshape(num_rows, -1), 8, scale_OG, None)
+    return Grouped(integers.reshape(num_rows, -1), scale_OG)
 
 
 def _pack(integers: np.ndarray) -> np.ndarray:

@@ -30,7 +30,7 @@ from drafter.targets.loading import (
 )
 from drafter.targets.masks import chunk_mask, slot_positions, tree_mask
 from drafter.targets.openvino_compile import Unsuitable
-from drafter.targets.programs import Programs, ProgramsModel, open_checkpoint, open_gguf
+from drafter.targets.programs import Programs, ProgramsModel, open_programs
 from drafter.targets.quantized import dense_weight, has_plain_weights
 from drafter.targets.stored import BITS, StoredMatrix, round_linears
 from drafter.utils.io import first_line
@@ -196,7 +196,9 @@ class Target:
                     if not checkpoint_files(place, revision):
                         read()  # fetches the files of a hub id
                     files = checkpoint_files(place, revision)
-                    made = open_checkpoint(place, files, read, torch_dtype, quantization, cls._probe(name), **shared)
+                    made = open_programs(
+                        place, files, torch_dtype, cls._probe(name), read=read, quantization=quantization, **shared
+                    )
                     tokenizer = read_tokenizer(place, made.tokenizer_kind, **shared)
                     return cls._of_programs(made, tokenizer, name=name, revision=revision)
                 if runtime == "openvino" and pack:
@@ -238,11 +240,12 @@ class Target:
         found = stored_file(name)
         if found is None:
             raise ValueError(f"--dtype stored runs GGUF files, and target {name!r} has none here: give another --dtype")
+        file, place = found
         try:
-            made = open_gguf(*found, torch.bfloat16, cls._probe(name))
+            made = open_programs(place, [file, *sorted(place.glob("*config.json"))], torch.bfloat16, cls._probe(name))
         except ValueError as error:
             raise ValueError(f"--dtype stored cannot run target {name!r}: {error}; give another --dtype") from error
-        tokenizer = read_tokenizer(found[1], made.tokenizer_kind)
+        tokenizer = read_tokenizer(place, made.tokenizer_kind)
         return cls._of_programs(made, tokenizer, name=name, revision=revision)
 
     @classmethod

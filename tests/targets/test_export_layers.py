@@ -15,12 +15,11 @@ ROWS, TOKENS, SLOTS = 2, 3, 4
 
 
 def record(target: Any, given: list[str]) -> tuple[Any, LayerStack, list[str] | None]:
-    decoder, shape = target.capabilities.decoder, target.cache_shape
-    stack = LayerStack(target.model, decoder)
+    found = target.capabilities
+    stack = LayerStack(target.model, found.decoder)
     few = list(filter(stack.is_recorded, given))
     with stack.cut() as layers:
-        arguments = (target.model, decoder, shape, target.hidden_size, (), few)
-        recorded = _readable(export_forward(*arguments, stored=torch.float32, layers=layers))
+        recorded = _readable(export_forward(target.model, found, few, stored=torch.float32, layers=layers))
     assert recorded is not None
     return recorded, stack, repeat_layers(recorded, stack, few)
 
@@ -40,7 +39,7 @@ def test_copies_of_the_recorded_layers_have_weights_keys_and_values_of_their_own
     for node in recorded.graph.nodes:  # OpenVINO reads any strides as a view, torch does not
         node.target = torch.ops.aten.reshape.default if node.target is torch.ops.aten.view.default else node.target
     found = torch.fx.Interpreter(recorded).run(*inputs, mask, *stores, *weights, enable_io_processing=False)
-    whole = ForwardProgram(target.capabilities.decoder, (), given, torch.float32, stack.layers)
+    whole = ForwardProgram(target.capabilities, given, torch.float32, stack.layers)
     with _attention_by_rows(target.model), torch.no_grad():
         wanted: tuple[Tensor, ...] = whole(*inputs, [mask], *stores, weights)
     assert len(found) == len(wanted) == 3 + 6

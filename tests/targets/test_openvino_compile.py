@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from drafter.targets import openvino_compile
-from drafter.targets.home import home_folder
+from drafter.targets import openvino_compile, openvino_files
 from drafter.targets.openvino_compile import Program, Start, starting
 from drafter.targets.target import Target
 from tests.targets.test_target import tiny
@@ -41,7 +40,7 @@ def states(folder: Path, *, layers: tuple[int, ...] = (), **options: Any) -> tup
     """Hidden states of a start, and what was compiled ahead."""
     options = OPTIONS | options
     with starting(str(folder), options):
-        start = openvino_compile.current_start()
+        start = openvino_compile.current_start.get()
         assert start is not None
         ahead = [program for program, _ in start._ahead]
         target = Target.load(str(folder), **options)
@@ -91,9 +90,9 @@ def test_other_outputs_and_other_options_are_compiled_when_they_are_asked_for(
 
 def test_damaged_programs_and_records_are_not_compiled_ahead(folder: Path) -> None:
     wanted, _ = states(folder)
-    record = home_folder() / "openvino" / "starts.json"
+    (record,) = openvino_files.programs_home().glob("*.json")
     known = record.read_text()
-    program = next((home_folder() / "openvino").rglob("forward.bin"))
+    program = next(openvino_files.programs_home().rglob("forward.bin"))
     program.write_bytes(program.read_bytes()[:-1])
     found, ahead = states(folder)
     assert ahead == [] and torch.equal(found, wanted)

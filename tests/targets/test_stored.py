@@ -14,7 +14,7 @@ from drafter.engine.settings import Plan
 from drafter.targets import loading
 from drafter.targets.catalog import stored_file
 from drafter.targets.masks import chunk_mask
-from drafter.targets.programs import open_gguf
+from drafter.targets.programs import open_programs
 from drafter.targets.stored import read_matrix, round_linears, round_matrix
 from drafter.targets.target import Target
 from tests.targets.tiny_gguf import write_gguf
@@ -102,8 +102,8 @@ def test_text_with_float32_activations_is_that_of_generate(kind: str, tmp_path: 
         wanted.append(output[0, len(prompt) :].tolist())
     found = stored_file(str(file))
     assert found is not None
-    probe = lambda model: Target.from_model(model).capabilities  # noqa: E731
-    target = Target._of_programs(open_gguf(*found, torch.float32, probe), None, name="stored")
+    made = open_programs(found[1], [file], torch.float32, lambda model: Target.from_model(model).capabilities)
+    target = Target._of_programs(made, None, name="stored")
     assert texts(target, "none") == texts(target, "lookup") == wanted
     assert target.fingerprint == unpacked.fingerprint and target.num_parameters == unpacked.num_parameters
     assert target.is_stored and not unpacked.is_stored
