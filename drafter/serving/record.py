@@ -69,9 +69,11 @@ class Recorder:
         try:
             while (row := self._rows.get()) is not None:
                 line = json.dumps(row, separators=(",", ":")).encode() + b"\n"
-                if len(line) <= self._file_bytes:
-                    self._write(line)
-                    self._metrics.recorded_answers.inc()
+                if len(line) > self._file_bytes:
+                    self._metrics.unrecorded_answers.inc()
+                    continue
+                self._write(line)
+                self._metrics.recorded_answers.inc()
         except OSError as error:
             _log.warning("recording into %s has ended: %s", self._folder, error.strerror or error)
             self._metrics.is_recording.set(0)
