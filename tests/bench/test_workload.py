@@ -1,6 +1,5 @@
 """Prompt sets: files of every known form, names of the hub, conversations and categories."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,11 +8,7 @@ import datasets
 import pytest
 
 from drafter.bench.workload import Item, Workload, read_prompt_set
-
-
-def write(path: Path, rows: list[object]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+from tests.data.tiny import write_jsonl
 
 
 def asked(text: str) -> tuple[dict[str, str], ...]:
@@ -29,7 +24,7 @@ def test_rows_of_every_form_become_prompts(tmp_path: Path) -> None:
         {"text": "once upon"},
         {"prompt_token_ids": [5, 6], "token_ids": [7]},
     ]
-    workload = read_prompt_set(write(tmp_path / "mine.jsonl", rows))
+    workload = read_prompt_set(write_jsonl(tmp_path / "mine.jsonl", rows))
     assert workload.name == "mine" and workload.categories == ["math"]
     assert len({Workload("w", (item,)).digest for item in (*workload.items, Item("", asked("one")))}) == 6
     assert workload.items[0] == Item("math", asked("one")) and workload.items[1] == Item("", asked("hello"))
@@ -40,7 +35,7 @@ def test_rows_of_every_form_become_prompts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("row", [{"turns": ["", "two"]}, {"prompt": "x", "category": 3}])
 def test_bad_rows_are_refused_with_their_place(tmp_path: Path, row: dict[str, object]) -> None:
-    path = write(tmp_path / "bad.jsonl", [{"prompt": "fine"}, row])
+    path = write_jsonl(tmp_path / "bad.jsonl", [{"prompt": "fine"}, row])
     with pytest.raises(ValueError, match="bad.jsonl, line 2"):
         read_prompt_set(path)
 
