@@ -14,9 +14,9 @@ PROMPTS = [[0, 40, 41, 42, 40, 41], [0, 90], [0, 17, 18, 19, 20, 21, 22, 23, 24,
 PARAMS = SamplingParams(max_new_tokens=12)
 
 
-def ours(params: SamplingParams = PARAMS) -> list[TimedAnswer]:
+def ours() -> list[TimedAnswer]:
     backend = EngineBackend(Engine(tiny_target(), config=EngineConfig(method="none", max_num_seqs=3)), 64)
-    return backend.answer(PROMPTS, params, lambda: None)
+    return backend.answer(PROMPTS, PARAMS, lambda: None)
 
 
 def peer(batch_size: int) -> TransformersBackend:
