@@ -12,7 +12,11 @@ from drafter.utils.options import _parser, read_options
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_ANYWHERE = {"--print_config", "--help-all"}
+SOURCES = [
+    *(ROOT / "drafter").rglob("*.py"),
+    *(ROOT / "configs").rglob("*.yaml"),
+    *(path for path in (ROOT / "scripts").rglob("*") if path.is_file() and path.suffix != ".pyc"),
+]
 
 
 def prose_and_blocks(page: Path) -> tuple[str, list[str]]:
@@ -60,12 +64,9 @@ def test_mentioned_commands_and_flags_exist(page: Path) -> None:
     for mention in command_mentions(page):
         name, rest = name_and_rest(mention.split())
         kind = options_class(load_command(name))
-        flags = {word.split("=")[0] for word in rest if word.startswith("--")} - _ANYWHERE
-        if kind is None:
-            help_text = "--wandb --ckpt_path"
-            unknown = {flag for flag in flags if "." not in flag and flag not in help_text}
-        else:
-            unknown = flags - _parser(kind, name)._option_string_actions.keys()
+        known = {"--wandb", "--ckpt_path"} if kind is None else set(_parser(kind, name)._option_string_actions)
+        flags = {word.split("=")[0] for word in rest if word.startswith("--")} - {"--print_config", "--help-all"}
+        unknown = {flag for flag in flags - known if kind is not None or "." not in flag}
         assert not unknown, f"{page.name}: `{mention}`"
 
 
@@ -95,11 +96,7 @@ def test_named_files_exist(page: Path) -> None:
 
 
 def test_pages_that_the_code_cites_exist() -> None:
-    for file in [
-        *(ROOT / "drafter").rglob("*.py"),
-        *(ROOT / "configs").rglob("*.yaml"),
-        *(ROOT / "scripts").rglob("*.*"),
-    ]:
+    for file in SOURCES:
         for name in re.findall(r"\bdocs/[\w/.-]*\w\.(?:md|svg)", file.read_text(errors="replace")):
             assert (ROOT / name).exists(), f"{file.relative_to(ROOT)}: {name}"
 
@@ -108,16 +105,6 @@ def test_the_checks_see_commands_and_links() -> None:
     assert sum(len(command_lines(page)) for page in PAGES) > 20
     assert sum(len(command_mentions(page)) for page in PAGES) > 20
     assert "4-reading-the-validation" in anchors(ROOT / "docs" / "train-your-own.md")
-
-
-SOURCES = [
-    *PAGES,
-    *(ROOT / "drafter").rglob("*.py"),
-    *(ROOT / "configs").rglob("*.yaml"),
-    *(path for path in (ROOT / "scripts").rglob("*") if path.is_file() and path.suffix != ".pyc"),
-    ROOT / "CHANGELOG.md",
-    ROOT / "constraints.txt",
-]
 
 
 def wrong_installs(text: str, extras: set[str]) -> list[str]:
@@ -130,15 +117,9 @@ def wrong_installs(text: str, extras: set[str]) -> list[str]:
 
 def test_no_message_and_no_page_installs_another_package() -> None:
     extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
-    for file in SOURCES:
+    for file in (*SOURCES, *PAGES, ROOT / "CHANGELOG.md", ROOT / "constraints.txt"):
         assert not wrong_installs(file.read_text(errors="replace"), extras), file
-    for bad in (
-        "pip install drafter",
-        "pip install -U 'drafter[serve]'",
-        "(extra `drafter[x]`)",
-        "-e '.[nothing]'",
-        "pip install recurrent-drafter",
-    ):
+    for bad in ("pip install drafter", "pip install -U 'drafter[serve]'", "(extra `drafter[x]`)", "-e '.[nothing]'"):
         assert wrong_installs(bad, extras), bad
 
 

@@ -1,20 +1,16 @@
 """The quickstart in small, on the real default target: fetch, answer, 30 training steps, export, decode, compare."""
 
-import json
 from pathlib import Path
 
 import pytest
 import yaml
 
 from drafter.cli.main import main
+from tests.cli.test_decode import rows_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = "smollm2-135m"
 PROMPTS = ROOT / "scripts" / "quickstart-prompts.jsonl"
-
-
-def rows_of(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
 
 
 @pytest.mark.slow

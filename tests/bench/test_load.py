@@ -4,7 +4,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -42,11 +42,10 @@ class Server:
         if handler.command == "GET":
             send(handler, 200, b'{"data": [{"id": "tiny"}, {"id": "mine"}]}')
             return
-        body = json.loads(data)
         with self.lock:
             self.num_present += 1
             self.most_present = max(self.most_present, self.num_present)
-            self.bodies.append((handler.path, body))
+            self.bodies.append((handler.path, json.loads(data)))
             self.keys.add(handler.headers.get("Authorization"))
             is_refused = self.is_refused(len(self.bodies))
         if is_refused:
@@ -54,22 +53,19 @@ class Server:
         else:
             handler.send_response(200)
             handler.end_headers()
-            self._stream(handler, is_chat="messages" in body)
+            self._stream(lambda event: handler.wfile.write(f"data: {json.dumps(event)}\n\n".encode()))
         with self.lock:  # before the last event, as the client sends its next request after that event
             self.num_present -= 1
         if not is_refused:
             handler.wfile.write(b"data: [DONE]\n\n")
 
-    def _stream(self, handler: BaseHTTPRequestHandler, *, is_chat: bool) -> None:
-        def event(content: dict[str, Any]) -> None:
-            handler.wfile.write(f"data: {json.dumps(content)}\n\n".encode())
-
-        event({"choices": [{"delta": {"role": "assistant", "content": ""}}] if is_chat else []})
-        for _ in range(NUM_PIECES):
+    def _stream(self, send_event: Callable[[dict[str, Any]], object]) -> None:
+        send_event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+        for number in range(NUM_PIECES):
             time.sleep(PIECE_SECONDS)
-            event({"choices": [{"delta": {"content": "ab"}} if is_chat else {"text": "ab"}]})
+            send_event({"choices": [{"delta": {"content": "ab"}} if number % 2 else {"text": "ab"}]})
         if self.has_usage:
-            event({"choices": [], "usage": {"completion_tokens": 2 * NUM_PIECES}})
+            send_event({"choices": [], "usage": {"completion_tokens": 2 * NUM_PIECES}})
 
 
 @pytest.fixture
@@ -123,16 +119,18 @@ def refused_by(respond: Respond) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("event", [b'{"choices": [{"delta": 1}]}', b"[" * 100_000])
-def test_events_of_other_shapes_are_failures(event: bytes) -> None:
-    found = refused_by(lambda handler, _: send(handler, 200, b"data: " + event + b"\n\n"))
-    assert "an event of another shape" in found
-
-
-def test_errors_of_a_server_are_printable() -> None:
-    event = b'data: {"error": "a\\u001b[2J\\ud800\\u202e"}\n\n'
-    assert refused_by(lambda handler, _: send(handler, 200, event)).endswith(": a\ufffd[2J\ufffd\ufffd")
-    assert refused_by(lambda handler, _: send(handler, 500, b"b\x1b[2J")).endswith("HTTP 500: b\ufffd[2J")
+@pytest.mark.parametrize(
+    ("status", "data", "message"),
+    [
+        (200, b'data: {"choices": [{"delta": 1}]}\n\n', "an event of another shape"),
+        (200, b"data: " + b"[" * 100_000 + b"\n\n", "an event of another shape"),
+        (200, b'data: {"error": "a\\u001b[2J\\ud800\\u202e"}\n\n', ": a\ufffd[2J\ufffd\ufffd"),
+        (500, b"b\x1b[2J", "HTTP 500: b\ufffd[2J"),
+    ],
+    ids=["shape", "depth", "error", "status"],
+)
+def test_wrong_answers_are_failures_that_can_be_printed(status: int, data: bytes, message: str) -> None:
+    assert message in refused_by(lambda handler, _: send(handler, status, data))
 
 
 def test_an_answer_has_limits_of_size_and_time(monkeypatch: pytest.MonkeyPatch) -> None:

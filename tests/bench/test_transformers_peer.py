@@ -14,22 +14,13 @@ PROMPTS = [[0, 40, 41, 42, 40, 41], [0, 90], [0, 17, 18, 19, 20, 21, 22, 23, 24,
 PARAMS = SamplingParams(max_new_tokens=12)
 
 
-def ours(params: SamplingParams = PARAMS) -> list[TimedAnswer]:
+def ours() -> list[TimedAnswer]:
     backend = EngineBackend(Engine(tiny_target(), config=EngineConfig(method="none", max_num_seqs=3)), 64)
-    return backend.answer(PROMPTS, params, lambda: None)
+    return backend.answer(PROMPTS, PARAMS, lambda: None)
 
 
 def peer(batch_size: int) -> TransformersBackend:
     return TransformersBackend(tiny_target(), batch_size)
-
-
-def test_greedy_texts_are_those_of_our_plain_decoding() -> None:
-    finished: list[int] = []
-    answers = peer(2).answer(PROMPTS, PARAMS, lambda: finished.append(1))
-    for expected, answer in zip(ours(), answers, strict=True):
-        assert answer.token_ids == expected.token_ids
-        assert 0 < answer.first_token_seconds <= answer.seconds and answer.num_forwards == len(answer.token_ids)
-    assert len(finished) == 3
 
 
 def test_settings_that_came_with_the_model_are_set_aside() -> None:

@@ -1,6 +1,5 @@
 """Prompt sets: files of every known form, names of the hub, conversations and categories."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,11 +8,7 @@ import datasets
 import pytest
 
 from drafter.bench.workload import Item, Workload, read_prompt_set
-
-
-def write(path: Path, rows: list[object]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+from tests.data.tiny import write_jsonl
 
 
 def asked(text: str) -> tuple[dict[str, str], ...]:
@@ -29,7 +24,7 @@ def test_rows_of_every_form_become_prompts(tmp_path: Path) -> None:
         {"text": "once upon"},
         {"prompt_token_ids": [5, 6], "token_ids": [7]},
     ]
-    workload = read_prompt_set(write(tmp_path / "mine.jsonl", rows))
+    workload = read_prompt_set(write_jsonl(tmp_path / "mine.jsonl", rows))
     assert workload.name == "mine" and workload.categories == ["math"]
     assert len({Workload("w", (item,)).digest for item in (*workload.items, Item("", asked("one")))}) == 6
     assert workload.items[0] == Item("math", asked("one")) and workload.items[1] == Item("", asked("hello"))
@@ -40,24 +35,16 @@ def test_rows_of_every_form_become_prompts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("row", [{"turns": ["", "two"]}, {"prompt": "x", "category": 3}])
 def test_bad_rows_are_refused_with_their_place(tmp_path: Path, row: dict[str, object]) -> None:
-    path = write(tmp_path / "bad.jsonl", [{"prompt": "fine"}, row])
+    path = write_jsonl(tmp_path / "bad.jsonl", [{"prompt": "fine"}, row])
     with pytest.raises(ValueError, match="bad.jsonl, line 2"):
         read_prompt_set(path)
-
-
-def test_empty_and_missing_files_are_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(ValueError, match="empty.jsonl"):
-        read_prompt_set(str(tmp_path / "empty.jsonl"))
-    with pytest.raises(FileNotFoundError, match="nowhere.jsonl"):
-        read_prompt_set(str(tmp_path / "nowhere.jsonl"))
-    with pytest.raises(ValueError, match="nothing holds no prompts"):
-        Workload("nothing", ())
 
 
 def test_fewer_prompts_come_from_all_categories() -> None:
     items = tuple(Item(category, text=str(i)) for i, category in enumerate("aaabb"))
     workload = Workload("w", items)
+    with pytest.raises(ValueError, match="nothing holds no prompts"):
+        Workload("nothing", ())
     assert [item.text for item in workload.take(3).items] == ["0", "1", "3"]
     assert [item.text for item in workload.take(4).items] == ["0", "1", "3", "4"]
     assert workload.take(None) is workload and workload.take(9) is workload

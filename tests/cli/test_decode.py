@@ -1,42 +1,18 @@
 """`drafter decode`, `distill` and `data inspect` from end to end, on a tiny target."""
 
-import inspect
 import json
-import re
-import sys
-from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
-from drafter.cli import decode as cli_decode
-from drafter.cli.decode import DecodeOptions, _verdict
+from drafter.cli.decode import _verdict
 from drafter.cli.main import main
 from drafter.data.traffic import read_traffic
-from drafter.engine.engine import Engine
 from drafter.engine.request import Completion
-from drafter.engine.settings import EngineOptions
 from drafter.targets.target import Target
-from tests.cli.test_main import fails
-from tests.tiny_files import make_drafter, make_target
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A tiny target with a tokenizer and a chat template, as a folder."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DRAFTER_HOME", str(tmp_path_factory.mktemp("home")))
-        yield make_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def drafter(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An untrained drafter for it."""
-    return make_drafter(target, tmp_path_factory.mktemp("drafter"))
+from tests.cli.conftest import Refused
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
@@ -116,24 +92,26 @@ def test_decode_prints_and_chats(
     assert capsys.readouterr().err.count("tokens/step") == 3 and lines == ["never read"]
 
 
-def test_foreign_files_are_kept(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_foreign_files_are_kept(target: str, tmp_path: Path, refused: Refused) -> None:
     out = tmp_path / "thesis.txt"
     out.write_text("years of work")
     words = ["decode", "--target", target, "--device", "cpu", "--method", "none", "--prompt", "a"]
     words += ["--max-new-tokens", "2", "--out"]
-    fails([*words, str(out)], capsys, "thesis.txt exists and no earlier run wrote it")
+    refused([*words, str(out)], "thesis.txt exists and no earlier run wrote it")
     assert out.read_text() == "years of work"
     assert main([*words, str(out), "--overwrite"]) == 0
     assert main([*words, str(out)]) == 0, "the file of an earlier run"
     assert len(rows_of(out)) == 1
-    fails([*words, "/dev/full"], capsys, "/dev/full: No space left")
+    refused([*words, "/dev/full"], "/dev/full: No space left")
 
 
-def test_distill_then_inspect(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_distill_then_inspect(
+    target: str, tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
+) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "new" / "answers.jsonl"
     prompts.write_text('{"question": "one"}\n{"question": "two"}\n')
     words = ["distill", "--target", target, "--prompts", str(prompts), "--out", str(out), "--device", "cpu"]
-    fails([*words, "--column", "prompt"], capsys, "--column prompt must be OURS=THEIRS")
+    refused([*words, "--column", "prompt"], "--column prompt must be OURS=THEIRS")
     words += ["--column", "prompt=question", "--max-new-tokens", "4", "--temperature", "0,0.8", "--num-answers", "2"]
     assert main(words) == 0
     assert "4 of 4 answers" in capsys.readouterr().out
@@ -147,44 +125,5 @@ def test_distill_then_inspect(target: str, tmp_path: Path, capsys: pytest.Captur
     good.write_text('{"prompt": "hi", "response": "hello"}\n')
     assert main(["data", "inspect", str(good), "--target", target]) == 0
     assert "⟦hello<|im_end|>⟧" in capsys.readouterr().out
-    fails(["distill", "--out", str(out)], capsys, "give --target, or --endpoint with --model")
-    fails(["distill", "--out", str(out), "--endpoint", "http://h:1"], capsys, "--endpoint needs --model")
-
-
-def test_the_help_lists_at_most_26_flags_and_names_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["decode", "--help"]) == 0
-    shown = capsys.readouterr().out
-    listed = [line.split()[0].rstrip(",") for line in shown.splitlines() if line.startswith("  --")]
-    own = [flag for flag in listed if flag not in ("--config", "--print-config")]
-    assert 20 < len(own) <= 26, own
-    rest = " ".join(shown.split()).rpartition("Flags that seldom matter")[2].replace("- ", "-")
-    flags = {f"--{item.name.replace('_', '-')}" for item in fields(DecodeOptions)}
-    assert {flag for flag in flags if flag not in own} == set(re.findall(r"--[a-z-]+", rest))
-
-
-def test_a_prompt_enters_at_most_17_files_before_the_first_step(target: str, drafter: str) -> None:
-    """Files of the package whose functions are called, the making of the engine included, the models' loading not."""
-    root = str(Path(cli_decode.__file__).parents[1])
-    files: set[str] = set()
-    is_on, loading = False, None  # loading: the frame of `load_models`
-
-    def count(frame: FrameType, event: str, _: object) -> None:
-        nonlocal is_on, loading
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(root):
-            is_on = (is_on or code is cli_decode.decode.__code__) and code is not Engine.step.__code__
-            if is_on and loading is None:
-                if code is EngineOptions.load_models.__code__:
-                    loading = frame
-                elif code.co_flags & inspect.CO_OPTIMIZED:  # no body of a module or class
-                    files.add(code.co_filename.removeprefix(root))
-        elif event == "return" and frame is loading:
-            loading = None
-
-    words = ["--target", target, "--drafter", drafter, "--device", "cpu", "--prompt", "hi", "--max-new-tokens", "2"]
-    sys.setprofile(count)
-    try:
-        assert main(["decode", *words]) == 0
-    finally:
-        sys.setprofile(None)
-    assert "/engine/runner.py" in files and len(files) <= 17, sorted(files)
+    refused(["distill", "--out", str(out)], "give --target, or --endpoint with --model")
+    refused(["distill", "--out", str(out), "--endpoint", "http://h:1"], "--endpoint needs --model")

@@ -3,17 +3,19 @@
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
+from safetensors import SafetensorError
 
 import drafter.cli.main as cli
 from drafter.cli.main import COMMANDS, load_command, main, options_class
 from drafter.utils.options import Options, _parser, _plain, _texts
 from drafter.utils.validate import range_of
+from tests.cli.conftest import Refused
 
 KINDS = {name: kind for name in COMMANDS if (kind := options_class(load_command(name))) is not None}
 HELP_OF_ALL = """
@@ -25,16 +27,6 @@ for name in COMMANDS:
 heavy = {"torch", "transformers", "lightning", "datasets", "numpy"} & set(sys.modules)
 assert not heavy, heavy
 """
-
-
-def fails(argv: list[str], capsys: pytest.CaptureFixture[str], *parts: str) -> None:
-    """The command ends with exit code 2 and one line that holds all `parts`."""
-    assert main(argv) == 2
-    shown = capsys.readouterr().err
-    lines = shown.splitlines()
-    assert [line.startswith("drafter: error: ") for line in lines].count(True) == 1 and "Traceback" not in shown
-    for part in parts:
-        assert part in lines[-1]
 
 
 def test_help_of_every_command_loads_nothing_heavy() -> None:
@@ -115,7 +107,7 @@ def test_default_then_file_then_flag(name: str, tmp_path: Path, capsys: pytest.C
 
 
 def test_training_reads_its_own_config_and_says_errors_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quick = str(Path(__file__).resolve().parents[2] / "configs/train/smollm2-135m-quick.yaml")
     first = printed("train", ["--model.optim.lr", "0.5", "--config", quick], capsys)
@@ -124,48 +116,20 @@ def test_training_reads_its_own_config_and_says_errors_in_one_line(
     file.write_text(yaml.safe_dump(first))
     assert printed("train", ["--config", str(file)], capsys) == first
     words = ["train", "--config", quick]
-    fails([*words, "--model.optim.lr", "x"], capsys, "model.optim.lr", "float", "x")
-    fails([*words, "--model.drafter.head", "tyed"], capsys, "model.drafter.head", "'full', 'tied'", "tyed")
-    fails([*words, "--model.drafter.hed", "full"], capsys, "unrecognized arguments: --model.drafter.hed")
+    refused([*words, "--model.optim.lr", "x"], "model.optim.lr", "float", "x")
+    refused([*words, "--model.drafter.head", "tyed"], "model.drafter.head", "'full', 'tied'", "tyed")
+    refused([*words, "--model.drafter.hed", "full"], "unrecognized arguments: --model.drafter.hed")
     file.write_text(Path(quick).read_text().replace("draft_length:", "draft_lenght:"))
-    fails(["train", "--config", str(file)], capsys, "draft_lenght")
-    fails(["train", "--config", "none.yaml"], capsys, "File does not exist", "none.yaml")
-    fails(["train"], capsys, "model.target")
+    refused(["train", "--config", str(file)], "draft_lenght")
+    refused(["train", "--config", "none.yaml"], "File does not exist", "none.yaml")
+    refused(["train"], "model.target")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ToyOptions(Options):
-    """Do it.
-
-    Attributes:
-        size: how many
-    """
-
-    size: int = 1
-
-
-def run_function(function: Any, words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    """Run `function` as the command `toy`."""
-    monkeypatch.setitem(COMMANDS, "toy", "nowhere:toy")
-    monkeypatch.setattr(cli, "load_command", lambda name: function)
-    return main(["toy", *words])
-
-
-def test_command_with_commands_below_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def toy(options: ToyOptions) -> int:
-        return options.size
-
-    monkeypatch.setitem(COMMANDS, "toy report", "nowhere:report")
-    assert run_function(toy, ["--size", "3"], monkeypatch) == 3
-    assert run_function(toy, [], monkeypatch) == 1
-    assert run_function(toy, ["reprot", "x"], monkeypatch) == 2
-    assert "unknown command 'toy reprot' (did you mean toy report?)" in capsys.readouterr().err
-
-
-def test_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    fails(["decod"], capsys, "unknown command 'decod' (did you mean decode?)")
-    fails(["target", "ftch"], capsys, "unknown command 'target ftch' (did you mean target fetch?)")
-    fails(["--nonsense"], capsys, "unknown command '--nonsense'")
+def test_unknown_commands(refused: Refused, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(["decod"], "unknown command 'decod' (did you mean decode?)")
+    refused(["target", "ftch"], "unknown command 'target ftch' (did you mean target fetch?)")
+    refused(["bench", "reprot", "x"], "unknown command 'bench reprot' (did you mean bench report")
+    refused(["--nonsense"], "unknown command '--nonsense'")
     assert main([]) == 2
     assert main(["target"]) == 2
     assert "target fetch" in capsys.readouterr().out
@@ -179,6 +143,7 @@ def test_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (ValueError("bad\nvalue"), "bad value"),
         (OSError(28, "No space left on device", "out/model"), "out/model: No space left on device"),
+        (SafetensorError("No space left on device (os error 28)"), "No space left on device"),
         (FileNotFoundError(36, "File name too long", "a" * 3000), f"{'a' * 500} ...: File name too long"),
         (ValueError("a\x1b[2J\u202eb"), "a\ufffd[2J\ufffdb"),
         (ModuleNotFoundError("no", name="fastapi"), "fastapi is not installed"),
@@ -189,20 +154,21 @@ def test_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
 def test_errors_are_one_line(
     error: BaseException, line: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def toy(options: ToyOptions) -> None:
+    def toy(options: Options) -> None:
         raise error
 
+    monkeypatch.setattr(cli, "load_command", lambda name: toy)
     monkeypatch.delenv("DRAFTER_TRACEBACK", raising=False)
     if isinstance(error, KeyboardInterrupt):
-        assert run_function(toy, [], monkeypatch) == 130
+        assert main(["decode"]) == 130
         assert capsys.readouterr().err == "drafter: interrupted\n"
         return
     if line is not None:
-        assert run_function(toy, [], monkeypatch) == 2
+        assert main(["decode"]) == 2
         assert capsys.readouterr().err.startswith(f"drafter: error: {line}")
         monkeypatch.setenv("DRAFTER_TRACEBACK", "1")
     with pytest.raises(type(error)):
-        run_function(toy, [], monkeypatch)
+        main(["decode"])
 
 
 def test_closed_outputs_are_quiet() -> None:
@@ -217,15 +183,13 @@ def test_closed_outputs_are_quiet() -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
-@pytest.mark.parametrize("name", [None, "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
-def test_idle_threads_sleep_soon_where_openvino_is_installed(monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
+def test_idle_threads_sleep_soon_where_openvino_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the user says otherwise, and unless torch has read the variable already."""
     monkeypatch.setattr(cli, "find_spec", lambda name: name == "openvino")
-    environment = {} if name is None else {name: "7"}
-    monkeypatch.setattr(os, "environ", environment)
-    monkeypatch.setitem(sys.modules, "torch", sys)
-    cli._let_threads_sleep()
-    assert environment == ({} if name is None else {name: "7"})
-    monkeypatch.delitem(sys.modules, "torch")
-    cli._let_threads_sleep()
-    assert environment == ({"GOMP_SPINCOUNT": "30000"} if name is None else {name: "7"})
+    for has_torch in (True, False):
+        monkeypatch.setattr(sys, "modules", {"torch": sys} if has_torch else {})
+        for given in ({}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "7"}):
+            environment = dict(given)
+            monkeypatch.setattr(os, "environ", environment)
+            cli._let_threads_sleep()
+            assert environment == (given if given or has_torch else {"GOMP_SPINCOUNT": "30000"})

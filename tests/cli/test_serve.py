@@ -1,30 +1,14 @@
 """``drafter serve``: options and refusals; tests/serving/test_listen.py has the process."""
 
 import json
-import re
+import shutil
 from pathlib import Path
 
 import pytest
 
-from drafter.cli.main import main
 from drafter.serving.listen import bind
 from drafter.serving.options import ServeOptions
-from drafter.utils.options import read_options
-from tests.serving.tiny import save_target
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("target: a\nprot: 1", "'prot' is not accepted"),
-        ("target: a\nrequest_timeout: .nan", "--request-timeout is nan"),
-    ],
-)
-def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        read_options(ServeOptions, ["--config", str(file)])
+from tests.cli.conftest import Refused
 
 
 def test_names_that_clients_see_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,32 +22,21 @@ def test_names_that_clients_see_and_keys(tmp_path: Path, monkeypatch: pytest.Mon
     assert ServeOptions(target="a", api_key=("x",)).api_keys == ("x", "from-environment")
 
 
-def test_taken_port_is_told_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_taken_port_is_told_before_anything_is_loaded(refused: Refused) -> None:
     with bind("127.0.0.1", 0) as socket:
         socket.listen()
         port = socket.getsockname()[1]
-        assert main(["serve", "--target", "no-such-target", "--port", str(port)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("drafter: error: cannot listen on 127.0.0.1") and "--port" in error
+        words = ["serve", "--target", "no-such-target", "--port", str(port)]
+        refused(words, "drafter: error: cannot listen on 127.0.0.1", "--port")
     with pytest.raises(OSError, match="cannot listen on no.such.host.invalid"):
         bind("no.such.host.invalid", 0)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--max-num-seqs", "1000", "--max-model-len", "16000000"], "lower --max-num-seqs, --max-model-len"),
-        (["--drafter", "nowhere"], "--drafter nowhere"),
-    ],
-)
-def test_servers_that_cannot_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
-) -> None:
-    folder = save_target(tmp_path / "target")
-    if "--max-model-len" in flags:  # a context long enough to ask for too much
-        file = Path(folder) / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 10**9}))
-    capsys.readouterr()  # saving showed a bar
-    assert main(["serve", "--target", folder, "--port", "0", "--device", "cpu", *flags]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("drafter: error:") and message in error and error.count("\n") == 1
+def test_servers_that_cannot_start(target: str, tmp_path: Path, refused: Refused) -> None:
+    long = shutil.copytree(target, tmp_path / "target")  # a context long enough to ask for too much
+    config = json.loads((long / "config.json").read_text())
+    (long / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10**9}))
+    words = ["serve", "--target", str(long), "--port", "0", "--device", "cpu"]
+    sizes = ["--max-num-seqs", "1000", "--max-model-len", "16000000"]
+    refused([*words, *sizes], "lower --max-num-seqs, --max-model-len")
+    refused([*words, "--drafter", "nowhere"], "--drafter nowhere")
