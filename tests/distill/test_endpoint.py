@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
@@ -92,6 +93,7 @@ def test_every_prompt_is_answered_once(server: FakeServer, prompts: str, tmp_pat
         """Answers that four requests wait for together, and a fifth may not."""
         assert places.acquire(blocking=False)
         all_four.wait()
+        time.sleep(0.02)  # of a fifth to come
         places.release()
         return 200, answer_of(body), {}
 

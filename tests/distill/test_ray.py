@@ -23,8 +23,9 @@ NUM_PROMPTS = 30
 class DyingAnswerer(EngineAnswerer):
     """The first of all workers to get its second batch takes its process down in the middle of it."""
 
-    num_batches = 0
-    marker: Path
+    def __init__(self, options: DistillOptions, marker: Path) -> None:
+        super().__init__(engine_answerer(options).engine)
+        self.marker, self.num_batches = marker, 0
 
     def answer(self, wanted: Sequence[WantedAnswer]) -> AnswerStream:
         self.num_batches += 1
@@ -33,12 +34,6 @@ class DyingAnswerer(EngineAnswerer):
                 self.marker.write_text("dead")
                 os._exit(1)
             yield pair
-
-
-def make_dying(options: DistillOptions, marker: Path) -> EngineAnswerer:
-    answerer = DyingAnswerer(engine_answerer(options).engine)
-    answerer.marker = marker
-    return answerer
 
 
 def words(folder: Path, out: str, *more: str) -> list[str]:
@@ -79,7 +74,7 @@ def test_cluster_gives_the_rows_of_one_engine(place: Path, capsys: pytest.Captur
 @pytest.mark.slow
 def test_rows_of_a_lost_worker_are_made_again(place: Path) -> None:
     options = DistillOptions(target=f"{place}/target", out=place / "lossy.jsonl", dtype="float32", device="cpu")
-    answerer = RayAnswerer(partial(make_dying, options, place / "died"), ClusterOptions(ray_workers=2), batch_size=7)
+    answerer = RayAnswerer(partial(DyingAnswerer, options, place / "died"), ClusterOptions(ray_workers=2), batch_size=7)
     settings = AnswerSettings(8, temperature=(0.0, 0.9), num_answers=2, seed=5)
     report = distill(answerer, place / "prompts.jsonl", options.out, settings)
     assert (place / "died").exists(), "a worker was lost"

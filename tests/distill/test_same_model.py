@@ -18,11 +18,11 @@ from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
 from drafter.targets.target import Target
 from tests.data.tiny import CHAT_TEMPLATE, chat, encode_rows, tiny_tokenizer, write_jsonl
-from tests.distill.test_endpoint import FakeServer, answer_of, server
+from tests.distill.test_endpoint import FakeServer, answer_of, prompts, server
 from tests.serving.live import Live, live_server
 from tests.serving.tiny import tiny_target
 
-__all__ = ["server"]  # a fixture
+__all__ = ["prompts", "server"]  # fixtures
 PROMPTS = [chat("Why 15?"), chat("Why 16?")]
 
 
@@ -44,9 +44,6 @@ def compare(live: Live) -> Comparison:
 def test_the_target_itself_has_no_difference() -> None:
     with live_server() as live:
         found = compare(live)
-        with live.http() as http:
-            body = {"model": "tiny", "messages": chat("Why?"), "return_token_ids": True, "stream": True}
-            assert "only for whole answers" in http.post("/v1/chat/completions", json=body).json()["error"]["message"]
     assert not found.lines and not found.is_other_model and found.num_tokens > 4
 
 
@@ -76,9 +73,8 @@ def test_ids_outside_the_vocabulary_are_one_line(server: FakeServer) -> None:
         compare_models(Client(server.url), "tiny", tiny_target(), PROMPTS)
 
 
-def test_rows_hold_the_engines_own_tokens(tmp_path: Path) -> None:
+def test_rows_hold_the_engines_own_tokens(prompts: str, tmp_path: Path) -> None:
     """Another template on the server: training sees what the server saw, and needs no template."""
-    prompts = write_jsonl(tmp_path / "p.jsonl", [{"id": str(i), "prompt": f"Why {i}?"} for i in range(6)])
     engine, params = plain_engine(CHAT_TEMPLATE.replace("<|user|>", "Q: ")), SamplingParams(max_new_tokens=9)
     with live_server(engine) as live:
         endpoint = Endpoint(live.url, "tiny", concurrency=2)
@@ -96,12 +92,11 @@ def test_rows_hold_the_engines_own_tokens(tmp_path: Path) -> None:
         assert loss_mask_T.tolist() == [False] * len(alone.prompt_ids) + [True] * len(alone.token_ids)
 
 
-def test_a_server_without_the_field_is_asked_once(server: FakeServer, tmp_path: Path) -> None:
-    prompts = write_jsonl(tmp_path / "p.jsonl", [{"id": str(i), "prompt": f"Why {i}?"} for i in range(6)])
+def test_a_server_without_the_field_is_asked_once(server: FakeServer, prompts: str, tmp_path: Path) -> None:
     refusal = {"error": {"message": "Unrecognized request argument supplied: return_token_ids"}}
     server.reply = lambda body, _: (400, refusal, {}) if "return_token_ids" in body else (200, answer_of(body), {})
     report = distill(Endpoint(server.url, "tiny", concurrency=1, retries=0), prompts, tmp_path / "o.jsonl")
-    assert report.num_new == 6 and not report.notes[NO_ANSWER]
+    assert report.num_new == 12 and not report.notes[NO_ANSWER]
     assert sum("return_token_ids" in body for body in server.bodies) == 1
     assert "token_ids" not in json.loads((tmp_path / "o.jsonl").read_text().splitlines()[0])
     assert compare_models(Client(server.url), "tiny", tiny_target(), PROMPTS) == Comparison(0, [], False)
