@@ -17,7 +17,7 @@ from tests.data.tiny import chat
 from tests.distill.loopback import Respond, send, serving
 from tests.robustness.harness import VALUES, mutated
 
-SEED, NUM_WRONG = 28, 450
+SEED, NUM_WRONG = 28, 900
 
 
 def sending(data: bytes, status: int = 200, seen: list | None = None, **headers: str) -> Respond:
@@ -164,7 +164,7 @@ def test_wrong_replies_are_rows_or_one_line() -> None:
             assert 0 <= reply.num_tokens < 2**31, data
             for ids in (reply.prompt_ids, reply.token_ids):
                 assert all(type(token) is int and 0 <= token < 2**31 for token in ids), data
-    assert len(replies) >= 400 and 200 < num_refused < len(replies), num_refused
+    assert 200 < num_refused < len(replies) - 100, num_refused
 
 
 def test_a_reply_is_read_in_every_form() -> None:
