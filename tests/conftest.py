@@ -3,6 +3,7 @@
 import os
 import tempfile
 
+os.environ["NO_PROXY"] = "*"  # servers of tests are on this machine
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

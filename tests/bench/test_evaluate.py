@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from drafter.distill.client import Client, read_reply
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
 from tests.data.tiny import write_jsonl
-from tests.distill.engine_server import EngineServer, running
 from tests.distill.loopback import send, serving
 from tests.serving.live import Live, live_server
 from tests.serving.tiny import save_target, tiny_drafter, tiny_target
@@ -39,11 +39,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def live() -> Iterator[Live]:
     with live_server() as server:
         yield server
-
-
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "*")
 
 
 def run(files: Path, url: str | None, **changes) -> tuple[int, dict]:
@@ -103,18 +98,36 @@ def test_a_server_that_does_not_draft_is_a_loud_warning(
     assert "The server accepts 0.00 drafted tokens per step" in shown and "speculation off: the server" in shown
 
 
-@pytest.mark.parametrize("accepted", [(2, 0, 1), ()], ids=["often", "never"])
-def test_a_vllm_is_counted_by_its_metrics(files: Path, accepted: tuple[int, ...]) -> None:
-    engine = EngineServer(tiny_target(), "vllm", accepted=accepted, max_length=500)
-    with running(engine):
-        code, results = run(files, engine.url, num_prompts=2)
+# What an answer of 24 tokens adds, whose steps accept 2, 0 and 1 drafted tokens in turn.
+DRAFTS = {
+    **{"spec_decode_num_drafts_total": 12, "spec_decode_num_accepted_tokens_total": 12},
+    'spec_decode_num_accepted_tokens_per_pos_total{position="0"}': 8,
+    'spec_decode_num_accepted_tokens_per_pos_total{position="1"}': 4,
+}
+
+
+@pytest.mark.parametrize("drafts", [DRAFTS, {}], ids=["often", "never"])
+def test_a_vllm_is_counted_by_its_metrics(files: Path, drafts: dict[str, int]) -> None:
+    asked = []
+
+    def respond(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        reply: dict = {"data": [{"id": "tiny", "owned_by": "vllm"}]}
+        if handler.command == "POST":
+            asked.append(body)
+            reply = {"choices": [{"message": {"content": "x"}}], "usage": {"completion_tokens": 24}}
+        counters = {"generation_tokens_total": 24, **drafts}.items()
+        metrics = "".join(f"vllm:{name} {value * len(asked)}.0\n" for name, value in counters)
+        send(handler, 200, (metrics if handler.path == "/metrics" else json.dumps(reply)).encode())
+
+    with serving(respond) as url:
+        code, results = run(files, url, num_prompts=2)
     served = results["server"]
     assert served["source"] == "metrics"
     counts = served["by_category"].values()
     num_steps, num_accepted = (sum(each[name] for each in counts) for name in ("num_steps", "num_accepted"))
     assert num_steps + num_accepted == 48, "two answers of 24 tokens"
     assert all(each["num_accepted"] == sum(each["reached"]) for each in counts)
-    assert (code == 1) == (accepted != (2, 0, 1))
+    assert (code == 1) == (not drafts)
 
 
 def test_odd_counters_of_a_server() -> None:

@@ -33,6 +33,7 @@ def write_file(path: Path, state_TLD: Tensor, token_T: Tensor, *, is_float8: boo
         scale_T11 = (state_TLD.float().abs().amax(dim=(1, 2), keepdim=True) / largest).clamp(min=1e-12)
         tensors["hidden_states"] = (state_TLD.float() / scale_T11).to(torch.float8_e4m3fn)
         tensors["hidden_states_scales"] = scale_T11
+    path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path)
 
 
@@ -40,18 +41,15 @@ def write_speculators(
     folder: Path, rows: TokenRows, target: Target, layers: Sequence[int] = (), *, is_float8: bool = False
 ) -> None:
     """``hs_{i}.safetensors`` of whole rows."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for row in range(len(rows)):
-        token_T = rows.row(row).token_T
-        path, state_TLD = folder / f"hs_{row}.safetensors", states_before_norm(target, token_T, layers)
-        write_file(path, state_TLD, token_T, is_float8=is_float8)
+    for number, (token_T, _) in enumerate(rows.take(range(len(rows)))):
+        state_TLD = states_before_norm(target, token_T, layers)
+        write_file(folder / f"hs_{number}.safetensors", state_TLD, token_T, is_float8=is_float8)
 
 
 def write_vllm(folder: Path, rows: TokenRows, target: Target, layers: Sequence[int] = ()) -> None:
     """Files named by requests that wrote the answers: no state for the last answer token and what stands behind."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for row in range(len(rows)):
-        token_T = rows.row(row).token_T[: int(rows.row(row).loss_mask_T.nonzero()[-1])]
-        path = folder / f"chatcmpl-{97 * row % 89:x}{row}.safetensors"
+    for number, (token_T, loss_mask_T) in enumerate(rows.take(range(len(rows)))):
+        token_T = token_T[: int(loss_mask_T.nonzero()[-1])]
+        path = folder / f"chatcmpl-{97 * number % 89:x}{number}.safetensors"
         write_file(path, states_before_norm(target, token_T, layers), token_T)
         path.with_name(path.name + ".lock").touch()  # vLLM leaves the lock files

@@ -1,6 +1,7 @@
 """Batches: padding, token budget, determinism, resumption."""
 
 from dataclasses import replace
+from itertools import chain, islice, repeat
 
 import pytest
 import torch
@@ -64,13 +65,7 @@ def test_validation_batches_are_sorted_by_length() -> None:
 @pytest.mark.parametrize("num_before", [0, 4, 25])
 def test_resumption_continues_at_the_same_batch(num_before: int) -> None:
     def take(loader: TrainLoader, count: int) -> list[list[int]]:
-        taken: list[list[int]] = []
-        while len(taken) < count:
-            for batch in loader:
-                taken.append(rows_of(batch))
-                if len(taken) == count:
-                    break
-        return taken
+        return [rows_of(batch) for batch in islice(chain.from_iterable(repeat(loader)), count)]
 
     whole = take(loader_of(), 40)
     first = loader_of()

@@ -7,18 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter.data.encode import EMPTY, NO_ANSWER, TOO_LONG, EncodedRow, RowEncoder, encode_files
-from tests.data.tiny import (
-    CHAT_TEMPLATE,
-    COUNTING_TEMPLATE,
-    TRIMMING_TEMPLATE,
-    UPPERCASE_TEMPLATE,
-    chat,
-    encode_conversation,
-    encode_rows,
-    tiny_tokenizer,
-    write_jsonl,
-)
+from tests.data.tiny import CHAT_TEMPLATE, chat, encode_conversation, encode_rows, tiny_tokenizer, write_jsonl
 
+# Trims answers, and puts an empty reasoning block before the last one.
+TRIMMING_TEMPLATE = CHAT_TEMPLATE.replace(
+    "'<|bot|>\n' + m['content'] + '<|end|>\n'",
+    "'<|bot|>\n' + ('[none]\n' if loop.last else '') + (m['content'] | trim) + '<|end|>\n'",
+)
 TOKENIZER = tiny_tokenizer()
 END_ID = 3
 
@@ -58,8 +53,8 @@ def test_an_end_without_special_token_is_not_trained_on() -> None:
     ("template", "answer", "problem"),
     [
         (CHAT_TEMPLATE, "\nHello", "the tokens before an answer change"),  # two line feeds melt into one token
-        (COUNTING_TEMPLATE, "one", "changes when the answer is added"),
-        (UPPERCASE_TEMPLATE, "one", "the template changes the answer"),
+        ("{{ messages | length }}" + CHAT_TEMPLATE, "one", "changes when the answer is added"),
+        ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", "one", "the template changes the answer"),
         ("{{ raise_exception('no turns today') }}", "one", "refuses the conversation (no turns today)"),
         (CHAT_TEMPLATE, "one<|end|>", "an answer ends with a special token as text"),
     ],
@@ -109,10 +104,9 @@ def test_rows_of_token_ids_are_trained_on_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt_token_ids": [5, 10**6], "token_ids": [7]}, "token id 1000000 is outside the target's vocabulary"),
         ({"prompt_token_ids": [5], "token_ids": [7, 267]}, "token id 267 is outside .* of 267 tokens"),
         ({"prompt_token_ids": [5, "a"], "token_ids": [7]}, "prompt_token_ids.1: Input should be a valid integer"),
-        ({"prompt_token_ids": [5], "token_ids": [2**70]}, "token id 118.* is outside the target's vocabulary"),
+        ({"prompt_token_ids": [2**70], "token_ids": [5]}, "token id 118.* is outside the target's vocabulary"),
     ],
 )
 def test_ids_of_another_model_are_refused(row: dict, message: str) -> None:

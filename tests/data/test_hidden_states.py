@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,21 +52,6 @@ def stored(folder: Path, rows: TokenRows, target: Target, context_layers=()) -> 
     return open_stored_states(files, rows, target, margin=MARGIN, context_layers=context_layers)
 
 
-def from_speculators(folder: Path, rows: TokenRows, target: Target, context_layers=()) -> StatesOnDisk:
-    write_speculators(folder, rows, target, context_layers)
-    return stored(folder, rows, target, context_layers)
-
-
-def from_float8(folder: Path, rows: TokenRows, target: Target, context_layers=()) -> StatesOnDisk:
-    write_speculators(folder, rows, target, context_layers, is_float8=True)
-    return stored(folder, rows, target, context_layers)
-
-
-def from_vllm(folder: Path, rows: TokenRows, target: Target, context_layers=()) -> StatesOnDisk:
-    write_vllm(folder, rows, target, context_layers)
-    return stored(folder, rows, target, context_layers)
-
-
 def test_rows_are_cut_before_their_answers() -> None:
     rows = token_rows([([1, 2, 3, 4, 5, 6], [False] * 4 + [True] * 2), ([7, 8], [False, True])])
     crop = crop_to_answers(rows, 2)
@@ -74,14 +60,17 @@ def test_rows_are_cut_before_their_answers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "tolerance"), [(cached, 1e-2), (from_speculators, 1e-5), (from_float8, 0.1), (from_vllm, 1e-5)]
+    ("write", "tolerance"),
+    [(None, 1e-2), (write_speculators, 1e-5), (partial(write_speculators, is_float8=True), 0.1), (write_vllm, 1e-5)],
 )
 @pytest.mark.parametrize("layers", [(), (0, 1)])
 def test_states_are_those_of_a_forward(
-    make, tolerance: float, layers: tuple[int, ...], target: Target, tmp_path: Path
+    write, tolerance: float, layers: tuple[int, ...], target: Target, tmp_path: Path
 ) -> None:
     rows = rows_of()
-    states = make(tmp_path / "states", rows, target, context_layers=layers)
+    if write is not None:
+        write(tmp_path, rows, target, layers)
+    states = (stored if write else cached)(tmp_path, rows, target, context_layers=layers)
     crop = crop_to_answers(rows, MARGIN)
     for row in range(len(rows)):
         token_T, loss_mask_T = rows.row(row)
@@ -134,20 +123,20 @@ def test_the_size_is_told_and_a_full_disk_refused_before_anything_is_written(
     assert num_positions * 2 * 16 <= sum(path.stat().st_size for path in files) < needed
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda data: data[:20], lambda data: data.replace(b"hidden_states", b"hidden_STATES")]
-)
-def test_damaged_files_of_the_cache_are_refused(damage, target: Target, tmp_path: Path) -> None:
+def test_damaged_files_of_the_cache_are_refused(target: Target, tmp_path: Path) -> None:
     states = cached(tmp_path / "cache", rows_of(), target)
-    states.files[0].write_bytes(damage(states.files[0].read_bytes()))
-    with pytest.raises(ValueError, match=r"\.safetensors cannot be read .*: delete it, and make it again"):
-        states.row(0)
+    data = states.files[0].read_bytes()
+    for damaged in (data[:20], data.replace(b"hidden_states", b"hidden_STATES")):
+        states.files[0].write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"\.safetensors cannot be read .*: delete it, and make it again"):
+            states.row(0)
 
 
 def test_a_row_that_training_cut_is_the_beginning_of_its_file(target: Target, tmp_path: Path) -> None:
     rows = rows_of()
-    whole = from_speculators(tmp_path, rows, target)
-    cut = token_rows([(t[:8].tolist(), m[:8].tolist()) for t, m in map(rows.row, range(len(rows)))])
+    write_speculators(tmp_path, rows, target)
+    whole = stored(tmp_path, rows, target)
+    cut = token_rows([(t[:8].tolist(), m[:8].tolist()) for t, m in rows.take(range(len(rows)))])
     states = stored(tmp_path, cut, target)
     for row in range(len(rows)):
         found_TD = states.row(row).hidden_TD
@@ -201,7 +190,8 @@ def test_wrong_folders_and_files(target: Target, tmp_path: Path) -> None:
 
 def test_every_row_is_checked_token_by_token(target: Target, tmp_path: Path) -> None:
     rows = rows_of()
-    states = from_speculators(tmp_path, rows, target)
+    write_speculators(tmp_path, rows, target)
+    states = stored(tmp_path, rows, target)
     token_T = rows.row(4).token_T.clone()
     token_T[6] = 5
     write_file(tmp_path / "hs_4.safetensors", states_before_norm(target, token_T, ()), token_T)
@@ -220,9 +210,7 @@ def test_states_of_another_model_or_behind_the_norm_are_refused(target: Target, 
     write_speculators(tmp_path / "other", rows, other)
     with pytest.raises(ValueError, match="the final states differ from those of target 'tiny' by .*: another model"):
         stored(tmp_path / "other", rows, target)
-    (tmp_path / "normed").mkdir()
-    for row in range(len(rows)):
-        token_T = rows.row(row).token_T
+    for row, (token_T, _) in enumerate(rows.take(range(len(rows)))):
         state_TLD = target.forward(token_T[None]).hidden_BTD[0, :, None]
         write_file(tmp_path / f"normed/{row}.safetensors", state_TLD, token_T)
     with pytest.raises(ValueError, match="already behind the final norm"):

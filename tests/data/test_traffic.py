@@ -29,26 +29,19 @@ def test_files_that_a_server_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert read_traffic(tmp_path / "traffic-2.jsonl") == rows[1:]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"prompt_token_ids": [1, 9], "token_ids": [1]}', "line 1: token id 9 is outside .* of 9 tokens"),
-        ('{"prompt_token_ids": [1], "token_ids": [-1]}', "line 1: token_ids.0: Input should be greater"),
-        ('{"prompt_token_ids": [1], "choices": [{}]}', "line 1 lacks token_ids"),
-        ("[1]", "line 1: a row must be an object"),
-    ],
-)
-def test_wrong_rows(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "a.jsonl").write_text(text + "\n")
-    with pytest.raises(ValueError, match=f"a.jsonl, {message}"):
-        read_traffic(tmp_path, vocab_size=9)
-
-
-def test_wrong_places(tmp_path: Path) -> None:
+def test_what_is_no_traffic(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no recorded answers"):
         read_traffic(tmp_path)
     with pytest.raises(FileNotFoundError):
         read_traffic(tmp_path / "none.jsonl")
+    for fields, message in (
+        ({"prompt_token_ids": [1, 9], "token_ids": [1]}, "line 1: token id 9 is outside .* of 9 tokens"),
+        ({"prompt_token_ids": [1], "token_ids": [-1]}, "line 1: token_ids.0: Input should be greater"),
+        ({"prompt_token_ids": [1], "choices": [{}]}, "line 1 lacks token_ids"),
+    ):
+        write_jsonl(tmp_path / "a.jsonl", [fields])
+        with pytest.raises(ValueError, match=f"a.jsonl, {message}"):
+            read_traffic(tmp_path, vocab_size=9)
     os.mkfifo(tmp_path / "b.jsonl")
     with pytest.raises(ValueError, match="b.jsonl is no regular file"):
         read_traffic(tmp_path / "b.jsonl")

@@ -21,16 +21,6 @@ CHAT_TEMPLATE = (
     "{% else %}{{ '<|bot|>\n' + m['content'] + '<|end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|bot|>\n' }}{% endif %}"
 )
-# Writes the number of turns first, so that what stands before an answer changes with the answer.
-COUNTING_TEMPLATE = "{{ messages | length }}" + CHAT_TEMPLATE
-# Trims answers, and puts an empty reasoning block before the last one.
-TRIMMING_TEMPLATE = CHAT_TEMPLATE.replace(
-    "'<|bot|>\n' + m['content'] + '<|end|>\n'",
-    "'<|bot|>\n' + ('[none]\n' if loop.last else '') + (m['content'] | trim) + '<|end|>\n'",
-)
-UPPERCASE_TEMPLATE = CHAT_TEMPLATE.replace(
-    "'<|bot|>\n' + m['content'] + '<|end|>\n'", "'<|bot|>\n' + (m['content'] | upper) + '<|end|>\n'"
-)
 
 # Merges that join whatever stands next to each other, header and answer too: a newline pair is one token.
 _MERGES = [("Ċ", "Ċ"), ("t", "h"), ("th", "e"), ("Ġ", "the"), ("a", "n"), ("an", "d"), ("Ġ", "and")]

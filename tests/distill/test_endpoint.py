@@ -26,7 +26,7 @@ def answer_of(body: dict) -> object:
 
 
 class FakeServer:
-    """Answers by ``reply(body, how often this prompt came)``; counts requests and how many came at once."""
+    """Answers by ``reply(body, how often this prompt came)``, and keeps the requests."""
 
     url = ""
 
@@ -34,29 +34,22 @@ class FakeServer:
         self.reply: Callable[[dict, int], Reply] = lambda body, count: (200, answer_of(body), {})
         self.bodies: list[dict] = []
         self.headers: list[dict] = []
-        self.counts: Counter[str] = Counter()
-        self.most_at_once = self.at_once = 0
-        self._lock = threading.Lock()
 
     def __call__(self, handler: BaseHTTPRequestHandler, data: bytes) -> None:
         body = json.loads(data)
-        with self._lock:
-            self.bodies.append(body)
-            self.headers.append(dict(handler.headers) | {"path": handler.path})
-            prompt = body["messages"][-1]["content"]
-            self.counts[prompt] += 1
-            count = self.counts[prompt]
-            self.at_once += 1
-            self.most_at_once = max(self.most_at_once, self.at_once)
-        status, payload, headers = self.reply(body, count)
-        with self._lock:
-            self.at_once -= 1
+        self.bodies.append(body)
+        self.headers.append(dict(handler.headers) | {"path": handler.path})
+        status, payload, headers = self.reply(body, self.counts[body["messages"][-1]["content"]])
         send(handler, status, payload if isinstance(payload, bytes) else json.dumps(payload).encode(), **headers)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How often each prompt came."""
+        return Counter(body["messages"][-1]["content"] for body in self.bodies)
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
-    monkeypatch.setenv("NO_PROXY", "*")
+def server() -> Iterator[FakeServer]:
     fake = FakeServer()
     with serving(fake) as fake.url:
         yield fake
@@ -94,18 +87,21 @@ def answered(out: Path) -> dict[str, str]:
 
 def test_every_prompt_is_answered_once(server: FakeServer, prompts: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "hush")
+    all_four, places = threading.Barrier(4, timeout=30), threading.Semaphore(4)
 
-    def slow(body: dict, count: int) -> Reply:
-        time.sleep(0.02)
+    def crowded(body: dict, count: int) -> Reply:
+        """Answers that four requests wait for together, and a fifth may not."""
+        assert places.acquire(blocking=False)
+        all_four.wait()
+        time.sleep(0.02)  # of a fifth to come
+        places.release()
         return 200, answer_of(body), {}
 
-    server.reply = slow
+    server.reply = crowded
     report = run(prompts, tmp_path / "out.jsonl", endpoint_of(server), temperature=(0.0, 0.7), top_k=5, min_p=0.1)
     assert set(server.counts.values()) == {1} and len(server.counts) == 12
-    assert 1 < server.most_at_once <= 4
-    assert (
-        report.num_new == 12 and report.num_tokens == 84 and report.notes["new answers cut at --max-new-tokens"] == 12
-    )
+    assert (report.num_new, report.num_tokens) == (12, 84)
+    assert report.notes["new answers cut at --max-new-tokens"] == 12
     assert answered(tmp_path / "out.jsonl")["3"].startswith("Q3 0.")
     body = server.bodies[0]
     assert body["model"] == "tiny" and body["max_tokens"] == 9 and body["top_k"] == 5 and body["min_p"] == 0.1
@@ -149,7 +145,7 @@ def test_a_server_that_stays_away_keeps_finished_answers(server: FakeServer, pro
     before = answered(out)
     assert "7" not in before and len(before) >= 5
     server.reply = lambda body, count: (200, answer_of(body), {})
-    asked = Counter(server.counts)
+    asked = server.counts
     report = run(prompts, out, endpoint_of(server))
     assert report.num_done_before == len(before) and len(answered(out)) == 12
     assert all(server.counts[f"Q{key}"] == asked[f"Q{key}"] for key in before)

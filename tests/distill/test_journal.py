@@ -37,16 +37,6 @@ def test_a_file_cut_anywhere_keeps_its_whole_rows(tmp_path: Path, data: st.DataO
     assert path.read_bytes() == whole
 
 
-def test_other_settings_are_refused(tmp_path: Path) -> None:
-    fill(tmp_path / "a.jsonl")
-    before = (tmp_path / "a.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=r"written with seed = 1, now it is 2: use the same settings"):
-        Journal(tmp_path / "a.jsonl", {"seed": 2})
-    with pytest.raises(ValueError, match=r"written with top_k = None, now it is 5"):
-        Journal(tmp_path / "a.jsonl", {"seed": 1, "top_k": 5})
-    assert (tmp_path / "a.jsonl").read_bytes() == before
-
-
 def test_foreign_and_damaged_files_are_refused(tmp_path: Path) -> None:
     foreign = tmp_path / "foreign.jsonl"
     foreign.write_text("{}\n")

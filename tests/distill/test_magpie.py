@@ -59,19 +59,14 @@ def test_filters(text: str, problem: str | None) -> None:
 
 
 class FakeEngine:
-    """Candidate texts that follow from the seed, some of them unusable; dies after some calls."""
+    """Candidate texts that follow from the seed, some of them unusable."""
 
     target = SimpleNamespace(tokenizer=TOKENIZER, name="tiny")
 
-    def __init__(self, dies_after: int | None = None, num_texts: int = 10**6) -> None:
-        self.dies_after = dies_after
+    def __init__(self, num_texts: int = 10**6) -> None:
         self.num_texts = num_texts
-        self.num_calls = 0
 
     def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[SimpleNamespace]:
-        if self.num_calls == self.dies_after:
-            raise InterruptedError
-        self.num_calls += 1
         kinds = ["What about number {}, my friend?", "short {}", "Is it the number {} that you mean?"]
         seeds = [item.seed for item in params]
         texts = [kinds[seed % 3].format(seed % self.num_texts) for seed in seeds]
@@ -79,29 +74,22 @@ class FakeEngine:
         return [SimpleNamespace(text=t, finish_reason=r) for t, r in zip(texts, reasons, strict=True)]
 
 
-def invent(path: Path, engine: Any, num_prompts: int = 60, exclude: Exclusion | None = None):
+def invent(path: Path, engine: Any, num_prompts: int, exclude: Exclusion | None = None):
     dropped = invent_prompts(path, engine, num_prompts, recorded={"target": "tiny"}, seed=1, exclude=exclude)
     return select_prompts(path, limit=num_prompts).prompts, dropped
 
 
-def test_invented_prompts_are_usable_and_counted(tmp_path: Path) -> None:
-    prompts, dropped = invent(tmp_path / "p.jsonl", FakeEngine())
-    assert len(prompts) == 60 and len({prompt.id for prompt in prompts}) == 60
+def test_invented_prompts_are_usable_and_the_same_after_interruptions(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    few, dropped = invent(path, FakeEngine(), 30)
     assert dropped["too short"] > 0 and dropped["cut"] > 0
+    prompts, _ = invent(path, FakeEngine(), 200)
+    assert few == prompts[:30] and len({prompt.id for prompt in prompts}) == 200
     assert all(problem_of(prompt.messages[0]["content"], SPECIAL) is None for prompt in prompts)
-    again, dropped = invent(tmp_path / "p.jsonl", FakeEngine(dies_after=0))
-    assert again == prompts and dropped == {}
-
-
-def test_interruptions_and_more_prompts_give_the_same_list(tmp_path: Path) -> None:
-    whole, _ = invent(tmp_path / "whole.jsonl", FakeEngine(), 200)
-    few, _ = invent(tmp_path / "parts.jsonl", FakeEngine(), 30)
-    assert few == whole[:30]
-    with pytest.raises(InterruptedError):
-        invent(tmp_path / "parts.jsonl", FakeEngine(dies_after=1), 200)
-    with (tmp_path / "parts.jsonl").open("ab") as stream:
-        stream.write(b'{"id": "magpie-7')
-    assert invent(tmp_path / "parts.jsonl", FakeEngine(), 200)[0] == whole
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    assert invent(path, FakeEngine(), 200)[0] == prompts and path.read_bytes() == whole
+    assert invent(path, SimpleNamespace(target=FakeEngine.target), 200) == (prompts, {}), "nothing is asked again"
 
 
 def test_repeated_and_excluded_texts_are_dropped(tmp_path: Path) -> None:
@@ -110,8 +98,5 @@ def test_repeated_and_excluded_texts_are_dropped(tmp_path: Path) -> None:
     unwanted = Exclusion([prompts[0].messages[0]["content"]])
     fewer, dropped = invent(tmp_path / "q.jsonl", FakeEngine(num_texts=20), 12, exclude=unwanted)
     assert fewer[0] == prompts[1] and dropped["excluded"] > 0
-
-
-def test_a_target_that_invents_nothing_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'tiny' invented .* of 60 usable prompts and then no more .*seen before"):
-        invent(tmp_path / "p.jsonl", FakeEngine(num_texts=5))
+        invent(tmp_path / "r.jsonl", FakeEngine(num_texts=5), 60)

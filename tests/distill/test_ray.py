@@ -18,14 +18,14 @@ from tests.distill.test_local import rows_of
 from tests.tiny_files import make_target
 
 NUM_PROMPTS = 30
-SETTINGS = AnswerSettings(8, temperature=(0.0, 0.9), num_answers=2, seed=5)
 
 
 class DyingAnswerer(EngineAnswerer):
     """The first of all workers to get its second batch takes its process down in the middle of it."""
 
-    num_batches = 0
-    marker: Path
+    def __init__(self, options: DistillOptions, marker: Path) -> None:
+        super().__init__(engine_answerer(options).engine)
+        self.marker, self.num_batches = marker, 0
 
     def answer(self, wanted: Sequence[WantedAnswer]) -> AnswerStream:
         self.num_batches += 1
@@ -36,14 +36,10 @@ class DyingAnswerer(EngineAnswerer):
             yield pair
 
 
-def make_dying(target: str, marker: Path) -> EngineAnswerer:
-    from drafter.engine.engine import Engine
-    from drafter.engine.settings import EngineConfig
-    from drafter.targets.target import Target
-
-    answerer = DyingAnswerer(Engine(Target.load(target, device="cpu"), None, EngineConfig(max_num_seqs=64)))
-    answerer.marker = marker
-    return answerer
+def words(folder: Path, out: str, *more: str) -> list[str]:
+    files = f"--target {folder}/target --prompts {folder}/prompts.jsonl --out {folder}/{out}"
+    settings = "--max-new-tokens 8 --temperature 0,0.9 --num-answers 2 --seed 5 --dtype float32 --device cpu"
+    return ["distill", *files.split(), *settings.split(), *more]
 
 
 @pytest.fixture(scope="module")
@@ -52,21 +48,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     ray = pytest.importorskip("ray")
     folder = tmp_path_factory.mktemp("ray")
     (folder / "target").symlink_to(make_target(folder))
-    write_jsonl(
-        folder / "prompts.jsonl",
-        [{"id": f"q{i}", "prompt": f"What is {i} and " + "more " * (i % 7)} for i in range(NUM_PROMPTS)],
-    )
+    prompts = [{"id": f"q{i}", "prompt": f"What is {i} and " + "more " * (i % 7)} for i in range(NUM_PROMPTS)]
+    write_jsonl(folder / "prompts.jsonl", prompts)
+    assert main(words(folder, "alone.jsonl", "--max-num-seqs", "8")) == 0
     ray.init(num_cpus=3, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-    alone = engine_answerer(
-        DistillOptions(
-            target=str(folder / "target"),
-            out=folder / "alone.jsonl",
-            max_num_seqs=8,
-            dtype="float32",
-            device="cpu",
-        )
-    )
-    distill(alone, folder / "prompts.jsonl", folder / "alone.jsonl", SETTINGS)
     try:
         yield folder
     finally:
@@ -74,33 +59,24 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_cluster_gives_the_rows_of_one_engine(place: Path) -> None:
-    words = [
-        *("distill", "--target", str(place / "target"), "--prompts", str(place / "prompts.jsonl")),
-        *("--out", str(place / "cluster.jsonl"), "--max-new-tokens", "8", "--temperature", "0,0.9"),
-        *("--num-answers", "2", "--seed", "5", "--dtype", "float32", "--device", "cpu"),
-        *("--ray", "auto", "--ray-workers", "2", "--max-num-seqs", "7"),
-    ]
-    assert main(words) == 0
+def test_cluster_gives_the_rows_of_one_engine(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    on_cluster = words(place, "cluster.jsonl", "--ray", "auto", "--ray-workers", "2", "--max-num-seqs", "7")
+    assert main(on_cluster) == 0
     wanted = rows_of(place / "alone.jsonl")
     assert rows_of(place / "cluster.jsonl") == wanted and len(wanted) == 2 * NUM_PROMPTS
     before = (place / "cluster.jsonl").read_bytes()
-    assert main(words) == 0, "a second run has nothing to do"
+    assert main(on_cluster) == 0, "a second run has nothing to do"
     assert (place / "cluster.jsonl").read_bytes() == before
+    assert main(["distill", "--target", "./nowhere", "--out", str(place / "x.jsonl"), "--ray", "auto"]) == 2
+    assert "there is no such file or folder" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.slow
 def test_rows_of_a_lost_worker_are_made_again(place: Path) -> None:
-    make = partial(make_dying, str(place / "target"), place / "died")
-    answerer = RayAnswerer(make, ClusterOptions(ray_workers=2), batch_size=7)
-    report = distill(answerer, place / "prompts.jsonl", place / "lossy.jsonl", SETTINGS)
+    options = DistillOptions(target=f"{place}/target", out=place / "lossy.jsonl", dtype="float32", device="cpu")
+    answerer = RayAnswerer(partial(DyingAnswerer, options, place / "died"), ClusterOptions(ray_workers=2), batch_size=7)
+    settings = AnswerSettings(8, temperature=(0.0, 0.9), num_answers=2, seed=5)
+    report = distill(answerer, place / "prompts.jsonl", options.out, settings)
     assert (place / "died").exists(), "a worker was lost"
     assert report.num_new == 2 * NUM_PROMPTS
     assert rows_of(place / "lossy.jsonl") == rows_of(place / "alone.jsonl")
-
-
-@pytest.mark.slow
-def test_what_a_worker_cannot_do_is_one_line(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["distill", "--target", "./nowhere", "--out", str(place / "x.jsonl"), "--ray", "auto"]
-    assert main(words) == 2
-    assert "there is no such file or folder" in capsys.readouterr().err.splitlines()[-1]
