@@ -1,6 +1,7 @@
 """Tiny targets and drafters as folders, for tests that go through the command line."""
 
 from pathlib import Path
+from typing import Any
 
 
 def make_target(folder: Path, *, seed: int = 0) -> str:
@@ -11,18 +12,20 @@ def make_target(folder: Path, *, seed: int = 0) -> str:
     return str(resolve(str(write_gguf(folder / "tiny.gguf", seed=seed))))
 
 
-def make_drafter(target: str, folder: Path) -> str:
-    """An untrained drafter with a head of its own for the target in a folder."""
+def make_drafter(target: str, folder: Path, **shape: Any) -> str:
+    """An untrained drafter for the target in a folder, with a head of its own unless ``shape`` says otherwise."""
+    import torch
+
     from drafter import DrafterConfig, RecurrentDrafter, Target
 
     loaded = Target.load(target, device="cpu")
     config = DrafterConfig(
         vocab_size=loaded.vocab_size,
         hidden_size=loaded.hidden_size,
-        head="full",
-        target_name="tiny",
         target_fingerprint=loaded.fingerprint,
+        **({"head": "full", "target_name": "tiny"} | shape),
     )
+    torch.manual_seed(6)  # what a drafter can learn depends on its first weights: these learn well
     RecurrentDrafter(config).save_pretrained(folder)
     return str(folder)
 

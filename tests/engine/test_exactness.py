@@ -43,9 +43,7 @@ METHODS = {
     "lookup": replace(TREE, method="lookup", num_matches=3),
     "draft-model": CHAIN,
     "draft-model uncoupled": replace(CHAIN, coupled=False),
-    "draft-model rejection": replace(
-        TREE, method="draft-model", tree_size=4, num_speculative_tokens=3, verify="rejection"
-    ),
+    "draft-model rejection": replace(CHAIN, verify="rejection"),
 }
 SETTINGS = {
     "temperature 0.7": SamplingParams(temperature=0.7, max_new_tokens=NUM_TOKENS),

@@ -28,18 +28,17 @@ def test_an_engine_is_loaded_by_names(tmp_path: Path) -> None:
     assert first.token_ids == second.token_ids and len(first.token_ids) == 12
 
 
-def test_wrong_names_are_refused(tmp_path: Path) -> None:
+def test_a_wrong_name_is_refused(tmp_path: Path) -> None:
     target = save_target(tmp_path / "target")
     with pytest.raises(TypeError, match="max_row"):
         Engine.load(target, max_row=1)
-    with pytest.raises(FileNotFoundError, match="there is no such folder"):
-        Engine.load(target, str(tmp_path / "nothing"))
 
 
 def test_public_names_are_loaded_on_first_use() -> None:
     assert all(getattr(drafter, name) is not None for name in drafter.__all__)
     assert set(drafter.__all__) == {*drafter._HOME_OF, "__version__"}
-    code = "import sys, drafter; assert 'torch' not in sys.modules; drafter.Engine; assert 'torch' in sys.modules"
+    light = "drafter, drafter.engine.settings, drafter.engine.scheduler, drafter.engine.request"
+    code = f"import sys, {light}; assert 'torch' not in sys.modules; drafter.Engine; assert 'torch' in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -41,6 +41,7 @@ def test_swaps_at_every_other_step_change_no_token(is_sized: bool) -> None:
     found: list[list[int]] = [[] for _ in PROMPTS]
     for number, event in enumerate(engine.stream(PROMPTS, PARAMS)):
         found[event.index] += event.token_ids
+        assert event.completion is None or event.completion.token_ids == found[event.index]
         if number % 5 == 4:
             drafter = next(others)
             engine.replace_drafter(drafter)

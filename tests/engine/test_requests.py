@@ -1,6 +1,5 @@
-"""What servers need of the engine: prefixes reused, speculation off, log-probabilities, trees, failed steps."""
+"""What servers need of the engine: prefixes reused, trees, failed steps."""
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -63,39 +62,6 @@ def test_prefixes_survive_rows_that_come_go_and_move() -> None:
     for request in requests:
         if request.finish_reason != "abort":
             assert request.token_ids == plain_answer(request.prompt_ids, request.params)
-
-
-def test_speculation_off_is_one_token_a_forward_and_the_same_text() -> None:
-    engine = tiny_engine()
-    drafted = engine.add(chat("Name a colour."), GREEDY)
-    plain = engine.add(chat("Name a colour."), GREEDY, RequestOptions(speculate=False))
-    run(engine)
-    assert plain.token_ids == drafted.token_ids
-    assert plain.tokens_per_step == 1.0 and sum(plain.num_accepted) == 0
-    assert drafted.tokens_per_step > 1.0 and sum(drafted.num_accepted) > 0
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_logprobs_are_those_of_the_target(temperature: float) -> None:
-    engine = tiny_engine()
-    params = SamplingParams(max_new_tokens=20, ignore_eos=True, temperature=temperature, seed=3)
-    neighbour = engine.add(chat("Why is that so?"), params)
-    request = engine.add(chat("Name a colour."), params, RequestOptions(num_logprobs=3))
-    updates = run(engine)
-    assert all(update.logprobs is None for update in updates if update.request is neighbour)
-    logprobs = [item for update in updates if update.request is request for item in update.logprobs or ()]
-    assert len(logprobs) == len(request.token_ids)
-    target = tiny_target()
-    tokens_1T = torch.tensor([[*request.prompt_ids, *request.token_ids]])
-    with torch.no_grad():
-        wanted_TV = target.model(tokens_1T).logits[0].log_softmax(-1)
-    start = len(request.prompt_ids) - 1
-    for place, (token, item) in enumerate(zip(request.token_ids, logprobs, strict=True)):
-        row_V = wanted_TV[start + place]
-        assert math.isclose(item.logprob, row_V[token].item(), abs_tol=1e-4)
-        best = row_V.topk(3)
-        assert [token_id for token_id, _ in item.top] == best.indices.tolist()
-        assert torch.allclose(torch.tensor([value for _, value in item.top]), best.values, atol=1e-4)
 
 
 def test_trees_tell_what_was_accepted() -> None:

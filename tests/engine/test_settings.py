@@ -68,43 +68,30 @@ def test_the_reason_says_what_was_given(models: str, given: dict[str, Any], reas
 
 
 @pytest.mark.parametrize(
-    ("given", "refusal"),
+    ("models", "given", "refusal"),
     [
-        ({"method": "lookup", "beam_width": 9}, "--beam-width 9 is for --method drafter, and --method lookup does not"),
-        ({"method": "none", "tree_size": 9}, "--tree-size 9 is for --method drafter and --method lookup"),
-        ({"tuned": "t.json", "copying": False}, "--tuned t.json sizes the trees: leave --no-copying out"),
+        (None, {"method": "lookup", "beam_width": 9}, "--beam-width 9 is for --method drafter, and --method"),
+        (None, {"method": "none", "tree_size": 9}, "--tree-size 9 is for --method drafter and --method lookup"),
+        (None, {"tuned": "t.json", "copying": False}, "--tuned t.json sizes the trees: leave --no-copying out"),
         (
+            None,
             {"beam_width": 2, "draft_length": 4, "tree_size": 10, "copying": False},
             "--tree-size 10: .* --beam-width 2, --draft-length 4 and .* have at most 9 nodes",
         ),
-        ({"beam_width": 2, "draft_length": 4, "tree_size": 3}, "--draft-length 4 is deeper than trees of"),
-        ({"tree_size": 1}, "--tree-size is 1 but must be an integer from 2 to 1024 .--method none decodes plainly"),
-        ({"method": "magic"}, "--method is 'magic'"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused_before_a_model_is_loaded(
-    given: dict[str, Any], refusal: str
-) -> None:
-    with pytest.raises(ValueError, match=refusal):
-        EngineConfig(**given)
-
-
-@pytest.mark.parametrize(
-    ("models", "given", "refusal"),
-    [
-        (
-            "drafter",
-            {"tree_size": 20, "tree_policy": "final-beams"},
-            "--tree-size 20: .* final-beams have 13 nodes",
-        ),
+        (None, {"beam_width": 2, "draft_length": 4, "tree_size": 3}, "--draft-length 4 is deeper than trees of"),
+        (None, {"tree_size": 1}, "--tree-size is 1 but must be an integer from 2 to 1024 .--method none decodes"),
+        (None, {"method": "magic"}, "--method is 'magic'"),
+        ("drafter", {"tree_size": 20, "tree_policy": "final-beams"}, "--tree-size 20: .* final-beams have 13 nodes"),
         ("drafter", {"tree_size": 24}, "--tree-size 24: .* at most 20 nodes"),
         ("", {"beam_width": 4}, "--beam-width 4 is for --method drafter, and --method lookup does not read it"),
         ("", {"tuned": "t.json"}, "--tuned t.json sizes the trees of a drafter: give --drafter"),
     ],
 )
-def test_settings_that_contradict_the_models_are_refused(models: str, given: dict[str, Any], refusal: str) -> None:
+def test_contradictions_are_refused_before_a_model_is_loaded_where_no_model_is_needed(
+    models: str | None, given: dict[str, Any], refusal: str
+) -> None:
     with pytest.raises(ValueError, match=refusal):
-        on("cpu", models, **given)
+        EngineConfig(**given) if models is None else on("cpu", models, **given)
 
 
 def test_compilation_needs_plain_weights_on_cuda() -> None:

@@ -16,7 +16,7 @@ from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 from tests.engine.drafters import shared_target, trained_drafter
-from tests.tiny_files import make_target
+from tests.tiny_files import make_drafter, make_target
 
 
 @pytest.fixture(scope="module")
@@ -26,20 +26,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def drafter(target: str, tmp_path: Path) -> Path:
-    """An exported drafter with a tied head over half of the vocabulary."""
-    loaded = Target.load(target, device="cpu")
-    torch.manual_seed(0)
-    config = DrafterConfig(
-        vocab_size=loaded.vocab_size,
-        hidden_size=loaded.hidden_size,
-        head="tied",
-        draft_vocab_size=loaded.vocab_size // 2,
-        hidden_scale=0.5,
-        target_name=target,
-        target_fingerprint=loaded.fingerprint,
-    )
-    RecurrentDrafter(config).save_pretrained(tmp_path / "drafter")
-    return tmp_path / "drafter"
+    """An exported drafter with a tied head over a part of the vocabulary."""
+    shape = {"head": "tied", "draft_vocab_size": 50, "hidden_scale": 0.5, "target_name": target}
+    return Path(make_drafter(target, tmp_path / "drafter", **shape))
 
 
 def difference(own: RecurrentDrafter, other: RecurrentDrafter, target: Target) -> float:

@@ -14,7 +14,6 @@ from torch.func import vmap
 
 from drafter import reference
 from drafter.decoding.params import SamplingParams
-from drafter.decoding.proposer import RowState
 from drafter.decoding.sampling import STREAM_ACCEPT, gumbel_noise, make_warp, uniform_noise
 from drafter.decoding.tree import Candidates, ancestors, pack_nodes
 from drafter.decoding.verify import accept_picks, accept_samples
@@ -22,6 +21,7 @@ from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.beam import BeamProposer
 from drafter.proposers.options import Drafting
+from tests.engine.oracle import rows_of
 from tests.reference import loops
 from tests.reference.loops import Packed
 
@@ -76,7 +76,12 @@ class Case:
             device=torch.device("cpu"),
         )
         self._target = target
-        self.rows = self._rows()
+        texts = [[0] * rng.randrange(50) + [rng.randrange(self.vocab_size)] for _ in self.params]
+        self.rows = rows_of(texts)._replace(
+            context_BC=torch.randn(self.num_rows, D),
+            seed_B=torch.tensor([p.signed_seed for p in self.params]),
+            warp=make_warp(self.params),
+        )
         self.noise_BLV = None
         if any(p.temperature > 0 for p in self.params):
             position_BL = self.rows.length_B[:, None] + torch.arange(1, self.length + extra_depth + 2)
@@ -87,20 +92,6 @@ class Case:
         numbers = {"beam_width": self.width, "draft_length": self.length, "tree_size": num_nodes, "copying": False}
         numbers |= {"tau": self.tau, "noise_weight": self.noise_weight, "coupled": self.is_coupled}
         return BeamProposer(self.drafter, self._target, Drafting(method="drafter", **(numbers | more)))
-
-    def _rows(self):
-        num_rows = self.num_rows
-        length_B = torch.randint(0, 50, (num_rows,))
-        return RowState(
-            root_B=torch.randint(0, self.vocab_size, (num_rows,)),
-            length_B=length_B,
-            context_BC=torch.randn(num_rows, D),
-            history_BS=torch.zeros(num_rows, 64, dtype=torch.int64),
-            seed_B=torch.tensor([p.signed_seed for p in self.params]),
-            is_active_B=torch.ones(num_rows, dtype=torch.bool),
-            warp=make_warp(self.params),
-            num_visible=64,
-        )
 
     def rank(self, row, depth, logits):
         """Log-scores of all children at `depth`, [R] -> [R]: the formula, in Python floats."""

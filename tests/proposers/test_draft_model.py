@@ -20,12 +20,11 @@ def engine_of(draft: Target, target: Target, num_speculative_tokens: int = 5, **
 
 
 @pytest.mark.parametrize(("max_num_seqs", "gamma"), [(1, 1), (3, 4), (8, 7)])
-@pytest.mark.parametrize("draft_seed", [0, 1])
-def test_oracle(max_num_seqs: int, gamma: int, draft_seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Coupled: the same tokens as autoregressive decoding, with the target as its own draft and with a stranger."""
+def test_oracle(max_num_seqs: int, gamma: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Coupled: the same tokens as autoregressive decoding, with a stranger as the draft model."""
     monkeypatch.setattr(draft_model, "_PREFILL_CHUNK", 7)
     engine = engine_of(
-        tiny_target(draft_seed), tiny_target(), max_num_seqs=max_num_seqs, num_speculative_tokens=gamma, prefill_chunk=7
+        tiny_target(1), tiny_target(), max_num_seqs=max_num_seqs, num_speculative_tokens=gamma, prefill_chunk=7
     )
     rate = assert_lossless(engine, requests())
     assert rate >= 1.0
@@ -34,18 +33,21 @@ def test_oracle(max_num_seqs: int, gamma: int, draft_seed: int, monkeypatch: pyt
 @pytest.mark.parametrize("gamma", [1, 3, 6])
 @pytest.mark.parametrize("verify", ["coupled", "rejection"])
 def test_own_draft_is_always_right(gamma: int, verify: str) -> None:
-    """The target drafting for itself: every draft is kept, greedy or sampled, so the draft cache is never stale."""
+    """The target drafting for itself: every draft is kept, greedy or sampled, so the draft cache is never stale.
+
+    Answers end at different times, so rows move.
+    """
     target = tiny_target()
     asked = [
         (
             (3, 1, 4, 1, 5)[: 1 + index],
-            SamplingParams(max_new_tokens=(gamma + 1) * 6, temperature=t, seed=index, ignore_eos=True),
+            SamplingParams(max_new_tokens=(gamma + 1) * n, temperature=t, seed=index, ignore_eos=True),
         )
-        for index, t in enumerate((0.0, 1.0, 0.7, 1.0, 0.0))
+        for index, (n, t) in enumerate(((1, 0.0), (2, 1.0), (10, 0.7), (6, 1.0), (3, 0.0)))
     ]
-    engine = engine_of(tiny_target(), target, max_num_seqs=2, num_speculative_tokens=gamma, verify=verify)
+    engine = engine_of(tiny_target(), target, max_num_seqs=4, num_speculative_tokens=gamma, verify=verify)
     for completion in answer(engine, asked):
-        assert completion.num_target_forwards == len(completion.token_ids) / (gamma + 1) == 6
+        assert completion.num_target_forwards == len(completion.token_ids) / (gamma + 1)
 
 
 def test_rejection_at_temperature_0_is_greedy() -> None:
@@ -74,12 +76,3 @@ def test_foreign_vocabulary_is_refused() -> None:
     check_same_vocabulary(one, one)
     with pytest.raises(ValueError, match="'other'.* 4 entries of the tokenizers differ"):
         check_same_vocabulary(other, one)
-
-
-def test_cache_follows_a_moved_row() -> None:
-    """Rows that leave make others move; a moved row's drafts stay right (its own draft model: all are kept)."""
-    target = tiny_target()
-    asked = [((1, 2, 3), SamplingParams(max_new_tokens=n, ignore_eos=True)) for n in (4, 8, 40, 4)]
-    engine = engine_of(tiny_target(), target, max_num_seqs=4, num_speculative_tokens=3)
-    for completion in answer(engine, asked):
-        assert completion.num_target_forwards == len(completion.token_ids) / 4

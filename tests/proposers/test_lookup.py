@@ -84,19 +84,9 @@ def test_garbage_behind_the_root_is_never_read() -> None:
     assert one.is_node_BN.sum(dim=1).tolist()[1] == 1  # a single token has no earlier occurrence
 
 
-@pytest.mark.parametrize(
-    ("max_num_seqs", "tree_size", "num_matches", "lookup_length", "max_ngram"),
-    [(4, 24, 8, 10, 8), (3, 6, 1, 5, 2), (8, 2, 4, 10, 1), (4, 64, 8, 3, 3)],
-)
-def test_oracle(max_num_seqs: int, tree_size: int, num_matches: int, lookup_length: int, max_ngram: int) -> None:
-    config = Plan(
-        method="lookup",
-        max_num_seqs=max_num_seqs,
-        tree_size=tree_size,
-        num_matches=num_matches,
-        lookup_length=lookup_length,
-        max_ngram=max_ngram,
-        prefill_chunk=7,
-    )
-    rate = assert_lossless(Engine(tiny_target(), config=config), requests())
-    assert rate >= 1.0
+@pytest.mark.parametrize("numbers", [(4, 24, 8, 10, 8), (3, 6, 1, 5, 2), (8, 2, 4, 10, 1), (4, 64, 8, 3, 3)])
+def test_oracle(numbers: tuple[int, ...]) -> None:
+    names = ("max_num_seqs", "tree_size", "num_matches", "lookup_length", "max_ngram")
+    sizes: dict = dict(zip(names, numbers, strict=True))
+    engine = Engine(tiny_target(), config=Plan(method="lookup", prefill_chunk=7, **sizes))
+    assert assert_lossless(engine, requests()) >= 1.0

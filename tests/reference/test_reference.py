@@ -78,43 +78,6 @@ def test_accept_chain_worked_example(draft, coin, num_accepted, bonus):
     torch.testing.assert_close(reference.bonus_distribution(P, Q, accepted), torch.tensor(bonus))
 
 
-# The tree of the reference: root -> (7 -> 9 -> 5, 2), 8 -> 9
-NODES = [
-    Node(1, 0, 0, 0.0),
-    Node(7, 0, 1, -0.2),
-    Node(8, 0, 1, -1.6),
-    Node(9, 1, 2, -0.5),
-    Node(2, 1, 2, -1.9),
-    Node(9, 2, 2, -2.0),
-    Node(5, 3, 3, -0.9),
-]
-
-
-@pytest.mark.parametrize(
-    "picks,emitted,last",
-    [
-        ([7, 9, 0, 5, 0, 0, 4], [7, 9, 5, 4], 6),
-        ([7, 9, 0, 6, 0, 0, 4], [7, 9, 6], 3),
-        ([8, 9, 9, 5, 5, 3, 4], [8, 9, 3], 5),
-        ([6, 7, 9, 9, 9, 9, 9], [6], 0),
-    ],
-)
-def test_walk_worked_example(picks, emitted, last):
-    """The walk in words, and without a loop; picks[i] is what the target picks after node i."""
-
-    def pick(text):
-        drafted = text[2:]
-        paths = {tuple(NODES[j].token for j in reference.path_to(NODES, i)[1:]): i for i in range(len(NODES))}
-        return picks[paths[tuple(drafted)]]
-
-    assert reference.walk(NODES, pick, [0, 1]) == emitted
-    token, parent, depth = (torch.tensor([node[k] for node in NODES]) for k in range(3))
-    arguments = token, parent, depth, torch.tensor(picks)
-    assert reference.accept_tree(*arguments, 3).item() == last
-    batched = vmap(partial(reference.accept_tree, max_depth=3))(*(a.expand(2, -1) for a in arguments))
-    assert batched.tolist() == [last, last]
-
-
 def rank_by_log_prob(depth, logits):
     return logits.double().log_softmax(-1)
 

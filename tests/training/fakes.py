@@ -1,5 +1,6 @@
 """A tiny target, its own greedy text, and a data module that hands it out."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,9 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer
 from torch.utils.data import DataLoader
 
 from drafter.data.batch import ChatBatch, collate
+from drafter.decoding.params import SamplingParams
+from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig
 from drafter.targets.target import Target
 from drafter.training.module import DrafterModule
 from drafter.training.options import DrafterOptions, Objective, OptimOptions
@@ -120,13 +124,11 @@ def fit(folder: Any, target: Target, num_steps: int, **changes: Any) -> DrafterM
     return module
 
 
-def accuracy(module: DrafterModule, rows: list[list[int]]) -> float:
-    """Share of right guesses at depth 1, over all answer positions but the first two, by the drafter's own methods."""
-    target, drafter, is_right = module.teacher.target, module.drafter, []
-    for row in rows:
-        hidden = target.forward(torch.tensor([row])).hidden_BTD[0]
-        for t in range(PROMPT_LENGTH - 2, len(row) - 2):
-            state = drafter.step(hidden[t], drafter.init_state(hidden[t]), target.embed(torch.tensor(row[t + 1])))
-            best = drafter.logits(hidden[t], state).argmax()
-            is_right.append(int(drafter.draft_token_ids_R[best]) == row[t + 2])
-    return sum(is_right) / len(is_right)
+def tokens_per_step(module: DrafterModule, target: Target, rows: list[list[int]]) -> float:
+    """How many tokens a step of the engine writes of the target's own rows, by the drafts of a module."""
+    drafter = copy.deepcopy(module.drafter).eval()
+    engine = Engine(target, drafter, EngineConfig(beam_width=2, draft_length=3, tree_size=7, copying=False))
+    params = SamplingParams(max_new_tokens=len(rows[0]) - PROMPT_LENGTH, ignore_eos=True)
+    answers = engine.generate([row[:PROMPT_LENGTH] for row in rows], params)
+    assert [answer.token_ids for answer in answers] == [row[PROMPT_LENGTH:] for row in rows]
+    return sum(len(answer.token_ids) for answer in answers) / sum(answer.num_target_forwards for answer in answers)

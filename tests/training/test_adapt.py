@@ -17,8 +17,6 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.training import adapt as module
 from drafter.training.adapt import Figure, affordable, compared, prompts_of, split
 from drafter.training.module import DrafterModule
-from drafter.training.options import AdaptOptions
-from drafter.utils.options import read_options
 from tests.tiny_files import SMALL_ADAPT, make_drafter, make_target
 
 
@@ -49,18 +47,12 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def words(place: Path, out: Path, *more: str) -> list[str]:
+    """The command, with so many minutes that no clock decides over rows and learning rates."""
     return [
         *("adapt", "--target", str(place / "target"), "--drafter", str(place / "drafter"), "--out", str(out)),
         *("--traffic", str(place / "traffic"), "--trainer.accelerator", "cpu"),
-        *("--trainer.enable_progress_bar=false", *more),
+        *("--trainer.enable_progress_bar=false", "--minutes", "1000", *more),
     ]
-
-
-def test_settings_of_the_trainer_are_spelled_as_in_train() -> None:
-    needed = ["--target", "t", "--drafter", "d", "--traffic", "r", "--out", "o"]
-    options = read_options(AdaptOptions, [*needed, "--trainer.max_epochs", "3", "--trainer.accelerator=cpu"])
-    assert options is not None
-    assert options.train_words[:2] == ["--trainer.max_epochs=3", "--trainer.accelerator=cpu"]
 
 
 def test_a_prompt_is_on_one_side_for_ever() -> None:
@@ -126,7 +118,7 @@ def test_an_interrupted_call_goes_on_with_its_rows(
     """Although a server has recorded more in the meantime; the end is that of a call without a stop."""
     traffic, out, work = tmp_path / "traffic", tmp_path / "new", tmp_path / ".new.adapt"
     shutil.copytree(place / "traffic", traffic)
-    command = words(place, out, "--traffic", str(traffic), "--minutes", "1000")
+    command = words(place, out, "--traffic", str(traffic))
     assert main(command) == 0
     whole = (out / "model.safetensors").read_bytes()
     shutil.rmtree(out)

@@ -1,31 +1,21 @@
 """Training itself, on a tiny target's own greedy text."""
 
-import copy
 import math
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from drafter.decoding.params import SamplingParams
-from drafter.engine.engine import Engine
-from drafter.engine.settings import EngineConfig
 from drafter.training.losses import count_better
-from tests.training.fakes import FakeData, accuracy, fit, greedy_rows, make_module, make_target, make_trainer
+from tests.training.fakes import FakeData, fit, greedy_rows, make_module, make_target, make_trainer, tokens_per_step
 
 
 def test_overfits_the_targets_own_text(tmp_path) -> None:
-    """Wrong shifts or masks could not: the text is varied, and the guesses are made without the training code."""
+    """Wrong shifts or masks could not: the text is varied, and the engine makes the drafts."""
     target = make_target()
     rows = greedy_rows(target)
     assert len({token for row in rows for token in row[3:]}) > 30
-    module = fit(tmp_path, target, 100)
-    assert accuracy(module, rows) > 0.95
-    learned = copy.deepcopy(module.drafter).eval()
-    engine = Engine(target, learned, EngineConfig(beam_width=2, draft_length=3, tree_size=7))
-    answers = engine.generate([row[:3] for row in rows], SamplingParams(max_new_tokens=13, ignore_eos=True))
-    assert [a.token_ids for a in answers] == [row[3:16] for row in rows]
-    assert sum(len(a.token_ids) for a in answers) / sum(a.num_target_forwards for a in answers) > 2.5
+    assert tokens_per_step(fit(tmp_path, target, 100), target, rows) > 2.5
 
 
 @pytest.mark.parametrize(
@@ -92,7 +82,8 @@ def test_bfloat16_learns_too(tmp_path) -> None:
     target = make_target()
     module = fit(tmp_path, target, 60, trainer={"precision": "bf16-mixed"})
     assert all(p.dtype == torch.float32 for p in module.parameters())
-    assert module.teacher.weight_RD.dtype == torch.bfloat16 and accuracy(module, greedy_rows(target)) > 0.8
+    assert module.teacher.weight_RD.dtype == torch.bfloat16
+    assert tokens_per_step(module, target, greedy_rows(target)) > 2
 
 
 def test_float16_is_refused(tmp_path) -> None:
