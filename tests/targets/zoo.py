@@ -10,6 +10,11 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from drafter.decoding.params import SamplingParams
+from drafter.engine.engine import Engine
+from drafter.engine.settings import Plan
+from drafter.targets.target import Target
+
 _FILE = Path(__file__).resolve().parents[2] / "scripts" / "architectures.py"
 _SPEC = importlib.util.spec_from_file_location("architectures", _FILE)
 assert _SPEC is not None and _SPEC.loader is not None
@@ -72,3 +77,17 @@ def generated(model: Any, prompts: Sequence[list[int]], num_new: int) -> list[li
     options = {"max_new_tokens": num_new, "min_new_tokens": num_new, "do_sample": False, "eos_token_id": None}
     texts = [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :] for prompt in prompts]
     return [text.tolist() for text in texts]
+
+
+def prompts_of(*sizes: int) -> list[list[int]]:
+    """Random prompts of so many tokens each."""
+    return [torch.randint(3, VOCAB, (size,), generator=torch.Generator().manual_seed(size)).tolist() for size in sizes]
+
+
+def drafted(target: Target, method: Any, prompts: list[list[int]], num_new: int, **settings: Any) -> list[list[int]]:
+    """The greedy texts of our engine."""
+    fields = {"method": method, "tree_size": 1 if method == "none" else 6, "max_num_seqs": 2}
+    found = Engine(target, config=Plan(**fields | settings)).generate(
+        prompts, SamplingParams(max_new_tokens=num_new, ignore_eos=True)
+    )
+    return [list(completion.token_ids) for completion in found]
