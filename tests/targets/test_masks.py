@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from drafter.decoding.tree import ancestors
 from drafter.targets.masks import chunk_mask, tree_mask
-from tests.targets.trees import path_to, random_parents, stacked_ancestors
+from tests.targets.trees import path_to, random_parents
 
 
 def test_examples() -> None:
@@ -26,7 +27,7 @@ def test_masks_agree_with_loops(seed: int) -> None:
     parents = [random_parents(num_nodes, generator) for _ in range(3)]
     length_B = torch.randint(0, 7, (3,), generator=generator)
     num_slots = int(length_B.max()) + num_nodes + seed % 3
-    tree = tree_mask(length_B, stacked_ancestors(parents), num_slots)
+    tree = tree_mask(length_B, ancestors(torch.tensor(parents), num_nodes), num_slots)
     chunk = chunk_mask(length_B, num_nodes, num_slots)
     for row, length in enumerate(length_B.tolist()):
         for node in range(num_nodes):
