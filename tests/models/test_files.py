@@ -86,11 +86,10 @@ def test_every_tensor_must_be_there_in_its_shape_and_type_and_finite(folder: Pat
         assert f"'{name}'" in refusal(folder) and words in refusal(folder)
 
 
-def test_damaged_weights(folder: Path) -> None:
+def test_weights_that_are_cut_or_missing(folder: Path) -> None:
     weights = folder / "model.safetensors"
-    data = weights.read_bytes()
-    for damaged in (b"", data[:7], data[:-1], b"\xff" * 100, b"\0" * 8 + data[8:]):
-        weights.write_bytes(damaged)
+    for length in (100, 7, 0):
+        weights.write_bytes(weights.read_bytes()[:length])
         assert "model.safetensors" in refusal(folder)
     weights.unlink()
     with pytest.raises(FileNotFoundError, match="model.safetensors"):

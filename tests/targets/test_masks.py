@@ -5,7 +5,16 @@ import torch
 
 from drafter.decoding.tree import ancestors
 from drafter.targets.masks import chunk_mask, tree_mask
-from tests.targets.trees import path_to, random_parents
+
+
+def random_parents(num_nodes: int, generator: torch.Generator) -> list[int]:
+    """Parents of nodes 0 .. N-1; the root is its own, and a parent stands before its children."""
+    return [0] + [int(torch.randint(0, node, (1,), generator=generator)) for node in range(1, num_nodes)]
+
+
+def path_to(parents: list[int], node: int) -> list[int]:
+    """Nodes from the root to ``node``, both included."""
+    return [0] if node == 0 else [*path_to(parents, parents[node]), node]
 
 
 def test_examples() -> None:

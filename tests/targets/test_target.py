@@ -25,7 +25,7 @@ from drafter.targets.masks import chunk_mask, tree_mask
 from drafter.targets.target import Target
 from tests.engine.oracle import answer, oracle, requests
 from tests.serving.tiny import tiny_target as tiny_chat_target
-from tests.targets.trees import path_to, random_parents
+from tests.targets.test_masks import path_to, random_parents
 from tests.targets.zoo import OTHERS, TARGETS, VOCAB, build
 
 NUM_NODES, NUM_SLOTS = 7, 40

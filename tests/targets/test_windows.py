@@ -33,6 +33,10 @@ def test_texts_of_several_windows_are_those_of_generate(name: str) -> None:
     for method, max_num_seqs in (("none", 1), ("none", 4), ("lookup", 1), ("lookup", 4)):
         found = drafted(target, method, PROMPTS, NUM_NEW, max_num_seqs=max_num_seqs, prefill_chunk=7)
         assert found == wanted, (method, max_num_seqs)
+    if name in ("Mistral", "Gemma2", "Llama4Text"):  # without its window the model writes another text
+        windows = target.capabilities.windows._replace(by_kind={})
+        target.capabilities = target.capabilities._replace(windows=windows)
+        assert drafted(target, "none", PROMPTS, NUM_NEW) != wanted
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "gemma3"])
@@ -55,15 +59,6 @@ def test_compiled_steps_see_the_same_windows(name: str, monkeypatch: pytest.Monk
     target = windowed(name)
     found = drafted(target, "lookup", PROMPTS, NUM_NEW, max_num_seqs=4, compile=True)
     assert found == generated(target.model, PROMPTS, NUM_NEW)
-
-
-def test_windows_matter_to_these_models() -> None:
-    """Without its window a model writes another text, so that the comparisons above can fail."""
-    for name in ("Mistral", "Gemma2", "Llama4Text"):
-        target = windowed(name)
-        windows = target.capabilities.windows._replace(by_kind={})
-        target.capabilities = target.capabilities._replace(windows=windows)
-        assert drafted(target, "none", PROMPTS, NUM_NEW) != generated(target.model, PROMPTS, NUM_NEW)
 
 
 def test_window_examples() -> None:

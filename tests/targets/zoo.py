@@ -1,9 +1,9 @@
 """Tiny random models of many architectures, which scripts/architectures.py shrinks; windows are of 8 tokens."""
 
-import importlib.util
-import sys
+import runpy
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,12 +15,7 @@ from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
 from drafter.targets.target import Target
 
-_FILE = Path(__file__).resolve().parents[2] / "scripts" / "architectures.py"
-_SPEC = importlib.util.spec_from_file_location("architectures", _FILE)
-assert _SPEC is not None and _SPEC.loader is not None
-panel: Any = importlib.util.module_from_spec(_SPEC)
-sys.modules["architectures"] = panel
-_SPEC.loader.exec_module(panel)
+panel: Any = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "architectures.py")))
 VOCAB: int = panel.VOCAB
 
 
