@@ -105,12 +105,6 @@ def files() -> set[Path]:
     return set((home_folder() / "openvino").rglob("*.xml"))
 
 
-def test_number_formats_that_openvino_does_not_compute_in_are_refused() -> None:
-    target = Target.from_model(tiny("Llama").model.to(torch.float16), name="half")
-    with pytest.raises(ValueError, match="runs in float32 and bfloat16, not in float16"):
-        on_openvino(target)
-
-
 def test_a_signal_after_two_targets_reaches_its_handler() -> None:
     """OpenVINO sets up a stack for signals: the stack of the first target must not be freed under the second."""
     code = (
@@ -161,5 +155,7 @@ def test_auto_runs_in_torch_small_targets_and_those_that_openvino_cannot_run(
         monkeypatch.setattr(loading, "_LEAST_OPENVINO_BYTES", 1)
     with pytest.raises(ValueError, match="--runtime openvino cannot run target '.*': its attention is 'eager'"):
         Target.load(str(tmp_path), device="cpu", runtime="openvino")
+    with pytest.raises(ValueError, match="runs in float32 and bfloat16, not in float16"):
+        Target.load(str(tmp_path), device="cpu", dtype="float16", runtime="openvino")
     with pytest.raises(ValueError, match="--runtime is 'onnx' but must be one of auto, torch, openvino"):
         Target.load(str(tmp_path), device="cpu", runtime="onnx")

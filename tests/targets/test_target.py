@@ -140,16 +140,12 @@ def test_model_that_ignores_what_it_is_given_is_refused(fault: str) -> None:
     model = build(TARGETS["Llama"]())
     decoder_forward = model.model.forward
 
-    def careless(**arguments: Any) -> Any:
-        mask = arguments.get("attention_mask")
-        if mask is not None:
-            if fault == "positions":
-                width = mask.shape[2]
-                arguments["position_ids"] = arguments["position_ids"][:, :1] + torch.arange(width)
-            else:
-                slot_S = torch.arange(mask.shape[3])
-                arguments["attention_mask"] = slot_S <= arguments["position_ids"][:, None, :, None] + 2
-        return decoder_forward(**arguments)
+    def careless(**given: Any) -> Any:
+        if given.get("attention_mask") is not None and fault == "positions":
+            given["position_ids"] = given["position_ids"][:, :1] + torch.arange(given["attention_mask"].shape[2])
+        elif given.get("attention_mask") is not None:
+            given["attention_mask"] = torch.ones_like(given["attention_mask"])
+        return decoder_forward(**given)
 
     model.model.forward = careless
     with pytest.raises(ValueError, match="other hidden states than the same tokens in a row"):
