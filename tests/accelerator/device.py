@@ -14,6 +14,7 @@ registered for the whole process, so the cases run in a process of their own (:m
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -27,32 +28,16 @@ NAME = "refuser"
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class _Backend:
-    """What torch asks the module of a device."""
-
-    def is_available(self) -> bool:
-        return True
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def device_count(self) -> int:
-        return 1
-
-    def current_device(self) -> int:
-        return 0
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def manual_seed_all(self, seed: int) -> None:
-        """The device draws no numbers."""
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
-
-
-backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Backend())  # type: ignore[no-untyped-call]
+_BACKEND: Any = SimpleNamespace(  # what torch asks the module of a device
+    is_available=lambda: True,
+    is_initialized=lambda: True,
+    device_count=lambda: 1,
+    current_device=lambda: 0,
+    _is_in_bad_fork=lambda: False,
+    manual_seed_all=lambda seed: None,
+    get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+)
+backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_BACKEND)  # type: ignore[no-untyped-call]
 DEVICE = torch.device(NAME, 0)
 
 

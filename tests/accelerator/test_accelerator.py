@@ -4,9 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -25,15 +23,13 @@ RUNS = (("step-",), ("reads-", "train-", "refused-", "counted-"), ("kernels-",))
 def results() -> dict[str, Any]:
     """What every case found, or its error; three processes run side by side."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-    def run(starts: tuple[str, ...]) -> list[Any]:
-        command = [sys.executable, "-m", "tests.accelerator.cases", *starts]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=1500, env=environment)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
-
-    with ThreadPoolExecutor() as pool:
-        lines = chain.from_iterable(pool.map(run, RUNS))
+    command = [sys.executable, "-m", "tests.accelerator.cases"]
+    running = [
+        subprocess.Popen([*command, *starts], env=environment, stdout=subprocess.PIPE, text=True) for starts in RUNS
+    ]
+    texts = "".join(process.communicate(timeout=1500)[0] for process in running)
+    assert not any(process.returncode for process in running), texts[-2000:]
+    lines = [json.loads(line) for line in texts.splitlines() if line.startswith('{"name"')]
     return {line["name"]: line.get("found", line) for line in lines}
 
 

@@ -23,7 +23,7 @@ class FakeTarget:
     )
 
 
-def make_config(**changes: object) -> DrafterConfig:
+def make_drafter(**changes: object) -> RecurrentDrafter:
     fields: dict[str, object] = {
         "vocab_size": V,
         "hidden_size": D,
@@ -35,12 +35,8 @@ def make_config(**changes: object) -> DrafterConfig:
         "target_fingerprint": SKETCH,
         **changes,
     }
-    return DrafterConfig(**fields)
-
-
-def make_drafter(**changes: object) -> RecurrentDrafter:
     torch.manual_seed(0)
-    drafter = RecurrentDrafter(make_config(**changes))
+    drafter = RecurrentDrafter(DrafterConfig(**fields))
     if drafter.config.num_outputs < V:
         drafter.set_draft_token_ids(3 * torch.arange(R) + 1)
     # Larger than at the start of training, so that every part shows in the logits.

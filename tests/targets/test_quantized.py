@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from drafter.cli.main import main
 from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
+from drafter.models.config import DrafterConfig
+from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 from tests.data.tiny import write_jsonl
 from tests.engine.drafters import shared_target, trained_drafter
@@ -101,6 +103,10 @@ def test_drafted_text_is_the_text_of_the_quantised_target(
     caplog.clear()
     assert drafted(target, "drafter") == drafted(target, "lookup") == wanted
     assert "rounded otherwise" in caplog.text, "the drafter is of the plain target"
+    caplog.clear()
+    fields = trained_drafter().config.to_dict() | {"target_fingerprint": target.fingerprint}
+    RecurrentDrafter(DrafterConfig.from_fields(fields, "x")).bind(target)
+    assert "rounded otherwise" not in caplog.text
     if meant:
         twin = type(model)(model.config)
         twin.load_state_dict(meant)

@@ -8,20 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from drafter.decoding.params import SamplingParams
-from drafter.engine.engine import Engine
-from drafter.engine.settings import Plan
 from drafter.targets import loading
 from drafter.targets.catalog import stored_file
 from drafter.targets.masks import chunk_mask
+from drafter.targets.openvino_compile import import_openvino
 from drafter.targets.programs import open_programs
 from drafter.targets.stored import read_matrix, round_linears, round_matrix
 from drafter.targets.target import Target
+from tests.targets.test_target import tiny
 from tests.targets.tiny_gguf import write_gguf
+from tests.targets.zoo import drafted, generated, prompts_of
 
 TYPES = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")
-PROMPTS = [[3 + (size * 7 + place) % 250 for place in range(size)] for size in (3, 9, 17)]
-PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True)
+PROMPTS = prompts_of(3, 9, 17)
 needs_bfloat16 = pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported(), reason="this CPU has no bfloat16 arithmetic"
 )
@@ -84,27 +83,17 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
 
 
-def texts(target: Target, method: Any) -> list[list[int]]:
-    engine = Engine(target, config=Plan(method=method, max_num_seqs=2, tree_size=1 if method == "none" else 6))
-    return [list(completion.token_ids) for completion in engine.generate(PROMPTS, PARAMS)]
-
-
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
 @pytest.mark.usefixtures("home")
 def test_text_with_float32_activations_is_that_of_generate(kind: str, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", matrices=kind)
     unpacked = Target.load(str(file), dtype="float32", device="cpu", pack=False)
-    model: Any = unpacked.model
-    wanted = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        output = model.generate(ids, do_sample=False, max_new_tokens=24, min_new_tokens=24, eos_token_id=None)
-        wanted.append(output[0, len(prompt) :].tolist())
+    wanted = generated(unpacked.model, PROMPTS, 24)
     found = stored_file(str(file))
     assert found is not None
     made = open_programs(found[1], [file], torch.float32, lambda model: Target.from_model(model).capabilities)
     target = Target._of_programs(made, None, name="stored")
-    assert texts(target, "none") == texts(target, "lookup") == wanted
+    assert drafted(target, "none", PROMPTS, 24) == drafted(target, "lookup", PROMPTS, 24) == wanted
     assert target.fingerprint == unpacked.fingerprint and target.num_parameters == unpacked.num_parameters
     assert target.is_stored and not unpacked.is_stored
     assert torch.equal(target.embedding_weight_VD, unpacked.embedding_weight_VD)
@@ -124,12 +113,12 @@ def test_stored_is_a_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert list((tmp_path / "home").rglob("model.safetensors")) == []
     with pytest.raises(ValueError, match="--exact-attention computes with weights in torch: give --runtime torch"):
         target.new_cache(1, 8, exact_attention=True)
-    assert [len(text) for text in texts(target, "lookup")] == [24] * 3
+    assert [len(text) for text in drafted(target, "lookup", PROMPTS, 24)] == [24] * 3
     assert_tokens_of_one_forward_see_each_other_as_later_tokens_will(target)
     # A later start probes and exports nothing.
     monkeypatch.setattr("drafter.targets.programs_writing.write_programs", lambda *_: 1 / 0)
     again = Target.load(file, device="cpu", runtime="openvino", dtype="stored")
-    assert texts(again, "none") == texts(target, "none")
+    assert drafted(again, "none", PROMPTS, 24) == drafted(target, "none", PROMPTS, 24)
 
 
 def assert_tokens_of_one_forward_see_each_other_as_later_tokens_will(target: Target) -> None:
@@ -176,11 +165,42 @@ def test_auto_runs_the_integers_of_a_gguf_file_on_a_fast_cpu(tmp_path: Path, mon
     assert [(each.is_stored, each.dtype) for each in torch_alone] == [(False, torch.float32)] * 2
 
 
+@pytest.mark.parametrize(
+    ("runtime", "bits"), [("torch", 8), ("torch", 4), ("openvino", 8), ("openvino", 4), ("openvino", 0)]
+)
+@pytest.mark.usefixtures("home")
+def test_drafted_text_is_the_text_of_generate_with_rounded_weights(runtime: str, bits: int, tmp_path: Path) -> None:
+    """In float32 the activations are not rounded."""
+    scheme = f"int{bits}" if bits else "none"
+    tiny("Llama").model.save_pretrained(tmp_path / "model")
+    target = Target.load(str(tmp_path / "model"), device="cpu", dtype="float32", runtime=runtime, quantization=scheme)
+    assert (target.runtime_name, target.quantization) == (runtime, scheme)
+    plain = tiny("Llama")
+    assert target.fingerprint == (f"{plain.fingerprint}-{scheme}" if bits else plain.fingerprint)
+    model: Any = plain.model
+    wanted = generated(model, PROMPTS, 24)
+    if bits:
+        text = wanted
+        assert round_linears(model, bits) == 15  # seven of each layer, and the output matrix
+        wanted = generated(model, PROMPTS, 24)
+        assert wanted != text
+    assert drafted(target, "none", PROMPTS, 24) == drafted(target, "lookup", PROMPTS, 24) == wanted
+    if runtime == "openvino":  # query, key and value are one matrix, gate and up another: four of each layer
+        (file,) = (tmp_path / "home").rglob("forward.xml")
+        operators = import_openvino().Core().read_model(file).get_ops()
+        kinds = [str(node.get_output_element_type(0)) for node in operators if node.get_type_name() == "Constant"]
+        assert kinds.count("<Type: 'int8_t'>") == {8: 8, 4: 2, 0: 0}[bits]  # 48 inputs make no groups of 32
+
+
 @pytest.mark.usefixtures("home")
 def test_what_has_no_integers_is_refused_in_one_line(tmp_path: Path) -> None:
     floats = str(write_gguf(tmp_path / "floats.gguf"))
     with pytest.raises(ValueError, match="--dtype stored runs with OpenVINO on a CPU"):
         Target.load(floats, device="cpu", dtype="stored", runtime="torch")
+    with pytest.raises(ValueError, match="--quantization is 'int3' but must be one of none, int8, int4"):
+        Target.load(floats, quantization="int3")
+    with pytest.raises(ValueError, match="--quantization int8 runs in one process"):
+        Target.load(floats, quantization="int8", num_shards=2)
     with pytest.raises(ValueError, match="--quantization int8 rounds plain weights"):
         Target.load(floats, device="cpu", dtype="stored", runtime="auto", quantization="int8")
     (tmp_path / "folder").mkdir()

@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from drafter.decoding.tree import ancestors
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
 from drafter.models.config import same_fingerprint
@@ -24,7 +25,7 @@ from drafter.targets.masks import chunk_mask, tree_mask
 from drafter.targets.target import Target
 from tests.engine.oracle import answer, oracle, requests
 from tests.serving.tiny import tiny_target as tiny_chat_target
-from tests.targets.trees import path_to, random_parents, stacked_ancestors, stacked_depths
+from tests.targets.test_masks import path_to, random_parents
 from tests.targets.zoo import OTHERS, TARGETS, VOCAB, build
 
 NUM_NODES, NUM_SLOTS = 7, 40
@@ -66,10 +67,11 @@ def check_trees_over_ragged_rows(target: Target, plain: Target) -> None:
     for seed in (2, 3):
         length_B = torch.tensor([len(text) for text in texts])
         parents = [random_parents(NUM_NODES, generator) for _ in texts]
-        token_BN, depth_BN = tokens(3, NUM_NODES, seed=seed), stacked_depths(parents)
+        token_BN, ancestor_BNN = tokens(3, NUM_NODES, seed=seed), ancestors(torch.tensor(parents), NUM_NODES)
+        depth_BN = ancestor_BNN.sum(-1) - 1
         num_visible = int(length_B.max()) + NUM_NODES
         cache.plan(length_B[:, None] + torch.arange(NUM_NODES), num_visible=num_visible)
-        mask = tree_mask(length_B, stacked_ancestors(parents), num_visible)
+        mask = tree_mask(length_B, ancestor_BNN, num_visible)
         position_BN = length_B[:, None] + depth_BN
         hidden_BND = target.forward(token_BN, position_BT=position_BN, mask=mask, cache=cache).hidden_BTD
         for row, node in itertools.product(range(3), range(NUM_NODES)):
@@ -91,7 +93,7 @@ def test_trees_over_ragged_rows_equal_their_paths_before_and_after_compaction(na
     target = tiny(name)
     if is_folded and not target.fold_attention():
         pytest.skip("its attention is not SDPA")
-    check_trees_over_ragged_rows(target, target)
+    check_trees_over_ragged_rows(target, tiny(name) if is_folded else target)
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -138,16 +140,12 @@ def test_model_that_ignores_what_it_is_given_is_refused(fault: str) -> None:
     model = build(TARGETS["Llama"]())
     decoder_forward = model.model.forward
 
-    def careless(**arguments: Any) -> Any:
-        mask = arguments.get("attention_mask")
-        if mask is not None:
-            if fault == "positions":
-                width = mask.shape[2]
-                arguments["position_ids"] = arguments["position_ids"][:, :1] + torch.arange(width)
-            else:
-                slot_S = torch.arange(mask.shape[3])
-                arguments["attention_mask"] = slot_S <= arguments["position_ids"][:, None, :, None] + 2
-        return decoder_forward(**arguments)
+    def careless(**given: Any) -> Any:
+        if given.get("attention_mask") is not None and fault == "positions":
+            given["position_ids"] = given["position_ids"][:, :1] + torch.arange(given["attention_mask"].shape[2])
+        elif given.get("attention_mask") is not None:
+            given["attention_mask"] = torch.ones_like(given["attention_mask"])
+        return decoder_forward(**given)
 
     model.model.forward = careless
     with pytest.raises(ValueError, match="other hidden states than the same tokens in a row"):
@@ -226,19 +224,8 @@ def test_load_from_a_folder(name: str, kernel: str, tmp_path: Path) -> None:
     token_BT = tokens(1, 5)
     assert torch.equal(target.forward(token_BT).hidden_BTD, made.forward(token_BT).hidden_BTD)
     assert Target.load(str(tmp_path), dtype="bfloat16", device="cpu").dtype == torch.bfloat16
-
-
-def test_processes_that_are_missing_and_damaged_weights_are_refused(tmp_path: Path) -> None:
-    tiny().model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="shared by 2 processes but 1 run: start that many on every node"):
         Target.load(str(tmp_path), device="cpu", num_shards=2)
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ValueError, match="damaged"):
-        Target.load(str(tmp_path), device="cpu")
-    weights.unlink()
-    with pytest.raises(ValueError, match="cannot be loaded"):
-        Target.load(str(tmp_path), device="cpu")
 
 
 def test_devices_are_the_ones_that_torch_finds(monkeypatch: pytest.MonkeyPatch) -> None:

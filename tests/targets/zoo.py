@@ -1,21 +1,21 @@
 """Tiny random models of many architectures, which scripts/architectures.py shrinks; windows are of 8 tokens."""
 
-import importlib.util
-import sys
+import runpy
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-_FILE = Path(__file__).resolve().parents[2] / "scripts" / "architectures.py"
-_SPEC = importlib.util.spec_from_file_location("architectures", _FILE)
-assert _SPEC is not None and _SPEC.loader is not None
-panel: Any = importlib.util.module_from_spec(_SPEC)
-sys.modules["architectures"] = panel
-_SPEC.loader.exec_module(panel)
+from drafter.decoding.params import SamplingParams
+from drafter.engine.engine import Engine
+from drafter.engine.settings import Plan
+from drafter.targets.target import Target
+
+panel: Any = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "architectures.py")))
 VOCAB: int = panel.VOCAB
 
 
@@ -72,3 +72,17 @@ def generated(model: Any, prompts: Sequence[list[int]], num_new: int) -> list[li
     options = {"max_new_tokens": num_new, "min_new_tokens": num_new, "do_sample": False, "eos_token_id": None}
     texts = [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :] for prompt in prompts]
     return [text.tolist() for text in texts]
+
+
+def prompts_of(*sizes: int) -> list[list[int]]:
+    """Random prompts of so many tokens each."""
+    return [torch.randint(3, VOCAB, (size,), generator=torch.Generator().manual_seed(size)).tolist() for size in sizes]
+
+
+def drafted(target: Target, method: Any, prompts: list[list[int]], num_new: int, **settings: Any) -> list[list[int]]:
+    """The greedy texts of our engine."""
+    fields = {"method": method, "tree_size": 1 if method == "none" else 6, "max_num_seqs": 2}
+    found = Engine(target, config=Plan(**fields | settings)).generate(
+        prompts, SamplingParams(max_new_tokens=num_new, ignore_eos=True)
+    )
+    return [list(completion.token_ids) for completion in found]
