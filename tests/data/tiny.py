@@ -65,7 +65,7 @@ def write_jsonl(path: Path, rows: list[Any]) -> str:
     return str(path)
 
 
-def tiny_target(**changes: int):
+def tiny_target(seed: int = 0, **changes: float):
     """A random Llama of 2 layers over the tiny tokenizer's vocabulary; the same weights every time."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -85,7 +85,7 @@ def tiny_target(**changes: int):
         **changes,
     }
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = LlamaForCausalLM(LlamaConfig(**sizes))
     return Target.from_model(model, tokenizer, name="tiny")
 

@@ -21,6 +21,7 @@ from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
+from tests.reference.published_rule import markov_distribution, published_answers
 from tests.reference.table_target import TableTarget, exact_distribution
 from tests.reference.warpers import softmax, warp
 from tests.sizes import size
@@ -90,7 +91,8 @@ def distribution_of(target, params):
 
 def p_value(answers, probs):
     """Chi-square; answers expected less than 5 times are pooled, an impossible answer gives 0."""
-    counts, num_answers = Counter(answers), len(answers)
+    counts = Counter(answers)
+    num_answers = counts.total()
     if any(probs[answer] == 0 for answer in counts):
         return 0.0
     expected, observed = [0.0], [0]
@@ -139,3 +141,11 @@ def test_teeth_noise_without_position(monkeypatch):
     engine = make_engine("drafter")
     values = p_values(engine, sample(engine, FEW_SEEDS)[0])
     assert max(values.values()) < ALPHA, values
+
+
+def test_teeth_the_published_rule():
+    """The published acceptance of beams, which is no draw from the target's distribution, fails the same test."""
+    target_logits, noise = np.random.default_rng(0).normal(size=(2, V, V))
+    p_VV, q_VV = (np.array([softmax(row) for row in logits]) for logits in (target_logits, target_logits + noise))
+    answers = published_answers(p_VV, q_VV, 0, NUM_TOKENS, num_answers=2000, width=3, length=3)
+    assert p_value(map(tuple, answers.tolist()), markov_distribution(p_VV, 0, NUM_TOKENS)) < ALPHA

@@ -6,6 +6,9 @@ first rejection, or from p after a whole beam. A beam-searched token is no sampl
 (arXiv 2403.09919, section 4: "might not give the exact distribution match".)
 """
 
+import math
+from itertools import pairwise, product
+
 import numpy as np
 
 from tests.reference.loops import beam_search, final_beams
@@ -46,3 +49,11 @@ def published_answers(
             tokens += published_step(p, q, last, width, length, generator)
         row[:] = tokens[:num_tokens]
     return answers
+
+
+def markov_distribution(p: np.ndarray, root: int, num_tokens: int) -> dict[tuple[int, ...], float]:
+    """Probability of every answer of a target p[token, next] of order 1."""
+    return {
+        answer: math.prod(p[last, token] for last, token in pairwise((root, *answer)))
+        for answer in product(range(len(p)), repeat=num_tokens)
+    }

@@ -7,9 +7,9 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -27,100 +27,79 @@ SEED = int(os.environ.get("ROBUSTNESS_SEED", "1"))
 SLOW = ["checkpoint-train", "config-train"]
 
 
-class Kind(NamedTuple):
-    """A kind of file.
-
-    Attributes:
-        valid: a good file.
-        damage: from the bytes of the good file to those of a bad file.
-        command: the command that reads the file; ``{case}`` is the folder of the case, ``{file}`` the file.
-        has_folder: the folder of the good file is copied first.
-    """
-
-    valid: Path
-    damage: Callable[[bytes, random.Random], bytes]
-    command: str
-    has_folder: bool = False
+Damage = Callable[[bytes, random.Random], bytes]  # from the bytes of a good file to those of a bad file
 
 
-def damaged_json(data: bytes, chance: random.Random) -> bytes:
-    """Changed values more often than changed bytes."""
-    if chance.random() < 0.3:
-        return damaged(data, chance)
-    value = json.loads(data)
-    for _ in range(chance.randint(1, 3)):
-        value = mutated(value, chance)
-    if chance.random() < 0.03:
-        return b'{"a":' * 2000 + b"1" + b"}" * 2000
-    return json.dumps(value).encode()
+def changed(
+    load: Callable[[bytes], Any],
+    dump: Callable[[Any], bytes],
+    *whole: bytes,
+    byte_share: float = 0.35,
+    values: Sequence[Any] = VALUES,
+) -> Damage:
+    """Damage to the values that a file holds, for ``byte_share`` of the files to bytes, sometimes a ``whole`` file."""
+
+    def damage(data: bytes, chance: random.Random) -> bytes:
+        if whole and chance.random() < 0.05:
+            return chance.choice(whole)
+        if chance.random() < byte_share:
+            return damaged(data, chance)
+        value = load(data)
+        for _ in range(chance.randint(1, 3)):
+            value = mutated(value, chance, values)
+        return dump(value)
+
+    return damage
 
 
-def damaged_yaml(data: bytes, chance: random.Random) -> bytes:
-    if chance.random() < 0.5:
-        return damaged(data, chance)
-    if chance.random() < 0.1:
-        bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
-        return bomb.encode() + b"".join(
-            f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n".encode() for i in range(1, 12)
-        )
-    value = yaml.safe_load(data)
-    for _ in range(chance.randint(1, 3)):
-        value = mutated(value, chance)
-    return yaml.safe_dump(value, allow_unicode=False).encode()
+def load_lines(data: bytes) -> list[Any]:
+    return [json.loads(line) for line in data.splitlines()]
 
 
-def damaged_safetensors(data: bytes, chance: random.Random) -> bytes:
-    """A header of other values, of another length, or other bytes."""
-    length = int.from_bytes(data[:8], "little")
-    if chance.random() < 0.3:
-        return damaged(data[: 8 + length], chance) + data[8 + length :]
-    if chance.random() < 0.2:
-        return chance.choice([0, 1, length - 1, 2**63, 2**64 - 1, 10**9]).to_bytes(8, "little") + data[8:]
-    header = json.loads(data[8 : 8 + length])
-    for _ in range(chance.randint(1, 2)):
-        header = mutated(header, chance, [*VALUES, [0, 2**62], [2**40, 2**40], "F64", "BF16", "I64", "U8", "BOOL"])
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + data[8 + length :]
+def dump_lines(rows: Any) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in (rows if isinstance(rows, list) else [rows]))
 
 
-def damaged_checkpoint(data: bytes, chance: random.Random) -> bytes:
-    """Other values in the pickled mapping, or other bytes of the archive."""
-    if chance.random() < 0.4:
-        return damaged(data, chance)
-    value = torch.load(io.BytesIO(data), weights_only=True)
-    part = chance.choice(["", "drafter_config", "state_dict", "loops", "metrics", "optimizer_states"])
-    odd = [*VALUES, torch.zeros(0), torch.zeros(3, 3), torch.full((2,), float("nan"))]
-    if part and isinstance(value[part], dict | list):
-        value[part] = mutated(value[part], chance, odd)
-    else:
-        value = mutated(value, chance, odd)
+def dump_checkpoint(value: Any) -> bytes:
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
 
 
-def damaged_lines(data: bytes, chance: random.Random) -> bytes:
-    """Rows of other values, or other bytes."""
-    if chance.random() < 0.4:
-        return damaged(data, chance)
-    rows = [json.loads(line) for line in data.splitlines()]
-    for _ in range(chance.randint(1, 3)):
-        rows = mutated(rows, chance)
-    return b"".join(json.dumps(row).encode() + b"\n" for row in (rows if isinstance(rows, list) else [rows]))
+_BOMB = b"a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + b"".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n".encode() for i in range(1, 12)
+)
+_HEADER_VALUES = [*VALUES, [0, 2**62], [2**40, 2**40], "F64", "BF16", "I64", "U8", "BOOL"]
+_TENSORS = [torch.zeros(0), torch.zeros(3, 3), torch.full((2,), float("nan"))]
+
+damaged_json = changed(json.loads, lambda value: json.dumps(value).encode(), b'{"a":' * 2000 + b"1" + b"}" * 2000)
+damaged_yaml = changed(yaml.safe_load, lambda value: yaml.safe_dump(value).encode(), _BOMB, byte_share=0.5)
+damaged_lines = changed(load_lines, dump_lines)
+damaged_gzip = changed(
+    lambda data: load_lines(gzip.decompress(data)),
+    lambda rows: gzip.compress(dump_lines(rows)),
+    gzip.compress(b'{"prompt": "') + 100 * gzip.compress(b"a" * 2**20) + gzip.compress(b'"}\n'),  # long when read
+)
+damaged_header = changed(json.loads, lambda value: json.dumps(value).encode(), values=_HEADER_VALUES)
+damaged_checkpoint = changed(
+    lambda data: torch.load(io.BytesIO(data), weights_only=True), dump_checkpoint, values=[*VALUES, *_TENSORS]
+)
 
 
-def damaged_gzip(data: bytes, chance: random.Random) -> bytes:
-    """Damage before or after the compression, and a line that is long only when it is read."""
-    kind = chance.random()
-    if kind < 0.4:
-        return damaged(data, chance)
-    if kind < 0.5:
-        return gzip.compress(b'{"prompt": "' + b"a" * (100 << 20) + b'"}\n', compresslevel=1)
-    return gzip.compress(damaged_lines(gzip.decompress(data), chance))
+def damaged_safetensors(data: bytes, chance: random.Random) -> bytes:
+    """A damaged header, sometimes one of another length."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = damaged_header(data[8:end], chance)
+    length = chance.choice([0, 1, end, 2**63, 2**64 - 1, 10**9]) if chance.random() < 0.2 else len(header)
+    return length.to_bytes(8, "little") + header + data[end:]
 
 
-def kinds(place: Place, valid: Path) -> dict[str, Kind]:
-    """Every kind of file, each with its command."""
+def kinds(place: Place, valid: Path) -> dict[str, tuple[Path, Damage, str]]:
+    """Every kind of file: a good one, its damage, and the command that reads the file.
+
+    ``{case}`` in the command is the folder of the case, ``{file}`` the file; without ``{file}`` the command reads the
+    folder, a copy of the good file's.
+    """
     target, drafter, prompts = Path(place.target), Path(place.drafter), Path(place.prompts)
     plain = "--device cpu --max-new-tokens 2 --method none"
     drafted = f"decode --target {target} --device cpu --prompt hi --max-new-tokens 2 --drafter"
@@ -129,21 +108,21 @@ def kinds(place: Place, valid: Path) -> dict[str, Kind]:
     limits = "--trainer.default_root_dir {case}/run --trainer.max_steps 1 --trainer.max_epochs 1"
     of_target = f"decode --target {{case}} --prompt hi {plain}"
     return {
-        "drafter-config": Kind(drafter / "config.json", damaged_json, f"{drafted} {{case}}", True),
-        "drafter-weights": Kind(drafter / "model.safetensors", damaged_safetensors, f"{drafted} {{case}}", True),
-        "index": Kind(valid / "sharded" / "model.safetensors.index.json", damaged_json, of_target, True),
-        "target-weights": Kind(target / "model.safetensors", damaged_safetensors, of_target, True),
-        "checkpoint-export": Kind(valid / "last.ckpt", damaged_checkpoint, "export {file} --out {case}/o"),
-        "checkpoint-train": Kind(valid / "last.ckpt", damaged_checkpoint, f"{training} --ckpt_path {{file}}"),
-        "config-decode": Kind(valid / "decode.yaml", damaged_yaml, "decode --config {file} --device cpu"),
-        "config-train": Kind(valid / "train.yaml", damaged_yaml, f"train --config {{file}} {limits}"),
-        "prompts": Kind(prompts, damaged_lines, f"decode --target {target} --prompts {{file}} {plain}"),
-        "prompts-gz": Kind(valid / "prompts.jsonl.gz", damaged_gzip, distilling(place, "{file}", "{case}/o.jsonl")),
-        "rows": Kind(valid / "rows.jsonl", damaged_lines, f"data inspect {{file}} --target {target}"),
-        "tuned": Kind(valid / "tuned.json", damaged_json, f"{drafted} {drafter} --tuned {{file}}"),
-        "journal": Kind(answers, damaged_lines, resumed, True),
-        "journal-settings": Kind(answers.with_name("a.jsonl.settings.json"), damaged_json, resumed, True),
-        "results": Kind(valid / "results.jsonl", damaged_lines, "bench report {file}"),
+        "drafter-config": (drafter / "config.json", damaged_json, f"{drafted} {{case}}"),
+        "drafter-weights": (drafter / "model.safetensors", damaged_safetensors, f"{drafted} {{case}}"),
+        "index": (valid / "sharded" / "model.safetensors.index.json", damaged_json, of_target),
+        "target-weights": (target / "model.safetensors", damaged_safetensors, of_target),
+        "checkpoint-export": (valid / "last.ckpt", damaged_checkpoint, "export {file} --out {case}/o"),
+        "checkpoint-train": (valid / "last.ckpt", damaged_checkpoint, f"{training} --ckpt_path {{file}}"),
+        "config-decode": (valid / "decode.yaml", damaged_yaml, "decode --config {file} --device cpu"),
+        "config-train": (valid / "train.yaml", damaged_yaml, f"train --config {{file}} {limits}"),
+        "prompts": (prompts, damaged_lines, f"decode --target {target} --prompts {{file}} {plain}"),
+        "prompts-gz": (valid / "prompts.jsonl.gz", damaged_gzip, distilling(place, "{file}", "{case}/o.jsonl")),
+        "rows": (valid / "rows.jsonl", damaged_lines, f"data inspect {{file}} --target {target}"),
+        "tuned": (valid / "tuned.json", damaged_json, f"{drafted} {drafter} --tuned {{file}}"),
+        "journal": (answers, damaged_lines, resumed),
+        "journal-settings": (answers.with_name("a.jsonl.settings.json"), damaged_json, resumed),
+        "results": (valid / "results.jsonl", damaged_lines, "bench report {file}"),
     }
 
 
@@ -153,15 +132,14 @@ def distilling(place: Place, prompts: Path | str, out: Path | str) -> str:
 
 
 @pytest.fixture(scope="module")
-def valid(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def valid(place: Place, checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The good files that the fixture ``place`` lacks."""
     folder = tmp_path_factory.mktemp("good")
     sharded = tiny_target()
     sharded.model.save_pretrained(folder / "sharded", max_shard_size="8KB")
     sharded.tokenizer.save_pretrained(folder / "sharded")
-    place.run.must(place.training(folder / "training", "--trainer.max_steps", "2", "--trainer.val_check_interval", "2"))
-    shutil.copy(folder / "training" / "checkpoints" / "last.ckpt", folder / "last.ckpt")
-    shutil.copy(next((folder / "training" / "logs").glob("*/config.yaml")), folder / "train.yaml")
+    shutil.copy(checkpoints[0], folder / "last.ckpt")
+    shutil.copy(next(checkpoints[0].parents[1].glob("logs/*/config.yaml")), folder / "train.yaml")
     place.run.must(distilling(place, place.prompts, folder / "answers" / "a.jsonl").split())
     small = f"--target {place.target} --prompts {place.prompts} --device cpu"
     sizes = f"--batch-sizes 1,2 --tree-sizes 4 --max-new-tokens 8 --seconds 2 --out {folder}/tuned.json"
@@ -186,14 +164,14 @@ def test_damaged_files(place: Place, valid: Path, tmp_path: Path) -> None:
     for number in range(NUM_FILES):
         chance = random.Random(f"{SEED} {number}")  # a case is the same alone
         name = chosen[number % len(chosen)]
-        kind, folder = every[name], tmp_path / f"{number}-{name}"
-        if kind.has_folder:
-            shutil.copytree(kind.valid.parent, folder)
-        else:
+        (good, damage, command), folder = every[name], tmp_path / f"{number}-{name}"
+        if "{file}" in command:
             folder.mkdir()
-        file = folder / kind.valid.name
-        file.write_bytes(kind.damage(kind.valid.read_bytes(), chance))
-        words = kind.command.format(case=folder, file=file).split()
+        else:
+            shutil.copytree(good.parent, folder)
+        file = folder / good.name
+        file.write_bytes(damage(good.read_bytes(), chance))
+        words = command.format(case=folder, file=file).split()
         outcome = place.run(words)
         seen[f"{name}: {'refused' if outcome.code == 2 else 'taken' if outcome.code == 0 else outcome.code}"] += 1
         if outcome.fault:

@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.sizes import size
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
-NUM_KILLS = size(3, 40)  # of each command
+NUM_KILLS, NUM_SIGNALS = size(3, 40), size(1, 20)  # of each command
 SEED = int(os.environ.get("ROBUSTNESS_SEED", "1"))
 SAME = ("model.safetensors", "config.json", "README.md")  # of two exports: the same bytes
 
@@ -62,8 +63,11 @@ def words_of(name: str, place: Place, out: Path) -> list[str]:
 
 
 def begin(name: str, place: Place, folder: Path) -> Path:
-    """A new folder for a command; an export finds an older drafter there."""
-    folder.mkdir()
+    """A new folder for a command; an export finds an older drafter there, and a fetch has one place."""
+    if name == "fetch":
+        folder = place.run.home / "targets"
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     if name == "export":
         old = place.folder / "trained-0" / "checkpoints" / "last.ckpt"
         place.run.must(["export", str(old), "--out", str(folder / "out"), "--dtype", "float32"])
@@ -98,7 +102,7 @@ def check(name: str, folder: Path) -> None:
 
 def end_of(folder: Path) -> dict[str, Any]:
     """What the files hold at the end, without what differs between any two runs."""
-    found: dict[str, Any] = {"leftovers": leftovers(folder)}
+    found: dict[str, Any] = {"leftovers": [left for left in leftovers(folder) if not left.endswith(".lock")]}
     for file in (item for item in folder.rglob("*") if not is_hidden(item, folder)):
         place = str(file.relative_to(folder))
         if file.name == "last.ckpt":
@@ -121,53 +125,38 @@ def end_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["export", "distill", "train", "adapt", "tune", "bench"])
-def test_kills(place: Place, checkpoints: list[Path], traffic: Path, tmp_path: Path, name: str) -> None:
-    """The command is killed again and again, each time at another moment; then the command may end."""
-    chance = random.Random(f"{SEED} {name}")
-    whole, out = begin(name, place, tmp_path / "whole"), begin(name, place, tmp_path / "killed")
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        *product(["export", "distill", "train", "adapt", "tune", "bench"], [signal.SIGKILL]),
+        *product(["tune", "fetch", *size([], ["bench"])], [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]),
+    ],
+)
+def test_stops(
+    place: Place, checkpoints: list[Path], traffic: Path, tmp_path: Path, name: str, number: signal.Signals
+) -> None:
+    """The command is stopped again and again, each time at another moment; then the command may end."""
+    chance = random.Random(f"{SEED} {number} {name}")
+    whole = begin(name, place, tmp_path / "whole")
     seconds = place.run.must(words_of(name, place, whole)).seconds
-    wanted, num_killed, num_folders, more = end_of(whole), 0, 0, list[str]()
-    while num_killed < NUM_KILLS:
+    wanted, num_stops, num_folders, more = end_of(whole), 0, 0, list[str]()
+    out = begin(name, place, tmp_path / "stopped")
+    while num_stops < (NUM_KILLS if number == signal.SIGKILL else NUM_SIGNALS):
         words = [*words_of(name, place, out), *more]
-        outcome = place.run(words, stop_after=chance.random() * seconds, is_limited=False)
-        assert outcome.code in (0, -signal.SIGKILL), outcome
+        outcome = place.run(words, stop_after=chance.random() * seconds, stop_by=number, is_limited=False)
+        assert outcome.code in (0, 130 if number == signal.SIGINT else -number), outcome
+        assert "Traceback" not in outcome.error, outcome
         check(name, out)
+        if number == signal.SIGINT:
+            assert outcome.code == 0 or outcome.error.rstrip().endswith("drafter: interrupted"), outcome
+            assert all(left.endswith(".lock") for left in leftovers(out)), "of a target's folder: an empty file"
         if outcome.code == 0:
             assert end_of(out) == wanted
             num_folders += 1
-            out, more = begin(name, place, tmp_path / f"killed-{num_folders}"), []
+            out, more = begin(name, place, tmp_path / f"stopped-{num_folders}"), []
         else:
-            num_killed += 1
+            num_stops += 1
             more = ["--ckpt_path", "last"] if name == "train" else []
     place.run.must([*words_of(name, place, out), *more])
     check(name, out)
     assert end_of(out) == wanted
-
-
-@pytest.mark.parametrize("name", ["tune", "fetch", *size([], ["bench"])])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signals(place: Place, tmp_path: Path, number: signal.Signals, name: str) -> None:
-    """Commands that a user or a supervisor stops: no trace, no half file, and the next start ends as usual."""
-    chance = random.Random(f"{SEED} {number} {name}")
-    folder = place.run.home / "targets" if name == "fetch" else tmp_path / "out"
-    words = words_of(name, place, folder)
-
-    def temporaries() -> list[str]:
-        """Leftovers but for the lock of a target's folder, an empty file that stays."""
-        return [left for left in leftovers(folder) if not left.endswith(".lock")]
-
-    folder.mkdir(parents=True, exist_ok=True)
-    seconds = place.run.must(words).seconds
-    for _ in range(size(1, 20)):
-        shutil.rmtree(folder)
-        folder.mkdir()
-        outcome = place.run(words, stop_after=chance.random() * seconds, stop_by=number)
-        assert outcome.code in (0, {signal.SIGINT: 130}.get(number, -number)), outcome
-        assert "Traceback" not in outcome.error, outcome
-        assert outcome.code != 130 or outcome.error.rstrip().endswith("drafter: interrupted"), outcome
-        check(name, folder)
-        assert number != signal.SIGINT or not temporaries()
-    place.run.must(words)
-    check(name, folder)
-    assert not temporaries()

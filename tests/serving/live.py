@@ -1,13 +1,10 @@
 """A server with the tiny target, live on a loopback port, and clients for it."""
 
-import os
-import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import httpx
@@ -35,17 +32,11 @@ class Live:
     def __init__(self, url: str, server: Server) -> None:
         self.url = url
         self.server = server
-        self._client: openai.OpenAI | None = None
 
-    @property
-    def engine(self) -> Engine:
-        return self.server.worker.engine
-
-    @property
+    @cached_property
     def client(self) -> openai.OpenAI:
         """One for all: making one takes longer than most answers."""
-        self._client = self._client or self.new_client()
-        return self._client
+        return self.new_client()
 
     def new_client(self, **options: Any) -> openai.OpenAI:
         fields = {"api_key": "none", "max_retries": 0, "timeout": 60} | options
@@ -90,25 +81,6 @@ def live_server(engine: Engine | None = None, **options: Any) -> Iterator[Live]:
         server.should_exit = True
         thread.join(20)
         assert not thread.is_alive(), "the server did not stop"
-
-
-@contextmanager
-def server_process(*flags: str, **environment: str) -> Iterator[tuple[str, str]]:
-    """`drafter serve` on a free port until the end, which tells it to stop: address, and lines up to the address."""
-    command = [sys.executable, "-m", "drafter", "serve", "--port", "0", *flags]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | environment) as server:
-        try:
-            assert server.stderr is not None
-            said, url = "", None
-            while url is None and (line := server.stderr.readline()):
-                said += line
-                url = re.search(r"http://127.0.0.1:\d+", line)
-            assert url, said
-            yield url[0], said
-            server.terminate()
-            assert server.wait(60) == 0, "the server ends as told"
-        finally:
-            server.kill()
 
 
 def is_ready(url: str) -> bool:

@@ -2,39 +2,24 @@
 
 import json
 import re
-import shlex
 from pathlib import Path
 
 from drafter.serving.options import ServeOptions
 from drafter.utils.options import read_options
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCKERFILE = (ROOT / "scripts/deploy/Dockerfile").read_text()
-UNIT = (ROOT / "scripts/deploy/drafter.service").read_text()
 
 
-def parse(words: list[str]) -> ServeOptions:
-    assert words[0] == "serve"
+def test_image_and_unit() -> None:
+    image, unit = ((ROOT / "scripts/deploy" / name).read_text() for name in ("Dockerfile", "drafter.service"))
+    words = json.loads(re.findall(r"^CMD (\[.*\])$", image, re.MULTILINE)[0])
+    options = read_options(ServeOptions, words[1:], "drafter serve")
+    assert words[0] == "serve" and options.host == "0.0.0.0"
+    assert f"EXPOSE {options.port}" in image and f"127.0.0.1:{options.port}/health" in image
+    for names in re.findall(r"^COPY ((?:[\w.]+ )+)\S+$", image, re.MULTILINE):
+        assert all((ROOT / name).exists() for name in names.split())
+    flags = re.findall(r"^ExecStart=/opt/drafter/bin/drafter serve (.*)$", unit, re.MULTILINE)[0]
     # The unit's comments say which file is put there.
-    words = [str(ROOT / "configs/serve/smollm2-135m.yaml") if word.startswith("/etc/") else word for word in words[1:]]
-    options = read_options(ServeOptions, words, "drafter serve")
-    assert options is not None
-    return options
-
-
-def test_image_serves_on_the_port_that_it_exposes_and_probes() -> None:
-    found = re.search(r"^CMD (\[.*\])$", DOCKERFILE, re.MULTILINE)
-    assert found
-    options = parse(json.loads(found[1]))
-    assert options.host == "0.0.0.0"
-    assert f"EXPOSE {options.port}" in DOCKERFILE and f"127.0.0.1:{options.port}/health" in DOCKERFILE
-    for name in re.findall(r"^COPY ((?:[\w.]+ )+)\S+$", DOCKERFILE, re.MULTILINE):
-        assert all((ROOT / part).exists() for part in name.split())
-
-
-def test_unit_waits_longer_than_the_server_drains() -> None:
-    found = re.search(r"^ExecStart=/opt/drafter/bin/drafter (.*)$", UNIT, re.MULTILINE)
-    assert found
-    options = parse(shlex.split(found[1]))
-    stop = re.search(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)
-    assert stop and int(stop[1]) > options.drain_seconds
+    flags = re.sub(r"/etc/\S+", str(ROOT / "configs/serve/smollm2-135m.yaml"), flags)
+    options = read_options(ServeOptions, flags.split(), "drafter serve")
+    assert int(re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)[0]) > options.drain_seconds

@@ -41,17 +41,6 @@ def turns(text: str) -> Chat:
     return Chat([{"role": "user", "content": text}])
 
 
-def test_the_child_gives_the_tokens_of_this_process() -> None:
-    async def test(encoder: Encoder) -> None:
-        for text in ("Hello", "a\u2028b \U0001f600 \n\n  x", "", "word " * 500):
-            assert await encoder.encode(turns(text)) == encode_chat(
-                tiny_tokenizer(HOSTILE), turns(text).messages, "tiny"
-            )
-            assert await encoder.encode(text) == encode_text(tiny_tokenizer(), text)
-
-    run(test)
-
-
 def test_hostile_templates_fail_alone() -> None:
     async def test(encoder: Encoder) -> None:
         assert await encoder.encode(turns("fine"))

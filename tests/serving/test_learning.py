@@ -7,14 +7,10 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
-from drafter.models.config import DrafterConfig
-from drafter.models.drafter import RecurrentDrafter
+from drafter.engine.request import Update
 from drafter.serving import follow
 from drafter.serving.app import create_app
 from drafter.serving.options import ServeOptions
@@ -22,19 +18,16 @@ from drafter.utils.io import replacing
 from drafter.utils.traffic import traffic_files
 from tests.serving.live import MODEL, Live, live_server, offline
 from tests.serving.test_limits import BODY, CHAT, LONG, key
-from tests.serving.tiny import tiny_engine, tiny_target
+from tests.serving.test_record import rows_of
+from tests.serving.tiny import tiny_drafter, tiny_engine
 
 RELOAD = "/v1/drafter/reload"
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for file in traffic_files(folder) for line in file.read_text().splitlines()]
 
 
 def test_finished_answers_are_recorded_unless_the_client_objects(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = tmp_path / "traffic"
+    folder = tmp_path / "new" / "traffic"
     with (
         caplog.at_level(logging.INFO, "drafter.serving"),
         live_server(record=folder, record_max_mib=5) as server,
@@ -48,6 +41,8 @@ def test_finished_answers_are_recorded_unless_the_client_objects(
         with http.stream("POST", CHAT, json=LONG | {"stream": True}) as response:
             next(response.iter_lines())  # then the client leaves
         server.wait_until_idle()
+    (file,) = traffic_files(folder)
+    assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
     first, *others = rows_of(folder)
     assert plain.status_code == 200 and server.metric("recorded_answers_total") == 3
     wanted = offline(BODY["messages"], temperature=0.7, seed=3, max_new_tokens=4)
@@ -63,14 +58,10 @@ def drafter(tmp_path: Path) -> Path:
     return tmp_path / "drafter"
 
 
-def write_drafter(folder: Path, seed: int, **settings: Any) -> None:
+def write_drafter(folder: Path, seed: int) -> None:
     """An untrained drafter for the tiny target, written beside and renamed."""
-    target = tiny_target()
-    torch.manual_seed(seed)
-    fields = {"num_res_blocks": 0, "target_name": "tiny", "target_fingerprint": target.fingerprint} | settings
-    config = DrafterConfig(vocab_size=target.vocab_size, hidden_size=target.hidden_size, **fields)
     with replacing(folder) as new:
-        RecurrentDrafter(config).save_pretrained(new)
+        tiny_drafter(seed).save_pretrained(new)
 
 
 @pytest.fixture
@@ -92,16 +83,17 @@ def test_answers_go_on_while_drafters_take_over(following: Live, drafter: Path) 
     first, client = digest_of(following), following.client
     messages = [{"role": "user", "content": "a question"}]
 
+    params = [{"temperature": 0.9 * (n % 2), "seed": n} for n in range(6)]
+
     def ask(number: int) -> str:
-        fields: dict[str, Any] = {"model": MODEL, "messages": messages, "max_tokens": 120, "seed": number}
-        fields |= {"temperature": 0.9 * (number % 2), "extra_body": {"ignore_eos": True}}
+        fields = {"model": MODEL, "messages": messages, "max_tokens": 120, **params[number]}
+        fields["extra_body"] = {"ignore_eos": True}
         if number % 3:
             return client.chat.completions.create(**fields).choices[0].message.content or ""
         chunks = client.chat.completions.create(**fields, stream=True)
         return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
-    params = [{"temperature": 0.9 * (n % 2), "seed": n, "max_new_tokens": 120, "ignore_eos": True} for n in range(6)]
-    wanted = [offline(messages, **fields).text for fields in params]
+    wanted = [offline(messages, max_new_tokens=120, ignore_eos=True, **fields).text for fields in params]
     with ThreadPoolExecutor(6) as pool:
         for number in range(5):
             asking = [pool.submit(ask, item) for item in range(6)]
@@ -115,27 +107,12 @@ def test_a_folder_that_does_not_load_leaves_the_old_drafter(
     following: Live, drafter: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = digest_of(following)
-    weights = drafter / "model.safetensors"
-
-    def spoil(number: int) -> None:
-        """Each file is replaced at once: the server may look at any time."""
-        new = drafter.with_name("new")
-        if number == 0:
-            save_file({name: tensor * float("nan") if tensor.is_floating_point() else tensor
-                       for name, tensor in load_file(weights).items()}, new)  # fmt: skip
-            new.replace(weights)
-        elif number == 1:
-            write_drafter(drafter, 9, target_fingerprint="80" * 64)
-        else:
-            new.write_text("{")
-            new.replace(drafter / "config.json")
-
-    for number, reason in enumerate(("NaN", "cannot draft for", "cannot be read")):
-        caplog.clear()
-        spoil(number)
-        following.wait_until(lambda: "the old drafter stays" in caplog.text)
-        time.sleep(0.1)
-        assert len(caplog.records) == 1 and reason in caplog.text and str(drafter) in caplog.text
+    new = drafter.with_name("new")
+    new.write_text("{")
+    new.replace(drafter / "config.json")
+    following.wait_until(lambda: "the old drafter stays" in caplog.text)
+    time.sleep(0.1)
+    assert len(caplog.records) == 1 and "cannot be read" in caplog.text and str(drafter) in caplog.text
     with following.http() as http:
         refused = http.post(RELOAD, json={})
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "drafter_refused")
@@ -155,6 +132,20 @@ def test_a_reload_is_told_and_needs_the_key(drafter: Path) -> None:
         assert server.metric("drafter_swaps_total") == 1
         os.rename(drafter, drafter.with_name("gone"))
         assert "no such folder" in http.post(RELOAD, json={}, headers=key()).json()["error"]["message"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_a_drafter_when_the_engine_has_ended(drafter: Path) -> None:
+    engine = tiny_engine()
+
+    def die() -> list[Update]:
+        raise SystemExit
+
+    with live_server(engine, drafter=str(drafter)) as server, server.http() as http:
+        engine.step = die  # type: ignore[method-assign]
+        assert http.post(CHAT, json=BODY).status_code == 500
+        write_drafter(drafter, 12)
+        assert "the engine has ended" in http.post(RELOAD, json={}).json()["error"]["message"]
 
 
 def test_a_server_without_a_drafter_has_nothing_to_reload_or_follow(idle: Live) -> None:

@@ -2,17 +2,19 @@
 
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import openai
 import pytest
+import torch
 
+from drafter.engine.engine import Engine
 from drafter.serving import listen
-from tests.serving.live import MODEL, Live, live_server
+from tests.serving.live import MODEL, Live, live_server, offline
 from tests.serving.tiny import tiny_engine
 
 CHAT = "/v1/chat/completions"
@@ -191,21 +193,61 @@ def test_failed_step_is_a_500_for_its_requests_only() -> None:
         assert server.metric("requests_total", outcome="failed") == 2
 
 
+def run_out_of_memory(engine: Engine, error: Exception, *, at: int, requests: int) -> list[int]:
+    """The ``at``-th step raises, and no step is done before so many requests came; the rows at the failure."""
+    step, count, failed = engine.step, [0], list[int]()
+
+    def broken() -> Any:
+        if not failed and engine.num_running + engine.num_waiting < requests:
+            return []
+        count[0] += 1
+        if count[0] == at and not failed:
+            engine._arrange(engine._runner)  # type: ignore[arg-type]
+            failed.append(engine.num_running)
+            raise error
+        return step()
+
+    engine.step = broken  # type: ignore[method-assign]
+    return failed
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA"), RuntimeError("DefaultCPUAllocator: can't allocate memory: x")]
+)
+def test_out_of_memory_sheds_the_latest_half(error: Exception) -> None:
+    engine, asking = tiny_engine(max_num_seqs=4), []
+    with live_server(engine) as server, server.http() as http, ThreadPoolExecutor(6) as pool:
+
+        def ask(number: int) -> httpx.Response:
+            body = {"model": MODEL, "prompt": f"call {number}", "temperature": 0, "max_tokens": 30, "ignore_eos": True}
+            return http.post("/v1/completions", json=body)
+
+        failed = run_out_of_memory(engine, error, at=4, requests=6)
+        for number in range(6):
+            asking.append(pool.submit(ask, number))
+            server.wait_until(lambda: server.server.worker.num_open == len(asking))
+        answers = [item.result(60) for item in asking]
+        assert failed == [4] and [answer.status_code for answer in answers] == [200, 200, 503, 503, 200, 200]
+        for number in (0, 1, 4, 5):
+            wanted = offline(f"call {number}", max_new_tokens=30, ignore_eos=True).text
+            assert answers[number].json()["choices"][0]["text"] == wanted
+        failed = run_out_of_memory(engine, error, at=1, requests=1)
+        assert (ask(6).json()["error"]["code"], failed) == ("out_of_memory", [1])
+        assert ask(7).status_code == 200
+
+
 def test_health_and_readiness() -> None:
     engine = slow_engine(0.2)
     with live_server(engine) as server, server.http() as http:
         assert http.get("/ready").json() == {"status": "ready"}
-        results: list[httpx.Response] = []
-        thread = threading.Thread(target=lambda: results.append(http.post(CHAT, json=BODY)))
-        thread.start()
-        server.wait_until(lambda: server.server.worker.num_open == 1)
-        server.server.worker.drain()
-        with server.http() as other:
+        with http.stream("POST", CHAT, json=BODY | {"stream": True}) as running, server.http() as other:
+            lines = running.iter_lines()
+            next(lines)
+            server.server.worker.drain()
             assert (other.get("/ready").status_code, other.get("/health").status_code) == (503, 200)
             late = other.post(CHAT, json=BODY)
             assert late.status_code == 503 and "retry-after" in late.headers
-        thread.join()
-        assert results[0].status_code == 200, "what runs is finished"
+            assert "data: [DONE]" in list(lines), "what runs is finished"
 
 
 def raw(live: Live, *parts: bytes, pause: float = 0.0) -> bytes:

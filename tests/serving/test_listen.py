@@ -3,9 +3,9 @@
 import os
 import signal
 import socket as sockets
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -23,29 +23,20 @@ BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "ignore
 
 def serve(engine: Engine, client: Callable[[str], None], host: str = "127.0.0.1", **options: Any) -> int:
     """Serve on this thread while a client acts on another; the exit code."""
-    failures: list[BaseException] = []
-    socket = bind(host, 0)
-    url = f"http://127.0.0.1:{socket.getsockname()[1]}"
 
-    def act() -> None:
+    def act(url: str) -> None:
         try:
-            deadline = time.monotonic() + 120
             while not is_ready(url):
-                assert time.monotonic() < deadline
                 time.sleep(0.02)
             client(url)
-        except BaseException as error:
-            failures.append(error)
-            os.kill(os.getpid(), signal.SIGTERM)
+        except BaseException:
+            terminate()
+            raise
 
-    thread = threading.Thread(target=act)
-    thread.start()
-    with socket:
+    with bind(host, 0) as socket, ThreadPoolExecutor(1) as pool:
+        acting = pool.submit(act, f"http://127.0.0.1:{socket.getsockname()[1]}")
         code = listen(socket, engine, ServeOptions(target=MODEL, **options))
-    thread.join(20)
-    assert not thread.is_alive()
-    if failures:
-        raise failures[0]
+        acting.result(20)
     return code
 
 

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from drafter.decoding.params import SamplingParams
-from drafter.serving.protocol import TRY_LATER, ApiError, ChatRequest, CompletionRequest, error_of
+from drafter.serving.protocol import ApiError, ChatRequest, CompletionRequest, error_of
 from drafter.utils.validate import range_of
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
@@ -94,10 +94,3 @@ def test_no_number_passes_that_the_engine_refuses(name: str) -> None:
     for value in (span.high + 1, span.high * 10**30, -(span.high**2) - 10):
         error = refusal(ChatRequest, CHAT | {name: [value] if is_list else value})
         assert error.param == (f"{name}[0]" if is_list else name)
-
-
-def test_error_bodies() -> None:
-    error = ApiError(429, "full", code="queue_full", headers=TRY_LATER)
-    assert error.body == {"error": {"message": "full", "type": "rate_limit_error", "param": None, "code": "queue_full"}}
-    assert error.headers == {"Retry-After": "5"}
-    ApiError(400, "\ud800", param="\udfff").body["error"]["message"].encode()

@@ -1,5 +1,9 @@
 """SmolLM2-135M with the drafter that comes with the package, served by the command, asked by the openai client."""
 
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -8,9 +12,10 @@ import pytest
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
+from drafter.serving.listen import bind
 from drafter.targets.catalog import fetch
 from drafter.targets.target import Target
-from tests.serving.live import server_process
+from tests.serving.live import is_ready
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -21,23 +26,29 @@ ASK: dict[str, Any] = {
 }
 
 
-def test_client_streams_the_targets_own_answer() -> None:
-    folder = str(fetch(NAME))
-    engine = Engine(Target.load(folder, dtype="float32", device="cpu"), config=EngineConfig(method="none"))
+def test_client_streams_the_targets_own_answer(tmp_path: Path) -> None:
+    engine = Engine(Target.load(str(fetch(NAME)), dtype="float32", device="cpu"), config=EngineConfig(method="none"))
     wanted = engine.generate([ASK["messages"]], SamplingParams(max_new_tokens=64))[0].text
-    options = {"stream_options": {"include_usage": True}, "extra_body": {"details": True}}
-    text, details, usage = "", [], None
-    tree = ["--beam-width", "4", "--draft-length", "3", "--tree-size", "6"]
-    flags = ["--max-num-seqs", "2", "--max-model-len", "256", "--dtype", "float32", *tree]
-    with server_process("--target", NAME, *flags, CUDA_VISIBLE_DEVICES="") as (url, said):
-        assert "drafting: drafter" in said, "the drafter needs no flag"
-        client = openai.OpenAI(base_url=url + "/v1", api_key="none", timeout=600)
-        for chunk in client.chat.completions.create(**ASK, temperature=0, max_tokens=64, stream=True, **options):
-            usage = chunk.usage or usage
-            for choice in chunk.choices:
-                text += choice.delta.content or ""
-                if choice.model_extra and "details" in choice.model_extra:
-                    details.append(choice.model_extra["details"])
+    with bind("127.0.0.1", 0) as socket:  # a free port
+        port = str(socket.getsockname()[1])
+    url, log = f"http://127.0.0.1:{port}", tmp_path / "log"
+    flags = ["--max-num-seqs", "2", "--max-model-len", "256", "--dtype", "float32", "--device", "cpu"]
+    flags += ["--beam-width", "4", "--draft-length", "3", "--tree-size", "6"]
+    command = [sys.executable, "-m", "drafter", "serve", "--port", port, "--target", NAME, *flags]
+    with log.open("w") as stream, subprocess.Popen(command, stderr=stream) as server:
+        try:
+            while not is_ready(url):
+                assert server.poll() is None, log.read_text()
+                time.sleep(0.5)
+            client = openai.OpenAI(base_url=url + "/v1", api_key="none", timeout=600)
+            create = client.chat.completions.create
+            extra = {"extra_body": {"details": True}}
+            choices = [chunk.choices[0] for chunk in create(**ASK, temperature=0, max_tokens=64, stream=True, **extra)]
+        finally:
+            server.terminate()
+    assert server.returncode == 0, "the server ends as told"
+    assert "drafting: drafter" in log.read_text(), "the drafter needs no flag"
+    text = "".join(choice.delta.content or "" for choice in choices)
     assert text == wanted and len(text) > 60
-    assert usage is not None and usage.completion_tokens == details[-1]["num_tokens"]
-    assert details[-1]["num_tokens"] / details[-1]["num_target_forwards"] > 1.2, "drafts are accepted"
+    details = choices[-1].details
+    assert details["num_tokens"] / details["num_target_forwards"] > 1.2, "drafts are accepted"

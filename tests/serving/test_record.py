@@ -2,9 +2,8 @@
 
 import json
 import logging
+import multiprocessing
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -28,17 +27,6 @@ def value(metrics: Metrics, name: str) -> float:
     found = metrics.registry.get_sample_value(f"drafter_{name}")
     assert found is not None
     return found
-
-
-def test_a_row_holds_ids_and_numbers_and_no_text(tmp_path: Path) -> None:
-    folder = tmp_path / "new" / "traffic"
-    recorder = Recorder(folder, 1024, Metrics())
-    recorder.add(ROW)
-    recorder.add(ROW)
-    recorder.close()
-    assert rows_of(folder) == [{"prompt_token_ids": [1, 2], "token_ids": [3], "temperature": 0.5, "seed": 7}] * 2
-    (file,) = traffic_files(folder)
-    assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
 
 
 def test_files_rotate_and_the_oldest_go(tmp_path: Path) -> None:
@@ -101,31 +89,25 @@ def test_a_slow_disk_costs_rows_and_no_memory(tmp_path: Path, monkeypatch: pytes
     assert written in (2, 3) and written + left_out == 10
 
 
-_WRITES_FOR_EVER = """
-import sys, time
-from pathlib import Path
-from drafter.serving.metrics import Metrics
-from drafter.serving.record import Recorder
-from drafter.utils.traffic import traffic_row
-
-recorder = Recorder(Path(sys.argv[1]), 4, Metrics())
-print("on", flush=True)
-while True:
-    recorder.add(traffic_row(range(3000), range(3000), {"seed": 1}))
-    time.sleep(0.0005)
-"""
+def write_for_ever(folder: Path) -> None:
+    recorder = Recorder(folder, 4, Metrics())
+    while True:
+        recorder.add(traffic_row(range(3000), range(3000), {"seed": 1}))
+        time.sleep(0.0005)
 
 
 def test_a_killed_recorder_leaves_at_most_a_torn_last_line(tmp_path: Path) -> None:
-    for _ in range(3):
-        command = [sys.executable, "-c", _WRITES_FOR_EVER, str(tmp_path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None and process.stdout.readline() == b"on\n"
-            while sum(file.stat().st_size for file in traffic_files(tmp_path)) < 2**20:
-                assert process.poll() is None
-                time.sleep(0.01)
-            process.kill()
-    for file in traffic_files(tmp_path):
+    for number in range(3):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        process = multiprocessing.get_context("spawn").Process(target=write_for_ever, args=(folder,))
+        process.start()
+        while sum(file.stat().st_size for file in traffic_files(folder)) < 2**20:
+            assert process.is_alive()
+            time.sleep(0.01)
+        process.kill()
+        process.join()
+    for file in tmp_path.glob("*/*.jsonl"):
         *whole, last = file.read_bytes().split(b"\n")
-        assert all(len(json.loads(line)["token_ids"]) == 3000 for line in whole)
+        assert whole and all(len(json.loads(line)["token_ids"]) == 3000 for line in whole)
         assert not last or last.startswith(b'{"prompt')

@@ -4,14 +4,13 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
-from tests.data.tiny import END, tiny_tokenizer
+from tests.data.tiny import tiny_target as data_target
 
 CONTEXT = 512  # tokens
 
@@ -19,22 +18,8 @@ CONTEXT = 512  # tokens
 @cache
 def tiny_target() -> Target:
     """A Llama of two layers whose every token is a byte or a few; peaked enough that rounding decides nothing."""
-    tokenizer = tiny_tokenizer()
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.convert_tokens_to_ids(END),
-    )
-    return Target.from_model(LlamaForCausalLM(config), tokenizer, name="tiny")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return data_target(7, bos_token_id=0, max_position_embeddings=CONTEXT, initializer_range=0.3, **sizes)
 
 
 def save_target(folder: Path) -> str:
@@ -46,11 +31,12 @@ def save_target(folder: Path) -> str:
 
 
 @cache
-def tiny_drafter() -> RecurrentDrafter:
+def tiny_drafter(seed: int = 8) -> RecurrentDrafter:
     """An untrained drafter: wide beams make some of its drafts right."""
     target = tiny_target()
-    torch.manual_seed(8)
-    config = DrafterConfig(vocab_size=target.vocab_size, hidden_size=target.hidden_size, num_res_blocks=0)
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size, "num_res_blocks": 0}
+    config = DrafterConfig(**sizes, target_name="tiny", target_fingerprint=target.fingerprint)
     return RecurrentDrafter(config).eval()
 
 
