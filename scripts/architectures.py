@@ -40,22 +40,23 @@ _NAMES: dict[int, str] = {
     VOCAB: "vocab_size vocab_size_per_layer_input",
     # widths: of the model, of feed-forward layers, of experts
     32: "hidden_size d_model n_embd word_embed_proj_dim lru_width",
-    48: "intermediate_size ffn_dim d_ff decoder_ffn_dim ffn_hidden_size intermediate_size_mlp dense_intermediate_size",
+    48: "intermediate_size ffn_dim d_ff decoder_ffn_dim ffn_hidden_size n_inner intermediate_size_mlp "
+    "dense_intermediate_size",
     16: "moe_intermediate_size moe_shared_expert_intermediate_size shared_expert_intermediate_size index_topk "
     "shared_intermediate_size expert_ffn_hidden_size mamba_d_head mamba_head_dim",
     128: "max_position_embeddings n_positions max_seq_len",
     # layers, key/value heads, experts of a token
     2: "num_hidden_layers n_layer n_layers num_layers decoder_layers num_key_value_heads num_kv_heads moe_k moe_topk "
-    "num_experts_per_tok index_n_heads altup_num_inputs linear_num_key_heads linear_num_value_heads "
+    "num_experts_per_tok top_k_experts index_n_heads altup_num_inputs linear_num_key_heads linear_num_value_heads "
     "eos_token_id",
     # heads, experts
     4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads num_experts num_local_experts "
     "n_routed_experts moe_num_experts qk_rope_head_dim rotary_dim laurel_rank mamba_d_state mamba_n_heads "
     "mamba_num_heads state_size",
     # dimensions of heads; windows
-    8: "head_dim kv_lora_rank q_lora_rank qk_nope_head_dim index_head_dim query_pre_attn_scalar "
+    8: "head_dim global_head_dim kv_lora_rank q_lora_rank qk_nope_head_dim index_head_dim query_pre_attn_scalar "
     "hidden_size_per_layer_input linear_key_head_dim linear_value_head_dim sliding_window attention_chunk_size "
-    "attention_window_size",
+    "attention_window_size attn_window_size",
     12: "qk_head_dim v_head_dim",
     1: "n_group topk_group first_k_dense_replace num_codebooks bos_token_id",
     0: "num_kv_shared_layers pad_token_id",
@@ -78,13 +79,17 @@ VISION: dict[str, Any] = {
 MULTIMODAL = ("mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "llava", "internvl", "glm4v")
 # Types whose configuration needs more than the sizes above.
 MORE: dict[str, dict[str, Any]] = {
+    "falcon": {"alibi": False},
     **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "axk1", "axk2", "glm4_moe_lite", "longcat_flash"),
+        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "axk1", "axk2", "glm4_moe_lite", "kimi_k2", "longcat_flash"),
         {"num_key_value_heads": 4, "head_dim": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     ),
     "nemotron": {"num_key_value_heads": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 64},
-    **dict.fromkeys(("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe"), {"head_dim": 8}),
+    **dict.fromkeys(
+        ("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe"),
+        {"head_dim": 8},
+    ),
     # One layer of each kind; the sizes of Mamba's heads follow from the hidden size.
     **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_chunk_size": 8},
@@ -104,8 +109,12 @@ MORE: dict[str, dict[str, Any]] = {
         "attention_hidden_size": 64,
         "attention_head_dim": 16,
     },
-    "reformer": {"is_decoder": True},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+    "reformer": {"is_decoder": True},
+    **dict.fromkeys(
+        ("qwen3_vl_text", "qwen3_vl_moe_text", "qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text"),
+        {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}},
+    ),
     "youtu": {"num_key_value_heads": 4, "head_dim": 4},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
 }
