@@ -22,8 +22,8 @@ class EvaluateOptions(Options, TargetConfig):
     """Measure how many drafted tokens are accepted: by depth and category, here and on a server.
 
     With --traffic, drafts are counted along recorded answers. With --url, the prompts go to the server too. If the
-    server accepts far less than this machine, the command warns, names what differs (chat template, special tokens,
-    dtype or quantisation, sampling, context length, speculation off) and returns exit code 1.
+    server accepts far less than this machine, the command warns, names what differs (chat template, dtype or
+    quantisation, sampling, context length, speculation off) and returns exit code 1.
 
     Attributes:
         drafter: folder of an exported drafter, hub id, or name of a drafter that comes with the package (default: the

@@ -114,9 +114,9 @@ def invent_prompts(
         last = number  # the candidate after the last usable one
         with tqdm(total=num_prompts, initial=min(num_found, num_prompts), desc="inventing", unit="prompt") as bar:
             while num_found < num_prompts:
-                seeds = [derive_seed(seed, "magpie", candidate) for candidate in range(number, number + _BLOCK)]
-                each = [replace(params, seed=each) for each in seeds]
-                for made in engine.generate([opening_ids] * _BLOCK, each):
+                block = range(number, number + _BLOCK)
+                sampled = [replace(params, seed=derive_seed(seed, "magpie", candidate)) for candidate in block]
+                for made in engine.generate([opening_ids] * _BLOCK, sampled):
                     text, number = made.text.strip(), number + 1
                     problem = problem_of(text, special) if made.finish_reason == "stop" else "cut"
                     if problem is None and _normal(text) in seen:

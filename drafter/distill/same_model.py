@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from drafter.data.formats import check_ids
 from drafter.distill.client import Client, Reply, ServerError
 
 if TYPE_CHECKING:
@@ -77,9 +78,7 @@ def compare_models(
 def _ask(client: Client, path: str, body: dict[str, Any], vocab_size: int) -> Reply:
     try:
         reply = client.complete(path, body)
-        largest = max(*reply.prompt_ids, *reply.token_ids, 0, 0)
-        if largest >= vocab_size:
-            raise ValueError(f"token id {largest} is outside the vocabulary of {vocab_size}, of the target")
+        check_ids([*reply.prompt_ids, *reply.token_ids], vocab_size, "the reply")
         return reply
     except ServerError as error:
         raise ValueError(f"{client.address(path)} answers {error}") from error

@@ -92,8 +92,6 @@ def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
     ``name`` is a drafter that comes with the package, an exported folder, or a hub id; a folder of that name goes
     first.
     """
-    from torch.nn import Module
-
     from drafter.models.drafter import RecurrentDrafter
 
     folder = Path(name).expanduser()
@@ -111,8 +109,7 @@ def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
         drafter = RecurrentDrafter.from_pretrained(place)
     except (OSError, ValueError) as error:
         raise ValueError(f"--drafter {name} cannot be read: {first_line(error)}") from error
-    module: Module = drafter  # the type checker knows the signature of `Module.to`; transformers hides its own
-    module.to(target.device, target.dtype)
+    drafter.to(target.device, target.dtype)
     if target.is_packed or target.runtime is not None:
         drafter.pack()
     return drafter.eval().bind(target)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModel, GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -75,7 +75,7 @@ class DrafterDecoder:
         with _as_target(model):
             target = Target.from_model(model)
         if isinstance(drafter, RecurrentDrafter):
-            head = nn.Module.to(drafter.eval(), target.device)
+            head = drafter.eval().to(target.device)
         else:
             head = load_drafter(str(drafter), target)
         self._engine = Engine(target, head, engine_config or EngineConfig())

@@ -1,7 +1,7 @@
 """Worker: the engine on its own thread. Answers join and leave between steps; their entries go back to the event loop.
 
-Only the engine's thread uses the engine. The event loop sends commands through a queue and counts open texts. The
-engine's thread posts all entries of a step in one callback.
+Only the engine's thread uses the engine, except that the event loop makes requests. The event loop sends commands
+through a queue and counts open texts. The engine's thread posts all entries of a step in one callback.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class Worker:
     """Runs an engine for many clients.
 
     Args:
-        engine: the engine; no other thread may use the engine.
+        engine: the engine; other threads may only call :meth:`Engine.make_request`.
         max_queue: texts that may wait for a row; the worker refuses further texts.
         metrics: counters of the server.
         recorder: records the finished answers; None: no recording.
@@ -184,7 +184,7 @@ class Worker:
     def _warm_up(self) -> None:
         """Generate short answers: the cache is allocated and kernels are loaded before the first client.
 
-        A runtime that compiles programs for its steps compiles them here, for every number of rows.
+        A runtime of programs prepares its kernels here, for every number of rows.
         """
         plan, target = self.engine.plan, self.engine.target
         room = (plan.max_model_len or target.max_length) - _WARM_UP.max_new_tokens

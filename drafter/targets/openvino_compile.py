@@ -83,9 +83,8 @@ class Start:
 
     def request(self, program: Program) -> Any:
         """A request of the program, compiled ahead or now (errors of OpenVINO)."""
-        if all(
-            other.file != program.file for other in self._used
-        ):  # a program with other outputs is not compiled ahead
+        # A program with other outputs of the same file is not compiled ahead.
+        if program.file not in [other.file for other in self._used]:
             self._used.append(program)
             if self._known[: len(self._used)] != self._used:
                 text = json.dumps([[str(used.file), *used[1:]] for used in self._used])

@@ -146,7 +146,7 @@ def export_checkpoint(
     check_export(out)
     read = read_checkpoint(checkpoint)
     drafter = drafter_from_checkpoint(read)
-    torch.nn.Module.to(drafter, getattr(torch, dtype))
+    drafter.to(getattr(torch, dtype))
     facts = {
         "trained_positions": read.get("num_positions", 0),
         "steps": read.get("global_step", 0),

@@ -69,7 +69,7 @@ def test_rounded_weights_and_another_model() -> None:
 def test_ids_outside_the_vocabulary_are_one_line(server: FakeServer) -> None:
     choice = {"message": {"content": "x"}, "token_ids": [10**8], "finish_reason": "stop"}
     server.reply = lambda body, count: (200, {"choices": [choice], "prompt_token_ids": [1]}, {})
-    with pytest.raises(ValueError, match="token id 100000000 is outside the vocabulary of"):
+    with pytest.raises(ValueError, match="token id 100000000 is outside the target's vocabulary of"):
         compare_models(Client(server.url), "tiny", tiny_target(), PROMPTS)
 
 

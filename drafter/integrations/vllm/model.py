@@ -115,7 +115,7 @@ class RecurrentDrafterEagle3(Eagle3LlamaForCausalLM):
             self.lm_head.weight.weight_loader(self.lm_head.weight, rows)
             if OUTPUT_ROWS not in lent:
                 del drafter.head  # its rows now lie in lm_head, this process's share of them
-        self.drafter = nn.Module.to(drafter, self.final_norm.device, self._dtype)
+        self.drafter = drafter.to(self.final_norm.device, self._dtype)
         if self._has_copies:
             self._mixer = CopyMixer(self.drafter.draft_token_ids_R, self._target.vocab_size)
 
