@@ -1,16 +1,14 @@
 """The target's forward as one program: embeddings, masks, keys and values in, recorded from transformers' own modules.
 
 `torch.export` records the model's own code. The cache of the recording returns the concatenation of visible and new
-keys and values, and keeps the new ones. Attention sees the rows of a batch; all other layers see one row of M tokens,
-so that only M decides the shapes of their products.
+keys and values, and keeps the new ones.
 
-Shapes: B rows · T tokens of a row · M = B T tokens of a program · S visible cache slots · H heads · G key/value heads ·
+Shapes: B rows · T tokens of a row · M hidden states · S visible cache slots · H heads · G key/value heads ·
 K head dimension · D hidden size · V vocabulary.
 """
 
 import operator
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,19 +17,17 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.func import functional_call
 from torch.fx import GraphModule
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticLayer
-from transformers.masking_utils import sdpa_mask
 
 from drafter.targets.attention import NAME as FOLDED_ATTENTION
-from drafter.targets.attention import folded_attention
+from drafter.targets.attention import use_folded_attention
 from drafter.targets.cache import CacheShape
 from drafter.targets.capabilities import Capabilities, LogitMap
 from drafter.targets.export_layers import LayerStack, repeat_layers
 from drafter.targets.openvino_compile import Unsuitable, as_recorded, decomposed
 from drafter.targets.openvino_runtime import mask_kinds
 
-_ROW_ATTENTION = "drafter_rows"
 _ATEN = torch.ops.aten
 # In recorded programs: operators that change at most the dtype, and operators that OpenVINO reads as they are.
 _CONVERSIONS = {_ATEN.contiguous.default, _ATEN.to.device, _ATEN.to.dtype}
@@ -48,7 +44,7 @@ class ConcatCache(Cache):
     """Keys and values of visible slots; each layer's update returns them with the new ones behind.
 
     Attributes:
-        new_keys, new_values: of each layer, [1, G, M, K].
+        new_keys, new_values: of each layer, [B, G, T, K].
 
     Args:
         keys, values: of each layer, [B, G, S, K].
@@ -68,10 +64,8 @@ class ConcatCache(Cache):
         """All keys and values that the layer's attention reads, [B, G, S + T, K]; slots first."""
         key_states, value_states = (new.to(self._dtype).to(new.dtype) for new in (key_states, value_states))
         self.new_keys[layer_idx], self.new_values[layer_idx] = key_states, value_states
-        num_rows = self._keys[layer_idx].shape[0]
-        keys = torch.cat([self._keys[layer_idx], _by_row(key_states, num_rows)], dim=2)
-        values = torch.cat([self._values[layer_idx], _by_row(value_states, num_rows)], dim=2)
-        return keys, values
+        keys = torch.cat([self._keys[layer_idx], key_states], dim=2)
+        return keys, torch.cat([self._values[layer_idx], value_states], dim=2)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Unused by models that get positions and a 4-D mask."""
@@ -79,20 +73,7 @@ class ConcatCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Visible slots and new tokens, and offset."""
-        return self._keys[layer_idx].shape[2] + query_length // self._keys[layer_idx].shape[0], 0
-
-
-def _by_row(x_1HMK: Tensor, num_rows: int) -> Tensor:
-    """[1, H, M, K] -> [B, H, T, K]."""
-    return x_1HMK.reshape(x_1HMK.shape[1], num_rows, -1, x_1HMK.shape[3]).transpose(0, 1)
-
-
-def _row_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """:func:`folded_attention` of queries [1, H, M, K] over keys and values by row, [B, G, S + T, K]."""
-    output_BTHK, _ = folded_attention(module, _by_row(query, key.shape[0]), key, value, attention_mask, **kwargs)
-    return output_BTHK.reshape(1, query.shape[2], query.shape[1], -1), None
+        return self._keys[layer_idx].shape[2] + query_length, 0
 
 
 class ForwardProgram(nn.Module):
@@ -113,8 +94,8 @@ class ForwardProgram(nn.Module):
 
     def forward(
         self,
-        embedding_1MD: Tensor,
-        position_1M: Tensor,
+        embedding_BTD: Tensor,
+        position_BT: Tensor,
         masks: list[Tensor],
         keys: Tensor,
         values: Tensor,
@@ -123,22 +104,22 @@ class ForwardProgram(nn.Module):
         """Run the decoder.
 
         Args:
-            embedding_1MD: of the tokens, [1, M, D].
-            position_1M: int64 [1, M].
+            embedding_BTD: of the tokens.
+            position_BT: int64.
             masks: added to the scores, [B, 1, T, S + T]; one, or one for each kind of layer.
             keys, values: of all layers, [layers, B, G, S, K].
             weights: the parameters that are inputs.
 
         Returns:
-            Final hidden states [1, M, D], new keys [layers, G, M, K], new values, and the hidden states [1, M, D]
+            Final hidden states [B, T, D], new keys [layers * B, G, T, K], new values, and the hidden states [B, T, D]
             before each layer.
         """
         layers = range(len(self._layers))
         cache = ConcatCache([keys[layer] for layer in layers], [values[layer] for layer in layers], self._dtype)
         inputs = {
-            "inputs_embeds": embedding_1MD,
+            "inputs_embeds": embedding_BTD,
             "attention_mask": dict(zip(self._mask_kinds, masks, strict=True)) if self._mask_kinds else masks[0],
-            "position_ids": position_1M,
+            "position_ids": position_BT,
             "past_key_values": cache,
         }
         given = dict(zip(self._given, weights, strict=True))
@@ -212,18 +193,19 @@ def export_forward(
     num_masks = len(mask_kinds(found)) or 1
     masks = [torch.zeros(rows, 1, tokens, slots + tokens, dtype=dtype) for _ in range(num_masks)]
     hidden_size = model.get_output_embeddings().weight.shape[1]
-    embedding_1MD = torch.zeros(1, rows * tokens, hidden_size, dtype=dtype)
+    embedding_BTD = torch.zeros(rows, tokens, hidden_size, dtype=dtype)
     any_size = torch.export.Dim.AUTO
-    by_store = {1: any_size, 3: any_size}
+    by_token, by_store = {0: any_size, 1: any_size}, {1: any_size, 3: any_size}
     by_mask = [{0: any_size, 2: any_size, 3: any_size}] * num_masks
     weights = [found.decoder.get_parameter(name) for name in given]
-    with _attention_by_rows(model):
-        return torch.export.export(
-            ForwardProgram(found, given, stored, layers).eval(),
-            (embedding_1MD, torch.arange(rows * tokens)[None], masks, *stores, weights),
-            dynamic_shapes=({1: any_size}, {1: any_size}, by_mask, by_store, by_store, [None] * len(weights)),
-            strict=False,
-        )
+    use_folded_attention(model)
+    position_BT = torch.arange(tokens).expand(rows, -1)
+    return torch.export.export(
+        ForwardProgram(found, given, stored, layers).eval(),
+        (embedding_BTD, position_BT, masks, *stores, weights),
+        dynamic_shapes=(by_token, by_token, by_mask, by_store, by_store, [None] * len(weights)),
+        strict=False,
+    )
 
 
 @torch.no_grad()
@@ -302,15 +284,3 @@ def _readable(program: ExportedProgram) -> GraphModule | None:
     recorded.graph.eliminate_dead_code()
     found: GraphModule = recorded
     return found
-
-
-@contextmanager
-def _attention_by_rows(model: PreTrainedModel) -> Iterator[None]:
-    kernel = model.config._attn_implementation
-    AttentionInterface.register(_ROW_ATTENTION, _row_attention)
-    AttentionMaskInterface.register(_ROW_ATTENTION, sdpa_mask)
-    model.set_attn_implementation(_ROW_ATTENTION)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(kernel)

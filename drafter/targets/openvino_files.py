@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 FORWARD, HEAD = "forward.xml", "head.xml"
 FACTS, ENDS = "facts.json", "ends.safetensors"
 _RECORD = "files.json"
-_FORMAT = "format-8"  # of the files on disk
+_FORMAT = "format-9"  # of the files on disk
 
 
 def programs_home() -> Path:

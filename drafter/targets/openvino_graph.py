@@ -8,22 +8,24 @@ from typing import Any
 
 import numpy as np
 
+from drafter.targets.cache import CacheShape
 from drafter.targets.stored import Grouped, join
 
 
-def split_stores(ov: Any, model: Any, num_leading: int, num_layers: int) -> Any:
+def split_stores(ov: Any, model: Any, num_leading: int, hidden_size: int, shape: CacheShape) -> Any:
     """The recorded program with an input for the keys and values of each layer, which need no copy.
 
     Args:
         ov: the module ``openvino``.
         model: as recorded, with one input for the keys of all layers and one for the values.
-        num_leading: inputs before the keys.
-        num_layers: layers of the target.
+        num_leading: inputs before the keys; the first are embeddings.
+        hidden_size: D, which the program then knows, as it knows heads and head dimensions.
+        shape: of the cache.
     """
     operators = ov.opset13
     inputs = list(model.get_parameters()[:num_leading])
     for port in model.inputs[num_leading:]:
-        layers = [operators.parameter(port.partial_shape[1:], port.element_type) for _ in range(num_layers)]
+        layers = [operators.parameter(port.partial_shape[1:], port.element_type) for _ in range(shape.num_layers)]
         for reader in list(port.get_target_inputs()):
             node = reader.get_node()
             if node.get_type_name() == "Gather":
@@ -32,7 +34,47 @@ def split_stores(ov: Any, model: Any, num_leading: int, num_layers: int) -> Any:
                 assert node.get_type_name() == "ShapeOf", node
                 reader.replace_source_output(operators.unsqueeze(layers[0], 0).output(0))
         inputs += layers
-    return ov.Model([output.get_node() for output in model.outputs], inputs, "forward")
+    model = ov.Model([output.get_node() for output in model.outputs], inputs, "forward")
+    stores = (
+        [-1, shape.num_heads, -1, size] for size in (shape.key_dim, shape.value_dim) for _ in range(shape.num_layers)
+    )
+    model.reshape({0: [-1, -1, hidden_size], **dict(enumerate(stores, num_leading))})
+    return model
+
+
+def write_out_attention(ov: Any, model: Any) -> None:
+    """Write scaled dot products out, as two products and a softmax, with the scale at the queries.
+
+    OpenVINO does so itself, but scales and transposes the keys of all slots at every forward.
+    """
+    operators = ov.opset13
+    for node in model.get_ordered_ops():
+        if node.get_type_name() != "ScaledDotProductAttention" or node.get_input_size() < 5:
+            continue
+        query, key, value, mask, scale = node.input_values()
+        scores = operators.add(operators.matmul(operators.multiply(query, scale), key, False, True), mask)
+        node.output(0).replace(operators.matmul(operators.softmax(scores, -1), value, False, False).output(0))
+
+
+def round_once(ov: Any, model: Any) -> None:
+    """Let the weights of norms multiply before the norm is rounded to the program's number format.
+
+    OpenVINO runs a norm and its weights as one operator then.
+    """
+    operators = ov.opset13
+    for node in model.get_ordered_ops():
+        if node.get_type_name() != "Multiply":
+            continue
+        weight, rounded = sorted((port.get_node() for port in node.input_values()), key=_is_constant, reverse=True)
+        if _is_constant(weight) and rounded.get_type_name() == "Convert":
+            norm = rounded.input_value(0)
+            if norm.get_node().get_type_name() == "Multiply" and norm.get_element_type() == ov.Type.f32:
+                product = operators.multiply(norm, operators.constant(weight.get_data(dtype=np.float32)))
+                node.output(0).replace(operators.convert(product, node.get_element_type().to_string()).output(0))
+
+
+def _is_constant(node: Any) -> bool:
+    return bool(node.get_type_name() == "Constant")
 
 
 def join_products(ov: Any, model: Any, matrices: list[Grouped]) -> Any:
@@ -60,7 +102,7 @@ def join_products(ov: Any, model: Any, matrices: list[Grouped]) -> Any:
         source, weight = node.input_value(0), node.input_value(1).get_node()
         is_turned = weight.get_type_name() == "Transpose"
         weight = weight.input_value(0).get_node() if is_turned else weight
-        is_constant = weight.get_type_name() == "Constant" and not is_turned and len(weight.shape) == 2
+        is_constant = _is_constant(weight) and not is_turned and len(weight.shape) == 2
         matrix = weight if is_constant else by_input.get(weight.get_friendly_name())
         if matrix is not None and node.get_attributes()["transpose_b"] != is_turned:
             form = str(weight.get_element_type()) if is_constant else matrix.form

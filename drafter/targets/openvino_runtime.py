@@ -2,8 +2,8 @@
 
 The program reads keys and values where the slot cache keeps them. One program means one packed copy of the weights.
 
-Shapes: B rows · T tokens of a row · M = B T tokens of a program · S visible cache slots · D hidden size · C context
-size · V vocabulary.
+Shapes: B rows · T tokens of a row · S visible cache slots · D hidden size · C context size · V vocabulary ·
+M hidden states.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class OpenVINORuntime:
 
     Args:
         folder: of the programs, as :func:`drafter.targets.programs_writing.write_programs` leaves it.
-        embed: int64 [1, M] to embeddings [1, M, D].
+        embed: int64 [B, T] to embeddings [B, T, D].
         capabilities: of the model, whose layers all have keys of one shape.
         dtype: of embeddings, keys, values and states; one that :func:`check_dtype` accepts.
         is_grouped: the weights are integers in groups.
@@ -86,7 +86,6 @@ class OpenVINORuntime:
         Returns:
             Hidden states [B, T, D] after the last norm, and the context [B, T, C].
         """
-        lead = token_BT.shape
         num_slots = masks[0].shape[-1]
         inner_layers = tuple(sorted(layer for layer in {*context_layers} if layer < self._num_layers))
         if inner_layers not in self._programs:
@@ -94,19 +93,19 @@ class OpenVINORuntime:
             self._programs[inner_layers] = _Program(self._compile(wanted, "layers"))
         program = self._programs[inner_layers]
         slot_BT = cache.planned_slots
-        embedding_1MD = self._embed(token_BT.reshape(1, -1)).to(self._dtype)
+        embedding_BTD = self._embed(token_BT).to(self._dtype)
         added = (self._added_mask(mask, slot_BT) for mask in masks)
-        tensors = [tensor.contiguous() for tensor in (embedding_1MD, position_BT.reshape(1, -1), *added)]
+        tensors = [tensor.contiguous() for tensor in (embedding_BTD, position_BT, *added)]
         outputs = program.run([self._share(tensor) for tensor in tensors], self._stores_of(cache, num_slots))
         program.kept = tensors  # OpenVINO does not keep the memory of its inputs
         hidden, keys, values, *inner = map(self._read, outputs)
         self._write(cache, slot_BT, keys, values)
-        hidden_BTD = hidden.view(*lead, -1).clone()
+        hidden_BTD = hidden.clone()
         if not context_layers:
             return hidden_BTD, hidden_BTD
         # The states after the last layer are the final ones.
         states = dict(zip(inner_layers, inner, strict=True)) | {self._num_layers: hidden}
-        return hidden_BTD, torch.cat([states[layer].view(*lead, -1) for layer in context_layers], dim=-1)
+        return hidden_BTD, torch.cat([states[layer] for layer in context_layers], dim=-1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output logits [..., V] of final hidden states [..., D]."""
@@ -139,20 +138,19 @@ class OpenVINORuntime:
         seen = torch.cat([mask.scatter(3, place_B1TT, False), among_tokens], dim=3)
         return torch.zeros(seen.shape, dtype=self._dtype).masked_fill_(~seen, torch.finfo(self._dtype).min)
 
-    def _write(self, cache: SlotCache, slot_BT: Tensor, keys_LGMK: Tensor, values_LGMK: Tensor) -> None:
-        """Scatter all layers' new keys and values to the planned slots."""
+    def _write(self, cache: SlotCache, slot_BT: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Scatter all layers' new keys and values [layers * B, G, T, K] to the planned slots."""
         num_rows, num_tokens = slot_BT.shape
         starts = _neighbours(slot_BT)
         row_B1 = torch.arange(num_rows)[:, None] + cache.rows.start
-        for store, new in ((cache.keys, keys_LGMK), (cache.values, values_LGMK)):
-            layers, heads, _, size = new.shape
+        for store, new in ((cache.keys, keys), (cache.values, values)):
             # A slot that may not be seen weighs 0, and 0 * NaN is NaN: overflow at a draft token must not spread.
-            by_row = new.view(layers, heads, num_rows, -1, size)[:, :, :, :num_tokens].nan_to_num(0.0, 0.0, 0.0)
+            by_layer = new.unflatten(0, (-1, num_rows)).nan_to_num(0.0, 0.0, 0.0)
             if starts is None:
-                store[:, row_B1, :, slot_BT] = by_row.permute(2, 3, 0, 1, 4)
+                store[:, row_B1, :, slot_BT] = by_layer.permute(1, 3, 0, 2, 4)
                 continue
             for row, start in enumerate(starts):
-                store[:, cache.rows.start + row, :, start : start + num_tokens] = by_row[:, :, row]
+                store[:, cache.rows.start + row, :, start : start + num_tokens] = by_layer[:, row]
 
     def _stores_of(self, cache: SlotCache, num_slots: int) -> list[Any]:
         """What the planned rows see of keys and values: OpenVINO's tensors over the cache, keys of all layers first."""

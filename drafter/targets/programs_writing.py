@@ -19,7 +19,7 @@ from drafter.targets.export import check_exportable, export_logits, forward_to_o
 from drafter.targets.loading import Checkpoint, describe, read_tokenizer
 from drafter.targets.openvino_compile import Unsuitable, import_openvino
 from drafter.targets.openvino_files import ENDS, FACTS, FORWARD, HEAD
-from drafter.targets.openvino_graph import join_products, split_stores, with_type
+from drafter.targets.openvino_graph import join_products, round_once, split_stores, with_type, write_out_attention
 from drafter.targets.openvino_runtime import PRECISIONS, mask_kinds
 from drafter.targets.quantized import has_plain_weights
 from drafter.targets.sharding import layers_of
@@ -187,7 +187,10 @@ def write_programs(folder: Path, source: _Source, dtype: torch.dtype) -> None:
             recorded, names = forward_to_openvino(ov, source.model, found, given, stored=dtype)
             bar.update()
             forward = join_products(ov, recorded, [source.matrices.pop(name) for name in names])
-            forward = split_stores(ov, forward, 2 + (len(mask_kinds(found)) or 1), shape.num_layers)
+            num_leading = 2 + (len(mask_kinds(found)) or 1)
+            forward = split_stores(ov, forward, num_leading, output.weight.shape[1], shape)
+            write_out_attention(ov, forward)
+            round_once(ov, forward)
             in_groups = [output_matrix] if isinstance(output_matrix, Grouped) else []
             head = to_openvino(ov, export_logits(output, found.logit_map, is_given=bool(in_groups)))
             head = join_products(ov, head, in_groups)
