@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -46,11 +46,10 @@ def is_stream(path: Path) -> bool:
     return is_special or str(path).startswith(_STREAMS)
 
 
-def check_output(out: Path, *, overwrite: bool = False, is_ours: Callable[[Path], bool] | None = None) -> None:
+def check_output(out: Path, *, overwrite: bool = False) -> None:
     """Refuse, before the work, an output file that cannot be written or that holds something else.
 
-    A file that an earlier run wrote (its run record names the file, or `is_ours` recognises its content) and an empty
-    file may be replaced.
+    An empty file may be replaced, and a file that an earlier run wrote: its run record names the file.
 
     Raises:
         ValueError: another file stands there and `overwrite` is not set.
@@ -61,7 +60,7 @@ def check_output(out: Path, *, overwrite: bool = False, is_ours: Callable[[Path]
     if is_stream(out):
         return
     may_replace = overwrite or not out.exists() or not out.stat().st_size
-    if not (may_replace or _is_recorded(out) or (is_ours is not None and is_ours(out))):
+    if not (may_replace or _is_recorded(out)):
         raise ValueError(f"--out {out} exists and no earlier run wrote it: give another file, or --overwrite")
     place = out.resolve()
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -82,19 +81,14 @@ def check_output_folder(out: Path, *, mark: str, files: Sequence[str], what: str
         ValueError: the folder is in use.
     """
     recover(out)
-    if not out.exists():
-        return
     names = sorted(entry.name for entry in out.iterdir()) if out.is_dir() else []
     config = out / "config.json"
     is_earlier = config.is_file() and mark in config.read_text(encoding="utf-8", errors="replace")
-    if not out.is_dir() or (names and not is_earlier):
+    if (out.exists() and not out.is_dir()) or (names and not is_earlier):
         raise ValueError(f"--out {str(out)!r} exists and is no {what}: choose another folder or remove it")
     foreign = [name for name in names if not any(fnmatch(name, pattern) for pattern in files)]
     if foreign:
-        raise ValueError(
-            f"--out {str(out)!r} holds {foreign[0]!r} beside the {what}, and would be replaced whole: move that file "
-            "away, or choose another folder"
-        )
+        raise ValueError(f"--out {str(out)!r} would be replaced, and holds {foreign[0]!r}: move that file away")
 
 
 def _is_recorded(out: Path) -> bool:

@@ -128,12 +128,10 @@ def test_training_reads_its_own_config_and_says_errors_in_one_line(
 def test_unknown_commands(refused: Refused, capsys: pytest.CaptureFixture[str]) -> None:
     refused(["decod"], "unknown command 'decod' (did you mean decode?)")
     refused(["target", "ftch"], "unknown command 'target ftch' (did you mean target fetch?)")
-    refused(["bench", "reprot", "x"], "unknown command 'bench reprot' (did you mean bench report")
+    refused(["bench", "reprot", "x"], "unrecognized arguments: reprot x (drafter bench --help lists")
+    refused(["target"], "unknown command 'target' (did you mean target fetch?)")
     refused(["--nonsense"], "unknown command '--nonsense'")
     assert main([]) == 2
-    assert main(["target"]) == 2
-    assert "target fetch" in capsys.readouterr().out
-    assert main(["target", "--help"]) == 0
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.endswith("0.1.0\n")
 
@@ -158,17 +156,16 @@ def test_errors_are_one_line(
         raise error
 
     monkeypatch.setattr(cli, "load_command", lambda name: toy)
-    monkeypatch.delenv("DRAFTER_TRACEBACK", raising=False)
     if isinstance(error, KeyboardInterrupt):
         assert main(["decode"]) == 130
         assert capsys.readouterr().err == "drafter: interrupted\n"
         return
-    if line is not None:
-        assert main(["decode"]) == 2
-        assert capsys.readouterr().err.startswith(f"drafter: error: {line}")
-        monkeypatch.setenv("DRAFTER_TRACEBACK", "1")
-    with pytest.raises(type(error)):
-        main(["decode"])
+    if line is None:
+        with pytest.raises(type(error)):
+            main(["decode"])
+        return
+    assert main(["decode"]) == 2
+    assert capsys.readouterr().err.startswith(f"drafter: error: {line}")
 
 
 def test_closed_outputs_are_quiet() -> None:
