@@ -1,24 +1,16 @@
 """`drafter decode`, `distill` and `data inspect` from end to end, on a tiny target."""
 
-import inspect
 import json
-import re
-import sys
-from dataclasses import fields
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
-from drafter.cli import decode as cli_decode
-from drafter.cli.decode import DecodeOptions, _verdict
+from drafter.cli.decode import _verdict
 from drafter.cli.main import main
 from drafter.data.traffic import read_traffic
-from drafter.engine.engine import Engine
 from drafter.engine.request import Completion
-from drafter.engine.settings import EngineOptions
 from drafter.targets.target import Target
 from tests.cli.conftest import Refused
 
@@ -135,42 +127,3 @@ def test_distill_then_inspect(
     assert "⟦hello<|im_end|>⟧" in capsys.readouterr().out
     refused(["distill", "--out", str(out)], "give --target, or --endpoint with --model")
     refused(["distill", "--out", str(out), "--endpoint", "http://h:1"], "--endpoint needs --model")
-
-
-def test_the_help_lists_at_most_26_flags_and_names_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["decode", "--help"]) == 0
-    shown = capsys.readouterr().out
-    listed = [line.split()[0].rstrip(",") for line in shown.splitlines() if line.startswith("  --")]
-    own = [flag for flag in listed if flag not in ("--config", "--print-config")]
-    assert 20 < len(own) <= 26, own
-    rest = " ".join(shown.split()).rpartition("Flags that seldom matter")[2].replace("- ", "-")
-    flags = {f"--{item.name.replace('_', '-')}" for item in fields(DecodeOptions)}
-    assert {flag for flag in flags if flag not in own} == set(re.findall(r"--[a-z-]+", rest))
-
-
-def test_a_prompt_enters_at_most_17_files_before_the_first_step(target: str, drafter: str) -> None:
-    """Files of the package whose functions are called, the making of the engine included, the models' loading not."""
-    root = str(Path(cli_decode.__file__).parents[1])
-    files: set[str] = set()
-    is_on, loading = False, None  # loading: the frame of `load_models`
-
-    def count(frame: FrameType, event: str, _: object) -> None:
-        nonlocal is_on, loading
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(root):
-            is_on = (is_on or code is cli_decode.decode.__code__) and code is not Engine.step.__code__
-            if is_on and loading is None:
-                if code is EngineOptions.load_models.__code__:
-                    loading = frame
-                elif code.co_flags & inspect.CO_OPTIMIZED:  # no body of a module or class
-                    files.add(code.co_filename.removeprefix(root))
-        elif event == "return" and frame is loading:
-            loading = None
-
-    words = ["--target", target, "--drafter", drafter, "--device", "cpu", "--prompt", "hi", "--max-new-tokens", "2"]
-    sys.setprofile(count)
-    try:
-        assert main(["decode", *words]) == 0
-    finally:
-        sys.setprofile(None)
-    assert "/engine/runner.py" in files and len(files) <= 17, sorted(files)

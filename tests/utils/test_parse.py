@@ -1,6 +1,5 @@
 """Hostile files end in one line that names the file, soon and in little memory."""
 
-import gzip
 import os
 import time
 from pathlib import Path
@@ -10,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.utils import parse
-from drafter.utils.parse import check_shape, parse_json, parse_yaml, read_json, read_json_object, read_lines, read_yaml
+from drafter.utils.parse import check_shape, parse_json, parse_yaml, read_json, read_json_object, read_yaml
 
 BOMB = "a: &a [1,2,3,4,5,6,7,8,9]\n" + "".join(
     f"{name}: &{name} [{','.join(['*' + before] * 9)}]\n"
@@ -62,21 +60,6 @@ def test_other_bytes_and_other_files(tmp_path: Path) -> None:
 def test_what_is_within_the_limits_is_read() -> None:
     assert parse_json(b'\xef\xbb\xbf{"a": 18446744073709551616}', "here") == {"a": 2**64}
     assert parse_yaml("base: &base {a: 1}\nmore: {<<: *base, b: [*base, *base]}", "here")["more"]["b"] == [{"a": 1}] * 2
-
-
-def test_long_lines_are_refused_while_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compressed line of 64 MiB: reading stops at the limit."""
-    monkeypatch.setattr(parse, "MAX_LINE_MIB", 1)
-    with gzip.open(tmp_path / "rows.jsonl.gz", "wb", compresslevel=1) as stream:
-        stream.write(b'{"prompt": "short"}\n{"prompt": "')
-        for _ in range(64):
-            stream.write(b"a" * (1 << 20))
-    with gzip.open(tmp_path / "rows.jsonl.gz", "rb") as stream:
-        lines = read_lines(stream, "rows.jsonl.gz")
-        assert next(lines) == (1, b'{"prompt": "short"}\n')
-        with pytest.raises(ValueError, match="rows.jsonl.gz, line 2: longer than 1 MiB: split the row"):
-            next(lines)
-        assert stream.tell() <= 3 << 20
 
 
 @settings(deadline=None, max_examples=200)
