@@ -1,16 +1,22 @@
 """`drafter decode`, `distill` and `data inspect` from end to end, on a tiny target."""
 
+import inspect
 import json
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
+from drafter.cli import decode as cli_decode
 from drafter.cli.decode import _verdict
 from drafter.cli.main import main
 from drafter.data.traffic import read_traffic
+from drafter.engine.engine import Engine
 from drafter.engine.request import Completion
+from drafter.engine.settings import EngineOptions
 from drafter.targets.target import Target
 from tests.cli.conftest import Refused
 
@@ -38,6 +44,9 @@ def test_decode_writes_answers(target: str, drafter: str, tmp_path: Path, capsys
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 5 and table[-1].startswith("| all") and all(line.endswith("yes |") for line in table[2:])
     record = json.loads((tmp_path / "new" / "drafted.run.json").read_text())
+    assert record["seed"] == 0 and {"python", "drafter", "torch"} <= record["versions"].keys()
+    assert record["machine"]["num_cpus"] >= 1 and record["date"].endswith("+00:00")
+    assert record["git_revision"] is None or len(record["git_revision"].removesuffix("+changes")) == 40
     engine = record["settings"]["engine"]
     tree = [engine[name] for name in ("method", "beam_width", "draft_length", "tree_size")]
     assert engine["max_num_seqs"] == 2 and tree == ["drafter", 4, 3, 8]  # a CPU that nobody measured
@@ -127,3 +136,31 @@ def test_distill_then_inspect(
     assert "⟦hello<|im_end|>⟧" in capsys.readouterr().out
     refused(["distill", "--out", str(out)], "give --target, or --endpoint with --model")
     refused(["distill", "--out", str(out), "--endpoint", "http://h:1"], "--endpoint needs --model")
+
+
+def test_a_prompt_enters_at_most_17_files_before_the_first_step(target: str, drafter: str) -> None:
+    """Files of the package whose functions are called, the making of the engine included, the models' loading not."""
+    root = str(Path(cli_decode.__file__).parents[1])
+    files: set[str] = set()
+    is_on, loading = False, None  # loading: the frame of `load_models`
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal is_on, loading
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(root):
+            is_on = (is_on or code is cli_decode.decode.__code__) and code is not Engine.step.__code__
+            if is_on and loading is None:
+                if code is EngineOptions.load_models.__code__:
+                    loading = frame
+                elif code.co_flags & inspect.CO_OPTIMIZED:  # no body of a module or class
+                    files.add(code.co_filename.removeprefix(root))
+        elif event == "return" and frame is loading:
+            loading = None
+
+    words = ["--target", target, "--drafter", drafter, "--device", "cpu", "--prompt", "hi", "--max-new-tokens", "2"]
+    sys.setprofile(count)
+    try:
+        assert main(["decode", *words]) == 0
+    finally:
+        sys.setprofile(None)
+    assert "/engine/runner.py" in files and len(files) <= 17, sorted(files)
