@@ -104,12 +104,9 @@ def test_wrong_files_are_refused(tmp_path: Path, text: str, message: str) -> Non
 
 def test_keys_may_be_spelled_as_flags_are(tmp_path: Path) -> None:
     (tmp_path / "toy.yaml").write_text("max-new-tokens: 5\ntop_k: 7\ntag: [b, c]\n")
-    config = ["--config", str(tmp_path / "toy.yaml")]
-    found = read(*config)
-    assert (found.max_new_tokens, found.top_k, found.tag) == (5, 7, ("b", "c"))
-    assert part_of(found, SamplingParams) == SamplingParams(max_new_tokens=5, top_k=7)
-    found = read("--tag", "d", "--top-k=8", *config)
-    assert (found.max_new_tokens, found.top_k, found.tag) == (5, 8, ("d",)), "a given flag replaces the file's value"
+    found = read("--tag", "d", "--top_k=8", "--config", str(tmp_path / "toy.yaml"))
+    assert found.tag == ("d",), "a given flag replaces the file's value"
+    assert part_of(found, SamplingParams) == SamplingParams(max_new_tokens=5, top_k=8)
 
 
 def test_one_value_stands_for_a_list_and_whole_numbers_are_numbers() -> None:
