@@ -7,7 +7,6 @@ renamed in, the hidden folder is removed. A kill between the two renames leaves 
 """
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -129,27 +128,19 @@ def replacing(path: Path, *, follows_links: bool = True) -> Iterator[Path]:
     """A path at which the block writes a file or folder, which then takes the place of `path`.
 
     An error in the block leaves what stood at `path`. A symbolic link stays, and its end is replaced; without
-    `follows_links` the link itself is replaced, as in a cache, where only a stranger makes a link. An OSError names
-    `path`, not the hidden place.
+    `follows_links` the link itself is replaced, as in a cache, where only a stranger makes a link.
     """
     place = path.resolve() if follows_links else path.parent.resolve() / path.name
     place.parent.mkdir(parents=True, exist_ok=True)
     _recover(place)
-    try:
-        with _hidden_folder(place) as hidden:
-            new = hidden / _NEW
-            yield new
-            _force_to_disk(new)
-            if place.is_dir() and not new.is_dir() and not place.is_symlink():
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-            with locked(place.parent, wait=True):  # two writers of one folder swap one after the other
-                if place.is_dir() or (new.is_dir() and place.is_symlink()):
-                    place.rename(hidden / _OLD)
-                new.replace(place)
-    except OSError as error:
-        if error.filename is not None and f".{place.name}." in str(error.filename):
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise
+    with _hidden_folder(place) as hidden:
+        new = hidden / _NEW
+        yield new
+        _force_to_disk(new)
+        with locked(place.parent, wait=True):  # two writers of one folder swap one after the other
+            if new.is_dir() and (place.is_dir() or place.is_symlink()):
+                place.rename(hidden / _OLD)
+            new.replace(place)
 
 
 def recover(path: Path) -> None:
