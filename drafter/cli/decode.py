@@ -71,10 +71,6 @@ class NamedPrompt(NamedTuple):
         """The text, or the content of the last message."""
         return self.value if isinstance(self.value, str) else self.value[-1]["content"]
 
-    def shortened(self, width: int) -> str:
-        """The last turn on one line of at most `width` characters."""
-        return printable(self.last_turn, width - len(" ..."))
-
 
 def decode(options: DecodeOptions) -> None:
     """Run `drafter decode`."""
@@ -95,7 +91,7 @@ def decode(options: DecodeOptions) -> None:
         _say(engine, options, asked[0].value)
     elif asked:
         for prompt, completion in zip(asked, _answer_all(engine, options, asked), strict=True):
-            print(f"[{prompt.id}] {prompt.shortened(100)}\n{completion.text}\n")
+            print(f"[{prompt.id}] {printable(prompt.last_turn, 100)}\n{completion.text}\n")
             print(_figures(completion), file=sys.stderr)
     else:
         _chat(engine, options)
@@ -218,7 +214,7 @@ def _compare(options: DecodeOptions, models: LoadedModels, plan: Plan, asked: li
     for prompt, one, other in zip(asked, plain, drafted, strict=True):
         verdict = _verdict(models.target, one, other, is_greedy=options.temperature == 0)
         num_same += verdict == "yes"
-        rows.append((prompt.shortened(32), *_speeds([one], [other], (one.seconds, other.seconds)), verdict))
+        rows.append((printable(prompt.last_turn, 28), *_speeds([one], [other], (one.seconds, other.seconds)), verdict))
     verdict = "yes" if num_same == len(rows) else f"no ({num_same}/{len(rows)})"
     print(format_table(_COLUMNS, [*rows, ("all", *_speeds(plain, drafted, (seconds[0], seconds[1])), verdict)]))
 
