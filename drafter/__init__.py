@@ -7,13 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from drafter.decoding.params import SamplingParams
-    from drafter.engine.engine import Completion, Engine
-    from drafter.engine.loading import load_drafter
-    from drafter.engine.settings import EngineConfig
-    from drafter.models.config import DrafterConfig
-    from drafter.models.drafter import RecurrentDrafter
-    from drafter.targets.target import Target
+    from drafter.decoding.params import SamplingParams as SamplingParams
+    from drafter.engine.engine import Completion as Completion
+    from drafter.engine.engine import Engine as Engine
+    from drafter.engine.loading import load_drafter as load_drafter
+    from drafter.engine.settings import EngineConfig as EngineConfig
+    from drafter.models.config import DrafterConfig as DrafterConfig
+    from drafter.models.drafter import RecurrentDrafter as RecurrentDrafter
+    from drafter.targets.target import Target as Target
 
 __version__ = "0.1.0"
 
@@ -28,17 +29,7 @@ _HOME_OF = {
     "load_drafter": "drafter.engine.loading",
 }
 
-__all__ = [
-    "Completion",
-    "DrafterConfig",
-    "Engine",
-    "EngineConfig",
-    "RecurrentDrafter",
-    "SamplingParams",
-    "Target",
-    "__version__",
-    "load_drafter",
-]
+__all__ = ["__version__", *_HOME_OF]
 
 
 def __getattr__(name: str) -> Any:

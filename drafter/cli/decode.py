@@ -5,13 +5,14 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.loading import LoadedModels
-from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
-from drafter.utils.io import check_output
+from drafter.engine.settings import EngineConfig, EngineOptions, Plan
+from drafter.utils.io import check_output, printable, write_atomic
 from drafter.utils.options import Options, part_of
+from drafter.utils.provenance import write_run_record
 from drafter.utils.tables import format_table
 
 if TYPE_CHECKING:
@@ -59,8 +60,7 @@ class DecodeOptions(Options, SamplingParams, EngineOptions):
             raise ValueError("--compare and --out need --prompt or --prompts")
 
 
-@dataclass(frozen=True)
-class NamedPrompt:
+class NamedPrompt(NamedTuple):
     """A prompt with its name. `value`: text, or the messages of a conversation."""
 
     id: str
@@ -71,32 +71,27 @@ class NamedPrompt:
         """The text, or the content of the last message."""
         return self.value if isinstance(self.value, str) else self.value[-1]["content"]
 
-    def shortened(self, width: int) -> str:
-        """The last turn on one line of at most `width` characters."""
-        text = " ".join(self.last_turn.split())
-        return text if len(text) <= width else text[: width - 3] + "..."
-
 
 def decode(options: DecodeOptions) -> None:
     """Run `drafter decode`."""
+    from drafter.engine.engine import Engine
+
     asked = read_prompts(options.prompt, options.prompts, raw=options.raw)
     if options.out is not None:
         check_output(options.out, overwrite=options.overwrite)
     models = options.load_models()
-    plan = resolve(options, *models)
-    print(f"drafting: {plan.reason}", file=sys.stderr)
+    engine = Engine(models.target, models.drafter, options, draft_model=models.draft_model)
+    print(f"drafting: {engine.plan.reason}", file=sys.stderr)
     if options.compare:
-        _compare(options, models, plan, asked)
-        return
-    engine = _engine(models, plan)
-    if options.out is not None:
+        _compare(options, models, engine.plan, asked)
+    elif options.out is not None:
         _answer_all(engine, options, asked, options.out)
         print(f"{len(asked)} answers in {options.out}", file=sys.stderr)
     elif len(asked) == 1:
         _say(engine, options, asked[0].value)
     elif asked:
         for prompt, completion in zip(asked, _answer_all(engine, options, asked), strict=True):
-            print(f"[{prompt.id}] {prompt.shortened(100)}\n{completion.text}\n")
+            print(f"[{prompt.id}] {printable(prompt.last_turn, 100)}\n{completion.text}\n")
             print(_figures(completion), file=sys.stderr)
     else:
         _chat(engine, options)
@@ -115,14 +110,8 @@ def read_prompts(texts: tuple[str, ...], name: str | None, *, raw: bool) -> list
         prompt = NamedPrompt(row.id or str(len(prompts)), row.text or [dict(turn) for turn in row.prompt])
         if raw and len(row.prompt) > 1:
             raise ValueError(f"{row.where}: --raw takes single prompts, this row is a conversation: leave --raw out")
-        prompts.append(replace(prompt, value=prompt.last_turn) if raw else prompt)
+        prompts.append(NamedPrompt(prompt.id, prompt.last_turn) if raw else prompt)
     return prompts
-
-
-def _engine(models: LoadedModels, plan: Plan) -> "Engine":
-    from drafter.engine.engine import Engine
-
-    return Engine(models.target, models.drafter, plan, draft_model=models.draft_model)
 
 
 def _chat(engine: "Engine", options: DecodeOptions) -> None:
@@ -173,19 +162,13 @@ def _answer_all(
     from tqdm import tqdm
 
     done: dict[int, Completion] = {}
-    num_tokens, start = 0, time.perf_counter()
     with tqdm(total=len(asked), desc=label, unit="prompt") as bar:
         for event in engine.stream([prompt.value for prompt in asked], options, raw=options.raw):
-            num_tokens += len(event.token_ids)
             if event.completion is not None:
                 done[event.index] = event.completion
-                bar.set_postfix_str(f"{num_tokens / (time.perf_counter() - start):.1f} tokens/s", refresh=False)
                 bar.update()
     completions = [done[index] for index in range(len(asked))]
     if out is not None:
-        from drafter.utils.io import write_atomic
-        from drafter.utils.provenance import write_run_record
-
         # The record first: by its record a later run knows the file as its own.
         settings = {"sampling": vars(part_of(options, SamplingParams)), "engine": vars(engine.plan)}
         write_run_record(out, seed=options.seed, settings=settings)
@@ -216,20 +199,22 @@ _COLUMNS = ("prompt", "tokens", "forwards", "tokens/step", "tok/s plain", "tok/s
 
 def _compare(options: DecodeOptions, models: LoadedModels, plan: Plan, asked: list[NamedPrompt]) -> None:
     """Plain decoding and the plan on the same prompts, one after the other, and their table."""
-    plain_plan = resolve(EngineConfig(method="none", max_num_seqs=plan.max_num_seqs, compile=plan.compile), *models)
+    from drafter.engine.engine import Engine
+
+    plain_config = EngineConfig(method="none", max_num_seqs=plan.max_num_seqs, compile=plan.compile)
     warm_up = replace(options, max_new_tokens=_WARM_UP_TOKENS)
     answers, seconds = [], []
-    for each, file in ((plain_plan, None), (plan, options.out)):
-        engine = _engine(models, each)
+    for config, file in ((plain_config, None), (plan, options.out)):
+        engine = Engine(models.target, models.drafter, config, draft_model=models.draft_model)
         engine.generate([asked[0].value], warm_up, raw=options.raw)
         start = time.perf_counter()
-        answers.append(_answer_all(engine, options, asked, file, label=f"{each.method:>14}"))
+        answers.append(_answer_all(engine, options, asked, file, label=f"{engine.plan.method:>14}"))
         seconds.append(time.perf_counter() - start)
     (plain, drafted), rows, num_same = answers, [], 0
     for prompt, one, other in zip(asked, plain, drafted, strict=True):
         verdict = _verdict(models.target, one, other, is_greedy=options.temperature == 0)
         num_same += verdict == "yes"
-        rows.append((prompt.shortened(32), *_speeds([one], [other], (one.seconds, other.seconds)), verdict))
+        rows.append((printable(prompt.last_turn, 28), *_speeds([one], [other], (one.seconds, other.seconds)), verdict))
     verdict = "yes" if num_same == len(rows) else f"no ({num_same}/{len(rows)})"
     print(format_table(_COLUMNS, [*rows, ("all", *_speeds(plain, drafted, (seconds[0], seconds[1])), verdict)]))
 

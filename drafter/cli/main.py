@@ -43,7 +43,7 @@ _HELP = ("-h", "--help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code. A user's mistake is one line (DRAFTER_TRACEBACK=1: a trace)."""
+    """Run one command line and return its exit code. A user's mistake is one line."""
     try:
         words = list(sys.argv[1:] if argv is None else argv)
         _let_threads_sleep()
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_PIPE
     except Exception as error:
-        if not _is_of_user(error) or os.environ.get("DRAFTER_TRACEBACK", "0") not in ("", "0"):
+        if not _is_of_user(error):
             raise
         print(f"drafter: error: {_one_line(error)}", file=sys.stderr)
         return _EXIT_ERROR
@@ -101,16 +101,14 @@ def _dispatch(words: list[str]) -> int:
 
         print(__version__)
         return 0
-    name = next((name for name in (" ".join(words[:2]), words[0] if words else "") if name in COMMANDS), "")
-    below = [other for other in COMMANDS if words and other.startswith(words[0] + " ")]
-    rest = words[max(1, len(name.split())) :]
-    if not name and (not words or words[0] in _HELP or (below and (not rest or rest[0] in _HELP))):
-        print(_overview(below or list(COMMANDS)))
-        return 0 if words and words[-1] in _HELP else _EXIT_ERROR
-    if not name or (name == words[0] and below and rest and not rest[0].startswith("-")):
-        given, known = " ".join(words[:2] if below else words[:1]), below or list(COMMANDS)
-        raise ValueError(f"unknown command {given!r}{suggestion(given, known)}. Commands: {', '.join(known)}")
-    function = load_command(name)
+    name = next((name for name in (" ".join(words[:2]), *words[:1]) if name in COMMANDS), None)
+    if not words or words[0] in _HELP:
+        print(_overview())
+        return 0 if words else _EXIT_ERROR
+    if name is None:
+        given = " ".join(words[:2]) if any(other.startswith(f"{words[0]} ") for other in COMMANDS) else words[0]
+        raise ValueError(f"unknown command {given!r}{suggestion(given, COMMANDS)}. Commands: {', '.join(COMMANDS)}")
+    function, rest = load_command(name), words[len(name.split()) :]
     kind = options_class(function)
     if kind is None:
         return function(rest) or 0
@@ -131,20 +129,10 @@ def options_class(function: Callable[..., Any]) -> type[Options] | None:
     return hint if isinstance(hint, type) and issubclass(hint, Options) else None
 
 
-def _overview(names: Sequence[str]) -> str:
-    lines = [
-        "usage: drafter COMMAND [--flags]",
-        "",
-        "Large language models answer faster, token for token the same.",
-        "",
-    ]
-    width = max(len(name) for name in names)
-    for name in names:
+def _overview() -> str:
+    lines = ["usage: drafter COMMAND [--flags]", "", "Large language models answer faster, token for token the same.\n"]
+    for name in COMMANDS:
         function = load_command(name)
         text = inspect.getdoc(options_class(function) or function) or ""
-        lines.append(f"  {name:<{width}}  {text.partition(chr(10))[0]}")
+        lines.append(f"  {name:<12}  {text.partition(chr(10))[0]}")
     return "\n".join([*lines, "", "drafter COMMAND --help lists the flags of a command."])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -49,7 +49,7 @@ def tune(options: TuneOptions) -> None:
     place = options.out if options.out is not None else tuned_path(options.drafter)
     if options.out is None:
         place.parent.mkdir(parents=True, exist_ok=True)
-    check_output(place, overwrite=options.overwrite, is_ours=is_tuned_file)
+    check_output(place, overwrite=options.overwrite or is_tuned_file(place))
     workload = read_prompt_set(options.prompts).take(options.num_prompts)
     target = options.load()
     drafter = load_drafter(options.drafter, target)

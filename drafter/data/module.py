@@ -17,7 +17,7 @@ from drafter.data.reading import fingerprint_of
 from drafter.data.rows import TokenRows, split_by_prompt
 from drafter.targets.catalog import load_tokenizer, vocab_size_of
 from drafter.targets.target import Target
-from drafter.utils.validate import Range, require
+from drafter.utils.validate import Range
 
 _MIN_PROMPT = 2  # the token at the start of every text, and one token of the text
 
@@ -70,8 +70,8 @@ class ChatDataModule(LightningDataModule):
                 f"--data.hidden_states {hidden_states} is read and --data.cache_hidden_states {cache_hidden_states} "
                 "computed: give one of them"
             )
-        require("--data.max_length", max_length, Range(low=2, high=2**24))
-        require("--data.batch_tokens", batch_tokens, Range(low=2))
+        Range(low=2, high=2**24).check("--data.max_length", max_length)
+        Range(low=2).check("--data.batch_tokens", batch_tokens)
         if batch_tokens < max_length:
             raise ValueError(
                 f"--data.batch_tokens {batch_tokens} must be at least --data.max_length {max_length}: "

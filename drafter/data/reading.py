@@ -84,7 +84,7 @@ def read_json_lines(path: Path, name: str, *, skip_torn: bool = False) -> Iterat
                 if skip_torn and not line.endswith(b"\n"):
                     print(f"{where}: left out, as the line is not written to its end", file=sys.stderr)
                 elif line.strip():
-                    fields = parse_json(line, where, only_depth=True)
+                    fields = parse_json(line, where)
                     if not isinstance(fields, dict):
                         raise ValueError(f"{where}: a row must be an object with keys, not {type(fields).__name__}")
                     yield RawRow({key: value for key, value in fields.items() if value is not None}, where)

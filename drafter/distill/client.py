@@ -273,7 +273,7 @@ def read_reply(response: Any) -> Reply:
 
 def _json(data: bytes) -> Any:
     """The value of a reply; ValueError for broken or deep JSON, infinite numbers, and half a surrogate pair."""
-    value = parse_json(data, "the reply", only_depth=True)
+    value = parse_json(data, "the reply")
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except ValueError as error:

@@ -96,7 +96,7 @@ class Journal:
                 size += len(line)
                 where = f"{self.path}, line {number}"
                 try:
-                    row = parse_json(line, where, only_depth=True)
+                    row = parse_json(line, where)
                     check_shape(row, shape, where)
                 except ValueError as error:
                     raise ValueError(f"{error}; the row is damaged: remove the line to continue") from error

@@ -7,14 +7,13 @@ renamed in, the hidden folder is removed. A kill between the two renames leaves 
 """
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -46,11 +45,10 @@ def is_stream(path: Path) -> bool:
     return is_special or str(path).startswith(_STREAMS)
 
 
-def check_output(out: Path, *, overwrite: bool = False, is_ours: Callable[[Path], bool] | None = None) -> None:
+def check_output(out: Path, *, overwrite: bool = False) -> None:
     """Refuse, before the work, an output file that cannot be written or that holds something else.
 
-    A file that an earlier run wrote (its run record names the file, or `is_ours` recognises its content) and an empty
-    file may be replaced.
+    An empty file may be replaced, and a file that an earlier run wrote: its run record names the file.
 
     Raises:
         ValueError: another file stands there and `overwrite` is not set.
@@ -61,7 +59,7 @@ def check_output(out: Path, *, overwrite: bool = False, is_ours: Callable[[Path]
     if is_stream(out):
         return
     may_replace = overwrite or not out.exists() or not out.stat().st_size
-    if not (may_replace or _is_recorded(out) or (is_ours is not None and is_ours(out))):
+    if not (may_replace or _is_recorded(out)):
         raise ValueError(f"--out {out} exists and no earlier run wrote it: give another file, or --overwrite")
     place = out.resolve()
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -82,19 +80,14 @@ def check_output_folder(out: Path, *, mark: str, files: Sequence[str], what: str
         ValueError: the folder is in use.
     """
     recover(out)
-    if not out.exists():
-        return
     names = sorted(entry.name for entry in out.iterdir()) if out.is_dir() else []
     config = out / "config.json"
     is_earlier = config.is_file() and mark in config.read_text(encoding="utf-8", errors="replace")
-    if not out.is_dir() or (names and not is_earlier):
+    if (out.exists() and not out.is_dir()) or (names and not is_earlier):
         raise ValueError(f"--out {str(out)!r} exists and is no {what}: choose another folder or remove it")
     foreign = [name for name in names if not any(fnmatch(name, pattern) for pattern in files)]
     if foreign:
-        raise ValueError(
-            f"--out {str(out)!r} holds {foreign[0]!r} beside the {what}, and would be replaced whole: move that file "
-            "away, or choose another folder"
-        )
+        raise ValueError(f"--out {str(out)!r} would be replaced, and holds {foreign[0]!r}: move that file away")
 
 
 def _is_recorded(out: Path) -> bool:
@@ -135,27 +128,19 @@ def replacing(path: Path, *, follows_links: bool = True) -> Iterator[Path]:
     """A path at which the block writes a file or folder, which then takes the place of `path`.
 
     An error in the block leaves what stood at `path`. A symbolic link stays, and its end is replaced; without
-    `follows_links` the link itself is replaced, as in a cache, where only a stranger makes a link. An OSError names
-    `path`, not the hidden place.
+    `follows_links` the link itself is replaced, as in a cache, where only a stranger makes a link.
     """
     place = path.resolve() if follows_links else path.parent.resolve() / path.name
     place.parent.mkdir(parents=True, exist_ok=True)
     _recover(place)
-    try:
-        with _hidden_folder(place) as hidden:
-            new = hidden / _NEW
-            yield new
-            _force_to_disk(new)
-            if place.is_dir() and not new.is_dir() and not place.is_symlink():
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-            with locked(place.parent, wait=True):  # two writers of one folder swap one after the other
-                if place.is_dir() or (new.is_dir() and place.is_symlink()):
-                    place.rename(hidden / _OLD)
-                new.replace(place)
-    except OSError as error:
-        if error.filename is not None and f".{place.name}." in str(error.filename):
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise
+    with _hidden_folder(place) as hidden:
+        new = hidden / _NEW
+        yield new
+        _force_to_disk(new)
+        with locked(place.parent, wait=True):  # two writers of one folder swap one after the other
+            if new.is_dir() and (place.is_dir() or place.is_symlink()):
+                place.rename(hidden / _OLD)
+            new.replace(place)
 
 
 def recover(path: Path) -> None:

@@ -22,7 +22,7 @@ import difflib
 import inspect
 import re
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -131,23 +131,23 @@ def limit_yaml() -> None:
     set_loader("yaml", load, (ValueError, yaml.YAMLError))  # the parser in C refuses some escapes more
 
 
-class _Elements:
+def _elements(kind: type, has_commas: bool) -> Callable[[Any], tuple[Any, ...]]:
     """Converts the text of one flag, or a value of a file, to a tuple."""
+    from pydantic import TypeAdapter, ValidationError
 
-    def __init__(self, kind: type, has_commas: bool) -> None:
-        self.kind, self.has_commas = kind, has_commas
-        self.__name__ = f"{kind.__name__} or a list"  # argparse names the type in its errors
+    adapter: TypeAdapter[Any] = TypeAdapter(kind)
 
-    def __call__(self, value: Any) -> tuple[Any, ...]:
+    def convert(value: Any) -> tuple[Any, ...]:
         if isinstance(value, str):
-            value = [part.strip() for part in value.split(",") if part.strip()] if self.has_commas else [value]
-        return tuple(map(self._element, value if isinstance(value, list | tuple) else [value]))
+            value = [part.strip() for part in value.split(",") if part.strip()] if has_commas else [value]
+        values = value if isinstance(value, list | tuple) else [value]
+        try:
+            return tuple(adapter.validate_python(each, strict=not isinstance(each, str)) for each in values)
+        except ValidationError as error:
+            raise ValueError(f"{value!r} is no {convert.__name__}") from error
 
-    def _element(self, value: Any) -> Any:
-        is_number = self.kind is float and isinstance(value, int)
-        if not (isinstance(value, str | self.kind) or is_number) or isinstance(value, bool):
-            raise ValueError(f"{value!r} is no {self.__name__}")
-        return self.kind(value)
+    convert.__name__ = f"{kind.__name__} or a list"  # argparse names the type in its errors
+    return convert
 
 
 class _Repeated(argparse.Action):
@@ -212,7 +212,7 @@ def _add(group: Any, kind: type[Options], item: "Field[Any]", hint: Any, text: s
     elif element is not hint:
         has_commas = element is not str or bool(item.metadata.get("commas"))
         text += ", separated by commas" if has_commas else "; may be repeated"
-        more |= {"type": _Elements(element, has_commas), "action": _Repeated}
+        more |= {"type": _elements(element, has_commas), "action": _Repeated}
     else:
         more["type"] = hint  # None is allowed to every type
     text += f" ({span})" if span is not None else ""

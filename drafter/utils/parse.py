@@ -4,17 +4,17 @@ The limits stand here once. Whatever a file holds, a reader returns plain values
 that names the file, in a time and a memory that the limits bound.
 """
 
-import json
 import sys
 from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 MAX_CONFIG_BYTES = 16 << 20  # a settings file; what `drafter tune` writes is the largest
 MAX_YAML_BYTES = 1 << 20  # the YAML parser takes a second for as much
 MAX_LINE_MIB = 64  # a row of data
-MAX_DEPTH = 64  # lists and mappings within each other
-MAX_ITEMS = 1_000_000  # values of a file, where an alias counts as often as it is used
+MAX_DEPTH = 64  # lists and mappings of YAML within each other
+MAX_ITEMS = 1_000_000  # values of a YAML file, where an alias counts as often as it is used
 MAX_INTEGER = 2**64
 
 
@@ -22,7 +22,7 @@ def read_json(path: Path) -> Any:
     """The value of a JSON file.
 
     Raises:
-        ValueError: the file is too large, not UTF-8, not JSON, or beyond the limits.
+        ValueError: the file is too large, not UTF-8 or not JSON, or nested deeper than 200 levels.
         OSError: the file cannot be read.
     """
     return parse_json(_read_bytes(path, MAX_CONFIG_BYTES), str(path))
@@ -31,46 +31,31 @@ def read_json(path: Path) -> Any:
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object of a JSON file, as :func:`read_json`; ValueError as well for a file that holds no object."""
     found = read_json(path)
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds {_kind(found)}, but must hold an object with keys")
-    return found
+    check_shape(found, {}, str(path))
+    return dict(found)
 
 
-def parse_json(data: bytes, where: str, *, only_depth: bool = False) -> Any:
+def parse_json(data: bytes, where: str) -> Any:
     """The value of JSON text.
 
     Args:
-        data: UTF-8, perhaps with a byte order mark.
+        data: UTF-8, perhaps with a byte order mark. The text holds no half of a surrogate pair.
         where: for messages: the file, or the file and the line.
-        only_depth: numbers may be of any size, as in rows of data, where most of them are never read.
     """
-    text = _text_of(data, where)
+    from pydantic_core import from_json  # limits the depth and the digits of a number; json does not
+
     try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: broken JSON ({error.msg}, column {error.colno})") from error
-    except RecursionError as error:
-        raise ValueError(f"{where}: nested deeper than {MAX_DEPTH} levels") from error
-    except ValueError as error:  # an integer of more digits than Python converts
-        raise ValueError(f"{where}: a number has too many digits") from error
-    if not only_depth or data.count(b"[") + data.count(b"{") > MAX_DEPTH:
-        _check(found, where, only_depth=only_depth)
-    return found
+        return from_json(data.removeprefix(b"\xef\xbb\xbf"))
+    except ValueError as error:
+        raise ValueError(f"{where}: broken JSON ({error})") from error
 
 
 def read_yaml(path: Path) -> Any:
     """The value of a YAML file; errors as of :func:`read_json`, and for aliases that repeat more than the limits."""
-    return parse_yaml(_text_of(_read_bytes(path, MAX_YAML_BYTES), str(path)), str(path))
+    return parse_yaml(_read_bytes(path, MAX_YAML_BYTES), str(path))
 
 
-def _text_of(data: bytes, where: str) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}): convert the file") from error
-
-
-def parse_yaml(text: str, where: str) -> Any:
+def parse_yaml(text: str | bytes, where: str) -> Any:
     """The value of YAML text, within the limits; ``where`` is for messages."""
     import yaml
 
@@ -84,7 +69,19 @@ def parse_yaml(text: str, where: str) -> Any:
     except Exception as error:
         # Values with a tag of the wrong kind, such as `!!int ""`, raise errors of any type.
         raise ValueError(f"{where}: broken YAML (a value does not fit its tag: {error})") from error
-    _check(found, where)
+    # Shared parts count each time, so that aliases cannot multiply.
+    level, depth, num_items = [found], 1, 1
+    while level:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"{where}: nested deeper than {MAX_DEPTH} levels")
+        if num_items > MAX_ITEMS:
+            raise ValueError(f"{where}: more than {MAX_ITEMS:,} values, those of aliases included")
+        if any(isinstance(item, int) and abs(item) > MAX_INTEGER for item in level):
+            raise ValueError(f"{where}: a number is beyond the limit of {MAX_INTEGER:,}")
+        holders = (item for item in level if isinstance(item, dict | list))
+        parts = chain.from_iterable(item.values() if isinstance(item, dict) else item for item in holders)
+        level = list(islice(parts, MAX_ITEMS + 1))
+        depth, num_items = depth + 1, num_items + len(level)
     return found
 
 
@@ -112,23 +109,9 @@ def _read_bytes(path: Path, max_bytes: int) -> bytes:
     return data
 
 
-def _check(value: Any, where: str, *, only_depth: bool = False) -> None:
-    """ValueError for a value beyond the limits. Shared parts count each time, so that aliases cannot multiply."""
-    waiting = [(value, 1)]
-    num_items = 0
-    while waiting:
-        item, depth = waiting.pop()
-        num_items += 1
-        if depth > MAX_DEPTH:
-            raise ValueError(f"{where}: nested deeper than {MAX_DEPTH} levels")
-        if num_items > MAX_ITEMS and not only_depth:
-            raise ValueError(f"{where}: more than {MAX_ITEMS:,} values, those of aliases included")
-        if isinstance(item, dict):
-            waiting += [(part, depth + 1) for part in item.values()]
-        elif isinstance(item, list):
-            waiting += [(part, depth + 1) for part in item]
-        elif not only_depth and isinstance(item, int) and abs(item) > MAX_INTEGER:
-            raise ValueError(f"{where}: a number is beyond the limit of {MAX_INTEGER:,}")
+_NAMES: dict[type, str] = {
+    dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "an integer", float: "a finite number"
+}  # fmt: skip
 
 
 def check_shape(value: Any, shape: Any, where: str) -> None:
@@ -141,43 +124,32 @@ def check_shape(value: Any, shape: Any, where: str) -> None:
             and finite numbers only; keys that the shape does not name are free.
         where: for messages.
     """
-    if isinstance(shape, dict):
-        _check_keys(value, shape, where)
-    elif isinstance(shape, list):
-        _require(isinstance(value, list), where, "a list", value)
+    if isinstance(shape, tuple):
+        if value is None:
+            return
+        shape = shape[0]
+    kind = type(shape) if isinstance(shape, dict | list) else shape
+    is_fitting = isinstance(value, kind) if kind is dict else type(value) is kind
+    if kind is float:  # an integer may be larger than any float
+        is_fitting = type(value) in (int, float) and abs(value) <= sys.float_info.max
+    if not is_fitting:
+        raise ValueError(f"{where} is {_kind(value)}, but must be {_NAMES[kind]}")
+    if kind is list:
         for place, item in enumerate(value):
             check_shape(item, shape[0], f"{where}, entry {place}")
-    elif isinstance(shape, tuple):
-        if value is not None:
-            check_shape(value, shape[0], where)
-    elif shape is float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        # An integer may be larger than any float.
-        _require(is_number and abs(value) <= sys.float_info.max, where, "a finite number", value)
-    else:
-        _require(type(value) is shape, where, {int: "an integer", str: "a text", bool: "true or false"}[shape], value)
-
-
-def _check_keys(value: Any, shape: dict[str, Any], where: str) -> None:
-    _require(isinstance(value, dict), where, "an object", value)
-    if "*" in shape:
+    elif kind is dict and "*" in shape:
         for name, item in value.items():
             check_shape(item, shape["*"], f"{where}, {name[:40]}")
-        return
-    missing = [name for name in shape if not name.endswith("?") and name not in value]
-    if missing:
-        raise ValueError(f"{where} lacks {', '.join(missing)}")
-    for name, part in shape.items():
-        key = name.removesuffix("?")
-        if key in value:
-            check_shape(value[key], part, f"{where}, {key}")
-
-
-def _require(is_fitting: bool, where: str, wanted: str, value: Any) -> None:
-    if not is_fitting:
-        raise ValueError(f"{where} is {_kind(value)}, but must be {wanted}")
+    elif kind is dict:
+        missing = [name for name in shape if not name.endswith("?") and name not in value]
+        if missing:
+            raise ValueError(f"{where} lacks {', '.join(missing)}")
+        for key, part in ((name.removesuffix("?"), part) for name, part in shape.items()):
+            if key in value:
+                check_shape(value[key], part, f"{where}, {key}")
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
-    return names.get(type(value), "a number")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return "a number"
+    return _NAMES.get(type(value), "null")

@@ -10,7 +10,8 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,12 @@ def run_record(*, seed: int | None = None, settings: Mapping[str, Any] | None = 
 
     `settings`: further values, such as figures measured during the run. No command with a record takes a secret.
     """
+    found = {name: version(name) for name in _PACKAGES if find_spec(name) is not None}
     return {
         "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "seed": seed,
         "settings": dict(settings or {}),
-        "versions": _versions(),
+        "versions": {"python": platform.python_version(), "drafter": __version__} | found,
         "git_revision": _git_revision(),
         "machine": _machine(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -47,16 +49,6 @@ def write_run_record(output: Path, *, seed: int | None = None, settings: Mapping
     record = {"output": output.name, **run_record(seed=seed, settings=settings)}
     write_atomic(path, json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n", follows_links=False)
     return path
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "drafter": __version__}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _git_revision() -> str | None:

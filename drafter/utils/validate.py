@@ -23,9 +23,14 @@ class Range(NamedTuple):
     high: float = MOST
     mend: str = ""
 
-    def holds(self, number: float) -> bool:
-        """Whether the range holds the number; NaN is in no range."""
-        return number <= self.high and (number > self.above if self.above is not None else number >= (self.low or 0))
+    def check(self, name: str, value: Any) -> None:
+        """ValueError unless ``value`` is a number in the range, where NaN never is; ``name``: the flag or argument."""
+        kind = int if isinstance(self.low, int) else int | float
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        is_above = is_number and (value >= (self.low or 0) if self.above is None else value > self.above)
+        if not is_above or value > self.high:
+            mend = f" ({self.mend})" if self.mend else ""
+            raise ValueError(f"{name} is {value!r} but must be {'an integer ' if kind is int else ''}{self}{mend}")
 
     def __str__(self) -> str:
         return (
@@ -72,15 +77,7 @@ def check_ranges(options: Any, prefix: str = "", *, are_flags: bool = True) -> N
             continue
         for single in value if isinstance(value, tuple | list) else (value,):
             flag = prefix + item.name if prefix else item.name.replace("_", "-")
-            require(f"--{flag}" if are_flags else item.name, single, span)
-
-
-def require(name: str, value: object, span: Range) -> None:
-    """ValueError unless ``value`` is a number in the range; ``name`` is the flag or the argument."""
-    kind = int if isinstance(span.low, int) else int | float
-    if isinstance(value, bool) or not isinstance(value, kind) or not span.holds(value):
-        mend = f" ({span.mend})" if span.mend else ""
-        raise ValueError(f"{name} is {value!r} but must be {'an integer ' if kind is int else ''}{span}{mend}")
+            span.check(f"--{flag}" if are_flags else item.name, single)
 
 
 def require_choice(name: str, value: object, choices: Sequence[str]) -> None:

@@ -89,7 +89,7 @@ BAD_ROWS = [
     ),
     ({"messages": ["hello"]}, "messages.0: Input should be a valid dictionary"),
     ({"prompt": " "}, "the text is empty"),
-    ({"text": "\ud800"}, "text: Input should be a valid string, unable to parse"),
+    ({"text": "\ud800"}, "broken JSON .unexpected end of hex escape"),
     ({"prompt": "a", "tools": 3}, "tools: Input should be a valid tuple"),
 ]
 
@@ -107,7 +107,7 @@ BAD_FILES = {
     "text.json": (b'"abc"', "text.json: the file cannot be read"),
     "deep.json": (b"[" * 100_000, "deep.json: the file cannot be read"),
     "torn.jsonl": (b'{"text": "a"}\n{"text": "b', "line 2: broken JSON"),
-    "latin.jsonl": (b'{"text": "\xe9"}\n', "line 1: not UTF-8"),
+    "latin.jsonl": (b'{"text": "\xe9"}\n', "line 1: broken JSON .invalid unicode"),
     "torn.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 1000)[:-20], "damaged gzip"),
     "no.json.gz": (b"[]", "no.json.gz: the file cannot be read .Not a gzipped file"),
     "no.parquet": (b"PAR1", "no.parquet: the file cannot be read .Parquet"),
@@ -116,7 +116,7 @@ BAD_FILES = {
     "names.csv": (b"prompt\n", "holds no rows"),
     "long.jsonl": (b'{"prompt": "a"}\n{"prompt": "' + b"a" * (1 << 20) + b'"}\n', "line 2: longer than 1 MiB"),
     "bomb.jsonl.gz": (gzip.compress(b" " * (2 << 20)), "line 1: longer"),
-    "deep.jsonl": (b'{"prompt": "a", "more": ' + b"[" * 500 + b"]" * 500 + b"}\n", "line 1: nested deeper"),
+    "deep.jsonl": (b'{"prompt": "a", "more": ' + b"[" * 500 + b"]" * 500 + b"}\n", "line 1: broken JSON .recursion"),
 }
 
 

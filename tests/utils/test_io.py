@@ -44,7 +44,7 @@ def test_a_file_is_replaced_whole_and_a_failed_write_leaves_the_old_one(tmp_path
 
 
 def test_what_stands_at_the_place(tmp_path: Path) -> None:
-    """No file replaces a folder, links are followed, devices and pipes are written to, errors name the place."""
+    """No file replaces a folder, links are followed, devices and pipes are written to."""
     (tmp_path / "out").mkdir()
     with pytest.raises(IsADirectoryError):
         write_atomic(tmp_path / "out", "text")
@@ -64,8 +64,6 @@ def test_what_stands_at_the_place(tmp_path: Path) -> None:
     write_atomic(pipe, "through")
     reader.join(10)
     assert found == ["through"] and pipe.is_fifo()
-    with pytest.raises(OSError, match="out.txt"), replacing(tmp_path / "out.txt") as new:
-        raise OSError(errno.ENOSPC, "No space left on device", str(new))
 
 
 @pytest.mark.parametrize("moment", ["before", "between", "after"])
@@ -146,7 +144,6 @@ def test_foreign_files_are_refused_without_overwrite(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError, match="--out"):
         check_output(tmp_path)
     check_output(out, overwrite=True)
-    check_output(out, is_ours=lambda path: path.read_text().startswith("years"))
     assert out.read_text() == "years of work" and not hidden(tmp_path)
     write_run_record(tmp_path / "thesis.jsonl")  # another output of the same stem vouches for nothing
     with pytest.raises(ValueError, match="--overwrite"):

@@ -1,9 +1,8 @@
 """Hostile files end in one line that names the file, soon and in little memory."""
 
-import gzip
-import json
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.utils import parse
-from drafter.utils.parse import (
-    MAX_DEPTH,
-    check_shape,
-    parse_json,
-    parse_yaml,
-    read_json,
-    read_json_object,
-    read_lines,
-    read_yaml,
-)
+from drafter.utils.parse import check_shape, parse_json, parse_yaml, read_json, read_json_object, read_yaml
 
 BOMB = "a: &a [1,2,3,4,5,6,7,8,9]\n" + "".join(
     f"{name}: &{name} [{','.join(['*' + before] * 9)}]\n"
@@ -32,15 +21,15 @@ BOMB = "a: &a [1,2,3,4,5,6,7,8,9]\n" + "".join(
 @pytest.mark.parametrize(
     ("read", "text", "words"),
     [
-        (read_json, "[" * 100_000, "nested deeper"),
-        (read_json, "[1" + "0" * 400 + "]", "beyond the limit"),
-        (read_json, "1" * 5000, "too many digits"),
-        (read_json, "[" + "1," * 1_100_000 + "1]", "more than"),
-        (read_json_object, "[1]", "must hold an object"),
+        (read_json, "[" * 100_000, "recursion limit"),
+        (read_json, "1" * 5000, "out of range"),
+        (read_json, '"\\ud800"', "hex escape"),
+        (read_json_object, "[1]", "is a list, but must be an object"),
         (read_yaml, "a: &a [*a]", "nested deeper"),
         (read_yaml, BOMB, "more than"),
         (read_yaml, "a: !!python/object/apply:os.system [ls]", "broken YAML"),
         (read_yaml, "a: " + "9" * 5000, "broken YAML"),
+        (read_yaml, "a: 1" + "0" * 400, "beyond the limit"),
     ],
 )
 def test_files_beyond_the_limits(read: Any, text: str, words: str, tmp_path: Path) -> None:
@@ -53,9 +42,10 @@ def test_files_beyond_the_limits(read: Any, text: str, words: str, tmp_path: Pat
 
 
 def test_other_bytes_and_other_files(tmp_path: Path) -> None:
-    (tmp_path / "latin").write_bytes(b'{"a": "\xff"}')
-    with pytest.raises(ValueError, match="not UTF-8"):
-        read_json(tmp_path / "latin")
+    for read in (read_json, read_yaml):
+        (tmp_path / "latin").write_bytes(b'{"a": "\xff"}')
+        with pytest.raises(ValueError, match="latin: broken"):
+            read(tmp_path / "latin")
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
         with pytest.raises(ValueError, match="no regular file"):
@@ -68,29 +58,9 @@ def test_other_bytes_and_other_files(tmp_path: Path) -> None:
         read_json(tmp_path / "none")
 
 
-def test_what_is_within_the_limits_is_read(tmp_path: Path) -> None:
-    deep: Any = 1
-    for _ in range(MAX_DEPTH - 1):
-        deep = [deep]
-    assert parse_json(json.dumps(deep).encode(), "here") == deep
+def test_what_is_within_the_limits_is_read() -> None:
     assert parse_json(b'\xef\xbb\xbf{"a": 18446744073709551616}', "here") == {"a": 2**64}
-    assert parse_json(b"[1" + b"0" * 400 + b"]", "here", only_depth=True) == [10**400]
     assert parse_yaml("base: &base {a: 1}\nmore: {<<: *base, b: [*base, *base]}", "here")["more"]["b"] == [{"a": 1}] * 2
-
-
-def test_long_lines_are_refused_while_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compressed line of 64 MiB: reading stops at the limit."""
-    monkeypatch.setattr(parse, "MAX_LINE_MIB", 1)
-    with gzip.open(tmp_path / "rows.jsonl.gz", "wb", compresslevel=1) as stream:
-        stream.write(b'{"prompt": "short"}\n{"prompt": "')
-        for _ in range(64):
-            stream.write(b"a" * (1 << 20))
-    with gzip.open(tmp_path / "rows.jsonl.gz", "rb") as stream:
-        lines = read_lines(stream, "rows.jsonl.gz")
-        assert next(lines) == (1, b'{"prompt": "short"}\n')
-        with pytest.raises(ValueError, match="rows.jsonl.gz, line 2: longer than 1 MiB: split the row"):
-            next(lines)
-        assert stream.tell() <= 3 << 20
 
 
 @settings(deadline=None, max_examples=200)
@@ -103,19 +73,10 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
             assert str(error).startswith("here")
 
 
-SHAPE = {"name": str, "rate": float, "seed?": (int, None), "steps": [int], "by": {"*": {"on": bool}}}
-FITTING = {"name": "x", "rate": 1, "steps": [1, 2], "by": {"a": {"on": True}}, "free": object}
-
-
-def test_shapes_that_fit() -> None:
-    check_shape(FITTING, SHAPE, "it")
-    check_shape(FITTING | {"seed": None, "rate": 0.5, "steps": [], "by": {}}, SHAPE, "it")
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"name": 5}, "it, name is a number, but must be a text"),
+        ({"seed": None, "steps": [], "by": {}}, None),
         ({"rate": float("nan")}, "it, rate is a number, but must be a finite number"),
         ({"rate": -(10**400)}, "it, rate is a number, but must be a finite number"),
         ({"steps": [1, 2.0]}, "it, steps, entry 1 is a number, but must be an integer"),
@@ -123,6 +84,8 @@ def test_shapes_that_fit() -> None:
         ({"by": None}, "it, by is null, but must be an object"),
     ],
 )
-def test_shapes_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_shape(FITTING | changes, SHAPE, "it")
+def test_shapes(changes: dict[str, Any], message: str | None) -> None:
+    shape = {"rate": float, "seed?": (int, None), "steps": [int], "by": {"*": {"on": bool}}}
+    value = {"rate": 1, "steps": [1, 2], "by": {"a": {"on": True}}, "free": object} | changes
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        check_shape(value, shape, "it")
