@@ -32,7 +32,7 @@ def test_every_format_becomes_the_same_messages(tmp_path: Path, fields: dict) ->
 def test_of_mt_bench_rows_the_first_turn_is_the_prompt(tmp_path: Path) -> None:
     asked = {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]}
     (row,) = read_rows(write_jsonl(tmp_path / "a.jsonl", [asked]))
-    assert list(row.messages) == chat("Write.") and row.id == "81" and row.later_turns == ("Rewrite.",)
+    assert list(row.messages) == chat("Write.") and row.id == "81"
 
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".json.gz", ".parquet"])

@@ -7,7 +7,6 @@ import pytest
 
 from drafter.distill.prompts import (
     AnswerSettings,
-    Exclusion,
     PromptRow,
     builtin_prompts,
     missing_answers,
@@ -46,15 +45,13 @@ def test_excluded_texts_are_left_out(tmp_path: Path) -> None:
     evaluation: list[dict] = [{"prompt": long}, {"text": "t"}, {"prompt": "Be brief."}]
     evaluation.append({"messages": [system, *chat("Why is it so?", "It is.", "Really?")]})
     evaluation.append({"question_id": 81, "turns": ["Write a letter.", "Now rewrite it in one sentence."]})
-    exclude = Exclusion.read(write_jsonl(tmp_path / "x.jsonl", evaluation))
-    questions = ("why IS it so", f"Please: {long}!", "Write a long letter to the mayor.", "t t", "really", "It is")
+    exclude = write_jsonl(tmp_path / "x.jsonl", evaluation)
+    questions = ("why IS it so", f"Please: {long}!", "Write a long letter to the mayor.", "t t", "really", "It is", "t")
     rows = [{"messages": [system, *chat(question)]} for question in questions]
     rows.append({"messages": [{"role": "developer", "content": "Be brief."}, *chat("Why do cats purr?")]})
     found = select_prompts(write_jsonl(tmp_path / "p.jsonl", rows), exclude=exclude)
     kept = ["Write a long letter to the mayor.", "t t", "Why do cats purr?"]
-    assert [prompt.messages[-1]["content"] for prompt in found.prompts] == kept and found.num_excluded == 4
-    assert exclude.matches("write a letter") and exclude.matches("Now rewrite it in one sentence")
-    assert not exclude.matches(system["content"]) and not Exclusion.read(None).matches("anything")
+    assert [prompt.messages[-1]["content"] for prompt in found.prompts] == kept and found.num_excluded == 5
     with pytest.raises(ValueError, match="no prompt is left .1 are on"):
         select_prompts(write_jsonl(tmp_path / "q.jsonl", rows[:1]), exclude=exclude)
 
