@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from drafter.data.encode import stop_token_ids
 from drafter.data.formats import ChatMessage
-from drafter.data.template import render
 from drafter.decoding.params import SamplingParams
 from drafter.distill.journal import Journal
 from drafter.distill.prompts import derive_seed
-from drafter.targets.chat import what_runs
+from drafter.targets.chat import render_chat, what_runs
 from drafter.utils.limits import limited_map
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ def user_opening(tokenizer: Any, name: str) -> tuple[list[int], SamplingParams]:
     if not tokenizer.chat_template:
         raise ValueError(f"target {name!r} has no chat template, so it cannot invent prompts: give --prompts FILE")
     known: list[ChatMessage] = [{"role": "user", "content": _SENTINEL}]
-    (text,) = limited_map(lambda messages: render(tokenizer, messages), [known], what_runs(name))
+    (text,) = limited_map(lambda turns: render_chat(tokenizer, turns, name, has_opening=False), [known], what_runs(name))
     before, _, after = text.partition(_SENTINEL)
     if text.count(_SENTINEL) != 1:
         raise ValueError(

@@ -55,7 +55,7 @@ def test_an_end_without_special_token_is_not_trained_on() -> None:
         (CHAT_TEMPLATE, "\nHello", "the tokens before an answer change"),  # two line feeds melt into one token
         ("{{ messages | length }}" + CHAT_TEMPLATE, "one", "changes when the answer is added"),
         ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", "one", "the template changes the answer"),
-        ("{{ raise_exception('no turns today') }}", "one", "refuses the conversation (no turns today)"),
+        ("{{ raise_exception('no turns today') }}", "one", "refuses these messages: no turns today"),
         (CHAT_TEMPLATE, "one<|end|>", "an answer ends with a special token as text"),
     ],
 )
