@@ -48,22 +48,18 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "hush")
 
 
-@pytest.mark.parametrize("status", [302, 308])
-def test_the_key_travels_to_no_other_place(status: int) -> None:
+def test_the_key_travels_to_no_other_place() -> None:
     elsewhere: list = []
     seen: list = []
     with (
         serving(sending(b"{}", seen=elsewhere)) as other,
-        serving(sending(b"", status, seen, Location=other + "/v1/x")) as url,
+        serving(sending(b"", 302, seen, Location=other + "/v1/x")) as url,
     ):
-        for call in (lambda: Client(url).complete("completions", {}), lambda: Client(url).get(url)):
-            with pytest.raises(ServerError, match=f"HTTP {status}: redirects to '{other}.*not followed") as caught:
-                call()
-            assert str(caught.value).isprintable()
-        with pytest.raises(ValueError, match="lists no models: HTTP 30"):
+        with pytest.raises(ServerError, match=f"HTTP 302: redirects to '{other}.*not followed"):
+            Client(url).complete("completions", {})
+        with pytest.raises(ValueError, match="lists no models: HTTP 302: redirects to"):
             Client(url).model_card()
-    assert elsewhere == []
-    assert seen == [("POST", "Bearer hush"), ("GET", "Bearer hush"), ("GET", "Bearer hush")]
+    assert elsewhere == [] and seen == [("POST", "Bearer hush"), ("GET", "Bearer hush")]
 
 
 def test_no_error_shows_a_key_that_no_header_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,14 +95,15 @@ def test_a_reply_has_limits_of_size_and_time(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("data", "retry_after"),
     [
-        b'{"error": {"message": "a\\u001b]0;x\\u0007\\u202e b\\n\\nc"}}', b"\x1b[31mred\x1b[0m\x00", b"[" * 4000,
-        b'{"error": [1]}', b'{"error": {"message": {"a": 1e999}}}', b'"\\ud800"', b"", b"\xff\xfe",
+        (b'{"error": {"message": "a\\u001b]0;x\\u0007\\u202e b\\n\\nc"}}', "-1"),
+        (b'{"error": {"message": {"a": "\\ud800"}}}', "\xb2"),
+        (b"[" * 4000, "9" * 400),
+        (b"\xff\xfe\x1b[31mred\x1b[0m\x00", "soon"),
     ],
-)  # fmt: skip
-def test_errors_are_one_printable_line(data: bytes) -> None:
-    retry_after = {b"": "9" * 400, b"[" * 4000: "\xb2"}.get(data, "-1")
+)
+def test_errors_are_one_printable_line(data: bytes, retry_after: str) -> None:
     with serving(sending(data, 503, Retry_After=retry_after)) as url, pytest.raises(ServerError) as caught:
         Client(url).complete("completions", {})
     assert caught.value.code == 503 and str(caught.value).isprintable() and len(str(caught.value)) < 400
@@ -184,9 +181,8 @@ def test_a_reply_is_read_in_every_form() -> None:
 
 
 def test_lists_of_models_are_checked() -> None:
-    good = {"data": [{"id": "a", "owned_by": "vllm", "max_model_len": 100, "permission": [{}]}]}
-    kept = {"id": "a", "owned_by": "vllm"}
-    with serving(sending(json.dumps(good).encode())) as url:
-        assert Client(url).model_card() == kept == Client(url).model_card("a")
+    good = b'{"data": [{"id": "a", "owned_by": "vllm", "max_model_len": 100, "permission": [{}]}]}'
+    with serving(sending(good)) as url:
+        assert Client(url).model_card() == {"id": "a", "owned_by": "vllm"} == Client(url).model_card("a")
         with pytest.raises(ValueError, match="--model b is not served at .* it serves a"):
             Client(url).model_card("b")
