@@ -87,7 +87,6 @@ class Row(BaseModel):
         messages: the conversation; empty for plain text.
         text: the plain text, or None.
         id: the row's own id as text, or None.
-        source: origin of the row by its own field, or None.
         where: file and line, for error messages.
         is_cut: the last answer ended at a length limit, without an end-of-turn token.
         has_parts: an answer has reasoning or tool calls, whose form in tokens is not known from the text.
@@ -100,7 +99,6 @@ class Row(BaseModel):
     messages: Annotated[_Messages, AfterValidator(_in_turn)] = ()
     text: _Words | None = None
     id: _Text | None = None
-    source: _Text | None = None
     where: str = ""
     is_cut: bool = False
     has_parts: bool = False
@@ -155,7 +153,7 @@ def parse_row(record: RawRow, *, columns: Mapping[str, str] | None = None) -> Ro
             "the keys, or give --column to distill and data inspect"
         )
     common = {"id": fields.get("id", fields.get("question_id")), "is_cut": fields.get("finish_reason") == "length"}
-    common |= {name: fields[name] for name in ("source", "tools") if name in fields}
+    common |= {"tools": fields["tools"]} if "tools" in fields else {}
     return validated(Row, found | common | {"where": where}, where)
 
 

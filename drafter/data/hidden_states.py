@@ -279,7 +279,10 @@ def _check_model(states: StatesOnDisk, rows: TokenRows, target: Target, context_
     start = len(row.token_T) - len(found.hidden_TD)
     used = slice(start, max(start + 1, _num_needed(row)))
     output = target.forward(row.token_T[None].to(target.device), context_layers=context_layers)
-    pairs = ("final states", output.hidden_BTD, found.hidden_TD), ("context layers", output.context_BTC, found.context_TC)
+    pairs = (
+        ("final states", output.hidden_BTD, found.hidden_TD),
+        ("context layers", output.context_BTC, found.context_TC),
+    )
     for what, mine_BTC, theirs_TC in pairs:
         if theirs_TC is None:
             continue

@@ -41,7 +41,9 @@ def user_opening(tokenizer: Any, name: str) -> tuple[list[int], SamplingParams]:
     if not tokenizer.chat_template:
         raise ValueError(f"target {name!r} has no chat template, so it cannot invent prompts: give --prompts FILE")
     known: list[ChatMessage] = [{"role": "user", "content": _SENTINEL}]
-    (text,) = limited_map(lambda turns: render_chat(tokenizer, turns, name, has_opening=False), [known], what_runs(name))
+    (text,) = limited_map(
+        lambda turns: render_chat(tokenizer, turns, name, has_opening=False), [known], what_runs(name)
+    )
     before, _, after = text.partition(_SENTINEL)
     if text.count(_SENTINEL) != 1:
         raise ValueError(
@@ -117,8 +119,7 @@ def invent_prompts(
                     elif len(found) < num_prompts:
                         found.add(text)
                         last = number + 1
-                        row = {"id": f"magpie-{number}", "source": "magpie", "candidate": number, "prompt": text}
-                        journal.append(row)
+                        journal.append({"id": f"magpie-{number}", "candidate": number, "prompt": text})
                         bar.update()
                 number += 1
                 if number - last >= _MAX_BARREN_BLOCKS * _BLOCK:

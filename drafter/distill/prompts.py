@@ -24,7 +24,6 @@ class PromptRow:
 
     id: str
     messages: tuple[dict[str, Any], ...]
-    source: str
     tools: tuple[dict[str, Any], ...] = ()
 
 
@@ -103,7 +102,7 @@ def select_prompts(
         key = row.id or digest
         if key in found:
             key = f"{key}-{digest}"
-        found[key] = PromptRow(key, row.prompt, row.source or Path(name).name, row.tools)
+        found[key] = PromptRow(key, row.prompt, row.tools)
     if not found:
         raise ValueError(f"--prompts {name}: no prompt is left ({num_excluded} are on the excluded list)")
     return PromptSelection(list(found.values()), num_duplicates, num_excluded)
@@ -200,11 +199,10 @@ def derive_seed(*key: int | str) -> int:
 
 
 def row_of(wanted: WantedAnswer, answer: MadeAnswer) -> dict[str, Any]:
-    """The row to write: the conversation that training reads, its origin, and its tokens where they are known."""
+    """The row to write: the conversation that training reads, and its tokens where they are known."""
     row = {
         "id": wanted.prompt.id,
         "answer": wanted.number,
-        "source": wanted.prompt.source,
         "temperature": wanted.params.temperature,
         "finish_reason": answer.finish_reason,
         "num_tokens": answer.num_tokens,

@@ -145,7 +145,7 @@ def test_wrong_replies_are_rows_or_one_line() -> None:
     """A reply is taken whole, as a row that can be written and counted, or is refused in one printable line."""
     replies = wrong_replies()
     queue = iter(replies)
-    item = WantedAnswer(PromptRow("p", tuple(chat("Why?")), "test"), 0, SamplingParams())
+    item = WantedAnswer(PromptRow("p", tuple(chat("Why?"))), 0, SamplingParams())
     num_refused = 0
     with serving(lambda handler, body: send(handler, 200, next(queue))) as url:
         asked = Client(url)

@@ -18,7 +18,7 @@ from tests.data.tiny import chat, write_jsonl
 def test_the_package_brings_its_own_prompts() -> None:
     found = select_prompts(builtin_prompts())
     assert len(found.prompts) >= 100 and found.num_duplicates == 0
-    assert all(len(prompt.messages) == 1 and prompt.source == "drafter" for prompt in found.prompts)
+    assert all(len(prompt.messages) == 1 for prompt in found.prompts)
 
 
 def test_prompts_of_conversations_ids_and_duplicates(tmp_path: Path) -> None:
@@ -26,14 +26,13 @@ def test_prompts_of_conversations_ids_and_duplicates(tmp_path: Path) -> None:
         {"id": "a", "prompt": "One?"},
         {"id": "a", "prompt": "Two?"},
         {"prompt": "One?"},
-        {"messages": chat("Three?", "Yes.", "Four?", "No."), "source": "talk"},
+        {"messages": chat("Three?", "Yes.", "Four?", "No.")},
     ]
     found = select_prompts(write_jsonl(tmp_path / "p.jsonl", rows))
     assert [prompt.id for prompt in found.prompts][0] == "a" and len({prompt.id for prompt in found.prompts}) == 3
     assert found.prompts[1].id.startswith("a-")
     assert found.num_duplicates == 1
-    assert list(found.prompts[2].messages) == chat("Three?", "Yes.", "Four?") and found.prompts[2].source == "talk"
-    assert found.prompts[0].source == "p.jsonl"
+    assert list(found.prompts[2].messages) == chat("Three?", "Yes.", "Four?")
     assert select_prompts(tmp_path / "p.jsonl", limit=2).prompts == found.prompts[:2]
     assert select_prompts(tmp_path / "p.jsonl").prompts == found.prompts
 
@@ -63,7 +62,7 @@ def test_text_rows_are_no_prompts(tmp_path: Path) -> None:
     assert select_prompts(name, columns={"prompt": "text"}).prompts[0].messages[0]["content"] == "abc"
 
 
-PROMPTS = [PromptRow(f"p{number}", tuple(chat(f"Question {number}?")), "test") for number in range(40)]
+PROMPTS = [PromptRow(f"p{number}", tuple(chat(f"Question {number}?"))) for number in range(40)]
 
 
 def test_jobs_have_their_own_seeds_and_temperatures() -> None:
