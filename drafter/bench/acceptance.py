@@ -157,7 +157,7 @@ def accepted_of(reply: Reply) -> list[int]:
 def read_counters(client: Client) -> Mapping[str, float] | None:
     """vLLM's counters of /metrics, summed over its engines; None for another server."""
     try:
-        text = client.get(f"{client.root}/metrics")
+        text = client.get(f"{client.root}/metrics").decode("utf-8", errors="replace")
     except (ServerError, OSError, ValueError):
         return None
     counters: defaultdict[str, float] = defaultdict(float)

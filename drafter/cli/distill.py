@@ -79,14 +79,8 @@ class DistillOptions(Options, SourceOptions, AnswerSettings, EngineOptions, Serv
         super().__post_init__()
         if self.target is None and self.endpoint is None:
             raise ValueError("no model answers: give --target, or --endpoint with --model")
-        if self.drafter is not None and self.target is None:
-            raise ValueError("--drafter needs --target: with --endpoint the server decodes")
-        if self.drafter is not None and self.endpoint is not None:
-            raise ValueError("--drafter and --endpoint exclude each other: with --endpoint the server decodes")
-        if self.ray is not None and self.target is None:
-            raise ValueError("--ray needs --target: --ray says where the target runs")
-        if self.endpoint is not None and self.ray is not None:
-            raise ValueError("--endpoint and --ray both answer: give one of them")
+        if self.endpoint is not None and (self.drafter is not None or self.ray is not None):
+            raise ValueError(f"--endpoint {self.endpoint}: the server answers, so leave --drafter and --ray out")
 
 
 def distill(options: DistillOptions) -> None:

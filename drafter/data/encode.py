@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from drafter.data.formats import ChatMessage, Row, check_ids, parse_row
 from drafter.data.reading import RawRow, fingerprint_of, read_records
 from drafter.data.rows import TokenRows
-from drafter.data.template import find_answers
-from drafter.targets.chat import what_runs
+from drafter.targets.chat import render_chat, what_runs
 from drafter.utils.limits import limited_map
 
 _BATCH_ROWS = 256  # rows that are rendered in one call
@@ -53,13 +52,13 @@ class EncodedRow(NamedTuple):
         return self._asdict() | {"length": len(self.token_ids), "num_trained": sum(self.loss_mask)}
 
 
-def row_features() -> dict[str, Any]:
-    """Types of the columns of the encoded data set."""
-    from datasets import List, Value
+def row_features() -> Any:
+    """Types of the columns of the encoded data set, as ``datasets.Features``."""
+    from datasets import Features, List, Value
 
-    lists = {"token_ids": List(Value("int32")), "loss_mask": List(Value("bool"))}
     kinds = {"is_foreign": "bool", "problem": "string", "is_cut": "bool", "where": "string"}
-    return lists | {name: Value(kind) for name, kind in (kinds | {"length": "int32", "num_trained": "int32"}).items()}
+    values = {name: Value(kind) for name, kind in (kinds | {"length": "int32", "num_trained": "int32"}).items()}
+    return Features({"token_ids": List(Value("int32")), "loss_mask": List(Value("bool")), **values})
 
 
 def encode_files(names: Sequence[str], encoder: "RowEncoder") -> tuple[TokenRows, list[str]]:
@@ -87,7 +86,7 @@ def encode_files(names: Sequence[str], encoder: "RowEncoder") -> tuple[TokenRows
 
 def _encoded(name: str, encoder: "RowEncoder") -> Any:
     """The encoded rows of a file or hub data set as a ``datasets.Dataset``, dropped ones included."""
-    from datasets import Dataset, Features
+    from datasets import Dataset
     from datasets.exceptions import DatasetGenerationError
 
     def rows() -> Iterator[dict[str, Any]]:
@@ -96,10 +95,10 @@ def _encoded(name: str, encoder: "RowEncoder") -> Any:
             yield from (row.columns() for row in encoder.encode(batch))
 
     settings = [encoder.max_length, encoder.columns, encoder.vocab_size, _VERSION]
-    key = json.dumps([fingerprint_of(name), name, _tokenizer_digest(encoder.tokenizer), settings], sort_keys=True)
+    key = json.dumps([fingerprint_of(name), name, _tokenizer_state(encoder.tokenizer), settings], sort_keys=True)
+    fingerprint = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
     try:
-        fingerprint = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-        return Dataset.from_generator(rows, features=Features(row_features()), fingerprint=fingerprint)
+        return Dataset.from_generator(rows, features=row_features(), fingerprint=fingerprint)
     except DatasetGenerationError as error:
         raise (error.__cause__ or error) from None
 
@@ -167,7 +166,7 @@ class RowEncoder:
                 yield self._cut(encoded)._replace(where=row.where)
 
     def _rendered(self, rows: Sequence[Row]) -> Iterator[Any]:
-        """The text and the answers of conversations, or the reason to drop one.
+        """The text and the answers of conversations (:meth:`_find_answers`), or the reason to drop one.
 
         The template runs in one process with limits of time and memory.
         """
@@ -179,7 +178,9 @@ class RowEncoder:
         marks = tuple(str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special)
 
         def find(row: Row) -> Any:
-            messages = _asked(row)
+            # A last question that has no answer is left out.
+            has_more = row.messages[-1]["role"] == "user" and len(row.messages) > 2
+            messages = row.messages[:-1] if has_more else row.messages
             answers = [message["content"].rstrip() for message in messages if message["role"] == "assistant"]
             if messages[-1]["role"] != "assistant":
                 return NO_ANSWER
@@ -190,11 +191,39 @@ class RowEncoder:
             if any(answer.endswith(marks) for answer in answers):
                 return _MARK
             try:
-                return find_answers(self.tokenizer, messages, row.tools)
+                return self._find_answers(messages, row.tools)
             except ValueError as error:
                 return str(error)
 
         return iter(limited_map(find, rows, what_runs(self.name)))
+
+    def _find_answers(self, messages: Sequence[ChatMessage], tools: Any) -> tuple[str, list[tuple[int, int, int]]]:
+        """The rendered conversation, and of each answer the end of its prefix, its start and its end in characters.
+
+        The prefix of an answer is the rendered conversation before the answer, with the opening of the assistant's
+        turn. The text of the whole conversation must begin with the prefix, so that the answer stands where the target
+        would write it.
+
+        Raises:
+            ValueError: the text lacks a prefix or an answer.
+        """
+        text = render_chat(self.tokenizer, messages, self.name, tools=tools, has_opening=False)
+        spans: list[tuple[int, int, int]] = []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prefix = render_chat(self.tokenizer, messages[:index], self.name, tools=tools)
+            if not text.startswith(prefix):
+                raise ValueError("the text before an answer changes when the answer is added (no usable prefix)")
+            content = message["content"]
+            start = text.find(content, len(prefix))
+            if start != len(prefix):  # templates may trim an answer, or add text between opening and answer
+                content = content.strip()
+                start = text.find(content, len(prefix))
+            if start < 0 or (spans and spans[-1][2] > len(prefix)):
+                raise ValueError("the template changes the answer")
+            spans.append((len(prefix), start, start + len(content)))
+        return text, spans
 
     def _masked(self, row: Row, rendered: Any) -> EncodedRow:
         """Token ids and mask of a rendered conversation, whose prefixes are compared token by token.
@@ -241,14 +270,8 @@ class RowEncoder:
         return EncodedRow([], [], problem=TOO_LONG if row.is_cut else EMPTY)
 
 
-def _asked(row: Row) -> list[ChatMessage]:
-    """The messages of a row, without a last question that has no answer."""
-    messages = list(row.messages)
-    return messages[:-1] if messages[-1]["role"] == "user" and len(messages) > 2 else messages
-
-
-def _tokenizer_digest(tokenizer: Any) -> str:
-    """A hash of everything that determines token ids: vocabulary, merges, added tokens, chat template."""
+def _tokenizer_state(tokenizer: Any) -> list[Any]:
+    """Everything that determines token ids: vocabulary, merges, added tokens, chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(
@@ -256,8 +279,7 @@ def _tokenizer_digest(tokenizer: Any) -> str:
             "a tokenizer with a tokenizer.json file is needed"
         )
     state = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
-    text = json.dumps([state, tokenizer.chat_template, sorted(stop_token_ids(tokenizer))], sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return [state, tokenizer.chat_template, sorted(stop_token_ids(tokenizer))]
 
 
 def stop_token_ids(tokenizer: Any) -> set[int]:

@@ -30,16 +30,9 @@ from drafter.utils.io import printable
 
 _FORMAT_KEYS = ("prompt_token_ids", "messages", "conversations", "prompt", "turns", "text")
 _ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot"), "assistant"),
 }
 ChatMessage = dict[str, str]
 
@@ -94,11 +87,9 @@ class Row(BaseModel):
         messages: the conversation; empty for plain text.
         text: the plain text, or None.
         id: the row's own id as text, or None.
-        source: origin of the row by its own field, or None.
         where: file and line, for error messages.
         is_cut: the last answer ended at a length limit, without an end-of-turn token.
         has_parts: an answer has reasoning or tool calls, whose form in tokens is not known from the text.
-        later_turns: further user turns of a conversation without answers (MT-bench).
         tools: functions that the target may call, in OpenAI's form.
         prompt_ids, token_ids: the tokens of prompt and answer, where the file gives tokens.
     """
@@ -108,11 +99,9 @@ class Row(BaseModel):
     messages: Annotated[_Messages, AfterValidator(_in_turn)] = ()
     text: _Words | None = None
     id: _Text | None = None
-    source: _Text | None = None
     where: str = ""
     is_cut: bool = False
     has_parts: bool = False
-    later_turns: tuple[_Words, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     prompt_ids: _Ids = Field((), validation_alias="prompt_token_ids")
     token_ids: _Ids | None = None
@@ -164,7 +153,7 @@ def parse_row(record: RawRow, *, columns: Mapping[str, str] | None = None) -> Ro
             "the keys, or give --column to distill and data inspect"
         )
     common = {"id": fields.get("id", fields.get("question_id")), "is_cut": fields.get("finish_reason") == "length"}
-    common |= {name: fields[name] for name in ("source", "tools") if name in fields}
+    common |= {"tools": fields["tools"]} if "tools" in fields else {}
     return validated(Row, found | common | {"where": where}, where)
 
 
@@ -182,8 +171,7 @@ def _content_of(fields: Mapping[str, Any]) -> dict[str, Any]:
         turns = [{"role": "user", "content": fields["prompt"]}]
         return {"messages": turns + ([] if answer is None else [{"role": "assistant", "content": answer}])}
     if isinstance(fields.get("turns"), list):
-        first, later = fields["turns"][:1], fields["turns"][1:]
-        return {"messages": [{"role": "user", "content": turn} for turn in first], "later_turns": later}
+        return {"messages": [{"role": "user", "content": turn} for turn in fields["turns"][:1]]}
     return {"text": fields["text"]} if "text" in fields else {}
 
 
@@ -207,9 +195,13 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def validated(kind: type[_Model], value: Any, where: str) -> _Model:
-    """The model of a value; ValueError in one printable line for the first fault, which begins with ``where``."""
+    """The model of a value or of JSON text in bytes.
+
+    Raises:
+        ValueError: the first fault in one printable line, which begins with ``where``.
+    """
     try:
-        return kind.model_validate(value)
+        return kind.model_validate_json(value) if isinstance(value, bytes) else kind.model_validate(value)
     except ValidationError as error:
         fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(map(str, fault["loc"]))

@@ -204,17 +204,11 @@ def index_stored_files(
             if lacking:
                 raise ValueError(f"{path} is no file of stored states: it lacks the tensor {', '.join(lacking)}")
             token_T, shape = file.get_tensor(_TOKENS), file.get_slice(_STATES).get_shape()
-        if token_T.ndim != 1 or len(shape) != 3 or shape[0] != len(token_T):
+        num_layers = len(context_layers) + 1 if context_layers else shape[1]
+        if token_T.ndim != 1 or shape != [len(token_T), num_layers, target.hidden_size]:
             raise ValueError(
-                f"{path}: hidden_states {shape} must be tokens x layers x hidden size, for the token_ids "
-                f"{list(token_T.shape)}"
-            )
-        if shape[2] != target.hidden_size:
-            raise ValueError(f"{path} holds states of {shape[2]} values, the target's have {target.hidden_size}")
-        if context_layers and shape[1] != len(context_layers) + 1:
-            raise ValueError(
-                f"{path} holds {shape[1]} layers, expected are the {len(context_layers)} of "
-                "--model.drafter.context_layers and the last one: let the engine store these"
+                f"{path}: hidden_states {shape} with token_ids {list(token_T.shape)}, but must be tokens x layers (the "
+                f"{len(context_layers)} of --model.drafter.context_layers and the last one) x {target.hidden_size}"
             )
         files[_digest(token_T[:longest])] = path
     return files
@@ -279,20 +273,19 @@ def _file_of(row: TokenRow, files: dict[bytes, Path]) -> Path | None:
 
 @torch.no_grad()
 def _check_model(states: StatesOnDisk, rows: TokenRows, target: Target, context_layers: Sequence[int]) -> None:
-    """Compare the shortest row with a forward of the target.
-
-    Raises:
-        ValueError: final states or context are far from the target's own.
-    """
+    """ValueError if final states or context of the shortest row are far from those of a forward of the target."""
     index = int(rows.length_R.argmin())
     row, found = rows.row(index), states.row(index)
     start = len(row.token_T) - len(found.hidden_TD)
     used = slice(start, max(start + 1, _num_needed(row)))
     output = target.forward(row.token_T[None].to(target.device), context_layers=context_layers)
-    pairs = {"final states": (output.hidden_BTD, found.hidden_TD)}
-    if found.context_TC is not None:
-        pairs["context layers"] = (output.context_BTC, found.context_TC)
-    for what, (mine_BTC, theirs_TC) in pairs.items():
+    pairs = (
+        ("final states", output.hidden_BTD, found.hidden_TD),
+        ("context layers", output.context_BTC, found.context_TC),
+    )
+    for what, mine_BTC, theirs_TC in pairs:
+        if theirs_TC is None:
+            continue
         mine_TC = mine_BTC[0, used].float().cpu()
         far = float((theirs_TC[: len(mine_TC)].float() - mine_TC).norm() / mine_TC.norm().clamp_min(1e-12))
         if not far <= _MOST_DIFFERENT:

@@ -98,21 +98,21 @@ class ChatDataModule(LightningDataModule):
 
     @property
     def train_rows(self) -> TokenRows:
-        """All rows trained on, with the answers' loss mask."""
-        return self._rows[0]
+        """All rows trained on, with the loss mask of the loss."""
+        return self._rows["train"]
 
     @property
     def val_rows(self) -> TokenRows:
         """All held-out rows."""
-        return self._rows[1]
+        return self._rows["val"]
 
     @cached_property
     def description(self) -> list[dict[str, Any]]:
         """Each training file by name, with a hash of its bytes (None for a data set of the hub)."""
-        paths = {name: Path(name) for name in self._train_names}
+        files = {name: Path(name).is_file() for name in self._train_names}
         return [
-            {"name": path.name, "sha256": fingerprint_of(name)} if path.is_file() else {"name": name, "sha256": None}
-            for name, path in paths.items()
+            {"name": Path(name).name if is_file else name, "sha256": fingerprint_of(name) if is_file else None}
+            for name, is_file in files.items()
         ]
 
     def prepare_data(self) -> None:
@@ -124,10 +124,10 @@ class ChatDataModule(LightningDataModule):
         _ = self._rows
 
     def train_dataloader(self) -> TrainLoader:
-        return TrainLoader(self._rows_of("train"), self._states.get("train"), seed=self._seed, **self._batching())
+        return TrainLoader(self.train_rows, self._states.get("train"), seed=self._seed, **self._batching())
 
     def val_dataloader(self) -> ValLoader:
-        return ValLoader(self._rows_of("val"), self._states.get("val"), **self._batching())
+        return ValLoader(self.val_rows, self._states.get("val"), **self._batching())
 
     def cache_states(self, target: Target, *, draft_length: int, context_layers: Sequence[int] = ()) -> None:
         """Fill the hidden-state cache, if ``cache_hidden_states`` names a folder, or open the files of
@@ -136,15 +136,15 @@ class ChatDataModule(LightningDataModule):
         Batches then carry ``hidden_BTD`` (and ``context_BTC`` with ``context_layers``) in the target's dtype, and their
         rows begin ``draft_length + 1`` positions before the first token that is trained on.
         """
-        parts = {part: self._rows_of(part) for part in ("train", "val")}
         shape: dict[str, Any] = {"margin": draft_length + 1, "context_layers": context_layers}
         if self._stored_folder is not None:
-            longest = max(int(rows.length_R.max()) for rows in parts.values())
+            longest = max(int(rows.length_R.max()) for rows in self._rows.values())
             files = index_stored_files(self._stored_folder, target, context_layers=context_layers, longest=longest)
-            self._states = {part: open_stored_states(files, rows, target, **shape) for part, rows in parts.items()}
+            self._states = {part: open_stored_states(files, rows, target, **shape) for part, rows in self._rows.items()}
         elif self._cache_folder is not None:
             shape["batch_tokens"] = self._batch_tokens
-            self._states = {part: cache_states(self._cache_folder, parts[part], target, **shape) for part in parts}
+            folder = self._cache_folder
+            self._states = {part: cache_states(folder, rows, target, **shape) for part, rows in self._rows.items()}
 
     def val_prompts(self, num: int) -> list[list[int]]:
         """Token ids of the first ``num`` different held-out prompts, up to the opening of the first answer.
@@ -164,7 +164,7 @@ class ChatDataModule(LightningDataModule):
         return [list(prompt) for prompt in found[:num]]
 
     def token_counts(self, vocab_size: int) -> Tensor:
-        """Number of trained answer tokens by id, int64 [vocab_size]."""
+        """Number of answer tokens by id, int64 [vocab_size]."""
         return self.train_rows.token_counts(vocab_size)
 
     def _batching(self) -> dict[str, int]:
@@ -172,17 +172,15 @@ class ChatDataModule(LightningDataModule):
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
         return {"batch_tokens": self._batch_tokens, "rank": rank, "world_size": world_size}
 
-    def _rows_of(self, part: str) -> TokenRows:
-        """The rows of ``train`` or ``val`` with the loss mask of the loss."""
-        return replace(self.train_rows, everything=self.train_on == "everything") if part == "train" else self.val_rows
-
     @cached_property
-    def _rows(self) -> tuple[TokenRows, TokenRows]:
+    def _rows(self) -> dict[str, TokenRows]:
         train = self._read(self._train_names, "train")
         if isinstance(self._val, str | list):
-            return train, self._read([self._val] if isinstance(self._val, str) else self._val, "val")
-        kept, held_out = split_by_prompt(train, self._val)
-        return train.select(kept), train.select(held_out)
+            val = self._read([self._val] if isinstance(self._val, str) else self._val, "val")
+        else:
+            kept, held_out = split_by_prompt(train, self._val)
+            train, val = train.select(kept), train.select(held_out)
+        return {"train": replace(train, everything=self.train_on == "everything"), "val": val}
 
     def _read(self, names: list[str], what: str) -> TokenRows:
         name = self._target_name

@@ -8,6 +8,7 @@ import contextlib
 import glob
 import gzip
 import hashlib
+import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
@@ -43,11 +44,8 @@ def read_records(name: str | Path, *, streaming: bool = True) -> Iterator[RawRow
     """
     name, record = str(name), None
     path = _file_of(name)
-    if path is not None and name.lower().endswith(_JSONL):
-        records = read_json_lines(path, name)
-    else:
-        records = _table_rows(name, path, streaming)
-    for record in records:
+    is_jsonl = path is not None and name.lower().endswith(_JSONL)
+    for record in read_json_lines(path, name) if path is not None and is_jsonl else _table_rows(name, path, streaming):
         yield record
     if record is None:
         raise ValueError(f"{name} holds no rows")
@@ -100,17 +98,13 @@ def _table_rows(name: str, path: Path | None, streaming: bool) -> Iterator[RawRo
 
 def _file_of(name: str) -> Path | None:
     """The file of a name, None for ``owner/name[:split]``; an error for what is no file of a known kind."""
-    path = Path(name).expanduser()
-    owner, slash, rest = name.partition("/")
-    is_file_like = name.lower().endswith((*_JSONL, *_TABLES))
-    if slash and owner and rest and "/" not in rest and owner[0] not in ".~" and not is_file_like and not path.exists():
-        return None
+    path, is_file_like = Path(name).expanduser(), name.lower().endswith((*_JSONL, *_TABLES))
     if not path.exists():
+        if not is_file_like and re.fullmatch(r"[^./~][^/]*/[^/]+", name):
+            return None
         raise FileNotFoundError(f"{name}: there is no such file")
-    if path.is_dir():
-        raise ValueError(f"{name} is a folder: name a file in it ({_KNOWN})")
     if not path.is_file():
-        raise ValueError(f"{name} is no regular file: write the rows to a file first")
+        raise ValueError(f"{name} is a folder or no regular file: name a file ({_KNOWN})")
     if not is_file_like:
         raise ValueError(f"{name}: unknown kind of file; known are {_KNOWN}")
     return path

@@ -99,18 +99,19 @@ class Client:
             ServerError, OSError, ValueError: see the module.
         """
         wants_ids = self._wants_ids
-        content = {**body, _IDS: True} if wants_ids else body
+        content = json.dumps({**body, _IDS: True} if wants_ids else body).encode()
         try:
-            return read_reply(_json(asyncio.run(_exchange("POST", self.address(path), content, self.timeout))))
+            data = asyncio.run(_exchange("POST", self.address(path), content, self.timeout))
         except ServerError as error:
             if not (wants_ids and error.code in (400, 422) and _IDS in error.reason):
                 raise
-        self._wants_ids = False
-        return self.complete(path, body)
+            self._wants_ids = False
+            return self.complete(path, body)
+        return validated(Reply, data, "the reply is no completion")
 
-    def get(self, address: str) -> str:
-        """The text at a whole address; errors as of :meth:`complete`."""
-        return asyncio.run(_exchange("GET", address, None, self.timeout)).decode("utf-8", errors="replace")
+    def get(self, address: str) -> bytes:
+        """The content at a whole address; errors as of :meth:`complete`."""
+        return asyncio.run(_exchange("GET", address, None, self.timeout))
 
     def model_card(self, model: str | None = None) -> dict[str, str]:
         """``id`` and ``owned_by`` of a model in the server's list; None: the first model.
@@ -119,7 +120,7 @@ class Client:
             ValueError: the server does not answer, or lists no such model.
         """
         try:
-            cards = validated(_Cards, _json(self.get(self.address("models")).encode()), "no list of models").data
+            cards = validated(_Cards, self.get(self.address("models")), "no list of models").data
         except OSError as error:
             raise ValueError(f"{self.flag} {self.url}: the server does not answer ({error})") from error
         except (ServerError, ValueError) as error:
@@ -150,48 +151,42 @@ def _certificates() -> Any:
     return httpx.create_ssl_context()  # takes 20 ms
 
 
-async def _exchange(method: str, address: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
-    """Send a request; the bytes of the answer, within ``seconds`` and the limit of size."""
+async def _exchange(method: str, address: str, content: bytes | None, seconds: float) -> bytes:
+    """Send a request with a body of JSON or none; the bytes of the answer, within ``seconds`` and the limit of size."""
     import httpx
 
-    headers = {"Accept-Encoding": "identity"} | key_header()
-    content = None if body is None else json.dumps(body).encode()
-    headers |= {} if body is None else {"Content-Type": "application/json"}
+    headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"} | key_header()
     limits = httpx.Timeout(None, connect=_CONNECT_SECONDS)
+    data = bytearray()
     try:
         async with (
             asyncio.timeout(seconds),
             httpx.AsyncClient(follow_redirects=False, timeout=limits, verify=_certificates()) as http,
             http.stream(method, address, content=content, headers=headers) as response,
         ):
-            if response.status_code != httpx.codes.OK:
-                raise await _refusal(response)
-            if response.headers.get("Content-Encoding", "").strip().lower() not in ("", "identity"):
-                raise ValueError("the reply is packed, which the request did not allow")
-            parts = bytearray()
+            is_success = response.status_code == httpx.codes.OK
+            most = MAX_REPLY_BYTES if is_success else _ERROR_BYTES
             async for part in response.aiter_raw():
-                parts += part
-                if len(parts) > MAX_REPLY_BYTES:
-                    raise ValueError(f"the reply is larger than {MAX_REPLY_BYTES >> 20} MiB")
-            return bytes(parts)
+                data += part
+                if len(data) > most:
+                    break
     except TimeoutError as error:
         raise TimeoutError(f"no whole answer in {seconds:g} seconds") from error
     except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL) as error:
         raise OSError(printable(f"{type(error).__name__}: {error}")) from error
+    if not is_success:
+        raise _refusal(response, bytes(data[:most]))
+    if len(data) > most:
+        raise ValueError(f"the reply is larger than {most >> 20} MiB")
+    return bytes(data)
 
 
-async def _refusal(response: "httpx.Response") -> ServerError:
-    """The error of a status; a redirect is one."""
-    reason = response.reason_phrase
+def _refusal(response: "httpx.Response", data: bytes) -> ServerError:
+    """The error of a status with the beginning of its content; a redirect is one."""
     if response.is_redirect:
         place = printable(response.headers.get("Location", ""), 200)
         return ServerError(response.status_code, f"redirects to {place!r}, which is not followed: name that address")
-    data = b""
-    async for part in response.aiter_raw():
-        data += part
-        if len(data) > _ERROR_BYTES:
-            break
-    text = data[:_ERROR_BYTES].decode("utf-8", errors="replace")
+    text = data.decode("utf-8", errors="replace")
     try:
         found = parse_json(data, "the reply")
         found = found.get("error", found)
@@ -200,7 +195,7 @@ async def _refusal(response: "httpx.Response") -> ServerError:
         pass  # not OpenAI's form: the text as it came
     wait = response.headers.get("Retry-After", "")
     seconds = float(wait) if wait.isascii() and wait.isdecimal() else 0.0
-    return ServerError(response.status_code, printable(str(text)) or printable(reason), seconds)
+    return ServerError(response.status_code, printable(str(text)) or printable(response.reason_phrase), seconds)
 
 
 # -- checked values of replies --------------------------------------------------------------------------------------
@@ -212,7 +207,7 @@ def _null_is(empty: Any) -> BeforeValidator:
 
 _Text = Annotated[str, _null_is("")]
 _Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-_Logprob = Annotated[float, Field(ge=-MAX_COUNT, le=MAX_COUNT)]
+_Logprob = Annotated[float, Field(ge=-MAX_COUNT, le=MAX_COUNT, allow_inf_nan=False)]
 _Ids = Annotated[list[_Count], FailFast(), _null_is([])]  # one fault is enough: a list of faults would take gigabytes
 
 
@@ -264,18 +259,3 @@ class _Card(BaseModel):
 
 class _Cards(BaseModel):
     data: Annotated[list[_Card], FailFast()]
-
-
-def read_reply(response: Any) -> Reply:
-    """The answer in a reply; ValueError if the reply is no completion, or a field has another type or range."""
-    return validated(Reply, response, "the reply is no completion")
-
-
-def _json(data: bytes) -> Any:
-    """The value of a reply; ValueError for broken or deep JSON, infinite numbers, and half a surrogate pair."""
-    value = parse_json(data, "the reply")
-    try:
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except ValueError as error:
-        raise ValueError("the reply holds half a surrogate pair or a number that is not finite") from error
-    return value

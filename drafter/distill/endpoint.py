@@ -3,9 +3,9 @@
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
-from typing import Any
+from typing import Any, Literal
 
 from drafter.decoding.params import SamplingParams
 from drafter.distill.client import Client, Reply, ServerError
@@ -15,7 +15,7 @@ _RETRYABLE = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 _REFUSED = {400, 413, 422}  # the server refuses this prompt (too long, filtered) and may answer others
 
 
-@dataclass(frozen=True)
+@dataclass
 class Endpoint:
     """A server with the chat completions API.
 
@@ -34,21 +34,13 @@ class Endpoint:
     retries: int = 6
     timeout: float = 600.0
     pause: float = 1.0
-    client: Client = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "client", Client(self.url, self.timeout))
+        self.client = Client(self.url, self.timeout)
+        self.chat_url = self.client.address("chat/completions")
+        self.identity = {"endpoint_model": self.model}  # the answers do not depend on the address
         if not self.model:
             raise ValueError("--endpoint needs --model, the name that the server knows the target by")
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """The settings that determine the answers, without the address."""
-        return {"endpoint_model": self.model}
-
-    @property
-    def chat_url(self) -> str:
-        return self.client.address("chat/completions")
 
     def answer(self, wanted: Sequence[WantedAnswer]) -> AnswerStream:
         """Yield each wanted answer with the made one, in order of arrival; None where the server refused the prompt.
@@ -58,14 +50,10 @@ class Endpoint:
                 before stay valid.
         """
         stop, is_told = threading.Event(), False
-
-        def ask(item: WantedAnswer) -> tuple[WantedAnswer, MadeAnswer | ServerError]:
-            return item, self._ask(item, stop)
-
         # The pool's threads are daemons: Ctrl-C does not wait for running requests.
         pool = ThreadPool(max(1, min(self.concurrency, len(wanted))))
         try:
-            for item, result in pool.imap_unordered(ask, wanted):
+            for item, result in pool.imap_unordered(lambda item: (item, self._ask(item, stop)), wanted):
                 if isinstance(result, ServerError) and not is_told:
                     print(f"warning: {self.chat_url} refuses a prompt: {result}", file=sys.stderr)
                     is_told = True
@@ -76,30 +64,23 @@ class Endpoint:
 
     def _ask(self, item: WantedAnswer, stop: threading.Event) -> MadeAnswer | ServerError:
         """The answer, or the refusal of the prompt; OSError if the server is unusable."""
-        problem = ""
+        problem, wait = "", 0.0
         body = _body(self.model, item.prompt, item.params)
         for attempt in range(self.retries + 1):
-            wait = self.pause * 2**attempt
+            if attempt and stop.wait(min(max(wait, self.pause * 2 ** (attempt - 1)), 60.0)):
+                break
             try:
                 reply = self.client.complete("chat/completions", body)
             except ServerError as error:
-                problem = str(error)
                 if error.code in _REFUSED:
                     return error
                 if error.code not in _RETRYABLE:
-                    raise OSError(f"{self.chat_url} answers {problem}") from error
-                wait = max(wait, error.retry_after)
+                    raise OSError(f"{self.chat_url} answers {error}") from error
+                problem, wait = str(error), error.retry_after
             except (OSError, ValueError) as error:
-                problem = f"{type(error).__name__}: {error}"
+                problem, wait = f"{type(error).__name__}: {error}", 0.0
             else:
-                if reply.has_parts and not (reply.prompt_ids and reply.token_ids):
-                    raise OSError(
-                        f"{self.chat_url} separates reasoning or tool calls from the text and gives no token ids, so "
-                        "the answer's tokens are unknown: use vLLM, SGLang, or --target without --endpoint"
-                    )
-                return made_answer(reply)
-            if attempt < self.retries and stop.wait(min(wait, 60.0)):
-                break
+                return made_answer(reply, self.chat_url)
         raise OSError(
             f"{self.chat_url} gave no answer in {self.retries + 1} attempts ({problem}); finished answers are "
             "kept, run the same command again to continue"
@@ -107,7 +88,7 @@ class Endpoint:
 
 
 def _body(model: str, prompt: PromptRow, params: SamplingParams) -> dict[str, Any]:
-    body: dict[str, Any] = {
+    body = {
         "model": model,
         "messages": list(prompt.messages),
         "max_tokens": params.max_new_tokens,
@@ -115,12 +96,23 @@ def _body(model: str, prompt: PromptRow, params: SamplingParams) -> dict[str, An
         "seed": params.seed % 2**31,
     }
     # Sent only where the user asks for them: OpenAI has no top_k and min_p, but vLLM and SGLang do.
-    more: dict[str, Any] = {"top_k": params.top_k, "min_p": params.min_p, "tools": list(prompt.tools)}
-    more |= {"top_p": params.top_p} if params.top_p < 1 else {}
+    more = {"top_k": params.top_k, "min_p": params.min_p, "tools": list(prompt.tools)}
+    more["top_p"] = params.top_p if params.top_p < 1 else None
     return body | {name: value for name, value in more.items() if value}
 
 
-def made_answer(reply: Reply) -> MadeAnswer:
-    """The answer of a reply, with token ids if the server gives those of prompt and answer."""
-    ids = (reply.prompt_ids, reply.token_ids) if reply.prompt_ids and reply.token_ids else (None, None)
-    return MadeAnswer(reply.text, "length" if reply.finish_reason == "length" else "stop", reply.num_tokens, *ids)
+def made_answer(reply: Reply, url: str = "") -> MadeAnswer:
+    """The answer of a reply, with token ids if the server gives those of prompt and answer.
+
+    Raises:
+        OSError: the answer's tokens are unknown, which ends a run: all answers of the server at ``url`` are alike.
+    """
+    reason: Literal["stop", "length"] = "length" if reply.finish_reason == "length" else "stop"
+    if reply.prompt_ids and reply.token_ids:
+        return MadeAnswer(reply.text, reason, reply.num_tokens, reply.prompt_ids, reply.token_ids)
+    if reply.has_parts:
+        raise OSError(
+            f"{url} separates reasoning or tool calls from the text and gives no token ids, so the answer's tokens are "
+            "unknown: use vLLM, SGLang, or --target without --endpoint"
+        )
+    return MadeAnswer(reply.text, reason, reply.num_tokens)

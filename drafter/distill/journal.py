@@ -7,13 +7,15 @@ refused.
 
 import fcntl
 import json
+import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from drafter.data.reading import read_json_lines
 from drafter.utils.io import write_atomic
-from drafter.utils.parse import check_shape, parse_json, read_json_object, read_lines
+from drafter.utils.parse import check_shape, read_json_object
 
 
 class Journal:
@@ -41,7 +43,11 @@ class Journal:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._check_settings(json.loads(json.dumps(settings)))
-            self.rows = list(self._read(dict(shape or {})))
+            self._remove_incomplete_line()
+            records = list(read_json_lines(self.path, str(self.path)))
+            for record in records:
+                check_shape(record.fields, dict(shape or {}), record.where)
+            self.rows = [record.fields for record in records]
         except BaseException as error:
             self._file.close()
             if isinstance(error, BlockingIOError):
@@ -85,19 +91,7 @@ class Journal:
                     f"{settings.get(name)!r}: use the same settings to continue, or another --out"
                 )
 
-    def _read(self, shape: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The rows; an incomplete last line is removed from the file."""
-        size = 0
-        with self.path.open("rb") as stream:
-            for number, line in read_lines(stream, str(self.path)):
-                if not line.endswith(b"\n"):
-                    self._file.truncate(size)
-                    return
-                size += len(line)
-                where = f"{self.path}, line {number}"
-                try:
-                    row = parse_json(line, where)
-                    check_shape(row, shape, where)
-                except ValueError as error:
-                    raise ValueError(f"{error}; the row is damaged: remove the line to continue") from error
-                yield row
+    def _remove_incomplete_line(self) -> None:
+        if size := self._file.seek(0, os.SEEK_END):
+            with mmap.mmap(self._file.fileno(), size, access=mmap.ACCESS_READ) as content:
+                self._file.truncate(content.rfind(b"\n") + 1)

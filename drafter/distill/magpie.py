@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from drafter.data.encode import stop_token_ids
 from drafter.data.formats import ChatMessage
-from drafter.data.template import render
 from drafter.decoding.params import SamplingParams
 from drafter.distill.journal import Journal
-from drafter.distill.prompts import Exclusion, derive_seed
-from drafter.targets.chat import what_runs
+from drafter.distill.prompts import derive_seed
+from drafter.targets.chat import render_chat, what_runs
 from drafter.utils.limits import limited_map
 
 if TYPE_CHECKING:
@@ -42,7 +41,9 @@ def user_opening(tokenizer: Any, name: str) -> tuple[list[int], SamplingParams]:
     if not tokenizer.chat_template:
         raise ValueError(f"target {name!r} has no chat template, so it cannot invent prompts: give --prompts FILE")
     known: list[ChatMessage] = [{"role": "user", "content": _SENTINEL}]
-    (text,) = limited_map(lambda messages: render(tokenizer, messages), [known], what_runs(name))
+    (text,) = limited_map(
+        lambda turns: render_chat(tokenizer, turns, name, has_opening=False), [known], what_runs(name)
+    )
     before, _, after = text.partition(_SENTINEL)
     if text.count(_SENTINEL) != 1:
         raise ValueError(
@@ -74,13 +75,7 @@ def problem_of(text: str, special_tokens: Sequence[str]) -> str | None:
 
 
 def invent_prompts(
-    path: Path,
-    engine: "Engine",
-    num_prompts: int,
-    *,
-    recorded: Mapping[str, Any],
-    seed: int = 0,
-    exclude: Exclusion | None = None,
+    path: Path, engine: "Engine", num_prompts: int, *, recorded: Mapping[str, Any], seed: int = 0
 ) -> Counter[str]:
     """Let the target invent prompts: a file of prompts, which a later call continues.
 
@@ -93,7 +88,6 @@ def invent_prompts(
         num_prompts: prompts to invent.
         recorded: settings that determine the texts beside the seed, such as the target's fingerprint.
         seed: seed of sampling.
-        exclude: texts that no prompt may contain.
 
     Returns:
         The number of dropped candidates by reason.
@@ -103,44 +97,35 @@ def invent_prompts(
     """
     from tqdm import tqdm
 
-    exclude, dropped = exclude or Exclusion(), Counter[str]()
+    dropped = Counter[str]()
     tokenizer: Any = engine.target.tokenizer
     opening_ids, params = user_opening(tokenizer, engine.target.name)
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     sampling = {"max_tokens": params.max_new_tokens, "temperature": params.temperature, "top_p": params.top_p}
     with Journal(path, {**sampling, "seed": seed, **recorded}, {"candidate": int, "prompt": str}) as journal:
-        seen = {_normal(row["prompt"]) for row in journal.rows}
-        number, num_found = journal.rows[-1]["candidate"] + 1 if journal.rows else 0, len(journal.rows)
+        found = {row["prompt"] for row in journal.rows}
+        number = journal.rows[-1]["candidate"] + 1 if journal.rows else 0
         last = number  # the candidate after the last usable one
-        with tqdm(total=num_prompts, initial=min(num_found, num_prompts), desc="inventing", unit="prompt") as bar:
-            while num_found < num_prompts:
+        with tqdm(total=num_prompts, initial=min(len(found), num_prompts), desc="inventing", unit="prompt") as bar:
+            while len(found) < num_prompts:
                 block = range(number, number + _BLOCK)
                 sampled = [replace(params, seed=derive_seed(seed, "magpie", candidate)) for candidate in block]
-                for made in engine.generate([opening_ids] * _BLOCK, sampled):
-                    text, number = made.text.strip(), number + 1
+                for number, made in zip(block, engine.generate([opening_ids] * _BLOCK, sampled), strict=True):
+                    text = made.text.strip()
                     problem = problem_of(text, special) if made.finish_reason == "stop" else "cut"
-                    if problem is None and _normal(text) in seen:
-                        problem = "seen before"
-                    if problem is None and exclude.matches(text):
-                        problem = "excluded"
+                    problem = "seen before" if problem is None and text in found else problem
                     if problem is not None:
                         dropped[problem] += 1
-                        continue
-                    seen.add(_normal(text))
-                    name = f"magpie-{number - 1}"
-                    journal.append({"id": name, "source": "magpie", "candidate": number - 1, "prompt": text})
-                    num_found, last = num_found + 1, number
-                    bar.update()
-                    if num_found == num_prompts:
-                        break
+                    elif len(found) < num_prompts:
+                        found.add(text)
+                        last = number + 1
+                        journal.append({"id": f"magpie-{number}", "candidate": number, "prompt": text})
+                        bar.update()
+                number += 1
                 if number - last >= _MAX_BARREN_BLOCKS * _BLOCK:
                     counts = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
                     raise ValueError(
-                        f"target {engine.target.name!r} invented {num_found} of {num_prompts} usable prompts and then "
+                        f"target {engine.target.name!r} invented {len(found)} of {num_prompts} usable prompts and then "
                         f"no more ({counts}): lower --num-prompts or give --prompts FILE"
                     )
     return dropped
-
-
-def _normal(text: str) -> str:
-    return " ".join(re.findall(r"\w+", text.casefold()))

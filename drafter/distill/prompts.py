@@ -24,7 +24,6 @@ class PromptRow:
 
     id: str
     messages: tuple[dict[str, Any], ...]
-    source: str
     tools: tuple[dict[str, Any], ...] = ()
 
 
@@ -41,37 +40,18 @@ def builtin_prompts() -> Path:
     return Path(__file__).with_name("prompts.jsonl")
 
 
-class Exclusion:
-    """Texts that no prompt may contain, such as the prompts of an evaluation.
-
-    System messages are not compared: one system message may precede any number of unrelated prompts.
-    """
-
-    def __init__(self, texts: Iterable[str] = ()) -> None:
-        self._runs = {run for text in texts for run in _runs_of(text)}
-
-    @classmethod
-    def read(cls, name: str | None) -> "Exclusion":
-        """All turns of all rows of a file, system turns excepted; no texts for None."""
-        from drafter.data.formats import read_rows
-
-        rows = () if name is None else read_rows(name)
-        return cls(text for row in rows for text in (row.text or "", *_turns(row.messages), *row.later_turns) if text)
-
-    def matches(self, text: str) -> bool:
-        """Whether ``text`` has the words of an excluded text, or 13 consecutive words of one."""
-        return not self._runs.isdisjoint(_runs_of(text))
-
-
 def _turns(messages: Iterable[Mapping[str, str]]) -> list[str]:
-    """The texts of all turns but system turns."""
+    """The texts of all turns but system turns: one system message may precede any number of unrelated prompts."""
     return [message["content"] for message in messages if message["role"] != "system"]
 
 
-def _runs_of(text: str) -> list[tuple[str, ...]]:
-    """All runs of 13 words of a text, or all words of a shorter one."""
-    words = re.findall(r"\w+", text.casefold())
-    return [tuple(words[i : i + _OVERLAP_WORDS]) for i in range(max(1, len(words) - _OVERLAP_WORDS + 1))]
+def _runs_of(texts: Iterable[str]) -> set[tuple[str, ...]]:
+    """All runs of 13 words of each text, or all words of a shorter one."""
+    found: set[tuple[str, ...]] = set()
+    for text in texts:
+        words = re.findall(r"\w+", text.casefold())
+        found.update(tuple(words[i : i + _OVERLAP_WORDS]) for i in range(max(1, len(words) - _OVERLAP_WORDS + 1)))
+    return found
 
 
 def select_prompts(
@@ -79,18 +59,27 @@ def select_prompts(
     *,
     columns: Mapping[str, str] | None = None,
     limit: int | None = None,
-    exclude: Exclusion | None = None,
+    exclude: str | Path | None = None,
 ) -> PromptSelection:
     """The prompts of a file: each conversation up to its last user turn.
 
     Repeated prompts are left out. A row without an id gets a hash of its messages as id. An id that another prompt has
     already gets a suffix.
 
+    Args:
+        name: file or hub data set.
+        columns: see :func:`drafter.data.formats.read_rows`.
+        limit: largest number of prompts.
+        exclude: file of texts, such as the prompts of an evaluation. A prompt is left out if one of its turns has all
+            the words of a turn of these texts, or 13 consecutive words.
+
     Raises:
         ValueError: a row holds no prompt, or no prompt is left.
     """
     from drafter.data.formats import read_rows
 
+    unwanted = () if exclude is None else read_rows(exclude)
+    excluded = _runs_of(text for row in unwanted for text in (row.text or "", *_turns(row.messages)) if text)
     found: dict[str, PromptRow] = {}
     seen: set[str] = set()
     num_duplicates = num_excluded = 0
@@ -107,13 +96,13 @@ def select_prompts(
             num_duplicates += 1
             continue
         seen.add(digest)
-        if exclude is not None and any(map(exclude.matches, _turns(row.prompt))):
+        if not excluded.isdisjoint(_runs_of(_turns(row.prompt))):
             num_excluded += 1
             continue
         key = row.id or digest
         if key in found:
             key = f"{key}-{digest}"
-        found[key] = PromptRow(key, row.prompt, row.source or Path(name).name, row.tools)
+        found[key] = PromptRow(key, row.prompt, row.tools)
     if not found:
         raise ValueError(f"--prompts {name}: no prompt is left ({num_excluded} are on the excluded list)")
     return PromptSelection(list(found.values()), num_duplicates, num_excluded)
@@ -210,11 +199,10 @@ def derive_seed(*key: int | str) -> int:
 
 
 def row_of(wanted: WantedAnswer, answer: MadeAnswer) -> dict[str, Any]:
-    """The row to write: the conversation that training reads, its origin, and its tokens where they are known."""
+    """The row to write: the conversation that training reads, and its tokens where they are known."""
     row = {
         "id": wanted.prompt.id,
         "answer": wanted.number,
-        "source": wanted.prompt.source,
         "temperature": wanted.params.temperature,
         "finish_reason": answer.finish_reason,
         "num_tokens": answer.num_tokens,

@@ -8,8 +8,10 @@ answer.
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from drafter.distill.prompts import AnswerStream, MadeAnswer, WantedAnswer
@@ -50,70 +52,60 @@ class RayAnswerer:
         self._make = make
         self._options = options
         self._batch_size = batch_size
-        self._identity: dict[str, Any] | None = None
 
-    @property
+    @cached_property
     def identity(self) -> dict[str, Any]:
-        """The settings that determine the answers, from an engine on the cluster; asked once."""
-        if self._identity is None:
-            ray = self._connect()
+        """The settings that determine the answers, from an engine on the cluster."""
+        with self._cluster() as ray:
             ask = ray.remote(num_gpus=self._options.ray_gpus, num_cpus=self._options.ray_cpus)(_identity_of)
-            try:
-                self._identity = ray.get(ask.remote(self._make))
-            except ray.exceptions.RayTaskError as error:
-                if isinstance(error.cause, ValueError | OSError):
-                    raise error.cause from error
-                raise OSError(f"--ray: a worker failed: {_last_line(error)}") from error
-        return self._identity
+            found: dict[str, Any] = ray.get(ask.remote(self._make))
+            return found
 
     def answer(self, wanted: Sequence[WantedAnswer]) -> AnswerStream:
         """Answers in the order in which batches return; see :class:`drafter.distill.run.Answerer`."""
         if not wanted:
             return
-        self._connect()
-        import ray.data
-
-        context = ray.data.DataContext.get_current()
-        context.enable_progress_bars = False
         options = self._options
-        # Prompts of similar length waste the least padding.
-        wanted = sorted(wanted, key=_num_characters)
-        batches = ray.data.range(len(wanted), override_num_blocks=math.ceil(len(wanted) / self._batch_size))
-        answered = batches.map_batches(
-            _RayEngine,
-            fn_constructor_args=(self._make, wanted),
-            batch_size=self._batch_size,
-            concurrency=options.ray_workers,
-            num_gpus=options.ray_gpus or None,
-            num_cpus=options.ray_cpus,
-        )
+        wanted = sorted(wanted, key=lambda item: len(str(item.prompt.messages)))  # alike in length: little padding
         missing = {item.key: item for item in wanted}
-        try:
+        with self._cluster() as ray:
+            ray.data.DataContext.get_current().enable_progress_bars = False
+            batches = ray.data.range(len(wanted), override_num_blocks=math.ceil(len(wanted) / self._batch_size))
+            answered = batches.map_batches(
+                _RayEngine,
+                fn_constructor_args=(self._make, wanted),
+                batch_size=self._batch_size,
+                concurrency=options.ray_workers,
+                num_gpus=options.ray_gpus or None,
+                num_cpus=options.ray_cpus,
+            )
             for row in answered.iter_rows():
                 key, answer = json.loads(row["answer"])
                 item = missing.pop(tuple(key), None)
                 if item is not None:  # a batch that two workers answered counts once
                     yield item, None if answer is None else MadeAnswer(*answer)
-        except ray.exceptions.RayError as error:
-            raise OSError(f"--ray: a worker failed: {_last_line(error)}") from error
 
-    def _connect(self) -> Any:
+    @contextmanager
+    def _cluster(self) -> Iterator[Any]:
+        """The package `ray`, connected; within the block the failure of a worker is a ValueError or an OSError."""
+        import ray
+        import ray.data
+
+        address = None if self._options.ray == "local" else self._options.ray or "auto"
         try:
-            import ray
-        except ModuleNotFoundError as error:
-            raise ValueError(
-                "--ray needs the package ray: in the repository, pip install -c constraints.txt -e '.[cluster]'"
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise OSError(
+                f"--ray {self._options.ray}: no cluster answers there ({_last_line(error)}); start one with "
+                "`ray start --head`, or give --ray local"
             ) from error
-        if not ray.is_initialized():
-            address = None if self._options.ray == "local" else self._options.ray or "auto"
-            try:
-                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise OSError(
-                    f"--ray {self._options.ray}: no cluster answers there ({_last_line(error)}); start one with "
-                    "`ray start --head`, or give --ray local"
-                ) from error
-        return ray
+        try:
+            yield ray
+        except ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, ValueError | OSError):
+                raise cause from error
+            raise OSError(f"--ray: a worker failed: {_last_line(error)}") from error
 
 
 class _RayEngine:
@@ -131,10 +123,5 @@ def _identity_of(make: "Callable[[], EngineAnswerer]") -> dict[str, Any]:
     return make().identity
 
 
-def _num_characters(item: WantedAnswer) -> int:
-    return sum(len(message["content"]) for message in item.prompt.messages)
-
-
 def _last_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__
+    return str(error).strip().rpartition("\n")[2].strip() or type(error).__name__

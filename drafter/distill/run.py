@@ -18,7 +18,6 @@ from drafter.distill.magpie import invent_prompts
 from drafter.distill.prompts import (
     AnswerSettings,
     AnswerStream,
-    Exclusion,
     PromptRow,
     WantedAnswer,
     builtin_prompts,
@@ -104,8 +103,6 @@ def distill(
     settings, report = settings or AnswerSettings(), DistillReport()
     if Path(out).suffix != ".jsonl":
         raise ValueError(f"--out {out}: rows are appended line by line: give a name that ends with .jsonl")
-    unwanted = Exclusion.read(exclude)
-    excluded = {} if exclude is None else {"exclude": exclude}
     file = prompts or builtin_prompts()
     if prompts == MAGPIE:
         if not isinstance(answerer, EngineAnswerer):
@@ -115,16 +112,16 @@ def distill(
             )
         if num_prompts is None:
             raise ValueError("--prompts magpie needs --num-prompts, the number of prompts to invent")
-        columns, file, known = None, Path(out).with_suffix(".prompts.jsonl"), {**answerer.identity, **excluded}
-        dropped = invent_prompts(
-            file, answerer.engine, num_prompts, recorded=known, seed=settings.seed, exclude=unwanted
-        )
+        columns, file = None, Path(out).with_suffix(".prompts.jsonl")
+        dropped = invent_prompts(file, answerer.engine, num_prompts, recorded=answerer.identity, seed=settings.seed)
         report.notes.update({f"invented prompts dropped: {reason}": count for reason, count in sorted(dropped.items())})
-    found = select_prompts(file, columns=columns, limit=num_prompts, exclude=unwanted)
+    found = select_prompts(file, columns=columns, limit=num_prompts, exclude=exclude)
     report.notes["repeated prompts left out"] = found.num_duplicates
     report.notes["prompts left out: on the excluded list"] = found.num_excluded
-    origin = MAGPIE if prompts == MAGPIE else _digest(found.prompts)
-    recorded = {**asdict(settings), "prompts": origin, **answerer.identity, **excluded}
+    asked = repr([(prompt.id, prompt.messages, prompt.tools) for prompt in found.prompts])
+    origin = MAGPIE if prompts == MAGPIE else hashlib.blake2b(asked.encode(), digest_size=16).hexdigest()
+    recorded = {**asdict(settings), "prompts": origin, **answerer.identity}
+    recorded |= {} if exclude is None else {"exclude": exclude}
     with Journal(out, recorded, {"id": str, "answer": int}) as journal:
         _answer_all(answerer, found.prompts, settings, journal, report)
     return report
@@ -160,11 +157,3 @@ def _answer_all(
             bar.update()
     if wanted and not done and not report.num_new:
         raise OSError(f"no prompt was answered: {report.notes[NO_ANSWER]:,} {NO_ANSWER}")
-
-
-def _digest(prompts: Sequence[PromptRow]) -> str:
-    hasher = hashlib.blake2b(digest_size=16)
-    for prompt in prompts:
-        asked = (prompt.id, prompt.messages, prompt.tools) if prompt.tools else (prompt.id, prompt.messages)
-        hasher.update(repr(asked).encode())
-    return hasher.hexdigest()

@@ -23,6 +23,43 @@ def what_runs(name: str) -> str:
     return f"the chat template of {name!r}"
 
 
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    name: str,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    has_opening: bool = True,
+) -> str:
+    """The text of a conversation by the tokenizer's own template, which runs in this process, without limits.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: turns with ``role`` and ``content``.
+        name: of the target, for messages.
+        tools: functions that the target may call, in OpenAI's form.
+        has_opening: the text ends with the opening of the assistant's turn.
+
+    Raises:
+        ValueError: there is no template, or the template refuses the messages or breaks on them.
+        MemoryError: the template takes more memory than this process may have.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(f"target {name!r} has no chat template: use raw text (--raw)")
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, add_generation_prompt=has_opening, tokenize=False
+            )
+        )
+    except MemoryError:
+        raise
+    except Exception as error:
+        # A template is a program of the model's author: its errors are of any type.
+        kind = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
+        raise ValueError(f"{what_runs(name)} refuses these messages: {kind}{first_line(error)}") from error
+
+
 def encode_chat(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
@@ -31,37 +68,14 @@ def encode_chat(
     tools: Sequence[Mapping[str, Any]] = (),
     escape_special_tokens: bool = False,
 ) -> list[int]:
-    """Token ids of a conversation up to the opening of the assistant's turn, by the tokenizer's own template.
+    """Token ids of a conversation up to the opening of the assistant's turn, as :func:`render_chat` renders it.
 
-    The template runs in this process, without limits.
-
-    Args:
-        tokenizer: with a chat template.
-        messages: turns with ``role`` and ``content``.
-        name: of the target, for messages.
-        tools: functions that the target may call, in OpenAI's form.
-        escape_special_tokens: special tokens that stand in a content as text are :func:`escaped`.
-
-    Raises:
-        ValueError: there is no template, or the template refuses the messages or breaks on them.
-        MemoryError: the template takes more memory than this process may have.
+    ``escape_special_tokens``: special tokens that stand in a content as text are :func:`escaped`.
     """
-    if not tokenizer.chat_template:
-        raise ValueError(f"target {name!r} has no chat template: use raw text (--raw)")
     turns = [dict(message) for message in messages]
     if escape_special_tokens:
         turns = [{**turn, "content": escaped(tokenizer, turn["content"])} for turn in turns]
-    try:
-        text = tokenizer.apply_chat_template(
-            turns, tools=list(tools) or None, add_generation_prompt=True, tokenize=False
-        )
-    except MemoryError:
-        raise
-    except Exception as error:
-        # A template is a program of the model's author: its errors are of any type.
-        kind = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
-        raise ValueError(f"{what_runs(name)} refuses these messages: {kind}{first_line(error)}") from error
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(render_chat(tokenizer, turns, name, tools=tools), add_special_tokens=False)["input_ids"])
 
 
 def escaped(tokenizer: Any, text: str) -> str:

@@ -12,7 +12,7 @@ from drafter.bench.acceptance import Acceptance, _growth, accepted_of, read_coun
 from drafter.cli.evaluate import EvaluateOptions, evaluate
 from drafter.cli.main import main
 from drafter.decoding.params import SamplingParams
-from drafter.distill.client import Client, read_reply
+from drafter.distill.client import Client, Reply
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
 from tests.data.tiny import write_jsonl
@@ -66,7 +66,7 @@ def test_counts_of_steps() -> None:
 
 def test_what_an_answer_reports() -> None:
     def of(details: object) -> list[int]:
-        return accepted_of(read_reply({"choices": [{"text": "x", "details": details}]}))
+        return accepted_of(Reply.model_validate({"choices": [{"text": "x", "details": details}]}))
 
     tokens = [["a", True], ["b", True], ["c", False], ["d", False], ["e", True]]
     assert of({"tokens": tokens, "num_target_forwards": 3}) == [2, 0, 1]

@@ -18,10 +18,8 @@ def states_before_norm(target: Target, token_T: Tensor, layers: Sequence[int]) -
     seen: list[Tensor] = []
     decoder = decoder_of(target.model)
     hook = decoder.norm.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
-    try:
-        output = decoder(input_ids=token_T.long()[None], use_cache=False, output_hidden_states=True)
-    finally:
-        hook.remove()
+    output = decoder(input_ids=token_T.long()[None], use_cache=False, output_hidden_states=True)
+    hook.remove()
     return torch.stack([*(output.hidden_states[layer][0] for layer in layers), seen[0][0]], dim=1)
 
 

@@ -42,11 +42,9 @@ def test_a_template_may_trim_answers_and_put_text_before_them() -> None:
     encoded = encode_conversation(tokenizer, chat("a", "  one ", "b", " two\n"))
     assert "[none]" in tokenizer.decode(encoded.token_ids)
     assert trained_text(encoded, tokenizer) == "one<|end|>two<|end|>"
-
-
-def test_an_end_without_special_token_is_not_trained_on() -> None:
     tokenizer = tiny_tokenizer(CHAT_TEMPLATE.replace("m['content'] + '<|end|>\n'", "m['content'] + '##\n'"))
-    assert trained_text(encode_conversation(tokenizer, chat("a", "one", "b", "two")), tokenizer) == "onetwo"
+    encoded = encode_conversation(tokenizer, chat("a", "one", "b", "two"))
+    assert trained_text(encoded, tokenizer) == "onetwo", "an end that is no special token is not trained on"
 
 
 @pytest.mark.parametrize(
@@ -55,17 +53,12 @@ def test_an_end_without_special_token_is_not_trained_on() -> None:
         (CHAT_TEMPLATE, "\nHello", "the tokens before an answer change"),  # two line feeds melt into one token
         ("{{ messages | length }}" + CHAT_TEMPLATE, "one", "changes when the answer is added"),
         ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", "one", "the template changes the answer"),
-        ("{{ raise_exception('no turns today') }}", "one", "refuses the conversation (no turns today)"),
+        ("{{ raise_exception('no turns today') }}", "one", "refuses these messages: no turns today"),
         (CHAT_TEMPLATE, "one<|end|>", "an answer ends with a special token as text"),
     ],
 )
 def test_conversations_without_usable_prefixes_are_dropped(template: str, answer: str, problem: str) -> None:
     assert problem in encode_conversation(tiny_tokenizer(template), chat("a", answer, "b", "two")).problem
-
-
-def test_conversations_need_a_chat_template() -> None:
-    with pytest.raises(ValueError, match="target 'tiny' has no chat template"):
-        encode_conversation(tiny_tokenizer(None), chat("a", "one"))
 
 
 text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20).filter(lambda s: s.strip())
@@ -99,19 +92,17 @@ def test_rows_of_token_ids_are_trained_on_as_they_are(tmp_path: Path) -> None:
     rows, report = encode_files([write_jsonl(tmp_path / "a.jsonl", [given, reply, told])], RowEncoder(bare))
     assert report == ["3 of 3 rows kept: 10 tokens, 5 of them trained on (50%)"]
     assert [[part.tolist() for part in rows.row(i)] for i in range(3)] == [list(row[:2]) for row in encoded]
+    with pytest.raises(ValueError, match="target 'tiny' has no chat template"):
+        encode_conversation(bare, chat("a", "one"))
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt_token_ids": [5], "token_ids": [7, 267]}, "token id 267 is outside .* of 267 tokens"),
-        ({"prompt_token_ids": [5, "a"], "token_ids": [7]}, "prompt_token_ids.1: Input should be a valid integer"),
-        ({"prompt_token_ids": [2**70], "token_ids": [5]}, "token id 118.* is outside the target's vocabulary"),
-    ],
-)
-def test_ids_of_another_model_are_refused(row: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=rf"rows.jsonl, line 2: {message}"):
-        encode_rows([{"text": "fine"}, row])
+def test_ids_of_another_model_are_refused() -> None:
+    for ids, message in (
+        ([5, 2**70], "token id 118.* is outside the target's vocabulary of 267 tokens"),
+        ([5, "a"], "prompt_token_ids.1: Input should be a valid integer"),
+    ):
+        with pytest.raises(ValueError, match=rf"rows.jsonl, line 2: {message}"):
+            encode_rows([{"text": "fine"}, {"prompt_token_ids": ids, "token_ids": [7]}])
 
 
 def test_rows_that_cannot_be_trained_on_are_counted(tmp_path: Path) -> None:
@@ -128,19 +119,16 @@ def test_rows_that_cannot_be_trained_on_are_counted(tmp_path: Path) -> None:
     assert f"2 rows dropped, such as {tmp_path}/a.jsonl, line 3: {EMPTY}" in report
     assert f"1 rows dropped, such as {tmp_path}/a.jsonl, line 5: {TOO_LONG}" in report
     assert report[-1] == "1 rows cut at the maximal length"
+    name = write_jsonl(tmp_path / "c.jsonl", [{"messages": chat("a")}, {"messages": chat("a", "\nHello")}])
+    reason = r"c.jsonl: nothing to train on: 1 rows dropped, .* line 1: without an answer; .* line 2: the tokens"
+    with pytest.raises(ValueError, match=reason):
+        encode_files([name], RowEncoder(TOKENIZER))
 
 
 def test_plain_text_is_trained_on_from_its_second_token_and_goes_on_in_further_rows() -> None:
     encoded = encode_rows([{"text": "abcdefg"}], max_length=3)
     assert [TOKENIZER.decode(item.token_ids) for item in encoded] == ["abc", "def"]
     assert [item.loss_mask for item in encoded] == [[False, True, True]] * 2
-
-
-def test_a_file_without_a_usable_row_is_refused(tmp_path: Path) -> None:
-    name = write_jsonl(tmp_path / "c.jsonl", [{"messages": chat("a")}, {"messages": chat("a", "\nHello")}])
-    reason = r"c.jsonl: nothing to train on: 1 rows dropped, .* line 1: without an answer; .* line 2: the tokens"
-    with pytest.raises(ValueError, match=reason):
-        encode_files([name], RowEncoder(TOKENIZER))
 
 
 def test_a_file_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

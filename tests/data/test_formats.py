@@ -32,15 +32,12 @@ def test_every_format_becomes_the_same_messages(tmp_path: Path, fields: dict) ->
 def test_of_mt_bench_rows_the_first_turn_is_the_prompt(tmp_path: Path) -> None:
     asked = {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]}
     (row,) = read_rows(write_jsonl(tmp_path / "a.jsonl", [asked]))
-    assert list(row.messages) == chat("Write.") and row.id == "81" and row.later_turns == ("Rewrite.",)
+    assert list(row.messages) == chat("Write.") and row.id == "81"
 
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".json.gz", ".parquet"])
 def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, suffix: str) -> None:
-    rows = [
-        {"messages": chat("Grüße?", "Ja\u2028nein\x85."), "source": "x"},
-        {"messages": chat("b", "c"), "source": "y"},
-    ]
+    rows = [{"messages": chat("Grüße?", "Ja\u2028nein\x85."), "id": "x"}, {"messages": chat("b", "c"), "id": "y"}]
     path = tmp_path / f"rows{suffix}"
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     path.write_bytes(gzip.compress(("\n".join(lines) if "jsonl" in suffix else f"[{','.join(lines)}]").encode()))
@@ -48,7 +45,7 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, suffix: str) -> 
         parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     read = list(read_rows(path))
     assert [list(row.messages) for row in read] == [row["messages"] for row in rows]
-    assert [row.source for row in read] == ["x", "y"]
+    assert [row.id for row in read] == ["x", "y"]
 
 
 def test_csv_rows_are_text(tmp_path: Path) -> None:

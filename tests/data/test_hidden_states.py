@@ -52,13 +52,6 @@ def stored(folder: Path, rows: TokenRows, target: Target, context_layers=()) -> 
     return open_stored_states(files, rows, target, margin=MARGIN, context_layers=context_layers)
 
 
-def test_rows_are_cut_before_their_answers() -> None:
-    rows = token_rows([([1, 2, 3, 4, 5, 6], [False] * 4 + [True] * 2), ([7, 8], [False, True])])
-    crop = crop_to_answers(rows, 2)
-    assert [crop.row(row).token_T.tolist() for row in range(2)] == [[3, 4, 5, 6], [7, 8]]
-    assert crop.row(0).loss_mask_T.tolist() == [False, False, True, True] and crop.length_R.tolist() == [4, 2]
-
-
 @pytest.mark.parametrize(
     ("write", "tolerance"),
     [(None, 1e-2), (write_speculators, 1e-5), (partial(write_speculators, is_float8=True), 0.1), (write_vllm, 1e-5)],
@@ -90,12 +83,13 @@ def test_only_missing_states_are_computed(target: Target, tmp_path: Path, monkey
     """Of an interrupted cache and of added rows. Other targets, layers and margins have files of their own."""
     rows, folder = rows_of(), tmp_path / "cache"
     forward, calls = target.forward, []
-    monkeypatch.setattr(
-        target, "forward", lambda *args, **kwargs: calls.append(len(args[0])) or forward(*args, **kwargs)
-    )
+    monkeypatch.setattr(target, "forward", lambda *args, **more: calls.append(len(args[0])) or forward(*args, **more))
     cached(folder, rows_of(5), target)
     first = cached(folder, rows, target)
     assert sum(calls) == 7
+    first.files[4].write_bytes(first.files[4].read_bytes()[:20])
+    with pytest.raises(ValueError, match=r"\.safetensors cannot be read .*: delete it, and make it again"):
+        first.row(4)
     first.files[4].unlink()
     again = cached(folder, rows, target)
     assert sum(calls) == 8
@@ -121,15 +115,6 @@ def test_the_size_is_told_and_a_full_disk_refused_before_anything_is_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
     files = cached(tmp_path / "cache", rows_of(), target).files
     assert num_positions * 2 * 16 <= sum(path.stat().st_size for path in files) < needed
-
-
-def test_damaged_files_of_the_cache_are_refused(target: Target, tmp_path: Path) -> None:
-    states = cached(tmp_path / "cache", rows_of(), target)
-    data = states.files[0].read_bytes()
-    for damaged in (data[:20], data.replace(b"hidden_states", b"hidden_STATES")):
-        states.files[0].write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"\.safetensors cannot be read .*: delete it, and make it again"):
-            states.row(0)
 
 
 def test_a_row_that_training_cut_is_the_beginning_of_its_file(target: Target, tmp_path: Path) -> None:
@@ -167,21 +152,17 @@ def test_wrong_folders_and_files(target: Target, tmp_path: Path) -> None:
     states = good["hidden_states"]
     for tensors, message in (
         ({"hidden": states}, "lacks the tensor hidden_states, token_ids"),
-        (good | {"token_ids": good["token_ids"][1:].clone()}, r"hidden_states \[9, 1, 16\] must be tokens x layers"),
-        (good | {"hidden_states": states.repeat(1, 1, 2)}, "holds states of 32 values, the target's have 16"),
+        (good | {"hidden_states": states.repeat(1, 1, 2)}, r"hidden_states \[9, 1, 32\] .* last one\) x 16"),
     ):
         save_file(tensors, odd)
         with pytest.raises(ValueError, match=f"x.safetensors.* {message}"):
             stored(folder, rows, target)
-    odd.write_bytes(b"no such format")
-    with pytest.raises(ValueError, match="x.safetensors cannot be read"):
-        stored(folder, rows, target)
     odd.unlink()
     os.mkfifo(odd)  # to open one would wait for a writer
     with pytest.raises(ValueError, match="x.safetensors is no regular file"):
         stored(folder, rows, target)
     odd.unlink()
-    with pytest.raises(ValueError, match="holds 1 layers, expected are the 2 of --model.drafter.context_layers"):
+    with pytest.raises(ValueError, match="but must be tokens x layers .the 2 of --model.drafter.context_layers"):
         stored(folder, rows, target, context_layers=(0, 1))
     save_file(good | {"hidden_states": states * float("nan")}, folder / "hs_3.safetensors")
     with pytest.raises(ValueError, match="hs_3.safetensors: the hidden states hold numbers that are not finite"):

@@ -107,4 +107,4 @@ def token_rows(rows: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> TokenRow
     import datasets
 
     columns = [EncodedRow(list(token_ids), list(loss_mask)).columns() for token_ids, loss_mask in rows]
-    return TokenRows(datasets.Dataset.from_list(columns, features=datasets.Features(row_features())))
+    return TokenRows(datasets.Dataset.from_list(columns, features=row_features()))

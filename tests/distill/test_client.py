@@ -10,7 +10,7 @@ import pytest
 
 from drafter.decoding.params import SamplingParams
 from drafter.distill import client
-from drafter.distill.client import Client, ServerError, read_reply
+from drafter.distill.client import Client, Reply, ServerError
 from drafter.distill.endpoint import made_answer
 from drafter.distill.prompts import PromptRow, WantedAnswer, row_of
 from tests.data.tiny import chat
@@ -48,22 +48,18 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "hush")
 
 
-@pytest.mark.parametrize("status", [302, 308])
-def test_the_key_travels_to_no_other_place(status: int) -> None:
+def test_the_key_travels_to_no_other_place() -> None:
     elsewhere: list = []
     seen: list = []
     with (
         serving(sending(b"{}", seen=elsewhere)) as other,
-        serving(sending(b"", status, seen, Location=other + "/v1/x")) as url,
+        serving(sending(b"", 302, seen, Location=other + "/v1/x")) as url,
     ):
-        for call in (lambda: Client(url).complete("completions", {}), lambda: Client(url).get(url)):
-            with pytest.raises(ServerError, match=f"HTTP {status}: redirects to '{other}.*not followed") as caught:
-                call()
-            assert str(caught.value).isprintable()
-        with pytest.raises(ValueError, match="lists no models: HTTP 30"):
+        with pytest.raises(ServerError, match=f"HTTP 302: redirects to '{other}.*not followed"):
+            Client(url).complete("completions", {})
+        with pytest.raises(ValueError, match="lists no models: HTTP 302: redirects to"):
             Client(url).model_card()
-    assert elsewhere == []
-    assert seen == [("POST", "Bearer hush"), ("GET", "Bearer hush"), ("GET", "Bearer hush")]
+    assert elsewhere == [] and seen == [("POST", "Bearer hush"), ("GET", "Bearer hush")]
 
 
 def test_no_error_shows_a_key_that_no_header_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +87,7 @@ def test_a_reply_has_limits_of_size_and_time(monkeypatch: pytest.MonkeyPatch) ->
     for respond, kind, message in (
         (pouring(b"200 OK\r\n\r\n", b"no " * 65536), ValueError, "larger than 1 MiB"),
         (pouring(b"500 No\r\n\r\n", b"no " * 65536), ServerError, "HTTP 500: no no"),
-        (sending(b"\x1f\x8b bomb", Content_Encoding="gzip"), ValueError, "packed"),
+        (sending(b"\x1f\x8b bomb", Content_Encoding="gzip"), ValueError, "no completion"),
     ):
         with serving(respond) as url, pytest.raises(kind, match=message) as caught:
             Client(url).complete("completions", {})
@@ -99,14 +95,15 @@ def test_a_reply_has_limits_of_size_and_time(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("data", "retry_after"),
     [
-        b'{"error": {"message": "a\\u001b]0;x\\u0007\\u202e b\\n\\nc"}}', b"\x1b[31mred\x1b[0m\x00", b"[" * 4000,
-        b'{"error": [1]}', b'{"error": {"message": {"a": 1e999}}}', b'"\\ud800"', b"", b"\xff\xfe",
+        (b'{"error": {"message": "a\\u001b]0;x\\u0007\\u202e b\\n\\nc"}}', "-1"),
+        (b'{"error": {"message": {"a": "\\ud800"}}}', "\xb2"),
+        (b"[" * 4000, "9" * 400),
+        (b"\xff\xfe\x1b[31mred\x1b[0m\x00", "soon"),
     ],
-)  # fmt: skip
-def test_errors_are_one_printable_line(data: bytes) -> None:
-    retry_after = {b"": "9" * 400, b"[" * 4000: "\xb2"}.get(data, "-1")
+)
+def test_errors_are_one_printable_line(data: bytes, retry_after: str) -> None:
     with serving(sending(data, 503, Retry_After=retry_after)) as url, pytest.raises(ServerError) as caught:
         Client(url).complete("completions", {})
     assert caught.value.code == 503 and str(caught.value).isprintable() and len(str(caught.value)) < 400
@@ -148,19 +145,19 @@ def test_wrong_replies_are_rows_or_one_line() -> None:
     """A reply is taken whole, as a row that can be written and counted, or is refused in one printable line."""
     replies = wrong_replies()
     queue = iter(replies)
-    item = WantedAnswer(PromptRow("p", tuple(chat("Why?")), "test"), 0, SamplingParams())
+    item = WantedAnswer(PromptRow("p", tuple(chat("Why?"))), 0, SamplingParams())
     num_refused = 0
     with serving(lambda handler, body: send(handler, 200, next(queue))) as url:
         asked = Client(url)
         for data in replies:
             try:
                 reply = asked.complete("chat/completions", {})
-            except ValueError as error:
+                made = made_answer(reply)
+            except (ValueError, OSError) as error:
                 assert str(error).isprintable() and len(str(error)) < 400, data
                 num_refused += 1
                 continue
-            row = json.dumps(row_of(item, made_answer(reply)), ensure_ascii=False, allow_nan=False)
-            row.encode()
+            json.dumps(row_of(item, made), ensure_ascii=False, allow_nan=False).encode()
             assert 0 <= reply.num_tokens < 2**31, data
             for ids in (reply.prompt_ids, reply.token_ids):
                 assert all(type(token) is int and 0 <= token < 2**31 for token in ids), data
@@ -169,23 +166,23 @@ def test_wrong_replies_are_rows_or_one_line() -> None:
 
 def test_a_reply_is_read_in_every_form() -> None:
     """vLLM's and SGLang's names and places; null is an absent field."""
-    chat, completion = (read_reply(reply | {"system_fingerprint": None}) for reply in VALID)
+    chat, completion = (Reply.model_validate(reply | {"system_fingerprint": None}) for reply in VALID)
     assert (chat.text, chat.has_parts, chat.num_tokens) == ("ab", True, 2)
     assert (chat.prompt_ids, chat.token_ids, chat.logprobs) == ([1, 2], [3, 4], [])
     assert (completion.text, completion.finish_reason) == ("ab", "length")
     assert (completion.prompt_ids, completion.token_ids, completion.logprobs) == ([1], [3, 4], [-1.0, -2.0])
     message = {"content": None, "tool_calls": [CALL], "reasoning": None}
-    found = read_reply({"choices": [{"message": message, "token_ids": None, "logprobs": None}], "usage": None})
+    nothing = {"message": message, "token_ids": None, "logprobs": None}
+    found = Reply.model_validate({"choices": [nothing], "usage": None})
     assert (found.text, found.has_parts, found.token_ids, found.finish_reason) == ("", True, [], "stop")
     for broken in ({"choices": []}, [], {"choices": [{"message": "x"}]}, {"choices": [{"message": {}}]}):
-        with pytest.raises(ValueError, match="the reply is no completion"):
-            read_reply(broken)
+        with pytest.raises(ValueError):
+            Reply.model_validate(broken)
 
 
 def test_lists_of_models_are_checked() -> None:
-    good = {"data": [{"id": "a", "owned_by": "vllm", "max_model_len": 100, "permission": [{}]}]}
-    kept = {"id": "a", "owned_by": "vllm"}
-    with serving(sending(json.dumps(good).encode())) as url:
-        assert Client(url).model_card() == kept == Client(url).model_card("a")
+    good = b'{"data": [{"id": "a", "owned_by": "vllm", "max_model_len": 100, "permission": [{}]}]}'
+    with serving(sending(good)) as url:
+        assert Client(url).model_card() == {"id": "a", "owned_by": "vllm"} == Client(url).model_card("a")
         with pytest.raises(ValueError, match="--model b is not served at .* it serves a"):
             Client(url).model_card("b")

@@ -17,7 +17,7 @@ from drafter.distill.run import NO_ANSWER, distill
 from tests.data.tiny import chat, write_jsonl
 from tests.distill.loopback import send, serving
 
-Reply = tuple[int, object, dict[str, str]]
+Reply = tuple[int, object]
 
 
 def answer_of(body: dict) -> object:
@@ -31,7 +31,7 @@ class FakeServer:
     url = ""
 
     def __init__(self) -> None:
-        self.reply: Callable[[dict, int], Reply] = lambda body, count: (200, answer_of(body), {})
+        self.reply: Callable[[dict, int], Reply] = lambda body, count: (200, answer_of(body))
         self.bodies: list[dict] = []
         self.headers: list[dict] = []
 
@@ -39,8 +39,8 @@ class FakeServer:
         body = json.loads(data)
         self.bodies.append(body)
         self.headers.append(dict(handler.headers) | {"path": handler.path})
-        status, payload, headers = self.reply(body, self.counts[body["messages"][-1]["content"]])
-        send(handler, status, payload if isinstance(payload, bytes) else json.dumps(payload).encode(), **headers)
+        status, payload = self.reply(body, self.counts[body["messages"][-1]["content"]])
+        send(handler, status, json.dumps(payload).encode(), Retry_After="0")
 
     @property
     def counts(self) -> Counter[str]:
@@ -55,15 +55,12 @@ def server() -> Iterator[FakeServer]:
         yield fake
 
 
-def refusing(status: int, message: str, is_refused: Callable[[int], bool]) -> Callable[[dict, int], Reply]:
-    """A server that refuses some of the prompts Q0, Q1, ..., and answers the others."""
-
-    def reply(body: dict, count: int) -> Reply:
-        if is_refused(int(body["messages"][-1]["content"][1:])):
-            return status, {"error": {"message": message}}, {}
-        return 200, answer_of(body), {}
-
-    return reply
+def refusing(status: int, message: str, *prompts: str) -> Callable[[dict, int], Reply]:
+    """A server that refuses these prompts, or all without any, and answers the others."""
+    refusal = (status, {"error": {"message": message}})
+    return lambda body, _: (
+        refusal if body["messages"][-1]["content"] in prompts or not prompts else (200, answer_of(body))
+    )
 
 
 @pytest.fixture
@@ -71,11 +68,8 @@ def prompts(tmp_path: Path) -> str:
     return write_jsonl(tmp_path / "prompts.jsonl", [{"id": str(i), "prompt": f"Q{i}"} for i in range(12)])
 
 
-def endpoint_of(server: FakeServer, **options) -> Endpoint:
-    return Endpoint(server.url, "tiny", **{"pause": 0.01, "concurrency": 4, "retries": 3, "timeout": 5.0, **options})
-
-
-def run(prompts: str, out: Path, endpoint: Endpoint, **options):
+def run(server: FakeServer, prompts: str, out: Path, concurrency: int = 4, **options):
+    endpoint = Endpoint(server.url, "tiny", concurrency, retries=3, timeout=5.0, pause=0.01)
     return distill(endpoint, prompts, out, AnswerSettings(9, **options))
 
 
@@ -95,10 +89,10 @@ def test_every_prompt_is_answered_once(server: FakeServer, prompts: str, tmp_pat
         all_four.wait()
         time.sleep(0.02)  # of a fifth to come
         places.release()
-        return 200, answer_of(body), {}
+        return 200, answer_of(body)
 
     server.reply = crowded
-    report = run(prompts, tmp_path / "out.jsonl", endpoint_of(server), temperature=(0.0, 0.7), top_k=5, min_p=0.1)
+    report = run(server, prompts, tmp_path / "out.jsonl", temperature=(0.0, 0.7), top_k=5, min_p=0.1)
     assert set(server.counts.values()) == {1} and len(server.counts) == 12
     assert (report.num_new, report.num_tokens) == (12, 84)
     assert report.notes["new answers cut at --max-new-tokens"] == 12
@@ -114,78 +108,65 @@ def test_every_prompt_is_answered_once(server: FakeServer, prompts: str, tmp_pat
 def test_addresses() -> None:
     for suffix in ("", "/", "/v1", "/v1/", "/v1/chat/completions"):
         assert Endpoint("http://host:1" + suffix, "m").chat_url == "http://host:1/v1/chat/completions"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"url": "file:///etc/passwd"}, "must be an http or https address"),
-        ({"url": "http://me:hush@host"}, "^--endpoint holds a user name or a password: [^@]*$"),
-        ({"model": ""}, "needs --model"),
-    ],
-)
-def test_bad_endpoints(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Endpoint(**{"url": "http://host", "model": "m", **options})
+    for url, model, message in (
+        ("file:///etc/passwd", "m", "must be an http or https address"),
+        ("http://me:hush@host", "m", "^--endpoint holds a user name or a password: [^@]*$"),
+        ("http://host", "", "needs --model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Endpoint(url, model)
 
 
 def test_passing_failures_are_retried(server: FakeServer, prompts: str, tmp_path: Path) -> None:
-    failures: list[Reply] = [(503, {"error": {"message": "busy"}}, {}), (429, b"no", {"Retry-After": "0"})]
-    failures.append((200, {"choices": []}, {}))
-    server.reply = lambda body, count: failures[count - 1] if count <= 3 else (200, answer_of(body), {})
-    report = run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
+    failures: list[Reply] = [(503, {"error": {"message": "busy"}}), (429, "no"), (200, {"choices": []})]
+    server.reply = lambda body, count: failures[count - 1] if count <= 3 else (200, answer_of(body))
+    report = run(server, prompts, tmp_path / "out.jsonl")
     assert report.num_new == 12 and set(server.counts.values()) == {4}
 
 
 def test_a_server_that_stays_away_keeps_finished_answers(server: FakeServer, prompts: str, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    server.reply = refusing(503, "out of\nmemory", lambda number: number == 7)
+    server.reply = refusing(503, "out of\nmemory", "Q7")
     with pytest.raises(OSError, match=r"no answer in 4 attempts .HTTP 503: out of memory.; finished answers"):
-        run(prompts, out, endpoint_of(server, concurrency=2))
+        run(server, prompts, out, concurrency=2)
     before = answered(out)
     assert "7" not in before and len(before) >= 5
-    server.reply = lambda body, count: (200, answer_of(body), {})
+    server.reply = lambda body, count: (200, answer_of(body))
     asked = server.counts
-    report = run(prompts, out, endpoint_of(server))
+    report = run(server, prompts, out)
     assert report.num_done_before == len(before) and len(answered(out)) == 12
     assert all(server.counts[f"Q{key}"] == asked[f"Q{key}"] for key in before)
     assert {key: value for key, value in answered(out).items() if key in before} == before
 
 
 def test_refused_prompts_are_counted_and_asked_again(server: FakeServer, prompts: str, tmp_path: Path, capsys) -> None:
-    server.reply = refusing(400, "too long", lambda number: number >= 7)
-    report = run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
-    assert report.notes[NO_ANSWER] == 5 and report.num_new == 7 and server.counts["Q7"] == 1
+    server.reply = refusing(400, "too long", "Q7", "Q9")
+    report = run(server, prompts, tmp_path / "out.jsonl")
+    assert report.notes[NO_ANSWER] == 2 and report.num_new == 10 and server.counts["Q7"] == 1
     assert capsys.readouterr().err.count("refuses a prompt: HTTP 400: too long") == 1
     before = (tmp_path / "out.jsonl").read_bytes()
-    again = run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
-    assert (again.num_done_before, again.num_new, again.notes[NO_ANSWER]) == (7, 0, 5)
+    again = run(server, prompts, tmp_path / "out.jsonl")
+    assert (again.num_done_before, again.num_new, again.notes[NO_ANSWER]) == (10, 0, 2)
     assert (tmp_path / "out.jsonl").read_bytes() == before
-    server.reply = lambda body, count: (400, {"error": {"message": "unknown field"}}, {})
-    with pytest.raises(OSError, match="no prompt was answered: 12 prompts without an answer"):
-        run(prompts, tmp_path / "other.jsonl", endpoint_of(server))
-
-
-def test_a_wrong_key_or_model_stops_at_once(server: FakeServer, prompts: str, tmp_path: Path) -> None:
-    server.reply = lambda body, count: (404, {"message": "no such model"}, {})
-    with pytest.raises(OSError, match="answers HTTP 404: no such model"):
-        run(prompts, tmp_path / "out.jsonl", endpoint_of(server))
-    assert set(server.counts.values()) == {1}
+    for status, message in ((400, "no prompt was answered: 12 prompts without"), (404, "answers HTTP 404: why not")):
+        server.reply = refusing(status, "why not")
+        server.bodies.clear()
+        with pytest.raises(OSError, match=message):
+            run(server, prompts, tmp_path / f"{status}.jsonl")
+        assert set(server.counts.values()) == {1}
 
 
 def test_what_an_endpoint_cannot_do(server: FakeServer, prompts: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--prompts magpie needs --target"):
-        distill(endpoint_of(server), "magpie", tmp_path / "o.jsonl", num_prompts=3)
+        distill(Endpoint(server.url, "m"), "magpie", tmp_path / "o.jsonl", num_prompts=3)
     for others, reason in (
         ({}, "no model answers"),
-        ({"endpoint": "http://a", "drafter": "d"}, "--drafter needs --target"),
-        ({"endpoint": "http://a", "target": "t", "drafter": "d"}, "--drafter and --endpoint exclude each other"),
-        ({"endpoint": "http://a", "target": "t", "ray": "auto"}, "--endpoint and --ray both answer"),
-        ({"endpoint": "http://a", "ray": "auto"}, "--ray needs --target"),
+        ({"endpoint": "http://a", "target": "t", "drafter": "d"}, "http://a: the server answers, so leave --drafter"),
+        ({"endpoint": "http://a", "ray": "auto"}, "http://a: the server answers"),
     ):
         with pytest.raises(ValueError, match=reason):
             DistillOptions(out=tmp_path / "o.jsonl", **others)
     assert not server.bodies
-    run(prompts, tmp_path / "o.jsonl", endpoint_of(server))
+    run(server, prompts, tmp_path / "o.jsonl")
     with pytest.raises(ValueError, match="written with endpoint_model = 'tiny', now it is 'm'"):
-        run(prompts, tmp_path / "o.jsonl", Endpoint(server.url, "m"))
+        distill(Endpoint(server.url, "m"), prompts, tmp_path / "o.jsonl", AnswerSettings(9))

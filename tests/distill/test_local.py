@@ -53,7 +53,7 @@ def test_answers_are_those_of_the_engine(target, prompts: str, tmp_path: Path) -
         assert row["messages"] == chat(question, alone.text)
         assert row["prompt_token_ids"] == alone.prompt_ids and row["token_ids"] == alone.token_ids
         assert row["finish_reason"] == alone.finish_reason and row["num_tokens"] == len(alone.token_ids)
-        assert row["source"] == "prompts.jsonl" and row["temperature"] == 0.0
+        assert row["temperature"] == 0.0
     assert len(rows) == report.num_new == report.num_answers == 5
     assert report.num_tokens == sum(row["num_tokens"] for row in rows.values())
     assert "5 of 5 answers to 5 prompts; new: 5 with" in report.lines()[0]
@@ -99,11 +99,12 @@ def test_bad_options(target, prompts: str, tmp_path: Path) -> None:
 def test_magpie_asks_invented_prompts(target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drafter.distill.magpie.problem_of", lambda text, special: None if 5 < len(text) < 40 else "x")
     out, options = tmp_path / "out.jsonl", {"num_prompts": 3, "max_new_tokens": 4}
-    exclude = write_jsonl(tmp_path / "x.jsonl", [{"prompt": "Why is it so?"}])
-    assert run(target, "magpie", out, exclude=exclude, **options).num_new == 3
+    assert run(target, "magpie", out, **options).num_new == 3
     invented = [json.loads(line) for line in (tmp_path / "out.prompts.jsonl").read_text().splitlines()]
     asked = [row["messages"][0]["content"] for row in rows_of(out).values()]
     assert sorted(asked) == sorted(row["prompt"] for row in invented) and len(set(asked)) == 3
-    assert run(target, "magpie", out, exclude=exclude, **options).num_new == 0
-    with pytest.raises(ValueError, match="written with exclude = .*x.jsonl', now it is None"):
-        run(target, "magpie", out, **options)
+    assert run(target, "magpie", out, **options).num_new == 0
+    exclude = write_jsonl(tmp_path / "x.jsonl", [{"prompt": asked[0]}])
+    assert run(target, "magpie", tmp_path / "fewer.jsonl", exclude=exclude, **options).num_new == 2
+    with pytest.raises(ValueError, match="written with exclude = None, now it is .*x.jsonl'"):
+        run(target, "magpie", out, exclude=exclude, **options)

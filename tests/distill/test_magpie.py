@@ -1,6 +1,6 @@
 """Invented prompts: the opening of the user's turn, the filters, and interruptions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 
 from drafter.decoding.params import SamplingParams
 from drafter.distill.magpie import invent_prompts, problem_of, user_opening
-from drafter.distill.prompts import Exclusion, select_prompts
+from drafter.distill.prompts import select_prompts
 from tests.data.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -66,16 +66,14 @@ class FakeEngine:
     def __init__(self, num_texts: int = 10**6) -> None:
         self.num_texts = num_texts
 
-    def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[SimpleNamespace]:
-        kinds = ["What about number {}, my friend?", "short {}", "Is it the number {} that you mean?"]
-        seeds = [item.seed for item in params]
-        texts = [kinds[seed % 3].format(seed % self.num_texts) for seed in seeds]
-        reasons = ["stop" if seed % 5 else "length" for seed in seeds]
-        return [SimpleNamespace(text=t, finish_reason=r) for t, r in zip(texts, reasons, strict=True)]
+    def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Iterator[SimpleNamespace]:
+        for seed in (item.seed for item in params):
+            text = ("short {}", "What about number {}, my friend?")[seed % 2].format(seed % self.num_texts)
+            yield SimpleNamespace(text=text, finish_reason="stop" if seed % 5 else "length")
 
 
-def invent(path: Path, engine: Any, num_prompts: int, exclude: Exclusion | None = None):
-    dropped = invent_prompts(path, engine, num_prompts, recorded={"target": "tiny"}, seed=1, exclude=exclude)
+def invent(path: Path, engine: Any, num_prompts: int):
+    dropped = invent_prompts(path, engine, num_prompts, recorded={"target": "tiny"}, seed=1)
     return select_prompts(path, limit=num_prompts).prompts, dropped
 
 
@@ -92,11 +90,8 @@ def test_invented_prompts_are_usable_and_the_same_after_interruptions(tmp_path: 
     assert invent(path, SimpleNamespace(target=FakeEngine.target), 200) == (prompts, {}), "nothing is asked again"
 
 
-def test_repeated_and_excluded_texts_are_dropped(tmp_path: Path) -> None:
-    prompts, dropped = invent(tmp_path / "p.jsonl", FakeEngine(num_texts=20), 12)
+def test_repeated_texts_are_dropped(tmp_path: Path) -> None:
+    prompts, dropped = invent(tmp_path / "p.jsonl", FakeEngine(num_texts=40), 12)
     assert len({prompt.messages[0]["content"] for prompt in prompts}) == 12 and dropped["seen before"] > 0
-    unwanted = Exclusion([prompts[0].messages[0]["content"]])
-    fewer, dropped = invent(tmp_path / "q.jsonl", FakeEngine(num_texts=20), 12, exclude=unwanted)
-    assert fewer[0] == prompts[1] and dropped["excluded"] > 0
     with pytest.raises(ValueError, match="'tiny' invented .* of 60 usable prompts and then no more .*seen before"):
         invent(tmp_path / "r.jsonl", FakeEngine(num_texts=5), 60)

@@ -7,7 +7,6 @@ import pytest
 
 from drafter.distill.prompts import (
     AnswerSettings,
-    Exclusion,
     PromptRow,
     builtin_prompts,
     missing_answers,
@@ -19,7 +18,7 @@ from tests.data.tiny import chat, write_jsonl
 def test_the_package_brings_its_own_prompts() -> None:
     found = select_prompts(builtin_prompts())
     assert len(found.prompts) >= 100 and found.num_duplicates == 0
-    assert all(len(prompt.messages) == 1 and prompt.source == "drafter" for prompt in found.prompts)
+    assert all(len(prompt.messages) == 1 for prompt in found.prompts)
 
 
 def test_prompts_of_conversations_ids_and_duplicates(tmp_path: Path) -> None:
@@ -27,14 +26,13 @@ def test_prompts_of_conversations_ids_and_duplicates(tmp_path: Path) -> None:
         {"id": "a", "prompt": "One?"},
         {"id": "a", "prompt": "Two?"},
         {"prompt": "One?"},
-        {"messages": chat("Three?", "Yes.", "Four?", "No."), "source": "talk"},
+        {"messages": chat("Three?", "Yes.", "Four?", "No.")},
     ]
     found = select_prompts(write_jsonl(tmp_path / "p.jsonl", rows))
     assert [prompt.id for prompt in found.prompts][0] == "a" and len({prompt.id for prompt in found.prompts}) == 3
     assert found.prompts[1].id.startswith("a-")
     assert found.num_duplicates == 1
-    assert list(found.prompts[2].messages) == chat("Three?", "Yes.", "Four?") and found.prompts[2].source == "talk"
-    assert found.prompts[0].source == "p.jsonl"
+    assert list(found.prompts[2].messages) == chat("Three?", "Yes.", "Four?")
     assert select_prompts(tmp_path / "p.jsonl", limit=2).prompts == found.prompts[:2]
     assert select_prompts(tmp_path / "p.jsonl").prompts == found.prompts
 
@@ -46,15 +44,13 @@ def test_excluded_texts_are_left_out(tmp_path: Path) -> None:
     evaluation: list[dict] = [{"prompt": long}, {"text": "t"}, {"prompt": "Be brief."}]
     evaluation.append({"messages": [system, *chat("Why is it so?", "It is.", "Really?")]})
     evaluation.append({"question_id": 81, "turns": ["Write a letter.", "Now rewrite it in one sentence."]})
-    exclude = Exclusion.read(write_jsonl(tmp_path / "x.jsonl", evaluation))
-    questions = ("why IS it so", f"Please: {long}!", "Write a long letter to the mayor.", "t t", "really", "It is")
+    exclude = write_jsonl(tmp_path / "x.jsonl", evaluation)
+    questions = ("why IS it so", f"Please: {long}!", "Write a long letter to the mayor.", "t t", "really", "It is", "t")
     rows = [{"messages": [system, *chat(question)]} for question in questions]
     rows.append({"messages": [{"role": "developer", "content": "Be brief."}, *chat("Why do cats purr?")]})
     found = select_prompts(write_jsonl(tmp_path / "p.jsonl", rows), exclude=exclude)
     kept = ["Write a long letter to the mayor.", "t t", "Why do cats purr?"]
-    assert [prompt.messages[-1]["content"] for prompt in found.prompts] == kept and found.num_excluded == 4
-    assert exclude.matches("write a letter") and exclude.matches("Now rewrite it in one sentence")
-    assert not exclude.matches(system["content"]) and not Exclusion.read(None).matches("anything")
+    assert [prompt.messages[-1]["content"] for prompt in found.prompts] == kept and found.num_excluded == 5
     with pytest.raises(ValueError, match="no prompt is left .1 are on"):
         select_prompts(write_jsonl(tmp_path / "q.jsonl", rows[:1]), exclude=exclude)
 
@@ -66,7 +62,7 @@ def test_text_rows_are_no_prompts(tmp_path: Path) -> None:
     assert select_prompts(name, columns={"prompt": "text"}).prompts[0].messages[0]["content"] == "abc"
 
 
-PROMPTS = [PromptRow(f"p{number}", tuple(chat(f"Question {number}?")), "test") for number in range(40)]
+PROMPTS = [PromptRow(f"p{number}", tuple(chat(f"Question {number}?"))) for number in range(40)]
 
 
 def test_jobs_have_their_own_seeds_and_temperatures() -> None:

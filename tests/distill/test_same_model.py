@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafter.data.encode import RowEncoder, encode_files
 from drafter.decoding.params import SamplingParams
 from drafter.distill.client import Client
 from drafter.distill.endpoint import Endpoint
@@ -41,23 +40,16 @@ def compare(live: Live) -> Comparison:
     return compare_models(Client(live.url), "tiny", tiny_target(), PROMPTS)
 
 
-def test_the_target_itself_has_no_difference() -> None:
+def test_differences_are_named_and_the_target_itself_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     with live_server() as live:
         found = compare(live)
-    assert not found.lines and not found.is_other_model and found.num_tokens > 4
-
-
-def test_one_difference_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with live_server(plain_engine(CHAT_TEMPLATE.replace("<|user|>", "Q: "))) as live:
-        (line,) = compare(live).lines
-        assert line.startswith("chat template: from prompt token 1 on the server reads")
-    with live_server() as live:
+        assert not found.lines and not found.is_other_model and found.num_tokens > 4
         monkeypatch.setattr(live.server, "_check", lambda body, num_prompts: vars(body).update(temperature=3.0))
         (line,) = compare(live).lines
         assert line.startswith("sampling parameters: ")
-
-
-def test_rounded_weights_and_another_model() -> None:
+    with live_server(plain_engine(CHAT_TEMPLATE.replace("<|user|>", "Q: "))) as live:
+        (line,) = compare(live).lines
+        assert line.startswith("chat template: from prompt token 1 on the server reads")
     with live_server(plain_engine(noise=0.1)) as live:
         rounded = compare(live)
     assert not rounded.is_other_model
@@ -68,7 +60,7 @@ def test_rounded_weights_and_another_model() -> None:
 
 def test_ids_outside_the_vocabulary_are_one_line(server: FakeServer) -> None:
     choice = {"message": {"content": "x"}, "token_ids": [10**8], "finish_reason": "stop"}
-    server.reply = lambda body, count: (200, {"choices": [choice], "prompt_token_ids": [1]}, {})
+    server.reply = lambda body, count: (200, {"choices": [choice], "prompt_token_ids": [1]})
     with pytest.raises(ValueError, match="token id 100000000 is outside the target's vocabulary of"):
         compare_models(Client(server.url), "tiny", tiny_target(), PROMPTS)
 
@@ -80,21 +72,16 @@ def test_rows_hold_the_engines_own_tokens(prompts: str, tmp_path: Path) -> None:
         endpoint = Endpoint(live.url, "tiny", concurrency=2)
         distill(endpoint, prompts, tmp_path / "out.jsonl", AnswerSettings(9), num_prompts=4)
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    encoded, report = encode_files([str(tmp_path / "out.jsonl")], RowEncoder(tiny_tokenizer(None)))
-    assert report[0].startswith("4 of 4 rows kept") and len(report) == 1
-    for number, (row, alone) in enumerate(
-        zip(rows, engine.generate([row["messages"][:-1] for row in rows], params), strict=True)
-    ):
+    encoded = encode_rows(rows, tiny_tokenizer(None))
+    answers = engine.generate([row["messages"][:-1] for row in rows], params)
+    for row, ids, alone in zip(rows, encoded, answers, strict=True):
         assert row["prompt_token_ids"] == alone.prompt_ids and row["token_ids"] == alone.token_ids
-        assert row["messages"][-1]["content"] == alone.text
-        token_T, loss_mask_T = encoded.row(number)
-        assert token_T.tolist() == alone.prompt_ids + alone.token_ids
-        assert loss_mask_T.tolist() == [False] * len(alone.prompt_ids) + [True] * len(alone.token_ids)
+        assert row["messages"][-1]["content"] == alone.text and ids.token_ids == alone.prompt_ids + alone.token_ids
 
 
 def test_a_server_without_the_field_is_asked_once(server: FakeServer, prompts: str, tmp_path: Path) -> None:
     refusal = {"error": {"message": "Unrecognized request argument supplied: return_token_ids"}}
-    server.reply = lambda body, _: (400, refusal, {}) if "return_token_ids" in body else (200, answer_of(body), {})
+    server.reply = lambda body, _: (400, refusal) if "return_token_ids" in body else (200, answer_of(body))
     report = distill(Endpoint(server.url, "tiny", concurrency=1, retries=0), prompts, tmp_path / "o.jsonl")
     assert report.num_new == 12 and not report.notes[NO_ANSWER]
     assert sum("return_token_ids" in body for body in server.bodies) == 1
@@ -108,12 +95,12 @@ def test_reasoning_and_tool_calls_need_token_ids(tmp_path: Path, server: FakeSer
     prompts = write_jsonl(tmp_path / "p.jsonl", [{"id": "a", "prompt": "Rain?", "tools": tools}])
     choice = {"message": {"role": "assistant", "content": None, **part}, "finish_reason": "stop"}
     ids = {"prompt_token_ids": [1, 2], "token_ids": [3, 4]}
-    server.reply = lambda body, count: (200, {"choices": [choice | ids]}, {})
+    server.reply = lambda body, count: (200, {"choices": [choice | ids]})
     distill(Endpoint(server.url, "m"), prompts, tmp_path / "o.jsonl")
     assert server.bodies[0]["tools"] == tools
     (encoded,) = encode_rows([json.loads((tmp_path / "o.jsonl").read_text())])
     assert encoded.token_ids == [1, 2, 3, 4] and not encoded.problem
-    server.reply = lambda body, count: (200, {"choices": [choice]}, {})
+    server.reply = lambda body, count: (200, {"choices": [choice]})
     with pytest.raises(OSError, match="separates reasoning or tool calls from the text and gives no token ids"):
         distill(Endpoint(server.url, "m"), prompts, tmp_path / "p2.jsonl")
     (foreign,) = encode_rows([{"messages": [*chat("Rain?"), choice["message"]]}])
