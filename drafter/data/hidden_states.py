@@ -204,8 +204,8 @@ def index_stored_files(
             if lacking:
                 raise ValueError(f"{path} is no file of stored states: it lacks the tensor {', '.join(lacking)}")
             token_T, shape = file.get_tensor(_TOKENS), file.get_slice(_STATES).get_shape()
-        num_layers = len(context_layers) + 1 if context_layers else shape[1]
-        if token_T.ndim != 1 or shape != [len(token_T), num_layers, target.hidden_size]:
+        num_layers = [len(context_layers) + 1] if context_layers else shape[1:2]  # any number without a context
+        if token_T.ndim != 1 or shape != [len(token_T), *num_layers, target.hidden_size]:
             raise ValueError(
                 f"{path}: hidden_states {shape} with token_ids {list(token_T.shape)}, but must be tokens x layers (the "
                 f"{len(context_layers)} of --model.drafter.context_layers and the last one) x {target.hidden_size}"

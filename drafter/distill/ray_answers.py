@@ -88,9 +88,13 @@ class RayAnswerer:
     @contextmanager
     def _cluster(self) -> Iterator[Any]:
         """The package `ray`, connected; within the block the failure of a worker is a ValueError or an OSError."""
-        import ray
-        import ray.data
-
+        try:
+            import ray
+            import ray.data
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                "--ray needs the package ray: in the repository, pip install -c constraints.txt -e '.[cluster]'"
+            ) from error
         address = None if self._options.ray == "local" else self._options.ray or "auto"
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True)

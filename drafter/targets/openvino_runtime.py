@@ -2,8 +2,8 @@
 
 The program reads keys and values where the slot cache keeps them. One program means one packed copy of the weights.
 
-Shapes: B rows · T tokens of a row · S visible cache slots · D hidden size · C context size · V vocabulary ·
-M hidden states.
+Shapes: B rows · T tokens of a row · S visible cache slots · G key/value heads · K head dimension · D hidden size ·
+C context size · V vocabulary · M hidden states.
 """
 
 from collections.abc import Sequence

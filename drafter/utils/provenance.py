@@ -3,6 +3,7 @@
 Nothing here imports torch: versions come from package metadata, the GPU's name only when torch is loaded already.
 """
 
+import contextlib
 import json
 import os
 import platform
@@ -10,8 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,15 @@ def run_record(*, seed: int | None = None, settings: Mapping[str, Any] | None = 
 
     `settings`: further values, such as figures measured during the run. No command with a record takes a secret.
     """
-    found = {name: version(name) for name in _PACKAGES if find_spec(name) is not None}
+    versions = {"python": platform.python_version(), "drafter": __version__}
+    for name in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return {
         "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "seed": seed,
         "settings": dict(settings or {}),
-        "versions": {"python": platform.python_version(), "drafter": __version__} | found,
+        "versions": versions,
         "git_revision": _git_revision(),
         "machine": _machine(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

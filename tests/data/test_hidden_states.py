@@ -153,6 +153,7 @@ def test_wrong_folders_and_files(target: Target, tmp_path: Path) -> None:
     for tensors, message in (
         ({"hidden": states}, "lacks the tensor hidden_states, token_ids"),
         (good | {"hidden_states": states.repeat(1, 1, 2)}, r"hidden_states \[9, 1, 32\] .* last one\) x 16"),
+        (good | {"hidden_states": states.flatten()}, r"hidden_states \[144\] .* but must be tokens x layers"),
     ):
         save_file(tensors, odd)
         with pytest.raises(ValueError, match=f"x.safetensors.* {message}"):

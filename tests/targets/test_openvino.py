@@ -69,6 +69,14 @@ def test_layers_that_count_themselves_are_not_copied(monkeypatch: pytest.MonkeyP
     check_trees_over_ragged_rows(on_openvino(target), target)
 
 
+def test_attention_is_written_out() -> None:
+    """OpenVINO's own form transposes the keys of all slots at every forward."""
+    before = files()
+    on_openvino(tiny("Llama", num_hidden_layers=3))
+    (forward,) = (file.read_text() for file in files() - before if file.name == "forward.xml")
+    assert "ScaledDotProductAttention" not in forward and forward.count('type="SoftMax"') == 3
+
+
 def test_kinds_of_layers_are_recorded_twice_each() -> None:
     target = tiny("Llama", num_hidden_layers=9)
     for place in (3, 7):
