@@ -66,7 +66,7 @@ def finish(place: Path, run: str, *processes: subprocess.Popen[str]) -> dict[str
 
 def train(place: Path, run: str, num_steps: int, processes: list[str], *more: str) -> dict[str, Any]:
     """Run ``drafter train`` as a user does; the last checkpoint."""
-    command = [sys.executable, "-m", "drafter.cli.main", "train", *settings(run, num_steps), *processes, *more]
+    command = [sys.executable, "-m", "drafter", "train", *settings(run, num_steps), *processes, *more]
     return finish(place, run, launch(place, command))
 
 
@@ -96,7 +96,7 @@ def test_two_processes_equal_one(place: Path, alone: dict[str, Any]) -> None:
 
 def test_run_of_two_processes_goes_on_with_two_and_no_other_number(place: Path, alone: dict[str, Any]) -> None:
     train(place, "two", 3, TWO)
-    command = [sys.executable, "-m", "drafter.cli.main", "train", *settings("two", 6), *ONE, "--ckpt_path", "last"]
+    command = [sys.executable, "-m", "drafter", "train", *settings("two", 6), *ONE, "--ckpt_path", "last"]
     refused = launch(place, command)
     error = refused.communicate(timeout=280)[1]
     assert refused.returncode == 2 and "written by 2 process(es) and this run has 1" in error
