@@ -4,9 +4,11 @@ Random drafters, over 200 cases in all. A search is compared by its set of paths
 than rounding may come in either order. Cases where rounding could decide what is kept are counted, and must be rare.
 """
 
+import math
 import random
 from functools import partial
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,8 +24,8 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.beam import BeamProposer
 from drafter.proposers.options import Drafting
 from tests.engine.oracle import rows_of
-from tests.reference import loops
-from tests.reference.loops import Packed
+from tests.reference.nodes import nodes_of, paths_of
+from tests.reference.warpers import rank_children
 
 NUM_BEAM_CASES = 200
 NUM_TREE_CASES = 200
@@ -99,7 +101,7 @@ class Case:
         noise = None
         if self.is_coupled and self.noise_BLV is not None:
             noise = self.noise_BLV[row, depth][self.drafter.draft_token_ids_R].tolist()
-        return loops.rank_children(logits, noise, self.tau, self.noise_weight, p.temperature, p.top_k, p.top_p, p.min_p)
+        return rank_children(logits, noise, self.tau, self.noise_weight, p.temperature, p.top_k, p.top_p, p.min_p)
 
     def token_logits(self, row, path):
         """The drafter's logits [R] after the root and a path of target tokens."""
@@ -135,6 +137,20 @@ def is_on_edge(scores, num_kept):
     return num_kept < len(ranked) and ranked[num_kept - 1] - ranked[num_kept] < EDGE
 
 
+class Packed(NamedTuple):
+    """One row of the candidates, as lists."""
+
+    token: list[int]
+    parent: list[int]
+    depth: list[int]
+    is_node: list[bool]
+
+    def paths(self):
+        """The tokens from the root's child to each node."""
+        scores = [0.0 if is_node else -math.inf for is_node in self.is_node]
+        return paths_of([reference.Node(*node) for node in zip(*self[:3], scores, strict=True)]).keys()
+
+
 def row_of(candidates, row):
     return Packed(*(field[row].tolist() for field in candidates[:4]))
 
@@ -165,15 +181,9 @@ def test_beam_search_equals_the_reference(block):
             ids_R = case.drafter.draft_token_ids_R
             nodes = case.reference_tree(row)
             nodes = [nodes[0], *(node._replace(token=ids_R[node.token].item()) for node in nodes[1:])]
-            expected = node_paths(nodes)
-            depth = torch.arange(1, case.length + 1).repeat_interleave(case.width).tolist()
-            columns = token_BM[row].tolist(), parent_BM[row].tolist(), depth, score_BM[row].tolist()
-            listed = [loops.Drafted(*node) for node in zip(*columns, strict=True)]
-            found = {
-                tuple(loops.drafted_path(listed, i)): node.score
-                for i, node in enumerate(listed)
-                if node.score > -torch.inf
-            }
+            expected = paths_of(nodes)
+            depth = torch.arange(1, case.length + 1).repeat_interleave(case.width)
+            found = paths_of(nodes_of(nodes[0].token, token_BM[row], parent_BM[row], depth, score_BM[row]))
             if found.keys() != expected.keys():
                 # Only where the search itself stood on an edge: the nodes that differ score alike.
                 odd = {**found, **expected}
@@ -184,24 +194,14 @@ def test_beam_search_equals_the_reference(block):
             assert found == pytest.approx(expected, abs=1e-4)
             for packed in (row_of(tree, row) for tree in trees):
                 check_packed(packed)
-            kept = node_paths(reference.keep_best_nodes(nodes, num_nodes)).keys()
-            if loops.packed_paths(row_of(trees[0], row)) != kept:
+            if row_of(trees[0], row).paths() != paths_of(reference.keep_best_nodes(nodes, num_nodes)).keys():
                 assert is_on_edge(expected.values(), num_nodes - 1), (number, row)
                 num_on_edge += 1
                 continue
-            merged = node_paths(reference.keep_final_beams(nodes, case.length)).keys()
-            assert loops.packed_paths(row_of(trees[1], row)) == merged
+            merged = paths_of(reference.keep_final_beams(nodes, case.length))
+            assert row_of(trees[1], row).paths() == merged.keys()
             num_compared += 1
     assert num_compared >= per_block and num_on_edge <= num_compared * 0.02, (num_compared, num_on_edge)
-
-
-def node_paths(nodes):
-    """The reference's tree as token paths and scores, root left out."""
-    return {
-        tuple(nodes[j].token for j in reference.path_to(nodes, i)[1:]): node.score
-        for i, node in enumerate(nodes)
-        if i > 0
-    }
 
 
 def random_tree(rng, num_nodes, vocab_size, num_padding):

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from drafter.proposers.copying import SHARES, Copies, mix
+from drafter.reference import Beam, Node, search_tree
 from tests.proposers.test_beam_reference import Case
-from tests.reference import loops
+from tests.reference.warpers import softmax, warp
 
 
 def share_of_copy(tokens: list[int], path: list[int]) -> tuple[float, int]:
@@ -69,16 +70,16 @@ def copying_rows(case: Case, number: int) -> None:
     case.rows = case.rows._replace(history_BS=history_BS, root_B=root_B)
 
 
-def twin_nodes(case: Case, row: int) -> list[loops.Drafted]:
+def twin_nodes(case: Case, row: int) -> list[Node]:
     """The nodes that the loop twin drafts; paths and tokens are of the target's vocabulary."""
     ids = case.drafter.draft_token_ids_R.tolist()
     tokens = case.rows.history_BS[row, : int(case.rows.length_B[row]) + 1].tolist()
     params = case.params[row]
 
     def score(path: list[int]) -> list[float]:
-        warped = loops.warp(case.token_logits(row, path), params.temperature, params.top_k, params.top_p, params.min_p)
+        warped = warp(case.token_logits(row, path), params.temperature, params.top_k, params.top_p, params.min_p)
         share_V = [0.0] * case.vocab_size
-        for token, share in zip(ids, loops.softmax(warped), strict=True):
+        for token, share in zip(ids, softmax(warped), strict=True):
             share_V[token] = share
         share, copied = share_of_copy(tokens, path)
         if share:
@@ -88,9 +89,16 @@ def twin_nodes(case: Case, row: int) -> list[loops.Drafted]:
         if case.is_coupled and case.noise_BLV is not None and params.temperature > 0:
             noise_V = case.noise_BLV[row, len(path)].tolist()
             rank_V = [rank + case.noise_weight * noise for rank, noise in zip(rank_V, noise_V, strict=True)]
-        return [math.log(p) if p > 0 else -math.inf for p in loops.softmax([rank / case.tau for rank in rank_V])]
+        return [math.log(p) if p > 0 else -math.inf for p in softmax([rank / case.tau for rank in rank_V])]
 
-    return loops.beam_search(score, case.width, case.length)
+    def expand(_: object, path: list[int], token: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+        """The state is the path before the token, root included."""
+        path = [*path, int(token)]
+        return path, torch.tensor(score(path[1:]), dtype=torch.float64)
+
+    root = Node(int(case.rows.root_B[row]), 0, 0, 0.0)
+    start = Beam(0, [], root)
+    return search_tree(expand, lambda _, score_V: score_V, case.width, case.length, None, [root], [start])[1:]
 
 
 def tail_scores(case: Case, row: int, path: list[int], depth: int) -> list[float]:

@@ -20,7 +20,7 @@ from drafter.proposers.lookup import (
 from drafter.proposers.options import Drafting
 from tests.engine.oracle import assert_lossless, requests, rows_of, tiny_target
 from tests.reference.lookup_loop import find_matches_loop, follow_loop, share_loop
-from tests.reference.loops import Drafted, drafted_path
+from tests.reference.nodes import nodes_of, paths_of
 
 TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=24), min_size=1, max_size=4)
 
@@ -65,10 +65,7 @@ def test_scores_equal_the_loop(texts: list[list[int]], num_matches: int, length:
         proposals = [follow_loop(text, end, length) for _, end in best]
         lengths = [size for size, _ in best]
         columns = nodes.token_BM[row], nodes.parent_BM[row], depth_M, nodes.score_BM[row]
-        listed = [Drafted(*node) for node in zip(*(column.tolist() for column in columns), strict=True)]
-        places = [place for place, node in enumerate(listed) if node.score > -math.inf]
-        scores = {tuple(drafted_path(listed, place)): listed[place].score for place in places}
-        assert len(places) == len(scores), "two nodes with one path"
+        scores = paths_of(nodes_of(text[-1], *columns))
         assert scores.keys() == {tuple(p[: d + 1]) for p in proposals for d in range(length)}
         for path, score in scores.items():
             share = share_loop(proposals, lengths, path, _ODDS, _WEIGHT_PER_TOKEN)

@@ -10,19 +10,28 @@ import math
 from itertools import pairwise, product
 
 import numpy as np
+import torch
 
-from tests.reference.loops import beam_search, final_beams
+from drafter.reference import draft_tree, path_to
+
+
+def beams_of(q: np.ndarray, root: int, width: int, length: int) -> list[list[int]]:
+    """The tokens of each beam that a search of a drafter q[token, next] ends with."""
+    log_q = torch.from_numpy(q).log()
+    nodes = draft_tree(
+        lambda _, state, token: (state, log_q[token]), lambda _, logits: logits, width, length, 1, torch.zeros(1), root
+    )
+    ends = (i for i, node in enumerate(nodes) if node.depth == length)
+    return [[nodes[j].token for j in path_to(nodes, i)[1:]] for i in ends]
 
 
 def published_step(
-    p: np.ndarray, q: np.ndarray, root: int, width: int, length: int, generator: np.random.Generator
+    p: np.ndarray, q: np.ndarray, root: int, beams: list[list[int]], generator: np.random.Generator
 ) -> list[int]:
     """Tokens of one step for a target p[token, next] and a drafter q[token, next], both of order 1."""
-    log_q = np.log(q)
-    drafted = beam_search(lambda path: list(log_q[path[-1] if path else root]), width, length)
     best: list[int] = []
     rejected_at: tuple[int, ...] | None = None
-    for beam in final_beams(drafted, length):
+    for beam in beams:
         before, accepted = root, 0
         for token in beam:
             if generator.random() >= p[before, token] / q[before, token]:
@@ -41,13 +50,13 @@ def published_answers(
 ) -> np.ndarray:
     """[num_answers, num_tokens] token ids."""
     generator = np.random.default_rng(seed)
+    beams = [beams_of(q, token, width, length) for token in range(len(q))]
     answers = np.empty((num_answers, num_tokens), dtype=np.int64)
     for row in answers:
-        tokens: list[int] = []
-        while len(tokens) < num_tokens:
-            last = tokens[-1] if tokens else root
-            tokens += published_step(p, q, last, width, length, generator)
-        row[:] = tokens[:num_tokens]
+        tokens = [root]
+        while len(tokens) <= num_tokens:
+            tokens += published_step(p, q, tokens[-1], beams[tokens[-1]], generator)
+        row[:] = tokens[1 : num_tokens + 1]
     return answers
 
 
