@@ -1,7 +1,11 @@
-"""README and docs: every command line parses, every link and every path leads somewhere."""
+"""README and docs: every command line parses, every link and every path leads somewhere, every example runs."""
 
+import ast
+import doctest
 import re
+import runpy
 import shlex
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -126,3 +130,35 @@ def test_no_message_and_no_page_installs_another_package() -> None:
 def test_the_pages_are_few_and_short() -> None:
     assert len(PAGES) <= 10 and sum(len(page.read_text().splitlines()) for page in PAGES[1:]) <= 1400
     assert len((ROOT / "README.md").read_text().splitlines()) <= 140
+
+
+@pytest.mark.parametrize(("name", "least"), [("architecture.md", 25), ("sampling.md", 8)])
+def test_examples_run(name: str, least: int) -> None:
+    result = doctest.testfile(str(ROOT / "docs" / name), module_relative=False)
+    assert result.failed == 0 and result.attempted >= least
+
+
+def functions_of(code: str) -> dict[str, str]:
+    """The functions of some code by name, without docstrings and annotations."""
+    functions = {node.name: node for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)}
+    for function in functions.values():
+        function.returns = None
+        for argument in function.args.args:
+            argument.annotation = None
+        if ast.get_docstring(function):
+            del function.body[0]
+    return {name: ast.unparse(function) for name, function in functions.items()}
+
+
+def test_quoted_functions_are_the_real_ones() -> None:
+    text = "".join((ROOT / "docs" / name).read_text() for name in ("architecture.md", "sampling.md"))
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if ">>>" not in block]
+    quoted = functions_of("\n".join(blocks))
+    assert len(quoted) == 6
+    assert quoted.items() <= functions_of((ROOT / "drafter/reference.py").read_text()).items()
+
+
+def test_picture_is_drawn_by_its_script(tmp_path: Path) -> None:
+    """docs/img/tree.svg is what docs/img/draw_tree.py makes of the reference's functions today."""
+    runpy.run_path(shutil.copy(ROOT / "docs/img/draw_tree.py", tmp_path), run_name="__main__")
+    assert (tmp_path / "tree.svg").read_text() == (ROOT / "docs/img/tree.svg").read_text()

@@ -20,29 +20,29 @@ def seed():
 
 def toy_step(llm_state, rnn_state, token):
     """[d], [h], [] -> [h], []: rnn_state' = rnn_state + token, token' = token + sum(rnn_state')."""
-    return with_next_token(rnn_state + token, token)
+    return rnn_state + token, token + (rnn_state + token).sum()
 
 
-def with_next_token(rnn_state, token):
-    """[h], [] -> [h], []."""
-    return rnn_state, token + rnn_state.sum()
+def simpler_step(llm_state, rnn_state, token):
+    """[d], [h], [] -> [h], []: rnn_state' = 2 rnn_state, token' = token + 1."""
+    return 2 * rnn_state, token + 1
 
 
-D, H, L = 8, 4, 3
-CHAINS = [[0, 0, 0, 0], [100, 500, 2900, 16900], [200, 1000, 5800, 33800]]
-
-
-chain = partial(sample_sequence, toy_step, L, H)
-beams = vmap(chain, in_dims=(None, 0))
-batch = vmap(beams, in_dims=(0, 0))
-
-
-def test_toy_drafter():
+@pytest.mark.parametrize(
+    "step,chains",
+    [
+        (toy_step, [[0, 0, 0, 0], [100, 500, 2900, 16900], [200, 1000, 5800, 33800]]),
+        (simpler_step, [[0, 1, 2, 3], [100, 101, 102, 103], [200, 201, 202, 203]]),
+    ],
+)
+def test_toy_drafter(step, chains):
     """[d], [] -> [l + 1]; with beams [d], [w] -> [w, l + 1]; with a batch [b, d], [b, w] -> [b, w, l + 1]."""
+    chain = partial(sample_sequence, step, 3, 4)
+    beams = vmap(chain, in_dims=(None, 0))
     tokens = torch.tensor([0.0, 100.0, 200.0])
-    assert chain(torch.zeros(D, dtype=torch.int64), torch.tensor(100)).tolist() == CHAINS[1]
-    assert beams(torch.zeros(D), tokens).tolist() == CHAINS
-    assert batch(torch.zeros(2, D), tokens.repeat(2, 1)).tolist() == [CHAINS, CHAINS]
+    assert chain(torch.zeros(8, dtype=torch.int64), torch.tensor(100)).tolist() == chains[1]
+    assert beams(torch.zeros(8), tokens).tolist() == chains
+    assert vmap(beams, in_dims=(0, 0))(torch.zeros(2, 8), tokens.repeat(2, 1)).tolist() == [chains, chains]
 
 
 def random_weights(v=11, d=5, h=6, seed=0):
@@ -58,24 +58,6 @@ def test_rnn_step_is_the_formula():
     torch.testing.assert_close(state, before / (1 + (-before).exp()))
     logits = weights.head[:, :5] @ llm_state + weights.head[:, 5:] @ state
     assert token.item() == logits.argmax().item()
-
-
-P = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.2, 0.2, 0.6]])
-Q = torch.tensor([[0.2, 0.2, 0.6], [0.1, 0.6, 0.3]])
-
-
-@pytest.mark.parametrize(
-    "draft,coin,num_accepted,bonus",
-    [
-        ([0, 1], [0.99, 0.99], 2, [0.2, 0.2, 0.6]),  # p >= q at both: kept whatever the coins; then p itself
-        ([2, 1], [0.32, 0.0], 2, [0.2, 0.2, 0.6]),  # p / q = 1/3 at the first
-        ([2, 1], [0.34, 0.0], 0, [0.75, 0.25, 0.0]),  # rejected: nothing after it counts, the residual of row 0
-    ],
-)
-def test_accept_chain_worked_example(draft, coin, num_accepted, bonus):
-    accepted = reference.accept_chain(P, Q, torch.tensor(draft), torch.tensor(coin))
-    assert accepted.item() == num_accepted
-    torch.testing.assert_close(reference.bonus_distribution(P, Q, accepted), torch.tensor(bonus))
 
 
 def rank_by_log_prob(depth, logits):
