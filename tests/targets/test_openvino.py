@@ -134,15 +134,22 @@ def test_openvino_sends_no_statistics(tmp_path: Path) -> None:
     assert not (tmp_path / "seen").exists()
 
 
-def test_an_exported_program_is_kept_and_other_weights_get_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_openvino(tiny("Llama"))
+def test_an_exported_program_is_kept_and_other_weights_get_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loaded() -> Target:
+        return Target.load(str(tmp_path), device="cpu", dtype="float32", runtime="openvino")
+
+    target = tiny("Llama")
+    target.model.save_pretrained(tmp_path)
+    loaded()
     monkeypatch.setattr(programs_writing, "forward_to_openvino", lambda *_: 1 / 0)
-    on_openvino(tiny("Llama"))
-    other = tiny("Llama")
+    loaded()
     with torch.no_grad():
-        other.model.model.layers[1].mlp.up_proj.weight[0, 0] += 1
+        target.model.model.layers[1].mlp.up_proj.weight[0, 0] += 1
+    target.model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="cannot be exported"):
-        on_openvino(other)
+        loaded()
 
 
 @torch.no_grad()

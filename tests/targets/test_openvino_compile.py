@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from drafter.targets import openvino_compile, openvino_files
-from drafter.targets.openvino_compile import Program, Start, starting
+from drafter.targets import openvino_compile
+from drafter.targets.openvino_compile import Program, Start, programs_home, starting
 from drafter.targets.target import Target
 from tests.targets.test_target import tiny
 
@@ -91,10 +91,12 @@ def test_other_outputs_and_other_options_are_compiled_when_they_are_asked_for(
 def test_damaged_programs_are_made_again_and_damaged_records_are_passed_over(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    (earlier := programs_home().with_name("format-9")).mkdir(parents=True)
     wanted, _ = states(folder)
-    (record,) = openvino_files.programs_home().glob("*.json")
+    assert not earlier.exists(), "programs of earlier releases are deleted"
+    (record,) = programs_home().glob("*.json")
     known = record.read_text()
-    program = next(openvino_files.programs_home().rglob("forward.bin"))
+    program = next(programs_home().rglob("forward.bin"))
     program.write_bytes(program.read_bytes()[:-1])
     found, ahead = states(folder)
     assert ahead == [] and torch.equal(found, wanted) and "is damaged and made again" in caplog.text
