@@ -1,23 +1,19 @@
-"""The cases of an accelerator that refuses, run as ``python -m tests.accelerator.cases``: one line of JSON for each.
+"""Tests of an accelerator that refuses, for a process of its own, in which the device is registered.
 
-A case builds the parts on the CPU, replaces their weights by tensors of :mod:`tests.accelerator.device`, and runs them.
-Its line holds the result, or the error.
+A test builds the parts on the CPU, replaces their weights by tensors of :mod:`tests.accelerator.device`, and runs them.
 """
 
 import asyncio
 import copy
-import json
-import sys
-import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -37,7 +33,7 @@ from drafter.serving.worker import Worker
 from drafter.targets.capabilities import decoder_of
 from drafter.targets.target import Target
 from drafter.training.module import DrafterModule
-from tests.accelerator.device import Refuser
+from tests.accelerator.device import HiddenReadError, Refuser, TwoDevicesError
 from tests.accelerator.training import module_of, train_step, validate
 from tests.data.tiny import tiny_tokenizer
 
@@ -54,20 +50,32 @@ _MODELS: dict[str, dict[str, Any]] = {
     "windows": {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     "deep": {"model_type": "llama", "num_hidden_layers": 32, "dtype": "bfloat16"},  # kernels of Llama 3.1 8B
 }
+# On the CPU they answer the questions of drafter.targets.capabilities.
+_ON_CPU = {
+    kind: Target.from_model(AutoModelForCausalLM.from_config(AutoConfig.for_model(**_SIZES | fields)), name=kind)
+    for kind, fields in _MODELS.items()
+}
 refuser = Refuser()
 
 
-@cache
-def cpu_target(kind: str) -> Target:
-    """A small target on the CPU. It answers the questions of :mod:`drafter.targets.capabilities` there."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(**_SIZES | _MODELS[kind])
-    return Target.from_model(AutoModelForCausalLM.from_config(config), name=kind)
+@pytest.fixture(autouse=True)
+def on_the_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The device, but the results of a step are unpacked on the CPU, where tensors have numbers."""
+    unpack = runner._unpack
+
+    def unpacked(words_X: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        with unset_fake_temporarily():
+            return unpack(words_X, [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in like])
+
+    monkeypatch.setattr(runner, "_unpack", unpacked)
+    refuser.clear()
+    with refuser.on():
+        yield
 
 
 def target_of(kind: str) -> Target:
-    """The target of :func:`cpu_target` with weights on the device; what it can do is known."""
-    on_cpu = cpu_target(kind)
+    """A small target with weights on the device; what it can do is known."""
+    on_cpu = _ON_CPU[kind]
     model = refuser.put(lambda: copy.deepcopy(on_cpu.model))
     capabilities = on_cpu.capabilities._replace(decoder=decoder_of(model))
     target = Target(model, tiny_tokenizer(), capabilities, name=kind, plain_fingerprint="x")
@@ -84,17 +92,6 @@ def drafter_of(target: Target, **shape: Any) -> RecurrentDrafter:
     return refuser.put(lambda: RecurrentDrafter(config).eval().to(target.dtype)).bind(target)
 
 
-def unpack_outside() -> None:
-    """The results of a step are unpacked on the CPU, where tensors have numbers."""
-    unpack = runner._unpack
-
-    def unpacked(words_X: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        with unset_fake_temporarily():
-            return unpack(words_X, [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in like])
-
-    runner._unpack = unpacked
-
-
 def engine_of(target: Target, shape: Mapping[str, Any] | None = None, **settings: Any) -> Engine:
     """An engine of the target with a drafter of the shape, unless the settings name another method."""
     fields = {"method": "drafter", "max_num_seqs": 8, "beam_width": 4, "draft_length": 4, "tree_size": 12}
@@ -105,23 +102,32 @@ def engine_of(target: Target, shape: Mapping[str, Any] | None = None, **settings
 
 
 def settled(engine: Engine, num_rows: int, params: SamplingParams, options: RequestOptions | None = None) -> Engine:
-    """The engine with rows that have all been decoding."""
+    """The engine with rows that have all been decoding; copies are counted from here on."""
     engine.reserve(128)
     for row in range(num_rows):
         engine.add(list(range(3, 20 + row)), params, options)
     engine.step()
     engine.step()
+    refuser.clear()
     return engine
 
 
-def step(
-    engine: Engine, num_rows: int, params: SamplingParams, options: RequestOptions | None = None
-) -> dict[str, int]:
-    """Copies of one step of rows that have all been decoding."""
-    settled(engine, num_rows, params, options)
-    refuser.clear()
+ASKED = RequestOptions(num_logprobs=3, want_tree=True)
+STEPS: list[tuple[str, int, SamplingParams, RequestOptions | None, dict[str, str]]] = [
+    *product(("llama", "gemma", "windows"), (1, 8), (GREEDY, FILTERED), (None,), ({},)),
+    *product(("llama",), (2,), (GREEDY, FILTERED), (None,), [{"method": m} for m in ("none", "lookup", "draft-model")]),
+    ("llama", 2, FILTERED, None, {"method": "draft-model", "verify": "rejection"}),
+    ("llama", 8, FILTERED, ASKED, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "num_rows", "params", "options", "settings"), STEPS)
+def test_steps_read_once_and_send_nothing(
+    kind: str, num_rows: int, params: SamplingParams, options: RequestOptions | None, settings: dict[str, str]
+) -> None:
+    engine = settled(engine_of(target_of(kind), **settings), num_rows, params, options)
     assert len(engine.step()) == num_rows
-    return refuser.copies
+    assert refuser.copies == {"read": 1}
 
 
 class Kernels(TorchDispatchMode):
@@ -155,36 +161,41 @@ class Kernels(TorchDispatchMode):
         return result
 
 
-def kernels(num_nodes: int, beam_width: int, draft_length: int) -> dict[str, int]:
-    """Kernels of an eager greedy step of one row."""
-    tree = {"beam_width": beam_width, "draft_length": draft_length, "tree_size": num_nodes}
-    method = "drafter" if num_nodes > 1 else "none"
+@pytest.mark.parametrize(
+    ("tree_size", "beam_width", "draft_length", "most"),
+    [(1, 1, 1, 62), (8, 4, 3, 459), (24, 8, 4, 601), (64, 16, 5, 638)],
+)
+def test_kernels_of_a_step(tree_size: int, beam_width: int, draft_length: int, most: int) -> None:
+    """An eager greedy step of one row: at most the kernels of the table of docs/performance.md."""
+    tree = {"beam_width": beam_width, "draft_length": draft_length, "tree_size": tree_size}
+    method = "drafter" if tree_size > 1 else "none"
     shape = {"num_res_blocks": 2, "block_rank": 16}
     engine = settled(engine_of(target_of("deep"), shape, method=method, max_num_seqs=1, **tree), 1, GREEDY)
     with Kernels(engine.target) as count:
         engine.step()
-    return count.found
+    print(tree_size, dict(count.found))
+    assert count.found["rest"] <= most and 1200 < count.found["target"] < 1600
 
 
-def reads_of_prefixes() -> int:
-    """Reads of steps that fill prompts in, in chunks, while no row decodes; and reads, beyond its own, of a step in
-    which requests share the prompts of finished and of running ones.
+def test_prefill_and_shared_prefixes_read_nothing() -> None:
+    """Steps that fill prompts in, in chunks, while no row decodes, do not read; a step in which requests share the
+    prompts of finished and of running requests reads once.
     """
     engine = engine_of(target_of("windows"), enable_prefix_caching=True, prefill_chunk=16)
     engine.reserve(128)
     prompt = list(range(50))
-    first, second = engine.add(prompt, GREEDY), engine.add(prompt[::-1], GREEDY)
+    first, _ = engine.add(prompt, GREEDY), engine.add(prompt[::-1], GREEDY)
     refuser.clear()
     assert engine.step() == [] == engine.step()
-    num_reads = refuser.copies["read"]
+    assert refuser.copies["read"] == 0
     while not engine.step():
         pass
     engine.abort(first.request_id)
     new = [engine.add([*start, 5, 6], FILTERED) for start in (prompt, prompt, prompt[::-1])]
     refuser.clear()
     assert engine.step()
-    assert all(request.num_shared >= 40 for request in new), (new, second)
-    return num_reads + refuser.copies["read"] - 1
+    assert all(request.num_shared >= 40 for request in new)
+    assert refuser.copies["read"] == 1
 
 
 class _OnDevice(Worker):
@@ -195,8 +206,9 @@ class _OnDevice(Worker):
             super()._run()
 
 
-async def _serve(engine: Engine) -> int:
-    """Reads of a worker's thread beyond one for each step that decodes, from its first tokens on."""
+def test_the_servers_thread_reads_once_a_step() -> None:
+    """Warm-up, prefill, shared prefixes, answers with and without log-probabilities and trees."""
+    engine = engine_of(target_of("llama"), enable_prefix_caching=True, max_model_len=128)
     num_steps = 0
     step = engine.step
 
@@ -207,114 +219,70 @@ async def _serve(engine: Engine) -> int:
         return updates
 
     engine.step = counted  # type: ignore[method-assign]
-    worker = _OnDevice(engine, max_queue=4, metrics=Metrics())
-    model = Model("llama", "", engine.target.tokenizer)
-    await worker.start()
-    for params, logprobs in ((GREEDY, None), (FILTERED, 2)):
-        body = CompletionRequest(
-            model="llama", prompt="x", stream=True, logprobs=logprobs, details=logprobs is not None
-        )
-        params = replace(params, max_new_tokens=6)
-        options = RequestOptions(num_logprobs=logprobs, want_tree=logprobs is not None)
-        requests = [engine.make_request(list(range(start, start + 40)), params, options) for start in (0, 5)]
-        answer = Answer(model, body, requests, asyncio.get_running_loop().time() + 600)
-        worker.submit(answer)
-        assert [entry async for entry in answer.entries()]
-    await worker.stop()
-    assert num_steps > 4
-    return refuser.copies["read"] - num_steps
+
+    async def serve() -> None:
+        worker = _OnDevice(engine, max_queue=4, metrics=Metrics())
+        model = Model("llama", "", engine.target.tokenizer)
+        await worker.start()
+        for params, logprobs in ((GREEDY, None), (FILTERED, 2)):
+            has_details = logprobs is not None
+            body = CompletionRequest(model="llama", prompt="x", stream=True, logprobs=logprobs, details=has_details)
+            params = replace(params, max_new_tokens=6)
+            options = RequestOptions(num_logprobs=logprobs, want_tree=has_details)
+            requests = [engine.make_request(list(range(start, start + 40)), params, options) for start in (0, 5)]
+            answer = Answer(model, body, requests, asyncio.get_running_loop().time() + 600)
+            worker.submit(answer)
+            assert [entry async for entry in answer.entries()]
+        await worker.stop()
+
+    asyncio.run(serve())
+    assert refuser.copies["read"] == num_steps > 4
 
 
-def reads_of_the_worker() -> int:
-    """The server's thread: warm-up, prefill, shared prefixes, answers with and without log-probabilities and trees."""
-    with refuser.on():
-        engine = engine_of(target_of("llama"), enable_prefix_caching=True, max_model_len=128)
-    return asyncio.run(_serve(engine))
-
-
-def training(
-    run: Callable[[DrafterModule], None] = train_step, *, is_logged: bool = False, **objective: Any
-) -> dict[str, int]:
-    """Copies of a training step, or of a validation of two batches."""
+def training_module(*, is_logged: bool = False, **objective: Any) -> DrafterModule:
     target = target_of("llama")
     module = module_of(target, drafter_of(target), is_logged=is_logged, **objective)
     refuser.clear()
-    run(module)
-    return refuser.copies
+    return module
 
 
-def _cases_of_steps() -> dict[str, Callable[[], Any]]:
-    cases: dict[str, Callable[[], Any]] = {}
-    samplings = {"greedy": GREEDY, "sampled": FILTERED}
-    for kind, num_rows, word in product(("llama", "gemma", "windows"), (1, 8), samplings):
-        cases[f"step-{kind}-{num_rows}-{word}"] = lambda k=kind, n=num_rows, w=word: step(
-            engine_of(target_of(k)), n, samplings[w]
-        )
-    for method, word in product(("none", "lookup", "draft-model"), samplings):
-        cases[f"step-{method}-{word}"] = lambda m=method, w=word: step(
-            engine_of(target_of("llama"), method=m), 2, samplings[w]
-        )
-    cases["step-rejection-rule"] = lambda: step(
-        engine_of(target_of("llama"), method="draft-model", verify="rejection"), 2, FILTERED
-    )
-    asked = RequestOptions(num_logprobs=3, want_tree=True)
-    cases["step-with-logprobs-and-trees"] = lambda: step(engine_of(target_of("llama")), 8, FILTERED, asked)
-    return cases
+@pytest.mark.parametrize(
+    "settings", [{}, {"kl": 0.0, "cross_entropy": 1.0}, {"shared_tokens": 64}, {"is_logged": True}]
+)
+def test_a_training_step_reads_the_norm_of_its_gradient(settings: dict[str, Any]) -> None:
+    train_step(training_module(**settings))
+    assert refuser.copies == {"read": 1}
 
 
-def _refusals() -> dict[str, Callable[[], Any]]:
-    """Programs that the device must refuse; without these cases the others would prove nothing."""
+def test_a_validation_reads_nothing() -> None:
+    validate(training_module())
+    assert refuser.copies == {}
+
+
+@pytest.mark.parametrize(
+    ("error", "program"),
+    [
+        (HiddenReadError, lambda x: x.sum().item()),
+        (HiddenReadError, lambda x: x.tolist()),
+        (HiddenReadError, lambda x: x.numpy()),
+        (fake_tensor.DataDependentOutputException, lambda x: bool((x > 0).any())),
+        (fake_tensor.DynamicOutputShapeException, lambda x: x.nonzero()),
+        (fake_tensor.DynamicOutputShapeException, lambda x: x[x > 0]),
+        (fake_tensor.DynamicOutputShapeException, lambda x: x.unique()),
+        (fake_tensor.DynamicOutputShapeException, lambda x: x.repeat_interleave(x.long())),
+        (fake_tensor.FakeTensorDeviceMismatchError, lambda x: x + torch.zeros(8)),
+        (TwoDevicesError, lambda x: torch.zeros(8)[x.long()]),
+    ],
+)
+def test_the_device_refuses(error: type[Exception], program: Callable[[torch.Tensor], Any]) -> None:
+    """Hidden reads, shapes from numbers, two devices; without the refusals the other tests would prove nothing."""
+    with pytest.raises(error):
+        program(refuser.numberless(8))
+
+
+def test_copies_are_counted() -> None:
     x = refuser.numberless(8)
-    return {
-        "refused-item": lambda: x.sum().item(),
-        "refused-bool": lambda: bool((x > 0).any()),
-        "refused-tolist": lambda: x.tolist(),
-        "refused-numpy": lambda: x.numpy(),
-        "refused-nonzero": lambda: x.nonzero(),
-        "refused-mask": lambda: x[x > 0],
-        "refused-unique": lambda: x.unique(),
-        "refused-repeat": lambda: x.repeat_interleave(x.long()),
-        "refused-two-devices": lambda: x + torch.zeros(8),
-        "refused-index-of-the-host": lambda: torch.zeros(8)[x.long()],
-        "counted-read": lambda: (x.cpu(), x.to("cpu"), torch.zeros(8).copy_(x), refuser.copies)[-1],
-        "counted-sent": lambda: (torch.tensor([1], device=x.device), torch.zeros(8).to(x.device), refuser.copies)[-1],
-    }
-
-
-CASES: dict[str, Callable[[], Any]] = {
-    **_cases_of_steps(),
-    "kernels-1": lambda: kernels(1, 1, 1),
-    "kernels-8": lambda: kernels(8, 4, 3),
-    "kernels-24": lambda: kernels(24, 8, 4),
-    "kernels-64": lambda: kernels(64, 16, 5),
-    "reads-of-prefixes": reads_of_prefixes,
-    "reads-of-the-worker": reads_of_the_worker,
-    "train-kl": training,
-    "train-cross-entropy": lambda: training(kl=0.0, cross_entropy=1.0),
-    "train-sampled": lambda: training(shared_tokens=64),
-    "train-logged": lambda: training(is_logged=True),
-    "train-validation": lambda: training(validate),
-    **_refusals(),
-}
-
-
-def main(starts: Sequence[str]) -> None:
-    """Run the cases whose names start so, or all."""
-    unpack_outside()
-    for kind in _MODELS:
-        cpu_target(kind)
-    for name, case in CASES.items():
-        if starts and not name.startswith(tuple(starts)):
-            continue
-        refuser.clear()
-        try:
-            # The worker's thread switches the device on itself.
-            with refuser.on() if name != "reads-of-the-worker" else nullcontext():
-                found = {"name": name, "found": case()}
-        except Exception as error:
-            found = {"name": name, "error": type(error).__name__, "text": traceback.format_exc()[-2000:]}
-        print(json.dumps(found), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    _ = x.cpu(), x.to("cpu"), torch.zeros(8).copy_(x)
+    assert refuser.copies == {"read": 3}
+    _ = torch.tensor([1], device=x.device), torch.zeros(8).to(x.device)
+    assert refuser.copies == {"read": 3, "sent": 2}
