@@ -21,12 +21,12 @@ reasoning or tool calls need token ids: as text they are not used.
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from reprlib import repr as short
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from drafter.data.reading import RawRow, read_records
-from drafter.utils.io import printable
+from drafter.utils.parse import validated
 
 _FORMAT_KEYS = ("prompt_token_ids", "messages", "conversations", "prompt", "turns", "text")
 _ROLES = {
@@ -189,24 +189,6 @@ def check_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
             f"{where}: token id {largest} is outside the target's vocabulary of {vocab_size} tokens: the row or "
             "the tokenizer is another model's"
         )
-
-
-_Model = TypeVar("_Model", bound=BaseModel)
-
-
-def validated(kind: type[_Model], value: Any, where: str) -> _Model:
-    """The model of a value or of JSON text in bytes.
-
-    Raises:
-        ValueError: the first fault in one printable line, which begins with ``where``.
-    """
-    try:
-        return kind.model_validate_json(value) if isinstance(value, bytes) else kind.model_validate(value)
-    except ValidationError as error:
-        fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(map(str, fault["loc"]))
-        message = fault["msg"].removeprefix("Value error, ")
-        raise ValueError(printable(": ".join(filter(None, (where, place, message))))) from error
 
 
 def _keys(fields: Mapping[str, Any]) -> str:

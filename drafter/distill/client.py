@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AliasChoices, AliasPath, BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
-from drafter.data.formats import validated
 from drafter.utils.io import printable
-from drafter.utils.parse import parse_json
+from drafter.utils.parse import parse_json, validated
 
 if TYPE_CHECKING:
     import httpx

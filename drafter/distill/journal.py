@@ -15,7 +15,7 @@ from typing import Any
 
 from drafter.data.reading import read_json_lines
 from drafter.utils.io import write_atomic
-from drafter.utils.parse import check_shape, read_json_object
+from drafter.utils.parse import read_json_object
 
 
 class Journal:
@@ -24,7 +24,7 @@ class Journal:
     Args:
         path: the .jsonl file.
         settings: what a later run must agree on.
-        shape: keys that every row has, with their types (:func:`drafter.utils.parse.check_shape`).
+        keys: keys that every row has, with their types.
 
     Attributes:
         rows: the rows of the file when it was opened, in order.
@@ -34,7 +34,7 @@ class Journal:
         OSError: the file cannot be written, or is a folder, a pipe or a device.
     """
 
-    def __init__(self, path: str | Path, settings: Mapping[str, Any], shape: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, path: str | Path, settings: Mapping[str, Any], keys: Mapping[str, type] | None = None) -> None:
         self.path = Path(path).expanduser()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.settings_path = self.path.with_name(self.path.name + ".settings.json")
@@ -46,7 +46,9 @@ class Journal:
             self._remove_incomplete_line()
             records = list(read_json_lines(self.path, str(self.path)))
             for record in records:
-                check_shape(record.fields, dict(shape or {}), record.where)
+                for name, kind in (keys or {}).items():
+                    if not isinstance(record.fields.get(name), kind):
+                        raise ValueError(f"{record.where} has no {name}, or one that is no {kind.__name__}")
             self.rows = [record.fields for record in records]
         except BaseException as error:
             self._file.close()

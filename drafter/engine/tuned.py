@@ -6,14 +6,16 @@ The choice changes the speed of decoding and no token.
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired
 
 import torch
+from typing_extensions import TypedDict
 
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
-from drafter.utils.parse import check_shape, read_json
+from drafter.utils.parse import read_json, validated
 from drafter.utils.provenance import cpu_name
 
 SCHEMA = "drafter-tuned/1"
@@ -124,10 +126,15 @@ class TunedSizes:
         return {"schema": SCHEMA, **self.conditions, "plans": [asdict(plan) for plan in self.plans]}
 
 
-_TEXTS = ("device", "dtype", "runtime", "target_fingerprint", "drafter_fingerprint?")
-_CONDITIONS = {**dict.fromkeys(_TEXTS, str), "compile": bool}
-_CHOICE = dict(MeasuredTree.__annotations__)
-_SHAPE = {"schema": str, **_CONDITIONS, "plans": [{"num_rows": int, "choices": [_CHOICE]}]}
+class _File(TypedDict):
+    schema: str
+    device: str
+    dtype: str
+    runtime: str
+    compile: bool
+    target_fingerprint: str
+    drafter_fingerprint: NotRequired[str]
+    plans: tuple[RowPlan, ...]
 
 
 def read_tuned(path: Path) -> TunedSizes:
@@ -142,25 +149,24 @@ def read_tuned(path: Path) -> TunedSizes:
     except ValueError as error:
         raise ValueError(f"--tuned {error}") from error
     try:
-        check_shape(content, _SHAPE, "the file")
-        if content["schema"] != SCHEMA or not content["plans"]:
-            raise ValueError(f"its schema is {content['schema']!r} but must be {SCHEMA!r}, with plans")
-        plans = sorted(map(_plan_of, content["plans"]), key=lambda plan: plan.num_rows)
+        found = validated(_File, content, "the file")
+        if found["schema"] != SCHEMA or not found["plans"]:
+            raise ValueError(f"its schema is {found['schema']!r} but must be {SCHEMA!r}, with plans")
+        for plan in found["plans"]:
+            _check_plan(plan)
     except ValueError as error:
         raise ValueError(f"--tuned {path}: {error}: run `drafter tune` again") from error
-    names = [name.removesuffix("?") for name in _CONDITIONS]
-    return TunedSizes({name: content[name] for name in names if name in content}, tuple(plans))
+    conditions: dict[str, Any] = {name: value for name, value in found.items() if name not in ("schema", "plans")}
+    return TunedSizes(conditions, tuple(sorted(found["plans"], key=lambda plan: plan.num_rows)))
 
 
-def _plan_of(item: Mapping[str, Any]) -> RowPlan:
-    choices = tuple(MeasuredTree(*(entry[name] for name in _CHOICE)) for entry in item["choices"])
-    for choice in choices:
+def _check_plan(plan: RowPlan) -> None:
+    for choice in plan.choices:
         is_tree = all(1 <= size <= _MAX_SIZE for size in choice.tree)
-        if not is_tree or choice.tokens_per_step < 1 or choice.step_seconds <= 0:
+        if not (is_tree and 1 <= choice.tokens_per_step < inf and 0 < choice.step_seconds < inf):
             raise ValueError(f"impossible numbers: {choice}")
-    if item["num_rows"] < 1 or PLAIN not in [choice.tree for choice in choices]:
-        raise ValueError(f"no measurement of plain decoding for {item['num_rows']} rows")
-    return RowPlan(item["num_rows"], choices)
+    if plan.num_rows < 1 or PLAIN not in [choice.tree for choice in plan.choices]:
+        raise ValueError(f"no measurement of plain decoding for {plan.num_rows} rows")
 
 
 def is_tuned_file(path: Path) -> bool:

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from drafter.models.config import DrafterConfig
 from drafter.models.files import WEIGHTS
-from drafter.utils.parse import check_shape
 
 MODEL_TYPE = "recurrent_drafting_drafter"
 _CHUNK_ROWS = 8192  # rows of the vocabulary multiplied out at once, in float32
@@ -122,20 +121,22 @@ def config_to_apple(config: DrafterConfig) -> dict[str, Any]:
 def config_from_apple(found: Mapping[str, Any]) -> DrafterConfig:
     """Our config of a published one; ValueError naming the field that has no counterpart."""
     where = "published drafter config"
-    sizes = dict.fromkeys(("vocab_size", "hidden_size", "exit_dim", "num_draft_layers"), int)
-    check_shape(found, {"model_type": str, "rnn": bool, **sizes}, where)
+    for name in ("model_type", "rnn", "vocab_size", "hidden_size", "exit_dim", "num_draft_layers"):
+        if name not in found:
+            raise ValueError(f"{where} lacks {name}")
     if found["model_type"] != MODEL_TYPE or not found["rnn"]:
         raise ValueError(
             f"{where}: model_type is {found['model_type']!r} and rnn {found['rnn']}; it must be {MODEL_TYPE!r} with rnn"
         )
-    if found["exit_dim"] != 2 * found["hidden_size"]:
-        raise ValueError(
-            f"{where}: exit_dim is {found['exit_dim']}, not twice the hidden_size {found['hidden_size']}: the input "
-            "projection that this asks for has no counterpart here"
-        )
-    return DrafterConfig(
+    config = DrafterConfig(
         vocab_size=found["vocab_size"], hidden_size=found["hidden_size"], num_res_blocks=found["num_draft_layers"]
     )
+    if found["exit_dim"] != 2 * config.hidden_size:
+        raise ValueError(
+            f"{where}: exit_dim is {found['exit_dim']}, not twice the hidden_size {config.hidden_size}: the input "
+            "projection that this asks for has no counterpart here"
+        )
+    return config
 
 
 def write_folder(

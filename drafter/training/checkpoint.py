@@ -7,10 +7,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import torch
+from pydantic import FiniteFloat, InstanceOf
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from drafter.integrations.hub import CUSTOM_GENERATE
 from drafter.models.config import DrafterConfig
@@ -18,7 +20,7 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.models.files import WEIGHTS
 from drafter.training.options import DrafterOptions
 from drafter.utils.io import check_output_folder, first_line, recover, replacing
-from drafter.utils.parse import check_shape, read_json_object
+from drafter.utils.parse import read_json_object, validated
 from drafter.utils.provenance import write_run_record
 
 # Prefix of the drafter's tensors in the state dict of DrafterModule.
@@ -26,11 +28,6 @@ PREFIX = "drafter."
 # Files of an exported drafter, and files that `drafter tune` adds.
 TUNED_FILE = "tuned.json"
 _OUTPUTS = ("config.json", WEIGHTS, "README.md", "run.json", "custom_generate", TUNED_FILE)
-# What this module reads of a checkpoint; `state_dict` holds tensors alone.
-_CONTENT: dict[str, Any] = {
-    **{"drafter_config": {}, "state_dict": {}, "metrics?": {"*": float}, "num_positions?": int, "global_step?": int},
-    **{"epoch?": int, "data?": {}, "hyper_parameters?": {}},
-}
 _CARD = """---
 library_name: drafter
 pipeline_tag: text-generation
@@ -64,6 +61,14 @@ folder was made.
 """
 
 
+class _Content(TypedDict):
+    """What the drafter of a checkpoint is made of."""
+
+    drafter_config: dict[str, Any]
+    state_dict: dict[str, InstanceOf[Tensor]]
+    metrics: NotRequired[dict[str, FiniteFloat]]
+
+
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """A trainer's checkpoint, tensors and plain data only.
 
@@ -80,12 +85,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise ValueError(
             f"checkpoint {str(path)!r} cannot be read: it is damaged or no checkpoint ({first_line(error)})"
         ) from error
-    where = f"checkpoint {str(path)!r}"
-    check_shape(checkpoint, _CONTENT, where)
-    for name, value in checkpoint["state_dict"].items():
-        if not (isinstance(name, str) and isinstance(value, Tensor)):
-            raise ValueError(f"{where} is damaged: state_dict, {name!r} is no tensor")
-    return checkpoint
+    validated(_Content, checkpoint, f"checkpoint {str(path)!r} is damaged", strict=True)
+    return dict(checkpoint)
 
 
 def last_checkpoint(trainer: Any) -> str:

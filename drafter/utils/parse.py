@@ -8,7 +8,9 @@ import sys
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
+
+from drafter.utils.io import printable
 
 MAX_CONFIG_BYTES = 16 << 20  # a settings file; what `drafter tune` writes is the largest
 MAX_YAML_BYTES = 1 << 20  # the YAML parser takes a second for as much
@@ -16,6 +18,8 @@ MAX_LINE_MIB = 64  # a row of data
 MAX_DEPTH = 64  # lists and mappings of YAML within each other
 MAX_ITEMS = 1_000_000  # values of a YAML file, where an alias counts as often as it is used
 MAX_INTEGER = 2**64
+
+Kind = TypeVar("Kind")
 
 
 def read_json(path: Path) -> Any:
@@ -31,8 +35,9 @@ def read_json(path: Path) -> Any:
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object of a JSON file, as :func:`read_json`; ValueError as well for a file that holds no object."""
     found = read_json(path)
-    check_shape(found, {}, str(path))
-    return dict(found)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must be a JSON object")
+    return found
 
 
 def parse_json(data: bytes, where: str) -> Any:
@@ -107,6 +112,31 @@ def _read_bytes(path: Path, max_bytes: int) -> bytes:
     if len(data) > max_bytes:
         raise ValueError(f"{path}: larger than {max_bytes:,} bytes")
     return data
+
+
+def validated(kind: type[Kind], value: Any, where: str, *, strict: bool = False) -> Kind:
+    """The value of a type that pydantic reads, such as a model or a TypedDict; of JSON text in bytes, or parsed.
+
+    Args:
+        kind: the type. Keys that a TypedDict does not name are free, and absent from the result.
+        value: the JSON text or the parsed value.
+        where: for messages.
+        strict: convert nothing, so that a text stands for no number.
+
+    Raises:
+        ValueError: the first fault in one line, which begins with ``where`` and the place in the value.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    adapter = TypeAdapter(kind)
+    try:
+        read = adapter.validate_json if isinstance(value, bytes) else adapter.validate_python
+        return read(value, strict=strict or None)  # None: as the type says
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(map(str, fault["loc"]))
+        message = fault["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{where}: {printable(f'{place}: {message}' if place else message)}") from error
 
 
 _NAMES: dict[type, str] = {

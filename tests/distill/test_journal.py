@@ -48,7 +48,7 @@ def test_foreign_and_damaged_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="line 2: broken JSON"):
         Journal(tmp_path / "a.jsonl", {"seed": 1})
     (tmp_path / "a.jsonl").write_bytes(lines[0] + b'{"id": 1}\n')
-    with pytest.raises(ValueError, match="line 2, id is a number, but must be a text"):
+    with pytest.raises(ValueError, match="line 2 has no id, or one that is no str"):
         Journal(tmp_path / "a.jsonl", {"seed": 1}, {"id": str})
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path, tmp_path / "pipe"):

@@ -60,7 +60,7 @@ def measured(**changes: object) -> dict[str, object]:
         ({"schema": "other/1"}, "schema is 'other/1'"),
         ({"plans": [{"num_rows": 1, "choices": []}]}, "plain"),
         ({"plans": [{"num_rows": 1, "choices": [measured(tree_size=9999)]}]}, "impossible"),
-        ({"device": 3}, "device is a number, but must be a text"),
+        ({"device": 3}, "device: Input should be a valid string"),
     ],
 )
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, changes: dict[str, object], reason: str) -> None:

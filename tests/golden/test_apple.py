@@ -128,7 +128,7 @@ def test_what_the_format_cannot_say_is_refused_by_field() -> None:
         ("model_type", "llama", "model_type is 'llama'"),
         ("rnn", False, "and rnn False"),
         ("exit_dim", 16, "exit_dim is 16, not twice the hidden_size 16"),
-        ("vocab_size", "32", "vocab_size is a text"),
+        ("vocab_size", "32", "vocab_size is '32' but must be an integer"),
         ("num_draft_layers", -1, "num_res_blocks is -1"),
     ],
 )

@@ -334,7 +334,7 @@ def test_export_refuses_and_leaves_nothing_half_written(trained: Path, tmp_path,
     state = sound["state_dict"]
     for content, fragment in (
         ({"drafter_config": {}, "state_dict": {}, "extra": Path("/")}, "cannot be read"),
-        ({"state_dict": {}}, "lacks drafter_config"),
+        ({"state_dict": {}}, "drafter_config: Field required"),
         (sound | {"state_dict": {}}, "missing"),
         (sound | {"state_dict": state | {"drafter.head.weight": torch.zeros(2)}}, "head.weight"),
         (sound | {"drafter_config": {**sound["drafter_config"], "hidden_size": "x"}}, "hidden_size"),

@@ -24,7 +24,7 @@ BOMB = "a: &a [1,2,3,4,5,6,7,8,9]\n" + "".join(
         (read_json, "[" * 100_000, "recursion limit"),
         (read_json, "1" * 5000, "out of range"),
         (read_json, '"\\ud800"', "hex escape"),
-        (read_json_object, "[1]", "is a list, but must be an object"),
+        (read_json_object, "[1]", "must be a JSON object"),
         (read_yaml, "a: &a [*a]", "nested deeper"),
         (read_yaml, BOMB, "more than"),
         (read_yaml, "a: !!python/object/apply:os.system [ls]", "broken YAML"),
