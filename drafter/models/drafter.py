@@ -208,22 +208,7 @@ class RecurrentDrafter(nn.Module):
             ValueError: another target than the one the drafter was trained for; both are named.
         """
         config = self.config
-        mine = f"the drafter was trained for target {config.target_name or 'unknown'!r}"
-        for what, wanted, found in (
-            ("vocabulary", config.vocab_size, target.vocab_size),
-            ("hidden size", config.hidden_size, target.hidden_size),
-        ):
-            if wanted != found:
-                raise ValueError(f"{mine} ({what} {wanted}) and cannot draft for {target.name!r} ({what} {found})")
-        if config.target_fingerprint and not same_fingerprint(config.target_fingerprint, target.fingerprint):
-            raise ValueError(
-                f"{mine} and cannot draft for {target.name!r}: their output matrices differ; "
-                "give the target it was trained for (--target), or train a drafter for this one"
-            )
-        if rounding_of(config.target_fingerprint) != rounding_of(target.fingerprint):
-            _log.warning(
-                "%s, and %r has its weights rounded otherwise: fewer drafts may be accepted", mine, target.name
-            )
+        check_target(config, target)
         if config.head == "tied":
             weight_VD = target.output_weight_VD
             rows_RD = (
@@ -340,3 +325,21 @@ class RecurrentDrafter(nn.Module):
             return x_XE
         hidden_XD, state_XD = x_XE.chunk(2, dim=-1)
         return torch.cat([hidden_XD * scale, state_XD], dim=-1)
+
+
+def check_target(config: DrafterConfig, target: TargetLike) -> None:
+    """Check that this is the drafter's target; ValueError that names both targets if not."""
+    mine = f"the drafter was trained for target {config.target_name or 'unknown'!r}"
+    for what, wanted, found in (
+        ("vocabulary", config.vocab_size, target.vocab_size),
+        ("hidden size", config.hidden_size, target.hidden_size),
+    ):
+        if wanted != found:
+            raise ValueError(f"{mine} ({what} {wanted}) and cannot draft for {target.name!r} ({what} {found})")
+    if config.target_fingerprint and not same_fingerprint(config.target_fingerprint, target.fingerprint):
+        raise ValueError(
+            f"{mine} and cannot draft for {target.name!r}: their output matrices differ; "
+            "give the target it was trained for (--target), or train a drafter for this one"
+        )
+    if rounding_of(config.target_fingerprint) != rounding_of(target.fingerprint):
+        _log.warning("%s, and %r has its weights rounded otherwise: fewer drafts may be accepted", mine, target.name)

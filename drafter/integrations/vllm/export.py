@@ -1,4 +1,4 @@
-"""Write a drafter as the folder that vLLM reads (:mod:`drafter.integrations.vllm.folder`).
+"""Write a drafter as the folder that vLLM reads (:mod:`drafter.integrations.vllm`).
 
 Shapes: T tokens · D hidden size.
 """
@@ -15,17 +15,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafter.integrations.vllm import ARCHITECTURE, TESTED_VERSIONS
-from drafter.integrations.vllm.copies import PLACE_SIZE
-from drafter.integrations.vllm.folder import (
+from drafter.integrations.vllm import (
+    ARCHITECTURE,
     COPYING_KEY,
     DRAFTER_KEY,
     FINAL_NORM,
     OUTPUT_ROWS,
     TARGET_KEY,
-    TargetFacts,
+    TESTED_VERSIONS,
     shares_head,
 )
+from drafter.integrations.vllm.copies import PLACE_SIZE
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.models.files import WEIGHTS
@@ -72,16 +72,10 @@ def export_vllm(
     drafter.bind(target)
     _check_context(drafter.config, target)
     gain_D, epsilon = _rms_norm_of(target)
-    facts = TargetFacts(
-        name=drafter.config.target_name or target.name,
-        fingerprint=drafter.config.target_fingerprint or target.fingerprint,
-        hidden_size=target.hidden_size,
-        num_layers=target.num_layers,
-        vocab_size=target.vocab_size,
-        norm_epsilon=epsilon,
-    )
     config = copy.deepcopy(drafter.config)
     config.embedding_scale *= _embedding_scale(target)
+    config.target_name = config.target_name or target.name
+    config.target_fingerprint = config.target_fingerprint or target.fingerprint
     tensors: dict[str, Tensor] = dict(drafter.state_dict()) | {FINAL_NORM: gain_D}
     if config.head == "tied" and not shares_head(config):
         tensors[OUTPUT_ROWS] = target.output_weight_VD[drafter.draft_token_ids_R.to(target.output_weight_VD.device)]
@@ -92,10 +86,10 @@ def export_vllm(
     with replacing(out) as folder:
         folder.mkdir()
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        fields = _config(config, facts, target, dtype, copying)
+        fields = _config(config, target, epsilon, dtype, copying)
         (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         card = _CARD.format(
-            name=facts.name,
+            name=config.target_name,
             versions=", ".join(TESTED_VERSIONS),
             draft_length=min(3, config.draft_length),
             copying="yes" if copying else "no",
@@ -105,7 +99,7 @@ def export_vllm(
     return out
 
 
-def _config(config: DrafterConfig, facts: TargetFacts, target: Target, dtype: str, copying: bool) -> dict[str, Any]:
+def _config(config: DrafterConfig, target: Target, epsilon: float, dtype: str, copying: bool) -> dict[str, Any]:
     """``config.json``: vLLM reads a Llama of the size of a state, whose one layer has keys of the target's shape."""
     text = target.model.config.get_text_config(decoder=True)
     num_heads = int(text.num_attention_heads)
@@ -128,7 +122,7 @@ def _config(config: DrafterConfig, facts: TargetFacts, target: Target, dtype: st
         "eagle_aux_hidden_state_layer_ids": sorted(set(layers)),
         COPYING_KEY: copying,
         DRAFTER_KEY: config.to_diff_dict(),
-        TARGET_KEY: facts._asdict(),
+        TARGET_KEY: {"num_layers": target.num_layers, "norm_epsilon": epsilon},
     }
 
 

@@ -18,11 +18,16 @@ state · R draft vocabulary · V vocabulary · M blocks of a row.
 import logging
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.utils import cached_file
+from typing_extensions import TypedDict
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import get_attention_context
@@ -30,22 +35,22 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
+from drafter.integrations.vllm import COPYING_KEY, DRAFTER_KEY, FINAL_NORM, OUTPUT_ROWS, TARGET_KEY, shares_head
 from drafter.integrations.vllm.copies import PLACE_SIZE, CopyMixer, Text, encode_place
-from drafter.integrations.vllm.folder import (
-    COPYING_KEY,
-    DRAFTER_KEY,
-    FINAL_NORM,
-    OUTPUT_ROWS,
-    TARGET_KEY,
-    TargetFacts,
-    fingerprint_in,
-    shares_head,
-    split_tensors,
-)
 from drafter.models.config import DrafterConfig
-from drafter.models.drafter import RecurrentDrafter
+from drafter.models.drafter import RecurrentDrafter, check_target
+from drafter.models.files import FLOATS
+from drafter.targets.capabilities import fingerprint_of
+from drafter.utils.parse import validated
 
 _log = logging.getLogger(__name__)
+
+
+class _TargetFacts(TypedDict):
+    """What the folder says about the target; its final norm is x / sqrt(mean(x^2) + norm_epsilon) times a gain."""
+
+    num_layers: int
+    norm_epsilon: float
 
 
 class _LentByTarget(nn.Module):
@@ -83,23 +88,24 @@ class RecurrentDrafterEagle3(Eagle3LlamaForCausalLM):
         nn.Module.__init__(self)
         self.config = vllm_config.speculative_config.draft_model_config.hf_config
         self._drafter_config = DrafterConfig.from_fields(getattr(self.config, DRAFTER_KEY, {}), "config.json, drafter")
-        self._target = TargetFacts.read(getattr(self.config, TARGET_KEY, None))
+        facts = getattr(self.config, TARGET_KEY, None)
+        target = validated(_TargetFacts, facts, f"config.json, {TARGET_KEY}", strict=True)
         self._has_copies = bool(getattr(self.config, COPYING_KEY, False))
-        _check_target(self._target, vllm_config)
-        drafter_config, size = self._drafter_config, self._drafter_config.hidden_size
+        config, num_layers = self._drafter_config, target["num_layers"]
+        _check_model(config, num_layers, vllm_config)
         # vLLM hands over each layer's states once, in ascending order.
-        layers = drafter_config.context_layers or (self._target.num_layers,)
+        layers = config.context_layers or (num_layers,)
         self._order = [sorted(set(layers)).index(layer) for layer in layers]
-        self._dtype = vllm_config.model_config.dtype
-        self.final_norm = nn.Parameter(torch.empty(size), requires_grad=False)
+        self._dtype, self._norm_epsilon = vllm_config.model_config.dtype, target["norm_epsilon"]
+        self.final_norm = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
         self.drafter: RecurrentDrafter | None = None
-        self.model = _LentByTarget(vllm_config, self._target.num_layers)
-        self.has_own_lm_head = not shares_head(drafter_config)
+        self.model = _LentByTarget(vllm_config, num_layers)
+        self.has_own_lm_head = not shares_head(config)
         if self.has_own_lm_head:
-            num_features = size if drafter_config.head == "tied" else 2 * size
-            self.lm_head = ParallelLMHead(drafter_config.num_outputs, num_features, prefix="lm_head")
-        self.logits_processor = LogitsProcessor(drafter_config.num_outputs)
-        self._num_more = self.config.hidden_size - 2 * size
+            num_features = config.hidden_size * (1 if config.head == "tied" else 2)
+            self.lm_head = ParallelLMHead(config.num_outputs, num_features, prefix="lm_head")
+        self.logits_processor = LogitsProcessor(config.num_outputs)
+        self._num_more = self.config.hidden_size - 2 * config.hidden_size
         if self._num_more < (PLACE_SIZE if self._has_copies else 0):
             raise ValueError(f"config.json, hidden_size is {self.config.hidden_size}: export the drafter again")
         self._mixer: CopyMixer | None = None
@@ -107,25 +113,27 @@ class RecurrentDrafterEagle3(Eagle3LlamaForCausalLM):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Build the drafter of the folder's tensors; ValueError naming a tensor that is missing or does not fit."""
-        own, lent = split_tensors(self._drafter_config, dict(weights))
-        drafter = RecurrentDrafter.from_tensors(self._drafter_config, own, "the drafter's folder")
-        self.final_norm.copy_(lent[FINAL_NORM])
-        if self.has_own_lm_head:
-            rows = lent[OUTPUT_ROWS] if OUTPUT_ROWS in lent else drafter.head.weight.detach()
+        config, tensors = self._drafter_config, dict(weights)
+        self.final_norm.copy_(_take(tensors, FINAL_NORM, config.hidden_size))
+        rows = None
+        if config.head == "tied" and self.has_own_lm_head:
+            rows = _take(tensors, OUTPUT_ROWS, config.num_outputs, config.hidden_size)
+        drafter = RecurrentDrafter.from_tensors(config, tensors, "the drafter's folder")
+        if config.head != "tied":
+            rows = drafter.head.weight.detach()
+            del drafter.head  # its rows now lie in lm_head, this process's share of them
+        if rows is not None:
             self.lm_head.weight.weight_loader(self.lm_head.weight, rows)
-            if OUTPUT_ROWS not in lent:
-                del drafter.head  # its rows now lie in lm_head, this process's share of them
         self.drafter = drafter.to(self.final_norm.device, self._dtype)
         if self._has_copies:
-            self._mixer = CopyMixer(self.drafter.draft_token_ids_R, self._target.vocab_size)
+            self._mixer = CopyMixer(self.drafter.draft_token_ids_R, config.vocab_size)
 
     def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
         """States before the root: the target's states [T, A D], before the final norm -> [h; 0], [T, E]."""
         assert self.drafter is not None
         size = self._drafter_config.hidden_size
         state_TAD = hidden_states.unflatten(-1, (-1, size))[:, self._order]
-        epsilon = self._target.norm_epsilon
-        last_TD = F.rms_norm(state_TAD[:, -1].float(), (size,), self.final_norm.float(), epsilon)
+        last_TD = F.rms_norm(state_TAD[:, -1].float(), (size,), self.final_norm.float(), self._norm_epsilon)
         context_TC = torch.cat([state_TAD[:, :-1].flatten(1), last_TD.to(hidden_states.dtype)], dim=-1)
         hidden_TD = self.drafter.fuse(context_TC)
         return F.pad(hidden_TD, (0, size + self._num_more))
@@ -160,7 +168,7 @@ class RecurrentDrafterEagle3(Eagle3LlamaForCausalLM):
             return self._mixer.mix_copies(logits_BR, text.read(), more_BX[:, :PLACE_SIZE])
         if self._drafter_config.draft_vocab_size is None:
             return logits_BR
-        logits_BV = logits_BR.new_full((len(logits_BR), self._target.vocab_size), -torch.inf)
+        logits_BV = logits_BR.new_full((len(logits_BR), self._drafter_config.vocab_size), -torch.inf)
         return logits_BV.index_copy_(1, self.drafter.draft_token_ids_R, logits_BR)
 
     def _keep_text(self, token_T: Tensor) -> Text | None:
@@ -188,15 +196,28 @@ def _warn_of_no_blocks(name: str) -> None:
                  "(attention_backend of --speculative-config)", name)  # fmt: skip
 
 
-def _check_target(target: TargetFacts, vllm_config: VllmConfig) -> None:
+def _take(tensors: dict[str, Tensor], name: str, *shape: int) -> Tensor:
+    """Remove a tensor that the target lends from the folder's tensors."""
+    if name not in tensors or tensors[name].shape != shape:
+        raise ValueError(f"the drafter's folder lacks tensor {name!r} of shape {list(shape)}: export it again")
+    return tensors.pop(name)
+
+
+def _check_model(config: DrafterConfig, num_layers: int, vllm_config: VllmConfig) -> None:
     """ValueError for a model that the drafter does not belong to, or that vLLM runs in a way that it cannot follow."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    target.check(
-        hidden_size=model.get_hidden_size(),
-        num_layers=model.get_total_num_hidden_layers(),
+    served: Any = SimpleNamespace(
+        name=model.model,
         vocab_size=model.get_vocab_size(),
-        fingerprint=fingerprint_in(model.model, model.revision),
+        hidden_size=model.get_hidden_size(),
+        fingerprint=_fingerprint_in(model.model, model.revision) or config.target_fingerprint,
     )
+    check_target(config, served)
+    if (found := model.get_total_num_hidden_layers()) != num_layers:
+        raise ValueError(
+            f"the drafter was trained for target {config.target_name!r} of {num_layers} layers, {model.model!r} has "
+            f"{found}: export a drafter that was trained for this model"
+        )
     if parallel.pipeline_parallel_size > 1:
         raise ValueError(
             f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: a recurrent drafter reads the target's "
@@ -205,3 +226,20 @@ def _check_target(target: TargetFacts, vllm_config: VllmConfig) -> None:
     if model.use_mla:
         raise ValueError(f"target {model.model!r} compresses keys and values (MLA), which a recurrent drafter cannot "
                          "follow in vLLM: serve it without --speculative-config")  # fmt: skip
+
+
+def _fingerprint_in(place: str, revision: str | None) -> str | None:
+    """Fingerprint of the output matrix in a model's safetensors files, of which only the sampled rows are read.
+
+    None where the model, a folder or hub id, is not on this machine, or stores no such matrix in plain numbers.
+    """
+    try:
+        folder = Path(str(cached_file(place, "config.json", revision=revision, local_files_only=True))).parent
+        files = [safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))]
+    except (OSError, SafetensorError):
+        return None
+    found = {name: file for file in files for name in file.keys()}  # noqa: SIM118  # a file is no dict
+    ends = ("lm_head.weight", "embed_tokens.weight")  # tied: the embeddings are the output matrix
+    name = next((name for end in ends for name in found if name.endswith(end)), None)
+    weight_VD = None if name is None else found[name].get_tensor(name)
+    return None if weight_VD is None or weight_VD.dtype not in FLOATS.values() else fingerprint_of(weight_VD)
