@@ -19,7 +19,7 @@ head (D for a tied head, 2D for a full one) · D hidden size · K likeliest toke
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,45 +46,34 @@ def mixed_loss(logits_PR: Tensor, teacher_logits_PR: Tensor, label_P: Tensor, mi
 _ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
 
 
-class _ByChunks(torch.autograd.Function):
-    """Losses chunk by chunk. A chunk's gradient is computed with its loss, and its logits are freed."""
+class _MeanByChunks(torch.autograd.Function):
+    """The mean loss of all pairs; 0 without pairs. A chunk's gradient is computed with its loss, and its logits are
+    freed."""
 
     @staticmethod
     def forward(ctx: Any, feature_PF: Tensor, weight_RF: Tensor, chunk_loss: _ChunkLoss, size: int) -> Tensor:
-        wanted = ctx.needs_input_grad[:2]
-        rows_RF = weight_RF.detach().to(feature_PF.dtype).requires_grad_(wanted[1])
-        losses: list[Tensor] = []
-        grads: list[Tensor] = []
-        grad_RF = torch.zeros_like(weight_RF, dtype=torch.float32) if wanted[1] else None
-        for start in range(0, max(1, len(feature_PF)), size):
+        is_trained, has_trained_rows = ctx.needs_input_grad[0], all(ctx.needs_input_grad[:2])
+        rows_RF = weight_RF.detach().to(feature_PF.dtype).requires_grad_(has_trained_rows)
+        mean, grad_PF = torch.zeros((), device=feature_PF.device), torch.zeros_like(feature_PF)
+        grad_RF = torch.zeros_like(weight_RF, dtype=torch.float32) if has_trained_rows else None
+        for start in range(0, len(feature_PF), size):
             here = slice(start, start + size)
-            with torch.set_grad_enabled(any(wanted)), torch.autocast(feature_PF.device.type, enabled=False):
-                leaf_CF = feature_PF[here].detach().requires_grad_(any(wanted))
-                loss_C = chunk_loss(leaf_CF, rows_RF, here)
-                if any(wanted):
-                    inputs = [leaf_CF, rows_RF] if wanted[1] else [leaf_CF]
-                    grad_CF, *grad_rows = torch.autograd.grad(loss_C.sum(), inputs)
-                    grads.append(grad_CF)
-                    if grad_RF is not None:
-                        grad_RF += grad_rows[0]
-            losses.append(loss_C.detach())
-        ctx.save_for_backward(torch.cat(grads) if grads else None, grad_RF)
-        ctx.row_dtype = weight_RF.dtype
-        return torch.cat(losses)
+            with torch.set_grad_enabled(is_trained), torch.autocast(feature_PF.device.type, enabled=False):
+                leaf_CF = feature_PF[here].detach().requires_grad_(is_trained)
+                loss = chunk_loss(leaf_CF, rows_RF, here).sum() / len(feature_PF)
+            mean += loss.detach()
+            if grad_RF is not None:
+                grad_PF[here], grad_rows_RF = torch.autograd.grad(loss, [leaf_CF, rows_RF])
+                grad_RF += grad_rows_RF
+            elif is_trained:
+                (grad_PF[here],) = torch.autograd.grad(loss, [leaf_CF])
+        ctx.save_for_backward(grad_PF, grad_RF)
+        return mean
 
     @staticmethod
-    def backward(ctx: Any, grad_P: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_PF, grad_RF = ctx.saved_tensors
-        # Rows are trained on the mean of all pairs only, so that one factor serves every pair.
-        row_grad = None if grad_RF is None else grad_RF.mul_(grad_P[0] if len(grad_P) else 0).to(ctx.row_dtype)
-        return grad_PF * grad_P[:, None].to(grad_PF.dtype), row_grad, None, None
-
-
-def _by_chunks(feature_PF: Tensor, weight_RF: Tensor, chunk_loss: _ChunkLoss, size: int) -> Tensor:
-    if not torch.is_grad_enabled():  # which a Function cannot see
-        feature_PF, weight_RF = feature_PF.detach(), weight_RF.detach()
-    loss_P: Tensor = _ByChunks.apply(feature_PF, weight_RF, chunk_loss, size)
-    return loss_P
+        return grad_PF * grad, None if grad_RF is None else grad_RF.mul_(grad), None, None
 
 
 def _chunk_size(mix: Objective, bytes_each: int) -> int:
@@ -99,12 +88,11 @@ def exact_loss(
     teacher_logits: Callable[[slice], Tensor],
     mix: Objective,
 ) -> Tensor:
-    """:func:`mixed_loss` of each pair; at no time are the logits of all pairs in memory.
+    """The mean of :func:`mixed_loss` over the pairs; at no time are the logits of all pairs in memory.
 
     Args:
         feature_PF: factors of the output rows, in the dtype of the computation.
-        weight_RF: output rows over the draft vocabulary. Rows that require a gradient get that of a sum in which all
-            pairs weigh the same.
+        weight_RF: output rows over the draft vocabulary.
         label_P: int64 draft index of the text's next token.
         teacher_logits: the target's logits over the draft vocabulary for some of the pairs [C, R].
         mix: weights of the losses, and the memory budget of a chunk.
@@ -115,7 +103,8 @@ def exact_loss(
         return mixed_loss(z_CR, teacher_logits(here) if mix.kl else z_CR, label_P[here], mix)
 
     # Six blocks of float32 live at a time: both logits, both log-softmaxes, the products and their gradient.
-    return _by_chunks(feature_PF, weight_RF, chunk_loss, _chunk_size(mix, 6 * len(weight_RF) * 4))
+    mean: Tensor = _MeanByChunks.apply(feature_PF, weight_RF, chunk_loss, _chunk_size(mix, 6 * len(weight_RF) * 4))
+    return mean
 
 
 @torch.no_grad()
@@ -138,53 +127,33 @@ def count_better(feature_PF: Tensor, weight_RF: Tensor, token_P: Tensor, mix: Ob
 _MASKED = -1e4  # added to the logit of a repeated column: finite, and without weight
 
 
-class TokenSample(NamedTuple):
-    """The tokens of the draft vocabulary in a sampled loss, and the target's logits of these tokens.
-
-    All positions share the ``S`` tokens: the likeliest tokens of the batch with weight 1, and tokens drawn from the
-    rest, whose weights stand for the tokens that were not drawn. The ``K`` tokens are the likeliest of each position.
-
-    Attributes:
-        hidden_MD: the target's final hidden states, in the dtype of the rows.
-        index_S: int64 draft indices.
-        log_weight_S: log of how many tokens a shared token stands for.
-        logits_MS: the target's logits of the shared tokens.
-        top_MK: int64 draft indices.
-        top_logits_MK: the target's logits of ``top_MK``.
-    """
-
-    hidden_MD: Tensor
-    index_S: Tensor
-    log_weight_S: Tensor
-    logits_MS: Tensor
-    top_MK: Tensor
-    top_logits_MK: Tensor
-
-
 @torch.no_grad()
 def sample_tokens(
-    hidden_MD: Tensor,
-    weight_RD: Tensor,
-    mix: Objective,
-    *,
-    generator: torch.Generator,
-) -> TokenSample:
-    """Choose the tokens of a sampled loss for some positions of the target.
+    hidden_MD: Tensor, weight_RD: Tensor, mix: Objective, *, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose the tokens of the draft vocabulary for a sampled loss.
+
+    All positions share S tokens: the likeliest tokens of the batch with weight 1, and tokens drawn from the rest, whose
+    weights stand for the tokens that were not drawn.
 
     Args:
-        hidden_MD: the target's final hidden states.
+        hidden_MD: the target's final hidden states, in the dtype of the rows.
         weight_RD: its output rows over the draft vocabulary; their products are its logits.
         mix: K is ``top_tokens``, S ``shared_tokens``; half of the shared tokens are the likeliest of all positions
             together, half are drawn from the rest.
         generator: of that draw, on the CPU.
+
+    Returns:
+        int64 draft indices of the shared tokens [S]; the log of how many tokens each of them stands for [S]; draft
+        indices of the likeliest tokens of each position [M, K].
     """
-    device, num_outputs, hidden_MD = hidden_MD.device, len(weight_RD), hidden_MD.to(weight_RD.dtype)
+    device, num_outputs = hidden_MD.device, len(weight_RD)
     num_shared, num_top = min(mix.shared_tokens, num_outputs), min(mix.top_tokens, num_outputs)
     mean_R = torch.zeros(num_outputs, device=device)
     tops = []
     for hidden_CD in hidden_MD.split(_chunk_size(mix, 2 * num_outputs * 4)):
         logits_CR = hidden_CD @ weight_RD.T
-        tops.append(logits_CR.topk(num_top, dim=-1, sorted=False))
+        tops.append(logits_CR.topk(num_top, dim=-1, sorted=False).indices)
         mean_R += logits_CR.softmax(dim=-1).sum(dim=0, dtype=torch.float32)
     num_always = num_shared // 2 if num_shared < num_outputs else num_outputs
     num_drawn = num_shared - num_always
@@ -197,14 +166,7 @@ def sample_tokens(
     log_weight_S = torch.zeros(num_shared, device=device)
     if num_drawn:
         log_weight_S[num_always:] = math.log((num_outputs - num_always) / num_drawn)
-    return TokenSample(
-        hidden_MD,
-        index_S,
-        log_weight_S,
-        hidden_MD @ weight_RD[index_S].T,
-        torch.cat([top.indices for top in tops]),
-        torch.cat([top.values for top in tops]),
-    )
+    return index_S, log_weight_S, torch.cat(tops)
 
 
 def sampled_loss(
@@ -212,43 +174,50 @@ def sampled_loss(
     weight_RF: Tensor,
     label_P: Tensor,
     teacher_P: Tensor,
-    sample: TokenSample,
+    hidden_MD: Tensor,
     mix: Objective,
+    *,
+    generator: torch.Generator,
 ) -> Tensor:
-    """:func:`mixed_loss` of each pair over few tokens: the label, the position's likeliest ones, and the shared ones.
+    """The mean of :func:`mixed_loss` over few tokens: the label, the position's likeliest ones, and the shared ones.
 
     A shared token that stands for n tokens counts n times in the sums of p and q: log n is added to both logits. If
-    every token is shared, the values equal those of :func:`mixed_loss`.
+    every token is shared, the mean equals that of :func:`mixed_loss`.
 
     Args:
         feature_PF: factors of the output rows, in the dtype of the computation.
         weight_RF: the target's output rows over the draft vocabulary, which a tied head shares; they get no gradient.
         label_P: int64 draft index of the text's next token.
-        teacher_P: int64 index of each pair's position in ``sample``.
-        sample: of :func:`sample_tokens`, with the same rows.
-        mix: weights of the losses, and the memory budget of a chunk.
+        teacher_P: int64 index of each pair's position in ``hidden_MD``.
+        hidden_MD: the target's final hidden states.
+        mix: weights of the losses, number of the tokens, and the memory budget of a chunk.
+        generator: of :func:`sample_tokens`.
     """
     assert not weight_RF.requires_grad, "a sampled loss has frozen output rows"
-    num_shared, num_top = len(sample.index_S), sample.top_MK.shape[1]
-    shared_SF = weight_RF[sample.index_S]
+    hidden_MD = hidden_MD.to(weight_RF.dtype)
+    index_S, log_weight_S, top_MK = sample_tokens(hidden_MD, weight_RF, mix, generator=generator)
+    num_shared, num_top = len(index_S), top_MK.shape[1]
+    shared_SF = weight_RF[index_S]
+    shared_MS = hidden_MD @ shared_SF.T
     # Column of each draft token among the shared tokens; other tokens go to a last column.
     column_R = torch.full((len(weight_RF),), num_shared, device=weight_RF.device)
-    column_R[sample.index_S] = torch.arange(num_shared, device=weight_RF.device)
-    bias_1S = torch.cat([sample.log_weight_S, sample.log_weight_S.new_zeros(1)])[None]
+    column_R[index_S] = torch.arange(num_shared, device=weight_RF.device)
+    bias_1S = torch.cat([log_weight_S, log_weight_S.new_zeros(1)])[None]
 
     def chunk_loss(feature_CF: Tensor, rows_RF: Tensor, here: slice) -> Tensor:
         label_C, teacher_C = label_P[here], teacher_P[here]
-        label_logit_C = (sample.hidden_MD[teacher_C].float() * rows_RF[label_C].float()).sum(dim=-1)
-        top_CJ = torch.cat([label_C[:, None], sample.top_MK[teacher_C]], dim=1)
+        top_CJ = torch.cat([label_C[:, None], top_MK[teacher_C]], dim=1)
         bias_CJ = torch.zeros(top_CJ.shape, device=top_CJ.device)
         bias_CJ[:, 1:] = (top_CJ[:, 1:] == label_C[:, None]) * _MASKED
         bias_CS = bias_1S.repeat(len(label_C), 1).scatter_(1, column_R[top_CJ], _MASKED)[:, :num_shared]
         bias_CA = torch.cat([bias_CJ, bias_CS], dim=1)
-        known = (label_logit_C[:, None], sample.top_logits_MK[teacher_C], sample.logits_MS[teacher_C])
-        known_CA = torch.cat([part.float() for part in known], dim=1)
-        own_CJ = torch.einsum("cjf,cf->cj", rows_RF[top_CJ], feature_CF)
-        z_CA = torch.cat([own_CJ, feature_CF @ shared_SF.T], dim=1).float()
-        return mixed_loss(z_CA + bias_CA, known_CA + bias_CA, torch.zeros_like(label_C), mix)
+        top_CJF = rows_RF[top_CJ]
+        teacher_CJ = torch.einsum("cjf,cf->cj", top_CJF, hidden_MD[teacher_C])
+        teacher_CA = torch.cat([teacher_CJ, shared_MS[teacher_C]], dim=1).float()
+        z_CJ = torch.einsum("cjf,cf->cj", top_CJF, feature_CF)
+        z_CA = torch.cat([z_CJ, feature_CF @ shared_SF.T], dim=1).float()
+        return mixed_loss(z_CA + bias_CA, teacher_CA + bias_CA, torch.zeros_like(label_C), mix)
 
     bytes_of_pair = 32 * num_shared + feature_PF.element_size() * 2 * num_top * feature_PF.shape[1]
-    return _by_chunks(feature_PF, weight_RF, chunk_loss, _chunk_size(mix, bytes_of_pair))
+    mean: Tensor = _MeanByChunks.apply(feature_PF, weight_RF, chunk_loss, _chunk_size(mix, bytes_of_pair))
+    return mean

@@ -21,7 +21,7 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target, TargetOutput
 from drafter.training.build import build_drafter, expect_same_shape, summary_lines
 from drafter.training.checkpoint import last_checkpoint
-from drafter.training.losses import count_better, exact_loss, sample_tokens, sampled_loss
+from drafter.training.losses import count_better, exact_loss, sampled_loss
 from drafter.training.options import DrafterOptions, Objective, OptimOptions
 from drafter.training.pairs import Pairs, draft_index_of, select_pairs
 
@@ -64,20 +64,6 @@ class PairedBatch(NamedTuple):
     step waits for their number."""
 
     batch: ChatBatch
-    pairs: Pairs
-
-
-class LossInputs(NamedTuple):
-    """What the losses of a batch are computed from.
-
-    Attributes:
-        feature_PF: the drafter's features of each pair, which its output rows turn into logits.
-        hidden_MD: the target's final hidden states at the positions of its own predictions.
-        pairs: the pairs.
-    """
-
-    feature_PF: Tensor
-    hidden_MD: Tensor
     pairs: Pairs
 
 
@@ -237,39 +223,33 @@ class DrafterModule(LightningModule):
         pairs = select_pairs(batch.token_BT, batch.loss_mask_BT, self._draft_index_V, rates, self._generator())
         return PairedBatch(batch, pairs)
 
-    def inputs(self, paired: PairedBatch) -> LossInputs:
-        """Target forward and drafter, for the pairs of :meth:`select`."""
+    def inputs(self, paired: PairedBatch) -> tuple[Tensor, Tensor]:
+        """Target forward and drafter: features of each pair [P, F], which the output rows turn into logits, and the
+        target's final hidden states at the positions of its own predictions [M, D]."""
         batch, pairs = paired
-        target_output = self._target_states(batch)
-        feature_PF = self._pair_features(batch.token_BT, target_output.context_BTC, pairs)
-        return LossInputs(feature_PF, target_output.hidden_BTD.flatten(0, 1)[pairs.position_M], pairs)
+        hidden_BTD, context_BTC = batch.hidden_BTD, batch.context_BTC
+        if hidden_BTD is None:
+            hidden_BTD, context_BTC = self.teacher.forward(batch.token_BT, tuple(self.drafter.config.context_layers))
+        feature_PF = self._pair_features(batch.token_BT, hidden_BTD if context_BTC is None else context_BTC, pairs)
+        return feature_PF, hidden_BTD.flatten(0, 1)[pairs.position_M]
 
-    def loss(self, inputs: LossInputs, *, is_exact: bool) -> Tensor:
+    def loss(self, feature_PF: Tensor, hidden_MD: Tensor, pairs: Pairs, *, is_exact: bool) -> Tensor:
         """The mean loss of the pairs over the draft vocabulary; unless ``is_exact``, with ``shared_tokens``, estimated
-        from these and each position's ``top_tokens``."""
-        feature_PF, hidden_MD, pairs = inputs
+        from these and each position's ``top_tokens``. Features and hidden states are of :meth:`inputs`."""
         if is_exact or not self.objective.shared_tokens:
-            loss_P = exact_loss(
+            return exact_loss(
                 feature_PF,
                 self._output_rows(),
                 pairs.label_P,
                 lambda here: self.teacher.logits(hidden_MD[pairs.teacher_P[here]]),
                 self.objective,
             )
-        else:
-            rows_RD = self.teacher.weight_RD
-            sample = sample_tokens(hidden_MD, rows_RD, self.objective, generator=self._generator())
-            loss_P = sampled_loss(feature_PF, rows_RD, pairs.label_P, pairs.teacher_P, sample, self.objective)
-        return loss_P.sum() / max(1, len(loss_P))
+        rows_RD, generator = self.teacher.weight_RD, self._generator()
+        label_P, teacher_P = pairs.label_P, pairs.teacher_P
+        return sampled_loss(feature_PF, rows_RD, label_P, teacher_P, hidden_MD, self.objective, generator=generator)
 
     def _output_rows(self) -> Tensor:
         return self.teacher.weight_RD if self.drafter.config.head == "tied" else self.drafter.output_rows()
-
-    def _target_states(self, batch: ChatBatch) -> TargetOutput:
-        if batch.hidden_BTD is not None:
-            context_BTC = batch.hidden_BTD if batch.context_BTC is None else batch.context_BTC
-            return TargetOutput(batch.hidden_BTD, context_BTC)
-        return self.teacher.forward(batch.token_BT, tuple(self.drafter.config.context_layers))
 
     def _pair_features(self, token_BT: Tensor, context_BTC: Tensor, pairs: Pairs) -> Tensor:
         """Features of all pairs: the drafter unrolled from every start, each to its own depth."""
@@ -299,7 +279,7 @@ class DrafterModule(LightningModule):
 
     def training_step(self, paired: PairedBatch, batch_idx: int) -> Tensor:
         trainer: Any = self.trainer
-        loss = self.loss(self.inputs(paired), is_exact=False)
+        loss = self.loss(*self.inputs(paired), paired.pairs, is_exact=False)
         self.num_positions += paired.pairs.num_starts[0] * trainer.world_size
         self.log("train/loss", loss, prog_bar=True)
         # All processes end after the same step, whichever clock is ahead.
@@ -327,10 +307,10 @@ class DrafterModule(LightningModule):
     def validation_step(self, paired: PairedBatch, batch_idx: int) -> None:
         """Log the loss, and ``top8_d2`` and the like: the share of pairs at depth 2 whose token is among the drafter's
         first 8."""
-        inputs, label_P = self.inputs(paired), paired.pairs.label_P
-        loss = self.loss(inputs, is_exact=True)
+        (feature_PF, hidden_MD), label_P = self.inputs(paired), paired.pairs.label_P
+        loss = self.loss(feature_PF, hidden_MD, paired.pairs, is_exact=True)
         self.log("val/loss", loss, prog_bar=True, batch_size=max(1, len(label_P)), sync_dist=True)
-        all_ranks_P = count_better(inputs.feature_PF, self._output_rows(), label_P, self.objective)
+        all_ranks_P = count_better(feature_PF, self._output_rows(), label_P, self.objective)
         for depth, rank_P in enumerate(all_ranks_P.split(list(paired.pairs.num_starts)), 1):
             num = max(1, len(rank_P))
             for top in _TOP_K:

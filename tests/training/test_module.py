@@ -74,7 +74,8 @@ def test_loss_is_that_of_each_pair_by_itself(tmp_path) -> None:
                     log_q = drafter.logits(hidden[t], state).log_softmax(dim=-1)
                     total += float((log_p.exp() * (log_p - log_q)).sum())
                     num += 1
-        loss = module.loss(module.inputs(module.select(data.batch, (1.0,) * 3)), is_exact=True)
+        paired = module.select(data.batch, (1.0,) * 3)
+        loss = module.loss(*module.inputs(paired), paired.pairs, is_exact=True)
     assert float(loss) == pytest.approx(total / num, rel=1e-4)
 
 
@@ -105,9 +106,10 @@ def test_validation_logs_shares_of_the_whole_set(tmp_path) -> None:
     trainer.fit(module, datamodule=data)
     ranks: list[list[torch.Tensor]] = []
     for batch in batches:
-        feature_PF, _, pairs = module.inputs(module.select(batch, (1.0,) * 3))
-        rank_P = count_better(feature_PF, module._output_rows(), pairs.label_P, module.objective)
-        ranks.append(list(rank_P.split(list(pairs.num_starts))))
+        paired = module.select(batch, (1.0,) * 3)
+        feature_PF, _ = module.inputs(paired)
+        rank_P = count_better(feature_PF, module._output_rows(), paired.pairs.label_P, module.objective)
+        ranks.append(list(rank_P.split(list(paired.pairs.num_starts))))
     for depth, top in ((0, 1), (2, 8)):
         share = (torch.cat([rank_P[depth] for rank_P in ranks]) < top).float().mean()
         assert trainer.callback_metrics[f"val/top{top}_d{depth + 1}"] == pytest.approx(float(share))
