@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from drafter.data.formats import ChatMessage, Row, check_ids, parse_row
 from drafter.data.reading import RawRow, fingerprint_of, read_records
 from drafter.data.rows import TokenRows
-from drafter.targets.chat import render_chat, what_runs
-from drafter.utils.limits import limited_map
+from drafter.targets.chat import limited_map, render_chat, what_runs
 
 _BATCH_ROWS = 256  # rows that are rendered in one call
 # Part of the cache's key: raise the number when a change of this file changes tokens or masks.

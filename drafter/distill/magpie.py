@@ -17,8 +17,7 @@ from drafter.data.formats import ChatMessage
 from drafter.decoding.params import SamplingParams
 from drafter.distill.journal import Journal
 from drafter.distill.prompts import derive_seed
-from drafter.targets.chat import render_chat, what_runs
-from drafter.utils.limits import limited_map
+from drafter.targets.chat import limited_map, render_chat, what_runs
 
 if TYPE_CHECKING:
     from drafter.engine.engine import Engine

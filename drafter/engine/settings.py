@@ -221,7 +221,7 @@ def resolve(
     default = _LARGE_TREE if plan.max_num_seqs * _LARGE_TREE["tree_size"] <= cheap else _SMALL_TREE
     tree: dict[str, Any] = {}
     if method == "drafter" and drafter is not None:
-        tree = _drafter_tree(config, default, drafter.config.num_outputs)
+        tree = _drafter_tree(config, default, len(drafter.draft_token_ids_R))
     elif method == "lookup":
         tree = {"tree_size": config.tree_size or default["tree_size"], "num_matches": default["beam_width"]}
     elif method == "draft-model":

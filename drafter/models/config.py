@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Self
 
-import torch
 from transformers import PreTrainedConfig
 
 from drafter.models.files import FLOATS
@@ -138,27 +137,3 @@ class DrafterConfig(PreTrainedConfig):
                 f"drafter context {self.context!r} with context_layers {list(self.context_layers)}: "
                 "fused needs layers, the others take none"
             )
-
-
-def same_fingerprint(first: str, second: str) -> bool:
-    """Whether two samples (bfloat16 values in hex) show the same matrix, up to the rounding of a float16 copy.
-
-    >>> same_fingerprint("803f", "813f"), same_fingerprint("803f", "0040")
-    (True, False)
-
-    The part after a hyphen names a scheme of rounding (:func:`rounding_of`); the comparison ignores the part.
-    """
-    digits = [sample.partition("-")[0] for sample in (first, second)]
-    if len(digits[0]) != len(digits[1]):
-        return False
-    one, other = (torch.frombuffer(bytearray.fromhex(text), dtype=torch.bfloat16).float() for text in digits)
-    return torch.allclose(one, other, rtol=2.0**-6, atol=1e-6)
-
-
-def rounding_of(sample: str) -> str:
-    """The scheme that rounded the weights of a sample's target; empty for weights as they were loaded.
-
-    >>> rounding_of("803f-int8"), rounding_of("803f")
-    ('int8', '')
-    """
-    return sample.partition("-")[2]

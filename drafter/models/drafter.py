@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from transformers.utils import CONFIG_NAME, cached_file
 
 from drafter.kernels.packed import Int8Matrix, PackedMatrix, can_round, pack_linears
-from drafter.models.config import DrafterConfig, rounding_of, same_fingerprint
+from drafter.models.config import DrafterConfig
 from drafter.models.files import WEIGHTS, check_tensors, read_tensors
 from drafter.utils.parse import read_json_object
 
@@ -211,11 +211,8 @@ class RecurrentDrafter(nn.Module):
         check_target(config, target)
         if config.head == "tied":
             weight_VD = target.output_weight_VD
-            rows_RD = (
-                weight_VD
-                if config.num_outputs == config.vocab_size
-                else weight_VD[self.draft_token_ids_R.to(weight_VD.device)]
-            )
+            token_R = self.draft_token_ids_R.to(weight_VD.device)
+            rows_RD = weight_VD if len(token_R) == config.vocab_size else weight_VD[token_R]
             self.output_rows_RD = rows_RD.detach().to(self.device, self.dtype).contiguous()
             self._pack_rows()
         return self
@@ -341,5 +338,20 @@ def check_target(config: DrafterConfig, target: TargetLike) -> None:
             f"{mine} and cannot draft for {target.name!r}: their output matrices differ; "
             "give the target it was trained for (--target), or train a drafter for this one"
         )
-    if rounding_of(config.target_fingerprint) != rounding_of(target.fingerprint):
+    if config.target_fingerprint.partition("-")[2] != target.fingerprint.partition("-")[2]:
         _log.warning("%s, and %r has its weights rounded otherwise: fewer drafts may be accepted", mine, target.name)
+
+
+def same_fingerprint(first: str, second: str) -> bool:
+    """Whether two samples (bfloat16 values in hex) show the same matrix, up to the rounding of a float16 copy.
+
+    >>> same_fingerprint("803f", "813f"), same_fingerprint("803f", "0040")
+    (True, False)
+
+    The part after a hyphen names the scheme that rounded the target's weights; the comparison ignores the part.
+    """
+    digits = [sample.partition("-")[0] for sample in (first, second)]
+    if len(digits[0]) != len(digits[1]):
+        return False
+    one, other = (torch.frombuffer(bytearray.fromhex(text), dtype=torch.bfloat16).float() for text in digits)
+    return torch.allclose(one, other, rtol=2.0**-6, atol=1e-6)

@@ -13,8 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from drafter.serving.protocol import ApiError
-from drafter.targets.chat import Chat, encode_chat, encode_text
-from drafter.utils.limits import MAX_SECONDS, limit_memory
+from drafter.targets.chat import MAX_SECONDS, Chat, encode_chat, encode_text, limit_memory
 
 _SPAWN = multiprocessing.get_context("spawn")  # a fork of the server would share its locks and devices
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drafter.targets.attention import NAME as FOLDED_ATTENTION
-from drafter.targets.cache import CacheShape, MixedShape
+from drafter.targets.cache import FOLDED_ATTENTION, CacheShape, MixedShape
 from drafter.targets.masks import Window
 
 if TYPE_CHECKING:
@@ -240,7 +239,7 @@ def _probe_logit_map(model: "PreTrainedModel", name: str) -> LogitMap:
 def fingerprint_of(output_weight_VD: Tensor) -> str:
     """A sample of the output matrix that tells targets apart: 32 evenly spread entries as bfloat16, in hex.
 
-    Compared with a tolerance (:func:`drafter.models.config.same_fingerprint`), because a float16 copy of the weights
+    Compared with a tolerance (:func:`drafter.models.drafter.same_fingerprint`), because a float16 copy of the weights
     rounds a little differently. Depends on neither device nor file format.
     """
     flat = output_weight_VD.reshape(-1)

@@ -20,9 +20,7 @@ from torch.fx import GraphModule
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticLayer
 
-from drafter.targets.attention import NAME as FOLDED_ATTENTION
-from drafter.targets.attention import use_folded_attention
-from drafter.targets.cache import CacheShape
+from drafter.targets.cache import FOLDED_ATTENTION, CacheShape, use_folded_attention
 from drafter.targets.capabilities import Capabilities, LogitMap
 from drafter.targets.export_layers import LayerStack, repeat_layers
 from drafter.targets.openvino_compile import Unsuitable, as_recorded, decomposed

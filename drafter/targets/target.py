@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from drafter.kernels.packed import can_pack, pack_linears
-from drafter.targets.attention import use_folded_attention
-from drafter.targets.cache import CacheShape, MixedShape, SlotCache
+from drafter.targets.cache import CacheShape, MixedShape, SlotCache, use_folded_attention
 from drafter.targets.capabilities import Capabilities, LogitMap, final_norm, fingerprint_of, probe, refusal
 from drafter.targets.catalog import resolve, stored_file
-from drafter.targets.chat import Chat, encode_chat, encode_text, what_runs
+from drafter.targets.chat import Chat, encode_chat, encode_text, limited_map, what_runs
 from drafter.targets.device_map import copy_once, layer_devices
 from drafter.targets.loading import (
     checkpoint_files,
@@ -34,7 +33,6 @@ from drafter.targets.programs import Programs, ProgramsModel, open_programs
 from drafter.targets.quantized import dense_weight, has_plain_weights
 from drafter.targets.stored import BITS, StoredMatrix, round_linears
 from drafter.utils.io import first_line
-from drafter.utils.limits import limited_map
 from drafter.utils.validate import require_choice
 
 if TYPE_CHECKING:
@@ -378,7 +376,7 @@ class Target:
 
     def fold_attention(self) -> bool:
         """Let the query heads of a group share their keys, which transformers' SDPA attention copies under a mask
-        (:mod:`drafter.targets.attention`). Decoding does it; the model stays so. Whether the model can.
+        (:func:`drafter.targets.cache.folded_attention`). Decoding does it; the model stays so. Whether the model can.
         """
         return self.runtime is None and use_folded_attention(self.model)
 
@@ -400,7 +398,7 @@ class Target:
 
         Args:
             num_rows, num_slots: its size.
-            exact_attention: attention over it is computed in float64 (:mod:`drafter.targets.attention`).
+            exact_attention: attention over it is computed in float64 (:func:`drafter.targets.cache.folded_attention`).
 
         Raises:
             ValueError: exact attention of a model whose attention is not SDPA.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drafter.engine.engine import Engine
-from drafter.utils import limits
+from drafter.targets import chat
 from tests.cli.conftest import Refused
 from tests.data.tiny import write_jsonl
 from tests.tiny_files import make_target
@@ -71,7 +71,7 @@ NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% e
 def test_chat_templates_of_strangers(
     target: str, drafter: str, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "MAX_SECONDS", 0.25)
+    monkeypatch.setattr(chat, "MAX_SECONDS", 0.25)
     copy, file = tmp_path / "target", tmp_path / "p.jsonl"
     shutil.copytree(target, copy)
     for left in copy.glob("*.jinja"):

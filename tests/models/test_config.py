@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from drafter.engine.loading import shipped_drafter
-from drafter.models.config import DrafterConfig, same_fingerprint
+from drafter.models.config import DrafterConfig
+from drafter.models.drafter import same_fingerprint
 
 
 def test_sizes_and_json_round_trip(tmp_path: Path) -> None:

@@ -9,9 +9,8 @@ import pytest
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
-from drafter.targets import loading
+from drafter.targets import chat, loading
 from drafter.targets.target import Target
-from drafter.utils import limits
 from tests.data.tiny import tiny_target
 from tests.targets.tiny_gguf import write_gguf
 
@@ -82,7 +81,7 @@ def test_an_odd_gguf_header_is_refused_in_one_line(tmp_path: Path, monkeypatch: 
 
 def test_a_tokenizer_that_explodes_reaches_the_limits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve rules that make eight letters of one: 10^10 times the text."""
-    monkeypatch.setattr(limits, "MAX_BYTES", 256 << 20)
+    monkeypatch.setattr(chat, "MAX_BYTES", 256 << 20)
     whole = engine_of(folder)
     rule = {"type": "Replace", "pattern": {"String": "h"}, "content": "h" * 8}
     change(folder / "tokenizer.json", {"normalizer": {"type": "Sequence", "normalizers": [rule] * 12}})

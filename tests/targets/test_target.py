@@ -16,7 +16,7 @@ from torch import Tensor
 from drafter.decoding.tree import ancestors
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
-from drafter.models.config import same_fingerprint
+from drafter.models.drafter import same_fingerprint
 from drafter.targets import loading
 from drafter.targets.cache import SlotCache
 from drafter.targets.capabilities import fingerprint_of

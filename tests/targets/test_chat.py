@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from drafter.utils import limits
-from drafter.utils.limits import limited_map
+from drafter.targets import chat
+from drafter.targets.chat import limited_map
 
 
 def test_values_come_back_in_order() -> None:
@@ -36,8 +36,8 @@ def hang(item: int) -> int:
 )
 def test_faults_are_one_line(function: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # An answer of 48 MB takes a good part of 0.3 seconds to write.
-    monkeypatch.setattr(limits, "MAX_SECONDS", 0.3 if function is hang else 10.0)
-    monkeypatch.setattr(limits, "MAX_BYTES", 1 << 26)
+    monkeypatch.setattr(chat, "MAX_SECONDS", 0.3 if function is hang else 10.0)
+    monkeypatch.setattr(chat, "MAX_BYTES", 1 << 26)
     start = time.monotonic()
     with pytest.raises(ValueError, match=message):
         limited_map(function, [1, 2], "the program")
