@@ -4,23 +4,21 @@ Shapes: X any leading dimensions · L steps · D hidden size · E = 2D · V voca
 """
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from drafter.models.apple_format import config_from_apple, config_to_apple, to_apple, write_folder
-from drafter.models.config import DrafterConfig
+from drafter.models.apple_format import config_from_apple, config_to_apple, from_apple, to_apple, write_folder
 from drafter.models.drafter import RecurrentDrafter
-from tests.models.fakes import FakeTarget
+from tests.models.fakes import D, FakeTarget, R, V, make_drafter
 
 TOLERANCE = 1e-4
 FOLDER = Path(__file__).parent / "apple"
-VOCAB, SIZE, NUM_LAYERS = 32, 16, 2  # of the committed files, which are never made anew
+NUM_LAYERS = 2  # of the committed files, which are never made anew
 
 
 @pytest.fixture
@@ -46,20 +44,17 @@ def twin_logits(tensors: Mapping[str, Tensor], num_layers: int, hidden_XD: Tenso
     return torch.stack(logits, dim=-2)
 
 
-def random_drafter(**settings: object) -> RecurrentDrafter:
+def random_drafter(**changes: object) -> RecurrentDrafter:
     """All parameters random, biases too, so that each must arrive in its place."""
-    torch.manual_seed(1)
-    fields: dict[str, object] = {"vocab_size": VOCAB, "hidden_size": SIZE}
-    drafter = RecurrentDrafter(DrafterConfig(**(fields | settings))).eval()  # type: ignore[arg-type]
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    drafter = make_drafter(**changes).eval()
+    for parameter in drafter.parameters():
+        torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     return drafter
 
 
-def some_input(num_steps: int = 4) -> tuple[Tensor, Tensor]:
+def some_input() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return torch.randn(5, SIZE, generator=generator) * 3, torch.randn(5, num_steps, SIZE, generator=generator) / 3
+    return torch.randn(5, D, generator=generator) * 3, torch.randn(5, 4, D, generator=generator) / 3
 
 
 def test_golden_checkpoint_loads_and_gives_its_logits(tensors: dict[str, Tensor]) -> None:
@@ -81,11 +76,9 @@ def test_import_and_export_are_the_identity(tensors: dict[str, Tensor], tmp_path
     assert load_file(tmp_path / "model.safetensors").keys() == tensors.keys()
 
 
-@pytest.mark.parametrize(
-    ("blocks", "more"), [(0, {}), (1, {"hidden_scale": 0.3, "embedding_scale": 7.0}), (3, {"block_rank": 5})]
-)
+@pytest.mark.parametrize(("blocks", "more"), [(0, {}), (1, {"hidden_scale": 0.3}), (3, {"block_rank": 5})])
 def test_exported_full_head_means_the_same(blocks: int, more: dict[str, object]) -> None:
-    drafter = random_drafter(num_res_blocks=blocks, **more)
+    drafter = random_drafter(head="full", draft_vocab_size=None, num_res_blocks=blocks, **more)
     exported = to_apple(drafter.config, drafter.state_dict())
     hidden, embedding = some_input()
     wanted = drafter(hidden, embedding)
@@ -93,20 +86,16 @@ def test_exported_full_head_means_the_same(blocks: int, more: dict[str, object])
     assert config_to_apple(drafter.config)["num_draft_layers"] == blocks
 
 
-@pytest.mark.parametrize("draft_vocab_size", [None, 11])
+@pytest.mark.parametrize("draft_vocab_size", [None, R])
 def test_tied_head_is_multiplied_out_over_the_whole_vocabulary(draft_vocab_size: int | None, tmp_path: Path) -> None:
-    drafter = random_drafter(head="tied", draft_vocab_size=draft_vocab_size, hidden_scale=0.4)
-    rows_VD = torch.randn(VOCAB, SIZE, generator=torch.Generator().manual_seed(5))
-    target = FakeTarget(fingerprint="", vocab_size=VOCAB, hidden_size=SIZE, output_weight_VD=rows_VD)
-    if draft_vocab_size:
-        drafter.set_draft_token_ids(torch.arange(0, 3 * draft_vocab_size, 3)[:draft_vocab_size] % VOCAB)
-    drafter.bind(target)
+    drafter = random_drafter(head="tied", draft_vocab_size=draft_vocab_size)
+    rows_VD, num_blocks = FakeTarget().output_weight_VD, drafter.config.num_res_blocks
     hidden, embedding = some_input()
-    exported = to_apple(drafter.config, drafter.state_dict(), target.output_weight_VD)
-    assert exported[f"lm_head.{drafter.config.num_res_blocks}.weight"].shape == (VOCAB, 2 * SIZE)
-    logits = twin_logits(exported, drafter.config.num_res_blocks, hidden, embedding)
+    exported = to_apple(drafter.config, drafter.state_dict(), rows_VD)
+    assert exported[f"lm_head.{num_blocks}.weight"].shape == (V, 2 * D)
+    logits = twin_logits(exported, num_blocks, hidden, embedding)
     assert torch.allclose(logits[..., drafter.draft_token_ids_R], drafter(hidden, embedding), atol=TOLERANCE)
-    write_folder(tmp_path, drafter.config, drafter.state_dict(), target.output_weight_VD)
+    write_folder(tmp_path, drafter.config, drafter.state_dict(), rows_VD)
     assert torch.allclose(RecurrentDrafter.from_apple(tmp_path)(hidden, embedding), logits, atol=TOLERANCE)
     with pytest.raises(ValueError, match="give --target"):
         to_apple(drafter.config, drafter.state_dict())
@@ -115,7 +104,7 @@ def test_tied_head_is_multiplied_out_over_the_whole_vocabulary(draft_vocab_size:
 def test_what_the_format_cannot_say_is_refused_by_field() -> None:
     for drafter, match in (
         (random_drafter(context="fused", context_layers=(1, 2)), "context 'fused'"),
-        (random_drafter(draft_vocab_size=9), "draft_vocab_size 9 with head 'full'"),
+        (random_drafter(head="full"), f"draft_vocab_size {R} with head 'full'"),
     ):
         for call in (lambda d: to_apple(d.config, d.state_dict()), lambda d: config_to_apple(d.config)):
             with pytest.raises(ValueError, match=match):
@@ -138,20 +127,12 @@ def test_configs_without_counterpart_are_refused_by_field(field: str, value: obj
         config_from_apple(found)
 
 
-def test_damaged_folders_are_refused(tensors: dict[str, Tensor], tmp_path: Path) -> None:
-    for name in ("config.json", "model.safetensors"):
-        with pytest.raises(FileNotFoundError, match=name):
-            RecurrentDrafter.from_apple(tmp_path)
-        shutil.copy(FOLDER / name, tmp_path)
+def test_missing_and_unknown_tensors_are_named(tensors: dict[str, Tensor]) -> None:
+    config = config_from_apple(json.loads((FOLDER / "config.json").read_text()))
     bias = tensors.pop("rnn_u.bias")
     for more, match in (
         ({}, "'rnn_u.bias' is missing"),
-        ({"rnn_u.bias": bias, "input_proj.weight": bias.clone()}, "'input_proj.weight' is unknown"),
-        ({"rnn_u.bias": bias[1:].clone()}, r"has shape \[15\], the drafter's config asks for"),
+        ({"rnn_u.bias": bias, "input_proj.weight": bias}, "'input_proj.weight' is unknown"),
     ):
-        save_file(tensors | more, tmp_path / "model.safetensors")
         with pytest.raises(ValueError, match=match):
-            RecurrentDrafter.from_apple(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="config.json: broken JSON"):
-        RecurrentDrafter.from_apple(tmp_path)
+            from_apple(config, tensors | more)
