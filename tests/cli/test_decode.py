@@ -18,6 +18,7 @@ from drafter.engine.engine import Engine
 from drafter.engine.request import Completion
 from drafter.engine.settings import EngineOptions
 from drafter.targets.target import Target
+from drafter.utils.provenance import write_run_record
 from tests.cli.conftest import Refused
 
 
@@ -106,8 +107,9 @@ def test_foreign_files_are_kept(target: str, tmp_path: Path, refused: Refused) -
     out.write_text("years of work")
     words = ["decode", "--target", target, "--device", "cpu", "--method", "none", "--prompt", "a"]
     words += ["--max-new-tokens", "2", "--out"]
+    write_run_record(tmp_path / "thesis.jsonl")  # another output of the same stem vouches for nothing
     refused([*words, str(out)], "thesis.txt exists and no earlier run wrote it")
-    assert out.read_text() == "years of work"
+    assert out.read_text() == "years of work" and not list(tmp_path.glob(".*"))
     assert main([*words, str(out), "--overwrite"]) == 0
     assert main([*words, str(out)]) == 0, "the file of an earlier run"
     assert len(rows_of(out)) == 1

@@ -14,7 +14,6 @@ from drafter.cli.main import main
 from drafter.integrations.hub import export_apple
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
-from drafter.targets.target import Target
 from tests.engine.drafters import shared_target, trained_drafter
 from tests.tiny_files import make_drafter, make_target
 
@@ -31,23 +30,12 @@ def drafter(target: str, tmp_path: Path) -> Path:
     return Path(make_drafter(target, tmp_path / "drafter", **shape))
 
 
-def difference(own: RecurrentDrafter, other: RecurrentDrafter, target: Target) -> float:
-    """Of the logits, over the tokens that both can propose."""
-    own.bind(target)
-    context_BC, embedding_BLD = torch.randn(3, target.hidden_size), torch.randn(3, 4, target.hidden_size)
-    mine, theirs = own(context_BC, embedding_BLD), other(context_BC, embedding_BLD)
-    return (mine - theirs[..., own.draft_token_ids_R]).abs().max().item()
-
-
-def test_export_to_the_published_format(
-    target: str, drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_to_the_published_format(drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its logits: tests/golden/test_apple.py."""
     out = tmp_path / "published"
     words = ["export", str(drafter), "--format", "apple", "--out", str(out), "--dtype", "float32"]
     assert main(words) == 0
     assert capsys.readouterr().out.strip() == str(out)
-    own, loaded = RecurrentDrafter.from_pretrained(drafter), Target.load(target, device="cpu")
-    assert difference(own, RecurrentDrafter.from_apple(out), loaded) < 1e-4
     assert sorted(file.name for file in out.iterdir()) == ["config.json", "model.safetensors"]
     assert json.loads((out / "config.json").read_text())["model_type"] == "recurrent_drafting_drafter"
     assert RecurrentDrafter.from_apple(out).dtype == torch.float32

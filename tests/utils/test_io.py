@@ -136,24 +136,6 @@ def test_links_in_place_of_files_that_no_user_has_named_are_replaced(tmp_path: P
     assert not hidden(tmp_path) and not list((tmp_path / "folder").iterdir())
 
 
-def test_foreign_files_are_refused_without_overwrite(tmp_path: Path) -> None:
-    out = tmp_path / "thesis.txt"
-    out.write_text("years of work")
-    with pytest.raises(ValueError, match="--overwrite"):
-        check_output(out)
-    with pytest.raises(IsADirectoryError, match="--out"):
-        check_output(tmp_path)
-    check_output(out, overwrite=True)
-    assert out.read_text() == "years of work" and not hidden(tmp_path)
-    write_run_record(tmp_path / "thesis.jsonl")  # another output of the same stem vouches for nothing
-    with pytest.raises(ValueError, match="--overwrite"):
-        check_output(out)
-    write_run_record(out)
-    check_output(out)
-    check_output(tmp_path / "new" / "file.txt")
-    assert (tmp_path / "new").is_dir()
-
-
 def test_no_locks_on_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, how: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

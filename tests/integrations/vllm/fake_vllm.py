@@ -1,13 +1,23 @@
 """Stand-ins for the few names of vLLM that the plug-in imports, for tests without vLLM; test_served.py has the real."""
 
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from drafter.integrations.vllm import ARCHITECTURE
+
+LAYERS = "vllm.model_executor.layers"
+MODULES = (
+    *("vllm", "vllm.config", "vllm.model_executor", "vllm.model_executor.models"),
+    *(LAYERS, f"{LAYERS}.attention", f"{LAYERS}.attention.attention", f"{LAYERS}.logits_processor"),
+    *(f"{LAYERS}.vocab_parallel_embedding", "vllm.model_executor.models.llama_eagle3"),
+)
 
 
 class Attention(nn.Module):
@@ -36,37 +46,19 @@ class LogitsProcessor(nn.Module):
         return F.linear(feature_TF, head.weight)[:, : self.num_rows]  # type: ignore[arg-type]
 
 
-class Registry:
-    """vLLM's table of models, and how often a model was added."""
-
-    def __init__(self) -> None:
-        self.added: list[tuple[str, str]] = []
-
-    def get_supported_archs(self) -> list[str]:
-        return [name for name, _ in self.added]
-
-    def register_model(self, name: str, place: str) -> None:
-        self.added.append((name, place))
-
-
-def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.32.0+cpu") -> Registry:
-    """Put the stand-ins where imports find them."""
-    registry = Registry()
-    layers = "vllm.model_executor.layers"
-    for name, content in {
-        "vllm": {"ModelRegistry": registry, "__version__": version},
-        "vllm.config": {"VllmConfig": object},
-        f"{layers}.attention": {"Attention": Attention},
-        f"{layers}.attention.attention": {"get_attention_context": lambda name: (None, None, torch.tensor([]), None)},
-        f"{layers}.logits_processor": {"LogitsProcessor": LogitsProcessor},
-        f"{layers}.vocab_parallel_embedding": {"ParallelLMHead": ParallelLMHead},
-        "vllm.model_executor.models.llama_eagle3": {"Eagle3LlamaForCausalLM": nn.Module},
-    }.items():
-        module = ModuleType(name)
-        vars(module).update(content)
+def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.32.0+cpu") -> Mock:
+    """Put the stand-ins where imports find them; vLLM's table of models, which knows the drafter when asked again."""
+    registry = Mock(**{"get_supported_archs.side_effect": [[], [ARCHITECTURE]]})
+    module = SimpleNamespace(
+        **{kind.__name__: kind for kind in (Attention, ParallelLMHead, LogitsProcessor)},
+        ModelRegistry=registry,
+        __version__=version,
+        VllmConfig=object,
+        Eagle3LlamaForCausalLM=nn.Module,
+        get_attention_context=lambda name: (None, None, torch.tensor([]), None),
+    )
+    for name in MODULES:
         monkeypatch.setitem(sys.modules, name, module)
-    for name in ("vllm.model_executor", "vllm.model_executor.layers", "vllm.model_executor.models"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.delitem(sys.modules, "drafter.integrations.vllm.model", raising=False)
     return registry
 
@@ -82,13 +74,9 @@ def config_of(config: dict[str, Any], target: Any, **changes: Any) -> Any:
         "num_attention_heads": text.num_attention_heads,
         "num_kv_heads": text.num_key_value_heads,
     } | changes
-    model = SimpleNamespace(
-        **{"model": "nowhere", "revision": None, "dtype": torch.float32, "use_mla": False} | changes,
-        **{f"get_{name}": lambda *_, value=value: value for name, value in sizes.items()},
-    )
-    return SimpleNamespace(
-        model_config=model,
-        parallel_config=SimpleNamespace(pipeline_parallel_size=changes.get("pipeline_parallel_size", 1)),
-        cache_config=None,
-        speculative_config=SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(**config))),
+    fields = {"model": "nowhere", "revision": None, "dtype": torch.float32, "use_mla": False} | changes
+    return Mock(
+        model_config=Mock(**fields, **{f"get_{name}.return_value": value for name, value in sizes.items()}),
+        parallel_config=Mock(pipeline_parallel_size=changes.get("pipeline_parallel_size", 1)),
+        speculative_config=Mock(draft_model_config=Mock(hf_config=SimpleNamespace(**config))),
     )

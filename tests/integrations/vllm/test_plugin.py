@@ -258,7 +258,9 @@ def test_register_is_safe_to_repeat_and_warns_of_untested_versions(
     with caplog.at_level(logging.WARNING):
         plugin.register()
         plugin.register()
-    assert registry.added == [("RecurrentDrafterEagle3", "drafter.integrations.vllm.model:RecurrentDrafterEagle3")]
+    registry.register_model.assert_called_once_with(
+        "RecurrentDrafterEagle3", "drafter.integrations.vllm.model:RecurrentDrafterEagle3"
+    )
     assert not caplog.records
     fake_vllm.install(monkeypatch, version="0.99.1")
     plugin.register()

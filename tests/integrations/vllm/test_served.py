@@ -64,11 +64,8 @@ class Served:
 
     def ask(self, prompts: Sequence[list[int]], *, batch: int, model: int = 0, **params: Any) -> dict[str, Any]:
         request = {"model": model, "prompts": list(prompts), "params": GREEDY | params, "batch": batch}
-        return self._talk(json.dumps(request) + "\n")
-
-    def _talk(self, line: str) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(line)
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         reply = self._process.stdout.readline()
         assert reply, f"vLLM ended with status {self._process.wait()}; its output is above"
