@@ -6,7 +6,6 @@ engine's thread; the answer's queue takes the entries to the event loop.
 """
 
 import asyncio
-import copy
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -19,15 +18,12 @@ _LEAST_LOGPROB = -9999.0  # the API writes this number for minus infinity, which
 
 
 class Model:
-    """What responses say of the model: its name, its fingerprint, and the texts of token ids.
-
-    The texts are cached. Not thread-safe; owns a copy of the tokenizer.
-    """
+    """What responses say of the model: its name, its fingerprint, and the texts of token ids, which are cached."""
 
     def __init__(self, name: str, fingerprint: str, tokenizer: Any) -> None:
         self.name = name
         self.fingerprint = fingerprint
-        self._tokenizer = copy.deepcopy(tokenizer)
+        self._tokenizer = tokenizer
         self._first = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
         self._names: dict[int, str] = {}
 
@@ -52,7 +48,6 @@ class Answer:
         model: the model that answers.
         body: the client's request.
         requests: the engine's requests, one for each text. The texts of one prompt stand next to each other.
-        deadline: when the last entry must have come, by the event loop's clock.
 
     Attributes:
         choices: the texts.
@@ -60,12 +55,9 @@ class Answer:
         arrived: time of the construction, by ``time.perf_counter``.
     """
 
-    def __init__(
-        self, model: Model, body: ChatRequest | CompletionRequest, requests: Sequence[Request], deadline: float
-    ) -> None:
+    def __init__(self, model: Model, body: ChatRequest | CompletionRequest, requests: Sequence[Request]) -> None:
         self.model = model
         self.body = body
-        self.deadline = deadline
         self.choices = [Choice(self, index, request) for index, request in enumerate(requests)]
         self.num_open = len(self.choices)
         self.arrived = time.perf_counter()
@@ -86,21 +78,17 @@ class Answer:
 
     def fail(self, error: ApiError) -> None:
         """End all open texts by an error."""
-        self.num_open = 0
         self._entries.put_nowait(error)
 
     async def entries(self) -> AsyncIterator[dict[str, Any]]:
         """The entries of all texts until the last text ends.
 
         Raises:
-            ApiError: a text failed. The other texts are given up.
-            TimeoutError: the deadline has passed.
+            ApiError: the answer failed. The other texts are given up.
         """
         num_left = len(self.choices)
         while num_left:
-            # Not wait_for: before Python 3.12 it loses a cancellation that meets a result.
-            async with asyncio.timeout_at(self.deadline):
-                entry = await self._entries.get()
+            entry = await self._entries.get()
             if isinstance(entry, ApiError):
                 raise entry
             num_left -= entry["finish_reason"] is not None

@@ -109,7 +109,7 @@ class Server:
             raise ApiError(400, "this server drafts without a drafter's folder: there is nothing to reload")
         try:
             is_replaced = await self.follower.reload()
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever a damaged folder raises
             message = f"the old drafter stays: {first_line(error)}"
             raise ApiError(409, message, code="drafter_refused") from error
         return {"drafter": self.follower.digest, "replaced": is_replaced}
@@ -133,11 +133,14 @@ class Server:
             try:
                 async with asyncio.timeout(self._seconds) as limit:
                     prompts = [ids if isinstance(ids, list) else await self.encoder.encode(ids) for ids in asked]
-                    answer = Answer(self.model, body, self._requests(body, prompts), limit.when() or 0.0)
+                    answer = Answer(self.model, body, self._requests(body, prompts))
                     self.worker.submit(answer)
                     at_end.callback(self.worker.abandon, answer)
                     if body.stream:
-                        return EventStream(answer, self._late, at_end.pop_all().close)
+                        deadline = limit.when() or 0.0
+                        timer = asyncio.get_running_loop().call_at(deadline, answer.fail, self._late)
+                        at_end.callback(timer.cancel)
+                        return EventStream(answer, deadline + 1.0, at_end.pop_all().close)
                     whole = await unless_client_leaves(answer.whole(), request.receive)
             except TimeoutError:
                 raise self._late from None
@@ -228,7 +231,7 @@ def create_app(engine: Engine, options: ServeOptions) -> FastAPI:
     app.add_middleware(Guard, api_keys=options.api_keys, max_body_bytes=max_body_bytes, metrics=server.metrics)
     if options.cors_origin:  # the outermost layer, so that pages can read errors as well
         app.add_middleware(CORSMiddleware, allow_origins=options.cors_origin, allow_methods=["*"], allow_headers=["*"])
-    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+    for kind in (RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _on_error)
     app.post("/v1/chat/completions", response_model=None)(server.chat)
     app.post("/v1/completions", response_model=None)(server.complete)
@@ -244,6 +247,8 @@ def create_app(engine: Engine, options: ServeOptions) -> FastAPI:
 async def _on_error(_: Request, error: Exception) -> JSONResponse:
     if isinstance(error, RequestValidationError):
         error = error_of(list(error.errors()))
-    elif isinstance(error, HTTPException):
-        error = ApiError(error.status_code, str(error.detail), headers=error.headers)
-    return respond(error if isinstance(error, ApiError) else ApiError(500, "an internal error"))
+    elif not isinstance(error, HTTPException):
+        error = ApiError(500, "an internal error")
+    elif not isinstance(error, ApiError):
+        error = ApiError(error.status_code, error.detail, headers=error.headers)
+    return respond(error)

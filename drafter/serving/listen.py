@@ -21,7 +21,7 @@ from drafter.utils.options import part_of
 
 _log = logging.getLogger("drafter.serving")
 _LOOPBACK = ("127.", "::1", "localhost")
-HEADER_SECONDS = 20  # from the start of the connection, or the last response, to the end of a request's headers
+REQUEST_SECONDS = 30  # from the start of a connection or the first byte of a request to the end of the request
 
 
 def load_engine(options: ServeOptions) -> Engine:
@@ -73,6 +73,7 @@ def listen(socket: sockets.socket, engine: Engine, options: ServeOptions) -> int
         log_level="warning",
         server_header=False,
         http=ApiProtocol,
+        timeout_keep_alive=20,
         lifespan="off",
     )
     host, port = socket.getsockname()[:2]
@@ -99,18 +100,21 @@ async def _serve(
     told = asyncio.Semaphore(0)  # a release for each signal
     # The socket does not listen yet, so no client connects before the engine has generated a token.
     await app_server.start()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, told.release)
-    _log.info("%s", notice)
-    serving, first, second = map(asyncio.create_task, (server.serve(sockets=[socket]), told.acquire(), told.acquire()))
-    await asyncio.wait((serving, first, worker.ended), return_when=asyncio.FIRST_COMPLETED)
-    if first.done() and not worker.ended.done():
-        _log.info("told to stop: %d answers still run and get %g seconds", worker.num_open, drain_seconds)
-        worker.drain()
-        server.should_exit = True
-        # A second signal does not wait.
-        await asyncio.wait((serving, second), timeout=drain_seconds, return_when=asyncio.FIRST_COMPLETED)
-    await app_server.stop()
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, told.release)
+        _log.info("%s", notice)
+        serving = asyncio.create_task(server.serve(sockets=[socket]))
+        first, second = (asyncio.create_task(told.acquire()) for _ in range(2))
+        await asyncio.wait((serving, first, worker.ended), return_when=asyncio.FIRST_COMPLETED)
+        if first.done() and not worker.ended.done():
+            _log.info("told to stop: %d answers still run and get %g seconds", worker.num_open, drain_seconds)
+            worker.drain()
+            server.should_exit = True
+            # A second signal does not wait.
+            await asyncio.wait((serving, second), timeout=drain_seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await app_server.stop()
     server.should_exit = True
     await asyncio.wait((serving,), timeout=5)  # a client that does not read must not keep the process alive
     server.force_exit = True
@@ -119,19 +123,17 @@ async def _serve(
 
 
 class ApiProtocol(H11Protocol):
-    """A connection whose keep-alive time runs on until the headers of a request are complete."""
+    """A connection that closes when a request does not arrive within ``REQUEST_SECONDS``."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Give the first request the time as well."""
+        """Start the clock of the first request."""
         super().connection_made(transport)
-        self.timeout_keep_alive = HEADER_SECONDS
-        self.timeout_keep_alive_task = self.loop.call_later(HEADER_SECONDS, self.timeout_keep_alive_handler)
+        self._clock = self.loop.call_later(REQUEST_SECONDS, transport.close)
 
     def data_received(self, data: bytes) -> None:
-        """Read bytes; end the time when the headers are complete."""
-        timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
+        """Read bytes; the clock runs from the first byte of a request to the last."""
+        if self._clock.cancelled():
+            self._clock = self.loop.call_later(REQUEST_SECONDS, self.transport.close)
         super().data_received(data)
-        if timer is not None and self.conn.their_state is h11.IDLE:
-            self.timeout_keep_alive_task = timer
-        elif timer is not None:
-            timer.cancel()
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            self._clock.cancel()

@@ -43,9 +43,7 @@ class Metrics:
         )
         self.answer_seconds = histogram("answer_seconds", "From arrival to the last token", buckets=_SECONDS)
         self.recorded_answers = counter("recorded_answers", "Answers written by --record")
-        self.unrecorded_answers = counter(
-            "unrecorded_answers", "Answers that --record left out: slow disk, or too large"
-        )
+        self.unrecorded_answers = counter("unrecorded_answers", "Answers that --record left out")
         self.is_recording = gauge("is_recording", "1 while --record writes; 0 without it, or after a full disk")
         self.drafter_swaps = counter("drafter_swaps", "Drafters that took over from another")
         self.drafter = Info("drafter", "Digest of the drafter in use", registry=self.registry)

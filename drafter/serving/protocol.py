@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr, model_validator
 from pydantic_core import PydanticCustomError
+from starlette.exceptions import HTTPException
 
 from drafter.decoding.params import SamplingParams
 from drafter.utils.io import printable
@@ -45,10 +46,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-class ApiError(Exception):
+class ApiError(HTTPException):
     """An error response.
 
-    Attributes:
+    Args:
         status: HTTP status.
         message: the mistake and its mend.
         param: name of the wrong field, if a field is wrong.
@@ -65,24 +66,26 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+        super().__init__(status, message, headers)
+        self.param, self.code = param, code
 
     @property
     def body(self) -> dict[str, Any]:
         """The API's JSON object of an error."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        # A client's text may hold half a surrogate pair, which no response can hold.
-        message = self.message.encode("utf-8", "replace").decode()
-        param = None if self.param is None else self.param.encode("utf-8", "replace").decode()
-        return {
-            "error": {
-                "message": message,
-                "type": "rate_limit_error" if self.status == 429 else kind,
-                "param": param,
-                "code": self.code,
-            }
+        kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
+        error = {
+            "message": self.detail,
+            "type": "rate_limit_error" if self.status_code == 429 else kind,
+            "param": self.param,
+            "code": self.code,
         }
+        # A client's text may hold half a surrogate pair, which no response can hold.
+        return {"error": {name: text and text.encode("utf-8", "replace").decode() for name, text in error.items()}}
+
+
+def _refusal(name: str, message: str, kind: str = "refused_parameter") -> PydanticCustomError:
+    """Pydantic's error for a field; ``{name}`` in the message is the field's name."""
+    return PydanticCustomError(kind, message, {"name": printable(name, 100)})
 
 
 class _Body(BaseModel):
@@ -97,7 +100,7 @@ class _Body(BaseModel):
         for name in data:
             if name not in known and data[name] and data[name] not in _NEUTRAL.get(name, ()):
                 message = "'{name}' is not supported by this server: leave it out"
-                raise PydanticCustomError("unsupported_parameter", message, {"name": printable(name, 100)})
+                raise _refusal(name, message, "unsupported_parameter")
         return {name: value for name, value in data.items() if value is not None}  # null means the default
 
 
@@ -174,14 +177,9 @@ class Generation(_Body):
     @model_validator(mode="after")
     def _check_stream_options(self) -> "Generation":
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError(
-                "stream_options", "stream_options is only for streams: set stream to true", {"name": "stream_options"}
-            )
+            raise _refusal("stream_options", "{name} is only for streams: set stream to true")
         if self.return_token_ids and self.stream:
-            raise PydanticCustomError(
-                "stream_options", "return_token_ids is only for whole answers: leave stream out",
-                {"name": "return_token_ids"},
-            )  # fmt: skip
+            raise _refusal("return_token_ids", "{name} is only for whole answers: leave stream out")
         return self
 
     @property
@@ -202,9 +200,7 @@ class ChatRequest(Generation):
     @model_validator(mode="after")
     def _check_logprobs(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
-            raise PydanticCustomError(
-                "logprobs", "top_logprobs needs logprobs: set logprobs to true", {"name": "top_logprobs"}
-            )
+            raise _refusal("top_logprobs", "{name} needs logprobs: set logprobs to true")
         return self
 
     @property

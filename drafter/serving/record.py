@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,9 @@ class Recorder:
         self._metrics = metrics
         self._max_bytes = max_mib * 2**20
         self._file_bytes = min(_FILE_BYTES, self._max_bytes // 4)
-        self._file: int | None = None
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._begin_file()
+        self._file = self._new_file()
+        self._has_failed = False
         self._rows: queue.Queue[Mapping[str, Any] | None] = queue.Queue(_MAX_WAITING)
         self._thread = threading.Thread(target=self._run, name="traffic", daemon=True)
         self._thread.start()
@@ -66,47 +67,41 @@ class Recorder:
         self._thread.join()
 
     def _run(self) -> None:
+        for row in iter(self._rows.get, None):
+            is_written = self._write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
+            (self._metrics.recorded_answers if is_written else self._metrics.unrecorded_answers).inc()
+        self._file.close()
+
+    def _write(self, line: bytes) -> bool:
+        """Write a line; False where the line is larger than a file, and after an error of the disk."""
+        if self._has_failed or len(line) > self._file_bytes:
+            return False
         try:
-            while (row := self._rows.get()) is not None:
-                line = json.dumps(row, separators=(",", ":")).encode() + b"\n"
-                if len(line) > self._file_bytes:
-                    self._metrics.unrecorded_answers.inc()
-                    continue
-                self._write(line)
-                self._metrics.recorded_answers.inc()
+            size = self._file.tell()
+            # Another recorder of the folder may have removed this file as the oldest.
+            if size + len(line) > self._file_bytes or not os.fstat(self._file.fileno()).st_nlink:
+                self._file.close()
+                self._file, size = self._new_file(), 0
+            if self._file.write(line) < len(line):
+                self._file.truncate(size)
+                raise OSError("the disk is full")
         except OSError as error:
             _log.warning("recording into %s has ended: %s", self._folder, error.strerror or error)
             self._metrics.is_recording.set(0)
-            while self._rows.get() is not None:
-                continue
-        assert self._file is not None
-        os.close(self._file)
+            self._has_failed = True
+        return not self._has_failed
 
-    def _write(self, line: bytes) -> None:
-        assert self._file is not None
-        # Another recorder of the folder may have removed this file as the oldest.
-        if self._size + len(line) > self._file_bytes or not os.fstat(self._file).st_nlink:
-            self._begin_file()
-        written = os.write(self._file, line)
-        if written < len(line):  # the disk is full
-            os.ftruncate(self._file, self._size)
-            raise OSError("there is no room for a row")
-        self._size += written
-
-    def _begin_file(self) -> None:
-        """Begin a file, after the removal of the oldest files that leave no room for the new file."""
-        files = traffic_files(self._folder)
-        num_bytes = sum(map(_size_of, files))
-        for file in files:
+    def _new_file(self) -> FileIO:
+        """A new file, after the removal of the oldest files that leave no room for the new file."""
+        files = [(file, _size_of(file)) for file in traffic_files(self._folder)]
+        num_bytes = sum(size for _, size in files)
+        for file, size in files:
             if num_bytes + self._file_bytes <= self._max_bytes:
                 break
-            num_bytes -= _size_of(file)
+            num_bytes -= size
             file.unlink(missing_ok=True)
         path = self._folder / f"traffic-{time.time_ns():020d}.jsonl"
-        new = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        if self._file is not None:
-            os.close(self._file)
-        self._file, self._size = new, 0
+        return FileIO(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def _size_of(file: Path) -> int:

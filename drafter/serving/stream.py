@@ -35,20 +35,20 @@ async def unless_client_leaves(work: Coroutine[Any, Any, _Result], receive: Rece
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, until the answer ends, the client leaves, or the answer's deadline passes.
+    """Server-sent events, until the answer ends or the client leaves.
 
     Args:
         answer: sends its chunks.
-        late: the last event when the deadline passes.
+        deadline: when the stream ends whatever its client reads, by the event loop's clock.
         on_end: called at the end, whatever ends the stream.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: Answer, late: ApiError, on_end: Callable[[], None]) -> None:
+    def __init__(self, answer: Answer, deadline: float, on_end: Callable[[], None]) -> None:
         # Proxies must not cache or buffer a stream.
-        super().__init__(self._events(answer, late), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._last_second = answer.deadline + 1.0
+        super().__init__(self._events(answer), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._deadline = deadline
         self._on_end = on_end
         self._status = CLOSED_BY_CLIENT  # until the end of the chunks
 
@@ -57,19 +57,18 @@ class EventStream(StreamingResponse):
         try:
             # A client that does not read blocks the sending of the last event as well.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(self._last_second):
+                async with asyncio.timeout_at(self._deadline):
                     await super().__call__(scope, receive, send)
         finally:
             scope[STATUS] = self._status
             self._on_end()
 
-    async def _events(self, answer: Answer, late: ApiError) -> AsyncIterator[bytes]:
+    async def _events(self, answer: Answer) -> AsyncIterator[bytes]:
         try:
             async for chunk in answer.chunks():
                 yield _event(chunk)
-        except (ApiError, TimeoutError) as found:
-            error = found if isinstance(found, ApiError) else late
-            self._status = error.status
+        except ApiError as error:
+            self._status = error.status_code
             yield _event(error.body)  # as the last event, because the status 200 was sent with the first
         else:
             self._status = self.status_code

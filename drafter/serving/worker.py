@@ -9,10 +9,10 @@ import gc
 import logging
 import math
 import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
@@ -50,10 +50,10 @@ class Worker:
     Attributes:
         state: ``starting`` until the engine has generated its first tokens, ``draining`` when the worker takes no new
             answers, ``dead`` when the engine's thread has ended by an error.
-        ended: is done when the thread has ended.
+        ended: is done when the engine's thread has ended and every open answer has failed.
     """
 
-    ended: asyncio.Future[None]
+    ended: asyncio.Task[None]
 
     def __init__(self, engine: Engine, *, max_queue: int, metrics: Metrics, recorder: Recorder | None = None) -> None:
         self.engine = engine
@@ -66,7 +66,7 @@ class Worker:
         self._choices: dict[int, Choice] = {}  # by request id; engine's thread only
         self._is_stopping = False
         self._durations: deque[float] = deque(maxlen=32)  # seconds of the last texts
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = ThreadPoolExecutor(1, "engine")
 
     # -- on the event loop -----------------------------------------------------------------------------------------
 
@@ -77,9 +77,15 @@ class Worker:
             ValueError: the engine failed at its first tokens.
         """
         self._loop = asyncio.get_running_loop()
-        self._is_warm, self.ended = self._loop.create_future(), self._loop.create_future()
-        self._thread.start()
-        await self._is_warm
+        try:
+            await self._loop.run_in_executor(self._thread, self._warm_up)
+        except Exception as error:
+            # The caller learns of any error of the engine.
+            self.state = "dead"
+            message = f"the engine failed at its first tokens: {type(error).__name__}: {first_line(error)}"
+            raise ValueError(message) from error
+        self.state = "ready"
+        self.ended = asyncio.create_task(self._work())
 
     @property
     def num_open(self) -> int:
@@ -121,13 +127,22 @@ class Worker:
 
         Raises:
             ValueError: the drafter does not fit, or the thread has ended. The old drafter stays.
+            Exception: of the first steps with the drafter. The old drafter stays.
         """
-        swap: asyncio.Future[None] = self._loop.create_future()
-        self._commands.put(partial(self._replace_drafter, drafter, swap))
-        await asyncio.wait((swap, self.ended), return_when=asyncio.FIRST_COMPLETED)
+        swap: Future[None] = Future()
+
+        def replace() -> None:
+            try:
+                self.engine.replace_drafter(drafter)
+                swap.set_result(None)
+            except Exception as error:
+                swap.set_exception(error)
+
+        self._commands.put(replace)
+        await asyncio.wait((asyncio.wrap_future(swap), self.ended), return_when=asyncio.FIRST_COMPLETED)
         if not swap.done():
             raise ValueError("the engine has ended")
-        await swap
+        swap.result()
 
     def drain(self) -> None:
         """Refuse new answers; open answers go on."""
@@ -139,7 +154,18 @@ class Worker:
         self.drain()
         self._is_stopping = True
         self._commands.put(lambda: None)  # an idle thread waits for a command
-        await asyncio.to_thread(self._thread.join)
+        await self.ended
+
+    async def _work(self) -> None:
+        """Run the engine until the end, and fail the answers that are open then."""
+        error = ApiError(503, "the server was shut down before the answer was finished")
+        try:
+            await self._loop.run_in_executor(self._thread, self._run)
+        except Exception:
+            _log.exception("the engine has ended by an error")
+            self.state = "dead"
+            error = ApiError(500, "the engine has ended by an error")
+        self._fail(self._answers, error)
 
     def _seconds_to_wait(self, num_texts: int) -> int:
         """Estimated seconds until further texts get rows, from the durations of the last texts."""
@@ -159,27 +185,7 @@ class Worker:
             self._answers.remove(answer)
             answer.fail(error)
 
-    def _end(self, error: ApiError) -> None:
-        """Fail all open answers. The thread has set the state before this callback, so no answer can follow."""
-        self._fail(self._answers, error)
-        self.ended.set_result(None)
-
     # -- on the engine's thread ------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        error = ApiError(500, "the engine has ended by an error")
-        try:
-            self._warm_up()
-            while not self._is_stopping and self.state != "dead":
-                self._obey()
-                self._count_rows()
-                if self.engine.has_work:
-                    self._step()
-            error = ApiError(503, "the server was shut down before the answer was finished")
-        finally:
-            if not self._is_stopping:
-                self.state = "dead"
-            self._post(self._end, error)
 
     def _warm_up(self) -> None:
         """Generate short answers: the cache is allocated and kernels are loaded before the first client.
@@ -189,43 +195,30 @@ class Worker:
         plan, target = self.engine.plan, self.engine.target
         room = (plan.max_model_len or target.max_length) - _WARM_UP.max_new_tokens
         prompt = [0] * max(1, min(_WARM_UP_PROMPT, room))
-        try:
-            most = 1 if target.runtime is None else plan.max_num_seqs
-            for num_rows in sorted({min(1 << power, most) for power in range(most.bit_length() + 1)}):
-                self.engine.generate([prompt] * num_rows, _WARM_UP)
-            self.engine.forget()
-        except Exception as error:
-            # The caller of `start` learns of any error of the engine.
-            message = f"the engine failed at its first tokens: {type(error).__name__}: {first_line(error)}"
-            self.state = "dead"
-            self._post(self._is_warm.set_exception, ValueError(message))
-        else:
-            self.state = "ready"
-            self._post(self._is_warm.set_result, None)
+        most = 1 if target.runtime is None else plan.max_num_seqs
+        for num_rows in sorted({min(1 << power, most) for power in range(most.bit_length() + 1)}):
+            self.engine.generate([prompt] * num_rows, _WARM_UP)
+        self.engine.forget()
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            self._obey()
+            if self.engine.has_work:
+                self._step()
+            self._metrics.active_rows.set(self.engine.num_running)
+            self._metrics.queue_depth.set(self.engine.num_waiting)
 
     def _obey(self) -> None:
         """Carry out the waiting commands; wait for a command when the engine has no work."""
-        is_idle = not self.engine.has_work
-        while is_idle or not self._commands.empty():
-            command = self._commands.get()
-            command()
-            is_idle = False
+        if not self.engine.has_work:
+            self._commands.get()()
+        while not self._commands.empty():
+            self._commands.get()()
 
     def _add(self, answer: Answer) -> None:
         for choice in answer.choices:
             self.engine.enqueue(choice.request)
             self._choices[choice.request.request_id] = choice
-
-    def _replace_drafter(self, drafter: RecurrentDrafter, swap: "asyncio.Future[None]") -> None:
-        try:
-            self.engine.replace_drafter(drafter)
-        except ValueError as error:
-            self._post(swap.set_exception, error)
-        except Exception as error:
-            # Whatever the drafter raises in its first steps: the engine still has the old one.
-            self._post(swap.set_exception, ValueError(f"its first step failed: {error}"))
-        else:
-            self._post(swap.set_result, None)
 
     def _drop(self, answers: set[Answer]) -> None:
         for request_id in [key for key, choice in self._choices.items() if choice.answer in answers]:
@@ -241,9 +234,8 @@ class Worker:
             self._recover(error)
             return
         self._metrics.step_seconds.observe(time.perf_counter() - started)
-        self._count_rows()
         if entries:
-            self._post(self._deliver, entries)
+            self._loop.call_soon_threadsafe(self._deliver, entries)
 
     def _entries(self, updates: list[Update]) -> Iterator[tuple[Answer, dict[str, Any]]]:
         """The entries of a step with their answers."""
@@ -277,7 +269,7 @@ class Worker:
             dropped = set(self._choices)
         failed = {self._choices[request_id].answer for request_id in dropped & self._choices.keys()}
         self._drop(failed)
-        self._post(self._fail, failed, failure)
+        self._loop.call_soon_threadsafe(self._fail, failed, failure)
         if is_memory:
             # The traceback holds the frames of the step and with them its tensors.
             error.__traceback__ = None
@@ -285,13 +277,6 @@ class Worker:
             device = self.engine.target.device
             if device.type != "cpu":
                 torch.get_device_module(device).empty_cache()
-
-    def _post(self, callback: Callable[..., None], *args: Any) -> None:
-        """Run a function on the event loop."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(callback, *args)
-
-    # -- counting --------------------------------------------------------------------------------------------------
 
     def _count(self, arrived: float, update: Update) -> None:
         metrics, request = self._metrics, update.request
@@ -312,7 +297,3 @@ class Worker:
             num_further = len(request.token_ids) - num_tokens
             if request.first_token is not None and num_further > 0:
                 metrics.token_seconds.observe((now - request.first_token) / num_further)
-
-    def _count_rows(self) -> None:
-        self._metrics.active_rows.set(self.engine.num_running)
-        self._metrics.queue_depth.set(self.engine.num_waiting)

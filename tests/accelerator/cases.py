@@ -201,9 +201,8 @@ def test_prefill_and_shared_prefixes_read_nothing() -> None:
 class _OnDevice(Worker):
     """A worker whose thread has the device too."""
 
-    def _run(self) -> None:
-        with refuser.on():
-            super()._run()
+    _warm_up = refuser.on()(Worker._warm_up)
+    _run = refuser.on()(Worker._run)
 
 
 def test_the_servers_thread_reads_once_a_step() -> None:
@@ -230,7 +229,7 @@ def test_the_servers_thread_reads_once_a_step() -> None:
             params = replace(params, max_new_tokens=6)
             options = RequestOptions(num_logprobs=logprobs, want_tree=has_details)
             requests = [engine.make_request(list(range(start, start + 40)), params, options) for start in (0, 5)]
-            answer = Answer(model, body, requests, asyncio.get_running_loop().time() + 600)
+            answer = Answer(model, body, requests)
             worker.submit(answer)
             assert [entry async for entry in answer.entries()]
         await worker.stop()

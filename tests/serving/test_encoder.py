@@ -47,13 +47,13 @@ def test_hostile_templates_fail_alone() -> None:
         for word, fragment in (("divide", "ZeroDivisionError"), ("raise", "no such turns"), ("memory", "memory")):
             with pytest.raises(ApiError, match=fragment) as found:
                 await encoder.encode(turns(word))
-            assert found.value.status == 400 and "'tiny'" in found.value.message and "\n" not in found.value.message
+            assert found.value.status_code == 400 and "'tiny'" in found.value.detail and "\n" not in found.value.detail
         hanging = asyncio.create_task(encoder.encode(turns("hang")))
         await asyncio.sleep(0.1)
         waiting = asyncio.create_task(encoder.encode(turns("next")))
         with pytest.raises(ApiError, match="took longer than") as found:
             await hanging
-        assert found.value.status == 400
+        assert found.value.status_code == 400
         assert await waiting == encode_chat(tiny_tokenizer(HOSTILE), turns("next").messages, "tiny")
 
     run(test, seconds=1.0)
@@ -70,7 +70,7 @@ def test_a_client_that_leaves_and_a_killed_child_leave_nothing_to_the_next() -> 
         os.kill(encoder._process.pid, signal.SIGKILL)
         with pytest.raises(ApiError) as found:
             await hanging
-        assert found.value.status == 503
+        assert found.value.status_code == 503
         assert await encoder.encode("b") == encode_text(tiny_tokenizer(), "b")
 
     run(test)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from drafter.engine.request import Update
 from drafter.serving import follow
 from drafter.serving.app import create_app
 from drafter.serving.options import ServeOptions
@@ -19,7 +18,7 @@ from drafter.utils.traffic import traffic_files
 from tests.serving.live import MODEL, Live, live_server, offline
 from tests.serving.test_limits import BODY, CHAT, LONG, key
 from tests.serving.test_record import rows_of
-from tests.serving.tiny import tiny_drafter, tiny_engine
+from tests.serving.tiny import break_for_good, tiny_drafter, tiny_engine
 
 RELOAD = "/v1/drafter/reload"
 
@@ -134,15 +133,10 @@ def test_a_reload_is_told_and_needs_the_key(drafter: Path) -> None:
         assert "no such folder" in http.post(RELOAD, json={}, headers=key()).json()["error"]["message"]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_nobody_waits_for_a_drafter_when_the_engine_has_ended(drafter: Path) -> None:
     engine = tiny_engine()
-
-    def die() -> list[Update]:
-        raise SystemExit
-
     with live_server(engine, drafter=str(drafter)) as server, server.http() as http:
-        engine.step = die  # type: ignore[method-assign]
+        break_for_good(engine)
         assert http.post(CHAT, json=BODY).status_code == 500
         write_drafter(drafter, 12)
         assert "the engine has ended" in http.post(RELOAD, json={}).json()["error"]["message"]

@@ -273,13 +273,15 @@ def test_two_ends_of_a_body_are_refused_and_the_connection_is_closed(live: Live)
         assert answer.count(b"HTTP/1.1") == 1 and b"connection: close" in answer.lower()
 
 
-def test_slow_headers_end_the_connection(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listen, "HEADER_SECONDS", 0.3)
+def test_slow_requests_end_the_connection(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listen, "REQUEST_SECONDS", 0.3)
     start = time.monotonic()
     assert raw(live) == b"", "nothing was sent"
     assert raw(live, b"GET /health HTTP/1.1\r\n", b"Host: x\r\n", b"X-Slow: 1") == b""
+    head = b"Host: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+    assert raw(live, b"POST /v1/completions HTTP/1.1\r\n" + head, b"{", pause=0.1) == b"", "the body never comes"
     whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-    answer = raw(live, whole, b"GET /health HT")
+    answer = raw(live, whole, b"GET /health HT", pause=0.1)
     assert answer.count(b"HTTP/1.1 200") == 1, "the second request of a connection never comes"
     assert time.monotonic() - start < 4, "the server's own limit for idle connections is 5 seconds"
     with live.http() as client:  # a request that takes longer than its headers may

@@ -16,7 +16,7 @@ from drafter.serving.listen import bind, listen, load_engine
 from drafter.serving.options import ServeOptions
 from tests.serving.live import MODEL, is_ready
 from tests.serving.test_limits import CHAT, slow_engine
-from tests.serving.tiny import tiny_engine
+from tests.serving.tiny import break_for_good, tiny_engine
 
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "ignore_eos": True, "stream": True}
 
@@ -84,16 +84,12 @@ def test_what_outlasts_the_drain_or_a_second_signal_is_told_so(seconds: float, i
     assert "shut down" in found[-1] and len(found) > 3
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_server_without_its_engine_ends_with_code_one() -> None:
     engine = tiny_engine()
     answers: list[int] = []
 
     def client(url: str) -> None:
-        def die() -> Any:
-            raise SystemExit
-
-        engine.step = die  # type: ignore[method-assign]
+        break_for_good(engine)
         answers.append(httpx.post(url + CHAT, json=BODY | {"stream": False}).status_code)
 
     assert serve(engine, client) == 1

@@ -26,7 +26,7 @@ def run(
     params = SamplingParams(stop=stop)
     request = Request(0, [1], params, limit, frozenset([EOS]), text)
     body = CompletionRequest(model="m", prompt="x", stream=True, details=True)
-    (choice,) = Answer(Model("m", "f", TOKENIZER), body, [request], 0.0).choices
+    (choice,) = Answer(Model("m", "f", TOKENIZER), body, [request]).choices
     released = []
     for emitted in steps:
         if request.is_finished:

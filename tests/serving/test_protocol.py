@@ -33,16 +33,16 @@ def test_fields_that_nobody_knows_are_named_unless_they_ask_for_nothing(kind: An
     }
     for name, value in asked.items():
         error = refusal(kind, body | {name: value})
-        assert (error.param, error.code, error.status) == (name, "unsupported_parameter", 400)
-        assert name in error.message and not set("{}") & set(error.message), "a filled template"
+        assert (error.param, error.code, error.status_code) == (name, "unsupported_parameter", 400)
+        assert name in error.detail and not set("{}") & set(error.detail), "a filled template"
         for nothing in (None, False, 0, "", [], {}):
             kind.model_validate(body | {name: nothing})
     kind.model_validate(body | {"user": "me", "metadata": {"a": 1}, "best_of": 1, "tool_choice": "auto"})
     kind.model_validate(body | {"response_format": {"type": "text"}})
     for nothing in (None, [], "x", {}):
-        assert refusal(kind, nothing).status == 400
+        assert refusal(kind, nothing).status_code == 400
     error = refusal(kind, body | {HALF + "x" * 500: 1})
-    assert error.body["error"]["param"].endswith("x ...") and len(error.message) < 200
+    assert error.body["error"]["param"].endswith("x ...") and len(error.detail) < 200
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_fields_that_nobody_knows_are_named_unless_they_ask_for_nothing(kind: An
 def test_wrong_fields_are_named(fields: dict[str, Any], param: str) -> None:
     is_chat = "messages" in fields
     error = refusal(ChatRequest if is_chat else CompletionRequest, (CHAT if is_chat else TEXT) | fields)
-    assert error.param == param and error.status == 400 and not set("{}") & set(error.message)
+    assert error.param == param and error.status_code == 400 and not set("{}") & set(error.detail)
 
 
 def test_bodies_that_pass() -> None:

@@ -3,9 +3,9 @@
 import json
 import logging
 import multiprocessing
-import os
 import threading
 import time
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -55,24 +55,23 @@ def test_a_recorder_whose_file_was_removed_begins_another(tmp_path: Path) -> Non
 def test_a_full_disk_ends_the_recording_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_partial: bool
 ) -> None:
-    write, written = os.write, []
-
-    def full(file: int, data: bytes) -> int:
-        written.append(data)
-        if len(written) == 1:
-            return write(file, data)
-        if is_partial:
-            return write(file, data[:10])
-        raise OSError(28, "No space left on device")
+    class Full(FileIO):
+        def write(self, data: Any) -> int:
+            if self.tell() == 0:
+                return super().write(data)
+            if is_partial:
+                return super().write(data[:10])
+            raise OSError(28, "No space left on device")
 
     metrics = Metrics()
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(record.os, "write", full)
+        patch.setattr(record, "FileIO", Full)
         recorder = Recorder(tmp_path, 1024, metrics)
         for _ in range(3):
             recorder.add(ROW)
         recorder.close()
     assert len(caplog.records) == 1 and str(tmp_path) in caplog.text and value(metrics, "is_recording") == 0
+    assert value(metrics, "unrecorded_answers_total") == 2
     assert len(rows_of(tmp_path)) == 1, "no part of a line is left"
 
 

@@ -2,6 +2,7 @@
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,6 +39,15 @@ def tiny_drafter(seed: int = 8) -> RecurrentDrafter:
     sizes = {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size, "num_res_blocks": 0}
     config = DrafterConfig(**sizes, target_name="tiny", target_fingerprint=target.fingerprint)
     return RecurrentDrafter(config).eval()
+
+
+def break_for_good(engine: Engine) -> None:
+    """Let the next step fail, and the recovery from the failure."""
+
+    def fail(*_: object) -> list[Any]:
+        raise RuntimeError("broken")
+
+    engine.step = engine.drop = fail  # type: ignore[method-assign]
 
 
 def tiny_engine(**settings: object) -> Engine:
