@@ -77,7 +77,6 @@ def _in_turn(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
 _Words = Annotated[str, Field(min_length=0)]
 _Ids = Annotated[tuple[Annotated[int, Field(strict=True, ge=0)], ...], Field(fail_fast=True)]
 _Messages = tuple[Annotated[dict[str, _Words], BeforeValidator(_turn_of)], ...]
-_Text = Annotated[str, BeforeValidator(lambda value: None if value is None else str(value))]
 
 
 class Row(BaseModel):
@@ -86,7 +85,7 @@ class Row(BaseModel):
     Attributes:
         messages: the conversation; empty for plain text.
         text: the plain text, or None.
-        id: the row's own id as text, or None.
+        id: the row's own id as text, or empty.
         where: file and line, for error messages.
         is_cut: the last answer ended at a length limit, without an end-of-turn token.
         has_parts: an answer has reasoning or tool calls, whose form in tokens is not known from the text.
@@ -98,7 +97,7 @@ class Row(BaseModel):
 
     messages: Annotated[_Messages, AfterValidator(_in_turn)] = ()
     text: _Words | None = None
-    id: _Text | None = None
+    id: Annotated[str, BeforeValidator(lambda value: "" if value is None else str(value))] = ""
     where: str = ""
     is_cut: bool = False
     has_parts: bool = False

@@ -5,11 +5,10 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
-from typing import Any, Literal
+from typing import Any
 
-from drafter.decoding.params import SamplingParams
-from drafter.distill.client import Client, Reply, ServerError
-from drafter.distill.prompts import AnswerStream, MadeAnswer, PromptRow, WantedAnswer
+from drafter.distill.client import Client, ServerError
+from drafter.distill.prompts import AnswerStream, WantedAnswer, row_of
 
 _RETRYABLE = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 _REFUSED = {400, 413, 422}  # the server refuses this prompt (too long, filtered) and may answer others
@@ -43,29 +42,29 @@ class Endpoint:
             raise ValueError("--endpoint needs --model, the name that the server knows the target by")
 
     def answer(self, wanted: Sequence[WantedAnswer]) -> AnswerStream:
-        """Yield each wanted answer with the made one, in order of arrival; None where the server refused the prompt.
+        """Yield the row of each wanted answer in order of arrival; None where the server refused the prompt.
 
         Raises:
-            OSError: the server is unusable (address, model, key, or no answer after all retries); answers yielded
-                before stay valid.
+            OSError: the server is unusable (address, model, key, tokens that are unknown, or no answer after all
+                retries); answers yielded before stay valid.
         """
         stop, is_told = threading.Event(), False
         # The pool's threads are daemons: Ctrl-C does not wait for running requests.
         pool = ThreadPool(max(1, min(self.concurrency, len(wanted))))
         try:
-            for item, result in pool.imap_unordered(lambda item: (item, self._ask(item, stop)), wanted):
+            for result in pool.imap_unordered(lambda item: self._ask(item, stop), wanted):
                 if isinstance(result, ServerError) and not is_told:
                     print(f"warning: {self.chat_url} refuses a prompt: {result}", file=sys.stderr)
                     is_told = True
-                yield item, None if isinstance(result, ServerError) else result
+                yield None if isinstance(result, ServerError) else result
         finally:
             stop.set()
             pool.terminate()
 
-    def _ask(self, item: WantedAnswer, stop: threading.Event) -> MadeAnswer | ServerError:
-        """The answer, or the refusal of the prompt; OSError if the server is unusable."""
+    def _ask(self, item: WantedAnswer, stop: threading.Event) -> dict[str, Any] | ServerError:
+        """The row of the answer, or the refusal of the prompt; OSError if the server is unusable."""
         problem, wait = "", 0.0
-        body = _body(self.model, item.prompt, item.params)
+        body = _body(self.model, item)
         for attempt in range(self.retries + 1):
             if attempt and stop.wait(min(max(wait, self.pause * 2 ** (attempt - 1)), 60.0)):
                 break
@@ -80,14 +79,23 @@ class Endpoint:
             except (OSError, ValueError) as error:
                 problem, wait = f"{type(error).__name__}: {error}", 0.0
             else:
-                return made_answer(reply, self.chat_url)
+                has_ids = bool(reply.prompt_ids and reply.token_ids)
+                if reply.has_parts and not has_ids:
+                    raise OSError(
+                        f"{self.chat_url} separates reasoning or tool calls from the text and gives no token ids, so "
+                        "the answer's tokens are unknown: use vLLM, SGLang, or --target without --endpoint"
+                    )
+                return row_of(
+                    item, reply.text, reply.finish_reason, reply.prompt_ids, reply.token_ids, reply.num_tokens
+                )
         raise OSError(
             f"{self.chat_url} gave no answer in {self.retries + 1} attempts ({problem}); finished answers are "
             "kept, run the same command again to continue"
         )
 
 
-def _body(model: str, prompt: PromptRow, params: SamplingParams) -> dict[str, Any]:
+def _body(model: str, wanted: WantedAnswer) -> dict[str, Any]:
+    prompt, params = wanted.prompt, wanted.params
     body = {
         "model": model,
         "messages": list(prompt.messages),
@@ -99,20 +107,3 @@ def _body(model: str, prompt: PromptRow, params: SamplingParams) -> dict[str, An
     more = {"top_k": params.top_k, "min_p": params.min_p, "tools": list(prompt.tools)}
     more["top_p"] = params.top_p if params.top_p < 1 else None
     return body | {name: value for name, value in more.items() if value}
-
-
-def made_answer(reply: Reply, url: str = "") -> MadeAnswer:
-    """The answer of a reply, with token ids if the server gives those of prompt and answer.
-
-    Raises:
-        OSError: the answer's tokens are unknown, which ends a run: all answers of the server at ``url`` are alike.
-    """
-    reason: Literal["stop", "length"] = "length" if reply.finish_reason == "length" else "stop"
-    if reply.prompt_ids and reply.token_ids:
-        return MadeAnswer(reply.text, reason, reply.num_tokens, reply.prompt_ids, reply.token_ids)
-    if reply.has_parts:
-        raise OSError(
-            f"{url} separates reasoning or tool calls from the text and gives no token ids, so the answer's tokens are "
-            "unknown: use vLLM, SGLang, or --target without --endpoint"
-        )
-    return MadeAnswer(reply.text, reason, reply.num_tokens)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from drafter.distill.prompts import AnswerStream, MadeAnswer, WantedAnswer
+from drafter.distill.prompts import AnswerStream, WantedAnswer, row_of
 from drafter.targets.chat import Chat
 
 if TYPE_CHECKING:
@@ -31,10 +31,9 @@ class EngineAnswerer:
             if len(ids) + item.params.max_new_tokens <= target.max_length:
                 fitting.append((item, ids))
             else:
-                yield item, None
+                yield None
         for event in self.engine.stream([ids for _, ids in fitting], [item.params for item, _ in fitting]):
             done = event.completion
             if done is not None:
-                reason: Any = "stop" if done.finish_reason == "stop" else "length"
-                made = MadeAnswer(done.text, reason, len(done.token_ids), done.prompt_ids, done.token_ids)
-                yield fitting[event.index][0], made
+                item, _ = fitting[event.index]
+                yield row_of(item, done.text, done.finish_reason, done.prompt_ids, done.token_ids)

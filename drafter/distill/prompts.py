@@ -3,34 +3,28 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drafter.decoding.params import SamplingParams
 from drafter.utils.validate import check_ranges, seed_field, within
+
+if TYPE_CHECKING:
+    from drafter.data.formats import Row
 
 # Two texts that share a run of this many words count as the same material.
 _OVERLAP_WORDS = 13
 
 
-@dataclass(frozen=True)
-class PromptRow:
-    """A prompt to answer: messages that end with a user turn, and an id that is unique within the run.
+class PromptSelection(NamedTuple):
+    """The prompts of a file, and the numbers of its prompts that were left out.
 
-    ``tools`` are functions that the target may call, in OpenAI's form.
+    The messages of a prompt end with a user turn, and its id is unique.
     """
 
-    id: str
-    messages: tuple[dict[str, Any], ...]
-    tools: tuple[dict[str, Any], ...] = ()
-
-
-class PromptSelection(NamedTuple):
-    """The prompts of a file, and the numbers of its prompts that were left out."""
-
-    prompts: list[PromptRow]
+    prompts: "list[Row]"
     num_duplicates: int
     num_excluded: int
 
@@ -80,7 +74,7 @@ def select_prompts(
 
     unwanted = () if exclude is None else read_rows(exclude)
     excluded = _runs_of(text for row in unwanted for text in (row.text or "", *_turns(row.messages)) if text)
-    found: dict[str, PromptRow] = {}
+    found: dict[str, Row] = {}
     seen: set[str] = set()
     num_duplicates = num_excluded = 0
     for row in read_rows(name, columns=columns):
@@ -102,7 +96,7 @@ def select_prompts(
         key = row.id or digest
         if key in found:
             key = f"{key}-{digest}"
-        found[key] = PromptRow(key, row.prompt, row.tools)
+        found[key] = row.model_copy(update={"id": key, "messages": row.prompt})
     if not found:
         raise ValueError(f"--prompts {name}: no prompt is left ({num_excluded} are on the excluded list)")
     return PromptSelection(list(found.values()), num_duplicates, num_excluded)
@@ -149,34 +143,17 @@ class AnswerSettings:
 class WantedAnswer:
     """An answer to make: prompt, number among the prompt's answers, temperature and seed among the parameters."""
 
-    prompt: PromptRow
+    prompt: "Row"
     number: int
     params: SamplingParams
 
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.prompt.id, self.number
 
-
-class MadeAnswer(NamedTuple):
-    """A finished answer: text, finish reason, number of tokens.
-
-    A server may give the tokens of prompt and answer.
-    """
-
-    text: str
-    finish_reason: Literal["stop", "length"]
-    num_tokens: int
-    prompt_ids: list[int] | None = None
-    token_ids: list[int] | None = None
-
-
-# Pairs of a wanted answer and the finished answer; None for a prompt that cannot be answered.
-AnswerStream = Iterator[tuple[WantedAnswer, MadeAnswer | None]]
+# Rows of finished answers (:func:`row_of`); None for a prompt that cannot be answered.
+AnswerStream = Iterator[dict[str, Any] | None]
 
 
 def missing_answers(
-    prompts: Iterable[PromptRow], settings: AnswerSettings, done: set[tuple[str, int]]
+    prompts: "Iterable[Row]", settings: AnswerSettings, done: set[tuple[str, int]]
 ) -> list[WantedAnswer]:
     """The answers of ``settings`` to ``prompts`` whose keys are not in ``done``."""
     shared = {name: getattr(settings, name) for name in ("max_new_tokens", "top_k", "top_p", "min_p")}
@@ -198,18 +175,28 @@ def derive_seed(*key: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
 
 
-def row_of(wanted: WantedAnswer, answer: MadeAnswer) -> dict[str, Any]:
-    """The row to write: the conversation that training reads, and its tokens where they are known."""
+def row_of(
+    wanted: WantedAnswer,
+    text: str,
+    finish_reason: str,
+    prompt_ids: Sequence[int],
+    token_ids: Sequence[int],
+    num_tokens: int = 0,
+) -> dict[str, Any]:
+    """The row to write: the conversation, and the tokens of prompt and answer, which training uses as they are.
+
+    A server may give no tokens: they are empty then, and ``num_tokens`` is the server's count.
+    """
     row = {
         "id": wanted.prompt.id,
         "answer": wanted.number,
         "temperature": wanted.params.temperature,
-        "finish_reason": answer.finish_reason,
-        "num_tokens": answer.num_tokens,
-        "messages": [*wanted.prompt.messages, {"role": "assistant", "content": answer.text}],
+        "finish_reason": "length" if finish_reason == "length" else "stop",
+        "num_tokens": len(token_ids) or num_tokens,
+        "messages": [*wanted.prompt.messages, {"role": "assistant", "content": text}],
     }
     if wanted.prompt.tools:
         row["tools"] = list(wanted.prompt.tools)
-    if answer.token_ids is not None:
-        row |= {"prompt_token_ids": answer.prompt_ids, "token_ids": answer.token_ids}
+    if prompt_ids and token_ids:
+        row |= {"prompt_token_ids": prompt_ids, "token_ids": token_ids}
     return row

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from drafter.distill.prompts import AnswerStream, MadeAnswer, WantedAnswer
+from drafter.distill.prompts import AnswerStream, WantedAnswer
 from drafter.utils.validate import within
 
 if TYPE_CHECKING:
@@ -67,7 +67,6 @@ class RayAnswerer:
             return
         options = self._options
         wanted = sorted(wanted, key=lambda item: len(str(item.prompt.messages)))  # alike in length: little padding
-        missing = {item.key: item for item in wanted}
         with self._cluster() as ray:
             ray.data.DataContext.get_current().enable_progress_bars = False
             batches = ray.data.range(len(wanted), override_num_blocks=math.ceil(len(wanted) / self._batch_size))
@@ -80,10 +79,7 @@ class RayAnswerer:
                 num_cpus=options.ray_cpus,
             )
             for row in answered.iter_rows():
-                key, answer = json.loads(row["answer"])
-                item = missing.pop(tuple(key), None)
-                if item is not None:  # a batch that two workers answered counts once
-                    yield item, None if answer is None else MadeAnswer(*answer)
+                yield json.loads(row["answer"])
 
     @contextmanager
     def _cluster(self) -> Iterator[Any]:
@@ -119,8 +115,8 @@ class _RayEngine:
         self._answerer, self._wanted = make(), wanted
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[str]]:
-        answers = self._answerer.answer([self._wanted[index] for index in batch["id"]])
-        return {"answer": [json.dumps((item.key, made)) for item, made in answers]}
+        rows = self._answerer.answer([self._wanted[index] for index in batch["id"]])
+        return {"answer": [json.dumps(row) for row in rows]}
 
 
 def _identity_of(make: "Callable[[], EngineAnswerer]") -> dict[str, Any]:

@@ -12,17 +12,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from drafter.data.formats import Row
 from drafter.distill.journal import Journal
 from drafter.distill.local import EngineAnswerer
 from drafter.distill.magpie import invent_prompts
 from drafter.distill.prompts import (
     AnswerSettings,
     AnswerStream,
-    PromptRow,
     WantedAnswer,
     builtin_prompts,
     missing_answers,
-    row_of,
     select_prompts,
 )
 
@@ -70,7 +69,7 @@ class Answerer(Protocol):
     def identity(self) -> dict[str, Any]: ...
 
     def answer(self, wanted: Sequence[WantedAnswer]) -> AnswerStream:
-        """Each wanted answer with the made one as it is finished, or with None where the prompt has no answer."""
+        """The row of each wanted answer as it is finished, or None where the prompt has no answer."""
 
 
 def distill(
@@ -129,7 +128,7 @@ def distill(
 
 def _answer_all(
     answerer: Answerer,
-    prompts: Sequence[PromptRow],
+    prompts: Sequence[Row],
     settings: AnswerSettings,
     journal: Journal,
     report: DistillReport,
@@ -144,15 +143,15 @@ def _answer_all(
     report.num_done_before = report.num_answers - len(wanted)
     start = time.perf_counter()
     with tqdm(total=report.num_answers, initial=report.num_done_before, desc="answering", unit="answer") as bar:
-        for item, answer in answerer.answer(wanted):
+        for row in answerer.answer(wanted):
             report.seconds = time.perf_counter() - start
-            if answer is None:
+            if row is None:
                 report.notes[NO_ANSWER] += 1
                 continue
-            journal.append(row_of(item, answer))
+            journal.append(row)
             report.num_new += 1
-            report.num_tokens += answer.num_tokens
-            report.notes["new answers cut at --max-new-tokens"] += answer.finish_reason == "length"
+            report.num_tokens += row["num_tokens"]
+            report.notes["new answers cut at --max-new-tokens"] += row["finish_reason"] == "length"
             bar.set_postfix_str(f"{report.num_tokens / report.seconds:,.0f} tokens/s", refresh=False)
             bar.update()
     if wanted and not done and not report.num_new:

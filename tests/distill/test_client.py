@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from drafter.data.formats import Row
 from drafter.decoding.params import SamplingParams
 from drafter.distill import client
 from drafter.distill.client import Client, Reply, ServerError
-from drafter.distill.endpoint import made_answer
-from drafter.distill.prompts import PromptRow, WantedAnswer, row_of
+from drafter.distill.prompts import WantedAnswer, row_of
 from tests.data.tiny import chat
 from tests.distill.loopback import Respond, send, serving
 from tests.robustness.harness import VALUES, mutated
@@ -145,19 +145,19 @@ def test_wrong_replies_are_rows_or_one_line() -> None:
     """A reply is taken whole, as a row that can be written and counted, or is refused in one printable line."""
     replies = wrong_replies()
     queue = iter(replies)
-    item = WantedAnswer(PromptRow("p", tuple(chat("Why?"))), 0, SamplingParams())
+    item = WantedAnswer(Row(id="p", messages=tuple(chat("Why?"))), 0, SamplingParams())
     num_refused = 0
     with serving(lambda handler, body: send(handler, 200, next(queue))) as url:
         asked = Client(url)
         for data in replies:
             try:
                 reply = asked.complete("chat/completions", {})
-                made = made_answer(reply)
             except (ValueError, OSError) as error:
                 assert str(error).isprintable() and len(str(error)) < 400, data
                 num_refused += 1
                 continue
-            json.dumps(row_of(item, made), ensure_ascii=False, allow_nan=False).encode()
+            row = row_of(item, reply.text, reply.finish_reason, reply.prompt_ids, reply.token_ids, reply.num_tokens)
+            json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
             assert 0 <= reply.num_tokens < 2**31, data
             for ids in (reply.prompt_ids, reply.token_ids):
                 assert all(type(token) is int and 0 <= token < 2**31 for token in ids), data

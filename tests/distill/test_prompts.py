@@ -5,13 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from drafter.distill.prompts import (
-    AnswerSettings,
-    PromptRow,
-    builtin_prompts,
-    missing_answers,
-    select_prompts,
-)
+from drafter.data.formats import Row
+from drafter.distill.prompts import AnswerSettings, builtin_prompts, missing_answers, select_prompts
 from tests.data.tiny import chat, write_jsonl
 
 
@@ -62,7 +57,7 @@ def test_text_rows_are_no_prompts(tmp_path: Path) -> None:
     assert select_prompts(name, columns={"prompt": "text"}).prompts[0].messages[0]["content"] == "abc"
 
 
-PROMPTS = [PromptRow(f"p{number}", tuple(chat(f"Question {number}?"))) for number in range(40)]
+PROMPTS = [Row(id=f"p{number}", messages=tuple(chat(f"Question {number}?"))) for number in range(40)]
 
 
 def test_jobs_have_their_own_seeds_and_temperatures() -> None:
@@ -72,8 +67,8 @@ def test_jobs_have_their_own_seeds_and_temperatures() -> None:
     assert all(0 <= item.params.seed < 2**63 for item in wanted)
     for start in range(0, 120, 3):
         assert sorted(item.params.temperature for item in wanted[start : start + 3]) == [0.0, 0.7, 1.0]
-    done = {wanted[5].key, wanted[7].key}
-    assert missing_answers(PROMPTS, settings, done) == [item for item in wanted if item.key not in done]
+    done = {(wanted[place].prompt.id, wanted[place].number) for place in (5, 7)}
+    assert missing_answers(PROMPTS, settings, done) == [*wanted[:5], wanted[6], *wanted[8:]]
     single = missing_answers(PROMPTS, AnswerSettings(temperature=(0.0, 1.0), seed=5), set())
     assert {item.params.seed for item in wanted}.isdisjoint(item.params.seed for item in single)
     assert min(Counter(item.params.temperature for item in single).values()) >= 12, "single answers use both too"
