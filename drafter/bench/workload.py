@@ -98,11 +98,11 @@ def read_prompt_set(name: str) -> Workload:
         ValueError: a wrong row, with file and line, or the hub cannot be reached.
     """
     from drafter.data.traffic import read_traffic
-    from drafter.distill.prompts import builtin_prompts
+    from drafter.distill.prompts import BUILTIN_PROMPTS
 
     if name in HUB_SETS:
         return Workload(name, tuple(_hub_items(name)))
-    own = {EVALUATION: _ASSETS / "evaluation-prompts.jsonl", "default": builtin_prompts()}
+    own = {EVALUATION: _ASSETS / "evaluation-prompts.jsonl", "default": BUILTIN_PROMPTS}
     path = Path(own.get(name, name))
     if path.is_dir():
         return Workload(path.name, tuple(Item("", token_ids=tuple(row.prompt_token_ids)) for row in read_traffic(path)))

@@ -15,8 +15,7 @@ from drafter.utils.validate import within
 
 if TYPE_CHECKING:
     from drafter.distill.endpoint import Endpoint
-    from drafter.distill.local import EngineAnswerer
-    from drafter.distill.run import Answerer
+    from drafter.distill.run import Answerer, EngineAnswerer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +117,7 @@ def distill(options: DistillOptions) -> None:
 
 def engine_answerer(options: DistillOptions) -> "EngineAnswerer":
     """An engine with its own models, as each worker of a cluster has one."""
-    from drafter.distill.local import EngineAnswerer
+    from drafter.distill.run import EngineAnswerer
     from drafter.engine.engine import Engine
 
     models = options.load_models()
@@ -129,11 +128,11 @@ def engine_answerer(options: DistillOptions) -> "EngineAnswerer":
 
 def _compare(server: "Endpoint", options: DistillOptions) -> None:
     """Say how the server differs from the target; ValueError if the server runs another model."""
-    from drafter.distill.prompts import builtin_prompts, select_prompts
+    from drafter.distill.prompts import BUILTIN_PROMPTS, select_prompts
     from drafter.distill.same_model import compare_models
 
     target = options.load(pack=False)
-    prompts = [row.messages for row in select_prompts(builtin_prompts(), limit=3).prompts]
+    prompts = [row.messages for row in select_prompts(BUILTIN_PROMPTS, limit=3).prompts]
     found = compare_models(server.client, server.model, target, prompts)
     if found.is_other_model:
         reason = "; ".join(found.lines)

@@ -22,14 +22,12 @@ class ChatBatch(NamedTuple):
     Attributes:
         token_BT: int64.
         loss_mask_BT: bool, True where the token at this position is trained on (an answer's token, never padding).
-        length_B: int64, tokens of each row without padding.
         hidden_BTD: the target's final hidden states of these tokens, when they come from a cache; None otherwise.
         context_BTC: context of the drafter, if a cache holds a context other than ``hidden_BTD``.
     """
 
     token_BT: Tensor
     loss_mask_BT: Tensor
-    length_B: Tensor
     hidden_BTD: Tensor | None = None
     context_BTC: Tensor | None = None
 
@@ -39,11 +37,11 @@ def collate(rows: Sequence[tuple[Tensor, Tensor]]) -> ChatBatch:
 
     >>> batch = collate([(torch.tensor([5, 6, 7]), torch.tensor([False, True, True])),
     ...                  (torch.tensor([8]), torch.tensor([True]))])
-    >>> batch.token_BT.tolist(), batch.length_B.tolist()
-    ([[5, 6, 7, 0, 0, 0, 0, 0], [8, 0, 0, 0, 0, 0, 0, 0]], [3, 1])
+    >>> batch.token_BT.tolist()
+    [[5, 6, 7, 0, 0, 0, 0, 0], [8, 0, 0, 0, 0, 0, 0, 0]]
     """
     tokens, masks = zip(*rows, strict=True)
-    return ChatBatch(stack(tokens), stack(masks), torch.tensor([len(token_T) for token_T in tokens]))
+    return ChatBatch(stack(tokens), stack(masks))
 
 
 def stack(parts: Sequence[Tensor]) -> Tensor:

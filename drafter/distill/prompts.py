@@ -14,6 +14,7 @@ from drafter.utils.validate import check_ranges, seed_field, within
 if TYPE_CHECKING:
     from drafter.data.formats import Row
 
+BUILTIN_PROMPTS = Path(__file__).with_name("prompts.jsonl")  # about 100 short ones
 # Two texts that share a run of this many words count as the same material.
 _OVERLAP_WORDS = 13
 
@@ -27,11 +28,6 @@ class PromptSelection(NamedTuple):
     prompts: "list[Row]"
     num_duplicates: int
     num_excluded: int
-
-
-def builtin_prompts() -> Path:
-    """The file of about 100 short prompts that comes with the package."""
-    return Path(__file__).with_name("prompts.jsonl")
 
 
 def _turns(messages: Iterable[Mapping[str, str]]) -> list[str]:

@@ -18,7 +18,7 @@ from drafter.distill.prompts import AnswerStream, WantedAnswer
 from drafter.utils.validate import within
 
 if TYPE_CHECKING:
-    from drafter.distill.local import EngineAnswerer
+    from drafter.distill.run import EngineAnswerer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,8 @@ class RayAnswerer:
     def identity(self) -> dict[str, Any]:
         """The settings that determine the answers, from an engine on the cluster."""
         with self._cluster() as ray:
-            ask = ray.remote(num_gpus=self._options.ray_gpus, num_cpus=self._options.ray_cpus)(_identity_of)
-            found: dict[str, Any] = ray.get(ask.remote(self._make))
+            worker = ray.remote(num_gpus=self._options.ray_gpus, num_cpus=self._options.ray_cpus)
+            found: dict[str, Any] = ray.get(worker(lambda make: make().identity).remote(self._make))
             return found
 
     def answer(self, wanted: Sequence[WantedAnswer]) -> AnswerStream:
@@ -117,10 +117,6 @@ class _RayEngine:
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[str]]:
         rows = self._answerer.answer([self._wanted[index] for index in batch["id"]])
         return {"answer": [json.dumps(row) for row in rows]}
-
-
-def _identity_of(make: "Callable[[], EngineAnswerer]") -> dict[str, Any]:
-    return make().identity
 
 
 def _last_line(error: BaseException) -> str:

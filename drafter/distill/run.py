@@ -10,20 +10,24 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from drafter.data.formats import Row
 from drafter.distill.journal import Journal
-from drafter.distill.local import EngineAnswerer
 from drafter.distill.magpie import invent_prompts
 from drafter.distill.prompts import (
+    BUILTIN_PROMPTS,
     AnswerSettings,
     AnswerStream,
     WantedAnswer,
-    builtin_prompts,
     missing_answers,
+    row_of,
     select_prompts,
 )
+from drafter.targets.chat import Chat
+
+if TYPE_CHECKING:
+    from drafter.engine.engine import Engine
 
 MAGPIE = "magpie"
 NO_ANSWER = "prompts without an answer: refused by the server, or too long for the context"
@@ -72,6 +76,35 @@ class Answerer(Protocol):
         """The row of each wanted answer as it is finished, or None where the prompt has no answer."""
 
 
+class EngineAnswerer:
+    """Answers by an engine of this process; a drafter makes the same answers faster."""
+
+    def __init__(self, engine: "Engine") -> None:
+        self.engine = engine
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The settings that, with prompts and sampling parameters, determine the answers."""
+        target = self.engine.target
+        return {"target_fingerprint": target.fingerprint, "dtype": str(target.dtype).removeprefix("torch.")}
+
+    def answer(self, wanted: Sequence[WantedAnswer]) -> AnswerStream:
+        """See :class:`Answerer`. The shortest prompts come first: rows of a step are alike."""
+        target = self.engine.target
+        texts = target.encode_chats([Chat(item.prompt.messages, item.prompt.tools) for item in wanted])
+        fitting = []
+        for item, ids in sorted(zip(wanted, texts, strict=True), key=lambda pair: len(pair[1])):
+            if len(ids) + item.params.max_new_tokens <= target.max_length:
+                fitting.append((item, ids))
+            else:
+                yield None
+        for event in self.engine.stream([ids for _, ids in fitting], [item.params for item, _ in fitting]):
+            done = event.completion
+            if done is not None:
+                item, _ = fitting[event.index]
+                yield row_of(item, done.text, done.finish_reason, done.prompt_ids, done.token_ids)
+
+
 def distill(
     answerer: Answerer,
     prompts: str | Path | None,
@@ -102,7 +135,7 @@ def distill(
     settings, report = settings or AnswerSettings(), DistillReport()
     if Path(out).suffix != ".jsonl":
         raise ValueError(f"--out {out}: rows are appended line by line: give a name that ends with .jsonl")
-    file = prompts or builtin_prompts()
+    file = prompts or BUILTIN_PROMPTS
     if prompts == MAGPIE:
         if not isinstance(answerer, EngineAnswerer):
             raise ValueError(

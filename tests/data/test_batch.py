@@ -44,7 +44,7 @@ def test_an_epoch_holds_every_row_once_under_the_budget(lengths: list[int], batc
     assert max(token_BT.numel() for token_BT in padded) <= batch_tokens
     assert {token_BT.shape[1] % 8 for token_BT in padded} == {0}
     batch = gather(all_rows, plan[0])
-    in_row_BT = torch.arange(batch.token_BT.shape[1])[None] < batch.length_B[:, None]
+    in_row_BT = torch.arange(batch.token_BT.shape[1])[None] < length_R[plan[0]][:, None]
     assert batch.token_BT.dtype == torch.int64 and torch.equal(batch.token_BT > 0, in_row_BT)
     in_row_BT[:, 0] = False
     assert torch.equal(batch.loss_mask_BT, in_row_BT)

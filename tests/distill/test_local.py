@@ -8,9 +8,8 @@ import pytest
 
 from drafter.data.formats import read_rows
 from drafter.decoding.params import SamplingParams
-from drafter.distill.local import EngineAnswerer
 from drafter.distill.prompts import AnswerSettings
-from drafter.distill.run import NO_ANSWER, DistillReport, distill
+from drafter.distill.run import NO_ANSWER, DistillReport, EngineAnswerer, distill
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
 from tests.data.tiny import chat, tiny_target, write_jsonl

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from drafter.data.formats import Row
-from drafter.distill.prompts import AnswerSettings, builtin_prompts, missing_answers, select_prompts
+from drafter.distill.prompts import BUILTIN_PROMPTS, AnswerSettings, missing_answers, select_prompts
 from tests.data.tiny import chat, write_jsonl
 
 
 def test_the_package_brings_its_own_prompts() -> None:
-    found = select_prompts(builtin_prompts())
+    found = select_prompts(BUILTIN_PROMPTS)
     assert len(found.prompts) >= 100 and found.num_duplicates == 0
     assert all(len(prompt.messages) == 1 for prompt in found.prompts)
 

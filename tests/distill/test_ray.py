@@ -9,10 +9,9 @@ import pytest
 
 from drafter.cli.distill import DistillOptions, engine_answerer
 from drafter.cli.main import main
-from drafter.distill.local import EngineAnswerer
 from drafter.distill.prompts import AnswerSettings, AnswerStream, WantedAnswer
 from drafter.distill.ray_answers import ClusterOptions, RayAnswerer
-from drafter.distill.run import distill
+from drafter.distill.run import EngineAnswerer, distill
 from tests.data.tiny import write_jsonl
 from tests.distill.test_local import rows_of
 from tests.tiny_files import make_target
