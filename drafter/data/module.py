@@ -96,16 +96,6 @@ class ChatDataModule(LightningDataModule):
         """The target's tokenizer."""
         return load_tokenizer(self._target_name, **self._loading)
 
-    @property
-    def train_rows(self) -> TokenRows:
-        """All rows trained on, with the loss mask of the loss."""
-        return self._rows["train"]
-
-    @property
-    def val_rows(self) -> TokenRows:
-        """All held-out rows."""
-        return self._rows["val"]
-
     @cached_property
     def description(self) -> list[dict[str, Any]]:
         """Each training file by name, with a hash of its bytes (None for a data set of the hub)."""
@@ -117,17 +107,17 @@ class ChatDataModule(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Tokenise the files, in one process only."""
-        _ = self._rows
+        _ = self.rows
 
     def setup(self, stage: str | None = None) -> None:
         """Open the token rows."""
-        _ = self._rows
+        _ = self.rows
 
     def train_dataloader(self) -> TrainLoader:
-        return TrainLoader(self.train_rows, self._states.get("train"), seed=self._seed, **self._batching())
+        return TrainLoader(self.rows["train"], self._states.get("train"), seed=self._seed, **self._batching())
 
     def val_dataloader(self) -> ValLoader:
-        return ValLoader(self.val_rows, self._states.get("val"), **self._batching())
+        return ValLoader(self.rows["val"], self._states.get("val"), **self._batching())
 
     def cache_states(self, target: Target, *, draft_length: int, context_layers: Sequence[int] = ()) -> None:
         """Fill the hidden-state cache, if ``cache_hidden_states`` names a folder, or open the files of
@@ -138,13 +128,13 @@ class ChatDataModule(LightningDataModule):
         """
         shape: dict[str, Any] = {"margin": draft_length + 1, "context_layers": context_layers}
         if self._stored_folder is not None:
-            longest = max(int(rows.length_R.max()) for rows in self._rows.values())
+            longest = max(int(rows.length_R.max()) for rows in self.rows.values())
             files = index_stored_files(self._stored_folder, target, context_layers=context_layers, longest=longest)
-            self._states = {part: open_stored_states(files, rows, target, **shape) for part, rows in self._rows.items()}
+            self._states = {part: open_stored_states(files, rows, target, **shape) for part, rows in self.rows.items()}
         elif self._cache_folder is not None:
             shape["batch_tokens"] = self._batch_tokens
             folder = self._cache_folder
-            self._states = {part: cache_states(folder, rows, target, **shape) for part, rows in self._rows.items()}
+            self._states = {part: cache_states(folder, rows, target, **shape) for part, rows in self.rows.items()}
 
     def val_prompts(self, num: int) -> list[list[int]]:
         """Token ids of the first ``num`` different held-out prompts, up to the opening of the first answer.
@@ -154,7 +144,7 @@ class ChatDataModule(LightningDataModule):
         Raises:
             ValueError: no held-out row is long enough for a prompt.
         """
-        prompts = map(self.val_rows.prompt_ids, range(len(self.val_rows)))
+        prompts = map(self.rows["val"].prompt_ids, range(len(self.rows["val"])))
         found = list(dict.fromkeys(tuple(prompt) for prompt in prompts if len(prompt) >= _MIN_PROMPT))
         if not found:
             raise ValueError(
@@ -165,7 +155,7 @@ class ChatDataModule(LightningDataModule):
 
     def token_counts(self, vocab_size: int) -> Tensor:
         """Number of answer tokens by id, int64 [vocab_size]."""
-        return self.train_rows.token_counts(vocab_size)
+        return self.rows["train"].token_counts(vocab_size)
 
     def _batching(self) -> dict[str, int]:
         """Size of the batches, and the share of this process."""
@@ -173,7 +163,8 @@ class ChatDataModule(LightningDataModule):
         return {"batch_tokens": self._batch_tokens, "rank": rank, "world_size": world_size}
 
     @cached_property
-    def _rows(self) -> dict[str, TokenRows]:
+    def rows(self) -> dict[str, TokenRows]:
+        """The rows of ``train``, with the loss mask of the loss, and the held-out rows, ``val``."""
         train = self._read(self._train_names, "train")
         if isinstance(self._val, str | list):
             val = self._read([self._val] if isinstance(self._val, str) else self._val, "val")

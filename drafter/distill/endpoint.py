@@ -10,6 +10,8 @@ from typing import Any
 from drafter.distill.client import Client, ServerError
 from drafter.distill.prompts import AnswerStream, WantedAnswer, row_of
 
+_ATTEMPTS = 7  # for one answer
+_PAUSE = 1.0  # seconds before the second attempt; the pause doubles before each further one
 _RETRYABLE = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 _REFUSED = {400, 413, 422}  # the server refuses this prompt (too long, filtered) and may answer others
 
@@ -22,20 +24,14 @@ class Endpoint:
         url: address, such as http://host:8000 or https://host/v1.
         model: the server's name for the target.
         concurrency: requests in flight.
-        retries: further attempts after a failure; the pause doubles before each.
-        timeout: seconds for one attempt.
-        pause: seconds before the second attempt.
     """
 
     url: str
     model: str
     concurrency: int = 16
-    retries: int = 6
-    timeout: float = 600.0
-    pause: float = 1.0
 
     def __post_init__(self) -> None:
-        self.client = Client(self.url, self.timeout)
+        self.client = Client(self.url)
         self.chat_url = self.client.address("chat/completions")
         self.identity = {"endpoint_model": self.model}  # the answers do not depend on the address
         if not self.model:
@@ -65,8 +61,8 @@ class Endpoint:
         """The row of the answer, or the refusal of the prompt; OSError if the server is unusable."""
         problem, wait = "", 0.0
         body = _body(self.model, item)
-        for attempt in range(self.retries + 1):
-            if attempt and stop.wait(min(max(wait, self.pause * 2 ** (attempt - 1)), 60.0)):
+        for attempt in range(_ATTEMPTS):
+            if attempt and stop.wait(min(max(wait, _PAUSE * 2 ** (attempt - 1)), 60.0)):
                 break
             try:
                 reply = self.client.complete("chat/completions", body)
@@ -89,7 +85,7 @@ class Endpoint:
                     item, reply.text, reply.finish_reason, reply.prompt_ids, reply.token_ids, reply.num_tokens
                 )
         raise OSError(
-            f"{self.chat_url} gave no answer in {self.retries + 1} attempts ({problem}); finished answers are "
+            f"{self.chat_url} gave no answer in {_ATTEMPTS} attempts ({problem}); finished answers are "
             "kept, run the same command again to continue"
         )
 

@@ -3,10 +3,11 @@
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from drafter.decoding.params import SamplingParams
 from drafter.utils.validate import check_ranges, seed_field, within
@@ -15,19 +16,9 @@ if TYPE_CHECKING:
     from drafter.data.formats import Row
 
 BUILTIN_PROMPTS = Path(__file__).with_name("prompts.jsonl")  # about 100 short ones
+EXCLUDED = "prompts left out: on the excluded list"
 # Two texts that share a run of this many words count as the same material.
 _OVERLAP_WORDS = 13
-
-
-class PromptSelection(NamedTuple):
-    """The prompts of a file, and the numbers of its prompts that were left out.
-
-    The messages of a prompt end with a user turn, and its id is unique.
-    """
-
-    prompts: "list[Row]"
-    num_duplicates: int
-    num_excluded: int
 
 
 def _turns(messages: Iterable[Mapping[str, str]]) -> list[str]:
@@ -50,8 +41,8 @@ def select_prompts(
     columns: Mapping[str, str] | None = None,
     limit: int | None = None,
     exclude: str | Path | None = None,
-) -> PromptSelection:
-    """The prompts of a file: each conversation up to its last user turn.
+) -> "tuple[list[Row], Counter[str]]":
+    """The prompts of a file, each conversation up to its last user turn, and counts of the prompts left out by reason.
 
     Repeated prompts are left out. A row without an id gets a hash of its messages as id. An id that another prompt has
     already gets a suffix.
@@ -72,7 +63,7 @@ def select_prompts(
     excluded = _runs_of(text for row in unwanted for text in (row.text or "", *_turns(row.messages)) if text)
     found: dict[str, Row] = {}
     seen: set[str] = set()
-    num_duplicates = num_excluded = 0
+    left_out = Counter[str]()
     for row in read_rows(name, columns=columns):
         if limit is not None and len(found) == limit:
             break
@@ -83,19 +74,19 @@ def select_prompts(
         asked: Any = [row.prompt, row.tools] if row.tools else row.prompt
         digest = hashlib.blake2b(json.dumps(asked).encode(), digest_size=8).hexdigest()
         if digest in seen:
-            num_duplicates += 1
+            left_out["repeated prompts left out"] += 1
             continue
         seen.add(digest)
         if not excluded.isdisjoint(_runs_of(_turns(row.prompt))):
-            num_excluded += 1
+            left_out[EXCLUDED] += 1
             continue
         key = row.id or digest
         if key in found:
             key = f"{key}-{digest}"
         found[key] = row.model_copy(update={"id": key, "messages": row.prompt})
     if not found:
-        raise ValueError(f"--prompts {name}: no prompt is left ({num_excluded} are on the excluded list)")
-    return PromptSelection(list(found.values()), num_duplicates, num_excluded)
+        raise ValueError(f"--prompts {name}: no prompt is left ({left_out[EXCLUDED]} are on the excluded list)")
+    return list(found.values()), left_out
 
 
 # -- answers to the prompts ----------------------------------------------------------------------------------------

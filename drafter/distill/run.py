@@ -147,15 +147,14 @@ def distill(
         columns, file = None, Path(out).with_suffix(".prompts.jsonl")
         dropped = invent_prompts(file, answerer.engine, num_prompts, recorded=answerer.identity, seed=settings.seed)
         report.notes.update({f"invented prompts dropped: {reason}": count for reason, count in sorted(dropped.items())})
-    found = select_prompts(file, columns=columns, limit=num_prompts, exclude=exclude)
-    report.notes["repeated prompts left out"] = found.num_duplicates
-    report.notes["prompts left out: on the excluded list"] = found.num_excluded
-    asked = repr([(prompt.id, prompt.messages, prompt.tools) for prompt in found.prompts])
+    rows, left_out = select_prompts(file, columns=columns, limit=num_prompts, exclude=exclude)
+    report.notes += left_out
+    asked = repr([(row.id, row.messages, row.tools) for row in rows])
     origin = MAGPIE if prompts == MAGPIE else hashlib.blake2b(asked.encode(), digest_size=16).hexdigest()
     recorded = {**asdict(settings), "prompts": origin, **answerer.identity}
     recorded |= {} if exclude is None else {"exclude": exclude}
     with Journal(out, recorded, {"id": str, "answer": int}) as journal:
-        _answer_all(answerer, found.prompts, settings, journal, report)
+        _answer_all(answerer, rows, settings, journal, report)
     return report
 
 

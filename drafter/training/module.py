@@ -184,8 +184,8 @@ class DrafterModule(LightningModule):
         data: Any = getattr(self.trainer, "datamodule", None)
         checkpoint["data"] = {
             "files": data.description,
-            "rows": len(data.train_rows),
-            "trained_tokens": data.train_rows.num_trained_tokens,
+            "rows": len(data.rows["train"]),
+            "trained_tokens": data.rows["train"].num_trained_tokens,
             "train_on": data.train_on,
         }
         metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}

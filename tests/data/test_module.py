@@ -25,14 +25,14 @@ def module_of(tmp_path: Path, target: str, **options) -> ChatDataModule:
 def test_held_out_prompts_keep_all_their_answers(tmp_path: Path, target: str) -> None:
     data = module_of(tmp_path, target)
     data.setup()
-    asked = [{tuple(s.prompt_ids(row)) for row in range(len(s))} for s in (data.train_rows, data.val_rows)]
+    asked = [{tuple(s.prompt_ids(row)) for row in range(len(s))} for s in (data.rows["train"], data.rows["val"])]
     assert not asked[0] & asked[1] and len(asked[1]) == 4
-    assert len(data.train_rows) == 32 and len(data.val_rows) == 8
-    shuffled, _ = split_by_prompt(data.train_rows.select(list(range(31, -1, -1))), 0.1)
+    assert len(data.rows["train"]) == 32 and len(data.rows["val"]) == 8
+    shuffled, _ = split_by_prompt(data.rows["train"].select(list(range(31, -1, -1))), 0.1)
     assert len(shuffled) == 32 - 4
     counts_V = data.token_counts(300)  # of answers
     end, opening = data.tokenizer.convert_tokens_to_ids(["<|end|>", "<|bot|>"])
-    assert counts_V.shape == (300,) and int(counts_V.sum()) == data.train_rows.num_trained_tokens
+    assert counts_V.shape == (300,) and int(counts_V.sum()) == data.rows["train"].num_trained_tokens
     assert (int(counts_V[end]), int(counts_V[opening])) == (32, 0)
     prompts = data.val_prompts(99)
     assert len(prompts) == len(set(map(tuple, prompts))) == 4 and data.val_prompts(3) == prompts[:3]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from drafter.cli.distill import DistillOptions
+from drafter.distill import endpoint
 from drafter.distill.endpoint import Endpoint
 from drafter.distill.prompts import AnswerSettings
 from drafter.distill.run import NO_ANSWER, distill
@@ -49,7 +50,8 @@ class FakeServer:
 
 
 @pytest.fixture
-def server() -> Iterator[FakeServer]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
+    monkeypatch.setattr(endpoint, "_PAUSE", 0.01)
     fake = FakeServer()
     with serving(fake) as fake.url:
         yield fake
@@ -69,8 +71,7 @@ def prompts(tmp_path: Path) -> str:
 
 
 def run(server: FakeServer, prompts: str, out: Path, concurrency: int = 4, **options):
-    endpoint = Endpoint(server.url, "tiny", concurrency, retries=3, timeout=5.0, pause=0.01)
-    return distill(endpoint, prompts, out, AnswerSettings(9, **options))
+    return distill(Endpoint(server.url, "tiny", concurrency), prompts, out, AnswerSettings(9, **options))
 
 
 def answered(out: Path) -> dict[str, str]:
@@ -127,7 +128,7 @@ def test_passing_failures_are_retried(server: FakeServer, prompts: str, tmp_path
 def test_a_server_that_stays_away_keeps_finished_answers(server: FakeServer, prompts: str, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     server.reply = refusing(503, "out of\nmemory", "Q7")
-    with pytest.raises(OSError, match=r"no answer in 4 attempts .HTTP 503: out of memory.; finished answers"):
+    with pytest.raises(OSError, match=r"no answer in 7 attempts .HTTP 503: out of memory.; finished answers"):
         run(server, prompts, out, concurrency=2)
     before = answered(out)
     assert "7" not in before and len(before) >= 5

@@ -74,7 +74,7 @@ class FakeEngine:
 
 def invent(path: Path, engine: Any, num_prompts: int):
     dropped = invent_prompts(path, engine, num_prompts, recorded={"target": "tiny"}, seed=1)
-    return select_prompts(path, limit=num_prompts).prompts, dropped
+    return select_prompts(path, limit=num_prompts)[0], dropped
 
 
 def test_invented_prompts_are_usable_and_the_same_after_interruptions(tmp_path: Path) -> None:

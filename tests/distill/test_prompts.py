@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from drafter.data.formats import Row
-from drafter.distill.prompts import BUILTIN_PROMPTS, AnswerSettings, missing_answers, select_prompts
+from drafter.distill.prompts import BUILTIN_PROMPTS, EXCLUDED, AnswerSettings, missing_answers, select_prompts
 from tests.data.tiny import chat, write_jsonl
 
 
 def test_the_package_brings_its_own_prompts() -> None:
-    found = select_prompts(BUILTIN_PROMPTS)
-    assert len(found.prompts) >= 100 and found.num_duplicates == 0
-    assert all(len(prompt.messages) == 1 for prompt in found.prompts)
+    prompts, left_out = select_prompts(BUILTIN_PROMPTS)
+    assert len(prompts) >= 100 and not left_out
+    assert all(len(prompt.messages) == 1 for prompt in prompts)
 
 
 def test_prompts_of_conversations_ids_and_duplicates(tmp_path: Path) -> None:
@@ -23,13 +23,11 @@ def test_prompts_of_conversations_ids_and_duplicates(tmp_path: Path) -> None:
         {"prompt": "One?"},
         {"messages": chat("Three?", "Yes.", "Four?", "No.")},
     ]
-    found = select_prompts(write_jsonl(tmp_path / "p.jsonl", rows))
-    assert [prompt.id for prompt in found.prompts][0] == "a" and len({prompt.id for prompt in found.prompts}) == 3
-    assert found.prompts[1].id.startswith("a-")
-    assert found.num_duplicates == 1
-    assert list(found.prompts[2].messages) == chat("Three?", "Yes.", "Four?")
-    assert select_prompts(tmp_path / "p.jsonl", limit=2).prompts == found.prompts[:2]
-    assert select_prompts(tmp_path / "p.jsonl").prompts == found.prompts
+    prompts, left_out = select_prompts(write_jsonl(tmp_path / "p.jsonl", rows))
+    assert prompts[0].id == "a" and prompts[1].id.startswith("a-") and len({prompt.id for prompt in prompts}) == 3
+    assert list(prompts[2].messages) == chat("Three?", "Yes.", "Four?") and left_out.total() == 1
+    assert select_prompts(tmp_path / "p.jsonl", limit=2)[0] == prompts[:2]
+    assert select_prompts(tmp_path / "p.jsonl")[0] == prompts
 
 
 def test_excluded_texts_are_left_out(tmp_path: Path) -> None:
@@ -43,9 +41,9 @@ def test_excluded_texts_are_left_out(tmp_path: Path) -> None:
     questions = ("why IS it so", f"Please: {long}!", "Write a long letter to the mayor.", "t t", "really", "It is", "t")
     rows = [{"messages": [system, *chat(question)]} for question in questions]
     rows.append({"messages": [{"role": "developer", "content": "Be brief."}, *chat("Why do cats purr?")]})
-    found = select_prompts(write_jsonl(tmp_path / "p.jsonl", rows), exclude=exclude)
+    prompts, left_out = select_prompts(write_jsonl(tmp_path / "p.jsonl", rows), exclude=exclude)
     kept = ["Write a long letter to the mayor.", "t t", "Why do cats purr?"]
-    assert [prompt.messages[-1]["content"] for prompt in found.prompts] == kept and found.num_excluded == 5
+    assert [prompt.messages[-1]["content"] for prompt in prompts] == kept and left_out == {EXCLUDED: 5}
     with pytest.raises(ValueError, match="no prompt is left .1 are on"):
         select_prompts(write_jsonl(tmp_path / "q.jsonl", rows[:1]), exclude=exclude)
 
@@ -54,7 +52,7 @@ def test_text_rows_are_no_prompts(tmp_path: Path) -> None:
     name = write_jsonl(tmp_path / "p.jsonl", [{"text": "abc"}])
     with pytest.raises(ValueError, match="line 1: plain text is no prompt; name the key with --column"):
         select_prompts(name)
-    assert select_prompts(name, columns={"prompt": "text"}).prompts[0].messages[0]["content"] == "abc"
+    assert select_prompts(name, columns={"prompt": "text"})[0][0].messages[0]["content"] == "abc"
 
 
 PROMPTS = [Row(id=f"p{number}", messages=tuple(chat(f"Question {number}?"))) for number in range(40)]

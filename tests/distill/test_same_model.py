@@ -82,7 +82,7 @@ def test_rows_hold_the_engines_own_tokens(prompts: str, tmp_path: Path) -> None:
 def test_a_server_without_the_field_is_asked_once(server: FakeServer, prompts: str, tmp_path: Path) -> None:
     refusal = {"error": {"message": "Unrecognized request argument supplied: return_token_ids"}}
     server.reply = lambda body, _: (400, refusal) if "return_token_ids" in body else (200, answer_of(body))
-    report = distill(Endpoint(server.url, "tiny", concurrency=1, retries=0), prompts, tmp_path / "o.jsonl")
+    report = distill(Endpoint(server.url, "tiny", concurrency=1), prompts, tmp_path / "o.jsonl")
     assert report.num_new == 12 and not report.notes[NO_ANSWER]
     assert sum("return_token_ids" in body for body in server.bodies) == 1
     assert "token_ids" not in json.loads((tmp_path / "o.jsonl").read_text().splitlines()[0])
