@@ -1,43 +1,19 @@
 """TableTarget: a target that is a table of logits, so that the exact distribution of its answers can be written down.
 
 The logits after a text depend on every token generated so far, which the target learns in no other way than a real one:
-through the slots of its cache and the mask. A wrong mask, position, slot or move gives a wrong distribution.
+through the slots of the cache and the mask. A wrong mask, position, slot or move gives a wrong distribution.
 """
 
+import functools
 import itertools
+import math
 
 import torch
 
-from drafter.targets.cache import CacheShape
+from drafter.targets.cache import CacheShape, SlotCache
 from drafter.targets.target import TargetOutput
 
 MEMORY = 2  # generated tokens that the logits depend on
-
-
-class TokenCache:
-    """Stands for keys and values: every slot stores its token and its position."""
-
-    def __init__(self, num_rows, num_slots):
-        self.num_rows, self.num_slots, self.spare_slot = num_rows, num_slots, num_slots
-        self.store = torch.zeros(2, num_rows, num_slots + 1, dtype=torch.int64)
-
-    def plan(self, slot_BT, *, first_row=0, num_visible=None):
-        self.slot_BT = slot_BT
-        self.rows = slice(first_row, first_row + slot_BT.shape[0])
-        self.num_visible = self.num_slots if num_visible is None else num_visible
-
-    def update(self, token_BT, position_BT):
-        self.store[0, self.rows].scatter_(1, self.slot_BT, token_BT)
-        self.store[1, self.rows].scatter_(1, self.slot_BT, position_BT)
-        return self.store[:, self.rows, : self.num_visible]
-
-    def move_slots(self, source_BL, destination_BL):
-        rows = self.store[:, : source_BL.shape[0]]
-        moved = rows.gather(2, source_BL.expand(2, -1, -1))
-        rows.scatter_(2, destination_BL.expand(2, -1, -1), moved)
-
-    def copy_row(self, source, destination, num_slots):
-        self.store[:, destination, :num_slots] = self.store[:, source, :num_slots]
 
 
 class TableTarget:
@@ -51,7 +27,7 @@ class TableTarget:
     device, dtype, eos_token_ids, max_length = torch.device("cpu"), torch.float32, (), 64
     layer_devices, is_plain = (), True  # one process on one device
     num_layers = 1
-    cache_shape = CacheShape(num_layers=1, num_heads=1, key_dim=1, value_dim=1)  # tokens and positions
+    cache_shape = CacheShape(num_layers=1, num_heads=1, key_dim=1, value_dim=1)  # the token and its position
 
     def __init__(self, vocab_size, prompt_length, *, seed=0, sharpness=1.5):
         generator = torch.Generator().manual_seed(seed)
@@ -70,11 +46,12 @@ class TableTarget:
 
     def new_cache(self, num_rows, num_slots, *, exact_attention=False):
         assert not exact_attention
-        return TokenCache(num_rows, num_slots)
+        return SlotCache(self.cache_shape, num_rows, num_slots, dtype=torch.int64, device=self.device)
 
     def forward(self, token_BT, *, position_BT=None, mask=None, cache=None, context_layers=()):
         assert not context_layers
-        token_BS, position_BS = cache.update(token_BT, position_BT)
+        stored = cache.update(token_BT[:, None, :, None], position_BT[:, None, :, None], 0)
+        token_BS, position_BS = (each[:, 0, :, 0] for each in stored)
         place_BS = position_BS - self.prompt_length  # 0 for the first generated token
         is_read_BS = (place_BS >= 0) & (place_BS < MEMORY)
         digit_BS = torch.where(is_read_BS, (token_BS + 1) * (self.vocab_size + 1) ** place_BS.clamp(0, MEMORY), 0)
@@ -94,14 +71,8 @@ class TableTarget:
 
 def exact_distribution(target, num_tokens, warped_probs):
     """Probability of every answer of `num_tokens` tokens; warped_probs(logits) is the distribution of one token."""
-    probs = {}
-    steps = {}
-    for answer in itertools.product(range(target.vocab_size), repeat=num_tokens):
-        prob = 1.0
-        for i, token in enumerate(answer):
-            before = answer[:i]
-            if before not in steps:
-                steps[before] = warped_probs(target.logits_after(before).tolist())
-            prob *= steps[before][token]
-        probs[answer] = prob
-    return probs
+    step = functools.cache(lambda before: warped_probs(target.logits_after(before).tolist()))
+    return {
+        answer: math.prod(step(answer[:i])[token] for i, token in enumerate(answer))
+        for answer in itertools.product(range(target.vocab_size), repeat=num_tokens)
+    }
