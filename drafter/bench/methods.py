@@ -11,9 +11,6 @@ from drafter.proposers.options import Drafting
 from drafter.utils.options import suggestion
 
 BASELINE = "none"  # plain decoding of this package
-# llama.cpp with BF16 weights; `native` is the program built for the processor in results of earlier releases.
-LLAMA_CPP_BASELINES = ("llama-cpp:native", "llama-cpp:BF16:native", "llama-cpp", "llama-cpp:BF16")
-
 GGUF_WEIGHTS = ("F32", "F16", "BF16", "Q8_0", "Q4_1", "Q4_0")  # formats of the weights of a GGUF file
 
 _TREE = {"W": "beam_width", "L": "draft_length", "N": "tree_size"}

@@ -14,7 +14,7 @@ matplotlib.use("Agg")
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
-from drafter.bench.summary import Condition, Measured, Span, Tables
+from drafter.bench.report import Measured, Span, sampling_of, target_of
 
 _INK, _FAINT, _GRID = "#222222", "#8a8a8a", "#dddddd"
 # Okabe, Ito: "Color Universal Design", 2008, without the yellow, which is hard to see on white.
@@ -31,14 +31,15 @@ _STYLE: Any = {
 }  # fmt: skip
 
 
-def draw_all(tables: Tables, out: Path) -> list[Path]:
-    """A picture of each condition that has speedups, as PNG and SVG in the folder ``out``; the PNG files."""
+def draw_all(tables: Sequence[Sequence[Measured]], out: Path) -> list[Path]:
+    """A picture of each table that has speedups, as PNG and SVG in the folder ``out``; the PNG files."""
     files = []
     with matplotlib.rc_context(_STYLE):
-        for condition, methods in tables.items():
-            if (figure := plot_speedups(condition, methods)) is not None:
-                seed = f"-seed{condition.seed}" if condition.seed else ""
-                place = out / f"speedup-{condition.prompts}-t{condition.temperature:g}{seed}"
+        for methods in tables:
+            if (figure := plot_speedups(methods)) is not None:
+                run = methods[0].rounds[0]
+                seed = f"-seed{run['seed']}" if run["temperature"] and run.get("seed") else ""
+                place = out / f"speedup-{run['prompts']['name']}-t{run['temperature']:g}{seed}"
                 out.mkdir(parents=True, exist_ok=True)
                 figure.savefig(f"{place}.svg", bbox_inches="tight", metadata={"Date": None})
                 figure.savefig(f"{place}.png", bbox_inches="tight", dpi=160)
@@ -46,7 +47,7 @@ def draw_all(tables: Tables, out: Path) -> list[Path]:
     return files
 
 
-def plot_speedups(condition: Condition, methods: Sequence[Measured]) -> Figure | None:
+def plot_speedups(methods: Sequence[Measured]) -> Figure | None:
     """Speed over plain decoding: a band for each category and each batch size, a mark for each method."""
     by_label: dict[str, dict[str, Span]] = {}
     for each in methods:
@@ -64,7 +65,10 @@ def plot_speedups(condition: Condition, methods: Sequence[Measured]) -> Figure |
     figure = Figure(figsize=(7.0, 1.3 + len(bands) * (0.2 + 0.13 * len(labels))), dpi=100)
     axes: Any = figure.add_subplot()
     axes.set_title("Speed over plain decoding")
-    subtitle = f"{condition.target} in {condition.dtype}, {condition.device}; {condition.prompts}, {condition.sampling}"
+    run = methods[0].rounds[0]
+    subtitle = (
+        f"{target_of(run)} in {run['target']['dtype']}, {run['device']}; {run['prompts']['name']}, {sampling_of(run)}"
+    )
     subtitle += f"; the {len(labels)} fastest of {len(by_label)} methods" if len(labels) < len(by_label) else ""
     axes.annotate(subtitle, (0, 1), (0, 10), "axes fraction", "offset points", color=_FAINT, annotation_clip=False)
     axes.axvline(1.0, color=_FAINT, linewidth=1)

@@ -1,24 +1,168 @@
-"""The report: Markdown tables from records, the same bytes from the same records. Imports no torch."""
+"""The report: figures and Markdown tables from records, the same bytes from the same records. Imports no torch.
 
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+Figures are medians over rounds, and ratios over plain decoding within a round.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from statistics import median
+from typing import Any, NamedTuple
 
+from drafter.bench.methods import BASELINE
 from drafter.bench.results import BenchRecord
-from drafter.bench.summary import Condition, Measured, Span, summarise
 from drafter.utils.tables import format_table
 
 _TITLE = "# Benchmark results\n"
 _PACKAGES = ("torch", "transformers", "xllamacpp", "llama-cpp-python", "openvino", "vllm")
+# llama.cpp with BF16 weights; `native` is the program built for the processor in results of earlier releases.
+_LLAMA_CPP_BASELINES = ("llama-cpp:native", "llama-cpp:BF16:native", "llama-cpp", "llama-cpp:BF16")
+
+
+# -- figures -------------------------------------------------------------------------------------------------------
+
+
+class Span(NamedTuple):
+    """A figure over the rounds: median, least and greatest."""
+
+    middle: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Span":
+        return cls(median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The runs of one method at one batch size, one for each round.
+
+    Attributes:
+        label: the method, with drafter, weights and measured sizes where results hold several.
+        rounds: the records.
+        others: the records of all methods under the same conditions and at the same batch size, by label.
+    """
+
+    label: str
+    rounds: list[BenchRecord]
+    others: Mapping[str, list[BenchRecord]]
+
+    @property
+    def batch_size(self) -> int:
+        """Prompts answered at the same time."""
+        return int(self.rounds[0]["batch_size"])
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether the method is plain decoding of this package."""
+        return bool(self.rounds[0]["method"] == BASELINE)
+
+    @property
+    def rate(self) -> Span:
+        """Tokens per second."""
+        return Span.of([_rate(record) for record in self.rounds])
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Generated tokens per target forward."""
+        return sum(record["num_tokens"] for record in self.rounds) / max(1, sum(r["num_forwards"] for r in self.rounds))
+
+    @property
+    def over_llama_cpp(self) -> Span | None:
+        """Speed over llama.cpp with BF16 weights and without speculation, round by round; None without such runs."""
+        known = [self.others[name] for name in _LLAMA_CPP_BASELINES if name in self.others]
+        return _ratios(self.rounds, known[0]) if known else None
+
+    def speedup(self, category: str | None = None) -> Span | None:
+        """Speed over plain decoding, round by round, of all prompts or of a category; None without such runs."""
+        both = (self.rounds, self.others.get(BASELINE, []))
+        return _ratios(*([_part_of(record, category) for record in runs] for runs in both))
+
+    @property
+    def category_speedups(self) -> dict[str, Span]:
+        """Speed over plain decoding by category, of single prompts."""
+        found = {name: self.speedup(name) for name in self.rounds[0]["by_category"]}
+        return {name: span for name, span in found.items() if span is not None}
+
+
+def summarise(records: Iterable[BenchRecord]) -> list[list[Measured]]:
+    """A table for each target, prompt set and sampling; tables, batch sizes and methods as they first appear."""
+    runs = [record for record in records if record["kind"] == "run"]
+    groups: dict[tuple[Any, ...], dict[int, dict[str, list[BenchRecord]]]] = {}
+    for record, label in zip(runs, _labels(runs), strict=True):
+        methods = groups.setdefault(_condition_of(record), {}).setdefault(record["batch_size"], {})
+        methods.setdefault(label, []).append(record)
+    return [
+        [Measured(label, runs, methods) for methods in sizes.values() for label, runs in methods.items()]
+        for sizes in groups.values()
+    ]
+
+
+def _labels(runs: Sequence[BenchRecord]) -> list[str]:
+    """A label for each run: runs of one label are rounds of one measurement.
+
+    A run whose drafter, weights or measured sizes differ from those of another run of its method names them.
+    """
+
+    def name_of(record: BenchRecord) -> str:
+        weights, sizes = (record.get(key, "unknown")[:8] for key in ("drafter_fingerprint", "tuned_digest"))
+        drafter, compile = record.get("drafter", ""), record.get("compile", "auto")
+        return f"{record['method']} ({drafter}, weights {weights}, sizes {sizes}, compile {compile})"
+
+    num_names = Counter(method for method, _ in {(record["method"], name_of(record)) for record in runs})
+    return [record["method"] if num_names[record["method"]] == 1 else name_of(record) for record in runs]
+
+
+def _condition_of(record: BenchRecord) -> tuple[Any, ...]:
+    """What the methods of one table share. Greedy text has no seed."""
+    target, prompts = record["target"], record["prompts"]
+    return (
+        target_of(record), target["dtype"], target["num_parameters"], record["device"], prompts["name"],
+        prompts["digest"], prompts["num_prompts"], record["max_new_tokens"], record["temperature"],
+        record.get("seed") if record["temperature"] else None,
+    )  # fmt: skip
+
+
+def target_of(record: BenchRecord) -> str:
+    """The target's name, without the folders of a path."""
+    return PurePosixPath(record["target"]["name"]).name
+
+
+def sampling_of(record: BenchRecord) -> str:
+    """How tokens are chosen, for titles."""
+    temperature = record["temperature"]
+    return f"temperature {temperature:g}, seed {record.get('seed')}" if temperature else "greedy"
+
+
+def _part_of(record: BenchRecord, category: str | None) -> Mapping[str, Any]:
+    """The sums of a run, or of one category of its prompts."""
+    return record if category is None else {**record["by_category"].get(category, {}), "round": record["round"]}
+
+
+def _rate(sums: Mapping[str, Any]) -> float:
+    """Tokens per second; 0 where no time was taken."""
+    return float(sums["num_tokens"] / sums["seconds"]) if sums.get("seconds") else 0.0
+
+
+def _ratios(rounds: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]]) -> Span | None:
+    """Ratios of runs of the same round: a machine that slows down does so for both."""
+    slow = {record["round"]: _rate(record) for record in baseline}
+    ratios = [_rate(record) / slow[record["round"]] for record in rounds if slow.get(record["round"])]
+    return Span.of(ratios) if any(ratios) else None
+
+
+# -- tables --------------------------------------------------------------------------------------------------------
 
 
 def report(records: Sequence[BenchRecord]) -> str:
     """All records as Markdown: where and when, a section for each prompt set and sampling, then load on servers."""
     sections = [_TITLE, _provenance(records)]
-    for condition, methods in summarise(records).items():
+    for methods in summarise(records):
+        run = methods[0].rounds[0]
+        sections += [f"## {run['prompts']['name']}, {sampling_of(run)}\n", _about(methods), _main_table(methods)]
         built = {each.label: each.rounds[0].get("build") for each in methods}
-        sections += [f"## {condition.prompts}, {condition.sampling}\n", _about(condition, methods)]
-        sections += [_main_table(condition, methods)]
         sections += [f"{label} was built for {build}.\n" for label, build in built.items() if build]
         sections += _category_table(methods)
     loads = [record for record in records if record["kind"] == "load"]
@@ -53,18 +197,20 @@ def _machine(record: BenchRecord) -> str:
     return f"{name} ({machine['num_cpus']} cores{memory})"
 
 
-def _about(condition: Condition, methods: Sequence[Measured]) -> str:
+def _about(methods: Sequence[Measured]) -> str:
     """Target, prompts, length of the answers and number of rounds."""
-    size = condition.num_parameters / 1e6
+    run = methods[0].rounds[0]
+    target, prompts = run["target"], run["prompts"]
+    size = target["num_parameters"] / 1e6
     parameters = f"{size / 1000:.1f} billion" if size >= 1000 else f"{size:.0f} million"
     rounds = " or ".join(str(number) for number in sorted({len(each.rounds) for each in methods}))
     return (
-        f"{condition.target}, {condition.dtype}, {parameters} parameters; {condition.num_prompts} prompts, "
-        f"answers of at most {condition.max_new_tokens} tokens; {rounds} rounds; prompts {condition.digest}.\n"
+        f"{target_of(run)}, {target['dtype']}, {parameters} parameters; {prompts['num_prompts']} prompts, "
+        f"answers of at most {run['max_new_tokens']} tokens; {rounds} rounds; prompts {prompts['digest']}.\n"
     )
 
 
-def _main_table(condition: Condition, methods: Sequence[Measured]) -> str:
+def _main_table(methods: Sequence[Measured]) -> str:
     """One row for each method; columns that say nothing about these methods are left out."""
     columns: dict[str, Callable[[Measured], str]] = {
         "method": lambda m: m.label,
@@ -72,9 +218,9 @@ def _main_table(condition: Condition, methods: Sequence[Measured]) -> str:
         "tokens/s": lambda m: f"{m.rate.middle:.1f} ({m.rate.low:.1f} to {m.rate.high:.1f})",
         "over plain decoding": lambda m: _times_span(m.speedup()),
         "over llama.cpp BF16": lambda m: _times_span(m.over_llama_cpp),
-        "tokens per step": lambda m: "-" if m.tokens_per_step is None else f"{m.tokens_per_step:.2f}",
-        "identical texts": lambda m: _identical(m.rounds, condition.num_prompts),
-        "margin where they differ": lambda m: _margins((m.rounds[0]["identical"] or {}).get("margins", [])),
+        "tokens per step": lambda m: f"{m.tokens_per_step:.2f}",
+        "identical texts": lambda m: _identical(m.rounds),
+        "margin where they differ": lambda m: _margins(m.rounds[0].get("identical", {}).get("margins", [])),
         "peak GiB": lambda m: f"{max(record['peak_memory_bytes']['bytes'] for record in m.rounds) / 2**30:.2f}",
     }
     if {each.batch_size for each in methods} == {1}:
@@ -107,7 +253,7 @@ def load_table(loads: Sequence[BenchRecord]) -> str:
     columns += [f"{title}, {share}" for title, *_ in figures for share in ("p50", "p95", "p99")]
     rows = []
     for load in loads:
-        asked = f"{load['concurrency']} at a time" if load["rate"] is None else f"{load['rate']:g} per second"
+        asked = f"{load['rate']:g} per second" if load.get("rate") else f"{load.get('concurrency')} at a time"
         rate = f"{load['num_tokens'] / load['seconds']:.1f}" if load["seconds"] else "-"
         row = [load["model"], asked, str(load["num_requests"]), str(load["num_failed"]), rate]
         for _, key, factor, digits in figures:
@@ -120,10 +266,10 @@ def _times_span(span: Span | None) -> str:
     return "-" if span is None else f"{span.middle:.2f}x ({span.low:.2f} to {span.high:.2f})"
 
 
-def _identical(rounds: Sequence[BenchRecord], num_prompts: int) -> str:
+def _identical(rounds: Sequence[BenchRecord]) -> str:
     """The least number of texts that equal plain decoding; `-` where texts are not compared."""
-    least = min((record["identical"]["num_identical"] for record in rounds if record["identical"]), default=None)
-    return "-" if least is None else f"{least}/{num_prompts}"
+    least = min((record["identical"]["num_identical"] for record in rounds if "identical" in record), default=None)
+    return "-" if least is None else f"{least}/{rounds[0]['prompts']['num_prompts']}"
 
 
 def _margins(margins: Sequence[float]) -> str:

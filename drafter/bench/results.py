@@ -2,13 +2,15 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from drafter.data.reading import read_json_lines, without_null
 from drafter.utils.io import append, is_stream
-from drafter.utils.parse import check_shape, parse_json
+from drafter.utils.parse import check_shape
 
 SCHEMA = "drafter-bench/1"
 BenchRecord = dict[str, Any]
@@ -16,30 +18,27 @@ _BEGINNING = json.dumps({"schema": SCHEMA})[:-1].encode()  # of every line that 
 
 _SPREAD = {"median": float, "p95": float, "p99": float}
 _MADE_BY = {
-    "machine": {
-        "device?": (str, None), "cpu?": (str, None), "system": str, "num_cpus": int, "memory_gib?": (float, None),
-    },
+    "machine": {"device?": str, "cpu?": str, "system": str, "num_cpus": int, "memory_gib?": float},
     "versions": {"*": str},
-    "git_revision?": (str, None),
+    "git_revision?": str,
     "date": str,
-}  # fmt: skip
-# The shapes of records, by kind, as :func:`drafter.utils.parse.check_shape` reads shapes.
+}
+# The shapes of records without null, by kind, as :func:`drafter.utils.parse.check_shape` reads shapes.
 _SHAPES: dict[str, dict[str, Any]] = {
     "run": {
         "run_id": str, "round": int, "method": str, "build?": str, "batch_size": int,
-        "temperature": float, "max_new_tokens": int, "seed?": (int, None), "device": str,
-        "compile?": (bool, None), "drafter?": (str, None), "drafter_fingerprint?": (str, None),
-        "tuned_digest?": (str, None),
+        "temperature": float, "max_new_tokens": int, "seed?": int, "device": str,
+        "compile?": bool, "drafter?": str, "drafter_fingerprint?": str, "tuned_digest?": str,
         "target": {"name": str, "dtype": str, "num_parameters": int},
         "prompts": {"name": str, "digest": str, "num_prompts": int},
-        "seconds": float, "num_tokens": int, "num_forwards": (int, None), "acceptance": ([int], None),
-        "by_category": {"*": {"seconds": (float, None), "num_tokens": int, "num_forwards": (int, None)}},
+        "seconds": float, "num_tokens": int, "num_forwards": int, "acceptance?": [int],
+        "by_category": {"*": {"seconds?": float, "num_tokens": int}},
         "peak_memory_bytes": {"bytes": int},
-        "identical": ({"num_prompts": int, "num_identical": int, "margins": [float]}, None), **_MADE_BY,
+        "identical?": {"num_prompts": int, "num_identical": int, "margins": [float]}, **_MADE_BY,
     },
     "load": {
-        "url": str, "model": str, "prompts": {"name": str}, "concurrency": (int, None),
-        "rate": (float, None), "seconds": float, "num_requests": int, "num_failed": int, "num_tokens": int,
+        "url": str, "model": str, "prompts": {"name": str}, "concurrency?": int, "rate?": float,
+        "seconds": float, "num_requests": int, "num_failed": int, "num_tokens": int,
         "first_token_seconds": _SPREAD, "token_seconds": _SPREAD, "latency_seconds": _SPREAD, **_MADE_BY,
     },
 }  # fmt: skip
@@ -56,7 +55,7 @@ def append_result(path: Path, record: BenchRecord) -> None:
 
 
 def read_results(paths: Iterable[Path]) -> list[BenchRecord]:
-    """All records of results files.
+    """All records of results files, without null.
 
     Raises:
         FileNotFoundError: no such file.
@@ -64,7 +63,7 @@ def read_results(paths: Iterable[Path]) -> list[BenchRecord]:
     """
     records = []
     for path in paths:
-        found = _parse_lines(path.read_bytes(), path)
+        found = _records_of(path)
         if not found:
             raise ValueError(f"{path} holds no results")
         records += found
@@ -81,40 +80,27 @@ def resume_results(path: Path) -> list[BenchRecord]:
     """
     if not path.exists() or is_stream(path):
         return []
+    records = _records_of(path, skip_torn=True)  # before any change: a file of another kind stays unchanged
     whole, newline, rest = path.read_bytes().rpartition(b"\n")
-    records = _parse_lines(whole, path)  # before any change: a file of another kind stays unchanged
-    if not rest.strip():
-        return records
-    if not (rest.startswith(_BEGINNING) or _BEGINNING.startswith(rest)):
+    if rest.strip() and not (rest.startswith(_BEGINNING) or _BEGINNING.startswith(rest)):
         raise ValueError(
             f"{path}: the last line has no line feed and is not the beginning of a benchmark result of schema "
             f"{SCHEMA!r}: give another file, or remove that line"
         )
-    with path.open("rb+") as stream:
-        stream.truncate(len(whole) + len(newline))
+    os.truncate(path, len(whole) + len(newline))
     return records
 
 
-def _parse_lines(data: bytes, path: Path) -> list[BenchRecord]:
-    """The records of a file's bytes."""
-    try:
-        lines = data.decode().split("\n")  # a line separator within a string is no line's end
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error.reason}, byte {error.start})") from error
+def _records_of(path: Path, *, skip_torn: bool = False) -> list[BenchRecord]:
     records = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        record = parse_json(line.encode(), where)
-        schema = record.get("schema") if isinstance(record, dict) else None
-        if schema != SCHEMA:
-            raise ValueError(f"{where}: not a benchmark result of schema {SCHEMA!r} but of {schema!r}")
-        shape = _SHAPES.get(str(record.get("kind")))
+    for fields, where in read_json_lines(path, str(path), skip_torn=skip_torn):
+        if fields.get("schema") != SCHEMA:
+            raise ValueError(f"{where}: not a benchmark result of schema {SCHEMA!r} but of {fields.get('schema')!r}")
+        shape = _SHAPES.get(str(fields.get("kind")))
         if shape is None:
-            raise ValueError(f"{where}: kind is {record.get('kind')!r} but must be one of {', '.join(_SHAPES)}")
-        check_shape(record, shape, f"{where}: the record")
-        records.append(record)
+            raise ValueError(f"{where}: kind is {fields.get('kind')!r} but must be one of {', '.join(_SHAPES)}")
+        records.append(without_null(fields))
+        check_shape(records[-1], shape, f"{where}: the record")
     return records
 
 

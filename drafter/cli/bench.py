@@ -43,7 +43,7 @@ class ReportOptions(Options):
 
 def bench_report(options: ReportOptions) -> None:
     """Run `drafter bench report`."""
-    from drafter.bench.report import is_report, report
+    from drafter.bench.report import is_report, report, summarise
     from drafter.bench.results import read_results
 
     records = read_results(options.results)
@@ -51,7 +51,6 @@ def bench_report(options: ReportOptions) -> None:
         print(report(records))
         return
     from drafter.bench.plots import draw_all
-    from drafter.bench.summary import summarise
     from drafter.utils.io import write_atomic
 
     place = options.out / "report.md"

@@ -93,7 +93,7 @@ def read_json_lines(path: Path, name: str, *, skip_torn: bool = False) -> Iterat
 def _table_rows(name: str, path: Path | None, streaming: bool) -> Iterator[RawRow]:
     with reading(name, is_hub=path is None):
         for number, item in enumerate(_load(name, path, streaming=streaming), start=1):
-            yield RawRow(_without_null(item), f"{name}, row {number}")
+            yield RawRow(without_null(item), f"{name}, row {number}")
 
 
 def _file_of(name: str) -> Path | None:
@@ -142,8 +142,8 @@ def reading(name: str, *, is_hub: bool) -> Iterator[None]:
         raise ValueError(f"{name}: {place} ({first_line(cause)})") from error
 
 
-def _without_null(value: Any) -> Any:
+def without_null(value: Any) -> Any:
     """The value without null: Arrow gives every object of a column all keys of the column."""
     if isinstance(value, Mapping):
-        return {key: _without_null(item) for key, item in value.items() if item is not None}
-    return [_without_null(item) for item in value] if isinstance(value, list) else value
+        return {key: without_null(item) for key, item in value.items() if item is not None}
+    return [without_null(item) for item in value] if isinstance(value, list) else value

@@ -149,15 +149,11 @@ def check_shape(value: Any, shape: Any, where: str) -> None:
 
     Args:
         value: what was parsed.
-        shape: a type; ``(shape, None)`` where null may stand instead; ``[shape]`` for a list; a mapping of
-            keys to shapes, where ``"name?"`` may be missing and ``"*"`` stands for every key. ``float`` takes integers,
-            and finite numbers only; keys that the shape does not name are free.
+        shape: a type; ``[shape]`` for a list; a mapping of keys to shapes, where ``"name?"`` may be missing and ``"*"``
+            stands for every key. ``float`` takes integers, and finite numbers only; keys that the shape does not name
+            are free.
         where: for messages.
     """
-    if isinstance(shape, tuple):
-        if value is None:
-            return
-        shape = shape[0]
     kind = type(shape) if isinstance(shape, dict | list) else shape
     is_fitting = isinstance(value, kind) if kind is dict else type(value) is kind
     if kind is float:  # an integer may be larger than any float

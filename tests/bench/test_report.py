@@ -9,9 +9,8 @@ import pytest
 from PIL import Image
 
 from drafter.bench.plots import draw_all
-from drafter.bench.report import report
+from drafter.bench.report import report, sampling_of, summarise
 from drafter.bench.results import SCHEMA, BenchRecord, append_result, read_results, resume_results, spread
-from drafter.bench.summary import summarise
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 
@@ -42,7 +41,7 @@ def test_figures() -> None:
 def test_speedups_are_ratios_within_a_round() -> None:
     records = [run(method, rate=rate / (1 + number), round=number) for number in (0, 1)
                for method, rate in (("none", 10.0), ("lookup", 20.0))]  # fmt: skip
-    (methods,) = summarise(records).values()
+    (methods,) = summarise(records)
     lookup = methods[1]
     assert tuple(lookup.speedup() or ()) == pytest.approx((2.0, 2.0, 2.0))
     assert tuple(lookup.rate) == pytest.approx((15.0, 10.0, 20.0))
@@ -71,7 +70,7 @@ def test_other_engines_are_set_beside_llama_cpp() -> None:
 def test_other_drafters_weights_and_sizes_are_no_rounds_of_each_other() -> None:
     def labels(*files: dict[str, Any]) -> list[tuple[str, int]]:
         records = [run("none", rate=1.0), *(run("drafter:tuned", rate=2.0, **changes) for changes in files)]
-        (methods,) = summarise(records).values()
+        (methods,) = summarise(records)
         return [(method.label.removeprefix("drafter:tuned"), len(method.rounds)) for method in methods[1:]]
 
     first, second = ({"drafter": "d", "drafter_fingerprint": letter * 16} for letter in "ab")
@@ -87,8 +86,8 @@ def test_seeds_are_corners_of_their_own(tmp_path: Path) -> None:
     records = [run(method, rate=rate * seed, seed=seed, temperature=1.0)
                for seed in (3, 7) for method, rate in (("none", 10.0), ("lookup", 20.0))]  # fmt: skip
     tables = summarise(records)
-    assert [condition.seed for condition in tables] == [3, 7]
-    for _, lookup in tables.values():
+    assert [sampling_of(methods[0].rounds[0])[-1] for methods in tables] == ["3", "7"]
+    for _, lookup in tables:
         assert len(lookup.rounds) == 1 and (lookup.speedup() or (0,))[0] == pytest.approx(2.0)
     assert "## prompts-mtbench, temperature 1, seed 3\n" in report(records)
     names = {path.stem for path in draw_all(tables, tmp_path)}
@@ -140,7 +139,7 @@ def test_a_line_cut_by_a_crash_is_dropped_on_resuming(tmp_path: Path) -> None:
     ("content", "reason"),
     [
         (f'{{"schema": "{SCHEMA}0"', "the last line has no line feed"),  # schema 10 begins like schema 1
-        ("\ud8ff\n", "r.jsonl is not UTF-8 text"),
+        ("\ud8ff\n", "r.jsonl, line 1: broken JSON"),
     ],
 )
 def test_other_files_are_refused_and_left_as_they_are(tmp_path: Path, content: str, reason: str) -> None:
