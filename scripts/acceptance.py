@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from drafter import Engine, SamplingParams, Target
-from drafter.bench.models import BenchModels
 from drafter.bench.workload import read_prompt_set
 from drafter.engine.settings import Plan
 from drafter.training.checkpoint import drafter_of_checkpoint
@@ -29,7 +28,7 @@ from drafter.utils.io import append
 def main() -> None:
     args = arguments()
     target = Target.load(args.target, dtype=args.dtype, device=args.device, quantization=args.quantization)
-    prompts = BenchModels(target).encode(read_prompt_set(args.prompts).take(args.num_prompts).items)
+    prompts = read_prompt_set(args.prompts).take(args.num_prompts).encode(target)
     params = SamplingParams(max_new_tokens=args.max_new_tokens)
     first: dict[str, tuple[Tensor, Tensor]] = {}
     for name in args.drafters:

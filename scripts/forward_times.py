@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from drafter.bench.backends import PeerProcess
 from drafter.bench.measure import PeakMemory
-from drafter.bench.process_peers import PeerProcess
 from drafter.targets.catalog import gguf_file
 from drafter.targets.home import home_folder
 from drafter.targets.masks import chunk_mask

@@ -28,7 +28,7 @@ RULES = {
     "integrations": "engine proposers decoding models targets utils torch transformers wandb:wandb.py "
     "vllm:__init__.py,model.py",
     "bench": "distill:workload.py,acceptance.py,load.py data engine proposers decoding models targets utils torch "
-    "transformers:transformers_peer.py datasets:workload.py matplotlib:plots.py vllm:peer_worker.py",
+    "transformers:backends.py datasets:workload.py matplotlib:plots.py vllm:peer_worker.py",
     "training": "integrations:checkpoint.py,run.py data engine:callbacks.py decoding:callbacks.py models targets utils "
     "torch transformers lightning",
     "cli": "training bench integrations serving distill data engine proposers decoding models targets utils torch",

@@ -1,12 +1,33 @@
-"""What answers the prompts of a benchmark: one interface for our engine and its peers.
+"""What answers the prompts of a benchmark: our engine, transformers' `generate`, and engines in processes of their own.
 
 The clock of a backend runs from token ids to token ids: no tokenizer is timed.
+
+Shapes: B rows of a batch · T prompt tokens, padded on the left.
 """
 
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import torch
+from transformers import GenerationConfig
+
+from drafter.bench import peer_worker
+from drafter.bench.settings import PEER_PACKAGES, MethodSpec
 from drafter.decoding.params import SamplingParams
+from drafter.engine.engine import Engine
+from drafter.targets.catalog import gguf_file, resolve
+from drafter.targets.home import home_folder
+from drafter.targets.target import Target
 
 
 class TimedAnswer(NamedTuple):
@@ -24,7 +45,7 @@ class TimedAnswer(NamedTuple):
     seconds: float
     first_token_seconds: float
     num_forwards: int
-    num_accepted: list[int] | None
+    num_accepted: list[int] | None = None
 
 
 class Backend:
@@ -51,3 +72,210 @@ class Backend:
     ) -> list[TimedAnswer]:
         """Answers in the order of the prompts; ``on_answer`` is called once for each finished answer."""
         raise NotImplementedError
+
+
+class EngineBackend(Backend):
+    """The package's engine, with room for ``num_tokens`` in each row. The next prompt takes a finished row at once."""
+
+    def __init__(self, engine: Engine, num_tokens: int) -> None:
+        self._engine = engine
+        engine.reserve(num_tokens + engine.proposer.num_nodes)
+
+    def forget(self) -> None:
+        """Reset the sizer's observations; the cache and compiled steps stay."""
+        self._engine.forget()
+
+    def answer(
+        self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], object]
+    ) -> list[TimedAnswer]:
+        """Answer all prompts (see :class:`Backend`)."""
+        requests = [self._engine.add(prompt, params, want_text=False) for prompt in prompts]
+        while self._engine.has_work:
+            for update in self._engine.step():
+                if update.request.is_finished:
+                    on_answer()
+        answers = []
+        for each in requests:
+            assert each.started is not None and each.first_token is not None
+            first = each.first_token - each.started
+            answers.append(TimedAnswer(each.token_ids, each.seconds, first, each.num_forwards, each.num_accepted))
+        return answers
+
+
+class TransformersBackend(Backend):
+    """`generate` in batches of fixed composition: a batch ends when its last answer does.
+
+    The model's own generation settings are ignored, so that every backend follows the same rule.
+
+    Args:
+        target: the model; the backend uses its weights without a copy.
+        batch_size: prompts answered together.
+    """
+
+    def __init__(self, target: Target, batch_size: int) -> None:
+        self._target, self._batch_size = target, batch_size
+
+    @torch.inference_mode()
+    def answer(
+        self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], object]
+    ) -> list[TimedAnswer]:
+        """Answer all prompts (see :class:`Backend`)."""
+        model: Any = self._target.model  # the type checker does not know the mixin with `generate`
+        answers: list[TimedAnswer] = []
+        torch.manual_seed(params.signed_seed)
+        kept, model.generation_config = model.generation_config, GenerationConfig()
+        try:
+            for start in range(0, len(prompts), self._batch_size):
+                batch = prompts[start : start + self._batch_size]
+                answers += self._generate(model, batch, params)
+                for _ in batch:
+                    on_answer()
+        finally:
+            model.generation_config = kept
+        return answers
+
+    def _generate(self, model: Any, prompts: Sequence[list[int]], params: SamplingParams) -> list[TimedAnswer]:
+        eos, device = list(self._target.eos_token_ids), self._target.device
+        width, pad = max(map(len, prompts)), (eos or [0])[0]
+        token_BT = torch.tensor([[pad] * (width - len(ids)) + ids for ids in prompts], device=device)
+        mask_BT = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
+        fields: dict[str, Any] = {"eos_token_id": eos or None, "pad_token_id": pad}
+        fields["max_new_tokens"] = min(params.max_new_tokens, self._target.max_length - width)
+        if params.temperature > 0:
+            fields |= {"do_sample": True, "temperature": params.temperature, "top_k": 0}
+        times: list[float] = []  # of the prompt, and of each token: `generate` hands them out on the CPU
+        clock = SimpleNamespace(put=lambda ids: times.append(time.perf_counter()), end=lambda: None)
+        start = time.perf_counter()
+        output_BT = model.generate(
+            token_BT, attention_mask=mask_BT, generation_config=GenerationConfig(**fields), streamer=clock
+        )
+        rows = [_cut(row, eos) for row in output_BT[:, width:].tolist()]
+        seconds = time.perf_counter() - start
+        return [TimedAnswer(row, seconds, times[1] - start, len(row)) for row in rows]
+
+
+def _cut(token_ids: list[int], eos: list[int]) -> list[int]:
+    """Tokens up to the first stop token, with the stop token; the rest is padding."""
+    end = next((index for index, token in enumerate(token_ids) if token in eos), len(token_ids) - 1)
+    return token_ids[: end + 1]
+
+
+def weights_file(source: Path, weights: str) -> Path:
+    """The place of a GGUF file with the numbers of another and its matrices stored as `weights`.
+
+    The result is the file itself if most of its matrices have that format, else a file of `$DRAFTER_HOME/gguf`, which
+    llama.cpp's quantizer makes once: the numbers are rounded once, and vectors stay float32.
+    """
+    import gguf
+
+    kinds = [tensor.tensor_type.name for tensor in gguf.GGUFReader(source).tensors if len(tensor.shape) > 1]
+    if kinds.count(weights) > len(kinds) / 2:
+        return source
+    facts = source.stat()
+    digest = hashlib.sha256(f"{source.resolve()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:16]
+    return home_folder() / "gguf" / f"{source.stem}-{digest}.{weights}.gguf"
+
+
+def start_peer(
+    target: Target, spec: MethodSpec, batch_size: int, num_tokens: int, pythons: Mapping[str, str]
+) -> "PeerProcess":
+    """The engine of a method in a process of its own.
+
+    Args:
+        target: the model; its GGUF file or its checkpoint gives the weights.
+        spec: the engine and its weights.
+        batch_size: prompts answered at the same time; 1 for llama.cpp.
+        num_tokens: room for a prompt and its answer.
+        pythons: the Python of each environment that holds an engine, by package; others are in this environment.
+
+    Raises:
+        ValueError: the target has no file that the engine reads, or the engine cannot be started.
+    """
+    assert batch_size == 1 or spec.name != "llama-cpp"
+    package, is_vllm = PEER_PACKAGES[spec.name], spec.name == "vllm"
+    source = Path(resolve(target.name)) if is_vllm else gguf_file(target.name)
+    settings = {
+        "package": package,
+        "source": str(source),
+        "model": str(source if is_vllm else weights_file(source, spec.gguf_weights)),
+        "weights": spec.gguf_weights,
+        "num_slots": batch_size,
+        "num_tokens": num_tokens,
+        "num_threads": torch.get_num_threads(),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "is_cpu": target.device.type == "cpu",
+        "eos": target.eos_token_ids,
+    }
+    return PeerProcess(settings, spec.label, pythons.get(package, sys.executable))
+
+
+class PeerProcess(Backend):
+    """A process of :mod:`drafter.bench.peer_worker`.
+
+    Attributes:
+        ready: the worker's first message: build, version, load_seconds.
+    """
+
+    def __init__(self, settings: dict[str, Any], label: str, python: str = sys.executable) -> None:
+        self._label = label
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # lives as long
+        command = [python, "-P", peer_worker.__file__, json.dumps(settings)]
+        # `drafter` sets the first two for its own threads; sleeping threads halve the speed of llama.cpp.
+        ours = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "PYTHONPATH", "VIRTUAL_ENV")
+        environment = {name: value for name, value in os.environ.items() if name not in ours}
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+                encoding="utf-8", env=environment,
+            )  # fmt: skip
+        except OSError as error:
+            raise ValueError(f"--peer-python {settings['package']}={python} cannot be run: {error.strerror}") from error
+        self.process_id = self._process.pid
+        self.ready = self.receive()
+        self.build, self.versions = self.ready["build"], {settings["package"]: self.ready["version"]}
+
+    def answer(
+        self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], object]
+    ) -> list[TimedAnswer]:
+        """Answer all prompts (see :class:`Backend`)."""
+        fields = {name: getattr(params, name) for name in ("max_new_tokens", "temperature", "seed")}
+        self.send({"prompts": prompts, "params": fields})
+        answers = {}
+        for _ in prompts:
+            message = self.receive()
+            index = message.pop("index")
+            answers[index] = TimedAnswer(**message)
+            on_answer()
+        return [answers[index] for index in range(len(prompts))]
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Write one request; :meth:`receive` reports a process that has ended."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+
+    def receive(self) -> dict[str, Any]:
+        """The next line; ValueError with the last line of the engine's log if the process has ended."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            self._log.seek(0)
+            lines = [line for line in self._log.read().splitlines() if line.strip()]
+            reason = lines[-1] if lines else f"exit code {code}"
+            raise ValueError(f"--methods {self._label}: the engine failed: {reason}")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def close(self) -> None:
+        """Close the input, which ends the process; kill the process if the input does not."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()

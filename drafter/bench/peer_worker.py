@@ -1,4 +1,4 @@
-"""The other side of :class:`drafter.bench.process_peers.PeerProcess`: one engine in a process of its own.
+"""The other side of :class:`drafter.bench.backends.PeerProcess`: one engine in a process of its own.
 
 Run with a JSON object of settings as the only argument. Requests and answers are JSON lines on standard input and
 output; the process ends with its input. This file imports nothing of the package, so that the process may run in an

@@ -10,8 +10,8 @@ from pathlib import Path, PurePosixPath
 from statistics import median
 from typing import Any, NamedTuple
 
-from drafter.bench.methods import BASELINE
 from drafter.bench.results import BenchRecord
+from drafter.bench.settings import BASELINE
 from drafter.utils.tables import format_table
 
 _TITLE = "# Benchmark results\n"

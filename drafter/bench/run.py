@@ -16,10 +16,9 @@ from tqdm import tqdm
 
 from drafter.bench.backends import Backend, TimedAnswer
 from drafter.bench.measure import PeakMemory, compare
-from drafter.bench.methods import BASELINE, MethodSpec, parse_method
 from drafter.bench.models import BenchModels
 from drafter.bench.results import BenchRecord, append_result, resume_results, run_id, spread
-from drafter.bench.settings import BenchOptions
+from drafter.bench.settings import BASELINE, BenchOptions, MethodSpec, parse_method
 from drafter.bench.workload import Workload
 from drafter.engine.tuned import device_name, fingerprint_of_weights, number_format
 from drafter.utils.provenance import run_record
@@ -49,7 +48,7 @@ def run_benchmark(options: BenchOptions, models: BenchModels, workloads: list[Wo
     gc.freeze()  # no run pays for scanning the objects that are there now
     num_runs = 0
     for workload in workloads:
-        prompts = models.encode(workload.items)
+        prompts = workload.encode(models.target)
         for temperature, batch_size in product(options.temperatures, options.batch_sizes):
             num_runs += _Point(options, models, workload, prompts, temperature, batch_size).measure()
     gc.unfreeze()
@@ -110,8 +109,7 @@ class _Point:
 
     def _warm(self, spec: MethodSpec) -> Backend:
         """A backend after one short batch: memory is allocated and steps are compiled before the clock runs."""
-        num_tokens = self.models.room(self.prompts, self.options.max_new_tokens)
-        backend = self.models.backend(spec, self.batch_size, num_tokens)
+        backend = self.models.backend(spec, self.batch_size, self.prompts, self.options.max_new_tokens)
         params = self.options.sampling(self.temperature)
         params = replace(params, max_new_tokens=min(_WARM_UP_TOKENS, params.max_new_tokens))
         backend.answer(self.prompts[: self.batch_size], params, lambda: None)

@@ -1,16 +1,119 @@
-"""Settings of a benchmark, of tuning and of load on a server: options of the commands too. Imports no torch."""
+"""The methods in their written form, and the options of benchmarks, tuning and load on servers. Imports no torch."""
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from drafter.bench.methods import PEER_PACKAGES, MethodSpec, drafter_of, parse_method
 from drafter.decoding.params import SamplingParams
-from drafter.engine.loading import TargetConfig
-from drafter.utils.options import Options, comma_separated
+from drafter.engine.loading import TargetConfig, shipped_drafter
+from drafter.engine.settings import EngineConfig
+from drafter.proposers.options import Drafting
+from drafter.utils.options import Options, comma_separated, suggestion
 from drafter.utils.validate import check_ranges, seed_field, within
 
+BASELINE = "none"  # plain decoding of this package
+# The engines that decode in a process of their own, and their packages.
+PEER_PACKAGES = {"llama-cpp": "llama-cpp-python", "vllm": "vllm"}
 LARGEST_TREE = 1024  # nodes of a candidate of `drafter tune`
+
+_TREE = {"W": "beam_width", "L": "draft_length", "N": "tree_size"}
+# Options after a method's name. A text is the setting whose number follows, a pair is a setting and its value.
+_OPTIONS: dict[str, dict[str, str | tuple[str, Any]]] = {
+    "none": {},
+    "drafter": {
+        **_TREE,
+        "tau": "tau",
+        "noise": "noise_weight",
+        "final-beams": ("tree_policy", "final-beams"),
+        "uncoupled": ("coupled", False),
+        "alone": ("copying", False),
+        "tuned": ("is_tuned", True),
+    },
+    "lookup": {**_TREE, "W": "num_matches", "L": "lookup_length"},
+    "draft-model": {"G": "num_speculative_tokens", "rejection": ("verify", "rejection")},
+    "hf-generate": {},
+    "llama-cpp": {word: ("gguf_weights", word) for word in ("F32", "F16", "BF16", "Q8_0", "Q4_1", "Q4_0")},
+    "vllm": {},
+}
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """One method of a benchmark, read from its written form.
+
+    Attributes:
+        label: the written form, which the results use as the name.
+        name: the method.
+        config: the settings of :class:`EngineConfig` that the written form gives.
+        numbers: the other numbers of a Plan that the written form gives.
+        is_tuned: whether the file of `drafter tune` gives the size of the tree.
+        gguf_weights: format of the weights in the GGUF file of llama.cpp.
+    """
+
+    label: str
+    name: str
+    config: Mapping[str, Any]
+    numbers: Mapping[str, Any]
+    is_tuned: bool = False
+    gguf_weights: str = "BF16"
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether another engine decodes."""
+        return self.name == "hf-generate" or self.name in PEER_PACKAGES
+
+
+def parse_method(text: str) -> MethodSpec:
+    """Read `NAME`, or `NAME:OPTION:...` with options such as W8, L4, N24, G5, tau1.5, final-beams, tuned.
+
+    Raises:
+        ValueError: an unknown name or option, two options for one setting, or one that its method does not take.
+    """
+    name, *options = text.split(":")
+    if name not in _OPTIONS:
+        hint = suggestion(name, _OPTIONS)
+        raise ValueError(f"--methods: unknown method {name!r}{hint}; methods are {', '.join(_OPTIONS)}")
+    given: dict[str, Any] = {}
+    option_of: dict[str, str] = {}
+    for option in options:
+        number = re.fullmatch(r"([WLNG]|tau|noise)(\d{1,4}|\d{0,3}\.\d{1,3})", option)
+        meaning = _OPTIONS[name].get(number[1] if number else option)
+        if meaning is None or isinstance(meaning, str) != bool(number):
+            takes = [f"{key}<{each}>" if isinstance(each, str) else key for key, each in _OPTIONS[name].items()]
+            raise ValueError(
+                f"--methods {text}: {option!r} is no option of {name}, which takes {', '.join(takes) or 'none'}"
+            )
+        setting, value = (meaning, None) if isinstance(meaning, str) else meaning
+        if setting in given:
+            raise ValueError(f"--methods {text}: {option_of[setting]} and {option} exclude each other")
+        option_of[setting] = option
+        given[setting] = (float if "." in number[2] else int)(number[2]) if number else value
+    of_spec = {key: given.pop(key) for key in ("is_tuned", "gguf_weights") if key in given}
+    config = {item.name: given.pop(item.name) for item in fields(EngineConfig) if item.name in given}
+    if "is_tuned" in of_spec and (config or given.keys() - {"coupled"}):
+        raise ValueError(f"--methods {text}: tuned takes the tree's size from a file: leave the other options out")
+    spec = MethodSpec(text, name, config, given, **of_spec)
+    if not spec.is_peer:
+        EngineConfig(**{"method": name, **config})  # checks the ranges
+        Drafting(**{"method": name, **given})
+    return spec
+
+
+def drafter_of(specs: Iterable[MethodSpec], target: str, drafter: str | None) -> str | None:
+    """The drafter of the methods: the given one, else the package's own for the target; None if no method needs one.
+
+    Raises:
+        ValueError: a method needs a drafter, and there is none.
+    """
+    spec = next((spec for spec in specs if spec.name == "drafter"), None)
+    if spec is None:
+        return None
+    found = drafter or (target if shipped_drafter(target) is not None else None)
+    if found is None:
+        raise ValueError(f"method {spec.label} needs a drafter: give --drafter DIR")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from drafter.engine.request import encode_prompts
+
+if TYPE_CHECKING:
+    from drafter.targets.target import Target
 
 EVALUATION = "evaluation"  # name of the prompts that come with the package for measurements
 _ASSETS = Path(__file__).parent.parent / "assets"
@@ -61,6 +66,11 @@ class Workload:
         rows = [[item.category, item.messages, item.text, *item.token_ids] for item in self.items]
         text = json.dumps(rows, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def encode(self, target: "Target") -> list[list[int]]:
+        """Token ids of the prompts."""
+        prompts = [item.messages or item.token_ids or target.encode(item.text or "") for item in self.items]
+        return encode_prompts(target, prompts, raw=False)
 
     def take(self, num_prompts: int | None) -> "Workload":
         """At most ``num_prompts`` prompts, taken from each category in turn; None: all.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drafter.bench.methods import drafter_of, parse_method
+from drafter.bench.settings import drafter_of, parse_method
 from drafter.engine.loading import TargetConfig
 from drafter.utils.options import Options
 from drafter.utils.validate import within
@@ -124,8 +124,7 @@ def _along_traffic(options: EvaluateOptions, models: "BenchModels") -> tuple["By
     """Counts along recorded answers, and their origin for the results file."""
     from tqdm import tqdm
 
-    from drafter.bench.acceptance import Acceptance
-    from drafter.bench.recorded import steps_along
+    from drafter.bench.acceptance import Acceptance, steps_along
     from drafter.data.traffic import read_traffic
 
     assert options.traffic is not None and models.drafter is not None

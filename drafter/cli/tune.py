@@ -35,7 +35,6 @@ class TuneOptions(Options, TuneSettings, TargetConfig):
 
 def tune(options: TuneOptions) -> None:
     """Run `drafter tune`."""
-    from drafter.bench.models import BenchModels
     from drafter.bench.tune import COLUMNS, table_rows
     from drafter.bench.tune import tune as run_tune
     from drafter.bench.workload import read_prompt_set
@@ -53,7 +52,7 @@ def tune(options: TuneOptions) -> None:
     workload = read_prompt_set(options.prompts).take(options.num_prompts)
     target = options.load()
     drafter = load_drafter(options.drafter, target)
-    prompts = BenchModels(target).encode(workload.items)
+    prompts = workload.encode(target)
     found = run_tune(target, drafter, prompts, options, options.compile)
     calibration = {"prompts": workload.name, "digest": workload.digest, "num_prompts": len(prompts)}
     made_by = run_record()

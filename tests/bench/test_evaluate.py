@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from drafter.bench.acceptance import Acceptance, _growth, accepted_of, read_counters
+from drafter.bench.acceptance import Acceptance, _growth, accepted_of, read_counters, steps_along
 from drafter.cli.evaluate import EvaluateOptions, evaluate
 from drafter.cli.main import main
+from drafter.data.traffic import TrafficRow
 from drafter.decoding.params import SamplingParams
 from drafter.distill.client import Client, Reply
 from drafter.engine.engine import Engine
-from drafter.engine.settings import EngineConfig
+from drafter.engine.settings import EngineConfig, Plan
 from tests.data.tiny import write_jsonl
 from tests.distill.loopback import send, serving
+from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 from tests.serving.live import Live, live_server
 from tests.serving.tiny import save_target, tiny_drafter, tiny_target
 
@@ -162,6 +164,29 @@ def test_recorded_answers_are_counted_without_the_target_and_their_prompts_asked
     for changes in ({"url": "http://x"}, {"method": "lookup"}):
         with pytest.raises(ValueError, match="leave --(url http://x|method lookup) out"):
             run(files, **{"url": None, "traffic": tmp_path} | changes)
+
+
+@pytest.mark.parametrize("context", ["last", "fused"])
+@pytest.mark.parametrize("num_prompts", [3, 12])
+def test_steps_are_those_of_the_engine(context: str, num_prompts: int) -> None:
+    target, drafter = shared_target(), trained_drafter(context=context)
+    config = Plan(method="drafter", max_num_seqs=4, beam_width=4, draft_length=3, tree_size=8)
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    completions = Engine(target, drafter, config).generate(prompts_for(num_prompts, seed=5), params)
+    answers = [TrafficRow(each.prompt_ids, each.token_ids) for each in completions]
+    finished: list[int] = []
+    accepted = steps_along(target, drafter, config, answers, lambda: finished.append(1))
+    assert [len(steps) for steps in accepted] == [each.num_target_forwards for each in completions]
+    # The last step of an answer may be cut: it accepts no token behind the answer.
+    assert all(sum(steps) + len(steps) in (30, 31) for steps in accepted)
+    assert sum(map(len, accepted)) < 30 * num_prompts and len(finished) == num_prompts
+
+
+def test_the_longest_prompt_alone_is_walked_too() -> None:
+    target, drafter = shared_target(), trained_drafter()
+    config = Plan(method="drafter", beam_width=2, draft_length=2, tree_size=4)
+    assert steps_along(target, drafter, config, [TrafficRow([1], [2])]) == [[0]]
+    assert steps_along(target, drafter, config, []) == []
 
 
 def test_mistakes_are_one_line(files: Path, capsys) -> None:

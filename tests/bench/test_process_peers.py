@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from drafter.bench.backends import EngineBackend, PeerProcess, start_peer, weights_file
 from drafter.bench.measure import RESIDENT_OF_PEER, PeakMemory
-from drafter.bench.methods import parse_method
-from drafter.bench.models import EngineBackend
-from drafter.bench.process_peers import PeerProcess, start_peer, weights_file
+from drafter.bench.settings import parse_method
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.loading import load_target

@@ -2,8 +2,7 @@
 
 import pytest
 
-from drafter.bench.methods import parse_method
-from drafter.bench.settings import BenchOptions
+from drafter.bench.settings import BenchOptions, parse_method
 
 
 def test_options_become_settings_of_the_engine_and_numbers_of_the_proposers() -> None:
@@ -16,8 +15,9 @@ def test_options_become_settings_of_the_engine_and_numbers_of_the_proposers() ->
         ("lookup:W3:L6:N8", {"tree_size": 8}, {"num_matches": 3, "lookup_length": 6}),
     ):
         spec = parse_method(text)
-        assert spec.settings() == ({"method": text.split(":")[0], **config}, knobs), text
-    assert parse_method("drafter:tuned:alone").settings()[0] == {"method": "drafter", "copying": False}
+        assert (spec.name, spec.config, spec.numbers) == (text.split(":")[0], config, knobs), text
+    tuned = parse_method("drafter:tuned:uncoupled")
+    assert tuned.is_tuned and tuned.numbers == {"coupled": False} and not tuned.config
 
 
 @pytest.mark.parametrize(
@@ -25,8 +25,9 @@ def test_options_become_settings_of_the_engine_and_numbers_of_the_proposers() ->
     [
         ("draftr", "unknown method 'draftr'.*did you mean drafter"),
         ("drafter:Z4", "'Z4' is no option of drafter"),
-        ("drafter:W4:W5", "W is given twice"),
+        ("drafter:W4:W5", "W4 and W5 exclude each other"),
         ("drafter:tuned:W4", "leave the other options out"),
+        ("drafter:tuned:alone", "leave the other options out"),
         ("llama-cpp:BF16:F16", "BF16 and F16 exclude each other"),
         ("drafter:W2:L2:N99", "--tree-size 99"),
         ("vllm:W4", "takes none"),

@@ -2,9 +2,7 @@
 
 from transformers import GenerationConfig
 
-from drafter.bench.backends import TimedAnswer
-from drafter.bench.models import EngineBackend
-from drafter.bench.transformers_peer import TransformersBackend
+from drafter.bench.backends import EngineBackend, TimedAnswer, TransformersBackend
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
