@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         drafter = RecurrentDrafter(DrafterConfig(hidden_size=target.hidden_size, head="tied", **vocabulary))
         drafter.to(target.device, dtype).eval().bind(target)  # type: ignore[call-overload, unused-ignore]
         prompts = torch.randint(target.vocab_size, (max(given.batch_sizes), 256)).tolist()
-        measured = tune(target, drafter, prompts, settings).measured
+        _, measured = tune(target, drafter, prompts, settings)
         records.append({"target": target.name, "dtype": given.dtype, "steps": measured})
         write_atomic(given.out, json.dumps({"records": records, **run_record()}) + "\n")
         print(target.name, given.dtype)

@@ -8,8 +8,8 @@ rows, because acceptance does not depend on the other rows.
 import math
 import time
 from collections.abc import Sequence
+from itertools import cycle, islice
 from statistics import median
-from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -21,6 +21,7 @@ from drafter.engine.settings import EngineConfig
 from drafter.engine.tuned import PLAIN, MeasuredTree, RowPlan, Tree, TreeSizer, TunedSizes, conditions_of
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
+from drafter.utils.tables import format_table
 
 _NUM_ROUNDS = 40  # most steps of each candidate for each number of rows
 _MIN_ROUNDS = 2  # counted rounds, whatever the time
@@ -31,18 +32,6 @@ _WORTH, _WORTH_PER_DOUBLING = 1.03, 0.01
 _TREE_SIZES_CPU, _TREE_SIZES = (2, 4, 6, 8, 12, 16), (4, 8, 16, 32, 48, 64)
 # Largest tree size, with beam width and draft length up to this size.
 _SHAPES = ((2, 2, 1), (6, 4, 2), (12, 4, 3), (24, 8, 4), (81, 16, 5), (LARGEST_TREE, 64, 16))
-
-
-class Tuning(NamedTuple):
-    """The result of a measurement.
-
-    Attributes:
-        sizes: the plans.
-        measured: for the file: [rows, W, L, N, seconds per step, tokens per step, number of steps].
-    """
-
-    sizes: TunedSizes
-    measured: list[list[float]]
 
 
 def candidates(tree_sizes: tuple[int, ...] | None, device: str, widest: int) -> list[Tree]:
@@ -58,7 +47,7 @@ def tune(
     prompts: Sequence[list[int]],
     settings: TuneSettings,
     compile: bool | None = None,
-) -> Tuning:
+) -> tuple[TunedSizes, list[list[float]]]:
     """Measure the candidates, and choose.
 
     Args:
@@ -67,6 +56,9 @@ def tune(
         prompts: calibration prompts, token ids.
         settings: candidates and time limit.
         compile: compile the steps; None: where they can be.
+
+    Returns:
+        The plans, and the measurements: rows, W, L, N, seconds per step, tokens per step, number of steps.
 
     Raises:
         ValueError: no tree can be drafted, or no prompt leaves room for an answer.
@@ -81,7 +73,7 @@ def tune(
     end = time.perf_counter() + settings.seconds
     for place, num_rows in enumerate(tqdm(rows, desc="Tuning", unit="size", disable=None)):
         calibration.measure(num_rows, (end - time.perf_counter()) / (len(rows) - place))
-    return Tuning(calibration.sizes(), calibration.as_lists())
+    return calibration.sizes(), calibration.as_lists()
 
 
 class _Steered(TreeSizer):
@@ -89,8 +81,7 @@ class _Steered(TreeSizer):
 
     def __init__(self, trees: list[Tree]) -> None:
         super().__init__(TunedSizes({}, ()))
-        self.trees = trees
-        self.tree = PLAIN
+        self.trees, self.tree = trees, PLAIN
 
     def choose(self, num_rows: int) -> Tree:
         return self.tree
@@ -115,12 +106,11 @@ class _Calibration:
         longest = max(map(len, prompts))
         self._max_new_tokens = max(1, min(settings.max_new_tokens, target.max_length - longest))
         self._engine.reserve(longest + self._max_new_tokens + trees[-1].tree_size)
-        self._prompts = prompts
+        self._prompts = cycle(prompts)
         self._num_tokens = dict.fromkeys(self._steer.trees, 0)  # of rows with one tree, and their steps
         self._num_row_steps = dict.fromkeys(self._steer.trees, 0)
         self._seconds: dict[int, dict[Tree, list[float]]] = {}
         self._alive = trees  # candidates that could pay for as many rows as the last
-        self._num_answered = 0
 
     def measure(self, num_rows: int, seconds: float) -> None:
         """Rounds of one step with each candidate, while the time lasts.
@@ -149,10 +139,8 @@ class _Calibration:
         self._engine.drop()
         # Rows decode on after the end of their answers, so that the number of rows does not change.
         params = SamplingParams(max_new_tokens=self._max_new_tokens, ignore_eos=True)
-        places = range(self._num_answered, self._num_answered + num_rows)
-        self._num_answered += num_rows
         self._steer.tree = PLAIN
-        prompts = [self._prompts[place % len(self._prompts)] for place in places]
+        prompts = islice(self._prompts, num_rows)
         requests = [self._engine.add(prompt, params, want_text=False) for prompt in prompts]
         while not all(request.is_prefilled for request in requests):
             self._engine.step()
@@ -176,22 +164,17 @@ class _Calibration:
         return max(1.0, self._num_tokens[tree] / max(1, self._num_row_steps[tree]))
 
     def _drop_hopeless(self, times: dict[Tree, list[float]]) -> None:
-        plain = min(times[PLAIN])
-        easiest = max(_RATIOS)
-        self._alive = [
-            tree
-            for tree in self._alive
-            if MeasuredTree(*tree, self._tokens_per_step(tree), min(times[tree])).rate(easiest) > 1 / plain
-        ]
+        fastest = {tree: MeasuredTree(*tree, self._tokens_per_step(tree), min(times[tree])) for tree in self._alive}
+        self._alive = [tree for tree, each in fastest.items() if each.rate(max(_RATIOS)) > 1 / min(times[PLAIN])]
 
     def sizes(self) -> TunedSizes:
         """A plan for every number of rows."""
         conditions = conditions_of(self._target, self._drafter, is_compiled=self._engine.plan.compile)
-        plans = (RowPlan(rows, self._choices(rows, times)) for rows, times in self._seconds.items())
-        return TunedSizes(conditions, tuple(plans))
+        return TunedSizes(conditions, tuple(RowPlan(rows, self._choices(rows)) for rows in self._seconds))
 
-    def _choices(self, num_rows: int, times: dict[Tree, list[float]]) -> tuple[MeasuredTree, ...]:
+    def _choices(self, num_rows: int) -> tuple[MeasuredTree, ...]:
         """Plain decoding, and the trees that are fastest at some acceptance and faster than plain decoding."""
+        times = self._seconds[num_rows]
         plain = MeasuredTree(*PLAIN, 1.0, median(times[PLAIN]))
         # A step with a tree is never cheaper than a plain step: a lower figure is noise.
         choices = [
@@ -205,7 +188,7 @@ class _Calibration:
         return (plain, *sorted(best, key=lambda choice: choice.tree[::-1]))
 
     def as_lists(self) -> list[list[float]]:
-        """See :class:`Tuning`."""
+        """The measurements (see :func:`tune`)."""
         return [
             [rows, *tree, round(median(seconds), 6), round(self._tokens_per_step(tree), 4), len(seconds)]
             for rows, times in self._seconds.items()
@@ -213,11 +196,8 @@ class _Calibration:
         ]
 
 
-COLUMNS = ["rows", "N", "W", "L", "tokens/step", "step ms", "plain ms", "tokens/s", "speedup"]
-
-
-def table_rows(sizes: TunedSizes) -> list[list[str]]:
-    """The choice for each number of rows, as cells of :data:`COLUMNS`."""
+def tuned_table(sizes: TunedSizes) -> str:
+    """The choice for each number of rows."""
     rows = []
     for plan in sizes.plans:
         best, plain = plan.best(), plan.plain
@@ -226,4 +206,5 @@ def table_rows(sizes: TunedSizes) -> list[list[str]]:
         rate = f"{plan.num_rows * best.rate():.1f}"
         speedup = f"{best.rate() / plain.rate():.2f}x"
         rows.append([str(plan.num_rows), *tree, f"{best.tokens_per_step:.2f}", *seconds, rate, speedup])
-    return rows
+    columns = ("rows", "N", "W", "L", "tokens/step", "step ms", "plain ms", "tokens/s", "speedup")
+    return format_table(columns, rows)

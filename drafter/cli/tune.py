@@ -35,15 +35,14 @@ class TuneOptions(Options, TuneSettings, TargetConfig):
 
 def tune(options: TuneOptions) -> None:
     """Run `drafter tune`."""
-    from drafter.bench.tune import COLUMNS, table_rows
     from drafter.bench.tune import tune as run_tune
+    from drafter.bench.tune import tuned_table
     from drafter.bench.workload import read_prompt_set
     from drafter.engine.loading import load_drafter
     from drafter.engine.settings import tuned_path
     from drafter.engine.tuned import is_tuned_file
     from drafter.utils.io import check_output, write_atomic
     from drafter.utils.provenance import run_record
-    from drafter.utils.tables import format_table
 
     place = options.out if options.out is not None else tuned_path(options.drafter)
     if options.out is None:
@@ -53,17 +52,16 @@ def tune(options: TuneOptions) -> None:
     target = options.load()
     drafter = load_drafter(options.drafter, target)
     prompts = workload.encode(target)
-    found = run_tune(target, drafter, prompts, options, options.compile)
-    calibration = {"prompts": workload.name, "digest": workload.digest, "num_prompts": len(prompts)}
+    sizes, measured = run_tune(target, drafter, prompts, options, options.compile)
     made_by = run_record()
     content = {
-        **found.sizes.as_json(),
+        **sizes.as_json(),
         "target": target.name,
         "drafter": options.drafter,
-        "calibration": calibration,
-        "measured": found.measured,
+        "calibration": {"prompts": workload.name, "digest": workload.digest, "num_prompts": len(prompts)},
+        "measured": measured,
         **{key: made_by[key] for key in ("machine", "versions", "git_revision", "date")},
     }
     write_atomic(place, json.dumps(content) + "\n")
-    print(format_table(COLUMNS, table_rows(found.sizes)))
+    print(tuned_table(sizes))
     print(place, file=sys.stderr)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from drafter.bench.settings import TuneSettings
-from drafter.bench.tune import COLUMNS, _Calibration, candidates, table_rows, tune
+from drafter.bench.tune import _Calibration, candidates, tune, tuned_table
 from drafter.cli.main import main
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
@@ -41,23 +41,23 @@ def _scaled_steps(monkeypatch: pytest.MonkeyPatch, seconds_per_node: float) -> N
 def test_cheap_nodes_make_large_trees_and_dear_ones_none(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = prompts_for(6, seed=21)
     _scaled_steps(monkeypatch, 1e-7)
-    cheap = tune(shared_target(), trained_drafter(), prompts, SETTINGS)
-    assert [plan.num_rows for plan in cheap.sizes.plans] == [1, 2]
-    for plan in cheap.sizes.plans:
+    cheap, _ = tune(shared_target(), trained_drafter(), prompts, SETTINGS)
+    assert [plan.num_rows for plan in cheap.plans] == [1, 2]
+    for plan in cheap.plans:
         best = plan.best()
         assert best.tree.tree_size > 2 and best.tokens_per_step > 1.1
         assert best.step_seconds == pytest.approx(0.01 + 1e-7 * plan.num_rows * best.tree.tree_size)
     monkeypatch.undo()
     _scaled_steps(monkeypatch, 3e-2)
     monkeypatch.setattr(shared_target(), "is_stored", True)
-    dear = tune(shared_target(), trained_drafter(), prompts, SETTINGS)
-    assert [plan.choices for plan in dear.sizes.plans] == [plan.choices[:1] for plan in dear.sizes.plans]
-    assert all(plan.best().tree == PLAIN for plan in dear.sizes.plans)
-    assert [each.sizes.conditions["dtype"] for each in (cheap, dear)] == ["float32", "stored"]
-    assert table_rows(dear.sizes)[0][:4] == ["1", "1", "-", "-"] and len(table_rows(dear.sizes)[0]) == len(COLUMNS)
+    dear, measured = tune(shared_target(), trained_drafter(), prompts, SETTINGS)
+    assert [plan.choices for plan in dear.plans] == [plan.choices[:1] for plan in dear.plans]
+    assert all(plan.best().tree == PLAIN for plan in dear.plans)
+    assert [each.conditions["dtype"] for each in (cheap, dear)] == ["float32", "stored"]
+    assert tuned_table(dear).splitlines()[2].replace(" ", "").startswith("|1|1|-|-|1.00|")
     # Candidates that cannot pay for one row are not measured for two.
-    assert {tuple(line[:4]) for line in dear.measured} >= {(1, 2, 1, 2), (2, *PLAIN)}
-    assert not [line for line in dear.measured if line[0] == 2 and line[3] > 1]
+    assert {tuple(line[:4]) for line in measured} >= {(1, 2, 1, 2), (2, *PLAIN)}
+    assert not [line for line in measured if line[0] == 2 and line[3] > 1]
 
 
 def test_tokens_per_step_are_those_of_whole_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_tokens_per_step_are_those_of_whole_decodes(monkeypatch: pytest.MonkeyPa
     _scaled_steps(monkeypatch, 1e-7)
     prompts = prompts_for(8, seed=5)
     settings = TuneSettings(batch_sizes=(4,), tree_sizes=(4, 8), max_new_tokens=48, seconds=60)
-    measured = tune(shared_target(), trained_drafter(), prompts, settings).measured
+    _, measured = tune(shared_target(), trained_drafter(), prompts, settings)
     params = SamplingParams(max_new_tokens=48, ignore_eos=True)
     for _, width, length, size, _, tokens_per_step, num_steps in measured[1:]:
         config = EngineConfig(beam_width=int(width), draft_length=int(length), tree_size=int(size))
