@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from drafter.bench.backends import PeerProcess
-from drafter.bench.measure import PeakMemory
+from drafter.bench.measure import peak_memory
 from drafter.targets.catalog import gguf_file
 from drafter.targets.home import home_folder
 from drafter.targets.masks import chunk_mask
@@ -110,7 +110,7 @@ def measure_ours(name: str, shape: str) -> dict[str, Any]:
     dtype = {"bfloat16": "bfloat16", "int8": "bfloat16", "int4": "bfloat16", "float32": "float32"}.get(name, "stored")
     file = random_file(shape, name if dtype == "stored" else "BF16")
     options: dict[str, Any] = {"dtype": dtype, "quantization": name if name in QUANTIZATIONS else "none"}
-    with PeakMemory(torch.device("cpu")) as memory:
+    with peak_memory(torch.device("cpu")) as memory:
         start = time.perf_counter()
         target = Target.load(str(file), device="cpu", runtime="auto", **options)
         load_seconds = time.perf_counter() - start
@@ -132,7 +132,7 @@ def measure_ours(name: str, shape: str) -> dict[str, Any]:
     ms = {str(size): round(median(series[1:]), 2) for size, series in times.items()}
     first_ms = times[SIZES[0]][0]
     facts = {"dtype": str(target.dtype).removeprefix("torch."), "runtime": target.runtime_name}
-    return {"ms": ms, "load_seconds": round(load_seconds + first_ms / 1e3, 2), "peak_bytes": memory.num_bytes, **facts}
+    return {"ms": ms, "load_seconds": round(load_seconds + first_ms / 1e3, 2), "peak_bytes": memory["bytes"], **facts}
 
 
 def measure_llama_cpp(weights: str, shape: str, python: str) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def measure_llama_cpp(weights: str, shape: str, python: str) -> dict[str, Any]:
     }  # fmt: skip
     process = PeerProcess(settings, f"llama-cpp:{weights}", python)
     try:
-        with PeakMemory(torch.device("cpu"), process.process_id) as memory:
+        with peak_memory(torch.device("cpu"), process.process_id) as memory:
             process.send({"sizes": SIZES, "num_context": NUM_CONTEXT, "num_rounds": NUM_ROUNDS})
             times = process.receive()
         ready = process.ready
@@ -151,7 +151,7 @@ def measure_llama_cpp(weights: str, shape: str, python: str) -> dict[str, Any]:
         process.close()
     ms = {size: round(value, 2) for size, value in times.items()}
     seconds = round(ready["load_seconds"], 2)
-    return {"ms": ms, "load_seconds": seconds, "peak_bytes": memory.num_bytes, "build": ready["build"]}
+    return {"ms": ms, "load_seconds": seconds, "peak_bytes": memory["bytes"], "build": ready["build"]}
 
 
 def forecast(ms: dict[str, float], cores: int) -> list[str]:

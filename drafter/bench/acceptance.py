@@ -14,8 +14,6 @@ import torch
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from drafter.bench.models import BenchModels
-from drafter.bench.settings import MethodSpec
 from drafter.bench.workload import Workload
 from drafter.data.traffic import TrafficRow
 from drafter.decoding.params import SamplingParams
@@ -24,6 +22,7 @@ from drafter.decoding.sampling import make_warp
 from drafter.decoding.tree import ancestors
 from drafter.decoding.verify import accept_picks
 from drafter.distill.client import Client, Reply, ServerError
+from drafter.engine.engine import Engine
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.beam import BeamProposer
 from drafter.proposers.options import Drafting
@@ -85,14 +84,14 @@ def whole_of(counts: ByCategory) -> Acceptance:
 
 
 def measure_here(
-    models: BenchModels, spec: MethodSpec, workload: Workload, params: SamplingParams, on_answer: Callable[[], object]
+    engine: Engine, workload: Workload, params: SamplingParams, on_answer: Callable[[], object]
 ) -> ByCategory:
     """Counts of the engine of this process, by category."""
-    prompts = workload.encode(models.target)
-    backend = models.backend(spec, 1, prompts, params.max_new_tokens)
     counts: ByCategory = defaultdict(Acceptance)
-    for item, answer in zip(workload.items, backend.answer(prompts, params, on_answer), strict=True):
-        counts[item.category].add(answer.num_accepted or [])
+    for event in engine.stream(workload.encode(engine.target), params):
+        if event.completion is not None:
+            counts[workload.items[event.index].category].add(event.completion.num_accepted)
+            on_answer()
     return counts
 
 

@@ -3,8 +3,8 @@
 Shapes: T tokens of one text · D hidden size · V vocabulary.
 """
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -57,36 +57,26 @@ def logit_margin(target: Target, token_ids: Sequence[int], expected: int, given:
     return float(logits_V[expected] - logits_V[given])
 
 
-class PeakMemory:
-    """The highest use of memory within a ``with`` block, in bytes; 0 where the system reports none.
+@contextmanager
+def peak_memory(device: torch.device, process_id: int | None = None) -> Iterator[dict[str, Any]]:
+    """The highest use of memory within the block: ``bytes``, 0 where the system reports none, and what they are ``of``.
 
     On a CPU the figure is the resident memory that Linux reports, libraries and weights included. With ``process_id``
     the figure is that of another process.
     """
-
-    def __init__(self, device: torch.device, process_id: int | None = None) -> None:
-        self._device = device
-        is_accelerator = process_id is None and device.type != "cpu"
-        accelerator = torch.get_device_module(device) if is_accelerator else None
-        # Apple's devices count no peak.
-        self._accelerator = accelerator if hasattr(accelerator, "max_memory_allocated") else None
-        self._folder = Path("/proc") / ("self" if process_id is None else str(process_id))
-        of_process = RESIDENT if process_id is None else RESIDENT_OF_PEER
-        self.kind = CUDA_ALLOCATED if self._accelerator is not None else of_process
-        self.num_bytes = 0
-
-    def __enter__(self) -> "PeakMemory":
-        if self._accelerator is not None:
-            self._accelerator.synchronize(self._device)
-            self._accelerator.reset_peak_memory_stats(self._device)
-        with suppress(OSError):  # not permitted: the peak then counts from the start of the process
-            (self._folder / "clear_refs").write_text("5")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._accelerator is not None:
-            self.num_bytes = self._accelerator.max_memory_allocated(self._device)
-            return
-        with suppress(OSError):
-            lines = (self._folder / "status").read_text().splitlines()
-            self.num_bytes = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+    peak: dict[str, Any] = {"bytes": 0, "of": RESIDENT if process_id is None else RESIDENT_OF_PEER}
+    accelerator: Any = torch.get_device_module(device) if process_id is None and device.type != "cpu" else None
+    is_counted = hasattr(accelerator, "max_memory_allocated")  # Apple's devices count no peak
+    if is_counted:
+        accelerator.synchronize(device)
+        accelerator.reset_peak_memory_stats(device)
+    folder = Path("/proc") / ("self" if process_id is None else str(process_id))
+    with suppress(OSError):  # not permitted: the peak then counts from the start of the process
+        (folder / "clear_refs").write_text("5")
+    yield peak
+    if is_counted:
+        peak |= {"bytes": accelerator.max_memory_allocated(device), "of": CUDA_ALLOCATED}
+        return
+    with suppress(OSError):
+        lines = (folder / "status").read_text().splitlines()
+        peak["bytes"] = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)

@@ -14,24 +14,27 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from drafter.bench.backends import Backend, TimedAnswer
-from drafter.bench.measure import PeakMemory, compare
-from drafter.bench.models import BenchModels
+from drafter.bench.backends import Backend, EngineBackend, TimedAnswer, TransformersBackend, start_peer
+from drafter.bench.measure import compare, peak_memory
 from drafter.bench.results import BenchRecord, append_result, resume_results, run_id, spread
-from drafter.bench.settings import BASELINE, BenchOptions, MethodSpec, parse_method
+from drafter.bench.settings import BASELINE, PEER_PACKAGES, BenchOptions, MethodSpec, drafter_of, parse_method
 from drafter.bench.workload import Workload
-from drafter.engine.tuned import device_name, fingerprint_of_weights, number_format
+from drafter.engine.engine import Engine
+from drafter.engine.loading import LoadedModels
+from drafter.engine.settings import Plan
+from drafter.engine.tuned import device_name, dtype_name, fingerprint_of_weights, number_format
+from drafter.targets.target import Target
 from drafter.utils.provenance import run_record
 
 _WARM_UP_TOKENS = 16
 
 
-def run_benchmark(options: BenchOptions, models: BenchModels, workloads: list[Workload]) -> int:
+def run_benchmark(options: BenchOptions, models: LoadedModels, workloads: list[Workload]) -> int:
     """Number of new runs: all runs that the results file lacks. Each run is appended when it ends.
 
     Args:
         options: methods, rounds and results file.
-        models: the models.
+        models: the models of the methods.
         workloads: the prompt sets of the options, read.
 
     Raises:
@@ -44,23 +47,29 @@ def run_benchmark(options: BenchOptions, models: BenchModels, workloads: list[Wo
                 f"--batch-sizes {too_large[0]} exceeds the {len(workload.items)} prompts of {workload.name}: "
                 "rows would stay empty; give more prompts or smaller batches"
             )
+    hf_target = models.target
+    if hf_target.is_packed and any(spec.name == "hf-generate" for spec in options.specs):
+        # transformers runs the model as transformers loads it, of a GGUF file on its unpacked weights.
+        dtype: Any = dtype_name(hf_target.dtype)
+        hf_target = replace(options, dtype=dtype, runtime="torch").load(pack=False)
     gc.collect()
     gc.freeze()  # no run pays for scanning the objects that are there now
     num_runs = 0
     for workload in workloads:
         prompts = workload.encode(models.target)
         for temperature, batch_size in product(options.temperatures, options.batch_sizes):
-            num_runs += _Point(options, models, workload, prompts, temperature, batch_size).measure()
+            num_runs += _Point(options, models, hf_target, workload, prompts, temperature, batch_size).measure()
     gc.unfreeze()
     return num_runs
 
 
 @dataclass(frozen=True)
 class _Point:
-    """The conditions that all methods of a round share."""
+    """The conditions that all methods of a round share; transformers runs ``hf_target``."""
 
     options: BenchOptions
-    models: BenchModels
+    models: LoadedModels
+    hf_target: Target
     workload: Workload
     prompts: list[list[int]]
     temperature: float
@@ -94,7 +103,7 @@ class _Point:
                 backend = backends[spec.label]
                 backend.forget()  # rounds repeat the prompts, so a remembered answer would be a perfect draft
                 gc.collect()
-                with PeakMemory(self.models.target.device, backend.process_id) as memory:
+                with peak_memory(self.models.target.device, backend.process_id) as peak:
                     start = time.perf_counter()
                     answers = backend.answer(self.prompts, params, bar.update)
                     seconds = time.perf_counter() - start
@@ -103,21 +112,33 @@ class _Point:
                 # Peers draw random numbers of their own.
                 is_comparable = self.temperature == 0 or not spec.is_peer
                 compared = compare(self.models.target, self.prompts, oracle, texts) if is_comparable else None
-                peak = {"peak_memory_bytes": {"bytes": memory.num_bytes, "of": memory.kind}, "identical": compared}
-                append_result(self.options.out, identity | self._record(spec, backend, answers, seconds) | peak)
+                measured = {"peak_memory_bytes": peak, "identical": compared}
+                append_result(self.options.out, identity | self._record(spec, backend, answers, seconds) | measured)
         return len(runs)
 
     def _warm(self, spec: MethodSpec) -> Backend:
         """A backend after one short batch: memory is allocated and steps are compiled before the clock runs."""
-        backend = self.models.backend(spec, self.batch_size, self.prompts, self.options.max_new_tokens)
-        params = self.options.sampling(self.temperature)
-        params = replace(params, max_new_tokens=min(_WARM_UP_TOKENS, params.max_new_tokens))
-        backend.answer(self.prompts[: self.batch_size], params, lambda: None)
+        target, params = self.models.target, self.options.sampling(self.temperature)
+        num_tokens = min(max(map(len, self.prompts)) + params.max_new_tokens, target.max_length)
+        backend: Backend
+        if spec.name in PEER_PACKAGES:
+            backend = start_peer(target, spec, self.batch_size, num_tokens, self.options.pythons)
+        elif spec.is_peer:
+            backend = TransformersBackend(self.hf_target, self.batch_size)
+        else:
+            target, drafter, draft_model = self.models
+            engine = Engine(target, drafter, self._plan(spec), draft_model=draft_model)
+            backend = EngineBackend(engine, num_tokens)
+        short = replace(params, max_new_tokens=min(_WARM_UP_TOKENS, params.max_new_tokens))
+        backend.answer(self.prompts[: self.batch_size], short, lambda: None)
         return backend
+
+    def _plan(self, spec: MethodSpec) -> Plan:
+        return spec.plan(self.models, self.batch_size, self.options.compile)
 
     def _identity(self, spec: MethodSpec) -> dict[str, Any]:
         """The part of a record that the rounds of one measurement share."""
-        options, models, target = self.options, self.models, self.models.target
+        options, target, drafter = self.options, self.models.target, self.models.drafter
         rounding = "" if options.quantization == "none" else f", {options.quantization} weights"
         identity = {
             "target": {
@@ -128,7 +149,7 @@ class _Point:
                 "fingerprint": target.fingerprint,
             },
             "device": device_name(target.device),
-            "drafter": None,
+            "drafter": drafter_of([spec], options.target, options.drafter),
             "draft_model": options.draft_model if spec.name == "draft-model" else None,
             "method": spec.label,
             "prompts": {"name": self.workload.name, "digest": self.workload.digest},
@@ -137,22 +158,20 @@ class _Point:
             "max_new_tokens": options.max_new_tokens,
             "seed": options.seed,
         }
-        if spec.name == "drafter":
-            assert models.drafter is not None
-            # The drafter's path may hold other weights later.
-            fingerprint = fingerprint_of_weights(models.drafter)
-            identity |= {"drafter": models.drafter_name, "drafter_fingerprint": fingerprint}
-        if models.compile is not None and not spec.is_peer:
-            identity["compile"] = models.compile
+        if spec.name == "drafter" and drafter is not None:  # the drafter's path may hold other weights later
+            identity["drafter_fingerprint"] = fingerprint_of_weights(drafter)
+        if options.compile is not None and not spec.is_peer:
+            identity["compile"] = options.compile
         if spec.is_tuned:
-            identity["tuned_digest"] = hashlib.sha256(models.tuned_file().read_bytes()).hexdigest()[:16]
+            tuned = Path(self._plan(spec).tuned or "")
+            identity["tuned_digest"] = hashlib.sha256(tuned.read_bytes()).hexdigest()[:16]
         return identity
 
     def _record(
         self, spec: MethodSpec, backend: Backend, answers: Sequence[TimedAnswer], seconds: float
     ) -> BenchRecord:
         """The part of a record that one run measured."""
-        used = {} if spec.is_peer else asdict(self.models.plan(spec, self.batch_size))
+        used = {} if spec.is_peer else asdict(self._plan(spec))
         if used.get("tuned"):
             used["tuned"] = Path(used["tuned"]).name  # paths of this machine stay out of results
         workload, made_by = self.workload, run_record()

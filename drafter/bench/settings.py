@@ -1,14 +1,14 @@
 """The methods in their written form, and the options of benchmarks, tuning and load on servers. Imports no torch."""
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.loading import TargetConfig, shipped_drafter
-from drafter.engine.settings import EngineConfig
+from drafter.engine.loading import LoadedModels, TargetConfig, load_drafter, shipped_drafter
+from drafter.engine.settings import NO_FILE, EngineConfig, Plan, resolve, tuned_path
 from drafter.proposers.options import Drafting
 from drafter.utils.options import Options, comma_separated, suggestion
 from drafter.utils.validate import check_ranges, seed_field, within
@@ -64,6 +64,21 @@ class MethodSpec:
         """Whether another engine decodes."""
         return self.name == "hf-generate" or self.name in PEER_PACKAGES
 
+    def plan(self, models: LoadedModels, batch_size: int, compile: bool | None) -> Plan:
+        """The engine's plan for this method; :func:`resolve` chooses what the written form leaves open.
+
+        Raises:
+            ValueError: the method is tuned, and there is no file of measured sizes for the drafter.
+        """
+        tuned = NO_FILE
+        if self.is_tuned and models.drafter is not None:
+            path = tuned_path(models.drafter.name_or_path)
+            if not path.is_file():
+                raise ValueError(f"--methods {self.label} needs {path}: write it with `drafter tune`")
+            tuned = str(path)
+        given = {**self.config, "method": self.name, "max_num_seqs": batch_size, "compile": compile}
+        return replace(resolve(EngineConfig(**given, tuned=tuned), *models), **self.numbers)
+
 
 def parse_method(text: str) -> MethodSpec:
     """Read `NAME`, or `NAME:OPTION:...` with options such as W8, L4, N24, G5, tau1.5, final-beams, tuned.
@@ -114,6 +129,26 @@ def drafter_of(specs: Iterable[MethodSpec], target: str, drafter: str | None) ->
     if found is None:
         raise ValueError(f"method {spec.label} needs a drafter: give --drafter DIR")
     return found
+
+
+def load_models(
+    options: TargetConfig, specs: Sequence[MethodSpec], drafter: str | None, draft_model: str | None = None
+) -> LoadedModels:
+    """The target, and the drafter and the smaller model of the methods that need one; errors as of :func:`drafter_of`.
+
+    Args:
+        options: the target and its device.
+        specs: the methods.
+        drafter: see :func:`drafter_of`.
+        draft_model: name of the smaller model.
+    """
+    name, target = drafter_of(specs, options.target, drafter), options.load()
+    has_draft_model = any(spec.name == "draft-model" for spec in specs)
+    return LoadedModels(
+        target,
+        None if name is None else load_drafter(name, target),
+        options.load(draft_model, pack=False) if has_draft_model else None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drafter.bench.settings import drafter_of, parse_method
-from drafter.engine.loading import TargetConfig
+from drafter.bench.settings import drafter_of, load_models, parse_method
+from drafter.engine.loading import LoadedModels, TargetConfig
+from drafter.engine.settings import Plan
 from drafter.utils.options import Options
 from drafter.utils.validate import within
 
 if TYPE_CHECKING:
     from drafter.bench.acceptance import ByCategory
-    from drafter.bench.models import BenchModels
 
 _NUM_COMPARED = 4  # prompts whose greedy answers are compared with the target
 
@@ -70,11 +70,11 @@ def evaluate(options: EvaluateOptions) -> int:
     from tqdm import tqdm
 
     from drafter.bench.acceptance import measure_here, measure_server, warning_lines, whole_of
-    from drafter.bench.models import BenchModels
     from drafter.bench.workload import read_prompt_set
     from drafter.decoding.params import SamplingParams
     from drafter.distill.client import Client
     from drafter.distill.same_model import compare_models
+    from drafter.engine.engine import Engine
     from drafter.utils.io import check_output, write_atomic
     from drafter.utils.provenance import run_record
 
@@ -84,15 +84,16 @@ def evaluate(options: EvaluateOptions) -> int:
     card = None if client is None else client.model_card(options.model)  # before the models are loaded
     spec = parse_method(options.method)
     workload = read_prompt_set(options.prompts).take(options.num_prompts) if options.traffic is None else None
-    models = BenchModels.load(options, [spec], options.drafter)
+    models = load_models(options, [spec], options.drafter)
+    plan = spec.plan(models, 1, options.compile)
     params = SamplingParams(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
     served, differences, warning = None, [], []
     if workload is None:
-        here, source = _along_traffic(options, models)
+        here, source = _along_traffic(options, models, plan)
     else:
         source = {"prompts": {"name": workload.name, "digest": workload.digest}}
         with tqdm(total=len(workload.items) * (1 if client is None else 2), unit="answer", disable=None) as bar:
-            here = measure_here(models, spec, workload, params, bar.update)
+            here = measure_here(Engine(models.target, models.drafter, plan), workload, params, bar.update)
             if client is not None and card is not None:
                 served = measure_server(client, card, workload, params, bar.update)
                 chats = [list(item.messages) for item in workload.items if item.messages]
@@ -105,7 +106,7 @@ def evaluate(options: EvaluateOptions) -> int:
         content = {
             "schema": "drafter-evaluate/2",
             "target": {"name": models.target.name, "fingerprint": models.target.fingerprint},
-            "drafter": models.drafter_name or None,
+            "drafter": drafter_of([spec], options.target, options.drafter),
             "method": options.method,
             **source,
             **{name: getattr(options, name) for name in ("max_new_tokens", "temperature", "url")},
@@ -120,7 +121,7 @@ def evaluate(options: EvaluateOptions) -> int:
     return 1 if warning else 0
 
 
-def _along_traffic(options: EvaluateOptions, models: "BenchModels") -> tuple["ByCategory", dict[str, Any]]:
+def _along_traffic(options: EvaluateOptions, models: LoadedModels, plan: Plan) -> tuple["ByCategory", dict[str, Any]]:
     """Counts along recorded answers, and their origin for the results file."""
     from tqdm import tqdm
 
@@ -136,7 +137,6 @@ def _along_traffic(options: EvaluateOptions, models: "BenchModels") -> tuple["By
     if not fitting:
         raise ValueError(f"--traffic {options.traffic} holds no answer that fits the context of {target.name!r}")
     fitting = fitting[: options.num_prompts]
-    plan = models.plan(parse_method(options.method), 1)
     with tqdm(total=len(fitting), unit="answer", disable=None) as bar:
         for steps in steps_along(target, models.drafter, plan, fitting, bar.update):
             counts.add(steps)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from drafter.bench.backends import EngineBackend, PeerProcess, start_peer, weights_file
-from drafter.bench.measure import RESIDENT_OF_PEER, PeakMemory
+from drafter.bench.measure import RESIDENT_OF_PEER, peak_memory
 from drafter.bench.settings import parse_method
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
@@ -75,14 +75,14 @@ def test_weights_are_the_targets_own_in_another_precision(file: Path, target: Ta
 def test_llama_cpp_answers_as_plain_decoding_does(target: Target, llama_cpp: PeerProcess) -> None:
     engine = EngineBackend(Engine(target, config=EngineConfig(method="none", max_num_seqs=3)), 64)
     finished: list[int] = []
-    with PeakMemory(target.device, llama_cpp.process_id) as memory:
+    with peak_memory(target.device, llama_cpp.process_id) as memory:
         answers = llama_cpp.answer(PROMPTS, PARAMS, lambda: finished.append(1))
     for expected, answer in zip(engine.answer(PROMPTS, PARAMS, lambda: None), answers, strict=True):
         assert answer.token_ids == expected.token_ids
         assert 0 <= answer.first_token_seconds <= answer.seconds
         assert answer.num_forwards is not None and 0 < answer.num_forwards <= len(answer.token_ids)
     assert len(finished) == 3
-    assert memory.kind == RESIDENT_OF_PEER and memory.num_bytes > 2**20
+    assert memory["of"] == RESIDENT_OF_PEER and memory["bytes"] > 2**20
     assert "SSE3" in llama_cpp.build and len(llama_cpp.versions) == 1
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from drafter.bench import run as run_module
-from drafter.bench.measure import PeakMemory, compare
-from drafter.bench.models import BenchModels
+from drafter.bench.measure import compare, peak_memory
 from drafter.bench.report import summarise
 from drafter.bench.results import BenchRecord, read_results
 from drafter.bench.settings import BenchOptions
 from drafter.bench.workload import Item, Workload
 from drafter.engine.engine import Engine
+from drafter.engine.loading import LoadedModels
 from drafter.engine.settings import EngineConfig
 from drafter.engine.tuned import PLAIN, MeasuredTree, RowPlan, Tree, TunedSizes, conditions_of
 from tests.serving.tiny import tiny_drafter, tiny_target
@@ -39,11 +39,13 @@ SETTINGS = BenchOptions(
 
 
 @pytest.fixture
-def models() -> BenchModels:
-    return BenchModels(tiny_target(), tiny_drafter().bind(tiny_target()), "runs/drafter")
+def models() -> LoadedModels:
+    drafter = tiny_drafter().bind(tiny_target())
+    drafter.name_or_path = "runs/drafter"
+    return LoadedModels(tiny_target(), drafter, None)
 
 
-def run_benchmark(options: BenchOptions, models: BenchModels, out: Path) -> int:
+def run_benchmark(options: BenchOptions, models: LoadedModels, out: Path) -> int:
     return run_module.run_benchmark(replace(options, out=out), models, [WORKLOAD])
 
 
@@ -51,7 +53,7 @@ def records_of(out: Path) -> list[BenchRecord]:
     return read_results([out])
 
 
-def test_methods_take_turns_and_agree_with_plain_decoding(tmp_path: Path, models: BenchModels) -> None:
+def test_methods_take_turns_and_agree_with_plain_decoding(tmp_path: Path, models: LoadedModels) -> None:
     out = tmp_path / "r.jsonl"
     assert run_benchmark(SETTINGS, models, out) == 8
     records = records_of(out)
@@ -73,7 +75,7 @@ def test_methods_take_turns_and_agree_with_plain_decoding(tmp_path: Path, models
 
 
 def test_batches_and_temperatures_are_points_of_a_grid(
-    tmp_path: Path, models: BenchModels, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, models: LoadedModels, capsys: pytest.CaptureFixture[str]
 ) -> None:
     methods = ("drafter:W16:L2:N24", "hf-generate", "llama-cpp")
     settings = replace(SETTINGS, methods=methods, batch_sizes=(2, 3), temperatures=(0.0, 0.7), rounds=1)
@@ -91,7 +93,7 @@ def test_batches_and_temperatures_are_points_of_a_grid(
         run_benchmark(replace(SETTINGS, batch_sizes=(1, 4)), models, tmp_path / "r.jsonl")
 
 
-def test_what_is_done_is_not_repeated(tmp_path: Path, models: BenchModels) -> None:
+def test_what_is_done_is_not_repeated(tmp_path: Path, models: LoadedModels) -> None:
     out = tmp_path / "r.jsonl"
     settings = replace(SETTINGS, methods=("lookup", "none"), max_new_tokens=4, rounds=2)
     assert run_benchmark(settings, models, out) == 4
@@ -107,7 +109,7 @@ def test_what_is_done_is_not_repeated(tmp_path: Path, models: BenchModels) -> No
     assert records_of(out)[-1]["target"]["dtype"] == "float32, int8 weights"
 
 
-def test_other_weights_in_the_same_folder_are_another_run(tmp_path: Path, models: BenchModels) -> None:
+def test_other_weights_in_the_same_folder_are_another_run(tmp_path: Path, models: LoadedModels) -> None:
     out = tmp_path / "r.jsonl"
     settings = replace(SETTINGS, methods=("none", "drafter"), max_new_tokens=4, rounds=1)
     assert run_benchmark(settings, models, out) == 2
@@ -121,7 +123,7 @@ def test_other_weights_in_the_same_folder_are_another_run(tmp_path: Path, models
     assert len({method.label for methods in summarise(drafted) for method in methods}) == 2
 
 
-def test_a_tuned_method_goes_by_its_file(tmp_path: Path, models: BenchModels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tuned_method_goes_by_its_file(tmp_path: Path, models: LoadedModels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # the drafter's name is no folder there
     assert models.drafter is not None
 
@@ -134,14 +136,14 @@ def test_a_tuned_method_goes_by_its_file(tmp_path: Path, models: BenchModels, mo
     with pytest.raises(ValueError, match="drafter:tuned needs .*runs--drafter/tuned.json"):
         run_benchmark(tuned, models, tmp_path / "no.jsonl")
     write(Tree(16, 2, 24))
-    beside = models._replace(drafter_name=str(tmp_path))
-    run_benchmark(tuned, beside, tmp_path / "r.jsonl")
+    models.drafter.name_or_path = str(tmp_path)
+    run_benchmark(tuned, models, tmp_path / "r.jsonl")
     record = records_of(tmp_path / "r.jsonl")[1]
     assert record["identical"]["num_identical"] == 3 and record["num_forwards"] < record["num_tokens"]
     assert record["settings"]["tuned"] == "tuned.json"  # no paths of this machine
-    assert run_benchmark(tuned, beside, tmp_path / "r.jsonl") == 0
+    assert run_benchmark(tuned, models, tmp_path / "r.jsonl") == 0
     write(Tree(8, 2, 12))
-    assert run_benchmark(tuned, beside, tmp_path / "r.jsonl") == 1
+    assert run_benchmark(tuned, models, tmp_path / "r.jsonl") == 1
     assert records_of(tmp_path / "r.jsonl")[2]["tuned_digest"] != record["tuned_digest"]
 
 
@@ -160,10 +162,10 @@ def test_margins_are_the_targets_own_preference() -> None:
 
 
 def test_peak_memory_sees_what_was_allocated_within() -> None:
-    with PeakMemory(torch.device("cpu")) as before:
+    with peak_memory(torch.device("cpu")) as before:
         pass
-    with PeakMemory(torch.device("cpu")) as after:
+    with peak_memory(torch.device("cpu")) as after:
         block = torch.ones(2**26, dtype=torch.uint8)
         assert block[-1] == 1
         del block
-    assert after.num_bytes - before.num_bytes > 2**25
+    assert after["bytes"] - before["bytes"] > 2**25
