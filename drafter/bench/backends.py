@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,7 +49,7 @@ class TimedAnswer(NamedTuple):
 
 
 class Backend:
-    """One method at one batch size. A subclass implements :meth:`answer`.
+    """One method at one batch size. A subclass implements :meth:`stream`.
 
     Attributes:
         process_id: the process that decodes; None is the benchmark's own process.
@@ -67,11 +67,19 @@ class Backend:
     def forget(self) -> None:
         """Drop everything learnt from earlier answers. Called between runs."""
 
+    def stream(self, prompts: Sequence[list[int]], params: SamplingParams) -> Iterator[tuple[int, TimedAnswer]]:
+        """Each answer when it is finished, with the place of its prompt."""
+        raise NotImplementedError
+
     def answer(
-        self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], object]
+        self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], object] = lambda: None
     ) -> list[TimedAnswer]:
         """Answers in the order of the prompts; ``on_answer`` is called once for each finished answer."""
-        raise NotImplementedError
+        answers = {}
+        for place, answer in self.stream(prompts, params):
+            answers[place] = answer
+            on_answer()
+        return [answers[place] for place in range(len(prompts))]
 
 
 class EngineBackend(Backend):
@@ -85,21 +93,17 @@ class EngineBackend(Backend):
         """Reset the sizer's observations; the cache and compiled steps stay."""
         self._engine.forget()
 
-    def answer(
-        self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], object]
-    ) -> list[TimedAnswer]:
+    def stream(self, prompts: Sequence[list[int]], params: SamplingParams) -> Iterator[tuple[int, TimedAnswer]]:
         """Answer all prompts (see :class:`Backend`)."""
         requests = [self._engine.add(prompt, params, want_text=False) for prompt in prompts]
+        place_of = {request.request_id: place for place, request in enumerate(requests)}
         while self._engine.has_work:
-            for update in self._engine.step():
-                if update.request.is_finished:
-                    on_answer()
-        answers = []
-        for each in requests:
-            assert each.started is not None and each.first_token is not None
-            first = each.first_token - each.started
-            answers.append(TimedAnswer(each.token_ids, each.seconds, first, each.num_forwards, each.num_accepted))
-        return answers
+            for each, *_ in self._engine.step():
+                if each.is_finished:
+                    assert each.started is not None and each.first_token is not None
+                    times = each.seconds, each.first_token - each.started
+                    answer = TimedAnswer(each.token_ids, *times, each.num_forwards, each.num_accepted)
+                    yield place_of[each.request_id], answer
 
 
 class TransformersBackend(Backend):
@@ -115,25 +119,18 @@ class TransformersBackend(Backend):
     def __init__(self, target: Target, batch_size: int) -> None:
         self._target, self._batch_size = target, batch_size
 
-    @torch.inference_mode()
-    def answer(
-        self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], object]
-    ) -> list[TimedAnswer]:
+    def stream(self, prompts: Sequence[list[int]], params: SamplingParams) -> Iterator[tuple[int, TimedAnswer]]:
         """Answer all prompts (see :class:`Backend`)."""
         model: Any = self._target.model  # the type checker does not know the mixin with `generate`
-        answers: list[TimedAnswer] = []
         torch.manual_seed(params.signed_seed)
         kept, model.generation_config = model.generation_config, GenerationConfig()
         try:
             for start in range(0, len(prompts), self._batch_size):
-                batch = prompts[start : start + self._batch_size]
-                answers += self._generate(model, batch, params)
-                for _ in batch:
-                    on_answer()
+                yield from enumerate(self._generate(model, prompts[start : start + self._batch_size], params), start)
         finally:
             model.generation_config = kept
-        return answers
 
+    @torch.inference_mode()
     def _generate(self, model: Any, prompts: Sequence[list[int]], params: SamplingParams) -> list[TimedAnswer]:
         eos, device = list(self._target.eos_token_ids), self._target.device
         width, pad = max(map(len, prompts)), (eos or [0])[0]
@@ -234,19 +231,14 @@ class PeerProcess(Backend):
         self.ready = self.receive()
         self.build, self.versions = self.ready["build"], {settings["package"]: self.ready["version"]}
 
-    def answer(
-        self, prompts: Sequence[list[int]], params: SamplingParams, on_answer: Callable[[], object]
-    ) -> list[TimedAnswer]:
+    def stream(self, prompts: Sequence[list[int]], params: SamplingParams) -> Iterator[tuple[int, TimedAnswer]]:
         """Answer all prompts (see :class:`Backend`)."""
         fields = {name: getattr(params, name) for name in ("max_new_tokens", "temperature", "seed")}
         self.send({"prompts": prompts, "params": fields})
-        answers = {}
         for _ in prompts:
             message = self.receive()
-            index = message.pop("index")
-            answers[index] = TimedAnswer(**message)
-            on_answer()
-        return [answers[index] for index in range(len(prompts))]
+            place = message.pop("index")
+            yield place, TimedAnswer(**message)
 
     def send(self, message: dict[str, Any]) -> None:
         """Write one request; :meth:`receive` reports a process that has ended."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import httpx
 from tqdm import tqdm
 
+from drafter.bench.report import level_of
 from drafter.bench.results import BenchRecord, append_result, spread
 from drafter.bench.settings import LoadOptions
 from drafter.bench.workload import Item, Workload
@@ -53,9 +54,9 @@ async def run_load(options: LoadOptions, workload: Workload) -> list[BenchRecord
     server = Client(options.url, flag="--url")
     model = (await asyncio.to_thread(server.model_card, options.model))["id"]
     asked = [workload.items[index % len(workload.items)] for index in range(options.num_requests)]
-    levels: list[dict[str, Any]] = [{"concurrency": number, "rate": None} for number in options.concurrency]
-    levels += [{"concurrency": None, "rate": number} for number in options.rate]
-    levels = levels or [{"concurrency": number, "rate": None} for number in (1, 4, 16)]
+    levels: list[dict[str, Any]] = [{"rate": number} for number in options.rate]
+    numbers = options.concurrency or (() if levels else (1, 4, 16))
+    levels = [*({"concurrency": number} for number in numbers), *levels]
     headers = {"Accept-Encoding": "identity"} | key_header()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     records = []
@@ -63,8 +64,7 @@ async def run_load(options: LoadOptions, workload: Workload) -> list[BenchRecord
         ask = partial(_ask, http, server, options, model)
         await ask(asked[0])  # connections and caches are warm before the clock starts
         for level in levels:
-            title = f"{level['concurrency']} at a time" if level["concurrency"] else f"{level['rate']:g} per second"
-            with tqdm(total=len(asked), desc=title, unit="request", disable=None) as bar:
+            with tqdm(total=len(asked), desc=level_of(level), unit="request", disable=None) as bar:
                 start = time.perf_counter()
                 replies = await _ask_all(ask, asked, level, options.seed, bar)
                 seconds = time.perf_counter() - start
@@ -77,8 +77,8 @@ async def run_load(options: LoadOptions, workload: Workload) -> list[BenchRecord
 async def _ask_all(
     ask: Callable[[Item], Any], asked: Sequence[Item], level: dict[str, Any], seed: int, bar: "tqdm[Any]"
 ) -> list[TimedReply]:
-    gate = asyncio.Semaphore(level["concurrency"] or len(asked))
-    chance, rate = random.Random(seed), level["rate"]
+    gate = asyncio.Semaphore(level.get("concurrency", len(asked)))
+    chance, rate = random.Random(seed), level.get("rate")
     arrivals = accumulate(chance.expovariate(rate) if rate and index else 0.0 for index in range(len(asked)))
 
     async def one(item: Item, due: float) -> TimedReply:

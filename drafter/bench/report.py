@@ -253,13 +253,17 @@ def load_table(loads: Sequence[BenchRecord]) -> str:
     columns += [f"{title}, {share}" for title, *_ in figures for share in ("p50", "p95", "p99")]
     rows = []
     for load in loads:
-        asked = f"{load['rate']:g} per second" if load.get("rate") else f"{load.get('concurrency')} at a time"
         rate = f"{load['num_tokens'] / load['seconds']:.1f}" if load["seconds"] else "-"
-        row = [load["model"], asked, str(load["num_requests"]), str(load["num_failed"]), rate]
+        row = [load["model"], level_of(load), str(load["num_requests"]), str(load["num_failed"]), rate]
         for _, key, factor, digits in figures:
             row += [f"{factor * load[key][share]:.{digits}f}" for share in ("median", "p95", "p99")]
         rows.append(row)
     return format_table(columns, rows) + "\n"
+
+
+def level_of(load: Mapping[str, Any]) -> str:
+    """A level of load in words."""
+    return f"{load['rate']:g} per second" if load.get("rate") else f"{load.get('concurrency')} at a time"
 
 
 def _times_span(span: Span | None) -> str:

@@ -82,11 +82,9 @@ class _Point:
             print(f"llama-cpp answers one prompt at a time: left out at batch size {self.batch_size}", file=sys.stderr)
         identities = {spec.label: self._identity(spec) for spec in specs}
         done = {record["run_id"] for record in resume_results(self.options.out)}
-        runs = []
-        for number, spec in product(range(self.options.rounds), specs):
-            new_id = run_id({**identities[spec.label], "round": number})
-            if new_id not in done:
-                runs.append((spec, {"run_id": new_id, "round": number, **identities[spec.label]}))
+        turns = product(range(self.options.rounds), specs)
+        runs = [(spec, {"round": number, **identities[spec.label]}) for number, spec in turns]
+        runs = [(spec, {"run_id": new, **turn}) for spec, turn in runs if (new := run_id(turn)) not in done]
         backends: dict[str, Backend] = {}
         params = self.options.sampling(self.temperature)
         oracle: list[list[int]] = []
@@ -99,7 +97,7 @@ class _Point:
                     stack.callback(backends[spec.label].close)
                 if not oracle and spec.label != BASELINE:
                     plain = self._warm(parse_method(BASELINE))
-                    oracle = [answer.token_ids for answer in plain.answer(self.prompts, params, lambda: None)]
+                    oracle = [answer.token_ids for answer in plain.answer(self.prompts, params)]
                 backend = backends[spec.label]
                 backend.forget()  # rounds repeat the prompts, so a remembered answer would be a perfect draft
                 gc.collect()
@@ -130,7 +128,7 @@ class _Point:
             engine = Engine(target, drafter, self._plan(spec), draft_model=draft_model)
             backend = EngineBackend(engine, num_tokens)
         short = replace(params, max_new_tokens=min(_WARM_UP_TOKENS, params.max_new_tokens))
-        backend.answer(self.prompts[: self.batch_size], short, lambda: None)
+        backend.answer(self.prompts[: self.batch_size], short)
         return backend
 
     def _plan(self, spec: MethodSpec) -> Plan:

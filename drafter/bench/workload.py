@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drafter.engine.loading import ASSETS
 from drafter.engine.request import encode_prompts
 
 if TYPE_CHECKING:
     from drafter.targets.target import Target
-
-EVALUATION = "evaluation"  # name of the prompts that come with the package for measurements
-_ASSETS = Path(__file__).parent.parent / "assets"
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ def read_prompt_set(name: str) -> Workload:
 
     if name in HUB_SETS:
         return Workload(name, tuple(_hub_items(name)))
-    own = {EVALUATION: _ASSETS / "evaluation-prompts.jsonl", "default": BUILTIN_PROMPTS}
+    own = {"evaluation": ASSETS / "evaluation-prompts.jsonl", "default": BUILTIN_PROMPTS}
     path = Path(own.get(name, name))
     if path.is_dir():
         return Workload(path.name, tuple(Item("", token_ids=tuple(row.prompt_token_ids)) for row in read_traffic(path)))

@@ -77,7 +77,7 @@ def test_llama_cpp_answers_as_plain_decoding_does(target: Target, llama_cpp: Pee
     finished: list[int] = []
     with peak_memory(target.device, llama_cpp.process_id) as memory:
         answers = llama_cpp.answer(PROMPTS, PARAMS, lambda: finished.append(1))
-    for expected, answer in zip(engine.answer(PROMPTS, PARAMS, lambda: None), answers, strict=True):
+    for expected, answer in zip(engine.answer(PROMPTS, PARAMS), answers, strict=True):
         assert answer.token_ids == expected.token_ids
         assert 0 <= answer.first_token_seconds <= answer.seconds
         assert answer.num_forwards is not None and 0 < answer.num_forwards <= len(answer.token_ids)
@@ -90,7 +90,7 @@ def test_an_engine_that_dies_is_one_line(llama_cpp: PeerProcess) -> None:
     assert llama_cpp.process_id is not None
     os.kill(llama_cpp.process_id, signal.SIGKILL)
     with pytest.raises(ValueError, match=r"--methods llama-cpp:F32: the engine failed: .+$"):
-        llama_cpp.answer(PROMPTS, PARAMS, lambda: None)
+        llama_cpp.answer(PROMPTS, PARAMS)
 
 
 def test_a_python_without_the_engine_is_one_line(target: Target) -> None:

@@ -14,7 +14,7 @@ PARAMS = SamplingParams(max_new_tokens=12)
 
 def ours() -> list[TimedAnswer]:
     backend = EngineBackend(Engine(tiny_target(), config=EngineConfig(method="none", max_num_seqs=3)), 64)
-    return backend.answer(PROMPTS, PARAMS, lambda: None)
+    return backend.answer(PROMPTS, PARAMS)
 
 
 def peer(batch_size: int) -> TransformersBackend:
@@ -26,7 +26,7 @@ def test_settings_that_came_with_the_model_are_set_aside() -> None:
     own = model.generation_config
     model.generation_config = GenerationConfig(repetition_penalty=9.0, max_new_tokens=2, do_sample=True)
     try:
-        answers = peer(1).answer(PROMPTS, PARAMS, lambda: None)
+        answers = peer(1).answer(PROMPTS, PARAMS)
         assert model.generation_config.repetition_penalty == 9.0
     finally:
         model.generation_config = own
@@ -39,7 +39,7 @@ def test_stop_tokens_end_an_answer() -> None:
     own = target.eos_token_ids
     target.eos_token_ids = (stop,)
     try:
-        answers = peer(3).answer(PROMPTS, PARAMS, lambda: None)
+        answers = peer(3).answer(PROMPTS, PARAMS)
         assert answers[0].token_ids[-1] == stop and len(answers[0].token_ids) <= 4
         assert [a.token_ids for a in answers] == [a.token_ids for a in ours()]
     finally:
@@ -48,5 +48,5 @@ def test_stop_tokens_end_an_answer() -> None:
 
 def test_sampling_is_repeatable() -> None:
     params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3)
-    one, two = (peer(2).answer(PROMPTS, params, lambda: None) for _ in range(2))
+    one, two = (peer(2).answer(PROMPTS, params) for _ in range(2))
     assert [a.token_ids for a in one] == [a.token_ids for a in two]
