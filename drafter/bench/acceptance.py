@@ -23,9 +23,6 @@ from drafter.decoding.tree import ancestors
 from drafter.decoding.verify import accept_picks
 from drafter.distill.client import Client, Reply, ServerError
 from drafter.engine.engine import Engine
-from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.beam import BeamProposer
-from drafter.proposers.options import Drafting
 from drafter.targets.target import Target
 
 _VLLM = "vllm:spec_decode_num_"
@@ -97,29 +94,22 @@ def measure_here(
 
 @torch.inference_mode()
 def steps_along(
-    target: Target,
-    drafter: RecurrentDrafter,
-    drafting: Drafting,
-    answers: Sequence[TrafficRow],
-    on_answer: Callable[[], object] = lambda: None,
+    engine: Engine, answers: Sequence[TrafficRow], on_answer: Callable[[], object] = lambda: None
 ) -> list[list[int]]:
-    """Accepted draft tokens of each step of each answer.
+    """Accepted draft tokens of each step of each answer: drafting changes no token, so the recorded tokens decide.
 
     A step drafts a tree without the noise of sampling, behind the last token of the step before. Greedy answers have
     the counts of greedy decoding.
 
     Args:
-        target: the model that gave the answers.
-        drafter: bound to the target.
-        drafting: how to draft, with method ``drafter``.
-        answers: token ids of the target, at least one of each prompt and each answer.
+        engine: the target that gave the answers, and the drafter.
+        answers: at least one token of each prompt and each answer.
         on_answer: called once for each answer.
     """
-    proposer = BeamProposer(drafter, target, drafting)
     accepted: list[list[int]] = []
     for start in range(0, len(answers), _NUM_TOGETHER):
         together = answers[start : start + _NUM_TOGETHER]
-        accepted += _walk(target, proposer, together)
+        accepted += _walk(engine.target, engine.proposer, together)
         for _ in together:
             on_answer()
     return accepted

@@ -13,9 +13,6 @@ import torch
 
 from drafter.targets.target import Target
 
-CUDA_ALLOCATED = "GPU memory allocated by tensors"
-RESIDENT = "resident memory of the process"
-RESIDENT_OF_PEER = "resident memory of the engine's own process"
 _MAX_MARGINS = 16  # one forward of the target for each
 
 
@@ -64,7 +61,8 @@ def peak_memory(device: torch.device, process_id: int | None = None) -> Iterator
     On a CPU the figure is the resident memory that Linux reports, libraries and weights included. With ``process_id``
     the figure is that of another process.
     """
-    peak: dict[str, Any] = {"bytes": 0, "of": RESIDENT if process_id is None else RESIDENT_OF_PEER}
+    whose = "the process" if process_id is None else "the engine's own process"
+    peak: dict[str, Any] = {"bytes": 0, "of": f"resident memory of {whose}"}
     accelerator: Any = torch.get_device_module(device) if process_id is None and device.type != "cpu" else None
     is_counted = hasattr(accelerator, "max_memory_allocated")  # Apple's devices count no peak
     if is_counted:
@@ -75,7 +73,7 @@ def peak_memory(device: torch.device, process_id: int | None = None) -> Iterator
         (folder / "clear_refs").write_text("5")
     yield peak
     if is_counted:
-        peak |= {"bytes": accelerator.max_memory_allocated(device), "of": CUDA_ALLOCATED}
+        peak |= {"bytes": accelerator.max_memory_allocated(device), "of": "GPU memory allocated by tensors"}
         return
     with suppress(OSError):
         lines = (folder / "status").read_text().splitlines()

@@ -51,9 +51,9 @@ def plot_speedups(methods: Sequence[Measured]) -> Figure | None:
     """Speed over plain decoding: a band for each category and each batch size, a mark for each method."""
     by_label: dict[str, dict[str, Span]] = {}
     for each in methods:
-        if (speedup := each.speedup()) is not None and not each.is_baseline:
+        if each.speedup is not None and not each.is_baseline:
             own = by_label.setdefault(each.label, {})
-            own |= each.category_speedups | {_all_at(each.batch_size): speedup}
+            own |= each.by_category | {_all_at(each.batch_size): each.speedup}
     ranked = sorted(by_label, key=lambda label: -max(span.middle for span in by_label[label].values()))
     labels = [label for label in by_label if label in ranked[: len(_COLOURS)]]
     if not labels:

@@ -5,7 +5,6 @@ Figures are medians over rounds, and ratios over plain decoding within a round.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from statistics import median
 from typing import Any, NamedTuple
@@ -35,19 +34,22 @@ class Span(NamedTuple):
         return cls(median(values), min(values), max(values))
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """The runs of one method at one batch size, one for each round.
 
     Attributes:
         label: the method, with drafter, weights and measured sizes where results hold several.
         rounds: the records.
-        others: the records of all methods under the same conditions and at the same batch size, by label.
+        speedup: speed over plain decoding, round by round; None without such runs.
+        over_llama_cpp: speed over llama.cpp with BF16 weights and without speculation, round by round.
+        by_category: speedup by category, of single prompts.
     """
 
     label: str
     rounds: list[BenchRecord]
-    others: Mapping[str, list[BenchRecord]]
+    speedup: Span | None
+    over_llama_cpp: Span | None
+    by_category: dict[str, Span]
 
     @property
     def batch_size(self) -> int:
@@ -69,23 +71,6 @@ class Measured:
         """Generated tokens per target forward."""
         return sum(record["num_tokens"] for record in self.rounds) / max(1, sum(r["num_forwards"] for r in self.rounds))
 
-    @property
-    def over_llama_cpp(self) -> Span | None:
-        """Speed over llama.cpp with BF16 weights and without speculation, round by round; None without such runs."""
-        known = [self.others[name] for name in _LLAMA_CPP_BASELINES if name in self.others]
-        return _ratios(self.rounds, known[0]) if known else None
-
-    def speedup(self, category: str | None = None) -> Span | None:
-        """Speed over plain decoding, round by round, of all prompts or of a category; None without such runs."""
-        both = (self.rounds, self.others.get(BASELINE, []))
-        return _ratios(*([_part_of(record, category) for record in runs] for runs in both))
-
-    @property
-    def category_speedups(self) -> dict[str, Span]:
-        """Speed over plain decoding by category, of single prompts."""
-        found = {name: self.speedup(name) for name in self.rounds[0]["by_category"]}
-        return {name: span for name, span in found.items() if span is not None}
-
 
 def summarise(records: Iterable[BenchRecord]) -> list[list[Measured]]:
     """A table for each target, prompt set and sampling; tables, batch sizes and methods as they first appear."""
@@ -95,9 +80,18 @@ def summarise(records: Iterable[BenchRecord]) -> list[list[Measured]]:
         methods = groups.setdefault(_condition_of(record), {}).setdefault(record["batch_size"], {})
         methods.setdefault(label, []).append(record)
     return [
-        [Measured(label, runs, methods) for methods in sizes.values() for label, runs in methods.items()]
+        [_measured(label, runs, methods) for methods in sizes.values() for label, runs in methods.items()]
         for sizes in groups.values()
     ]
+
+
+def _measured(label: str, rounds: list[BenchRecord], others: Mapping[str, list[BenchRecord]]) -> Measured:
+    """The figures of one method; ``others`` are the runs of all methods in the same table and batch size, by label."""
+    plain = others.get(BASELINE, [])
+    llama_cpp = next((others[name] for name in _LLAMA_CPP_BASELINES if name in others), [])
+    spans = {name: _ratios(rounds, plain, name) for name in rounds[0]["by_category"]}
+    by_category = {name: span for name, span in spans.items() if span is not None}
+    return Measured(label, rounds, _ratios(rounds, plain), _ratios(rounds, llama_cpp), by_category)
 
 
 def _labels(runs: Sequence[BenchRecord]) -> list[str]:
@@ -136,20 +130,16 @@ def sampling_of(record: BenchRecord) -> str:
     return f"temperature {temperature:g}, seed {record.get('seed')}" if temperature else "greedy"
 
 
-def _part_of(record: BenchRecord, category: str | None) -> Mapping[str, Any]:
-    """The sums of a run, or of one category of its prompts."""
-    return record if category is None else {**record["by_category"].get(category, {}), "round": record["round"]}
-
-
-def _rate(sums: Mapping[str, Any]) -> float:
-    """Tokens per second; 0 where no time was taken."""
+def _rate(record: BenchRecord, category: str | None = None) -> float:
+    """Tokens per second of a run, or of one category of its prompts; 0 where no time was taken."""
+    sums = record if category is None else record["by_category"].get(category, {})
     return float(sums["num_tokens"] / sums["seconds"]) if sums.get("seconds") else 0.0
 
 
-def _ratios(rounds: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]]) -> Span | None:
-    """Ratios of runs of the same round: a machine that slows down does so for both."""
-    slow = {record["round"]: _rate(record) for record in baseline}
-    ratios = [_rate(record) / slow[record["round"]] for record in rounds if slow.get(record["round"])]
+def _ratios(rounds: Sequence[BenchRecord], base: Sequence[BenchRecord], category: str | None = None) -> Span | None:
+    """Ratios of runs of the same round: a machine that slows down does so for both. None without such runs."""
+    slow = {record["round"]: _rate(record, category) for record in base}
+    ratios = [_rate(record, category) / slow[record["round"]] for record in rounds if slow.get(record["round"])]
     return Span.of(ratios) if any(ratios) else None
 
 
@@ -216,7 +206,7 @@ def _main_table(methods: Sequence[Measured]) -> str:
         "method": lambda m: m.label,
         "batch size": lambda m: str(m.batch_size),
         "tokens/s": lambda m: f"{m.rate.middle:.1f} ({m.rate.low:.1f} to {m.rate.high:.1f})",
-        "over plain decoding": lambda m: _times_span(m.speedup()),
+        "over plain decoding": lambda m: _times_span(m.speedup),
         "over llama.cpp BF16": lambda m: _times_span(m.over_llama_cpp),
         "tokens per step": lambda m: f"{m.tokens_per_step:.2f}",
         "identical texts": lambda m: _identical(m.rounds),
@@ -232,7 +222,7 @@ def _main_table(methods: Sequence[Measured]) -> str:
 
 def _category_table(methods: Sequence[Measured]) -> list[str]:
     """Speedup by category, for prompt sets that have categories."""
-    rows = {each.label: each.category_speedups for each in methods if each.category_speedups and not each.is_baseline}
+    rows = {each.label: each.by_category for each in methods if each.by_category and not each.is_baseline}
     categories = _distinct(category for speedups in rows.values() for category in speedups)
     cells = [
         [label, *(f"{speedups[name].middle:.2f}x" if name in speedups else "-" for name in categories)]

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drafter.bench.settings import drafter_of, load_models, parse_method
-from drafter.engine.loading import LoadedModels, TargetConfig
-from drafter.engine.settings import Plan
+from drafter.engine.loading import TargetConfig
 from drafter.utils.options import Options
 from drafter.utils.validate import within
 
 if TYPE_CHECKING:
     from drafter.bench.acceptance import ByCategory
+    from drafter.engine.engine import Engine
 
 _NUM_COMPARED = 4  # prompts whose greedy answers are compared with the target
 
@@ -85,15 +85,16 @@ def evaluate(options: EvaluateOptions) -> int:
     spec = parse_method(options.method)
     workload = read_prompt_set(options.prompts).take(options.num_prompts) if options.traffic is None else None
     models = load_models(options, [spec], options.drafter)
-    plan = spec.plan(models, 1, options.compile)
+    plan = spec.plan(models, 1, options.compile if options.traffic is None else False)
+    engine = Engine(models.target, models.drafter, plan)
     params = SamplingParams(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
     served, differences, warning = None, [], []
     if workload is None:
-        here, source = _along_traffic(options, models, plan)
+        here, source = _along_traffic(options, engine)
     else:
         source = {"prompts": {"name": workload.name, "digest": workload.digest}}
         with tqdm(total=len(workload.items) * (1 if client is None else 2), unit="answer", disable=None) as bar:
-            here = measure_here(Engine(models.target, models.drafter, plan), workload, params, bar.update)
+            here = measure_here(engine, workload, params, bar.update)
             if client is not None and card is not None:
                 served = measure_server(client, card, workload, params, bar.update)
                 chats = [list(item.messages) for item in workload.items if item.messages]
@@ -121,15 +122,15 @@ def evaluate(options: EvaluateOptions) -> int:
     return 1 if warning else 0
 
 
-def _along_traffic(options: EvaluateOptions, models: LoadedModels, plan: Plan) -> tuple["ByCategory", dict[str, Any]]:
+def _along_traffic(options: EvaluateOptions, engine: "Engine") -> tuple["ByCategory", dict[str, Any]]:
     """Counts along recorded answers, and their origin for the results file."""
     from tqdm import tqdm
 
     from drafter.bench.acceptance import Acceptance, steps_along
     from drafter.data.traffic import read_traffic
 
-    assert options.traffic is not None and models.drafter is not None
-    target, counts = models.target, Acceptance()
+    assert options.traffic is not None
+    target, counts = engine.target, Acceptance()
     rows = read_traffic(options.traffic, vocab_size=target.vocab_size)
     fitting = [row for row in rows if len(row.prompt_token_ids) + len(row.token_ids) <= target.max_length]
     if len(fitting) < len(rows):
@@ -138,7 +139,7 @@ def _along_traffic(options: EvaluateOptions, models: LoadedModels, plan: Plan) -
         raise ValueError(f"--traffic {options.traffic} holds no answer that fits the context of {target.name!r}")
     fitting = fitting[: options.num_prompts]
     with tqdm(total=len(fitting), unit="answer", disable=None) as bar:
-        for steps in steps_along(target, models.drafter, plan, fitting, bar.update):
+        for steps in steps_along(engine, fitting, bar.update):
             counts.add(steps)
     num_tokens = sum(len(row.token_ids) for row in fitting)
     print(f"{num_tokens / counts.steps.total():.3f} tokens per step along {len(fitting)} recorded answers")

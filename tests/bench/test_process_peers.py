@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from drafter.bench.backends import EngineBackend, PeerProcess, start_peer, weights_file
-from drafter.bench.measure import RESIDENT_OF_PEER, peak_memory
+from drafter.bench.measure import peak_memory
 from drafter.bench.settings import parse_method
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
@@ -82,7 +82,7 @@ def test_llama_cpp_answers_as_plain_decoding_does(target: Target, llama_cpp: Pee
         assert 0 <= answer.first_token_seconds <= answer.seconds
         assert answer.num_forwards is not None and 0 < answer.num_forwards <= len(answer.token_ids)
     assert len(finished) == 3
-    assert memory["of"] == RESIDENT_OF_PEER and memory["bytes"] > 2**20
+    assert memory["of"].endswith("own process") and memory["bytes"] > 2**20
     assert "SSE3" in llama_cpp.build and len(llama_cpp.versions) == 1
 
 

@@ -43,7 +43,7 @@ def test_speedups_are_ratios_within_a_round() -> None:
                for method, rate in (("none", 10.0), ("lookup", 20.0))]  # fmt: skip
     (methods,) = summarise(records)
     lookup = methods[1]
-    assert tuple(lookup.speedup() or ()) == pytest.approx((2.0, 2.0, 2.0))
+    assert tuple(lookup.speedup or ()) == pytest.approx((2.0, 2.0, 2.0))
     assert tuple(lookup.rate) == pytest.approx((15.0, 10.0, 20.0))
     assert lookup.tokens_per_step == pytest.approx(2.0)
 
@@ -88,7 +88,7 @@ def test_seeds_are_corners_of_their_own(tmp_path: Path) -> None:
     tables = summarise(records)
     assert [sampling_of(methods[0].rounds[0])[-1] for methods in tables] == ["3", "7"]
     for _, lookup in tables:
-        assert len(lookup.rounds) == 1 and (lookup.speedup() or (0,))[0] == pytest.approx(2.0)
+        assert len(lookup.rounds) == 1 and (lookup.speedup or (0,))[0] == pytest.approx(2.0)
     assert "## prompts-mtbench, temperature 1, seed 3\n" in report(records)
     names = {path.stem for path in draw_all(tables, tmp_path)}
     assert names == {f"speedup-prompts-mtbench-t1-seed{seed}" for seed in (3, 7)}
