@@ -16,15 +16,10 @@ from drafter.targets.target import Target
 _MAX_MARGINS = 16  # one forward of the target for each
 
 
-def first_differences(oracle: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Position of the first token that differs, by the place of each text that has one."""
-    differences = {}
-    for place, texts in enumerate(zip(oracle, other, strict=True)):
-        pairs = enumerate(zip_longest(*texts))
-        position = next((position for position, (one, two) in pairs if one != two), None)
-        if position is not None:
-            differences[place] = position
-    return differences
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Position of the first token that differs, which one of the texts may lack; None for equal texts."""
+    pairs = enumerate(zip_longest(one, other))
+    return next((position for position, (mine, theirs) in pairs if mine != theirs), None)
 
 
 def compare(
@@ -36,14 +31,13 @@ def compare(
         num_prompts, num_identical, and ``margins`` of the first texts that differ: the target's logit of the oracle's
         token minus its logit of the other token, from one plain forward, in nats. A text that has ended has no margin.
     """
-    positions = first_differences(oracle, other)
-    margins = []
-    for place, position in list(positions.items())[:_MAX_MARGINS]:
-        one, two = oracle[place], other[place]
-        if position < min(len(one), len(two)):
-            text = [*prompts[place], *one[:position]]
-            margins.append(round(logit_margin(target, text, one[position], two[position]), 6))
-    return {"num_prompts": len(oracle), "num_identical": len(oracle) - len(positions), "margins": margins}
+    num_different, margins = 0, []
+    for prompt, one, two in zip(prompts, oracle, other, strict=True):
+        place = first_difference(one, two)
+        num_different += place is not None
+        if place is not None and num_different <= _MAX_MARGINS and place < min(len(one), len(two)):
+            margins.append(round(logit_margin(target, [*prompt, *one[:place]], one[place], two[place]), 6))
+    return {"num_prompts": len(oracle), "num_identical": len(oracle) - num_different, "margins": margins}
 
 
 @torch.inference_mode()

@@ -7,9 +7,10 @@ rows, because acceptance does not depend on the other rows.
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import cycle, islice
-from statistics import median
+from statistics import fmean, median
 
 from tqdm import tqdm
 
@@ -107,8 +108,7 @@ class _Calibration:
         self._max_new_tokens = max(1, min(settings.max_new_tokens, target.max_length - longest))
         self._engine.reserve(longest + self._max_new_tokens + trees[-1].tree_size)
         self._prompts = cycle(prompts)
-        self._num_tokens = dict.fromkeys(self._steer.trees, 0)  # of rows with one tree, and their steps
-        self._num_row_steps = dict.fromkeys(self._steer.trees, 0)
+        self._emitted: defaultdict[Tree, list[int]] = defaultdict(list)  # tokens of every step of every row
         self._seconds: dict[int, dict[Tree, list[float]]] = {}
         self._alive = trees  # candidates that could pay for as many rows as the last
 
@@ -119,7 +119,6 @@ class _Calibration:
         """
         end = time.perf_counter() + seconds
         times = self._seconds[num_rows] = {tree: [] for tree in [PLAIN, *self._alive]}
-        self._engine.forget()  # the prompts may have been answered before
         requests: list[Request] = []
         num_rounds = 0
         # The first round does not count.
@@ -156,12 +155,11 @@ class _Calibration:
         seconds = time.perf_counter() - start
         for update in updates:
             if is_going[update.request.request_id] and not update.request.is_finished:
-                self._num_tokens[tree] += len(update.token_ids)
-                self._num_row_steps[tree] += 1
+                self._emitted[tree].append(len(update.token_ids))
         return seconds
 
     def _tokens_per_step(self, tree: Tree) -> float:
-        return max(1.0, self._num_tokens[tree] / max(1, self._num_row_steps[tree]))
+        return max(1.0, fmean(self._emitted[tree] or [1]))
 
     def _drop_hopeless(self, times: dict[Tree, list[float]]) -> None:
         fastest = {tree: MeasuredTree(*tree, self._tokens_per_step(tree), min(times[tree])) for tree in self._alive}

@@ -221,9 +221,9 @@ def _compare(options: DecodeOptions, models: LoadedModels, plan: Plan, asked: li
 
 def _verdict(target: "Target", plain: "Completion", drafted: "Completion", *, is_greedy: bool) -> str:
     """``yes`` for equal texts; else the first differing token, and how far plain decoding preferred its own."""
-    from drafter.bench.measure import first_differences, logit_margin
+    from drafter.bench.measure import first_difference, logit_margin
 
-    place = first_differences([plain.token_ids], [drafted.token_ids]).get(0)
+    place = first_difference(plain.token_ids, drafted.token_ids)
     if place is None:
         return "yes"
     pair = [each.token_ids[place : place + 1] for each in (plain, drafted)]
