@@ -1,4 +1,4 @@
-"""Engines that read a GGUF file: their weights are the target's, their texts are plain decoding's."""
+"""The other engines: their weights are the target's, their texts are plain decoding's, what they report can be."""
 
 import os
 import signal
@@ -11,8 +11,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from transformers import GenerationConfig
 
-from drafter.bench.backends import EngineBackend, PeerProcess, start_peer, weights_file
+from drafter.bench.backends import EngineBackend, PeerProcess, TransformersBackend, start_peer, weights_file
 from drafter.bench.measure import peak_memory
 from drafter.bench.settings import parse_method
 from drafter.decoding.params import SamplingParams
@@ -26,6 +27,41 @@ from tests.targets.tiny_gguf import write_gguf
 PROMPTS = [[1, 40, 41, 42, 40, 41], [1, 90], [1, 17, 18, 19, 20, 21, 22, 23, 24, 25]]
 PARAMS = SamplingParams(max_new_tokens=12)
 SPEC = parse_method("llama-cpp:F32")
+
+
+def plain_texts(target: Target) -> list[list[int]]:
+    backend = EngineBackend(Engine(target, config=EngineConfig(method="none", max_num_seqs=3)), 64)
+    return [answer.token_ids for answer in backend.answer(PROMPTS, PARAMS)]
+
+
+# -- transformers --------------------------------------------------------------------------------------------------
+
+
+def texts_of_transformers(batch_size: int, params: SamplingParams = PARAMS) -> list[list[int]]:
+    return [answer.token_ids for answer in TransformersBackend(tiny_target(), batch_size).answer(PROMPTS, params)]
+
+
+def test_settings_that_came_with_the_model_are_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_target().model
+    own = GenerationConfig(repetition_penalty=9.0, max_new_tokens=2, do_sample=True)
+    monkeypatch.setattr(model, "generation_config", own)
+    assert texts_of_transformers(1) == plain_texts(tiny_target())
+    assert model.generation_config is own
+
+
+def test_stop_tokens_end_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = plain_texts(tiny_target())[0][3]
+    monkeypatch.setattr(tiny_target(), "eos_token_ids", (stop,))
+    texts = texts_of_transformers(3)
+    assert texts[0][-1] == stop and len(texts[0]) <= 4 and texts == plain_texts(tiny_target())
+
+
+def test_sampling_is_repeatable() -> None:
+    params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3)
+    assert texts_of_transformers(2, params) == texts_of_transformers(2, params) != texts_of_transformers(2)
+
+
+# -- engines in processes of their own -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -73,14 +109,12 @@ def test_weights_are_the_targets_own_in_another_precision(file: Path, target: Ta
 
 
 def test_llama_cpp_answers_as_plain_decoding_does(target: Target, llama_cpp: PeerProcess) -> None:
-    engine = EngineBackend(Engine(target, config=EngineConfig(method="none", max_num_seqs=3)), 64)
     finished: list[int] = []
     with peak_memory(target.device, llama_cpp.process_id) as memory:
         answers = llama_cpp.answer(PROMPTS, PARAMS, lambda: finished.append(1))
-    for expected, answer in zip(engine.answer(PROMPTS, PARAMS), answers, strict=True):
-        assert answer.token_ids == expected.token_ids
-        assert 0 <= answer.first_token_seconds <= answer.seconds
-        assert answer.num_forwards is not None and 0 < answer.num_forwards <= len(answer.token_ids)
+    assert [answer.token_ids for answer in answers] == plain_texts(target)
+    for answer in answers:
+        assert 0 <= answer.first_token_seconds <= answer.seconds and answer.num_forwards == len(answer.token_ids)
     assert len(finished) == 3
     assert memory["of"].endswith("own process") and memory["bytes"] > 2**20
     assert "SSE3" in llama_cpp.build and len(llama_cpp.versions) == 1
