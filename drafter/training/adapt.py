@@ -169,20 +169,19 @@ def affordable(
     >>> affordable([old, new], [other] * 5, 8) == ([new], [other])
     True
     """
-    general_cost = sum(map(_length, general)) / max(1, sum(len(row.token_ids) for row in general))  # of an answer token
     chosen: list[TrafficRow] = []
+    mixed_in: list[TrafficRow] = []
+    others, num_wanted = iter(random.Random(0).sample(general, len(general))), 0
     for row in reversed(rows):
-        num_tokens -= len(row.prompt_token_ids) + len(row.token_ids) * (1 + general_cost)
+        num_tokens -= _length(row)
         if num_tokens < 0 and chosen:
             break
         chosen.append(row)
-    wanted = sum(len(row.token_ids) for row in chosen)
-    mixed_in: list[TrafficRow] = []
-    for row in random.Random(0).sample(general, len(general)):
-        if wanted <= 0:
-            break
-        wanted -= len(row.token_ids)
-        mixed_in.append(row)
+        num_wanted += len(row.token_ids)
+        while num_wanted > 0 and (other := next(others, None)):
+            mixed_in.append(other)
+            num_wanted -= len(other.token_ids)
+            num_tokens -= _length(other)
     return chosen, mixed_in
 
 
@@ -263,13 +262,11 @@ def _work_folder(out: Path, key: Sequence[str]) -> Iterator[Path]:
             rows.unlink(missing_ok=True)  # the first to go: a half emptied folder begins anew
             for entry in set(work.iterdir()) - {lock}:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        is_over = False
         try:
             yield work
-            is_over = True
+            rows.unlink()
         finally:
-            if is_over or not rows.exists():
-                rows.unlink(missing_ok=True)
+            if not rows.exists():
                 shutil.rmtree(work)
 
 

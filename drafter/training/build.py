@@ -36,16 +36,19 @@ def build_drafter(
     Raises:
         ValueError: ``init_from`` has another shape or target, or the draft vocabulary is larger than the target's.
     """
-    config = drafter_config(
-        options,
+    config = DrafterConfig(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         target_name=target.name,
         target_revision=target.revision,
         target_fingerprint=target.fingerprint,
+        **asdict(options),
     )
     if init_from is not None:
-        return _continued(target, config, init_from), [f"weights start from {init_from}"]
+        drafter = drafter_of_checkpoint(init_from).float()
+        expect_same_shape(config, drafter.config.to_dict())
+        drafter.config.draft_length, drafter.config.target_name = config.draft_length, config.target_name
+        return drafter.bind(target).train(), [f"weights start from {init_from}"]
     drafter, notes = RecurrentDrafter(config), []
     if config.draft_vocab_size is not None:
         count_V = data.token_counts(target.vocab_size)
@@ -55,14 +58,6 @@ def build_drafter(
         notes = [f"draft vocabulary: {len(ids_R):,} tokens cover {share:.2%} of the answers"]
     drafter.set_scales(*measure_scales(target, data.val_prompts(_NUM_SCALE_PROMPTS)))
     return drafter.bind(target), notes
-
-
-def drafter_config(options: DrafterOptions, *, vocab_size: int, hidden_size: int, **target: Any) -> DrafterConfig:
-    """The config of a drafter of this shape; ``target``: the fields that name the target."""
-    shape = asdict(options)
-    if options.draft_vocab_size == vocab_size:
-        shape["draft_vocab_size"] = None
-    return DrafterConfig(vocab_size=vocab_size, hidden_size=hidden_size, **shape, **target)
 
 
 def expect_same_shape(config: DrafterConfig, saved: dict[str, Any]) -> None:
@@ -84,16 +79,6 @@ def summary_lines(drafter: RecurrentDrafter) -> Iterator[str]:
     yield f"drafter: {total:,} parameters ({listed})"
     num_bytes = 2 * total + 8 * len(drafter.draft_token_ids_R)
     yield f"exported checkpoint: {num_bytes / 1e6:,.1f} MB in bfloat16"
-
-
-def _continued(target: Target, config: DrafterConfig, init_from: str) -> RecurrentDrafter:
-    drafter = drafter_of_checkpoint(init_from).float()
-    expect_same_shape(config, drafter.config.to_dict())
-    drafter.bind(target)
-    drafter.config.draft_length = config.draft_length
-    drafter.config.target_name = config.target_name
-    drafter.train()
-    return drafter
 
 
 def choose_draft_vocabulary(count_V: Tensor, size: int, always: Iterable[int] = ()) -> Tensor:

@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.engine.request import Completion, Prompt
+from drafter.engine.request import Prompt
 from drafter.engine.settings import EngineConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
@@ -26,36 +26,16 @@ from drafter.utils.io import replacing
 _MEASURED_TOGETHER = 8  # prompts
 
 
-def decode_answers(
-    target: Target,
-    drafter: RecurrentDrafter,
-    prompts: Sequence[Prompt],
-    config: EngineConfig,
-    params: SamplingParams,
-) -> list[Completion]:
-    """Answers of the real decoder, in the order of the prompts.
-
-    ``drafter`` may be in the middle of its training: a copy in the target's dtype decodes, the original stays the same.
-    """
-    copied: Any = copy.deepcopy(drafter)
-    with torch.autocast(target.device.type, enabled=False):
-        return Engine(target, copied.to(target.device, target.dtype).eval(), config).generate(prompts, params)
-
-
-def mean_tokens_per_step(answers: Sequence[Completion]) -> float:
-    """Generated tokens over target forwards, of all answers together."""
-    return sum(len(answer.token_ids) for answer in answers) / sum(answer.num_target_forwards for answer in answers)
-
-
 def count_steps(
     target: Target, drafter: RecurrentDrafter, prompts: Sequence[Prompt], *, copying: bool, num_tokens: int, label: str
 ) -> list[tuple[int, int]]:
     """(tokens, steps) of the greedy answer of at most ``num_tokens`` to each prompt, with trees of 8 nodes, under a
     progress bar."""
     config = EngineConfig(method="drafter", beam_width=4, draft_length=3, tree_size=8, copying=copying)
+    engine = Engine(target, drafter, config)
     params, found = SamplingParams(max_new_tokens=num_tokens), []
     for start in tqdm(range(0, len(prompts), _MEASURED_TOGETHER), desc=label):
-        answers = decode_answers(target, drafter, prompts[start : start + _MEASURED_TOGETHER], config, params)
+        answers = engine.generate(prompts[start : start + _MEASURED_TOGETHER], params)
         found += [(len(answer.token_ids), answer.num_target_forwards) for answer in answers]
     return found
 
@@ -63,33 +43,34 @@ def count_steps(
 class TokensPerStep(Callback):
     """Decodes held-out prompts with the real engine after each validation and logs ``val/tokens_per_step``.
 
-    ``val/accepted_d2`` is the share of steps that accepted a draft token at depth 2. Decoding is greedy, so the figures
-    depend on the drafter alone. Every process decodes the same prompts: a sharded target's processes run each forward
-    together.
+    ``val/accepted_d2`` is the share of steps that accepted a draft token at depth 2. Decoding is greedy, with trees of
+    24 nodes as deep as the drafter is trained, so the figures depend on the drafter alone. Every process decodes the
+    same prompts: a sharded target's processes run each forward together.
     """
 
-    def __init__(self, num_prompts: int = 8, max_new_tokens: int = 64, draft_length: int = 4) -> None:
+    def __init__(self, num_prompts: int = 8, max_new_tokens: int = 64) -> None:
         """
         Args:
             num_prompts: held-out prompts to decode.
             max_new_tokens: tokens for each.
-            draft_length: L of the engine, whose trees have 24 nodes.
         """
         self._num_prompts = num_prompts
         self._params = SamplingParams(max_new_tokens=max_new_tokens)
-        self._draft_length = draft_length
-        self._config = EngineConfig(max_num_seqs=num_prompts, beam_width=8, draft_length=draft_length, tree_size=24)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        module: Any = pl_module
-        data: Any = getattr(trainer, "datamodule", None)
-        prompts = data.val_prompts(self._num_prompts)
-        answers = decode_answers(module.teacher.target, module.drafter, prompts, self._config, self._params)
+        module, data = cast(Any, pl_module), cast(Any, trainer).datamodule
+        target, length = module.teacher.target, module.drafter.config.draft_length
+        drafter = copy.deepcopy(module.drafter).to(target.device, target.dtype).eval()  # the original goes on training
+        config = EngineConfig(max_num_seqs=self._num_prompts, beam_width=8, draft_length=length, tree_size=24)
+        with torch.autocast(target.device.type, enabled=False):
+            answers = Engine(target, drafter, config).generate(data.val_prompts(self._num_prompts), self._params)
         num_accepted = torch.tensor([num for answer in answers for num in answer.num_accepted])
-        pl_module.log("val/tokens_per_step", mean_tokens_per_step(answers), prog_bar=True, sync_dist=True)
-        for depth in range(1, self._draft_length + 1):
+        num_tokens = sum(len(answer.token_ids) for answer in answers)
+        num_steps = sum(answer.num_target_forwards for answer in answers)
+        pl_module.log("val/tokens_per_step", num_tokens / num_steps, prog_bar=True, sync_dist=True)
+        for depth in range(1, length + 1):
             pl_module.log(f"val/accepted_d{depth}", float((num_accepted >= depth).float().mean()), sync_dist=True)
 
 
@@ -138,8 +119,7 @@ class SaveWhenStopped(Callback):
 
     def _save_last(self, trainer: Trainer) -> None:
         self._saved_step = trainer.global_step
-        checkpoints: Any = trainer.checkpoint_callback
-        trainer.save_checkpoint(Path(checkpoints.dirpath) / "last.ckpt")
+        trainer.save_checkpoint(last_checkpoint(trainer))
 
     def _take_note(self, number: int, frame: Any) -> None:
         if self._signal == number == signal.SIGINT:
@@ -152,8 +132,8 @@ class SaveWhenStopped(Callback):
         if not trainer.strategy.reduce_boolean_decision(bool(self._signal), all=False):
             return
         self._save_last(trainer)
-        saved = last_checkpoint(trainer)
-        rank_zero_warn(f"stopped at step {trainer.global_step}; saved {saved}. Go on with --ckpt_path last")
+        place = last_checkpoint(trainer)
+        rank_zero_warn(f"stopped at step {trainer.global_step}; saved {place}. Go on with --ckpt_path last")
         raise KeyboardInterrupt if self._signal == signal.SIGINT else SIGTERMException
 
 

@@ -89,11 +89,9 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     return dict(checkpoint)
 
 
-def last_checkpoint(trainer: Any) -> str:
-    """The path of the newest checkpoint of a run; empty if there is none."""
-    checkpoints: Any = trainer.checkpoint_callback
-    path = Path(getattr(checkpoints, "dirpath", None) or "", "last.ckpt")
-    return str(path) if checkpoints is not None and path.is_file() else ""
+def last_checkpoint(trainer: Any) -> Path:
+    """The place of a run's newest checkpoint, which may not be written yet."""
+    return Path(trainer.checkpoint_callback.dirpath, "last.ckpt")
 
 
 def drafter_from_checkpoint(checkpoint: dict[str, Any]) -> RecurrentDrafter:

@@ -297,7 +297,7 @@ class DrafterModule(LightningModule):
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.drafter.parameters() if p.grad is not None])
         if not math.isfinite(norm.cpu().item()):
             last = last_checkpoint(self.trainer)
-            good = f"the last good checkpoint is {last}" if last else "no checkpoint was written yet"
+            good = f"the last good checkpoint is {last}" if last.is_file() else "no checkpoint was written yet"
             raise ValueError(
                 f"training diverged: a gradient is not finite at step {self.trainer.global_step}; {good}. "
                 f"Resume from it with a lower --model.optim.lr than {self.optim_options.lr}"

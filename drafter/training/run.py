@@ -4,7 +4,7 @@ import contextlib
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,42 +101,27 @@ def main_train(args: Sequence[str]) -> int:
     """
     torch.set_float32_matmul_precision("high")
     _be_quiet()
-    # Lightning warns about arguments beside sys.argv.
-    argv, sys.argv = sys.argv, sys.argv[:1]
     limit_yaml()
     try:
         cli = _parse(list(args))
     except MisconfigurationException as error:  # a value that Lightning's trainer refuses
         raise ValueError(first_line(error)) from error
-    finally:
-        sys.argv = argv
     trainer: Any = cli.trainer
-    checkpoints = Path(trainer.checkpoint_callback.dirpath)
-    with _alone(trainer):
-        for name in ("best.ckpt", "last.ckpt"):
-            recover(checkpoints / name)  # of a killed run; this run may never write the file again
-        if cli.config.ckpt_path is None and last_checkpoint(trainer) and trainer.is_global_zero:
-            raise ValueError(
-                f"{checkpoints} holds an earlier training: go on with --ckpt_path last, or give this one another "
-                "--trainer.default_root_dir"
-            )
-        _fit(trainer, cli, _resume_path(cli.config.ckpt_path, checkpoints))
-    return 0
-
-
-@contextlib.contextmanager
-def _alone(trainer: Trainer) -> Iterator[None]:
-    """Hold the lock of the run's folder (ValueError if another training has it)."""
-    if not trainer.is_global_zero:
-        yield
-        return
-    folder = Path(trainer.default_root_dir)
+    folder, last = Path(trainer.default_root_dir), last_checkpoint(trainer)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ".lock").touch()
-    with locked(folder / ".lock") as is_locked:
-        if is_locked is False:
+    with locked(folder / ".lock") if trainer.is_global_zero else contextlib.nullcontext() as is_alone:
+        if is_alone is False:
             raise ValueError(f"another training runs in {folder}: give this one another --trainer.default_root_dir")
-        yield
+        for name in ("best.ckpt", "last.ckpt"):
+            recover(last.with_name(name))  # of a killed run; this run may never write the file again
+        if cli.config.ckpt_path is None and last.is_file() and trainer.is_global_zero:
+            raise ValueError(
+                f"{last.parent} holds an earlier training: go on with --ckpt_path last, or give this one another "
+                "--trainer.default_root_dir"
+            )
+        _fit(trainer, cli, _resume_path(cli.config.ckpt_path, last))
+    return 0
 
 
 def _fit(trainer: Any, cli: TrainCLI, ckpt_path: str | None) -> None:
@@ -164,9 +149,9 @@ def _fit(trainer: Any, cli: TrainCLI, ckpt_path: str | None) -> None:
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger) and trainer.is_global_zero:
                 logger.experiment.finish(exit_code)
-    best, last = trainer.checkpoint_callback.best_model_path, last_checkpoint(trainer)
     if trainer.is_global_zero:
-        print(f"done: {trainer.global_step} steps; best {best or 'none'}, last {last or 'none'}")
+        best = trainer.checkpoint_callback.best_model_path or "none"
+        print(f"done: {trainer.global_step} steps; best {best}, last {last_checkpoint(trainer)}")
 
 
 def _parse(args: list[str]) -> TrainCLI:
@@ -200,15 +185,12 @@ def _be_quiet() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def _resume_path(ckpt_path: str | None, folder: Path) -> str | None:
-    """``last`` becomes the folder's ``last.ckpt`` (None if there is none yet); other names must exist."""
-    if ckpt_path is None:
+def _resume_path(ckpt_path: str | None, last: Path) -> str | None:
+    """``last`` becomes the path of the last checkpoint (None if there is none yet); other names must exist."""
+    if ckpt_path == "last" and not last.is_file():
+        print(f"no checkpoint in {last.parent} yet: starting from the beginning", file=sys.stderr)
         return None
-    if ckpt_path == "last":
-        path = folder / "last.ckpt"
-        if not path.is_file():
-            print(f"no checkpoint in {folder} yet: starting from the beginning", file=sys.stderr)
-            return None
-        ckpt_path = str(path)
-    read_checkpoint(ckpt_path)  # before anything is loaded
+    if ckpt_path is not None:
+        ckpt_path = str(last) if ckpt_path == "last" else ckpt_path
+        read_checkpoint(ckpt_path)  # before anything is loaded
     return ckpt_path

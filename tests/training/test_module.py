@@ -117,7 +117,8 @@ def test_validation_logs_shares_of_the_whole_set(tmp_path) -> None:
 
 def test_divergence_names_step_and_checkpoint(tmp_path) -> None:
     target = make_target()
-    module, trainer = make_module(target), make_trainer(tmp_path, max_steps=9, limit_val_batches=0)
+    module = make_module(target)
+    trainer = make_trainer(tmp_path, max_steps=9, limit_val_batches=0, enable_checkpointing=True)
 
     def poison(_: object, index: int) -> None:
         if index == 3:

@@ -14,8 +14,7 @@ from tests.training.test_run import place, words
 __all__ = ["place"]
 
 CALLBACK = (
-    *("--trainer.callbacks", "drafter.training.callbacks.TokensPerStep"),
-    *("--trainer.callbacks.max_new_tokens", "6", "--trainer.callbacks.draft_length", "3"),
+    *("--trainer.callbacks", "drafter.training.callbacks.TokensPerStep", "--trainer.callbacks.max_new_tokens", "6"),
 )
 
 
