@@ -9,16 +9,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from drafter.data.batch import collate
 from drafter.decoding.params import SamplingParams
 from drafter.engine import runner
 from drafter.engine.engine import Engine
@@ -32,9 +35,10 @@ from drafter.serving.protocol import CompletionRequest
 from drafter.serving.worker import Worker
 from drafter.targets.capabilities import decoder_of
 from drafter.targets.target import Target
-from drafter.training.module import DrafterModule
-from tests.accelerator.device import HiddenReadError, Refuser, TwoDevicesError
-from tests.accelerator.training import module_of, train_step, validate
+from drafter.training.module import DrafterModule, PairedBatch, Teacher
+from drafter.training.options import DrafterOptions, Objective
+from drafter.training.pairs import draft_index_of
+from tests.accelerator.device import DEVICE, HiddenReadError, Refuser, TwoDevicesError
 from tests.data.tiny import tiny_tokenizer
 
 GREEDY = SamplingParams(max_new_tokens=32, ignore_eos=True)
@@ -238,23 +242,55 @@ def test_the_servers_thread_reads_once_a_step() -> None:
     assert refuser.copies["read"] == num_steps > 4
 
 
-def training_module(*, is_logged: bool = False, **objective: Any) -> DrafterModule:
+def module_of(*, log_every_n_steps: int = 1000, **objective: Any) -> DrafterModule:
+    """A module as after ``configure_model``, and with Lightning's log going nowhere."""
     target = target_of("llama")
-    module = module_of(target, drafter_of(target), is_logged=is_logged, **objective)
+    drafter = drafter_of(target).train().requires_grad_(True)
+    options = DrafterOptions(draft_length=drafter.config.draft_length)
+    module = DrafterModule("target", drafter=options, objective=Objective(**objective))
+    trainer: Any = SimpleNamespace(  # what the module asks Lightning's trainer in a step
+        global_step=0,
+        log_every_n_steps=log_every_n_steps,
+        world_size=1,
+        training=True,
+        fit_loop=SimpleNamespace(total_batch_idx=0),
+        optimizers=[SimpleNamespace(param_groups=[{"lr": 1.0}])],
+    )
+    module._trainer, module.log, module.drafter = trainer, lambda *args, **kwargs: None, drafter  # type: ignore[method-assign]
+    with unset_fake_temporarily():
+        module._draft_index_V = draft_index_of(torch.arange(drafter.config.num_outputs), target.vocab_size)
+    module.teacher = Teacher(target, drafter.draft_token_ids_R, torch.float32)
     refuser.clear()
     return module
 
 
+def batch_of(module: DrafterModule) -> PairedBatch:
+    """A batch whose pairs were chosen on the CPU, moved to the device as Lightning does."""
+    with unset_fake_temporarily():
+        rows = [(torch.arange(3, 3 + size), torch.arange(size) >= 4) for size in (24, 20, 16)]
+        paired = module.on_before_batch_transfer(collate(rows), 0)
+    return move_data_to_device(paired, DEVICE)
+
+
 @pytest.mark.parametrize(
-    "settings", [{}, {"kl": 0.0, "cross_entropy": 1.0}, {"shared_tokens": 64}, {"is_logged": True}]
+    "settings", [{}, {"kl": 0.0, "cross_entropy": 1.0}, {"shared_tokens": 64}, {"log_every_n_steps": 1}]
 )
 def test_a_training_step_reads_the_norm_of_its_gradient(settings: dict[str, Any]) -> None:
-    train_step(training_module(**settings))
+    """Loss, gradient, clipping, and a step of the optimizer."""
+    module = module_of(**settings)
+    optimizer = torch.optim.AdamW(module.drafter.parameters(), fused=True)
+    module.training_step(batch_of(module), 0).backward()
+    module.on_before_optimizer_step(optimizer)
+    torch.nn.utils.clip_grad_norm_(module.drafter.parameters(), 1.0)
+    optimizer.step()
     assert refuser.copies == {"read": 1}
 
 
 def test_a_validation_reads_nothing() -> None:
-    validate(training_module())
+    module = module_of()
+    module.trainer.training = False
+    with torch.no_grad():
+        module.validation_step(batch_of(module), 0)
     assert refuser.copies == {}
 
 

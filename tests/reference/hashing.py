@@ -14,15 +14,6 @@ def mix64(word: int) -> int:
     return word ^ (word >> 31)
 
 
-def splitmix64(state: int, count: int) -> list[int]:
-    """The first outputs of the published generator: add GAMMA to the state, then mix it."""
-    outputs = []
-    for _ in range(count):
-        state = (state + GAMMA) % WORD
-        outputs.append(mix64(state))
-    return outputs
-
-
 def stream_start(seed: int, position: int, stream: int) -> int:
     """Start state of the stream of (seed, position, stream); the seed may be any signed or unsigned 64-bit integer."""
     key = mix64((mix64(seed % WORD) + (stream + 1) * STREAM_STEP) % WORD)
