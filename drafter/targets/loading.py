@@ -1,7 +1,6 @@
 """Reads a target: model and tokenizer of a folder, a hub id or a .gguf file, on whichever devices the layers go."""
 
 import contextlib
-import json
 from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import product
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
-from transformers.utils import cached_file
+from huggingface_hub import snapshot_download
 
 from drafter.targets.catalog import gguf_path, resolve
 from drafter.targets.device_map import load_mapped
@@ -25,7 +24,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # Bytes of weights. Smaller targets decode a whole answer in less time than an export to OpenVINO takes.
 _LEAST_STORED_BYTES = 300_000_000
 _LEAST_OPENVINO_BYTES = 40_000_000
-_DECIDING = ("*.safetensors", "*config.json", "model.safetensors.index.json", "*.py")
+_DECIDING = ["model*.safetensors", "*config.json", "model.safetensors.index.json", "*.py"]
 
 
 class Checkpoint(NamedTuple):
@@ -101,24 +100,17 @@ def openvino_dtype(name: str) -> str:
 
 
 def checkpoint_files(place: Path | str, revision: str | None) -> list[Path]:
-    """The files of a folder or hub id that decide what its model computes; empty where some are not here yet."""
-    if isinstance(place, Path):
-        folder = place
-    else:
+    """The files of a folder or hub id that decide what its model computes; those of a hub id are fetched.
+
+    ValueError: the hub does not give the files, and none are here.
+    """
+    folder = place
+    if not isinstance(folder, Path):
         try:
-            found = cached_file(place, "config.json", revision=revision)
-        except (OSError, ValueError):  # reading the model names the reason
-            found = None
-        if found is None:
-            return []
-        folder = Path(found).parent
-    index = folder / "model.safetensors.index.json"
-    parts = {"model.safetensors"}
-    if index.is_file():
-        with contextlib.suppress(ValueError, AttributeError, KeyError):
-            parts = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    is_whole = all((folder / part).is_file() for part in parts)
-    return sorted(file for end in _DECIDING for file in folder.glob(end)) if is_whole else []
+            folder = Path(snapshot_download(folder, revision=revision, allow_patterns=_DECIDING))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--target {place!r} cannot be loaded: {first_line(error)}") from error
+    return sorted(file for end in _DECIDING for file in folder.glob(end))
 
 
 def read_tokenizer(place: Path | str, kind: str = "AutoTokenizer", **shared: Any) -> "PreTrainedTokenizerBase | None":

@@ -77,28 +77,19 @@ def join(matrices: Sequence[Grouped]) -> Grouped:
 
 
 def round_matrix(weight_OI: Tensor, bits: int) -> Grouped:
-    """A matrix rounded to the nearest integers of groups of 32 inputs: 8 bits as Q8_0 has, 4 bits as Q4_1 has.
+    """A matrix rounded to the nearest integers of groups of 32 inputs, as Q8_0 (8 bits) and Q4_1 (4 bits) have them.
 
     A number of inputs that 32 does not divide makes one group, of 8 bits.
     """
-    parts = [_round_rows(part.detach().float().numpy(), bits) for part in weight_OI.split(4096)]
-    return join(parts) if len(parts) > 1 else parts[0]
+    import gguf
 
-
-def _round_rows(weight_OI: np.ndarray, bits: int) -> Grouped:
-    num_rows, size = weight_OI.shape
-    is_even = size % _BLOCK == 0
-    weight_OGI = weight_OI.reshape(num_rows, -1, _BLOCK if is_even else size)
-    least = np.float16(6e-8)  # the smallest number of float16: a group of zeros has a scale too
-    if bits == 8 or not is_even:
-        scale_OG = np.maximum((np.abs(weight_OGI).max(-1) / 127).astype(np.float16), least)
-        integers = np.rint(weight_OGI / scale_OG[:, :, None].astype(np.float32)).clip(-127, 127)
-        return Grouped(integers.astype(np.int8).reshape(num_rows, size), scale_OG)
-    low_OG = weight_OGI.min(-1)
-    scale_OG = np.maximum(((weight_OGI.max(-1) - low_OG) / 15).astype(np.float16), least)
-    scale = scale_OG.astype(np.float32)
-    integers = np.rint((weight_OGI - low_OG[:, :, None]) / scale[:, :, None]).clip(0, 15)
-    return Grouped(_pack(integers.astype(np.uint8)), scale_OG, low_OG + 8 * scale)
+    if weight_OI.shape[1] % _BLOCK:
+        weight = weight_OI.detach().float().numpy()
+        scale_O1 = np.maximum(np.abs(weight).max(1, keepdims=True) / 127, np.float32(1e-30))  # zeros have one, too
+        return Grouped(np.rint(weight / scale_O1).astype(np.int8), scale_O1)
+    kind = gguf.GGMLQuantizationType.Q8_0 if bits == 8 else gguf.GGMLQuantizationType.Q4_1
+    parts = (gguf.quants.quantize(part.detach().float().numpy(), kind) for part in weight_OI.split(4096))
+    return join([read_matrix(part, kind.name) for part in parts])
 
 
 def round_linears(model: nn.Module, bits: int) -> int:

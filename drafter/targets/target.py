@@ -191,8 +191,6 @@ class Target:
             try:
                 if is_here:
                     place = resolve(name)
-                    if not checkpoint_files(place, revision):
-                        read()  # fetches the files of a hub id
                     files = checkpoint_files(place, revision)
                     made = open_programs(
                         place, files, torch_dtype, cls._probe(name), read=read, quantization=quantization, **shared
