@@ -18,10 +18,8 @@ from torch import Tensor
 from drafter.proposers.copying import SHARES, Copies, mix
 from drafter.proposers.lookup import match_lengths
 
-# Every number format of two bytes holds the integers up to 256.
-_BASE = 256
-_NUM_DIGITS = 3
-PLACE_SIZE = 1 + _NUM_DIGITS
+_SHIFTS = (0, 8, 16)  # of a slot's bytes: every number format of two bytes holds the integers up to 256
+PLACE_SIZE = 1 + len(_SHIFTS)
 
 
 class Text:
@@ -63,9 +61,8 @@ def encode_place(before_TX: Tensor, position_T: Tensor) -> Tensor:
         before_TX: the numbers before, [T, 4].
         position_T: slot of the token.
     """
-    place = torch.tensor([_BASE**digit for digit in range(_NUM_DIGITS)], device=before_TX.device)
-    digit_TX = (position_T[:, None] // place % _BASE).to(before_TX.dtype)
-    return torch.cat([before_TX[:, :1] + 1, before_TX[:, 1:].where(before_TX[:, :1] > 0, digit_TX)], dim=1)
+    byte_TX = (position_T[:, None] >> torch.tensor(_SHIFTS, device=before_TX.device) & 255).to(before_TX.dtype)
+    return torch.cat([before_TX[:, :1] + 1, before_TX[:, 1:].where(before_TX[:, :1] > 0, byte_TX)], dim=1)
 
 
 def decode_place(number_BX: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,9 +71,9 @@ def decode_place(number_BX: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         The slot of the root, and how many tokens of the chain behind the root the state has read, int64 [B] each.
     """
-    place = torch.tensor([_BASE**digit for digit in range(_NUM_DIGITS)], device=number_BX.device)
     number_BX = number_BX.long()
-    return (number_BX[:, 1:] * place).sum(1), (number_BX[:, 0] - 1).clamp_min(0)
+    root_B = (number_BX[:, 1:] << torch.tensor(_SHIFTS, device=number_BX.device)).sum(1)
+    return root_B, (number_BX[:, 0] - 1).clamp_min(0)
 
 
 class CopyMixer:
