@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from drafter.decoding.params import SamplingParams as SamplingParams
-    from drafter.engine.engine import Completion as Completion
     from drafter.engine.engine import Engine as Engine
     from drafter.engine.loading import load_drafter as load_drafter
+    from drafter.engine.request import Request as Request
     from drafter.engine.settings import EngineConfig as EngineConfig
     from drafter.models.config import DrafterConfig as DrafterConfig
     from drafter.models.drafter import RecurrentDrafter as RecurrentDrafter
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME_OF = {
-    "Completion": "drafter.engine.engine",
     "Engine": "drafter.engine.engine",
     "EngineConfig": "drafter.engine.settings",
+    "Request": "drafter.engine.request",
     "SamplingParams": "drafter.decoding.params",
     "DrafterConfig": "drafter.models.config",
     "RecurrentDrafter": "drafter.models.drafter",

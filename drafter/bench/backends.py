@@ -95,14 +95,15 @@ class EngineBackend(Backend):
 
     def stream(self, prompts: Sequence[list[int]], params: SamplingParams) -> Iterator[tuple[int, TimedAnswer]]:
         """Answer all prompts (see :class:`Backend`)."""
-        requests = [self._engine.add(prompt, params, want_text=False) for prompt in prompts]
+        engine = self._engine
+        requests = [engine.add(engine.make_request(prompt, params, want_text=False)) for prompt in prompts]
         place_of = {request.request_id: place for place, request in enumerate(requests)}
-        while self._engine.has_work:
-            for each, *_ in self._engine.step():
+        while engine.has_work:
+            for each, *_ in engine.step():
                 if each.is_finished:
                     assert each.started is not None and each.first_token is not None
                     times = each.seconds, each.first_token - each.started
-                    answer = TimedAnswer(each.token_ids, *times, each.num_forwards, each.num_accepted)
+                    answer = TimedAnswer(each.token_ids, *times, each.num_target_forwards, each.num_accepted)
                     yield place_of[each.request_id], answer
 
 

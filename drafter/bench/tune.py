@@ -135,14 +135,15 @@ class _Calibration:
 
     def _start(self, num_rows: int) -> list[Request]:
         """New requests, prefilled, instead of the running ones."""
-        self._engine.drop()
+        engine = self._engine
+        engine.drop()
         # Rows decode on after the end of their answers, so that the number of rows does not change.
         params = SamplingParams(max_new_tokens=self._max_new_tokens, ignore_eos=True)
         self._steer.tree = PLAIN
         prompts = islice(self._prompts, num_rows)
-        requests = [self._engine.add(prompt, params, want_text=False) for prompt in prompts]
+        requests = [engine.add(engine.make_request(prompt, params, want_text=False)) for prompt in prompts]
         while not all(request.is_prefilled for request in requests):
-            self._engine.step()
+            engine.step()
         return requests
 
     def _step(self, tree: Tree, requests: list[Request]) -> float:

@@ -11,7 +11,6 @@ from typing import Any
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Compiler, Proposer, RootOnly
 from drafter.engine.request import (
-    Completion,
     IncrementalText,
     Prompt,
     Request,
@@ -20,7 +19,7 @@ from drafter.engine.request import (
     Update,
     encode_prompts,
 )
-from drafter.engine.runner import Runner, StepWants, check_fit
+from drafter.engine.runner import Runner, check_fit
 from drafter.engine.scheduler import Scheduler, bucket, neighbours
 from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
 from drafter.engine.tuned import PLAIN, Tree, TreeSizer, read_tuned
@@ -114,7 +113,7 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         raw: bool = False,
-    ) -> list[Completion]:
+    ) -> list[Request]:
         """Answer prompts.
 
         Args:
@@ -123,13 +122,14 @@ class Engine:
             raw: texts go to the model as they are, without chat template.
 
         Returns:
-            Completions in the order of the prompts.
+            Finished requests in the order of the prompts.
 
         Raises:
             ValueError: an empty or too long prompt, parameters that need a tokenizer, or another call is running.
         """
-        done = [event.completion for event in self.stream(prompts, params, raw=raw) if event.completion is not None]
-        return sorted(done, key=lambda completion: completion.index)
+        events = self.stream(prompts, params, raw=raw)
+        done = {event.index: event.completion for event in events if event.completion is not None}
+        return [done[index] for index in range(len(prompts))]
 
     def stream(
         self,
@@ -146,23 +146,22 @@ class Engine:
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts: give one, or one for each")
-        asked = list(zip(encode_prompts(self.target, prompts, raw=raw), each, strict=True))
-        self.reserve(max(self._num_slots_of(len(ids), one) for ids, one in asked))
-        place_of: dict[int, int] = {}
+        encoded = encode_prompts(self.target, prompts, raw=raw)
+        requests = [self.make_request(ids, one) for ids, one in zip(encoded, each, strict=True)]
+        self.reserve(max(map(self._num_slots_of, requests)))
+        place_of = {request.request_id: place for place, request in enumerate(requests)}
         try:
-            for place, (ids, one) in enumerate(asked):
-                place_of[self.add(ids, one).request_id] = place
+            for request in requests:
+                self.add(request)
             while self.has_work:
                 for request, token_ids, *_ in self.step():
-                    place = place_of[request.request_id]
-                    text = request.text.take() if request.text is not None else ""
-                    yield StreamEvent(
-                        place, token_ids, text, request.completion(place) if request.is_finished else None
-                    )
+                    text = request.incremental_text.take() if request.incremental_text is not None else ""
+                    done = request if request.is_finished else None
+                    yield StreamEvent(place_of[request.request_id], token_ids, text, done)
         finally:
-            # A caller that stops iterating and a refused prompt leave no running row.
-            for request_id in place_of:
-                self.abort(request_id)
+            # A caller that stops iterating leaves no running row.
+            for request in requests:
+                request.finish("abort")
 
     # -- the core, for servers -------------------------------------------------------------------------------------
 
@@ -213,44 +212,40 @@ class Engine:
         *,
         want_text: bool = True,
     ) -> Request:
-        """A request for :meth:`enqueue`; any thread may make one.
+        """A request for :meth:`add`; any thread may make one.
 
         Raises:
             ValueError: the prompt is empty, holds an unknown id, or leaves no room for an answer.
         """
-        limit = self._limit_of(prompt_ids, params)
-        own_stops = () if params.ignore_eos else self.target.eos_token_ids
+        if not prompt_ids:
+            raise ValueError("a prompt is empty: every prompt needs at least one token")
+        bad = next((token for token in prompt_ids if not 0 <= token < self.target.vocab_size), None)
+        if bad is not None:
+            raise ValueError(f"token id {bad} is not in the vocabulary of {self.target.vocab_size} tokens")
+        room = self._max_model_len - len(prompt_ids)
+        if room < 1:
+            raise ValueError(
+                f"a prompt has {len(prompt_ids)} tokens but the context is {self._max_model_len}: shorten it"
+                + (" or raise --max-model-len" if self._max_model_len < self.target.max_length else "")
+            )
         text = None
         if want_text and self.target.tokenizer is not None:
             text = IncrementalText(self.target.decode, params.stop)
         elif params.stop:
             raise ValueError(f"stop strings {params.stop} need a tokenizer of {self.target.name!r}, and want_text")
+        own_stops = () if params.ignore_eos else self.target.eos_token_ids
         stop_ids = frozenset((*own_stops, *params.stop_token_ids))
+        limit = min(params.max_new_tokens, room)
         return Request(next(self._ids), list(prompt_ids), params, limit, stop_ids, text, options or _NO_OPTIONS)
 
-    def enqueue(self, request: Request) -> None:
-        """Queue a request, which starts at a step with a free row (ValueError where memory does not suffice)."""
-        self.reserve(self._num_slots_of(len(request.prompt_ids), request.params))
+    def add(self, request: Request) -> Request:
+        """Queue a request, which starts at a step with a free row (ValueError where memory does not suffice).
+
+        ``request.finish("abort")`` takes the request out again, waiting or running.
+        """
+        self.reserve(self._num_slots_of(request))
         self._scheduler.waiting.append(request)
-
-    def add(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        options: RequestOptions | None = None,
-        *,
-        want_text: bool = True,
-    ) -> Request:
-        """Make a request and queue the request; arguments and errors as of the two."""
-        request = self.make_request(prompt_ids, params, options, want_text=want_text)
-        self.enqueue(request)
         return request
-
-    def abort(self, request_id: int) -> None:
-        """Abort a request. The row is free at the next step. Unknown and finished requests are ignored."""
-        request = self._scheduler.find(request_id)
-        if request is not None and not request.is_finished:
-            request.finish("abort")
 
     def step(self) -> list[Update]:
         """One step of all rows; the updates of the rows that decoded."""
@@ -262,18 +257,15 @@ class Engine:
         active = [request for request in rows if request.is_prefilled]
         if not active:
             return []
+        proposer = self._proposer_for(active)
         num_rows = min(bucket(len(rows)), self.plan.max_num_seqs)
-        is_active = [row < len(rows) and rows[row].is_prefilled for row in range(num_rows)]
-        longest = max(request.num_committed for request in rows)
-        proposer, wants = self._wants(active)
-        result = runner.step(proposer, is_active, longest, wants)
+        updates = runner.step(proposer, num_rows, active, max(request.num_committed for request in rows))
         if self._sizer is not None and proposer is not self._plain:
-            self._sizer.observe([len(result.emitted[item.row]) - 1 for item in active if item.options.speculate])
-        updates = []
-        for request in active:
-            taken = request.extend(result.emitted[request.row])
-            logprobs = result.logprobs.get(request.row)
-            updates.append(Update(request, taken, logprobs and logprobs[: len(taken)], result.trees.get(request.row)))
+            self._sizer.observe([len(each.token_ids) - 1 for each in updates if each.request.options.speculate])
+        for place, update in enumerate(updates):
+            taken = update.request.extend(update.token_ids)
+            logprobs = update.logprobs and update.logprobs[: len(taken)]
+            updates[place] = update._replace(token_ids=taken, logprobs=logprobs)
         return updates
 
     def replace_drafter(self, drafter: RecurrentDrafter) -> None:
@@ -363,18 +355,15 @@ class Engine:
         runner.vacate(len(self._scheduler.rows))
         self._is_arranged = True
 
-    def _wants(self, active: list[Request]) -> tuple[Proposer, StepWants]:
-        """The proposer of this step, and the further outputs that the active rows want."""
-        plain_rows = [item.row for item in active if not item.options.speculate]
-        num_logprobs = {item.row: item.options.num_logprobs for item in active if item.options.num_logprobs is not None}
-        wants = StepWants(plain_rows, num_logprobs, [item.row for item in active if item.options.want_tree])
+    def _proposer_for(self, active: list[Request]) -> Proposer:
+        """The proposer of this step."""
         most = self.plan.max_drafted_rows
-        is_plain = len(plain_rows) == len(active) or (most is not None and len(active) > most)
+        is_plain = not any(item.options.speculate for item in active) or (most is not None and len(active) > most)
         if is_plain and not self.proposer.reads_every_token:
-            return self._plain, wants._replace(plain_rows=[])
+            return self._plain
         if self._sizer is not None:
-            return self._by_tree[self._sizer.choose(len(self._scheduler.rows))], wants
-        return self.proposer, wants
+            return self._by_tree[self._sizer.choose(len(self._scheduler.rows))]
+        return self.proposer
 
     def _prefill(self, runner: Runner) -> None:
         for run in neighbours(self._scheduler.prefill_chunks(self.plan.prefill_chunk)):
@@ -382,29 +371,14 @@ class Engine:
             for chunk in run:
                 chunk.request.num_prefilled = chunk.stop
 
-    def _limit_of(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        """Largest number of tokens that may be generated after this prompt."""
-        if not prompt_ids:
-            raise ValueError("a prompt is empty: every prompt needs at least one token")
-        bad = next((token for token in prompt_ids if not 0 <= token < self.target.vocab_size), None)
-        if bad is not None:
-            raise ValueError(f"token id {bad} is not in the vocabulary of {self.target.vocab_size} tokens")
-        room = self._max_model_len - len(prompt_ids)
-        if room < 1:
-            raise ValueError(
-                f"a prompt has {len(prompt_ids)} tokens but the context is {self._max_model_len}: shorten it"
-                + (" or raise --max-model-len" if self._max_model_len < self.target.max_length else "")
-            )
-        return min(params.max_new_tokens, room)
-
     @property
     def _max_model_len(self) -> int:
         """Most tokens of prompt and answer together."""
         return min(self.plan.max_model_len or self.target.max_length, self.target.max_length)
 
-    def _num_slots_of(self, prompt_length: int, params: SamplingParams) -> int:
+    def _num_slots_of(self, request: Request) -> int:
         """Slots that a request needs: all tokens up to its last root, and one tree."""
-        length = min(prompt_length + params.max_new_tokens, self._max_model_len)
+        length = len(request.prompt_ids) + request.limit
         if self.plan.max_model_len is not None:
             length = self._max_model_len  # one size for all requests: a server's cache is allocated once
         return length + self.proposer.num_nodes

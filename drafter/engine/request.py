@@ -143,7 +143,7 @@ class RequestOptions:
 
 @dataclass
 class Request:
-    """A prompt and its generated tokens.
+    """A prompt and its answer, which grows step by step.
 
     Attributes:
         request_id: unique within an engine.
@@ -151,13 +151,13 @@ class Request:
         params: how to answer.
         limit: most tokens of the answer (``max_new_tokens``, or fewer where the context ends).
         stop_ids: tokens that end the answer.
-        text: incremental text; None: the caller wants no text.
+        incremental_text: makes :attr:`text`; None: the caller wants no text.
         options: further options of the caller.
-        token_ids: generated tokens.
+        token_ids: generated tokens, a produced stop token included.
         num_accepted: accepted draft tokens of each step.
         num_prefilled: prompt tokens in the cache. The last prompt token is never prefilled: it is the first root.
         num_shared: prefilled tokens whose keys and values were copied from another row.
-        finish_reason: None while running.
+        finish_reason: None while running; ``stop``, ``length``, or ``abort`` for an aborted request.
         started, first_token: times of the first prefill and of the first generated token.
     """
 
@@ -166,7 +166,7 @@ class Request:
     params: SamplingParams
     limit: int
     stop_ids: frozenset[int]
-    text: IncrementalText | None = None
+    incremental_text: IncrementalText | None = field(default=None, repr=False)
     options: RequestOptions = field(default_factory=RequestOptions)
     row: int = -1
     token_ids: list[int] = field(default_factory=list)
@@ -189,7 +189,12 @@ class Request:
         return self.num_prefilled + len(self.token_ids)
 
     @property
-    def num_forwards(self) -> int:
+    def text(self) -> str:
+        """The text without stop token and stop string; of a running request the text that no later token changes."""
+        return self.incremental_text.text if self.incremental_text is not None else ""
+
+    @property
+    def num_target_forwards(self) -> int:
         """Target forwards that generated tokens (prefill not counted)."""
         return len(self.num_accepted)
 
@@ -201,7 +206,7 @@ class Request:
     @property
     def tokens_per_step(self) -> float:
         """Generated tokens / target forwards; 1.0 for autoregressive decoding, 0.0 before the first."""
-        return len(self.token_ids) / self.num_forwards if self.num_forwards else 0.0
+        return len(self.token_ids) / self.num_target_forwards if self.num_target_forwards else 0.0
 
     @property
     def seconds(self) -> float:
@@ -226,9 +231,9 @@ class Request:
         for token in emitted:
             self.token_ids.append(token)
             is_stop = token in self.stop_ids
-            if self.text is not None and not is_stop:
-                self.text.push(token)
-                is_stop = self.text.is_stopped
+            if self.incremental_text is not None and not is_stop:
+                self.incremental_text.push(token)
+                is_stop = self.incremental_text.is_stopped
             if is_stop or len(self.token_ids) >= self.limit:
                 self.finish("stop" if is_stop else "length")
                 break
@@ -236,27 +241,14 @@ class Request:
         self.num_accepted.append(min(len(taken), len(emitted) - 1))
         return taken
 
-    def completion(self, index: int) -> "Completion":
-        """The answer of a finished request; ``index``: place of its prompt in the call."""
-        assert self.finish_reason is not None
-        return Completion(
-            index=index,
-            prompt_ids=self.prompt_ids,
-            token_ids=list(self.token_ids),
-            text=self.text.text if self.text is not None else "",
-            finish_reason=self.finish_reason,
-            num_target_forwards=self.num_forwards,
-            tokens_per_step=self.tokens_per_step,
-            seconds=self.seconds,
-            num_accepted=self.num_accepted,
-        )
-
     def finish(self, reason: FinishReason) -> None:
-        """End the request."""
+        """End the request, unless the request has ended; the row is free at the next step."""
+        if self.is_finished:
+            return
         self.finish_reason = reason
         self.finished = time.perf_counter()
-        if self.text is not None:
-            self.text.finish()
+        if self.incremental_text is not None:
+            self.incremental_text.finish()
 
 
 class TokenLogprob(NamedTuple):
@@ -296,37 +288,10 @@ class Update(NamedTuple):
     tree: StepTree | None = None
 
 
-@dataclass(frozen=True)
-class Completion:
-    """An answer.
-
-    Attributes:
-        index: place of its prompt in the call.
-        prompt_ids: the prompt's token ids.
-        token_ids: generated tokens, a produced stop token included.
-        text: text of the answer, without stop token and stop string.
-        finish_reason: ``stop`` or ``length``; ``abort`` for an aborted request.
-        num_target_forwards: forwards of the target that generated tokens (prefill not counted).
-        tokens_per_step: len(token_ids) / num_target_forwards.
-        seconds: from the start of its prefill to its end.
-        num_accepted: accepted draft tokens of each step.
-    """
-
-    index: int
-    prompt_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: FinishReason
-    num_target_forwards: int
-    tokens_per_step: float
-    seconds: float
-    num_accepted: list[int] = field(repr=False)
-
-
 class StreamEvent(NamedTuple):
-    """The new tokens and text of one prompt after a step and, at the end, the whole answer."""
+    """The new tokens and text of one prompt after a step and, at the end, the finished request."""
 
     index: int  # type: ignore[assignment]  # a field named like tuple.index, which nobody calls
     token_ids: list[int]
     text: str
-    completion: Completion | None
+    completion: Request | None

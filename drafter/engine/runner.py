@@ -5,7 +5,6 @@ C context size · S slots of a row · R rows with log-probabilities · K listed 
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import psutil
 import torch
@@ -17,7 +16,7 @@ from drafter.decoding.proposer import Compiler, Proposer, RowState
 from drafter.decoding.sampling import STREAM_RESIDUAL, Warp, gumbel_noise, make_warp, pick, warped_log_probs
 from drafter.decoding.tree import Candidates, ancestors
 from drafter.decoding.verify import AcceptedPath, accept_picks, accept_samples
-from drafter.engine.request import StepTree, TokenLogprob
+from drafter.engine.request import Request, StepTree, TokenLogprob, Update
 from drafter.engine.scheduler import PrefillChunk, bucket
 from drafter.engine.settings import Plan
 from drafter.targets.masks import chunk_mask, tree_mask
@@ -25,31 +24,6 @@ from drafter.targets.target import Target, TargetOutput
 
 _NO_PARAMS = SamplingParams()  # of rows without a request
 _SLOT_BUCKET = 128  # visible slots are rounded up to a multiple of this, so that few shapes occur
-
-
-class StepWants(NamedTuple):
-    """Further results of a step, beside the tokens, that the caller asks for. Rows are indices.
-
-    Attributes:
-        plain_rows: rows that ignore their drafts and emit one token.
-        num_logprobs: rows that return log-probabilities of their tokens, each with its number of likeliest tokens.
-        tree_rows: rows that return their draft trees.
-    """
-
-    plain_rows: list[int]
-    num_logprobs: dict[int, int]
-    tree_rows: list[int]
-
-
-NO_WANTS = StepWants([], {}, [])
-
-
-class StepResult(NamedTuple):
-    """All emitted tokens of each row (none for inactive rows), and the further results by row."""
-
-    emitted: list[list[int]]
-    logprobs: dict[int, list[TokenLogprob]]
-    trees: dict[int, StepTree]
 
 
 class Runner:
@@ -161,22 +135,20 @@ class Runner:
         self._length_B[span] = start_B + size_B
 
     @torch.inference_mode()
-    def step(
-        self, proposer: Proposer, is_active: Sequence[bool], max_committed: int, wants: StepWants = NO_WANTS
-    ) -> StepResult:
-        """Propose, verify, accept, commit for the rows 0 .. len(is_active)-1.
+    def step(self, proposer: Proposer, num_rows: int, requests: Sequence[Request], max_committed: int) -> list[Update]:
+        """Propose, verify, accept, commit for the rows 0 .. num_rows-1.
 
         Args:
             proposer: drafts the trees.
-            is_active: rows that decode; other rows (in prefill, or padding of a bucket) only keep the shape.
+            num_rows: B.
+            requests: the requests that decode; other rows (in prefill, or padding of a bucket) only keep the shape.
             max_committed: committed slots of the longest row, known to the host.
-            wants: further results.
 
         Returns:
-            Tokens and further results.
+            All emitted tokens of each request, and what its options ask for.
         """
         self._compiler.begin_step()
-        num_rows = len(is_active)
+        decoding = {request.row for request in requests}
         warp = self._warp(num_rows)
         rows = RowState(
             root_B=self._root_B[:num_rows],
@@ -184,20 +156,21 @@ class Runner:
             context_BC=self._context_BC[:num_rows],
             history_BS=self._history_BS[:num_rows],
             seed_B=self._seed_B[:num_rows],
-            is_active_B=self._active_rows(is_active),
+            is_active_B=self._active_rows([row in decoding for row in range(num_rows)]),
             warp=warp,
             num_visible=self.visible_slots(max_committed + proposer.num_nodes),
         )
         has_noise = warp.has_noise and not self._is_rejection  # the rejection rule draws its own noise
         noise_BLV = self._noise(rows, proposer.max_depth) if has_noise else None
         candidates = proposer.propose(rows, noise_BLV)
-        if wants.plain_rows:
-            candidates = self._without_drafts(candidates, wants.plain_rows)
+        plain_rows = [request.row for request in requests if not request.options.speculate]
+        if plain_rows and proposer.max_depth > 0:
+            candidates = self._without_drafts(candidates, plain_rows)
         accepted, logits_BNV, context_BNC = self._verify(rows, candidates, noise_BLV, proposer.max_depth)
         emitted_BL = accepted.emitted(candidates)
-        results = self._results(candidates, accepted, logits_BNV, emitted_BL, wants)
+        results = self._results(candidates, accepted, logits_BNV, emitted_BL, requests)
         self._commit(*accepted, emitted_BL, context_BNC, rows.is_active_B)
-        return self._hand_out(results, is_active, wants)
+        return self._hand_out(results, requests)
 
     def _results(
         self,
@@ -205,39 +178,42 @@ class Runner:
         accepted: AcceptedPath,
         logits_BNV: Tensor,
         emitted_BL: Tensor,
-        wants: StepWants,
+        requests: Sequence[Request],
     ) -> list[Tensor]:
-        """What :meth:`_hand_out` reads: number and ids of the emitted tokens [B, L + 2], and the further results."""
+        """What :meth:`_hand_out` reads: number and ids of the emitted tokens [B, L + 2]; then, where a request asks for
+        them, log-probabilities of the rows that ask, and the trees of all rows.
+        """
         results = [torch.cat([accepted.num_accepted_B[:, None] + 1, emitted_BL], dim=1)]
-        if wants.num_logprobs:
-            row_R = self._sent(list(wants.num_logprobs))
+        num_logprobs = _num_logprobs(requests)
+        if num_logprobs:
+            row_R = self._sent(list(num_logprobs))
             # The token emitted at depth d was picked by the target at the path's node of depth d.
             logprob_RLV = logits_BNV[row_R[:, None], accepted.path_BL[row_R]].float().log_softmax(dim=2)
             picked_RL1 = logprob_RLV.gather(2, emitted_BL[row_R][:, :, None])
-            value_RLK, token_RLK = logprob_RLV.topk(min(max(wants.num_logprobs.values()), logprob_RLV.shape[2]), dim=2)
+            value_RLK, token_RLK = logprob_RLV.topk(min(max(num_logprobs.values()), logprob_RLV.shape[2]), dim=2)
             results += [picked_RL1[:, :, 0], token_RLK, value_RLK]
-        if wants.tree_rows:
+        if any(request.options.want_tree for request in requests):
             results += [candidates.token_BN, candidates.parent_BN, candidates.is_node_BN]
             results += [accepted.path_BL, accepted.bonus_B]
         return results
 
-    def _hand_out(self, results: list[Tensor], is_active: Sequence[bool], wants: StepWants) -> StepResult:
-        """The tokens of each row and the further results. Here the host waits for the device, once a step."""
+    def _hand_out(self, results: list[Tensor], requests: Sequence[Request]) -> list[Update]:
+        """The update of each request. Here the host waits for the device, once a step."""
         lines, *others = (each.tolist() for each in _to_host(results))
-        emitted = [line[1 : 1 + line[0]] if active else [] for line, active in zip(lines, is_active, strict=True)]
         logprobs: dict[int, list[TokenLogprob]] = {}
-        if wants.num_logprobs:
-            for (row, num_top), *columns in zip(wants.num_logprobs.items(), *others[:3], strict=True):
-                tokens = [
-                    TokenLogprob(each, list(zip(*top, strict=True))[:num_top])
-                    for each, *top in zip(*columns, strict=True)
-                ]
-                logprobs[row] = tokens[: lines[row][0]]
-        trees: dict[int, StepTree] = {}
-        for row in wants.tree_rows:
-            tokens, parents, is_node, path, bonus_id = (column[row] for column in others[-5:])
-            trees[row] = _tree_of(tokens, parents, is_node, path[: lines[row][0]], bonus_id)
-        return StepResult(emitted, logprobs, trees)
+        for (row, num_top), *columns in zip(_num_logprobs(requests).items(), *others[:3], strict=False):
+            logprobs[row] = [
+                TokenLogprob(each, list(zip(*top, strict=True))[:num_top]) for each, *top in zip(*columns, strict=True)
+            ]
+        updates = []
+        for request in requests:
+            num_emitted, *emitted = lines[request.row]
+            update = Update(request, emitted[:num_emitted], logprobs.get(request.row))
+            if request.options.want_tree:
+                tokens, parents, is_node, path, bonus_id = (column[request.row] for column in others[-5:])
+                update = update._replace(tree=_tree_of(tokens, parents, is_node, path[:num_emitted], bonus_id))
+            updates.append(update)
+        return updates
 
     def warm_up(self, proposers: Iterable[Proposer]) -> None:
         """Compile the steps of these proposers for every bucket of rows, with a bar; without a compiler, try each once.
@@ -254,7 +230,7 @@ class Runner:
             with self._compiler.warming_up():
                 for num_rows, proposer in bar:
                     for _ in range(3):  # the last of three steps records the CUDA graphs
-                        self.step(proposer, [False] * num_rows, 0)
+                        self.step(proposer, num_rows, [], 0)
         finally:
             self._length_B.copy_(held_B)
 
@@ -387,6 +363,12 @@ def _unpack(words_X: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         (part.int().view(torch.float32) if tensor.is_floating_point() else part).view(tensor.shape)
         for part, tensor in zip(parts, like, strict=True)
     ]
+
+
+def _num_logprobs(requests: Sequence[Request]) -> dict[int, int]:
+    """The rows that return log-probabilities of their tokens, each with its number of likeliest tokens."""
+    asked = ((request.row, request.options.num_logprobs) for request in requests)
+    return {row: number for row, number in asked if number is not None}
 
 
 def _tree_of(tokens: list[int], parents: list[int], is_node: list[int], path: list[int], bonus_id: int) -> StepTree:

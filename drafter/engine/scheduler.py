@@ -39,10 +39,6 @@ class Scheduler:
         """Whether a request waits or runs."""
         return any(not request.is_finished for request in (*self.waiting, *self.rows))
 
-    def find(self, request_id: int) -> Request | None:
-        """The waiting or running request of that id."""
-        return next((item for item in (*self.waiting, *self.rows) if item.request_id == request_id), None)
-
     def schedule(self) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]], list[Request]]:
         """Between two steps: finished rows are freed, waiting requests start, gaps close.
 

@@ -139,11 +139,11 @@ class Choice:
     """
 
     def __init__(self, answer: Answer, index: int, request: Request) -> None:
-        assert request.text is not None
+        assert request.incremental_text is not None
         self.answer = answer
         self.request = request
         self._index = index
-        self._text = request.text
+        self._text = request.incremental_text
         self._shown = ""
         self._is_drafted: list[bool] = []
         self._logprobs: list[TokenLogprob] = []
@@ -241,7 +241,7 @@ class Choice:
             # A token within a character has no text.
             "tokens": [(self._shown[self._start_of(at) : ends[at]], self._is_drafted[at]) for at in places],
             "num_tokens": len(self.request.token_ids),
-            "num_target_forwards": self.request.num_forwards,
+            "num_target_forwards": self.request.num_target_forwards,
         }
         if tree is not None:
             name_of = self.answer.model.name_of

@@ -217,13 +217,13 @@ class Worker:
 
     def _add(self, answer: Answer) -> None:
         for choice in answer.choices:
-            self.engine.enqueue(choice.request)
+            self.engine.add(choice.request)
             self._choices[choice.request.request_id] = choice
 
     def _drop(self, answers: set[Answer]) -> None:
-        for request_id in [key for key, choice in self._choices.items() if choice.answer in answers]:
-            self.engine.abort(request_id)
-            del self._choices[request_id]
+        for choice in [choice for choice in self._choices.values() if choice.answer in answers]:
+            choice.request.finish("abort")
+            del self._choices[choice.request.request_id]
 
     def _step(self) -> None:
         started = time.perf_counter()
@@ -286,7 +286,7 @@ class Worker:
         metrics.tokens_per_step.observe(num_tokens)
         metrics.drafted_tokens.inc(request.num_accepted[-1])
         now = time.perf_counter()
-        if request.num_forwards == 1:
+        if request.num_target_forwards == 1:
             metrics.first_token_seconds.observe(now - arrived)
             metrics.prompt_tokens.inc(len(request.prompt_ids))
             metrics.shared_tokens.inc(request.num_shared)

@@ -109,7 +109,7 @@ def settled(engine: Engine, num_rows: int, params: SamplingParams, options: Requ
     """The engine with rows that have all been decoding; copies are counted from here on."""
     engine.reserve(128)
     for row in range(num_rows):
-        engine.add(list(range(3, 20 + row)), params, options)
+        engine.add(engine.make_request(list(range(3, 20 + row)), params, options))
     engine.step()
     engine.step()
     refuser.clear()
@@ -188,14 +188,14 @@ def test_prefill_and_shared_prefixes_read_nothing() -> None:
     engine = engine_of(target_of("windows"), enable_prefix_caching=True, prefill_chunk=16)
     engine.reserve(128)
     prompt = list(range(50))
-    first, _ = engine.add(prompt, GREEDY), engine.add(prompt[::-1], GREEDY)
+    first, _ = engine.add(engine.make_request(prompt, GREEDY)), engine.add(engine.make_request(prompt[::-1], GREEDY))
     refuser.clear()
     assert engine.step() == [] == engine.step()
     assert refuser.copies["read"] == 0
     while not engine.step():
         pass
-    engine.abort(first.request_id)
-    new = [engine.add([*start, 5, 6], FILTERED) for start in (prompt, prompt, prompt[::-1])]
+    first.finish("abort")
+    new = [engine.add(engine.make_request([*start, 5, 6], FILTERED)) for start in (prompt, prompt, prompt[::-1])]
     refuser.clear()
     assert engine.step()
     assert all(request.num_shared >= 40 for request in new)

@@ -14,8 +14,9 @@ from drafter.cli import decode as cli_decode
 from drafter.cli.decode import _verdict
 from drafter.cli.main import main
 from drafter.data.traffic import read_traffic
+from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.engine.request import Completion
+from drafter.engine.request import Request
 from drafter.engine.settings import EngineOptions
 from drafter.targets.target import Target
 from drafter.utils.provenance import write_run_record
@@ -77,8 +78,8 @@ def test_a_difference_is_named_with_the_targets_margin(target: str) -> None:
     assert _verdict(model, written(plain), written(others[0]), is_greedy=False) == "no: token 3"
 
 
-def written(token_ids: list[int]) -> Completion:
-    return Completion(0, [5, 6], token_ids, "", "length", 1, 1.0, 1.0, [])
+def written(token_ids: list[int]) -> Request:
+    return Request(0, [5, 6], SamplingParams(), 9, frozenset(), token_ids=token_ids)
 
 
 def test_decode_prints_and_chats(

@@ -11,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import RowState
 from drafter.decoding.sampling import make_warp
-from drafter.engine.engine import Completion, Engine
+from drafter.engine.engine import Engine
+from drafter.engine.request import Request
 from drafter.engine.settings import EngineConfig
 from drafter.targets.target import Target
 
@@ -34,12 +35,10 @@ def tiny_target(seed: int = 0, *, vocab_size: int = VOCAB, hidden_size: int = 32
     return Target.from_model(LlamaForCausalLM(config), name=f"tiny-{seed}")
 
 
-Request = tuple[tuple[int, ...], SamplingParams]
+Asked = tuple[tuple[int, ...], SamplingParams]
 
 
-def requests(
-    num_requests: int = 8, *, seed: int = 0, temperatures: Sequence[float] = (0.0, 1.0)
-) -> tuple[Request, ...]:
+def requests(num_requests: int = 8, *, seed: int = 0, temperatures: Sequence[float] = (0.0, 1.0)) -> tuple[Asked, ...]:
     """Prompts of 1 to 20 tokens, answers of 1 to 40, greedy and sampled, with and without filters: all in one batch."""
     generator = random.Random(seed)
     made = []
@@ -57,13 +56,13 @@ def requests(
     return tuple(made)
 
 
-def answer(engine: Engine, asked: Sequence[Request]) -> list[Completion]:
+def answer(engine: Engine, asked: Sequence[Asked]) -> list[Request]:
     """All requests in one call."""
     return engine.generate([prompt for prompt, _ in asked], [params for _, params in asked])
 
 
 @lru_cache
-def oracle(target: Target, asked: tuple[Request, ...]) -> list[list[int]]:
+def oracle(target: Target, asked: tuple[Asked, ...]) -> list[list[int]]:
     """What autoregressive decoding answers; the same target and requests are asked once."""
     engine = Engine(target, config=EngineConfig(method="none", max_num_seqs=4))
     return [completion.token_ids for completion in answer(engine, asked)]
@@ -74,7 +73,7 @@ def assert_lossless(engine: Engine, asked: Sequence[tuple[Sequence[int], Samplin
     hashable = tuple((tuple(prompt), params) for prompt, params in asked)
     found = answer(engine, hashable)
     for expected, completion in zip(oracle(engine.target, hashable), found, strict=True):
-        assert completion.token_ids == expected, completion.index
+        assert completion.token_ids == expected, completion.prompt_ids
     return sum(len(c.token_ids) for c in found) / sum(c.num_target_forwards for c in found)
 
 

@@ -53,7 +53,7 @@ def test_a_reused_prefix_gives_the_context_that_reading_it_gives() -> None:
         engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_num_seqs=1, enable_prefix_caching=reuse))
         engine.reserve(90)
         engine.generate([prompt], replace(NO_EOS, max_new_tokens=1))
-        request = engine.add(prompt, NO_EOS)
+        request = engine.add(engine.make_request(prompt, NO_EOS))
         while not request.token_ids:
             engine.step()
         assert (request.num_shared > 0) == reuse

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.engine import Completion, Engine
+from drafter.engine.engine import Engine
+from drafter.engine.request import Request
 from drafter.engine.settings import EngineConfig, Plan
 from drafter.proposers.options import TreePolicy
 from drafter.targets.target import Target
@@ -27,7 +28,7 @@ def new_engine(**settings: object) -> Engine:
     return Engine(shared_target(), trained_drafter(), plan)
 
 
-def ids(completions: Sequence[Completion]) -> list[list[int]]:
+def ids(completions: Sequence[Request]) -> list[list[int]]:
     return [completion.token_ids for completion in completions]
 
 
@@ -164,15 +165,15 @@ def test_stream_that_is_left_leaves_no_row_behind() -> None:
 
 def test_abort_of_waiting_and_running_requests() -> None:
     engine = new_engine(max_num_seqs=2)
-    requests = [engine.add(prompt, NO_EOS) for prompt in KNOWN[:5]]
+    requests = [engine.add(engine.make_request(prompt, NO_EOS)) for prompt in KNOWN[:5]]
     engine.step()
     assert (engine.num_running, engine.num_waiting) == (2, 3)
-    for request_id in (requests[0].request_id, requests[3].request_id, 12345):
-        engine.abort(request_id)
+    for request in (requests[0], requests[3]):
+        request.finish("abort")
     assert (engine.num_running, engine.num_waiting) == (1, 2)
     while engine.has_work:
         engine.step()
-    engine.abort(requests[1].request_id)
+    requests[1].finish("abort")
     assert [request.finish_reason for request in requests] == ["abort", "length", "length", "abort", "length"]
     for request, wanted in zip(requests, answers_of(shared_target(), KNOWN[:5], NO_EOS), strict=True):
         is_whole = request.finish_reason == "length"
@@ -181,9 +182,9 @@ def test_abort_of_waiting_and_running_requests() -> None:
 
 def test_rows_grow_between_calls_but_not_under_running_requests() -> None:
     engine = new_engine()
-    engine.add(KNOWN[0], NO_EOS)
+    engine.add(engine.make_request(KNOWN[0], NO_EOS))
     with pytest.raises(ValueError, match="set --max-model-len"):
-        engine.add(KNOWN[1], replace(NO_EOS, max_new_tokens=200))
+        engine.add(engine.make_request(KNOWN[1], replace(NO_EOS, max_new_tokens=200)))
     while engine.has_work:
         engine.step()
     longer = replace(NO_EOS, max_new_tokens=80)

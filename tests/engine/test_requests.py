@@ -32,13 +32,15 @@ def chat(text: str) -> list[int]:
 
 def test_next_turn_of_a_chat_reuses_the_answer_too() -> None:
     engine = tiny_engine()
-    first = engine.add(chat("Name a colour."), GREEDY)
+    first = engine.add(engine.make_request(chat("Name a colour."), GREEDY))
     run(engine)
     # Other requests come in between, on its row too: what it left must survive them.
-    neighbours = [engine.add(chat("Name a river, please, and a mountain."), GREEDY) for _ in range(3)]
+    neighbours = [
+        engine.add(engine.make_request(chat("Name a river, please, and a mountain."), GREEDY)) for _ in range(3)
+    ]
     run(engine)
     prompt = [*first.prompt_ids, *first.token_ids, *tiny_target().encode("<|end|>\n<|user|>\nMore.<|bot|>\n")]
-    second = engine.add(prompt, GREEDY)
+    second = engine.add(engine.make_request(prompt, GREEDY))
     run(engine)
     assert all(neighbour.token_ids == plain_answer(neighbour.prompt_ids) for neighbour in neighbours)
     assert second.num_shared >= len(first.prompt_ids) - 2
@@ -52,11 +54,11 @@ def test_prefixes_survive_rows_that_come_go_and_move() -> None:
         params = SamplingParams(
             max_new_tokens=3 + 5 * (turn % 4), ignore_eos=True, temperature=0.9 * (turn % 2), seed=turn
         )
-        requests.append(engine.add(chat(f"Question {turn % 5}, please?"), params))
+        requests.append(engine.add(engine.make_request(chat(f"Question {turn % 5}, please?"), params)))
         for _ in range(turn % 3):
             engine.step()
         if turn % 5 == 4:
-            engine.abort(requests[-2].request_id)
+            requests[-2].finish("abort")
     run(engine)
     assert sum(request.num_shared > 0 for request in requests) >= 8
     for request in requests:
@@ -66,7 +68,7 @@ def test_prefixes_survive_rows_that_come_go_and_move() -> None:
 
 def test_trees_tell_what_was_accepted() -> None:
     engine = tiny_engine()
-    request = engine.add(chat("Name a colour."), GREEDY, RequestOptions(want_tree=True))
+    request = engine.add(engine.make_request(chat("Name a colour."), GREEDY, RequestOptions(want_tree=True)))
     root = request.prompt_ids[-1]
     for update in run(engine):
         tree = update.tree
@@ -96,12 +98,12 @@ def failing_once(engine: Engine, error: Exception, *, after: int) -> None:
 
 def test_rows_that_are_kept_after_a_failed_step_are_unharmed() -> None:
     engine = tiny_engine()
-    requests = [engine.add(chat(f"Question {i}?"), GREEDY) for i in range(4)]
+    requests = [engine.add(engine.make_request(chat(f"Question {i}?"), GREEDY)) for i in range(4)]
     failing_once(engine, torch.OutOfMemoryError("no memory"), after=3)
     with pytest.raises(torch.OutOfMemoryError):
         run(engine)
     assert engine.drop(keep=2) == requests[2:]
-    late = [engine.add(chat(f"Late {i}?"), GREEDY) for i in range(3)]
+    late = [engine.add(engine.make_request(chat(f"Late {i}?"), GREEDY)) for i in range(3)]
     run(engine)
     for request in (*requests[:2], *late):
         assert request.token_ids == plain_answer(request.prompt_ids)

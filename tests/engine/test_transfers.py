@@ -30,7 +30,7 @@ def test_a_gpu_is_not_waited_for(is_compiled: bool, params: SamplingParams, monk
     engine = Engine(target, drafter.bind(target), EngineConfig(max_num_seqs=2, beam_width=3, compile=is_compiled))
     engine.reserve(150)
     for prompt in prompts_for(2, seed=1):
-        engine.add(prompt, params)
+        engine.add(engine.make_request(prompt, params))
     for _ in range(3):
         engine.step()
     hand_out = Runner._hand_out

@@ -179,7 +179,7 @@ def test_muted_requests_are_no_evidence() -> None:
     engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_num_seqs=2), sizer=sizer)
     params = SamplingParams(max_new_tokens=40, ignore_eos=True)
     for prompt, speculate in zip(prompts_for(2, seed=5), (True, False), strict=True):
-        engine.add(prompt, params, RequestOptions(speculate=speculate), want_text=False)
+        engine.add(engine.make_request(prompt, params, RequestOptions(speculate=speculate), want_text=False))
     while engine.has_work:
         engine.step()
     assert 1 in sizer.num_observed and sizer.num_observed <= {0, 1}
