@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.loading import LoadedModels
-from drafter.engine.settings import EngineConfig, EngineOptions, Plan
+from drafter.engine.settings import EngineConfig, EngineOptions
 from drafter.utils.io import check_output, printable, write_atomic
 from drafter.utils.options import Options, part_of
 from drafter.utils.provenance import write_run_record
@@ -80,11 +79,10 @@ def decode(options: DecodeOptions) -> None:
     asked = read_prompts(options.prompt, options.prompts, raw=options.raw)
     if options.out is not None:
         check_output(options.out, overwrite=options.overwrite)
-    models = options.load_models()
-    engine = Engine(models.target, models.drafter, options, draft_model=models.draft_model)
+    engine = Engine.of(options)
     print(f"drafting: {engine.plan.reason}", file=sys.stderr)
     if options.compare:
-        _compare(options, models, engine.plan, asked)
+        _compare(options, engine, asked)
     elif options.out is not None:
         _answer_all(engine, options, asked, options.out)
         print(f"{len(asked)} answers in {options.out}", file=sys.stderr)
@@ -198,22 +196,23 @@ def _line_of(prompt: NamedPrompt, completion: "Request") -> str:
 _COLUMNS = ("prompt", "tokens", "forwards", "tokens/step", "tok/s plain", "tok/s drafted", "speedup", "identical")
 
 
-def _compare(options: DecodeOptions, models: LoadedModels, plan: Plan, asked: list[NamedPrompt]) -> None:
-    """Plain decoding and the plan on the same prompts, one after the other, and their table."""
+def _compare(options: DecodeOptions, drafting: "Engine", asked: list[NamedPrompt]) -> None:
+    """Plain decoding and the engine on the same prompts, one after the other, and their table."""
     from drafter.engine.engine import Engine
 
+    target, plan = drafting.target, drafting.plan
     plain_config = EngineConfig(method="none", max_num_seqs=plan.max_num_seqs, compile=plan.compile)
     warm_up = replace(options, max_new_tokens=_WARM_UP_TOKENS)
     answers, seconds = [], []
-    for config, file in ((plain_config, None), (plan, options.out)):
-        engine = Engine(models.target, models.drafter, config, draft_model=models.draft_model)
+    for is_plain, file in ((True, None), (False, options.out)):
+        engine = Engine(target, config=plain_config) if is_plain else drafting
         engine.generate([asked[0].value], warm_up, raw=options.raw)
         start = time.perf_counter()
         answers.append(_answer_all(engine, options, asked, file, label=f"{engine.plan.method:>14}"))
         seconds.append(time.perf_counter() - start)
     (plain, drafted), rows, num_same = answers, [], 0
     for prompt, one, other in zip(asked, plain, drafted, strict=True):
-        verdict = _verdict(models.target, one, other, is_greedy=options.temperature == 0)
+        verdict = _verdict(target, one, other, is_greedy=options.temperature == 0)
         num_same += verdict == "yes"
         rows.append((printable(prompt.last_turn, 28), *_speeds([one], [other], (one.seconds, other.seconds)), verdict))
     verdict = "yes" if num_same == len(rows) else f"no ({num_same}/{len(rows)})"

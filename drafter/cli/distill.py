@@ -120,8 +120,7 @@ def engine_answerer(options: DistillOptions) -> "EngineAnswerer":
     from drafter.distill.run import EngineAnswerer
     from drafter.engine.engine import Engine
 
-    models = options.load_models()
-    engine = Engine(models.target, models.drafter, options, draft_model=models.draft_model)
+    engine = Engine.of(options)
     print(f"drafting: {engine.plan.reason}", file=sys.stderr)
     return EngineAnswerer(engine)
 

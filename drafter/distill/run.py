@@ -102,7 +102,7 @@ class EngineAnswerer:
             done = event.completion
             if done is not None:
                 item, _ = fitting[event.index]
-                yield row_of(item, done.text, done.finish_reason, done.prompt_ids, done.token_ids)
+                yield row_of(item, done.text, str(done.finish_reason), done.prompt_ids, done.token_ids)
 
 
 def distill(

@@ -40,6 +40,7 @@ class Engine:
     The tokens equal the tokens of plain decoding. The configuration decides only the speed.
 
     Attributes:
+        target, draft_model: the given models.
         drafter: the drafter in use, if there is one.
         plan: the settings in use.
         compiler: compiles the parts of a step if ``plan.compile`` is on.
@@ -66,7 +67,7 @@ class Engine:
         proposer: Proposer | None = None,
         sizer: TreeSizer | None = None,
     ) -> None:
-        self.target = target
+        self.target, self.draft_model = target, draft_model
         plan = config if isinstance(config, Plan) else resolve(config, target, drafter, draft_model)
         _log.info("%s", plan.reason)
         if proposer is not None or sizer is not None:
@@ -101,9 +102,13 @@ class Engine:
             ValueError: a model cannot be loaded, or a value is out of range.
             TypeError: a field of another name.
         """
-        options = EngineOptions(target=target, drafter=drafter, **settings)
-        models = options.load_models()
-        return cls(models.target, models.drafter, options, draft_model=models.draft_model)
+        return cls.of(EngineOptions(target=target, drafter=drafter, **settings))
+
+    @classmethod
+    def of(cls, options: EngineOptions) -> "Engine":
+        """The engine of a command's options; errors as of :meth:`load`."""
+        loaded, drafter, draft_model = options.load_models()
+        return cls(loaded, drafter, options, draft_model=draft_model)
 
     # -- whole calls -----------------------------------------------------------------------------------------------
 
@@ -335,7 +340,8 @@ class Engine:
         if drafting.method == "lookup":
             return LookupProposer(drafting, self.target.device, self.compiler)
         if drafting.method == "draft-model":
-            return DraftModelProposer(self._models[1], self.target, drafting)
+            assert self.draft_model is not None, "method draft-model without a draft model"
+            return DraftModelProposer(self.draft_model, self.target, drafting)
         assert drafter is not None, "method drafter without a drafter"
         return BeamProposer(drafter, self.target, drafting, self.compiler)
 

@@ -69,7 +69,7 @@ class Scheduler:
         copies = []
         if self._shares_prefixes:
             for move in moves:
-                self.prefixes.copy(*move)
+                self.prefixes.move(*move)
             vacant = range(num_rows, self._num_rows)
             for request in started:
                 prefix_copies, request.num_shared = self.prefixes.take(request.row, request.prompt_ids, vacant)
@@ -102,25 +102,20 @@ class PrefixIndex:
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, list[int]] = {}
-        self._last_use: dict[int, int] = {}
-        self._clock = 0
+        self._held: dict[int, list[int]] = {}  # the row that was used last stands last
 
     def clear(self) -> None:
         """Forget all rows: a step failed."""
         self._held.clear()
-        self._last_use.clear()
 
     def hold(self, row: int, token_ids: list[int]) -> None:
         """Record that the first slots of a row hold these tokens."""
-        self._clock += 1
+        self._held.pop(row, None)
         self._held[row] = token_ids
-        self._last_use[row] = self._clock
 
-    def copy(self, source: int, destination: int) -> None:
+    def move(self, source: int, destination: int) -> None:
         """Record that a row was copied over another. The source becomes the first to be overwritten."""
-        self.hold(destination, self._held.get(source, []))
-        self._last_use[source] = 0
+        self.hold(destination, self._held.pop(source, []))
 
     def take(self, row: int, prompt_ids: list[int], vacant: Iterable[int]) -> tuple[list[tuple[int, int, int]], int]:
         """Give a row to a new prompt, which takes the longest prefix that any row holds.
@@ -147,9 +142,10 @@ class PrefixIndex:
         copies = []
         spare = [other for other in vacant if other != source]
         if spare and len(old) - _common_length(old, shared) >= _MIN_SHARED_TOKENS:
-            oldest = min(spare, key=lambda other: self._last_use.get(other, 0))
+            used = list(self._held)
+            oldest = min(spare, key=lambda other: used.index(other) if other in used else -1)
             copies.append((row, oldest, len(old)))
-            self.copy(row, oldest)
+            self.move(row, oldest)
         if source != row:
             copies.append((source, row, num_shared))
         self.hold(row, shared)

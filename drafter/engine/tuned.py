@@ -6,11 +6,11 @@ The choice changes the speed of decoding and no token.
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple, NotRequired
+from typing import Annotated, Any, NamedTuple, NotRequired
 
 import torch
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from drafter.models.drafter import RecurrentDrafter
@@ -20,7 +20,8 @@ from drafter.utils.provenance import cpu_name
 
 SCHEMA = "drafter-tuned/1"
 
-_MAX_SIZE = 4096  # of a file's beam width, draft length and tree size
+Size = Annotated[int, Field(ge=1, le=4096)]  # of a tree, in a file
+
 _WINDOW = 128  # row-steps in the exponential average of acceptance
 _PRIOR = 16.0  # weight of the calibration in that average, in drafted tokens
 _MEMORY = 2048  # plain steps in which most of a bad acceptance is forgotten, so that a tree is tried again
@@ -52,11 +53,11 @@ class MeasuredTree:
         step_seconds: duration of a step of all rows.
     """
 
-    beam_width: int
-    draft_length: int
-    tree_size: int
-    tokens_per_step: float
-    step_seconds: float
+    beam_width: Size
+    draft_length: Size
+    tree_size: Size
+    tokens_per_step: Annotated[float, Field(ge=1, allow_inf_nan=False)]
+    step_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
     @property
     def tree(self) -> Tree:
@@ -77,7 +78,7 @@ class RowPlan:
         choices: plain decoding, and every tree that is fastest at some acceptance.
     """
 
-    num_rows: int
+    num_rows: Annotated[int, Field(ge=1)]
     choices: tuple[MeasuredTree, ...]
 
     @property
@@ -153,20 +154,12 @@ def read_tuned(path: Path) -> TunedSizes:
         if found["schema"] != SCHEMA or not found["plans"]:
             raise ValueError(f"its schema is {found['schema']!r} but must be {SCHEMA!r}, with plans")
         for plan in found["plans"]:
-            _check_plan(plan)
+            if PLAIN not in [choice.tree for choice in plan.choices]:
+                raise ValueError(f"no measurement of plain decoding for {plan.num_rows} rows")
     except ValueError as error:
         raise ValueError(f"--tuned {path}: {error}: run `drafter tune` again") from error
     conditions: dict[str, Any] = {name: value for name, value in found.items() if name not in ("schema", "plans")}
     return TunedSizes(conditions, tuple(sorted(found["plans"], key=lambda plan: plan.num_rows)))
-
-
-def _check_plan(plan: RowPlan) -> None:
-    for choice in plan.choices:
-        is_tree = all(1 <= size <= _MAX_SIZE for size in choice.tree)
-        if not (is_tree and 1 <= choice.tokens_per_step < inf and 0 < choice.step_seconds < inf):
-            raise ValueError(f"impossible numbers: {choice}")
-    if plan.num_rows < 1 or PLAIN not in [choice.tree for choice in plan.choices]:
-        raise ValueError(f"no measurement of plain decoding for {plan.num_rows} rows")
 
 
 def is_tuned_file(path: Path) -> bool:

@@ -32,11 +32,10 @@ def load_engine(options: ServeOptions) -> Engine:
     """
     # oneDNN keeps 1,024 kernels by shape, and a busy server meets new shapes for many minutes. 128 are as fast.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")  # read at oneDNN's first product
-    models = options.load_models()
-    target = models.target
+    target, drafter, draft_model = options.load_models()
     config = part_of(options, EngineConfig)
     config = replace(config, max_model_len=config.max_model_len or min(target.max_length, DEFAULT_CONTEXT))
-    engine = Engine(target, models.drafter, config, draft_model=models.draft_model)
+    engine = Engine(target, drafter, config, draft_model=draft_model)
     num_slots = min(engine.plan.max_model_len or target.max_length, target.max_length) + engine.proposer.num_nodes
     engine.reserve(num_slots)
     return engine
