@@ -17,7 +17,7 @@ from tqdm import tqdm
 from drafter.bench.backends import Backend, EngineBackend, TimedAnswer, TransformersBackend, start_peer
 from drafter.bench.measure import compare, peak_memory
 from drafter.bench.results import BenchRecord, append_result, resume_results, run_id, spread
-from drafter.bench.settings import BASELINE, PEER_PACKAGES, BenchOptions, MethodSpec, drafter_of, parse_method
+from drafter.bench.settings import BASELINE, PEER_PACKAGES, BenchOptions, MethodSpec, parse_method
 from drafter.bench.workload import Workload
 from drafter.engine.engine import Engine
 from drafter.engine.loading import LoadedModels
@@ -147,7 +147,7 @@ class _Point:
                 "fingerprint": target.fingerprint,
             },
             "device": device_name(target.device),
-            "drafter": drafter_of([spec], options.target, options.drafter),
+            "drafter": options.drafter_used if spec.name == "drafter" else None,
             "draft_model": options.draft_model if spec.name == "draft-model" else None,
             "method": spec.label,
             "prompts": {"name": self.workload.name, "digest": self.workload.digest},

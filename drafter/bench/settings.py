@@ -1,7 +1,7 @@
 """The methods in their written form, and the options of benchmarks, tuning and load on servers. Imports no torch."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -116,43 +116,57 @@ def parse_method(text: str) -> MethodSpec:
     return spec
 
 
-def drafter_of(specs: Iterable[MethodSpec], target: str, drafter: str | None) -> str | None:
-    """The drafter of the methods: the given one, else the package's own for the target; None if no method needs one.
+@dataclass(frozen=True, kw_only=True)
+class MethodOptions(Options, TargetConfig):
+    """The drafter of the measured methods, and the size of the measurement.
+
+    Attributes:
+        drafter: folder of an exported drafter, hub id, or name of a drafter that comes with the package (default: the
+            target's own drafter where the package has one)
+        num_prompts: largest number of prompts of each set, or of recorded answers, all categories alike
+        max_new_tokens: longest answer in tokens
 
     Raises:
-        ValueError: a method needs a drafter, and there is none.
+        ValueError: a value out of range, an unknown method, or a method without the model that it needs.
     """
-    spec = next((spec for spec in specs if spec.name == "drafter"), None)
-    if spec is None:
-        return None
-    found = drafter or (target if shipped_drafter(target) is not None else None)
-    if found is None:
-        raise ValueError(f"method {spec.label} needs a drafter: give --drafter DIR")
-    return found
 
+    drafter: str | None = None
+    num_prompts: int | None = within(None, low=1)
+    max_new_tokens: int = within(128, low=1, high=2**24)
 
-def load_models(
-    options: TargetConfig, specs: Sequence[MethodSpec], drafter: str | None, draft_model: str | None = None
-) -> LoadedModels:
-    """The target, and the drafter and the smaller model of the methods that need one; errors as of :func:`drafter_of`.
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.drafter_used  # noqa: B018  # refuses a method without its drafter
 
-    Args:
-        options: the target and its device.
-        specs: the methods.
-        drafter: see :func:`drafter_of`.
-        draft_model: name of the smaller model.
-    """
-    name, target = drafter_of(specs, options.target, drafter), options.load()
-    has_draft_model = any(spec.name == "draft-model" for spec in specs)
-    return LoadedModels(
-        target,
-        None if name is None else load_drafter(name, target),
-        options.load(draft_model, pack=False) if has_draft_model else None,
-    )
+    @property
+    def specs(self) -> tuple[MethodSpec, ...]:
+        """The methods, parsed."""
+        raise NotImplementedError
+
+    @property
+    def drafter_used(self) -> str | None:
+        """The given drafter, else the package's own for the target; None if no method needs one."""
+        spec = next((spec for spec in self.specs if spec.name == "drafter"), None)
+        if spec is None:
+            return None
+        found = self.drafter or (self.target if shipped_drafter(self.target) is not None else None)
+        if found is None:
+            raise ValueError(f"method {spec.label} needs a drafter: give --drafter DIR")
+        return found
+
+    def load_models(self, draft_model: str | None = None) -> LoadedModels:
+        """The target, and the drafter and the smaller model where a method needs one."""
+        target, drafter = self.load(), self.drafter_used
+        has_draft_model = any(spec.name == "draft-model" for spec in self.specs)
+        return LoadedModels(
+            target,
+            None if drafter is None else load_drafter(drafter, target),
+            self.load(draft_model, pack=False) if has_draft_model else None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(Options, TargetConfig):
+class BenchOptions(MethodOptions):
     """Measure methods against each other on the same prompts.
 
     Methods take turns, round after round. Each run is appended to --out when it is done; runs in --out are not
@@ -165,32 +179,22 @@ class BenchOptions(Options, TargetConfig):
     Attributes:
         out: results file (.jsonl)
         methods: methods in the order of a round
-        drafter: folder of an exported drafter, hub id, or name of a drafter that comes with the package (default: the
-            target's own drafter where the package has one)
         draft_model: smaller model with the target's tokenizer, for draft-model
         prompts: file of prompts, hub data set, folder of `drafter serve --record`, or a name: evaluation, default,
             mtbench, humaneval, gsm8k
-        num_prompts: largest number of prompts of each set, all categories alike
-        max_new_tokens: longest answer in tokens
         batch_sizes: prompts that are answered at the same time
         temperatures: temperatures of sampling; 0 is greedy
         rounds: number of rounds; every method runs once in a round
         seed: seed of sampling
         peer_python: NAME=PYTHON, the Python of the environment that holds a peer: llama-cpp-python or vllm (default:
             this environment's)
-
-    Raises:
-        ValueError: a value out of range, an unknown method, or a method without the model that it needs.
     """
 
     common: ClassVar = ("target", "drafter", "prompts", "methods", "out", "num_prompts", "batch_sizes")
     out: Path
     methods: tuple[str, ...] = comma_separated(("none", "drafter", "lookup", "hf-generate"))
-    drafter: str | None = None
     draft_model: str | None = None
     prompts: tuple[str, ...] = ("evaluation",)
-    num_prompts: int | None = within(None, low=1)
-    max_new_tokens: int = within(128, low=1, high=2**24)
     batch_sizes: tuple[int, ...] = within((1,), low=1, high=1024)
     temperatures: tuple[float, ...] = within((0.0,), low=0.0)
     rounds: int = within(3, low=1)
@@ -207,8 +211,7 @@ class BenchOptions(Options, TargetConfig):
         for temperature in self.temperatures:
             self.sampling(temperature)
         self.pythons  # noqa: B018  # refuses an unknown name
-        drafter_of(self.specs, self.target, self.drafter)
-        if self.draft_model is None and any(spec.name == "draft-model" for spec in self.specs):
+        if self.draft_model is None and "draft-model" in {spec.name for spec in self.specs}:
             raise ValueError("--methods draft-model needs a smaller model: give --draft-model NAME")
 
     @property

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from drafter.bench.settings import BenchOptions, LoadOptions, load_models
+from drafter.bench.settings import BenchOptions, LoadOptions
 from drafter.utils.options import Options
 
 
@@ -18,7 +18,7 @@ def bench(options: BenchOptions) -> None:
 
     _check_out(options.out)
     workloads = [read_prompt_set(name).take(options.num_prompts) for name in options.prompts]
-    models = load_models(options, options.specs, options.drafter, options.draft_model)
+    models = options.load_models(options.draft_model)
     num_runs = run_benchmark(options, models, workloads)
     print(f"{num_runs} runs made, results in {options.out}", file=sys.stderr)
     print(report(read_results([options.out])))

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drafter.bench.settings import drafter_of, load_models, parse_method
-from drafter.engine.loading import TargetConfig
-from drafter.utils.options import Options
+from drafter.bench.settings import MethodOptions, MethodSpec, parse_method
 from drafter.utils.validate import within
 
 if TYPE_CHECKING:
@@ -18,7 +16,7 @@ _NUM_COMPARED = 4  # prompts whose greedy answers are compared with the target
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(Options, TargetConfig):
+class EvaluateOptions(MethodOptions):
     """Measure how many drafted tokens are accepted: by depth and category, here and on a server.
 
     With --traffic, drafts are counted along recorded answers. With --url, the prompts go to the server too. If the
@@ -26,27 +24,20 @@ class EvaluateOptions(Options, TargetConfig):
     quantisation, sampling, context length, speculation off) and returns exit code 1.
 
     Attributes:
-        drafter: folder of an exported drafter, hub id, or name of a drafter that comes with the package (default: the
-            target's own drafter where the package has one)
         method: how tokens are drafted, in the written form of `drafter bench`, such as drafter:W4:L3:N8 or lookup
         prompts: file of prompts, hub data set, folder of `drafter serve --record`, or a name: evaluation, default,
             mtbench, humaneval, gsm8k
         traffic: file or folder of rows of token ids, such as that of `drafter serve --record`; drafts are counted along
             the recorded answers, and no prompt is answered
-        num_prompts: largest number of prompts or recorded answers, all categories alike
-        max_new_tokens: longest answer in tokens
         temperature: 0 is greedy
         url: address of a running server with OpenAI's protocol (ours or vLLM) that is measured too
         model: name of the model on the server (default: the first model that the server lists)
         out: results file (.json)
     """
 
-    drafter: str | None = None
     method: str = "drafter"
     prompts: str = "evaluation"
     traffic: Path | None = None
-    num_prompts: int | None = within(None, low=1)
-    max_new_tokens: int = within(128, low=1, high=2**24)
     temperature: float = within(0.0, low=0.0)
     url: str | None = None
     model: str | None = None
@@ -54,13 +45,17 @@ class EvaluateOptions(Options, TargetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        spec = parse_method(self.method)
+        (spec,) = self.specs
         if spec.is_peer or spec.name == "draft-model":
             raise ValueError(f"--method {self.method}: evaluate measures none, drafter or lookup")
         if self.traffic is not None and (self.url is not None or spec.name != "drafter"):
             flag = f"--url {self.url}" if self.url is not None else f"--method {self.method}"
             raise ValueError(f"--traffic {self.traffic} counts a drafter along recorded answers: leave {flag} out")
-        drafter_of([spec], self.target, self.drafter)
+
+    @property
+    def specs(self) -> tuple[MethodSpec, ...]:
+        """The one method."""
+        return (parse_method(self.method),)
 
 
 def evaluate(options: EvaluateOptions) -> int:
@@ -82,10 +77,9 @@ def evaluate(options: EvaluateOptions) -> int:
         check_output(options.out, overwrite=True)
     client = None if options.url is None else Client(options.url, flag="--url")
     card = None if client is None else client.model_card(options.model)  # before the models are loaded
-    spec = parse_method(options.method)
     workload = read_prompt_set(options.prompts).take(options.num_prompts) if options.traffic is None else None
-    models = load_models(options, [spec], options.drafter)
-    plan = spec.plan(models, 1, options.compile if options.traffic is None else False)
+    models = options.load_models()
+    plan = options.specs[0].plan(models, 1, options.compile if options.traffic is None else False)
     engine = Engine(models.target, models.drafter, plan)
     params = SamplingParams(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
     served, differences, warning = None, [], []
@@ -107,7 +101,7 @@ def evaluate(options: EvaluateOptions) -> int:
         content = {
             "schema": "drafter-evaluate/2",
             "target": {"name": models.target.name, "fingerprint": models.target.fingerprint},
-            "drafter": drafter_of([spec], options.target, options.drafter),
+            "drafter": options.drafter_used,
             "method": options.method,
             **source,
             **{name: getattr(options, name) for name in ("max_new_tokens", "temperature", "url")},
