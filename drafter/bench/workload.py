@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,13 +78,11 @@ class Workload:
         """
         if num_prompts is None or num_prompts >= len(self.items):
             return self
-        num_seen: dict[str, int] = {}
-        places = []
-        for index, item in enumerate(self.items):
-            place = num_seen[item.category] = num_seen.get(item.category, -1) + 1
-            places.append((place, list(num_seen).index(item.category), index))
-        chosen = sorted(index for _, _, index in sorted(places)[:num_prompts])
-        return Workload(self.name, tuple(self.items[index] for index in chosen))
+        groups: dict[str, list[int]] = {}
+        for place, item in enumerate(self.items):
+            groups.setdefault(item.category, []).append(place)
+        turns = [place for turn in zip_longest(*groups.values()) for place in turn if place is not None]
+        return Workload(self.name, tuple(self.items[place] for place in sorted(turns[:num_prompts])))
 
 
 # Place on the hub, configuration, split, and the category of all rows for a set without a column of categories.

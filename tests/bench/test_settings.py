@@ -60,6 +60,6 @@ def test_wrong_settings_are_refused_with_their_flag(changes: dict[str, object], 
 
 
 def test_other_engines_are_peers() -> None:
-    texts = ("llama-cpp", "llama-cpp:Q4_1", "vllm", "hf-generate", "none")
-    assert [parse_method(text).is_peer for text in texts] == [True, True, True, True, False]
-    assert [parse_method(text).gguf_weights for text in texts[:2]] == ["BF16", "Q4_1"]
+    specs = [parse_method(text) for text in ("llama-cpp", "llama-cpp:Q4_1", "vllm", "hf-generate", "none")]
+    assert [spec.is_peer for spec in specs] == [True, True, True, True, False]
+    assert [spec.gguf_weights for spec in specs[:2]] == ["BF16", "Q4_1"]
