@@ -10,12 +10,10 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from statistics import median
 from typing import Any
-
-OnAnswer = Callable[[int, dict[str, Any]], None]
 
 
 class LlamaCpp:
@@ -78,8 +76,8 @@ class LlamaCpp:
         if code:
             raise SystemExit(f"llama_decode failed with code {code}")
 
-    def answer(self, prompts: Sequence[list[int]], params: dict[str, Any], on_answer: OnAnswer) -> None:
-        """Answer all prompts; `on_answer` is called with the index and the answer of each."""
+    def stream(self, prompts: Sequence[list[int]], params: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Each answer when it is finished."""
         lib = self._lib
         for index, prompt in enumerate(prompts):
             sampler = self._sampler(params)
@@ -95,7 +93,7 @@ class LlamaCpp:
                 self._decode(token_ids[-1:], len(prompt) + len(token_ids) - 1)
             seconds = time.perf_counter() - start
             lib.llama_sampler_free(sampler)
-            on_answer(index, answer_of(token_ids, seconds, first))
+            yield answer_of(index, token_ids, seconds, first)
 
     def _sampler(self, params: dict[str, Any]) -> Any:
         lib = self._lib
@@ -142,8 +140,8 @@ class Vllm:
             disable_log_stats=False,  # answers then carry their times
         )
 
-    def answer(self, prompts: Sequence[list[int]], params: dict[str, Any], on_answer: OnAnswer) -> None:
-        """Answer all prompts; `on_answer` is called with the index and the answer of each."""
+    def stream(self, prompts: Sequence[list[int]], params: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Each answer when it is finished."""
         sampling = self._vllm.SamplingParams(
             max_tokens=params["max_new_tokens"],
             temperature=params["temperature"],
@@ -155,7 +153,7 @@ class Vllm:
         for index, output in enumerate(self._llm.generate(asked, sampling, use_tqdm=False)):
             token_ids, stats = list(output.outputs[0].token_ids), output.metrics
             seconds = stats.last_token_ts - stats.scheduled_ts
-            on_answer(index, answer_of(token_ids, seconds, stats.first_token_ts - stats.scheduled_ts))
+            yield answer_of(index, token_ids, seconds, stats.first_token_ts - stats.scheduled_ts)
 
 
 def survives(work: Callable[[], object]) -> bool:
@@ -172,9 +170,10 @@ def built_for(system_info: str) -> str:
     return " ".join(name for name, value in re.findall(r"(\w+) = ([0-9])", system_info) if value == "1")
 
 
-def answer_of(token_ids: list[int], seconds: float, first: float) -> dict[str, Any]:
-    """One answer as :class:`drafter.bench.backends.TimedAnswer` reads it; a forward gives one token."""
-    return {"token_ids": token_ids, "seconds": seconds, "first_token_seconds": first, "num_forwards": len(token_ids)}
+def answer_of(index: int, token_ids: list[int], seconds: float, first: float) -> dict[str, Any]:
+    """One answer as :meth:`drafter.bench.backends.PeerProcess.stream` reads it; a forward gives one token."""
+    times = {"seconds": seconds, "first_token_seconds": first}
+    return {"index": index, "token_ids": token_ids, **times, "num_forwards": len(token_ids)}
 
 
 ENGINES: dict[str, Any] = {"llama-cpp-python": LlamaCpp, "vllm": Vllm}
@@ -201,7 +200,8 @@ def main() -> None:
         if "sizes" in request:
             tell(engine.forward_ms(**request))
         else:
-            engine.answer(request["prompts"], request["params"], lambda index, answer: tell({"index": index, **answer}))
+            for answer in engine.stream(**request):
+                tell(answer)
     lines.flush()
     os._exit(0)  # do not wait for the threads of the engines
 
