@@ -4,7 +4,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,11 @@ from tests.distill.loopback import Respond, send, serving
 
 WORKLOAD = Workload("mine", (Item("", ({"role": "user", "content": "hello"},)), Item("", text="once")))
 NUM_PIECES, PIECE_SECONDS = 4, 0.01
+EVENTS: list[dict[str, Any]] = [
+    {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
+    *[{"choices": [{"text": "ab"}]}, {"choices": [{"delta": {"content": "ab"}}]}] * (NUM_PIECES // 2),
+    {"choices": [], "usage": {"completion_tokens": 2 * NUM_PIECES}},
+]
 
 
 def run_load(**options: Any) -> list[BenchRecord]:
@@ -53,19 +58,13 @@ class Server:
         else:
             handler.send_response(200)
             handler.end_headers()
-            self._stream(lambda event: handler.wfile.write(f"data: {json.dumps(event)}\n\n".encode()))
+            for event in EVENTS if self.has_usage else EVENTS[:-1]:
+                time.sleep(PIECE_SECONDS)
+                handler.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
         with self.lock:  # before the last event, as the client sends its next request after that event
             self.num_present -= 1
         if not is_refused:
             handler.wfile.write(b"data: [DONE]\n\n")
-
-    def _stream(self, send_event: Callable[[dict[str, Any]], object]) -> None:
-        send_event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
-        for number in range(NUM_PIECES):
-            time.sleep(PIECE_SECONDS)
-            send_event({"choices": [{"delta": {"content": "ab"}} if number % 2 else {"text": "ab"}]})
-        if self.has_usage:
-            send_event({"choices": [], "usage": {"completion_tokens": 2 * NUM_PIECES}})
 
 
 @pytest.fixture
