@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -57,21 +57,21 @@ class TokensPerStep(Callback):
         self._num_prompts = num_prompts
         self._params = SamplingParams(max_new_tokens=max_new_tokens)
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
         if trainer.sanity_checking:
             return
-        module, data = cast(Any, pl_module), cast(Any, trainer).datamodule
         target, length = module.teacher.target, module.drafter.config.draft_length
         drafter = copy.deepcopy(module.drafter).to(target.device, target.dtype).eval()  # the original goes on training
         config = EngineConfig(max_num_seqs=self._num_prompts, beam_width=8, draft_length=length, tree_size=24)
         with torch.autocast(target.device.type, enabled=False):
-            answers = Engine(target, drafter, config).generate(data.val_prompts(self._num_prompts), self._params)
+            prompts = trainer.datamodule.val_prompts(self._num_prompts)
+            answers = Engine(target, drafter, config).generate(prompts, self._params)
         num_accepted = torch.tensor([num for answer in answers for num in answer.num_accepted])
         num_tokens = sum(len(answer.token_ids) for answer in answers)
         num_steps = sum(answer.num_target_forwards for answer in answers)
-        pl_module.log("val/tokens_per_step", num_tokens / num_steps, prog_bar=True, sync_dist=True)
+        module.log("val/tokens_per_step", num_tokens / num_steps, prog_bar=True, sync_dist=True)
         for depth in range(1, length + 1):
-            pl_module.log(f"val/accepted_d{depth}", float((num_accepted >= depth).float().mean()), sync_dist=True)
+            module.log(f"val/accepted_d{depth}", float((num_accepted >= depth).float().mean()), sync_dist=True)
 
 
 class SaveWhenStopped(Callback):

@@ -15,9 +15,11 @@ from drafter.engine.settings import EngineConfig
 from drafter.targets.target import Target
 from drafter.training.module import DrafterModule
 from drafter.training.options import DrafterOptions, Objective, OptimOptions
-from tests.data.tiny import tiny_target
+from tests.engine.drafters import answers_of, prompts_for
+from tests.engine.oracle import assert_lossless, tiny_target
 
 PROMPT_LENGTH = 3
+ANSWER = SamplingParams(max_new_tokens=13, ignore_eos=True)
 
 
 class Losses(Callback):
@@ -58,27 +60,15 @@ class FakeData(LightningDataModule):
         return [row[:PROMPT_LENGTH] for row in self.rows[:num]]
 
 
-@torch.no_grad()
-def greedy_rows(target: Target, num_rows: int = 6, length: int = 16) -> list[list[int]]:
-    """Random prompts, continued by the target's own picks."""
-    token_BT = torch.randint(
-        4, target.vocab_size, (num_rows, PROMPT_LENGTH), generator=torch.Generator().manual_seed(5)
-    )
-    while token_BT.shape[1] < length:
-        pick_B = target.logits(target.forward(token_BT).hidden_BTD[:, -1]).argmax(dim=-1)
-        token_BT = torch.cat([token_BT, pick_B[:, None]], dim=1)
-    rows: list[list[int]] = token_BT.tolist()
-    return rows
-
-
 def make_target() -> Target:
-    """Random weights, made larger so that the greedy text is varied."""
-    target = tiny_target(hidden_size=32)
-    with torch.no_grad():
-        for parameter in target.model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(8)
-    return Target.from_model(target.model, target.tokenizer, name="tiny")
+    """Random weights; the greedy text is varied."""
+    return tiny_target(35, vocab_size=128)
+
+
+def greedy_rows(target: Target, num_rows: int = 6) -> list[list[int]]:
+    """Random prompts, continued by the target's own picks."""
+    prompts = prompts_for(num_rows, seed=5, sizes=(PROMPT_LENGTH,))
+    return [prompt + answer for prompt, answer in zip(prompts, answers_of(target, prompts, ANSWER), strict=True)]
 
 
 def make_module(target: Target, **changes: Any) -> DrafterModule:
@@ -128,7 +118,4 @@ def tokens_per_step(module: DrafterModule, target: Target, rows: list[list[int]]
     """How many tokens a step of the engine writes of the target's own rows, by the drafts of a module."""
     drafter = copy.deepcopy(module.drafter).eval()
     engine = Engine(target, drafter, EngineConfig(beam_width=2, draft_length=3, tree_size=7, copying=False))
-    params = SamplingParams(max_new_tokens=len(rows[0]) - PROMPT_LENGTH, ignore_eos=True)
-    answers = engine.generate([row[:PROMPT_LENGTH] for row in rows], params)
-    assert [answer.token_ids for answer in answers] == [row[PROMPT_LENGTH:] for row in rows]
-    return sum(len(answer.token_ids) for answer in answers) / sum(answer.num_target_forwards for answer in answers)
+    return assert_lossless(engine, [(row[:PROMPT_LENGTH], ANSWER) for row in rows])
