@@ -23,7 +23,8 @@ from drafter import SamplingParams, Target
 from drafter.decoding.sampling import gumbel_noise, make_warp, pick
 from drafter.utils.provenance import run_record
 from tests.engine.test_exactness import NUM_TOKENS, V, make_engine, sample
-from tests.reference.published_rule import markov_distribution, published_answers
+from tests.reference.published_rule import published_answers
+from tests.reference.table_target import exact_distribution
 from tests.reference.warpers import softmax
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results" / "sampling.jsonl"
@@ -106,9 +107,9 @@ def published_rule(num_answers: int = 20_000) -> list[dict[str, Any]]:
             target_logits, noise = generator.normal(size=(2, V, V))
             p_VV = np.array([softmax(row) for row in target_logits])
             q_VV = np.array([softmax(row) for row in likeness * target_logits + (1 - likeness) * noise])
-            answers = published_answers(p_VV, q_VV, 0, NUM_TOKENS, num_answers, width=3, length=3)
+            answers = published_answers(p_VV, q_VV, NUM_TOKENS, num_answers, width=3, length=3)
             counts = Counter(map(tuple, answers.tolist()))
-            probs = markov_distribution(p_VV, 0, NUM_TOKENS)
+            probs = exact_distribution(lambda before, p=p_VV: p[before[-1] if before else 0], V, NUM_TOKENS)
             distance = sum(abs(counts[answer] / num_answers - prob) for answer, prob in probs.items()) / 2
             rows.append(
                 {

@@ -21,7 +21,7 @@ from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
-from tests.reference.published_rule import markov_distribution, published_answers
+from tests.reference.published_rule import published_answers
 from tests.reference.table_target import TableTarget, exact_distribution
 from tests.reference.warpers import softmax, warp
 from tests.sizes import size
@@ -83,10 +83,11 @@ def sample(engine, num_seeds, settings=SETTINGS):
 def distribution_of(target, params):
     """Probability of every answer."""
 
-    def step(logits):
+    def step(before):
+        logits = target.logits_after(before).tolist()
         return softmax(warp(logits, params.temperature, params.top_k, params.top_p, params.min_p))
 
-    return exact_distribution(target, NUM_TOKENS, step)
+    return exact_distribution(step, V, NUM_TOKENS)
 
 
 def p_value(answers, probs):
@@ -147,5 +148,6 @@ def test_teeth_the_published_rule():
     """The published acceptance of beams, which is no draw from the target's distribution, fails the same test."""
     target_logits, noise = np.random.default_rng(0).normal(size=(2, V, V))
     p_VV, q_VV = (np.array([softmax(row) for row in logits]) for logits in (target_logits, target_logits + noise))
-    answers = published_answers(p_VV, q_VV, 0, NUM_TOKENS, num_answers=2000, width=3, length=3)
-    assert p_value(map(tuple, answers.tolist()), markov_distribution(p_VV, 0, NUM_TOKENS)) < ALPHA
+    answers = published_answers(p_VV, q_VV, NUM_TOKENS, num_answers=2000, width=3, length=3)
+    probs = exact_distribution(lambda before: p_VV[before[-1] if before else 0], V, NUM_TOKENS)
+    assert p_value(map(tuple, answers.tolist()), probs) < ALPHA

@@ -6,9 +6,6 @@ first rejection, or from p after a whole beam. A beam-searched token is no sampl
 (arXiv 2403.09919, section 4: "might not give the exact distribution match".)
 """
 
-import math
-from itertools import pairwise, product
-
 import numpy as np
 import torch
 
@@ -46,23 +43,15 @@ def published_step(
 
 
 def published_answers(
-    p: np.ndarray, q: np.ndarray, root: int, num_tokens: int, num_answers: int, width: int, length: int, seed: int = 0
+    p: np.ndarray, q: np.ndarray, num_tokens: int, num_answers: int, width: int, length: int
 ) -> np.ndarray:
-    """[num_answers, num_tokens] token ids."""
-    generator = np.random.default_rng(seed)
+    """[num_answers, num_tokens] token ids, behind the token 0."""
+    generator = np.random.default_rng(0)
     beams = [beams_of(q, token, width, length) for token in range(len(q))]
     answers = np.empty((num_answers, num_tokens), dtype=np.int64)
     for row in answers:
-        tokens = [root]
+        tokens = [0]
         while len(tokens) <= num_tokens:
             tokens += published_step(p, q, tokens[-1], beams[tokens[-1]], generator)
         row[:] = tokens[1 : num_tokens + 1]
     return answers
-
-
-def markov_distribution(p: np.ndarray, root: int, num_tokens: int) -> dict[tuple[int, ...], float]:
-    """Probability of every answer of a target p[token, next] of order 1."""
-    return {
-        answer: math.prod(p[last, token] for last, token in pairwise((root, *answer)))
-        for answer in product(range(len(p)), repeat=num_tokens)
-    }

@@ -69,10 +69,10 @@ class TableTarget:
         return self.table[code, : self.vocab_size]
 
 
-def exact_distribution(target, num_tokens, warped_probs):
-    """Probability of every answer of `num_tokens` tokens; warped_probs(logits) is the distribution of one token."""
-    step = functools.cache(lambda before: warped_probs(target.logits_after(before).tolist()))
+def exact_distribution(step, vocab_size, num_tokens):
+    """Probability of every answer of `num_tokens` tokens; step(answer so far) is the distribution of the next token."""
+    step = functools.cache(step)
     return {
         answer: math.prod(step(answer[:i])[token] for i, token in enumerate(answer))
-        for answer in itertools.product(range(target.vocab_size), repeat=num_tokens)
+        for answer in itertools.product(range(vocab_size), repeat=num_tokens)
     }
