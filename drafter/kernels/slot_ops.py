@@ -1,4 +1,4 @@
-"""Writes into a slot cache as custom operators.
+"""Writes into a slot cache, as functions and as custom operators for compiled code.
 
 A compiler that turns in-place writes into pure functions copies the whole cache for every layer. Custom operators that
 declare the tensors they mutate stay in place.
@@ -22,22 +22,6 @@ def write_slots(
         slot_BT: int64 [B, T].
         new_keys, new_values: the keys and values to write.
     """
-    write = _write_operator if torch.compiler.is_compiling() else _write_slots
-    write(keys, values, layer, row_B1, slot_BT, new_keys, new_values)
-
-
-def move_slots(keys: Tensor, values: Tensor, row_B1: Tensor, source_BL: Tensor, destination_BL: Tensor) -> None:
-    """Copy slots within rows, all layers at once: slot source[b, l] of row b becomes slot destination[b, l].
-
-    All sources are read before anything is written, so the two may overlap.
-    """
-    move = _move_operator if torch.compiler.is_compiling() else _move_slots
-    move(keys, values, row_B1, source_BL, destination_BL)
-
-
-def _write_slots(
-    keys: Tensor, values: Tensor, layer: int, row_B1: Tensor, slot_BT: Tensor, new_keys: Tensor, new_values: Tensor
-) -> None:
     # A masked slot has weight 0 in attention, and 0 * NaN is NaN: an overflow at a drafted token, or in an earlier
     # request, must not reach other tokens.
     # Indices around a slice put the indexed dimensions first: the values go in as [B, T, H, K].
@@ -45,12 +29,16 @@ def _write_slots(
     values[layer][row_B1, :, slot_BT] = new_values.transpose(1, 2).nan_to_num(0.0, 0.0, 0.0)
 
 
-def _move_slots(keys: Tensor, values: Tensor, row_B1: Tensor, source_BL: Tensor, destination_BL: Tensor) -> None:
+def move_slots(keys: Tensor, values: Tensor, row_B1: Tensor, source_BL: Tensor, destination_BL: Tensor) -> None:
+    """Copy slots within rows, all layers at once: slot source[b, l] of row b becomes slot destination[b, l].
+
+    All sources are read before anything is written, so the two may overlap.
+    """
     for store in (keys, values):
         # The heads' slice stands between the two index tensors, so they lead: [B, L, layers, H, K].
         store[:, row_B1, :, destination_BL] = store[:, row_B1, :, source_BL]
 
 
 _STORES = ("keys", "values")
-_write_operator = torch.library.custom_op("drafter::write_slots", _write_slots, mutates_args=_STORES)
-_move_operator = torch.library.custom_op("drafter::move_slots", _move_slots, mutates_args=_STORES)
+write_operator = torch.library.custom_op("drafter::write_slots", write_slots, mutates_args=_STORES)
+move_operator = torch.library.custom_op("drafter::move_slots", move_slots, mutates_args=_STORES)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, StaticLayer
 
-from drafter.kernels.slot_ops import move_slots, write_slots
+from drafter.kernels.slot_ops import move_operator, move_slots, write_operator, write_slots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -165,7 +165,8 @@ class SlotCache(Cache):
         """
         store, layer = self._places[layer_idx]
         row_B1 = store.row_B1[self.rows]
-        write_slots(store.keys, store.values, layer, row_B1, store.slot_BT, key_states, value_states)
+        write = write_operator if torch.compiler.is_compiling() else write_slots
+        write(store.keys, store.values, layer, row_B1, store.slot_BT, key_states, value_states)
         return (
             store.keys[layer, self.rows, :, : self.window].to(self._read_dtype),
             store.values[layer, self.rows, :, : self.window].to(self._read_dtype),
@@ -180,7 +181,8 @@ class SlotCache(Cache):
         for store in self._stores.values():
             device = store.keys.device
             row_B1 = store.row_B1[: source_BL.shape[0]]
-            move_slots(store.keys, store.values, row_B1, source_BL.to(device), destination_BL.to(device))
+            move = move_operator if torch.compiler.is_compiling() else move_slots
+            move(store.keys, store.values, row_B1, source_BL.to(device), destination_BL.to(device))
 
     def copy_row(self, source: int, destination: int, num_slots: int) -> None:
         """Copy the first ``num_slots`` slots of a row over another row's (rows close up, a shared prefix)."""
