@@ -37,13 +37,12 @@ def convert_gguf(file: Path, folder: Path, *, has_weights: bool = True) -> None:
     config = type(found).from_dict({**description, "architectures": [architecture]})
     tokens = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     generation = GenerationConfig(**tokens)
-    if model is None:
-        config.save_pretrained(folder)
-        generation.save_pretrained(folder)
-    else:
+    if model is not None:
         # The model counts as quantised although its weights are plain, and so would refuse to be saved.
         model.hf_quantizer, model.config, model.generation_config = None, config, generation
         model.save_pretrained(folder, max_shard_size="1TB")
+    config.save_pretrained(folder)
+    generation.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

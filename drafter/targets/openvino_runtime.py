@@ -71,7 +71,8 @@ class OpenVINORuntime:
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": 32 if is_grouped and dtype == torch.bfloat16 else 0,
         }
         self._head = self._compile(Program(folder / HEAD, self._settings, ((1, hidden_size),)), "output matrix")
-        self._programs: dict[tuple[int, ...], _Program] = {}
+        self._requests: dict[tuple[int, ...], Any] = {}  # by the layers whose input is an output
+        self._bound: dict[tuple[int, ...], tuple[Any, list[Tensor]]] = {}  # keys and values, and memory of inputs
         self._stores: WeakKeyDictionary[SlotCache, dict[tuple[int, ...], list[Any]]] = WeakKeyDictionary()
 
     def forward(
@@ -95,17 +96,23 @@ class OpenVINORuntime:
         """
         num_slots = masks[0].shape[-1]
         inner_layers = tuple(sorted(layer for layer in {*context_layers} if layer < self._num_layers))
-        if inner_layers not in self._programs:
+        if inner_layers not in self._requests:
             wanted = Program(self._folder / FORWARD, self._settings, self._shapes, inner_layers)
-            self._programs[inner_layers] = _Program(self._compile(wanted, "layers"))
-        program = self._programs[inner_layers]
+            self._requests[inner_layers] = self._compile(wanted, "layers")
+        request = self._requests[inner_layers]
         slot_BT = cache.planned_slots
         embedding_BTD = self._embed(token_BT).to(self._dtype)
         added = (self._added_mask(mask, slot_BT) for mask in masks)
         tensors = [tensor.contiguous() for tensor in (embedding_BTD, position_BT, *added)]
-        outputs = program.run([self._share(tensor) for tensor in tensors], self._stores_of(cache, num_slots))
-        program.kept = tensors  # OpenVINO does not keep the memory of its inputs
-        hidden, keys, values, *inner = map(self._read, outputs)
+        inputs, stores = [self._share(tensor) for tensor in tensors], self._stores_of(cache, num_slots)
+        if inner_layers not in self._bound or self._bound[inner_layers][0] is not stores:  # the same in most steps
+            inputs += stores
+        for index, tensor in enumerate(inputs):
+            request.set_input_tensor(index, tensor)
+        self._bound[inner_layers] = stores, tensors  # OpenVINO does not keep the memory of its inputs
+        request.infer()
+        outputs = range(3 + len(inner_layers))
+        hidden, keys, values, *inner = (self._read(request.get_output_tensor(index)) for index in outputs)
         self._write(cache, slot_BT, keys, values)
         hidden_BTD = hidden.clone()
         if not context_layers:
@@ -187,27 +194,6 @@ class OpenVINORuntime:
         """OpenVINO's memory as a tensor, valid until the next run."""
         found = torch.from_numpy(tensor.data)
         return found if found.dtype == torch.float32 else found.view(self._dtype)
-
-
-class _Program:
-    """A compiled program, which remembers its keys and values: they are the same in most steps."""
-
-    def __init__(self, request: Any) -> None:
-        self._request = request
-        self._num_outputs = len(request.model_outputs)
-        self._bound: list[Any] = []
-        self.kept: list[Tensor] = []  # until the next run has other inputs
-
-    def run(self, inputs: list[Any], stores: list[Any]) -> list[Any]:
-        """Outputs, valid until the next run, of embeddings, positions and masks, and of keys and values."""
-        for index, tensor in enumerate(inputs):
-            self._request.set_input_tensor(index, tensor)
-        if stores is not self._bound:
-            for index, tensor in enumerate(stores, len(inputs)):
-                self._request.set_input_tensor(index, tensor)
-            self._bound = stores
-        self._request.infer()
-        return [self._request.get_output_tensor(index) for index in range(self._num_outputs)]
 
 
 def _neighbours(slot_BT: Tensor) -> list[int] | None:
