@@ -56,10 +56,6 @@ class LayerStack:
         alike = [other for other in range(1, self.num_recorded) if self._kinds[other] == self._kinds[layer]]
         return alike[:-3:-1]
 
-    def tensor(self, layer: int, rest: str) -> Any:
-        """A parameter or buffer of a layer."""
-        return attrgetter(rest)(self.layers[layer])
-
     def is_recorded(self, name: str) -> bool:
         """Whether a parameter of the decoder is in a recorded layer, or in none."""
         found = re.match(rf"{re.escape(self.path)}\.(\d+)\.", name)
@@ -208,7 +204,7 @@ class _RecordedLayers:
                 self.given.append(name)
             else:
                 attribute = name.replace(".", "_")
-                setattr(self._recorded, attribute, self._stack.tensor(layer, rest))
+                setattr(self._recorded, attribute, attrgetter(rest)(self._stack.layers[layer]))
                 found[node] = graph.get_attr(attribute)
         for node, copy in found.items():
             copy.meta = dict(node.meta)
