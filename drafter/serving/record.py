@@ -1,4 +1,9 @@
-"""Recording of finished answers, only when asked: a thread of its own writes, so that no answer waits for a disk."""
+"""Recording of finished answers, only when asked: a thread of its own writes, so that no answer waits for a disk.
+
+A row is one JSON line, token ids and sampling parameters alone:
+
+    {"prompt_token_ids": [1, 5, 9], "token_ids": [7, 7, 2], "temperature": 0.8, "top_k": 0, ..., "seed": 3}
+"""
 
 import json
 import logging
@@ -6,17 +11,27 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from drafter.serving.metrics import Metrics
-from drafter.utils.traffic import traffic_files
 
 _log = logging.getLogger("drafter.serving")
 _FILE_BYTES = 64 * 2**20
 _MAX_WAITING = 1024  # rows that wait for the disk; further rows are dropped
+
+
+def traffic_row(prompt_ids: Sequence[int], token_ids: Sequence[int], params: Mapping[str, Any]) -> dict[str, Any]:
+    """The row of one answer; ``params``: its sampling parameters, of which the client's texts are left out."""
+    kept = {name: value for name, value in params.items() if name != "stop"}
+    return {"prompt_token_ids": list(prompt_ids), "token_ids": list(token_ids), **kept}
+
+
+def traffic_files(folder: Path) -> list[Path]:
+    """The files of a folder of traffic, the oldest first."""
+    return sorted(folder.glob("traffic-*.jsonl"))
 
 
 class Recorder:

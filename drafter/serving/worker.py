@@ -26,9 +26,8 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.serving.answers import Answer, Choice
 from drafter.serving.metrics import Metrics
 from drafter.serving.protocol import TRY_LATER, ApiError
-from drafter.serving.record import Recorder
+from drafter.serving.record import Recorder, traffic_row
 from drafter.utils.io import first_line
-from drafter.utils.traffic import traffic_row
 
 State = Literal["starting", "ready", "draining", "dead"]
 

@@ -13,8 +13,8 @@ import pytest
 from drafter.serving import follow
 from drafter.serving.app import create_app
 from drafter.serving.options import ServeOptions
+from drafter.serving.record import traffic_files
 from drafter.utils.io import replacing
-from drafter.utils.traffic import traffic_files
 from tests.serving.live import MODEL, Live, live_server, offline
 from tests.serving.test_limits import BODY, CHAT, LONG, key
 from tests.serving.test_record import rows_of

@@ -13,8 +13,7 @@ import pytest
 
 from drafter.serving import record
 from drafter.serving.metrics import Metrics
-from drafter.serving.record import Recorder
-from drafter.utils.traffic import traffic_files, traffic_row
+from drafter.serving.record import Recorder, traffic_files, traffic_row
 
 ROW = traffic_row([1, 2], [3], {"temperature": 0.5, "stop": ("a secret",), "seed": 7})
 
