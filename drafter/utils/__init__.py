@@ -1,1 +1,1 @@
-"""Files, provenance, options and checks of values; standard library, and jsonargparse for options."""
+"""Files, provenance, options and checks of values; standard library, jsonargparse for options, pydantic for checks."""
