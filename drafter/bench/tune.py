@@ -81,7 +81,7 @@ class _Steered(TreeSizer):
     """A sizer whose caller sets the next tree."""
 
     def __init__(self, trees: list[Tree]) -> None:
-        super().__init__(TunedSizes({}, ()))
+        super().__init__(())
         self.trees, self.tree = trees, PLAIN
 
     def choose(self, num_rows: int) -> Tree:
@@ -169,7 +169,7 @@ class _Calibration:
     def sizes(self) -> TunedSizes:
         """A plan for every number of rows."""
         conditions = conditions_of(self._target, self._drafter, is_compiled=self._engine.plan.compile)
-        return TunedSizes(conditions, tuple(RowPlan(rows, self._choices(rows)) for rows in self._seconds))
+        return TunedSizes(**conditions, plans=tuple(RowPlan(rows, self._choices(rows)) for rows in self._seconds))
 
     def _choices(self, num_rows: int) -> tuple[MeasuredTree, ...]:
         """Plain decoding, and the trees that are fastest at some acceptance and faster than plain decoding."""

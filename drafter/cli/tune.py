@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from drafter.bench.settings import TuneSettings
@@ -55,7 +55,7 @@ def tune(options: TuneOptions) -> None:
     sizes, measured = run_tune(target, drafter, prompts, options, options.compile)
     made_by = run_record()
     content = {
-        **sizes.as_json(),
+        **asdict(sizes),
         "target": target.name,
         "drafter": options.drafter,
         "calibration": {"prompts": workload.name, "digest": workload.digest, "num_prompts": len(prompts)},

@@ -73,7 +73,7 @@ class Engine:
         if proposer is not None or sizer is not None:
             plan = replace(plan, tuned=None, max_drafted_rows=None)  # both belong to the plan's own tree
         elif plan.tuned is not None:
-            sizer = TreeSizer(read_tuned(Path(plan.tuned)))
+            sizer = TreeSizer(read_tuned(Path(plan.tuned)).plans)
         self.plan = plan
         self.compiler = Compiler(is_on=plan.compile)
         self._sizer = sizer if proposer is None else None

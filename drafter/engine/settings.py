@@ -212,7 +212,7 @@ def resolve(
     if method == "drafter" and drafter is not None and is_open and config.tuned != NO_FILE:
         sizes, where = _measured(config, target, drafter, is_compiled=plan.compile)
         if sizes is not None:
-            most = max(each.tree_size for each in sizes.trees)
+            most = max(choice.tree_size for each in sizes.plans for choice in each.choices)
             return replace(plan, tuned=where, tree_size=most, reason=f"{sizes.summary()}: measured, {where}")
         note = f"; {where}"
     elif method == "lookup" and drafter is None and config.method is None:

@@ -4,21 +4,20 @@ The choice changes the speed of decoding and no token.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, NotRequired
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
-from typing_extensions import TypedDict
 
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 from drafter.utils.parse import read_json, validated
 from drafter.utils.provenance import cpu_name
 
-SCHEMA = "drafter-tuned/1"
+SCHEMA: Literal["drafter-tuned/1"] = "drafter-tuned/1"
 
 Size = Annotated[int, Field(ge=1, le=4096)]  # of a tree, in a file
 
@@ -91,27 +90,29 @@ class RowPlan:
         return max(self.choices, key=lambda choice: (choice.rate(ratio), -choice.tree_size))
 
 
-@dataclass(frozen=True)
+def trees_of(plans: Iterable[RowPlan]) -> list[Tree]:
+    """All trees of the plans, without repeats; plain decoding is one of them."""
+    return sorted({PLAIN, *(choice.tree for plan in plans for choice in plan.choices)}, key=lambda tree: tree[::-1])
+
+
+@dataclass(frozen=True, kw_only=True)
 class TunedSizes:
-    """The measured plans of one machine, target and drafter.
+    """The measured plans of one machine, target and drafter: the content of the file of `drafter tune`.
 
     Attributes:
-        conditions: what the measurement depends on, of :func:`conditions_of`; without ``drafter_fingerprint`` the
-            plans are for every drafter of the shape.
+        device, dtype, runtime, compile, target_fingerprint, drafter_fingerprint: what the measurement depends on
+            (:func:`conditions_of`). Without the fingerprint of a drafter the plans are for every drafter of the shape.
         plans: plans in the order of their rows.
     """
 
-    conditions: Mapping[str, str | bool]
-    plans: tuple[RowPlan, ...]
-
-    def plan_for(self, num_rows: int) -> RowPlan | None:
-        """The plan of the smallest measured number of rows that is at least ``num_rows``; None if there is none."""
-        return next((plan for plan in self.plans if plan.num_rows >= num_rows), None)
-
-    @property
-    def trees(self) -> list[Tree]:
-        """All trees of all plans, without repeats; plain decoding is one of them."""
-        return sorted({PLAIN, *(choice.tree for plan in self.plans for choice in plan.choices)}, key=lambda t: t[::-1])
+    schema: Literal["drafter-tuned/1"] = SCHEMA
+    device: str
+    dtype: str
+    runtime: str
+    compile: bool
+    target_fingerprint: str
+    drafter_fingerprint: str | None = None
+    plans: Annotated[tuple[RowPlan, ...], Field(min_length=1)]
 
     def summary(self) -> str:
         """The calibrated choice for each number of rows, in one line."""
@@ -121,21 +122,6 @@ class TunedSizes:
             size = "plain" if tree.is_plain else f"W {tree.beam_width} L {tree.draft_length} N {tree.tree_size}"
             sizes.append(f"{plan.num_rows}: {size}")
         return "drafter, trees by rows: " + "; ".join(sizes)
-
-    def as_json(self) -> dict[str, Any]:
-        """The content of the file that :func:`read_tuned` reads."""
-        return {"schema": SCHEMA, **self.conditions, "plans": [asdict(plan) for plan in self.plans]}
-
-
-class _File(TypedDict):
-    schema: str
-    device: str
-    dtype: str
-    runtime: str
-    compile: bool
-    target_fingerprint: str
-    drafter_fingerprint: NotRequired[str]
-    plans: tuple[RowPlan, ...]
 
 
 def read_tuned(path: Path) -> TunedSizes:
@@ -150,16 +136,13 @@ def read_tuned(path: Path) -> TunedSizes:
     except ValueError as error:
         raise ValueError(f"--tuned {error}") from error
     try:
-        found = validated(_File, content, "the file")
-        if found["schema"] != SCHEMA or not found["plans"]:
-            raise ValueError(f"its schema is {found['schema']!r} but must be {SCHEMA!r}, with plans")
-        for plan in found["plans"]:
+        found = validated(TunedSizes, content, "the file")
+        for plan in found.plans:
             if PLAIN not in [choice.tree for choice in plan.choices]:
                 raise ValueError(f"no measurement of plain decoding for {plan.num_rows} rows")
     except ValueError as error:
         raise ValueError(f"--tuned {path}: {error}: run `drafter tune` again") from error
-    conditions: dict[str, Any] = {name: value for name, value in found.items() if name not in ("schema", "plans")}
-    return TunedSizes(conditions, tuple(sorted(found["plans"], key=lambda plan: plan.num_rows)))
+    return replace(found, plans=tuple(sorted(found.plans, key=lambda plan: plan.num_rows)))
 
 
 def is_tuned_file(path: Path) -> bool:
@@ -179,13 +162,16 @@ class TreeSizer:
     Plain decoding is the fastest choice where no tree pays. Plain steps show no acceptance, so they slowly forget the
     low ratio, until a tree is the fastest choice again for a few steps.
 
+    Args:
+        plans: the measured plans, in the order of their rows.
+
     Attributes:
         trees: all trees that the sizer may choose.
     """
 
-    def __init__(self, sizes: TunedSizes) -> None:
-        self._sizes = sizes
-        self.trees = sizes.trees
+    def __init__(self, plans: Sequence[RowPlan]) -> None:
+        self._plans = plans
+        self.trees = trees_of(plans)
         self.forget()
 
     def forget(self) -> None:
@@ -203,7 +189,7 @@ class TreeSizer:
 
     def choose(self, num_rows: int) -> Tree:
         """The tree for the next step of ``num_rows`` rows."""
-        plan = self._sizes.plan_for(num_rows)
+        plan = next((plan for plan in self._plans if plan.num_rows >= num_rows), None)
         if plan is None:
             self._present = None  # no measurement for so many rows
             return PLAIN
@@ -250,7 +236,7 @@ def fingerprint_of_weights(drafter: RecurrentDrafter) -> str:
     return digest.hexdigest()[:16]
 
 
-def conditions_of(target: Target, drafter: RecurrentDrafter, *, is_compiled: bool) -> dict[str, str | bool]:
+def conditions_of(target: Target, drafter: RecurrentDrafter, *, is_compiled: bool) -> dict[str, Any]:
     """What measured sizes depend on: machine, target, drafter, and whether the steps are compiled."""
     return {
         "device": device_name(target.device),
@@ -262,11 +248,12 @@ def conditions_of(target: Target, drafter: RecurrentDrafter, *, is_compiled: boo
     }
 
 
-def misfit(sizes: TunedSizes, present: Mapping[str, str | bool]) -> str:
+def misfit(sizes: TunedSizes, present: Mapping[str, Any]) -> str:
     """The first condition of a measurement that is not the present one, in words; empty if the sizes fit."""
-    for name, value in sizes.conditions.items():
-        if present[name] != value:
-            return f"was measured for another {name.partition('_')[0]} ({value}, not {present[name]})"
+    for name, found in present.items():
+        measured = getattr(sizes, name)
+        if measured not in (None, found):
+            return f"was measured for another {name.partition('_')[0]} ({measured}, not {found})"
     return ""
 
 

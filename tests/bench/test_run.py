@@ -2,7 +2,7 @@
 
 import json
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -129,8 +129,8 @@ def test_a_tuned_method_goes_by_its_file(tmp_path: Path, models: LoadedModels, m
 
     def write(tree: Tree) -> None:
         plan = RowPlan(1, (MeasuredTree(*PLAIN, 1.0, 1.0), MeasuredTree(*tree, 1.5, 1.1)))
-        sizes = TunedSizes(conditions_of(models.target, models.drafter, is_compiled=False), (plan,))
-        (tmp_path / "tuned.json").write_text(json.dumps(sizes.as_json()))
+        sizes = TunedSizes(**conditions_of(models.target, models.drafter, is_compiled=False), plans=(plan,))
+        (tmp_path / "tuned.json").write_text(json.dumps(asdict(sizes)))
 
     tuned = replace(SETTINGS, methods=("none", "drafter:tuned"), rounds=1)
     with pytest.raises(ValueError, match="drafter:tuned needs .*runs--drafter/tuned.json"):

@@ -53,7 +53,7 @@ def test_cheap_nodes_make_large_trees_and_dear_ones_none(monkeypatch: pytest.Mon
     dear, measured = tune(shared_target(), trained_drafter(), prompts, SETTINGS)
     assert [plan.choices for plan in dear.plans] == [plan.choices[:1] for plan in dear.plans]
     assert all(plan.best().tree == PLAIN for plan in dear.plans)
-    assert [each.conditions["dtype"] for each in (cheap, dear)] == ["float32", "stored"]
+    assert [each.dtype for each in (cheap, dear)] == ["float32", "stored"]
     assert tuned_table(dear).splitlines()[2].replace(" ", "").startswith("|1|1|-|-|1.00|")
     # Candidates that cannot pay for one row are not measured for two.
     assert {tuple(line[:4]) for line in measured} >= {(1, 2, 1, 2), (2, *PLAIN)}

@@ -9,7 +9,7 @@ import pytest
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
-from drafter.engine.tuned import PLAIN, MeasuredTree, RowPlan, TreeSizer, TunedSizes
+from drafter.engine.tuned import PLAIN, MeasuredTree, RowPlan, TreeSizer
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
@@ -28,7 +28,7 @@ def untrained(**settings: object) -> RecurrentDrafter:
 
 def sizer() -> TreeSizer:
     trees = (MeasuredTree(*PLAIN, 1.0, 1.0), MeasuredTree(2, 2, 4, 1.9, 1.0), MeasuredTree(4, 3, 8, 2.0, 1.0))
-    return TreeSizer(TunedSizes({}, (RowPlan(4, trees),)))
+    return TreeSizer((RowPlan(4, trees),))
 
 
 @pytest.mark.parametrize("is_sized", [False, True])

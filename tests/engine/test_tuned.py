@@ -3,7 +3,9 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,7 @@ from drafter.engine.tuned import (
     conditions_of,
     misfit,
     read_tuned,
+    trees_of,
 )
 from drafter.models.drafter import RecurrentDrafter
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
@@ -31,12 +34,16 @@ SMALL, LARGE = Tree(2, 2, 4), Tree(4, 4, 12)
 ONE_ROW = RowPlan(1, (MeasuredTree(*PLAIN, 1.0, 1.0), MeasuredTree(*SMALL, 1.5, 1.2), MeasuredTree(*LARGE, 2.0, 1.5)))
 
 
+def conditions() -> dict[str, Any]:
+    return conditions_of(shared_target(), trained_drafter(), is_compiled=False)
+
+
 def sizes_of(*plans: RowPlan) -> TunedSizes:
-    return TunedSizes(conditions_of(shared_target(), trained_drafter(), is_compiled=False), plans or (ONE_ROW,))
+    return TunedSizes(**conditions(), plans=plans or (ONE_ROW,))
 
 
 def write(path: Path, content: TunedSizes, **changes: object) -> str:
-    fields = {**content.as_json(), **changes}
+    fields = {**asdict(content), **changes}
     path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
     return str(path)
 
@@ -45,9 +52,8 @@ def test_the_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     other = RowPlan(8, (MeasuredTree(*PLAIN, 1.0, 2.0), MeasuredTree(*SMALL, 1.4, 2.5)))
     found = read_tuned(Path(write(tmp_path / "s.json", sizes_of(other, ONE_ROW))))
     assert found == sizes_of(ONE_ROW, other)
-    assert found.trees == [PLAIN, SMALL, LARGE]
+    assert trees_of(found.plans) == [PLAIN, SMALL, LARGE]
     assert found.summary() == "drafter, trees by rows: 1: W 4 L 4 N 12; 8: W 2 L 2 N 4"
-    assert [found.plan_for(rows) for rows in (1, 2, 8, 9)] == [ONE_ROW, other, other, None]
 
 
 def measured(**changes: object) -> dict[str, object]:
@@ -57,7 +63,7 @@ def measured(**changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"schema": "other/1"}, "schema is 'other/1'"),
+        ({"schema": "other/1"}, "schema: Input should be 'drafter-tuned/1'"),
         ({"plans": [{"num_rows": 1, "choices": []}]}, "plain"),
         (
             {"plans": [{"num_rows": 1, "choices": [measured(tree_size=9999)]}]},
@@ -88,7 +94,7 @@ def test_a_file_of_another_machine_is_refused_by_the_engine_and_passed_over_besi
 def test_a_target_of_stored_integers_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = sizes_of()
     monkeypatch.setattr(shared_target(), "is_stored", True)  # dtype and fingerprint are those of the unpacked weights
-    assert misfit(plain, sizes_of().conditions) == "was measured for another dtype (float32, not stored)"
+    assert misfit(plain, conditions()) == "was measured for another dtype (float32, not stored)"
 
 
 def loaded_drafter(folder: Path) -> RecurrentDrafter:
@@ -114,12 +120,12 @@ def test_measured_sizes_are_the_default_unless_the_tree_is_given(tmp_path: Path,
 
 def test_the_tree_follows_the_rows_and_is_plain_where_nothing_was_measured() -> None:
     many = RowPlan(4, (MeasuredTree(*PLAIN, 1, 2.0), MeasuredTree(*SMALL, 1.4, 2.5), MeasuredTree(*LARGE, 1.9, 5.0)))
-    sizer = TreeSizer(sizes_of(ONE_ROW, many))
+    sizer = TreeSizer((ONE_ROW, many))
     assert [sizer.choose(rows) for rows in (1, 2, 4, 5, 1)] == [LARGE, SMALL, SMALL, PLAIN, LARGE]
 
 
 def test_the_tree_shrinks_while_fewer_drafts_are_kept_and_grows_again() -> None:
-    sizer = TreeSizer(sizes_of())
+    sizer = TreeSizer((ONE_ROW,))
     assert sizer.choose(1) == LARGE
     seen = _drive(sizer, 400, kept_per_step={SMALL: 0.25, LARGE: 0.5})  # ratio 0.5: SMALL gives 1.25 / 1.2
     assert seen[-1] == SMALL and sizer.ratio == pytest.approx(0.5, abs=0.05)
@@ -128,7 +134,7 @@ def test_the_tree_shrinks_while_fewer_drafts_are_kept_and_grows_again() -> None:
 
 
 def test_rejected_drafts_lead_to_plain_decoding_and_are_tried_again_now_and_then() -> None:
-    sizer = TreeSizer(sizes_of())
+    sizer = TreeSizer((ONE_ROW,))
     seen = _drive(sizer, 20000, kept_per_step={SMALL: 0.0, LARGE: 0.0})
     first_plain = seen.index(PLAIN)
     assert first_plain < 60
@@ -153,7 +159,7 @@ class CountingSizer(TreeSizer):
     """A sizer that remembers the trees that it chose, and the rows that it observed."""
 
     def __init__(self, *plans: RowPlan) -> None:
-        super().__init__(sizes_of(*plans))
+        super().__init__(plans)
         self.chosen: set[Tree] = set()
         self.num_observed: set[int] = set()
 
