@@ -77,9 +77,9 @@ def assert_lossless(engine: Engine, asked: Sequence[tuple[Sequence[int], Samplin
     return sum(len(c.token_ids) for c in found) / sum(c.num_target_forwards for c in found)
 
 
-def rows_of(texts: Sequence[Sequence[int]], *, num_slots: int = 64, garbage: int = 7) -> RowState:
-    """Greedy rows whose history is ``texts``, the last token of each being the root; behind it stands garbage."""
-    history_BS = torch.full((len(texts), num_slots), garbage)
+def rows_of(texts: Sequence[Sequence[int]], *, num_slots: int = 64) -> RowState:
+    """Greedy rows of ``texts`` that end with the root; behind the root stand tokens that nobody may read."""
+    history_BS = torch.full((len(texts), num_slots), 2)
     for row, text in enumerate(texts):
         history_BS[row, : len(text)] = torch.tensor(text)
     length_B = torch.tensor([len(text) - 1 for text in texts])

@@ -1,7 +1,5 @@
 """What servers need of the engine: prefixes reused, trees, failed steps."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -15,9 +13,9 @@ GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
 SYSTEM = "You are a careful assistant who answers in few words."
 
 
-def run(engine: Engine, *, until: Callable[[], bool] | None = None) -> list[Update]:
+def run(engine: Engine) -> list[Update]:
     updates = []
-    while engine.has_work and not (until and until()):
+    while engine.has_work:
         updates += engine.step()
     return updates
 

@@ -25,7 +25,7 @@ from drafter.proposers.beam import BeamProposer
 from drafter.proposers.options import Drafting
 from tests.engine.oracle import rows_of
 from tests.reference.nodes import nodes_of, paths_of
-from tests.reference.warpers import rank_children
+from tests.reference.warpers import softmax, warp
 
 NUM_BEAM_CASES = 200
 NUM_TREE_CASES = 200
@@ -95,14 +95,6 @@ class Case:
         numbers |= {"tau": self.tau, "noise_weight": self.noise_weight, "coupled": self.is_coupled}
         return BeamProposer(self.drafter, self._target, Drafting(method="drafter", **(numbers | more)))
 
-    def rank(self, row, depth, logits):
-        """Log-scores of all children at `depth`, [R] -> [R]: the formula, in Python floats."""
-        p = self.params[row]
-        noise = None
-        if self.is_coupled and self.noise_BLV is not None:
-            noise = self.noise_BLV[row, depth][self.drafter.draft_token_ids_R].tolist()
-        return rank_children(logits, noise, self.tau, self.noise_weight, p.temperature, p.top_k, p.top_p, p.min_p)
-
     def token_logits(self, row, path):
         """The drafter's logits [R] after the root and a path of target tokens."""
         tokens = [self.rows.root_B[row].item(), *path]
@@ -112,23 +104,33 @@ class Case:
             state_D = self.drafter.step(context_C, state_D, self.embed(torch.tensor(token)))
         return self.drafter.logits(context_C, state_D)
 
-    def reference_tree(self, row):
-        """drafter.reference's tree; it carries the state along, and its tokens are draft indices below the root."""
-        ids_R = self.drafter.draft_token_ids_R
+    def reference_tree(self, row, copy_of=lambda path: (0.0, 0)):
+        """drafter.reference's tree, scored in Python floats; ``copy_of`` gives the share and token that a path copies.
 
-        def expand(llm_state, rnn_state, token):
-            target_token = token if rnn_state.isnan().all() else ids_R[token]
-            before = self.drafter.init_state(llm_state) if rnn_state.isnan().all() else rnn_state
-            state = self.drafter.step(llm_state, before, self.embed(target_token))
-            return state, self.drafter.logits(llm_state, state)
+        Tokens are the target's, and the state of a beam is its path, root included.
+        """
+        p = self.params[row]
 
-        def rank(depth, logits):
-            return torch.tensor(self.rank(row, depth, logits.tolist()), dtype=torch.float64)
+        def scores(path):
+            warped = warp(self.token_logits(row, path).tolist(), p.temperature, p.top_k, p.top_p, p.min_p)
+            share, copied = copy_of(path)
+            share_V = [0.0] * self.vocab_size
+            for token, own in zip(self.drafter.draft_token_ids_R.tolist(), softmax(warped), strict=True):
+                share_V[token] = (1 - share) * own
+            share_V[copied] += share
+            rank_V = [math.log(each) if each else -math.inf for each in share_V]
+            if self.is_coupled and p.temperature > 0:
+                noise_V = self.noise_BLV[row, len(path)].tolist()
+                rank_V = [rank + self.noise_weight * noise for rank, noise in zip(rank_V, noise_V, strict=True)]
+            return [math.log(each) if each else -math.inf for each in softmax([rank / self.tau for rank in rank_V])]
 
-        # NaN marks the state before the root, whose token is no draft index.
+        def expand(_, path, token):
+            path = [*path, int(token)]
+            return path, torch.tensor(scores(path[1:]), dtype=torch.float64)
+
         root = reference.Node(self.rows.root_B[row].item(), 0, 0, 0.0)
-        start = reference.Beam(0, torch.full((D,), torch.nan), root)
-        return reference.search_tree(expand, rank, self.width, self.length, self.rows.context_BC[row], [root], [start])
+        start = reference.Beam(0, [], root)
+        return reference.search_tree(expand, lambda _, score_V: score_V, self.width, self.length, None, [root], [start])
 
 
 def is_on_edge(scores, num_kept):
@@ -178,9 +180,7 @@ def test_beam_search_equals_the_reference(block):
         final = case.proposer(tree_policy="final-beams")
         trees = all_nodes.propose(case.rows, case.noise_BLV), final.propose(case.rows, case.noise_BLV)
         for row in range(case.num_rows):
-            ids_R = case.drafter.draft_token_ids_R
             nodes = case.reference_tree(row)
-            nodes = [nodes[0], *(node._replace(token=ids_R[node.token].item()) for node in nodes[1:])]
             expected = paths_of(nodes)
             depth = torch.arange(1, case.length + 1).repeat_interleave(case.width)
             found = paths_of(nodes_of(nodes[0].token, token_BM[row], parent_BM[row], depth, score_BM[row]))

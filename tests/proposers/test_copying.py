@@ -2,15 +2,14 @@
 
 import math
 import random
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 
 from drafter.proposers.copying import SHARES, Copies, mix
-from drafter.reference import Beam, Node, search_tree
 from tests.proposers.test_beam_reference import Case
-from tests.reference.warpers import softmax, warp
 
 
 def share_of_copy(tokens: list[int], path: list[int]) -> tuple[float, int]:
@@ -70,46 +69,14 @@ def copying_rows(case: Case, number: int) -> None:
     case.rows = case.rows._replace(history_BS=history_BS, root_B=root_B)
 
 
-def twin_nodes(case: Case, row: int) -> list[Node]:
-    """The nodes that the loop twin drafts; paths and tokens are of the target's vocabulary."""
-    ids = case.drafter.draft_token_ids_R.tolist()
-    tokens = case.rows.history_BS[row, : int(case.rows.length_B[row]) + 1].tolist()
-    params = case.params[row]
-
-    def score(path: list[int]) -> list[float]:
-        warped = warp(case.token_logits(row, path), params.temperature, params.top_k, params.top_p, params.min_p)
-        share_V = [0.0] * case.vocab_size
-        for token, share in zip(ids, softmax(warped), strict=True):
-            share_V[token] = share
-        share, copied = share_of_copy(tokens, path)
-        if share:
-            share_V = [(1 - share) * value for value in share_V]
-            share_V[copied] += share
-        rank_V = [math.log(share) if share else -math.inf for share in share_V]
-        if case.is_coupled and case.noise_BLV is not None and params.temperature > 0:
-            noise_V = case.noise_BLV[row, len(path)].tolist()
-            rank_V = [rank + case.noise_weight * noise for rank, noise in zip(rank_V, noise_V, strict=True)]
-        return [math.log(p) if p > 0 else -math.inf for p in softmax([rank / case.tau for rank in rank_V])]
-
-    def expand(_: object, path: list[int], token: torch.Tensor) -> tuple[list[int], torch.Tensor]:
-        """The state is the path before the token, root included."""
-        path = [*path, int(token)]
-        return path, torch.tensor(score(path[1:]), dtype=torch.float64)
-
-    root = Node(int(case.rows.root_B[row]), 0, 0, 0.0)
-    start = Beam(0, [], root)
-    return search_tree(expand, lambda _, score_V: score_V, case.width, case.length, None, [root], [start])[1:]
-
-
-def tail_scores(case: Case, row: int, path: list[int], depth: int) -> list[float]:
+def tail_scores(case: Case, row: int, tokens: list[int], path: list[int], depth: int) -> list[float]:
     """Probabilities of the copies behind a path, as logarithms, one after the other down to ``depth``."""
-    tokens = case.rows.history_BS[row, : int(case.rows.length_B[row]) + 1].tolist()
-    params, scores = case.params[row], list[float]()
+    scores = list[float]()
     while len(path) < depth:
         share, copied = share_of_copy(tokens, path)
         if not share:
             break
-        if case.is_coupled and case.noise_BLV is not None and params.temperature > 0:
+        if case.is_coupled and case.noise_BLV is not None and case.params[row].temperature > 0:
             noise = case.noise_weight * case.noise_BLV[row, len(path), copied].item()
             scores.append(-math.exp(math.log((1 - share) / share) - noise))
         else:
@@ -130,7 +97,8 @@ def test_search_equals_the_loop_twin(block: int) -> None:
         plain_BM = case.proposer(copying=False).draft(case.rows, case.noise_BLV).score_BM
         num_changed += not torch.allclose(nodes.score_BM[:, :num_beams], plain_BM, atol=1e-3)
         for row in range(case.num_rows):
-            twin = twin_nodes(case, row)
+            tokens = case.rows.history_BS[row, : int(case.rows.length_B[row]) + 1].tolist()
+            _, *twin = case.reference_tree(row, partial(share_of_copy, tokens))
             scores = nodes.score_BM[row].tolist()
             found = sorted(score for score in scores[:num_beams] if score > -torch.inf)
             if found != pytest.approx(sorted(node.score for node in twin), abs=1e-4):
@@ -144,7 +112,7 @@ def test_search_equals_the_loop_twin(block: int) -> None:
             while last >= 0:
                 path.insert(0, listed[last][0])
                 last = listed[last][1]
-            wanted = tail_scores(case, row, path, case.length + 3)
+            wanted = tail_scores(case, row, tokens, path, case.length + 3)
             chain = pairwise([best, *scores[num_beams:]])
             assert [child - parent for parent, child in chain if child > -torch.inf] == pytest.approx(wanted, abs=1e-4)
             num_tails += len(wanted)

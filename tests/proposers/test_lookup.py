@@ -72,15 +72,6 @@ def test_scores_equal_the_loop(texts: list[list[int]], num_matches: int, length:
             assert score == pytest.approx(math.log(share), abs=1e-4)
 
 
-def test_garbage_behind_the_root_is_never_read() -> None:
-    proposer = proposer_of(8, 6, 12)
-    texts = [[1, 2, 3, 1, 2, 1, 2], [5], [4, 4, 4], [7, 1, 7]]
-    one, other = (proposer.propose(rows_of(texts, garbage=g), None) for g in (7, 2))
-    for a, b in zip(one[:4], other[:4], strict=True):
-        assert torch.equal(a, b)
-    assert one.is_node_BN.sum(dim=1).tolist()[1] == 1  # a single token has no earlier occurrence
-
-
 @pytest.mark.parametrize("numbers", [(4, 24, 8, 10, 8), (3, 6, 1, 5, 2), (8, 2, 4, 10, 1), (4, 64, 8, 3, 3)])
 def test_oracle(numbers: tuple[int, ...]) -> None:
     names = ("max_num_seqs", "tree_size", "num_matches", "lookup_length", "max_ngram")

@@ -1,4 +1,4 @@
-"""Loop twins of the logit warpers, of the pick and of a drafter's ranking: plain Python floats, one node at a time."""
+"""Loop twins of the logit warpers and of the pick: plain Python floats, one node at a time."""
 
 import math
 
@@ -53,15 +53,3 @@ def pick(logits: list[float], noise: list[float], temperature: float, top_k: int
     warped = warp(logits, temperature, top_k, top_p, min_p)
     scores = warped if temperature == 0 else [x + g for x, g in zip(warped, noise, strict=True)]
     return scores.index(max(scores))
-
-
-def rank_children(
-    logits: list[float], noise: list[float] | None, tau: float, noise_weight: float,
-    temperature: float, top_k: int, top_p: float, min_p: float,
-) -> list[float]:  # fmt: skip
-    """Log-probability of every child: log softmax((warped logits + weight * noise) / tau); no noise at 0."""
-    ranks = warp(logits, temperature, top_k, top_p, min_p)
-    if noise is not None and temperature > 0:
-        ranks = [x + noise_weight * g for x, g in zip(ranks, noise, strict=True)]
-    probs = softmax([x / tau for x in ranks])
-    return [math.log(p) if p > 0 else -math.inf for p in probs]
