@@ -26,10 +26,6 @@ def test_an_engine_is_loaded_by_names(tmp_path: Path) -> None:
     assert without.target.device.type == "cpu" and without.proposer.num_nodes > 1
     first, second = (engine.generate(["hello"], PARAMS)[0] for engine in (plain, drafted))
     assert first.token_ids == second.token_ids and len(first.token_ids) == 12
-
-
-def test_a_wrong_name_is_refused(tmp_path: Path) -> None:
-    target = save_target(tmp_path / "target")
     with pytest.raises(TypeError, match="max_row"):
         Engine.load(target, max_row=1)
 

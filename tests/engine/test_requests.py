@@ -5,8 +5,7 @@ import torch
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.engine.request import Request, RequestOptions, Update
-from drafter.engine.scheduler import Scheduler
+from drafter.engine.request import RequestOptions, Update
 from tests.serving.tiny import tiny_engine, tiny_target
 
 GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
@@ -105,14 +104,3 @@ def test_rows_that_are_kept_after_a_failed_step_are_unharmed() -> None:
     run(engine)
     for request in (*requests[:2], *late):
         assert request.token_ids == plain_answer(request.prompt_ids)
-
-
-def test_prompts_are_prefilled_in_order_of_arrival() -> None:
-    scheduler = Scheduler(3)
-    for request_id, (row, length) in enumerate([(2, 100), (0, 100), (1, 1)]):
-        request = Request(request_id, [1] * length, GREEDY, 5, frozenset())
-        request.row = row
-        scheduler.rows.append(request)
-    scheduler.rows.sort(key=lambda item: item.row)
-    (chunk,) = scheduler.prefill_chunks(32)
-    assert (chunk.request.request_id, chunk.start, chunk.stop) == (0, 0, 32)

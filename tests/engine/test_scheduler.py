@@ -28,6 +28,8 @@ def test_prefill_gives_every_row_a_chunk_and_shares_one_beside_decoding_rows() -
     for chunk in chunks:
         chunk.request.num_prefilled = chunk.stop
     assert scheduler.prefill_chunks(4) == [(requests[2], 1, 5)]
+    requests[2].num_prefilled, requests[1].num_prefilled, requests[1].request_id = 0, 0, 9
+    assert scheduler.prefill_chunks(4) == [(requests[2], 0, 4)], "the first to arrive, in whatever row"
 
 
 @settings(max_examples=60, deadline=None)
