@@ -26,7 +26,7 @@ from drafter.utils.parse import read_json
 # Files of a target's folder.
 FORWARD, HEAD = "forward.xml", "head.xml"
 FACTS, ENDS = "facts.json", "ends.safetensors"
-FORMAT = "format-10"  # of such folders
+FORMAT = "format-11"  # of such folders
 
 
 class Unsuitable(ValueError):

@@ -4,6 +4,7 @@ Shapes: M tokens of a program · I input size · O output size of a matrix · G 
 """
 
 from collections.abc import Sequence
+from math import frexp
 from typing import Any
 
 import numpy as np
@@ -42,19 +43,69 @@ def split_stores(ov: Any, model: Any, num_leading: int, hidden_size: int, shape:
     return model
 
 
+def split_heads(ov: Any, model: Any) -> None:
+    """Give a joined product its heads before the split, with one change of shape in place of one for each part."""
+    operators = ov.opset13
+    for node in model.get_ordered_ops():
+        readers = [[port.get_node() for port in output.get_target_inputs()] for output in node.outputs()]
+        if node.get_type_name() != "VariadicSplit" or [len(each) for each in readers] != [1] * len(readers):
+            continue
+        views = [view for (view,) in readers]
+        shapes = [view.get_output_partial_shape(0) for view in views if view.get_type_name() == "Reshape"]
+        sizes = {str(shape[3]) for shape in shapes if len(shape) == 4 and shape[3].is_static}
+        is_last = len(node.get_output_partial_shape(0)) == 3 and int(node.input_value(1).get_node().get_data()) in (
+            -1,
+            2,
+        )
+        if len(shapes) < len(views) or len(sizes) != 1 or not is_last:
+            continue
+        size = int(sizes.pop())
+        heads = [output.get_partial_shape()[2].get_length() // size for output in node.outputs()]
+        by_head = operators.reshape(node.input_value(0), np.array([0, 0, sum(heads), size]), True)
+        parts = operators.variadic_split(by_head, np.int64(2), np.array(heads)).outputs()
+        for view, part in zip(views, parts, strict=True):
+            view.output(0).replace(part)
+
+
 def write_out_attention(ov: Any, model: Any) -> None:
     """Write scaled dot products out, as two products and a softmax, with the scale at the queries.
 
-    OpenVINO does so itself, but scales and transposes the keys of all slots at every forward.
+    OpenVINO does so itself, but scales and transposes the keys of all slots at every forward. Where the scale is a
+    power of two, the tables of the rotation are scaled once for all layers: every number of the queries stays the same.
     """
     operators = ov.opset13
+    tables: dict[str, Any] = {}  # by the node of cosines or sines and the scale
     for node in model.get_ordered_ops():
         if node.get_type_name() != "ScaledDotProductAttention" or node.get_input_size() < 5:
             continue
         assert not node.get_attributes()["causal"], "the target hands in the whole mask"
         query, key, value, mask, scale = node.input_values()
-        scores = operators.add(operators.matmul(operators.multiply(query, scale), key, False, True), mask)
+        rotated = _rotation(query)
+        factor = float(scale.get_node().get_data(dtype=np.float32)) if _is_constant(scale.get_node()) else 0.0
+        if rotated and abs(frexp(factor)[0]) == 0.5:
+            for port in (product.input(1) for product in rotated):
+                table = port.get_source_output()
+                name = f"{table.get_node().get_friendly_name()} {factor}"
+                tables[name] = tables.get(name) or operators.multiply(table, scale)
+                port.replace_source_output(tables[name].output(0))
+        else:
+            query = operators.multiply(query, scale)
+        scores = operators.add(operators.matmul(query, key, False, True), mask)
         node.output(0).replace(operators.matmul(operators.softmax(scores, -1), value, False, False).output(0))
+
+
+def _rotation(query: Any) -> list[Any]:
+    """The products x * cosines and turned x * sines whose sum, in another shape, is a query; empty: it is no such sum.
+
+    Nothing else reads the products or the sum.
+    """
+    total = query.get_node().input_value(0).get_node() if query.get_node().get_type_name() == "Reshape" else None
+    if total is None or total.get_type_name() != "Add":
+        return []
+    products = [port.get_node() for port in total.input_values()]
+    kinds = [each.get_type_name() for each in products]
+    num_readers = [len(each.output(0).get_target_inputs()) for each in (total, *products)]
+    return products if kinds == ["Multiply"] * 2 and num_readers == [1] * 3 else []
 
 
 def round_once(ov: Any, model: Any) -> None:

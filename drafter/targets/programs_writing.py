@@ -18,7 +18,14 @@ from drafter.targets.capabilities import Capabilities, Probe, decoder_of, finger
 from drafter.targets.export import check_exportable, export_logits, forward_to_openvino, to_openvino
 from drafter.targets.loading import Checkpoint, describe, read_tokenizer
 from drafter.targets.openvino_compile import ENDS, FACTS, FORWARD, HEAD, Unsuitable, import_openvino
-from drafter.targets.openvino_graph import join_products, round_once, split_stores, with_type, write_out_attention
+from drafter.targets.openvino_graph import (
+    join_products,
+    round_once,
+    split_heads,
+    split_stores,
+    with_type,
+    write_out_attention,
+)
 from drafter.targets.openvino_runtime import PRECISIONS, mask_kinds
 from drafter.targets.quantized import has_plain_weights
 from drafter.targets.sharding import layers_of
@@ -188,6 +195,7 @@ def write_programs(folder: Path, source: _Source, dtype: torch.dtype) -> None:
             forward = join_products(ov, recorded, [source.matrices.pop(name) for name in names])
             num_leading = 2 + (len(mask_kinds(found)) or 1)
             forward = split_stores(ov, forward, num_leading, output.weight.shape[1], shape)
+            split_heads(ov, forward)
             write_out_attention(ov, forward)
             round_once(ov, forward)
             in_groups = [output_matrix] if isinstance(output_matrix, Grouped) else []

@@ -69,12 +69,17 @@ def test_layers_that_count_themselves_are_not_copied(monkeypatch: pytest.MonkeyP
     check_trees_over_ragged_rows(on_openvino(target), target)
 
 
-def test_attention_is_written_out() -> None:
-    """OpenVINO's own form transposes the keys of all slots at every forward."""
+@pytest.mark.parametrize(("head_dim", "num_products"), [(16, 2), (8, 3)])
+def test_attention_is_written_out(head_dim: int, num_products: int) -> None:
+    """A scale of 1/4 multiplies two tables, one of 8^-0.5 the queries of three layers; heads are split as heads."""
     before = files()
-    on_openvino(tiny("Llama", num_hidden_layers=3))
-    (forward,) = (file.read_text() for file in files() - before if file.name == "forward.xml")
-    assert "ScaledDotProductAttention" not in forward and forward.count('type="SoftMax"') == 3
+    target = tiny("Llama", num_hidden_layers=3, head_dim=head_dim)
+    check_trees_over_ragged_rows(on_openvino(target), target)
+    (file,) = (file for file in files() - before if file.name == "forward.xml")
+    operators = [node.get_type_name() for node in import_openvino().Core().read_model(file).get_ops()]
+    assert "ScaledDotProductAttention" not in operators
+    counts = [operators.count(kind) for kind in ("Softmax", "Reshape", "Multiply")]
+    assert counts == [3, 12, 31 + num_products]
 
 
 def test_kinds_of_layers_are_recorded_twice_each() -> None:
