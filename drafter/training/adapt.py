@@ -57,9 +57,6 @@ class Figure(NamedTuple):
         return self.after - self.before > 2 * self.error
 
 
-Counts = dict[str, list[tuple[int, int]]]  # "set, mode" -> (tokens, steps) of each prompt
-
-
 def adapt(
     options: AdaptOptions,
     load_target: Callable[[], Target],
@@ -149,8 +146,10 @@ def prompts_of(rows: Sequence[TrafficRow], num: int) -> list[list[int]]:
     return [list(prompt) for prompt in found[:num]]
 
 
-def _measured(target: Target, drafter: RecurrentDrafter, prompts: dict[str, list[list[int]]]) -> Counts:
-    """Steps of greedy decoding of all prompts, in each mode, with a tree of 8 nodes."""
+def _measured(
+    target: Target, drafter: RecurrentDrafter, prompts: dict[str, list[list[int]]]
+) -> dict[str, list[tuple[int, int]]]:
+    """(tokens, steps) of each prompt, decoded greedily in each mode with a tree of 8 nodes: "set, mode" -> counts."""
     return {
         f"{name}, {mode}": count_steps(
             target, drafter, found, copying=copying, num_tokens=_NUM_TOKENS, label=f"measuring {name}, {mode}"

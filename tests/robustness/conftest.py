@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.data.tiny import chat, tiny_target, write_jsonl
+from tests.data.tiny import write_jsonl
 from tests.robustness.harness import Spawner
 from tests.tiny_files import make_drafter
+from tests.training.test_run import make_place
 from tests.training.test_run import words as words_of_training
 
 
@@ -27,12 +28,7 @@ class Place(NamedTuple):
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    folder = tmp_path_factory.mktemp("valid")
-    target = tiny_target()
-    target.model.save_pretrained(folder / "target")
-    target.tokenizer.save_pretrained(folder / "target")
-    turns = [(f"Count on from {i}", " ".join(str(i + j) for j in range(2 + i % 9))) for i in range(60)]
-    write_jsonl(folder / "data.jsonl", [{"messages": chat(*turn)} for turn in turns])
+    folder = make_place(tmp_path_factory.mktemp("valid"))
     prompts = write_jsonl(folder / "prompts.jsonl", [{"id": f"q{i}", "prompt": f"Question {i}?"} for i in range(12)])
     drafter = make_drafter(str(folder / "target"), folder / "drafter")
     return Place(folder, str(folder / "target"), drafter, prompts, Spawner(folder / "run"))

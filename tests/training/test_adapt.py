@@ -194,7 +194,6 @@ def test_mistakes_are_one_line(place: Path, tmp_path: Path, capsys: pytest.Captu
     for more, message in (
         (["--traffic", str(few)], "1 different prompts: about 80 are needed"),
         (["--traffic", str(tmp_path / "other.jsonl")], "other.jsonl, line 1: token id 1000000 is outside"),
-        (["--minutes", "0"], "--minutes is 0.0"),
         (["--out", str(tmp_path / "mine")], "is no exported drafter"),
         (["--trainer.acelerator", "cpu"], "acelerator"),
     ):

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.data.tiny import chat, write_jsonl
-from tests.tiny_files import make_target
+from tests.training.test_run import make_place
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -24,12 +23,7 @@ TWO = ["--trainer.devices", "2", "--trainer.strategy", "ddp", "--trainer.val_che
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a target and conversations of many lengths."""
-    folder = tmp_path_factory.mktemp("distributed")
-    turns = [(f"Count on from {i}", " ".join(str(i + j) for j in range(2 + i % 9))) for i in range(90)]
-    write_jsonl(folder / "data.jsonl", [{"messages": chat(*turn)} for turn in turns])
-    (folder / "target").symlink_to(make_target(folder))
-    return folder
+    return make_place(tmp_path_factory.mktemp("distributed"), num_rows=90)
 
 
 def settings(run: str, num_steps: int) -> list[str]:

@@ -30,16 +30,19 @@ TWO_EPOCHS = (
 )
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target folder and conversations of many lengths."""
-    folder = tmp_path_factory.mktemp("train")
+def make_place(folder: Path, num_rows: int = 60) -> Path:
+    """A folder with a target and conversations of many lengths."""
     target = tiny_target()
     target.model.save_pretrained(folder / "target")
     target.tokenizer.save_pretrained(folder / "target")
-    turns = [(f"Count on from {i}", " ".join(str(i + j) for j in range(2 + i % 9))) for i in range(60)]
+    turns = [(f"Count on from {i}", " ".join(str(i + j) for j in range(2 + i % 9))) for i in range(num_rows)]
     write_jsonl(folder / "data.jsonl", [{"messages": chat(*turn)} for turn in turns])
     return folder
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_place(tmp_path_factory.mktemp("train"))
 
 
 def words(place: Path, run: Path, *more: str) -> list[str]:
