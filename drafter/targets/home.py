@@ -1,7 +1,7 @@
 """Where the package keeps files, and folders that are made of other files once, and are whole or not there.
 
 A folder is filled beside its place, then renamed, under a lock file. Its record states the size of every file and the
-times of its last changes; no program can set the time of the last change of a file's entry.
+time of the last change of the file's entry, which no program can set.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ def key_of(files: Iterable[Path], facts: Any = None) -> str:
 
     OSError: a file is missing.
     """
-    stamps = {str(file.resolve()): [file.stat().st_size, *_times(file)] for file in files}
+    stamps = {str(file.resolve()): [file.stat().st_size, file.stat().st_ctime_ns] for file in files}
     return hashlib.sha256(json.dumps([stamps, facts], sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -56,14 +56,12 @@ def keep(folder: Path, fill: Callable[[Path], None], source: Any = None, *, is_e
         with replacing(folder, follows_links=False) as scratch:
             scratch.mkdir()
             fill(scratch)
-            files = sorted(scratch.iterdir())
-            for file in files:
+            for file in scratch.iterdir():
                 file.chmod(0o644)  # safetensors writes for one user only; a shared home is common
-            record = {
-                "source": source,
-                "bytes": {file.name: file.stat().st_size for file in files},
-                "times": {file.name: _times(file) for file in files},
-            }
+            found = {file.name: file.stat() for file in scratch.iterdir()}
+            sizes = {name: stat.st_size for name, stat in found.items()}
+            changes = {name: stat.st_ctime_ns for name, stat in found.items()}
+            record = {"source": source, "bytes": sizes, "changed": changes}
             (scratch / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return folder
 
@@ -72,13 +70,9 @@ def is_whole(folder: Path, *, is_exact: bool = False) -> bool:
     """Whether every file of a kept folder has its size, and if ``is_exact`` nobody has changed a file since."""
     try:
         record = read_json_object(folder / _RECORD)
-        sizes = record["bytes"].items()
-        are_same = not is_exact or all(_times(folder / name) == times for name, times in record["times"].items())
-        return bool(sizes) and are_same and all((folder / name).stat().st_size == size for name, size in sizes)
+        sizes, changes = record["bytes"], record["changed"] if is_exact else {}
+        found = {name: (folder / name).stat() for name in sizes}
+        is_same = all(found[name].st_ctime_ns == change for name, change in changes.items())
+        return bool(found) and is_same and all(found[name].st_size == size for name, size in sizes.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
-
-
-def _times(file: Path) -> list[int]:
-    found = file.stat()
-    return [found.st_mtime_ns, found.st_ctime_ns]
