@@ -19,6 +19,7 @@ from drafter.bench.measure import compare, peak_memory
 from drafter.bench.results import BenchRecord, append_result, resume_results, run_id, spread
 from drafter.bench.settings import BASELINE, PEER_PACKAGES, BenchOptions, MethodSpec, parse_method
 from drafter.bench.workload import Workload
+from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.loading import LoadedModels
 from drafter.engine.settings import Plan
@@ -58,7 +59,8 @@ def run_benchmark(options: BenchOptions, models: LoadedModels, workloads: list[W
     for workload in workloads:
         prompts = workload.encode(models.target)
         for temperature, batch_size in product(options.temperatures, options.batch_sizes):
-            num_runs += _Point(options, models, hf_target, workload, prompts, temperature, batch_size).measure()
+            params = SamplingParams(max_new_tokens=options.max_new_tokens, temperature=temperature, seed=options.seed)
+            num_runs += _Point(options, models, hf_target, workload, prompts, params, batch_size).measure()
     gc.unfreeze()
     return num_runs
 
@@ -72,7 +74,7 @@ class _Point:
     hf_target: Target
     workload: Workload
     prompts: list[list[int]]
-    temperature: float
+    params: SamplingParams
     batch_size: int
 
     def measure(self) -> int:
@@ -86,7 +88,6 @@ class _Point:
         runs = [(spec, {"round": number, **identities[spec.label]}) for number, spec in turns]
         runs = [(spec, {"run_id": new, **turn}) for spec, turn in runs if (new := run_id(turn)) not in done]
         backends: dict[str, Backend] = {}
-        params = self.options.sampling(self.temperature)
         oracle: list[list[int]] = []
         with ExitStack() as stack:
             bar = stack.enter_context(tqdm(total=len(runs) * len(self.prompts), unit="answer", disable=None))
@@ -97,18 +98,18 @@ class _Point:
                     stack.callback(backends[spec.label].close)
                 if not oracle and spec.label != BASELINE:
                     plain = self._warm(parse_method(BASELINE))
-                    oracle = [answer.token_ids for answer in plain.answer(self.prompts, params)]
+                    oracle = [answer.token_ids for answer in plain.answer(self.prompts, self.params)]
                 backend = backends[spec.label]
                 backend.forget()  # rounds repeat the prompts, so a remembered answer would be a perfect draft
                 gc.collect()
                 with peak_memory(self.models.target.device, backend.process_id) as peak:
                     start = time.perf_counter()
-                    answers = backend.answer(self.prompts, params, bar.update)
+                    answers = backend.answer(self.prompts, self.params, bar.update)
                     seconds = time.perf_counter() - start
                 texts = [answer.token_ids for answer in answers]
                 oracle = oracle or texts
                 # Peers draw random numbers of their own.
-                is_comparable = self.temperature == 0 or not spec.is_peer
+                is_comparable = self.params.temperature == 0 or not spec.is_peer
                 compared = compare(self.models.target, self.prompts, oracle, texts) if is_comparable else None
                 measured = {"peak_memory_bytes": peak, "identical": compared}
                 append_result(self.options.out, identity | self._record(spec, backend, answers, seconds) | measured)
@@ -116,8 +117,8 @@ class _Point:
 
     def _warm(self, spec: MethodSpec) -> Backend:
         """A backend after one short batch: memory is allocated and steps are compiled before the clock runs."""
-        target, params = self.models.target, self.options.sampling(self.temperature)
-        num_tokens = min(max(map(len, self.prompts)) + params.max_new_tokens, target.max_length)
+        target, most = self.models.target, self.params.max_new_tokens
+        num_tokens = min(max(map(len, self.prompts)) + most, target.max_length)
         backend: Backend
         if spec.name in PEER_PACKAGES:
             backend = start_peer(target, spec, self.batch_size, num_tokens, self.options.pythons)
@@ -127,8 +128,7 @@ class _Point:
             target, drafter, draft_model = self.models
             engine = Engine(target, drafter, self._plan(spec), draft_model=draft_model)
             backend = EngineBackend(engine, num_tokens)
-        short = replace(params, max_new_tokens=min(_WARM_UP_TOKENS, params.max_new_tokens))
-        backend.answer(self.prompts[: self.batch_size], short)
+        backend.answer(self.prompts[: self.batch_size], replace(self.params, max_new_tokens=min(_WARM_UP_TOKENS, most)))
         return backend
 
     def _plan(self, spec: MethodSpec) -> Plan:
@@ -152,7 +152,7 @@ class _Point:
             "method": spec.label,
             "prompts": {"name": self.workload.name, "digest": self.workload.digest},
             "batch_size": self.batch_size,
-            "temperature": self.temperature,
+            "temperature": self.params.temperature,
             "max_new_tokens": options.max_new_tokens,
             "seed": options.seed,
         }

@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from drafter.decoding.params import SamplingParams
 from drafter.engine.loading import LoadedModels, TargetConfig, load_drafter, shipped_drafter
 from drafter.engine.settings import NO_FILE, EngineConfig, Plan, resolve, tuned_path
 from drafter.proposers.options import Drafting
@@ -208,8 +207,6 @@ class BenchOptions(MethodOptions):
             if not values or len(set(values)) < len(values):
                 flag = name.replace("_", "-")
                 raise ValueError(f"--{flag} is empty or names a value twice: {', '.join(map(str, values))}")
-        for temperature in self.temperatures:
-            self.sampling(temperature)
         self.pythons  # noqa: B018  # refuses an unknown name
         if self.draft_model is None and "draft-model" in {spec.name for spec in self.specs}:
             raise ValueError("--methods draft-model needs a smaller model: give --draft-model NAME")
@@ -228,10 +225,6 @@ class BenchOptions(MethodOptions):
                 names = " or ".join(PEER_PACKAGES.values())
                 raise ValueError(f"--peer-python {name}={python} must be NAME=PYTHON with {names}")
         return pairs
-
-    def sampling(self, temperature: float) -> SamplingParams:
-        """Parameters of every request at one temperature."""
-        return SamplingParams(max_new_tokens=self.max_new_tokens, temperature=temperature, seed=self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
