@@ -40,7 +40,6 @@ def draw_all(tables: Sequence[Sequence[Measured]], out: Path) -> list[Path]:
                 run = methods[0].rounds[0]
                 seed = f"-seed{run['seed']}" if run["temperature"] and run.get("seed") else ""
                 place = out / f"speedup-{run['prompts']['name']}-t{run['temperature']:g}{seed}"
-                out.mkdir(parents=True, exist_ok=True)
                 figure.savefig(f"{place}.svg", bbox_inches="tight", metadata={"Date": None})
                 figure.savefig(f"{place}.png", bbox_inches="tight", dpi=160)
                 files.append(Path(f"{place}.png"))
