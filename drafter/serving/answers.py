@@ -71,14 +71,10 @@ class Answer:
             "system_fingerprint": model.fingerprint,
         }
 
-    def put(self, entry: dict[str, Any]) -> None:
-        """Add an entry to the queue."""
-        self.num_open -= entry["finish_reason"] is not None
+    def put(self, entry: dict[str, Any] | ApiError) -> None:
+        """Add an entry to the queue, or the error that ends the answer."""
+        self.num_open -= isinstance(entry, dict) and entry["finish_reason"] is not None
         self._entries.put_nowait(entry)
-
-    def fail(self, error: ApiError) -> None:
-        """End all open texts by an error."""
-        self._entries.put_nowait(error)
 
     async def entries(self) -> AsyncIterator[dict[str, Any]]:
         """The entries of all texts until the last text ends.

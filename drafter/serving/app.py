@@ -71,7 +71,6 @@ class Server:
             if options.follow and not self.follower.folder.is_dir():
                 raise ValueError(f"--follow watches a folder, and --drafter {options.drafter_used} is none")
         self._follows = options.follow
-        self._following: asyncio.Task[None] | None = None
         self._page = (files("drafter.serving") / "page.html").read_text(encoding="utf-8")
         self._card = {
             "id": self.model.name,
@@ -83,25 +82,27 @@ class Server:
             "speculation": engine.proposer.num_nodes > 1,
         }
 
-    async def start(self) -> None:
-        """Start the engine's thread and the tokenizer's process; return when the engine has generated its first tokens.
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """The engine's thread and the tokenizer's process run, and the engine has generated its first tokens.
+
+        At the end open answers fail.
 
         Raises:
-            ValueError: the engine failed.
+            ValueError: the engine failed at its first tokens.
         """
         await asyncio.gather(self.encoder.start(), self.worker.start())
-        if self._follows:
-            assert self.follower is not None, "--follow with a drafter that is not used"
-            self._following = asyncio.create_task(self.follower.follow())
-
-    async def stop(self) -> None:
-        """End the thread and the process. Open answers fail."""
-        if self._following is not None:
-            self._following.cancel()
-        await self.worker.stop()
-        await self.encoder.close()
-        if self._recorder is not None:
-            await asyncio.to_thread(self._recorder.close)
+        follower = self.follower if self._follows else None
+        following = None if follower is None else asyncio.create_task(follower.follow())
+        try:
+            yield
+        finally:
+            if following is not None:
+                following.cancel()
+            await self.worker.stop()
+            await self.encoder.close()
+            if self._recorder is not None:
+                await asyncio.to_thread(self._recorder.close)
 
     async def reload_drafter(self) -> dict[str, Any]:
         """Load the drafter's folder again; the drafter in use, and whether it has just taken over."""
@@ -138,7 +139,7 @@ class Server:
                     at_end.callback(self.worker.abandon, answer)
                     if body.stream:
                         deadline = limit.when() or 0.0
-                        timer = asyncio.get_running_loop().call_at(deadline, answer.fail, self._late)
+                        timer = asyncio.get_running_loop().call_at(deadline, answer.put, self._late)
                         at_end.callback(timer.cancel)
                         return EventStream(answer, deadline + 1.0, at_end.pop_all().close)
                     whole = await unless_client_leaves(answer.whole(), request.receive)
@@ -218,14 +219,7 @@ def create_app(engine: Engine, options: ServeOptions) -> FastAPI:
         ValueError: the target has no tokenizer, or the engine has no fixed row size.
     """
     server = Server(engine, options)
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await server.start()
-        yield
-        await server.stop()
-
-    app = FastAPI(title="Drafter", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Drafter", version="1", lifespan=lambda _: server.running(), docs_url=None, redoc_url=None)
     app.state.server = server
     max_body_bytes = max(_LEAST_BODY_BYTES, _TOKEN_BYTES * server.max_length)
     app.add_middleware(Guard, api_keys=options.api_keys, max_body_bytes=max_body_bytes, metrics=server.metrics)

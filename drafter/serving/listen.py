@@ -98,8 +98,7 @@ async def _serve(
     server, worker = _Uvicorn(config), app_server.worker
     told = asyncio.Semaphore(0)  # a release for each signal
     # The socket does not listen yet, so no client connects before the engine has generated a token.
-    await app_server.start()
-    try:
+    async with app_server.running():
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, told.release)
         _log.info("%s", notice)
@@ -112,8 +111,6 @@ async def _serve(
             server.should_exit = True
             # A second signal does not wait.
             await asyncio.wait((serving, second), timeout=drain_seconds, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        await app_server.stop()
     server.should_exit = True
     await asyncio.wait((serving,), timeout=5)  # a client that does not read must not keep the process alive
     server.force_exit = True

@@ -61,7 +61,7 @@ class Worker:
         self._metrics = metrics
         self._recorder = recorder
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._answers: set[Answer] = set()  # answers with open texts; event loop only
+        self._answers: set[Answer] = set()  # answers whose clients wait; event loop only
         self._choices: dict[int, Choice] = {}  # by request id; engine's thread only
         self._is_stopping = False
         self._durations: deque[float] = deque(maxlen=32)  # seconds of the last texts
@@ -116,9 +116,9 @@ class Worker:
             raise ApiError(429, message, code="queue_full", headers=later)
 
     def abandon(self, answer: Answer) -> None:
-        """Free the rows of an answer whose client has left. A finished answer needs no change."""
-        if answer in self._answers:
-            self._answers.remove(answer)
+        """Give up an answer whose client has left, or has all texts. Its rows are free at the next step."""
+        self._answers.discard(answer)
+        if answer.num_open:
             self._commands.put(partial(self._drop, {answer}))
 
     async def replace_drafter(self, drafter: RecurrentDrafter) -> None:
@@ -174,15 +174,11 @@ class Worker:
 
     def _deliver(self, entries: list[tuple[Answer, dict[str, Any]]]) -> None:
         for answer, entry in entries:
-            if answer in self._answers:  # otherwise the answer was abandoned
-                answer.put(entry)
-                if not answer.num_open:
-                    self._answers.remove(answer)
+            answer.put(entry)
 
     def _fail(self, answers: set[Answer], error: ApiError) -> None:
-        for answer in answers & self._answers:
-            self._answers.remove(answer)
-            answer.fail(error)
+        for answer in answers:
+            answer.put(error)
 
     # -- on the engine's thread ------------------------------------------------------------------------------------
 
