@@ -84,14 +84,9 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """The engine's thread and the tokenizer's process run, and the engine has generated its first tokens.
-
-        At the end open answers fail.
-
-        Raises:
-            ValueError: the engine failed at its first tokens.
-        """
-        await asyncio.gather(self.encoder.start(), self.worker.start())
+        """The engine's thread and the tokenizer's process run. At the end open answers fail."""
+        await self.encoder.start()
+        self.worker.start()
         follower = self.follower if self._follows else None
         following = None if follower is None else asyncio.create_task(follower.follow())
         try:

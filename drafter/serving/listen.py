@@ -13,22 +13,26 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
 from drafter.serving.app import Server, create_app
 from drafter.serving.options import DEFAULT_CONTEXT, ServeOptions
+from drafter.utils.io import first_line
 from drafter.utils.options import part_of
 
 _log = logging.getLogger("drafter.serving")
+_WARM_UP = SamplingParams(max_new_tokens=4, ignore_eos=True)
+_WARM_UP_PROMPT = 40  # tokens: more than a step has, so that the program for prompts runs as well
 _LOOPBACK = ("127.", "::1", "localhost")
 REQUEST_SECONDS = 30  # from the start of a connection or the first byte of a request to the end of the request
 
 
 def load_engine(options: ServeOptions) -> Engine:
-    """The engine of a server, with its models loaded and its cache allocated.
+    """The engine of a server: its models are loaded, its cache is allocated, and it has generated its first tokens.
 
     Raises:
-        ValueError: a model cannot be loaded, or the cache does not fit into memory.
+        ValueError: a model cannot be loaded, the cache does not fit into memory, or the engine failed.
     """
     # oneDNN keeps 1,024 kernels by shape, and a busy server meets new shapes for many minutes. 128 are as fast.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")  # read at oneDNN's first product
@@ -38,7 +42,29 @@ def load_engine(options: ServeOptions) -> Engine:
     engine = Engine(target, drafter, config, draft_model=draft_model)
     num_slots = min(engine.plan.max_model_len or target.max_length, target.max_length) + engine.proposer.num_nodes
     engine.reserve(num_slots)
+    warm_up(engine)
     return engine
+
+
+def warm_up(engine: Engine) -> None:
+    """Generate short answers, so that kernels are loaded before the first client.
+
+    A runtime of programs prepares its kernels here, for every number of rows.
+
+    Raises:
+        ValueError: the engine failed.
+    """
+    plan, target = engine.plan, engine.target
+    room = (plan.max_model_len or target.max_length) - _WARM_UP.max_new_tokens
+    prompt = [0] * max(1, min(_WARM_UP_PROMPT, room))
+    most = 1 if target.runtime is None else plan.max_num_seqs
+    try:
+        for num_rows in sorted({min(1 << power, most) for power in range(most.bit_length() + 1)}):
+            engine.generate([prompt] * num_rows, _WARM_UP)
+    except Exception as error:
+        message = f"the engine failed at its first tokens: {type(error).__name__}: {first_line(error)}"
+        raise ValueError(message) from error
+    engine.forget()
 
 
 def bind(host: str, port: int) -> sockets.socket:
@@ -97,7 +123,6 @@ async def _serve(
 ) -> int:
     server, worker = _Uvicorn(config), app_server.worker
     told = asyncio.Semaphore(0)  # a release for each signal
-    # The socket does not listen yet, so no client connects before the engine has generated a token.
     async with app_server.running():
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, told.release)

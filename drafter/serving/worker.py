@@ -11,15 +11,14 @@ import math
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.request import Update
 from drafter.models.drafter import RecurrentDrafter
@@ -27,14 +26,11 @@ from drafter.serving.answers import Answer, Choice
 from drafter.serving.metrics import Metrics
 from drafter.serving.protocol import TRY_LATER, ApiError
 from drafter.serving.record import Recorder, traffic_row
-from drafter.utils.io import first_line
 
-State = Literal["starting", "ready", "draining", "dead"]
+State = Literal["ready", "draining", "dead"]
 
 _log = logging.getLogger("drafter.serving")
 _LONGEST_RETRY = 600  # largest number of seconds in a Retry-After header
-_WARM_UP = SamplingParams(max_new_tokens=4, ignore_eos=True)
-_WARM_UP_PROMPT = 40  # tokens: more than a step has, so that the program for prompts runs as well
 
 
 class Worker:
@@ -47,8 +43,7 @@ class Worker:
         recorder: records the finished answers; None: no recording.
 
     Attributes:
-        state: ``starting`` until the engine has generated its first tokens, ``draining`` when the worker takes no new
-            answers, ``dead`` when the engine's thread has ended by an error.
+        state: ``draining`` when the worker takes no new answers, ``dead`` when an error has ended the engine's thread.
         ended: is done when the engine's thread has ended and every open answer has failed.
     """
 
@@ -56,7 +51,7 @@ class Worker:
 
     def __init__(self, engine: Engine, *, max_queue: int, metrics: Metrics, recorder: Recorder | None = None) -> None:
         self.engine = engine
-        self.state: State = "starting"
+        self.state: State = "ready"
         self.capacity = engine.plan.max_num_seqs + max_queue
         self._metrics = metrics
         self._recorder = recorder
@@ -65,25 +60,12 @@ class Worker:
         self._choices: dict[int, Choice] = {}  # by request id; engine's thread only
         self._is_stopping = False
         self._durations: deque[float] = deque(maxlen=32)  # seconds of the last texts
-        self._thread = ThreadPoolExecutor(1, "engine")
 
     # -- on the event loop -----------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Start the thread; return when the engine has generated its first tokens. Entries go to this call's loop.
-
-        Raises:
-            ValueError: the engine failed at its first tokens.
-        """
+    def start(self) -> None:
+        """Start the thread. Entries go to the event loop that runs now."""
         self._loop = asyncio.get_running_loop()
-        try:
-            await self._loop.run_in_executor(self._thread, self._warm_up)
-        except Exception as error:
-            # The caller learns of any error of the engine.
-            self.state = "dead"
-            message = f"the engine failed at its first tokens: {type(error).__name__}: {first_line(error)}"
-            raise ValueError(message) from error
-        self.state = "ready"
         self.ended = asyncio.create_task(self._work())
 
     @property
@@ -128,17 +110,18 @@ class Worker:
             ValueError: the drafter does not fit, or the thread has ended. The old drafter stays.
             Exception: of the first steps with the drafter. The old drafter stays.
         """
-        swap: Future[None] = Future()
+        done: Future[None] = Future()
 
         def replace() -> None:
             try:
                 self.engine.replace_drafter(drafter)
-                swap.set_result(None)
+                done.set_result(None)
             except Exception as error:
-                swap.set_exception(error)
+                done.set_exception(error)
 
         self._commands.put(replace)
-        await asyncio.wait((asyncio.wrap_future(swap), self.ended), return_when=asyncio.FIRST_COMPLETED)
+        swap = asyncio.wrap_future(done)
+        await asyncio.wait((swap, self.ended), return_when=asyncio.FIRST_COMPLETED)
         if not swap.done():
             raise ValueError("the engine has ended")
         swap.result()
@@ -159,12 +142,12 @@ class Worker:
         """Run the engine until the end, and fail the answers that are open then."""
         error = ApiError(503, "the server was shut down before the answer was finished")
         try:
-            await self._loop.run_in_executor(self._thread, self._run)
+            await asyncio.to_thread(self._run)
         except Exception:
             _log.exception("the engine has ended by an error")
             self.state = "dead"
             error = ApiError(500, "the engine has ended by an error")
-        self._fail(self._answers, error)
+        self._deliver([(answer, error) for answer in self._answers])
 
     def _seconds_to_wait(self, num_texts: int) -> int:
         """Estimated seconds until further texts get rows, from the durations of the last texts."""
@@ -172,28 +155,11 @@ class Worker:
         num_rounds = (self.num_open + num_texts) / self.engine.plan.max_num_seqs - 1.0
         return max(1, min(_LONGEST_RETRY, math.ceil(mean * num_rounds)))
 
-    def _deliver(self, entries: list[tuple[Answer, dict[str, Any]]]) -> None:
+    def _deliver(self, entries: Sequence[tuple[Answer, dict[str, Any] | ApiError]]) -> None:
         for answer, entry in entries:
             answer.put(entry)
 
-    def _fail(self, answers: set[Answer], error: ApiError) -> None:
-        for answer in answers:
-            answer.put(error)
-
     # -- on the engine's thread ------------------------------------------------------------------------------------
-
-    def _warm_up(self) -> None:
-        """Generate short answers: the cache is allocated and kernels are loaded before the first client.
-
-        A runtime of programs prepares its kernels here, for every number of rows.
-        """
-        plan, target = self.engine.plan, self.engine.target
-        room = (plan.max_model_len or target.max_length) - _WARM_UP.max_new_tokens
-        prompt = [0] * max(1, min(_WARM_UP_PROMPT, room))
-        most = 1 if target.runtime is None else plan.max_num_seqs
-        for num_rows in sorted({min(1 << power, most) for power in range(most.bit_length() + 1)}):
-            self.engine.generate([prompt] * num_rows, _WARM_UP)
-        self.engine.forget()
 
     def _run(self) -> None:
         while not self._is_stopping:
@@ -264,7 +230,7 @@ class Worker:
             dropped = set(self._choices)
         failed = {self._choices[request_id].answer for request_id in dropped & self._choices.keys()}
         self._drop(failed)
-        self._loop.call_soon_threadsafe(self._fail, failed, failure)
+        self._loop.call_soon_threadsafe(self._deliver, [(answer, failure) for answer in failed])
         if is_memory:
             # The traceback holds the frames of the step and with them its tensors.
             error.__traceback__ = None

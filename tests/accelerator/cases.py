@@ -205,12 +205,11 @@ def test_prefill_and_shared_prefixes_read_nothing() -> None:
 class _OnDevice(Worker):
     """A worker whose thread has the device too."""
 
-    _warm_up = refuser.on()(Worker._warm_up)
     _run = refuser.on()(Worker._run)
 
 
 def test_the_servers_thread_reads_once_a_step() -> None:
-    """Warm-up, prefill, shared prefixes, answers with and without log-probabilities and trees."""
+    """Prefill, shared prefixes, answers with and without log-probabilities and trees."""
     engine = engine_of(target_of("llama"), enable_prefix_caching=True, max_model_len=128)
     num_steps = 0
     step = engine.step
@@ -226,7 +225,7 @@ def test_the_servers_thread_reads_once_a_step() -> None:
     async def serve() -> None:
         worker = _OnDevice(engine, max_queue=4, metrics=Metrics())
         model = Model("llama", "", engine.target.tokenizer)
-        await worker.start()
+        worker.start()
         for params, logprobs in ((GREEDY, None), (FILTERED, 2)):
             has_details = logprobs is not None
             body = CompletionRequest(model="llama", prompt="x", stream=True, logprobs=logprobs, details=has_details)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket as sockets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,7 @@ import httpx
 import pytest
 
 from drafter.engine.engine import Engine
-from drafter.serving.listen import bind, listen, load_engine
+from drafter.serving.listen import bind, listen, load_engine, warm_up
 from drafter.serving.options import ServeOptions
 from tests.serving.live import MODEL, is_ready
 from tests.serving.test_limits import CHAT, slow_engine
@@ -96,21 +95,11 @@ def test_a_server_without_its_engine_ends_with_code_one() -> None:
     assert answers == [500]
 
 
-def test_nobody_connects_to_a_server_whose_engine_cannot_make_a_token() -> None:
-    engine, found = tiny_engine(), []
-
-    def broken(*_: Any) -> Any:
-        with pytest.raises(ConnectionRefusedError):
-            sockets.create_connection(address, timeout=5)
-        found.append("refused")
-        raise IndexError("index 100 is out of range")
-
-    engine.generate = broken  # type: ignore[method-assign]
-    with bind("127.0.0.1", 0) as socket:
-        address = socket.getsockname()
-        with pytest.raises(ValueError, match="first tokens: IndexError: index 100 is out of range"):
-            listen(socket, engine, ServeOptions(target=MODEL))
-    assert found == ["refused"]
+def test_an_engine_that_cannot_make_a_token_is_no_server() -> None:
+    engine = tiny_engine()
+    break_for_good(engine)
+    with pytest.raises(ValueError, match="first tokens: RuntimeError: broken"):
+        warm_up(engine)
 
 
 def test_a_server_limits_the_kernels_that_onednn_keeps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Tokens are shown with their text, never before it."""
 
 import random
+from unittest.mock import Mock
 
 import pytest
 
@@ -86,18 +87,10 @@ def test_names_of_tokens() -> None:
     assert names.name_of(10**6) == "", "an id that the tokenizer does not know"
 
 
-class PieceTokenizer:
-    """The part of a SentencePiece tokenizer that names read: the space of a first word is stripped."""
-
-    pieces = ["\u2581the", "er", "\u2581", "\u2581a"]
-
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": [3]}
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        return "".join(self.pieces[token] for token in token_ids).replace("\u2581", " ").removeprefix(" ")
-
-
 def test_names_of_sentence_pieces() -> None:
-    names = Model("m", "f", PieceTokenizer())
+    """The decoder of a SentencePiece tokenizer strips the space of a first word."""
+    pieces = ["\u2581the", "er", "\u2581", "\u2581a"]
+    tokenizer = Mock(return_value={"input_ids": [3]})
+    tokenizer.decode = lambda ids, **_: "".join(map(pieces.__getitem__, ids)).replace("\u2581", " ").removeprefix(" ")
+    names = Model("m", "f", tokenizer)
     assert [names.name_of(token) for token in range(3)] == [" the", "er", " "]
