@@ -186,7 +186,7 @@ class Server:
         return JSONResponse({"status": "ok" if is_alive else "dead"}, 200 if is_alive else 503)
 
     async def ready(self) -> Response:
-        """Readiness: 503 while the server starts and while the server shuts down."""
+        """Readiness: 503 while the server shuts down, and when its engine has failed."""
         return JSONResponse({"status": self.worker.state}, 200 if self.worker.state == "ready" else 503)
 
     async def render_metrics(self) -> Response:
