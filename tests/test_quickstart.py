@@ -40,21 +40,12 @@ def test_reduced_quickstart(
     names = {path.name for path in (tmp_path / "drafter").iterdir()}
     assert names == {"config.json", "model.safetensors", "run.json", "README.md", "custom_generate"}
 
-    decode = ["decode", "--target", TARGET, "--prompts", str(PROMPTS), "--max-new-tokens", "24"]
-    decode += ["--dtype", "float32"]
-    drafted, batched = ["--drafter", "drafter"], ["--drafter", "drafter", "--max-num-seqs", "4", "--tree-size", "12"]
-    runs = {"plain": ["--method", "none"], "drafted": drafted, "batched": batched}
-    for name, words in runs.items():
-        assert main([*decode, *words, "--out", f"{name}.jsonl"]) == 0
-    plain, *others = [rows_of(tmp_path / f"{name}.jsonl") for name in runs]
-    assert len(plain) == 8
-    for other in others:
-        assert [row["token_ids"] for row in other] == [row["token_ids"] for row in plain]
-        assert [row["finish_reason"] for row in other] == [row["finish_reason"] for row in plain]
+    decode = ["decode", "--target", TARGET, "--prompts", str(PROMPTS), "--max-new-tokens", "24", "--dtype", "float32"]
     capsys.readouterr()
-    assert main([*decode, "--max-new-tokens", "8", *drafted, "--compare"]) == 0
-    table = capsys.readouterr().out.splitlines()
-    assert len(table) == 11 and all(line.endswith("yes |") for line in table[2:])
+    for more in ([], ["--max-num-seqs", "4", "--tree-size", "12"]):
+        assert main([*decode, "--drafter", "drafter", "--compare", *more]) == 0
+        table = capsys.readouterr().out.splitlines()
+        assert len(table) == 11 and all(line.endswith("yes |") for line in table[2:])
 
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     example = readme.partition("```python\n")[2].partition("```")[0]

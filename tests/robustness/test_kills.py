@@ -27,7 +27,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
 NUM_KILLS, NUM_SIGNALS = size(3, 40), size(1, 20)  # of each command
 SEED = int(os.environ.get("ROBUSTNESS_SEED", "1"))
-SAME = ("model.safetensors", "config.json", "README.md")  # of two exports: the same bytes
+SAME_FILES = ("model.safetensors", "config.json", "README.md")  # of two exports: the same bytes
+SAME_FIELDS = ("messages", "num_tokens", "acceptance")  # of the rows of two runs
 
 
 @pytest.fixture(scope="session")
@@ -74,54 +75,41 @@ def begin(name: str, place: Place, folder: Path) -> Path:
     return folder
 
 
-def is_hidden(file: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in file.relative_to(folder).parts)
+def contents(name: str, folder: Path) -> dict[str, Any]:
+    """What the files hold, without what differs between any two runs.
 
-
-def check(name: str, folder: Path) -> None:
-    """Every file is whole, whenever the command was stopped; the last line of a journal alone may be torn."""
+    Every file is whole, whenever the command was stopped; the last line of a journal alone may be torn.
+    """
     # Between the two renames of a swap the folder may be missing until the next start of any command.
     is_swapping = any(item.startswith(".out.") for item in os.listdir(folder))
     assert name != "export" or is_swapping or (folder / "out").is_dir()
-    for file in folder.rglob("*"):
-        if file.suffix == ".ckpt":
-            read_checkpoint(file)
-        elif file.suffix == ".jsonl":
-            lines = file.read_bytes().split(b"\n")[:-1]
-            assert all(isinstance(json.loads(line), dict) for line in lines)
-            if name == "distill" and lines:
-                assert json.loads(file.with_name("a.jsonl.settings.json").read_text())
-        elif file.name == "tuned.json":
-            read_tuned(file)
-        elif file.name == "config.json" and not is_hidden(file, folder):
-            if name == "fetch":
-                Target.load(str(file.parent), device="cpu")
-            else:
-                RecurrentDrafter.from_pretrained(file.parent)
-
-
-def end_of(folder: Path) -> dict[str, Any]:
-    """What the files hold at the end, without what differs between any two runs."""
     found: dict[str, Any] = {"leftovers": [left for left in leftovers(folder) if not left.endswith(".lock")]}
-    for file in (item for item in folder.rglob("*") if not is_hidden(item, folder)):
+    for file in folder.rglob("*"):
         place = str(file.relative_to(folder))
-        if file.name == "last.ckpt":
+        if place.startswith(".") or "/." in place:
+            continue
+        if file.name == "config.json":
+            load = Target.load if name == "fetch" else RecurrentDrafter.from_pretrained
+            load(str(file.parent))
+        if file.suffix == ".ckpt":
             checkpoint = read_checkpoint(file)
-            weights = {name: value.tolist() for name, value in checkpoint["state_dict"].items()}
-            found[place] = (checkpoint["global_step"], weights)
+            if file.name == "last.ckpt":
+                weights = {name: value.tolist() for name, value in checkpoint["state_dict"].items()}
+                found[place] = checkpoint["global_step"], weights
         elif file.suffix == ".jsonl":
-            rows = [json.loads(line) for line in file.read_text().splitlines()]
-            found[place] = {
-                row.get("id") or row["run_id"]: [row.get(key) for key in ("messages", "num_tokens", "acceptance")]
-                for row in rows
-            }
-            assert len(found[place]) == len(rows), "a row twice"
+            *lines, torn = file.read_bytes().split(b"\n")
+            rows = [json.loads(line) for line in lines]
+            by_id = {row.get("id") or row["run_id"]: [row.get(field) for field in SAME_FIELDS] for row in rows}
+            assert len(by_id) == len(rows), "a row twice"
+            found[place] = by_id, torn
+            if name == "distill" and rows:
+                assert json.loads(file.with_name("a.jsonl.settings.json").read_text())
         elif file.name == "tuned.json":  # times differ, and with them the prompts that the given seconds allow
+            read_tuned(file)
             tuned = json.loads(file.read_text())
             found[place] = (sorted(tuned), tuned["calibration"]["digest"])
         elif (file.parent / "model.safetensors").exists():
-            found[place] = file.read_bytes() if file.name in SAME else None
-    assert len(found) > 1, "the command has written"
+            found[place] = file.read_bytes() if file.name in SAME_FILES else None
     return found
 
 
@@ -139,24 +127,24 @@ def test_stops(
     chance = random.Random(f"{SEED} {number} {name}")
     whole = begin(name, place, tmp_path / "whole")
     seconds = place.run.must(words_of(name, place, whole)).seconds
-    wanted, num_stops, num_folders, more = end_of(whole), 0, 0, list[str]()
+    wanted, num_stops, num_folders, more = contents(name, whole), 0, 0, list[str]()
+    assert len(wanted) > 1, "the command has written"
     out = begin(name, place, tmp_path / "stopped")
     while num_stops < (NUM_KILLS if number == signal.SIGKILL else NUM_SIGNALS):
         words = [*words_of(name, place, out), *more]
         outcome = place.run(words, stop_after=chance.random() * seconds, stop_by=number, is_limited=False)
         assert outcome.code in (0, 130 if number == signal.SIGINT else -number), outcome
         assert "Traceback" not in outcome.error, outcome
-        check(name, out)
+        found = contents(name, out)
         if number == signal.SIGINT:
             assert outcome.code == 0 or outcome.error.rstrip().endswith("drafter: interrupted"), outcome
             assert all(left.endswith(".lock") for left in leftovers(out)), "of a target's folder: an empty file"
         if outcome.code == 0:
-            assert end_of(out) == wanted
+            assert found == wanted
             num_folders += 1
             out, more = begin(name, place, tmp_path / f"stopped-{num_folders}"), []
         else:
             num_stops += 1
             more = ["--ckpt_path", "last"] if name == "train" else []
     place.run.must([*words_of(name, place, out), *more])
-    check(name, out)
-    assert end_of(out) == wanted
+    assert contents(name, out) == wanted
