@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 MAX_REPLY_BYTES = 64 << 20
 MAX_COUNT = 10**9  # tokens, steps and ids: no server has more
 _ERROR_BYTES = 4096
+_SECONDS = 600.0  # for one whole request
 _CONNECT_SECONDS = 10.0
 _IDS = "return_token_ids"  # field of vLLM and SGLang: the answer then holds token ids
 
@@ -54,12 +55,10 @@ class Client:
 
     Attributes:
         url: address, such as http://host:8000 or https://host/v1.
-        timeout: seconds for one whole request.
         flag: the flag of the address, for errors.
     """
 
     url: str
-    timeout: float = 600.0
     flag: str = "--endpoint"
     _wants_ids = True  # False after a server that refuses the field for token ids
 
@@ -100,7 +99,7 @@ class Client:
         wants_ids = self._wants_ids
         content = json.dumps({**body, _IDS: True} if wants_ids else body).encode()
         try:
-            data = asyncio.run(_exchange("POST", self.address(path), content, self.timeout))
+            data = asyncio.run(_exchange("POST", self.address(path), content))
         except ServerError as error:
             if not (wants_ids and error.code in (400, 422) and _IDS in error.reason):
                 raise
@@ -110,7 +109,7 @@ class Client:
 
     def get(self, address: str) -> bytes:
         """The content at a whole address; errors as of :meth:`complete`."""
-        return asyncio.run(_exchange("GET", address, None, self.timeout))
+        return asyncio.run(_exchange("GET", address))
 
     def model_card(self, model: str | None = None) -> dict[str, str]:
         """``id`` and ``owned_by`` of a model in the server's list; None: the first model.
@@ -150,8 +149,8 @@ def _certificates() -> Any:
     return httpx.create_ssl_context()  # takes 20 ms
 
 
-async def _exchange(method: str, address: str, content: bytes | None, seconds: float) -> bytes:
-    """Send a request with a body of JSON or none; the bytes of the answer, within ``seconds`` and the limit of size."""
+async def _exchange(method: str, address: str, content: bytes | None = None) -> bytes:
+    """Send a request with a body of JSON or none; the bytes of the answer, within the limits of time and size."""
     import httpx
 
     headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"} | key_header()
@@ -159,7 +158,7 @@ async def _exchange(method: str, address: str, content: bytes | None, seconds: f
     data = bytearray()
     try:
         async with (
-            asyncio.timeout(seconds),
+            asyncio.timeout(_SECONDS),
             httpx.AsyncClient(follow_redirects=False, timeout=limits, verify=_certificates()) as http,
             http.stream(method, address, content=content, headers=headers) as response,
         ):
@@ -170,7 +169,7 @@ async def _exchange(method: str, address: str, content: bytes | None, seconds: f
                 if len(data) > most:
                     break
     except TimeoutError as error:
-        raise TimeoutError(f"no whole answer in {seconds:g} seconds") from error
+        raise TimeoutError(f"no whole answer in {_SECONDS:g} seconds") from error
     except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL) as error:
         raise OSError(printable(f"{type(error).__name__}: {error}")) from error
     if not is_success:
