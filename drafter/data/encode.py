@@ -11,7 +11,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from drafter.data.formats import ChatMessage, Row, check_ids, parse_row
@@ -140,10 +139,6 @@ class RowEncoder:
     columns: Mapping[str, str] | None = None
     vocab_size: int | None = None
 
-    @cached_property
-    def _stop_ids(self) -> set[int]:
-        return stop_token_ids(self.tokenizer)
-
     def encode(self, records: Sequence[RawRow]) -> Iterator[EncodedRow]:
         """The encoded rows in the order of the records; a dropped row has a ``problem``.
 
@@ -151,10 +146,10 @@ class RowEncoder:
             ValueError: an invalid row, or a conversation for a target without a chat template.
         """
         rows = [parse_row(record, columns=self.columns) for record in records]
-        conversations = self._rendered([row for row in rows if row.is_chat])
+        conversations, stop_ids = self._rendered([row for row in rows if row.is_chat]), stop_token_ids(self.tokenizer)
         for row in rows:
             if row.is_chat:
-                found = [self._masked(row, next(conversations))]
+                found = [self._masked(row, next(conversations), stop_ids)]
             elif row.text is not None:
                 found = self._chunks(row.text)
             else:
@@ -224,7 +219,7 @@ class RowEncoder:
             spans.append((len(prefix), start, start + len(content)))
         return text, spans
 
-    def _masked(self, row: Row, rendered: Any) -> EncodedRow:
+    def _masked(self, row: Row, rendered: Any, stop_ids: set[int]) -> EncodedRow:
         """Token ids and mask of a rendered conversation, whose prefixes are compared token by token.
 
         A token belongs to an answer if all its characters do. A token of one byte covers the byte's whole character.
@@ -248,7 +243,7 @@ class RowEncoder:
                 index += 1
             has_end = not (row.is_cut and number == len(spans))
             if has_end and index < len(loss_mask) and whole.offsets[index][0] >= end:
-                loss_mask[index] = whole.ids[index] in self._stop_ids
+                loss_mask[index] = whole.ids[index] in stop_ids
         return EncodedRow(whole.ids, loss_mask, is_foreign=True)
 
     def _chunks(self, text: str) -> list[EncodedRow]:

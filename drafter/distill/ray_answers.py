@@ -39,41 +39,41 @@ class ClusterOptions:
     ray_cpus: float = within(1.0, low=0.0)
 
 
+@dataclass
 class RayAnswerer:
     """Answers by engines on a Ray cluster.
 
-    Args:
+    Attributes:
         make: makes a worker's engine. The workers call it, so target and drafter must exist on every machine.
         options: cluster and resources.
         batch_size: prompts in a batch. A lost batch is answered again as a whole.
     """
 
-    def __init__(self, make: "Callable[[], EngineAnswerer]", options: ClusterOptions, batch_size: int = 64) -> None:
-        self._make = make
-        self._options = options
-        self._batch_size = batch_size
+    make: "Callable[[], EngineAnswerer]"
+    options: ClusterOptions
+    batch_size: int = 64
 
     @cached_property
     def identity(self) -> dict[str, Any]:
         """The settings that determine the answers, from an engine on the cluster."""
         with self._cluster() as ray:
-            worker = ray.remote(num_gpus=self._options.ray_gpus, num_cpus=self._options.ray_cpus)
-            found: dict[str, Any] = ray.get(worker(lambda make: make().identity).remote(self._make))
+            worker = ray.remote(num_gpus=self.options.ray_gpus, num_cpus=self.options.ray_cpus)
+            found: dict[str, Any] = ray.get(worker(lambda make: make().identity).remote(self.make))
             return found
 
     def answer(self, wanted: Sequence[WantedAnswer]) -> AnswerStream:
         """Answers in the order in which batches return; see :class:`drafter.distill.run.Answerer`."""
         if not wanted:
             return
-        options = self._options
+        options = self.options
         wanted = sorted(wanted, key=lambda item: len(str(item.prompt.messages)))  # alike in length: little padding
         with self._cluster() as ray:
             ray.data.DataContext.get_current().enable_progress_bars = False
-            batches = ray.data.range(len(wanted), override_num_blocks=math.ceil(len(wanted) / self._batch_size))
+            batches = ray.data.range(len(wanted), override_num_blocks=math.ceil(len(wanted) / self.batch_size))
             answered = batches.map_batches(
                 _RayEngine,
-                fn_constructor_args=(self._make, wanted),
-                batch_size=self._batch_size,
+                fn_constructor_args=(self.make, wanted),
+                batch_size=self.batch_size,
                 concurrency=options.ray_workers,
                 num_gpus=options.ray_gpus or None,
                 num_cpus=options.ray_cpus,
@@ -91,12 +91,12 @@ class RayAnswerer:
             raise ValueError(
                 "--ray needs the package ray: in the repository, pip install -c constraints.txt -e '.[cluster]'"
             ) from error
-        address = None if self._options.ray == "local" else self._options.ray or "auto"
+        address = None if self.options.ray == "local" else self.options.ray or "auto"
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise OSError(
-                f"--ray {self._options.ray}: no cluster answers there ({_last_line(error)}); start one with "
+                f"--ray {self.options.ray}: no cluster answers there ({_last_line(error)}); start one with "
                 "`ray start --head`, or give --ray local"
             ) from error
         try:

@@ -76,11 +76,11 @@ class Answerer(Protocol):
         """The row of each wanted answer as it is finished, or None where the prompt has no answer."""
 
 
+@dataclass
 class EngineAnswerer:
     """Answers by an engine of this process; a drafter makes the same answers faster."""
 
-    def __init__(self, engine: "Engine") -> None:
-        self.engine = engine
+    engine: "Engine"
 
     @property
     def identity(self) -> dict[str, Any]:
