@@ -1,4 +1,5 @@
 """Results files: one JSON object a line, of a run or of a level of load. Imports no torch."""
+# ruff: noqa: UP013  # a record is easier to read in a few lines than in a class of many
 
 import hashlib
 import json
@@ -6,42 +7,49 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NotRequired
+
+from pydantic import FiniteFloat
+from typing_extensions import TypedDict
 
 from drafter.data.reading import read_json_lines, without_null
 from drafter.utils.io import append, is_stream
-from drafter.utils.parse import check_shape
+from drafter.utils.parse import validated
 
 SCHEMA = "drafter-bench/1"
 BenchRecord = dict[str, Any]
 _BEGINNING = json.dumps({"schema": SCHEMA})[:-1].encode()  # of every line that :func:`append_result` writes
 
-_SPREAD = {"median": float, "p95": float, "p99": float}
-_MADE_BY = {
-    "machine": {"device?": str, "cpu?": str, "system": str, "num_cpus": int, "memory_gib?": float},
-    "versions": {"*": str},
-    "git_revision?": str,
-    "date": str,
-}
-# The shapes of records without null, by kind, as :func:`drafter.utils.parse.check_shape` reads shapes.
-_SHAPES: dict[str, dict[str, Any]] = {
-    "run": {
-        "run_id": str, "round": int, "method": str, "build?": str, "batch_size": int,
-        "temperature": float, "max_new_tokens": int, "seed?": int, "device": str,
-        "compile?": bool, "drafter?": str, "drafter_fingerprint?": str, "tuned_digest?": str,
-        "target": {"name": str, "dtype": str, "num_parameters": int},
-        "prompts": {"name": str, "digest": str, "num_prompts": int},
-        "seconds": float, "num_tokens": int, "num_forwards": int, "acceptance?": [int],
-        "by_category": {"*": {"seconds?": float, "num_tokens": int}},
-        "peak_memory_bytes": {"bytes": int},
-        "identical?": {"num_prompts": int, "num_identical": int, "margins": [float]}, **_MADE_BY,
-    },
-    "load": {
-        "url": str, "model": str, "prompts": {"name": str}, "concurrency?": int, "rate?": float,
-        "seconds": float, "num_requests": int, "num_failed": int, "num_tokens": int,
-        "first_token_seconds": _SPREAD, "token_seconds": _SPREAD, "latency_seconds": _SPREAD, **_MADE_BY,
-    },
-}  # fmt: skip
+# The fields of records without null that tables and pictures read, by kind.
+_Spread = TypedDict("_Spread", {"median": FiniteFloat, "p95": FiniteFloat, "p99": FiniteFloat})
+_Machine = TypedDict("_Machine", {
+    "device": NotRequired[str], "cpu": NotRequired[str], "system": str, "num_cpus": int,
+    "memory_gib": NotRequired[FiniteFloat],
+})  # fmt: skip
+_MadeBy = TypedDict("_MadeBy", {
+    "machine": _Machine, "versions": dict[str, str], "git_revision": NotRequired[str], "date": str,
+})  # fmt: skip
+_Named = TypedDict("_Named", {"name": str})
+_Target = TypedDict("_Target", {"name": str, "dtype": str, "num_parameters": int})
+_Prompts = TypedDict("_Prompts", {"name": str, "digest": str, "num_prompts": int})
+_Category = TypedDict("_Category", {"seconds": NotRequired[FiniteFloat], "num_tokens": int})
+_Memory = TypedDict("_Memory", {"bytes": int})
+_Identical = TypedDict("_Identical", {"num_prompts": int, "num_identical": int, "margins": list[FiniteFloat]})
+_Run = TypedDict("_Run", {
+    "run_id": str, "round": int, "method": str, "build": NotRequired[str], "batch_size": int,
+    "temperature": FiniteFloat, "max_new_tokens": int, "seed": NotRequired[int], "device": str,
+    "compile": NotRequired[bool], "drafter": NotRequired[str], "drafter_fingerprint": NotRequired[str],
+    "tuned_digest": NotRequired[str], "target": _Target, "prompts": _Prompts, "seconds": FiniteFloat,
+    "num_tokens": int, "num_forwards": int, "acceptance": NotRequired[list[int]],
+    "by_category": dict[str, _Category], "peak_memory_bytes": _Memory,
+    "identical": NotRequired[_Identical],
+})  # fmt: skip
+_Load = TypedDict("_Load", {
+    "url": str, "model": str, "prompts": _Named, "concurrency": NotRequired[int],
+    "rate": NotRequired[FiniteFloat], "seconds": FiniteFloat, "num_requests": int, "num_failed": int,
+    "num_tokens": int, "first_token_seconds": _Spread, "token_seconds": _Spread, "latency_seconds": _Spread,
+})  # fmt: skip
+_KINDS: dict[str, Any] = {"run": _Run, "load": _Load}
 
 
 def run_id(identity: Mapping[str, Any]) -> str:
@@ -96,11 +104,12 @@ def _records_of(path: Path, *, skip_torn: bool = False) -> list[BenchRecord]:
     for fields, where in read_json_lines(path, str(path), skip_torn=skip_torn):
         if fields.get("schema") != SCHEMA:
             raise ValueError(f"{where}: not a benchmark result of schema {SCHEMA!r} but of {fields.get('schema')!r}")
-        shape = _SHAPES.get(str(fields.get("kind")))
-        if shape is None:
-            raise ValueError(f"{where}: kind is {fields.get('kind')!r} but must be one of {', '.join(_SHAPES)}")
+        kind = _KINDS.get(str(fields.get("kind")))
+        if kind is None:
+            raise ValueError(f"{where}: kind is {fields.get('kind')!r} but must be one of {', '.join(_KINDS)}")
         records.append(without_null(fields))
-        check_shape(records[-1], shape, f"{where}: the record")
+        for part in (kind, _MadeBy):
+            validated(part, records[-1], where, strict=True)
     return records
 
 

@@ -4,7 +4,6 @@ The limits stand here once. Whatever a file holds, a reader returns plain values
 that names the file, in a time and a memory that the limits bound.
 """
 
-import sys
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -137,45 +136,3 @@ def validated(kind: type[Kind], value: Any, where: str, *, strict: bool = False)
         place = ".".join(map(str, fault["loc"]))
         message = fault["msg"].removeprefix("Value error, ")
         raise ValueError(f"{where}: {printable(f'{place}: {message}' if place else message)}") from error
-
-
-_NAMES: dict[type, str] = {
-    dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "an integer", float: "a finite number"
-}  # fmt: skip
-
-
-def check_shape(value: Any, shape: Any, where: str) -> None:
-    """ValueError, with the place within the value, for a parsed value of another shape.
-
-    Args:
-        value: what was parsed.
-        shape: a type; ``[shape]`` for a list; a mapping of keys to shapes, where ``"name?"`` may be missing and ``"*"``
-            stands for every key. ``float`` takes integers, and finite numbers only; keys that the shape does not name
-            are free.
-        where: for messages.
-    """
-    kind = type(shape) if isinstance(shape, dict | list) else shape
-    is_fitting = isinstance(value, kind) if kind is dict else type(value) is kind
-    if kind is float:  # an integer may be larger than any float
-        is_fitting = type(value) in (int, float) and abs(value) <= sys.float_info.max
-    if not is_fitting:
-        raise ValueError(f"{where} is {_kind(value)}, but must be {_NAMES[kind]}")
-    if kind is list:
-        for place, item in enumerate(value):
-            check_shape(item, shape[0], f"{where}, entry {place}")
-    elif kind is dict and "*" in shape:
-        for name, item in value.items():
-            check_shape(item, shape["*"], f"{where}, {name[:40]}")
-    elif kind is dict:
-        missing = [name for name in shape if not name.endswith("?") and name not in value]
-        if missing:
-            raise ValueError(f"{where} lacks {', '.join(missing)}")
-        for key, part in ((name.removesuffix("?"), part) for name, part in shape.items()):
-            if key in value:
-                check_shape(value[key], part, f"{where}, {key}")
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return "a number"
-    return _NAMES.get(type(value), "null")

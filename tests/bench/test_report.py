@@ -109,8 +109,8 @@ def line_of(**changes: Any) -> str:
     ("line", "reason"),
     [
         ('{"schema": "drafter-bench/1", "kind": "else"}', "kind is 'else'"),
-        (line_of(batch_size=[1]), "the record, batch_size is a list, but must be an integer"),
-        (line_of(identical={"num_prompts": 1}), "the record, identical lacks num_identical, margins"),
+        (line_of(batch_size=[1]), "batch_size: Input should be a valid integer"),
+        (line_of(identical={"num_prompts": 1}), "identical.num_identical: Field required"),
     ],
 )
 def test_other_files_are_refused_with_their_line(tmp_path: Path, line: str, reason: str) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.utils.parse import check_shape, parse_json, parse_yaml, read_json, read_json_object, read_yaml
+from drafter.utils.parse import parse_json, parse_yaml, read_json, read_json_object, read_yaml
 
 BOMB = "a: &a [1,2,3,4,5,6,7,8,9]\n" + "".join(
     f"{name}: &{name} [{','.join(['*' + before] * 9)}]\n"
@@ -71,21 +70,3 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
             read()
         except ValueError as error:
             assert str(error).startswith("here")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"steps": [], "by": {}}, None),
-        ({"rate": float("nan")}, "it, rate is a number, but must be a finite number"),
-        ({"rate": -(10**400)}, "it, rate is a number, but must be a finite number"),
-        ({"steps": [1, 2.0]}, "it, steps, entry 1 is a number, but must be an integer"),
-        ({"by": {"a": {}}}, "it, by, a lacks on"),
-        ({"seed": None}, "it, seed is null, but must be an integer"),
-    ],
-)
-def test_shapes(changes: dict[str, Any], message: str | None) -> None:
-    shape = {"rate": float, "seed?": int, "steps": [int], "by": {"*": {"on": bool}}}
-    value = {"rate": 1, "steps": [1, 2], "by": {"a": {"on": True}}, "free": object} | changes
-    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
-        check_shape(value, shape, "it")
