@@ -121,13 +121,14 @@ def config_to_apple(config: DrafterConfig) -> dict[str, Any]:
 def config_from_apple(found: Mapping[str, Any]) -> DrafterConfig:
     """Our config of a published one; ValueError naming the field that has no counterpart."""
     where = "published drafter config"
-    for name in ("model_type", "rnn", "vocab_size", "hidden_size", "exit_dim", "num_draft_layers"):
-        if name not in found:
-            raise ValueError(f"{where} lacks {name}")
-    if found["model_type"] != MODEL_TYPE or not found["rnn"]:
+    if found.get("model_type") != MODEL_TYPE or found.get("rnn") is not True:
         raise ValueError(
-            f"{where}: model_type is {found['model_type']!r} and rnn {found['rnn']}; it must be {MODEL_TYPE!r} with rnn"
+            f"{where}: model_type is {found.get('model_type')!r} and rnn {found.get('rnn')}; it must be {MODEL_TYPE!r} "
+            "with rnn"
         )
+    for name in ("vocab_size", "hidden_size", "exit_dim", "num_draft_layers"):
+        if not isinstance(found.get(name), int):
+            raise ValueError(f"{where}: {name} is {found.get(name)!r} but must be an integer")
     config = DrafterConfig(
         vocab_size=found["vocab_size"], hidden_size=found["hidden_size"], num_res_blocks=found["num_draft_layers"]
     )
