@@ -7,47 +7,48 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, NotRequired
+from typing import Annotated, Any, NotRequired
 
-from pydantic import FiniteFloat
+from pydantic import Field, FiniteFloat
 from typing_extensions import TypedDict
 
 from drafter.data.reading import read_json_lines, without_null
 from drafter.utils.io import append, is_stream
-from drafter.utils.parse import validated
+from drafter.utils.parse import MAX_INTEGER, validated
 
 SCHEMA = "drafter-bench/1"
 BenchRecord = dict[str, Any]
 _BEGINNING = json.dumps({"schema": SCHEMA})[:-1].encode()  # of every line that :func:`append_result` writes
 
+_Int = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]  # larger ones do not divide
 # The fields of records without null that tables and pictures read, by kind.
 _Spread = TypedDict("_Spread", {"median": FiniteFloat, "p95": FiniteFloat, "p99": FiniteFloat})
 _Machine = TypedDict("_Machine", {
-    "device": NotRequired[str], "cpu": NotRequired[str], "system": str, "num_cpus": int,
+    "device": NotRequired[str], "cpu": NotRequired[str], "system": str, "num_cpus": _Int,
     "memory_gib": NotRequired[FiniteFloat],
 })  # fmt: skip
 _MadeBy = TypedDict("_MadeBy", {
     "machine": _Machine, "versions": dict[str, str], "git_revision": NotRequired[str], "date": str,
 })  # fmt: skip
 _Named = TypedDict("_Named", {"name": str})
-_Target = TypedDict("_Target", {"name": str, "dtype": str, "num_parameters": int})
-_Prompts = TypedDict("_Prompts", {"name": str, "digest": str, "num_prompts": int})
-_Category = TypedDict("_Category", {"seconds": NotRequired[FiniteFloat], "num_tokens": int})
-_Memory = TypedDict("_Memory", {"bytes": int})
-_Identical = TypedDict("_Identical", {"num_prompts": int, "num_identical": int, "margins": list[FiniteFloat]})
+_Target = TypedDict("_Target", {"name": str, "dtype": str, "num_parameters": _Int})
+_Prompts = TypedDict("_Prompts", {"name": str, "digest": str, "num_prompts": _Int})
+_Category = TypedDict("_Category", {"seconds": NotRequired[FiniteFloat], "num_tokens": _Int})
+_Memory = TypedDict("_Memory", {"bytes": _Int})
+_Identical = TypedDict("_Identical", {"num_prompts": _Int, "num_identical": _Int, "margins": list[FiniteFloat]})
 _Run = TypedDict("_Run", {
-    "run_id": str, "round": int, "method": str, "build": NotRequired[str], "batch_size": int,
-    "temperature": FiniteFloat, "max_new_tokens": int, "seed": NotRequired[int], "device": str,
+    "run_id": str, "round": _Int, "method": str, "build": NotRequired[str], "batch_size": _Int,
+    "temperature": FiniteFloat, "max_new_tokens": _Int, "seed": NotRequired[_Int], "device": str,
     "compile": NotRequired[bool], "drafter": NotRequired[str], "drafter_fingerprint": NotRequired[str],
     "tuned_digest": NotRequired[str], "target": _Target, "prompts": _Prompts, "seconds": FiniteFloat,
-    "num_tokens": int, "num_forwards": int, "acceptance": NotRequired[list[int]],
+    "num_tokens": _Int, "num_forwards": _Int, "acceptance": NotRequired[list[_Int]],
     "by_category": dict[str, _Category], "peak_memory_bytes": _Memory,
     "identical": NotRequired[_Identical],
 })  # fmt: skip
 _Load = TypedDict("_Load", {
-    "url": str, "model": str, "prompts": _Named, "concurrency": NotRequired[int],
-    "rate": NotRequired[FiniteFloat], "seconds": FiniteFloat, "num_requests": int, "num_failed": int,
-    "num_tokens": int, "first_token_seconds": _Spread, "token_seconds": _Spread, "latency_seconds": _Spread,
+    "url": str, "model": str, "prompts": _Named, "concurrency": NotRequired[_Int],
+    "rate": NotRequired[FiniteFloat], "seconds": FiniteFloat, "num_requests": _Int, "num_failed": _Int,
+    "num_tokens": _Int, "first_token_seconds": _Spread, "token_seconds": _Spread, "latency_seconds": _Spread,
 })  # fmt: skip
 _KINDS: dict[str, Any] = {"run": _Run, "load": _Load}
 

@@ -110,6 +110,7 @@ def line_of(**changes: Any) -> str:
     [
         ('{"schema": "drafter-bench/1", "kind": "else"}', "kind is 'else'"),
         (line_of(batch_size=[1]), "batch_size: Input should be a valid integer"),
+        (line_of(num_tokens=10**400), "num_tokens: Input should be less than"),
         (line_of(identical={"num_prompts": 1}), "identical.num_identical: Field required"),
     ],
 )
