@@ -100,7 +100,7 @@ class DrafterConfig(PreTrainedConfig):
         own = {name: value for name, value in fields.items() if name not in _LIBRARY_KEYS}
         try:
             return cls(**own)
-        except (TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError) as error:  # of transformers, too
             raise ValueError(f"{where}: {error}") from error
 
     @property
@@ -116,8 +116,9 @@ class DrafterConfig(PreTrainedConfig):
     def _check(self) -> None:
         for item in fields(self):
             is_own = item.name in type(self).__annotations__
-            if is_own and getattr(self, item.name) is None and item.default is not None:
-                raise ValueError(f"drafter {item.name} is None but must have a value")
+            value, is_list = getattr(self, item.name), item.name == "context_layers"
+            if is_own and (isinstance(value, list) or (value is None and item.default is not None)) and not is_list:
+                raise ValueError(f"drafter {item.name} is {value} but must have one value")
         check_ranges(self, are_flags=False)
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:

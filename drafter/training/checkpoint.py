@@ -62,11 +62,13 @@ folder was made.
 
 
 class _Content(TypedDict):
-    """What the drafter of a checkpoint is made of."""
+    """What an export reads of a checkpoint."""
 
     drafter_config: dict[str, Any]
     state_dict: dict[str, InstanceOf[Tensor]]
     metrics: NotRequired[dict[str, FiniteFloat]]
+    num_positions: NotRequired[int]
+    global_step: NotRequired[int]
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:

@@ -20,6 +20,9 @@ def test_sizes_and_json_round_trip(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**saved, "beam": 3}))
     with pytest.raises(ValueError, match="unknown key 'beam'"):
         DrafterConfig.from_pretrained(tmp_path)
+    for field, value in {"num_res_blocks": [], "hidden_scale": [1.0], "draft_length": None, "id2label": "x"}.items():
+        with pytest.raises(ValueError, match=f"a.json: .*{field if value != 'x' else 'items'}"):
+            DrafterConfig.from_fields({**saved, field: value}, "a.json")
 
 
 def test_a_file_of_an_earlier_version_is_read() -> None:

@@ -311,6 +311,7 @@ def test_export_refuses_what_it_cannot_read_and_files_of_others(trained: Path, t
         (sound | {"state_dict": state | {"drafter.head.weight": torch.zeros(2)}}, "head.weight"),
         (sound | {"drafter_config": {**sound["drafter_config"], "hidden_size": "x"}}, "hidden_size"),
         (sound | {"metrics": {"val/loss": "x"}}, "val/loss"),
+        (sound | {"num_positions": []}, "num_positions"),
     ):
         torch.save(content, damaged)
         with pytest.raises(ValueError, match=fragment):
