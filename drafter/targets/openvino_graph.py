@@ -74,7 +74,7 @@ def write_out_attention(ov: Any, model: Any) -> None:
     power of two, the tables of the rotation are scaled once for all layers: every number of the queries stays the same.
     """
     operators = ov.opset13
-    tables: dict[str, Any] = {}  # by the node of cosines or sines and the scale
+    tables: dict[Any, Any] = {}  # by the output that gives cosines or sines, and the scale
     for node in model.get_ordered_ops():
         if node.get_type_name() != "ScaledDotProductAttention" or node.get_input_size() < 5:
             continue
@@ -85,9 +85,9 @@ def write_out_attention(ov: Any, model: Any) -> None:
         if rotated and abs(frexp(factor)[0]) == 0.5:
             for port in (product.input(1) for product in rotated):
                 table = port.get_source_output()
-                name = f"{table.get_node().get_friendly_name()} {factor}"
-                tables[name] = tables.get(name) or operators.multiply(table, scale)
-                port.replace_source_output(tables[name].output(0))
+                place = table.get_node().get_name(), table.get_index(), factor
+                tables[place] = tables.get(place) or operators.multiply(table, scale)
+                port.replace_source_output(tables[place].output(0))
         else:
             query = operators.multiply(query, scale)
         scores = operators.add(operators.matmul(query, key, False, True), mask)
@@ -97,15 +97,15 @@ def write_out_attention(ov: Any, model: Any) -> None:
 def _rotation(query: Any) -> list[Any]:
     """The products x * cosines and turned x * sines whose sum, in another shape, is a query; empty: it is no such sum.
 
-    Nothing else reads the products or the sum.
+    Nothing else reads the products, the sum or the query.
     """
     total = query.get_node().input_value(0).get_node() if query.get_node().get_type_name() == "Reshape" else None
     if total is None or total.get_type_name() != "Add":
         return []
     products = [port.get_node() for port in total.input_values()]
     kinds = [each.get_type_name() for each in products]
-    num_readers = [len(each.output(0).get_target_inputs()) for each in (total, *products)]
-    return products if kinds == ["Multiply"] * 2 and num_readers == [1] * 3 else []
+    num_readers = [len(each.output(0).get_target_inputs()) for each in (query.get_node(), total, *products)]
+    return products if kinds == ["Multiply"] * 2 and num_readers == [1] * 4 else []
 
 
 def round_once(ov: Any, model: Any) -> None:
