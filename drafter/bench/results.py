@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, NotRequired
 
-from pydantic import Field, FiniteFloat
+from pydantic import FailFast, Field, FiniteFloat
 from typing_extensions import TypedDict
 
 from drafter.data.reading import read_json_lines, without_null
@@ -35,13 +35,15 @@ _Target = TypedDict("_Target", {"name": str, "dtype": str, "num_parameters": _In
 _Prompts = TypedDict("_Prompts", {"name": str, "digest": str, "num_prompts": _Int})
 _Category = TypedDict("_Category", {"seconds": NotRequired[FiniteFloat], "num_tokens": _Int})
 _Memory = TypedDict("_Memory", {"bytes": _Int})
-_Identical = TypedDict("_Identical", {"num_prompts": _Int, "num_identical": _Int, "margins": list[FiniteFloat]})
+_Identical = TypedDict("_Identical", {
+    "num_prompts": _Int, "num_identical": _Int, "margins": Annotated[list[FiniteFloat], FailFast()],
+})  # fmt: skip
 _Run = TypedDict("_Run", {
     "run_id": str, "round": _Int, "method": str, "build": NotRequired[str], "batch_size": _Int,
     "temperature": FiniteFloat, "max_new_tokens": _Int, "seed": NotRequired[_Int], "device": str,
     "compile": NotRequired[bool], "drafter": NotRequired[str], "drafter_fingerprint": NotRequired[str],
     "tuned_digest": NotRequired[str], "target": _Target, "prompts": _Prompts, "seconds": FiniteFloat,
-    "num_tokens": _Int, "num_forwards": _Int, "acceptance": NotRequired[list[_Int]],
+    "num_tokens": _Int, "num_forwards": _Int, "acceptance": NotRequired[Annotated[list[_Int], FailFast()]],
     "by_category": dict[str, _Category], "peak_memory_bytes": _Memory,
     "identical": NotRequired[_Identical],
 })  # fmt: skip

@@ -76,7 +76,8 @@ def _in_turn(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
 # A constraint makes pydantic read the text, and so refuse half a surrogate pair, which JSON can express.
 _Words = Annotated[str, Field(min_length=0)]
 _Ids = Annotated[tuple[Annotated[int, Field(strict=True, ge=0)], ...], Field(fail_fast=True)]
-_Messages = tuple[Annotated[dict[str, _Words], BeforeValidator(_turn_of)], ...]
+_Turn = Annotated[dict[str, _Words], BeforeValidator(_turn_of)]
+_Messages = Annotated[tuple[_Turn, ...], Field(fail_fast=True)]
 
 
 class Row(BaseModel):
@@ -101,7 +102,7 @@ class Row(BaseModel):
     where: str = ""
     is_cut: bool = False
     has_parts: bool = False
-    tools: tuple[dict[str, Any], ...] = ()
+    tools: Annotated[tuple[dict[str, Any], ...], Field(fail_fast=True)] = ()
     prompt_ids: _Ids = Field((), validation_alias="prompt_token_ids")
     token_ids: _Ids | None = None
 

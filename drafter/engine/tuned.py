@@ -78,7 +78,7 @@ class RowPlan:
     """
 
     num_rows: Annotated[int, Field(ge=1)]
-    choices: tuple[MeasuredTree, ...]
+    choices: Annotated[tuple[MeasuredTree, ...], Field(fail_fast=True)]
 
     @property
     def plain(self) -> MeasuredTree:
@@ -112,7 +112,7 @@ class TunedSizes:
     compile: bool
     target_fingerprint: str
     drafter_fingerprint: str | None = None
-    plans: Annotated[tuple[RowPlan, ...], Field(min_length=1)]
+    plans: Annotated[tuple[RowPlan, ...], Field(min_length=1, fail_fast=True)]
 
     def summary(self) -> str:
         """The calibrated choice for each number of rows, in one line."""

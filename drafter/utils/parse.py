@@ -117,7 +117,8 @@ def validated(kind: type[Kind], value: Any, where: str, *, strict: bool = False)
     """The value of a type that pydantic reads, such as a model or a TypedDict; of JSON text in bytes, or parsed.
 
     Args:
-        kind: the type. Keys that a TypedDict does not name are free, and absent from the result.
+        kind: the type. Keys that a TypedDict does not name are free, and absent from the result. Its lists should stop
+            at the first fault (``fail_fast``): a million faults take a gigabyte.
         value: the JSON text or the parsed value.
         where: for messages.
         strict: convert nothing, so that a text stands for no number.

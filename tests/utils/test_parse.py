@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from drafter.utils.parse import parse_json, parse_yaml, read_json, read_json_object, read_yaml
+from drafter.bench import results
+from drafter.data.formats import Row
+from drafter.engine.tuned import RowPlan, TunedSizes
+from drafter.utils.parse import parse_json, parse_yaml, read_json, read_json_object, read_yaml, validated
 
 BOMB = "a: &a [1,2,3,4,5,6,7,8,9]\n" + "".join(
     f"{name}: &{name} [{','.join(['*' + before] * 9)}]\n"
@@ -55,6 +59,21 @@ def test_other_bytes_and_other_files(tmp_path: Path) -> None:
         read_json(tmp_path / "large")
     with pytest.raises(FileNotFoundError):
         read_json(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (TunedSizes, "plans"), (RowPlan, "choices"), (Row, "messages"), (Row, "tools"), (Row, "token_ids"),
+        (results._Run, "acceptance"), (results._Identical, "margins"),
+    ],
+)  # fmt: skip
+def test_a_list_ends_at_its_first_fault(kind: Any, name: str) -> None:
+    """A fault takes a kilobyte, so that the faults of a list of millions would take gigabytes and minutes."""
+    with pytest.raises(ValueError, match="here") as caught:
+        validated(kind, {name: ["a"] * 3}, "here")
+    assert isinstance(caught.value.__cause__, ValidationError)
+    assert len([fault for fault in caught.value.__cause__.errors() if fault["loc"][0] == name]) < 3
 
 
 def test_what_is_within_the_limits_is_read() -> None:
