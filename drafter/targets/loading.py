@@ -24,7 +24,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # Bytes of weights. Smaller targets decode a whole answer in less time than an export to OpenVINO takes.
 _LEAST_STORED_BYTES = 300_000_000
 _LEAST_OPENVINO_BYTES = 40_000_000
-_DECIDING = ["model*.safetensors", "*config.json", "model.safetensors.index.json", "*.py"]
+_DECIDING = ("*.safetensors", "*config.json", "model.safetensors.index.json", "*.py")
 
 
 class Checkpoint(NamedTuple):
@@ -107,7 +107,9 @@ def checkpoint_files(place: Path | str, revision: str | None) -> list[Path]:
     folder = place
     if not isinstance(folder, Path):
         try:
-            folder = Path(snapshot_download(folder, revision=revision, allow_patterns=_DECIDING))
+            folder = Path(
+                snapshot_download(folder, revision=revision, allow_patterns=["model*.safetensors", *_DECIDING[1:]])
+            )
         except (OSError, ValueError) as error:
             raise ValueError(f"--target {place!r} cannot be loaded: {first_line(error)}") from error
     return sorted(file for end in _DECIDING for file in folder.glob(end))
