@@ -43,6 +43,9 @@ class Guard:
             await self._app(scope, receive, send)
             return
         status, num_bytes = 500, 0
+        too_large = ApiError(
+            413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large", headers=_CLOSE
+        )
 
         async def limited() -> Message:
             nonlocal num_bytes
@@ -51,8 +54,7 @@ class Guard:
                 scope[STATUS] = CLOSED_BY_CLIENT
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_body_bytes:
-                text = f"the body is larger than {self._max_body_bytes} bytes"
-                raise ApiError(413, text, code="body_too_large", headers=_CLOSE)
+                raise too_large
             return message
 
         async def watched(message: Message) -> None:
@@ -63,6 +65,8 @@ class Guard:
 
         try:
             self._check(scope)
+            if int(Headers(scope=scope).get("content-length", 0)) > self._max_body_bytes:
+                raise too_large  # before the body, which curl then keeps: a close with unread bytes loses the answer
         except ApiError as error:
             await respond(error)(scope, receive, watched)
         else:

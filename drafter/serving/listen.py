@@ -153,8 +153,17 @@ class ApiProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Read bytes; the clock runs from the first byte of a request to the last."""
+        self._run_clock()
+        super().data_received(data)
+
+    def handle_events(self) -> None:
+        """Take what was read: bytes that just came, or that came during the request before."""
+        super().handle_events()
+        if self.conn.their_state is h11.SEND_BODY:
+            self._run_clock()
+        elif self.conn.their_state is not h11.IDLE:
+            self._clock.cancel()
+
+    def _run_clock(self) -> None:
         if self._clock.cancelled():
             self._clock = self.loop.call_later(REQUEST_SECONDS, self.transport.close)
-        super().data_received(data)
-        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
-            self._clock.cancel()
