@@ -1,5 +1,6 @@
-"""Every shipped YAML is accepted by the command that it is for, without loading a target."""
+"""Every shipped YAML, the image and the unit are accepted by their command, without loading a target."""
 
+import json
 import re
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from drafter.training.run import TrainCLI
 from drafter.utils.options import read_options
 from scripts import ablations
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "configs"
 FILES = sorted(CONFIGS.rglob("*.yaml"))
 
 pytestmark = pytest.mark.filterwarnings("ignore:LightningCLI's args parameter")
@@ -67,3 +69,18 @@ def test_all_files_of_one_target_name_the_same_target() -> None:
         (target,) = re.findall(r"^ *target: (\S+)", file.read_text(), flags=re.MULTILINE)
         assert target in wanted.values(), file
         assert all(target == wanted[family] for family in wanted if family in file.name), file
+
+
+def test_image_and_unit() -> None:
+    image, unit = ((ROOT / "scripts/deploy" / name).read_text() for name in ("Dockerfile", "drafter.service"))
+    words = json.loads(re.findall(r"^CMD (\[.*\])$", image, re.MULTILINE)[0])
+    options = read_options(ServeOptions, words[1:], "drafter serve")
+    assert words[0] == "serve" and options.host == "0.0.0.0"
+    assert f"EXPOSE {options.port}" in image and f"127.0.0.1:{options.port}/health" in image
+    for names in re.findall(r"^COPY ((?:[\w.]+ )+)\S+$", image, re.MULTILINE):
+        assert all((ROOT / name).exists() for name in names.split())
+    flags = re.findall(r"^ExecStart=/opt/drafter/bin/drafter serve (.*)$", unit, re.MULTILINE)[0]
+    # The unit's comments say which file is put there.
+    flags = re.sub(r"/etc/\S+", str(ROOT / "configs/serve/smollm2-135m.yaml"), flags)
+    options = read_options(ServeOptions, flags.split(), "drafter serve")
+    assert int(re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)[0]) > options.drain_seconds

@@ -14,9 +14,7 @@ from drafter.bench.report import summarise
 from drafter.bench.results import BenchRecord, read_results
 from drafter.bench.settings import BenchOptions
 from drafter.bench.workload import Item, Workload
-from drafter.engine.engine import Engine
 from drafter.engine.loading import LoadedModels
-from drafter.engine.settings import EngineConfig
 from drafter.engine.tuned import PLAIN, MeasuredTree, RowPlan, Tree, TunedSizes, conditions_of
 from tests.serving.tiny import tiny_drafter, tiny_target
 
@@ -148,17 +146,11 @@ def test_a_tuned_method_goes_by_its_file(tmp_path: Path, models: LoadedModels, m
 
 
 def test_margins_are_the_targets_own_preference() -> None:
-    target = tiny_target()
-    prompt = [5, 9, 30]
-    (completion,) = Engine(target, config=EngineConfig(method="none")).generate([prompt])
-    right = completion.token_ids
-    wrong = [*right[:2], (right[2] + 1) % target.vocab_size, *right[3:]]
-    result = compare(target, [prompt], [right], [wrong])
+    target, prompt, right, wrong = tiny_target(), [5, 9, 30], [4, 9, 11, 2], [4, 9, 30, 2]
     with torch.no_grad():
-        hidden = target.forward(torch.tensor([prompt + right[:2]])).hidden_BTD
-        logits = target.logits(hidden[:, -1])[0]
-    assert result["num_identical"] == 0
-    assert result["margins"] == [pytest.approx(float(logits[right[2]] - logits[wrong[2]]), abs=1e-5)]
+        logits_V = target.model(torch.tensor([prompt + right[:2]])).logits[0, -1]
+    margin = pytest.approx(float(logits_V[11] - logits_V[30]), abs=1e-5)
+    assert compare(target, [prompt], [right], [wrong]) == {"num_prompts": 1, "num_identical": 0, "margins": [margin]}
 
 
 def test_peak_memory_sees_what_was_allocated_within() -> None:

@@ -43,7 +43,6 @@ def test_wrong_methods_are_refused_by_name(text: str, reason: str) -> None:
     [
         ({"prompts": ("a", "a")}, "--prompts is empty or names a value twice: a, a"),
         ({"batch_sizes": ()}, "--batch-sizes is empty"),
-        ({"temperatures": (-1.0,)}, "--temperature"),
         ({"methods": ("lookup", "lookup")}, "--methods is empty or names a value twice: lookup, lookup"),
         ({"methods": ("drafter",)}, "drafter needs a drafter: give --drafter"),
         ({"methods": ("draft-model",)}, "draft-model needs a smaller model: give --draft-model"),

@@ -92,13 +92,7 @@ def test_decode_prints_and_chats(
     assert main([*common, "--prompt", "one", "--prompt", "two"]) == 0
     assert "[1] two" in capsys.readouterr().out
     lines = ["hello", "", "again", "/new", "fresh", "/exit", "never read"]
-
-    def next_line(_: str) -> str:
-        if not lines:
-            raise EOFError
-        return lines.pop(0)
-
-    monkeypatch.setattr("builtins.input", next_line)
+    monkeypatch.setattr("builtins.input", lambda _: lines.pop(0))
     assert main(common) == 0
     assert capsys.readouterr().err.count("tokens/step") == 3 and lines == ["never read"]
 

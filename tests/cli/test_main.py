@@ -26,7 +26,8 @@ assert main(["--help"]) == 0
 for name in COMMANDS:
     assert main([*name.split(), "--help"]) == 0, name
 import drafter.engine.scheduler, drafter.engine.request, drafter.serving.protocol
-heavy = {"torch", "transformers", "lightning", "datasets", "numpy"} & set(sys.modules)
+import drafter.bench.workload, drafter.bench.results, drafter.bench.report, drafter.bench.load
+heavy = {"torch", "transformers", "lightning", "datasets", "numpy", "matplotlib"} & set(sys.modules)
 assert not heavy, heavy
 """
 

@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 import pytest
@@ -5,7 +6,7 @@ import torch
 
 from drafter.training.losses import count_better, exact_loss, mixed_loss, sample_tokens, sampled_loss
 from drafter.training.options import Objective
-from tests.training.loops import losses
+from tests.reference.warpers import softmax
 
 P, M, R, D = 57, 20, 40, 12
 MIXES = [Objective(), Objective(1, 0), Objective(0.3, 0.5)]
@@ -22,6 +23,13 @@ def make(feature_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(3)
     feature_PF, rows_RF = 0.5 * torch.randn(P, feature_size), torch.randn(R, feature_size)
     return feature_PF.requires_grad_(), rows_RF, torch.randn(M, R)[TEACHER_P] * 3
+
+
+def losses(z: list[float], teacher: list[float], label: int) -> tuple[float, float]:
+    """Cross-entropy and forward KL of one pair."""
+    q, p = softmax(z), softmax(teacher)
+    kl = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    return -math.log(q[label]), kl
 
 
 @pytest.mark.parametrize("mix", MIXES)

@@ -1,4 +1,4 @@
-"""Training itself, on a tiny target's own greedy text."""
+"""Training itself, on a tiny target's own greedy text, and the target as a teacher."""
 
 import math
 
@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from drafter.targets.target import Target
 from drafter.training.losses import count_better
+from drafter.training.module import Teacher
+from tests.targets.zoo import TARGETS, build
 from tests.training.fakes import FakeData, fit, greedy_rows, make_module, make_target, make_trainer, tokens_per_step
 
 
@@ -127,3 +130,21 @@ def test_divergence_names_step_and_checkpoint(tmp_path) -> None:
     module.on_train_batch_start = poison
     with pytest.raises(ValueError, match=r"not finite at step 3; no checkpoint was written yet.*--model.optim.lr"):
         trainer.fit(module, datamodule=FakeData(greedy_rows(target), 9))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Cohere", "GPTJ"])
+@torch.no_grad()
+def test_logits_are_the_targets_own_where_they_are_large(name: str) -> None:
+    """Of a part of the vocabulary; plain, soft-capped, scaled, with a bias. Large logits alone show a soft cap."""
+    model = build(TARGETS[name]())
+    norm = getattr(model.base_model, "norm", None) or model.base_model.ln_f
+    norm.weight.fill_(40.0)
+    if model.get_output_embeddings().bias is not None:
+        model.get_output_embeddings().bias.copy_(torch.arange(96) / 8)
+    target = Target.from_model(model, name=name)
+    ids_R = torch.arange(3, 90, 3)
+    hidden_CD = target.forward(torch.arange(1, 21)[None]).hidden_BTD[0]
+    wanted_CR = target.model(torch.arange(1, 21)[None]).logits[0, :, ids_R]
+    assert name != "Gemma2" or 29 < wanted_CR.abs().max() <= 30
+    teacher = Teacher(target, ids_R, torch.float32)
+    torch.testing.assert_close(teacher.logits(hidden_CD), wanted_CR, rtol=1e-4, atol=1e-4)

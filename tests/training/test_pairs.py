@@ -1,10 +1,37 @@
+from typing import NamedTuple
+
 import pytest
 import torch
 
 from drafter.training.pairs import Pairs, draft_index_of, select_pairs
-from tests.training.loops import Pair, list_pairs
 
 V, R = 12, 8
+
+
+class Pair(NamedTuple):
+    """Start and teacher as indices row * width + position; label as draft index; depth from 0."""
+
+    start: int
+    depth: int
+    teacher: int
+    label: int
+
+
+def list_pairs(tokens: list[list[int]], masks: list[list[bool]], draft_ids: list[int], num_depths: int) -> list[Pair]:
+    """Every pair (t, k) that decoding can come to: x_{t+2} .. x_{t+1+k} are trained on and can be drafted."""
+    pairs = []
+    width = len(tokens[0])
+    for row, (token_T, mask_T) in enumerate(zip(tokens, masks, strict=True)):
+        for t in range(width - 1):
+            for k in range(1, num_depths + 1):
+                predicted = t + 1 + k
+                if predicted >= width or not mask_T[predicted]:
+                    break
+                if token_T[predicted] not in draft_ids:
+                    break
+                label = draft_ids.index(token_T[predicted])
+                pairs.append(Pair(row * width + t, k - 1, row * width + t + k, label))
+    return pairs
 
 
 def valid_pairs(pairs: Pairs) -> list[Pair]:
